@@ -1,16 +1,17 @@
 """mpips: a parameter server with MPI inside its clients, after MXNET-MPI (arXiv:1801.03855).
 
-    kv = mpips.create("mpi_sync")     # a server serves inside this call
+    kv = mpips.create("mpi_sync")     # servers serve inside this call, and exit there
     kv.init("w", weights)
     kv.pushpull("w", gradient, out=total)
 
-The public names are loaded when they are first used, so that `mpips run` and `mpips doctor` start without MPI.
+The public names are imported when they are first used, so that `mpips run` and `mpips doctor` start without MPI.
 """
 
 import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036
-    # Before all other imports, which older Pythons cannot read. `python -m mpips.x` shows the sentence alone.
+    # This must come before all other imports, which older Pythons cannot read. `python -m mpips.x` prints the sentence
+    # without a traceback.
     raise (SystemExit if sys.argv[:1] == ["-m"] else ImportError)(
         f"mpips needs Python 3.11 or newer, this is {sys.version.split()[0]}: install one, and make the environment "
         "with it (`python3.11 -m venv .venv`, in a clone `make PYTHON=python3.11`)"

@@ -1,7 +1,7 @@
 """One rank of a job: `python -m mpips SCRIPT.py ARGS` or `python -m mpips -m MODULE ARGS`, under any launcher.
 
-As `python -m mpi4py`, which it builds on, but an uncaught exception, or an exit with another code than 0, also names
-its rank and ends the whole job at once.
+It builds on `python -m mpi4py` and works like it. In addition, an uncaught exception or an exit code other than 0 is
+printed with the rank, and ends the whole job at once.
 """
 
 import difflib
@@ -21,6 +21,7 @@ from mpips.ending.process import StatusLine, is_fork, is_started, leave_fork, sa
 from mpips.ending.uncaught import INTERRUPTED, end, end_after_hook, end_unstarted, is_alone, show
 from mpips.store.world import ENCODED, launched_as, variables_of_place
 
+# words of the `mpips` command. A user who gives one to `python -m mpips` meant that command.
 COMMANDS = (
     "run",
     "doctor",
@@ -38,27 +39,28 @@ COMMANDS = (
     "trace",
     "metrics",
 )
-"""Words of the `mpips` command, which are no scripts."""
 
 
 def whole_lines() -> None:
-    """Write each line that is printed when it ends, and at one go, from now on.
+    """From now on, write each printed line when it ends, in a single write.
 
-    The launcher mixes what several ranks write. With PYTHONUNBUFFERED each word would be written alone."""
+    The launcher mixes the output of several ranks. With PYTHONUNBUFFERED each word would be written separately.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
 def decode_words(words: list[str]) -> list[str]:
-    """Return the words of a command line, of which those after `ENCODED` are percent-encoded."""
+    """Return the words of a command line. Those after `ENCODED` are percent-encoded."""
     encoded = words[1:] if words[:1] == [ENCODED] else []
     return [os.fsdecode(unquote_to_bytes(word)) for word in encoded] or words
 
 
 def search_as_python(script: str) -> None:
-    """Put first on `sys.path` what Python puts there for a script, a module or a line.
+    """Put first on `sys.path` the entry that Python puts there for a script, a module or a command.
 
-    Without -P Python has put the current folder there, for this runner. Our own modules are not looked for in it.
+    Without -P Python has put the current folder there, for this runner. When one of our own modules is run, it is not
+    searched in the current folder.
     """
     if not sys.flags.safe_path:
         del sys.path[0]
@@ -68,14 +70,15 @@ def search_as_python(script: str) -> None:
     elif script in ("-c", "-"):
         first = [""]
     else:
-        sys.path.insert(0, os.path.realpath(os.path.dirname(script)))  # mpi4py's run writes it there, in any case
+        # mpi4py's run puts this entry there in any case.
+        sys.path.insert(0, os.path.realpath(os.path.dirname(script)))
         return
     if sys.flags.ignore_environment or not os.environ.get("PYTHONSAFEPATH"):
         sys.path[:0] = first
 
 
 def exit_of(left: SystemExit) -> tuple[int, str]:
-    """Return the exit code, and the text on standard error, with which Python alone would leave."""
+    """Return the exit code, and the text on standard error, with which Python alone would exit."""
     if left.code is None or isinstance(left.code, int):
         code = int(left.code or 0)
         return (code & 255 if -(1 << 63) <= code < 1 << 63 else 255), ""
@@ -83,12 +86,15 @@ def exit_of(left: SystemExit) -> tuple[int, str]:
 
 
 def _set_abort_status(status: object, set_status: Callable[[object], None] = run.set_abort_status) -> None:
-    """Give mpi4py, which aborts MPI with it, the exit code as Python has it: mpi4py's own reading fails at 2**40."""
+    """Give mpi4py, which aborts MPI with it, the exit code that Python would use.
+
+    mpi4py's own conversion fails for codes from 2**40 on.
+    """
     set_status(exit_of(status)[0] if isinstance(status, SystemExit) else status)
 
 
 def run_program() -> None:
-    """Run the program of the command line. A process that it forks ends here, too."""
+    """Run the program of the command line. Processes that it forks end here, too."""
     code = 0
     try:
         run.main()
@@ -106,7 +112,7 @@ def run_program() -> None:
 
 
 def name_threads_that_stay() -> None:
-    """Say which threads keep this process when its program has ended, once they have for as long as a stall."""
+    """Print which threads keep this process alive, if they still do a stall's time after its program has ended."""
 
     def staying() -> list[str]:
         main = threading.main_thread()
@@ -129,7 +135,7 @@ def name_threads_that_stay() -> None:
 
 
 def hint_at_backend(error: BaseException) -> None:
-    """Add what was meant to PyTorch's error for a backend with nearly our name."""
+    """Add a hint to PyTorch's error for a backend whose name is nearly ours."""
     unknown = re.fullmatch(r"Unknown (?:c10d )?backend type (\S+) ?", str(error))
     if unknown and difflib.get_close_matches(unknown[1].lower(), ["mpips"]):
         error.add_note('did you mean init_process_group("mpips")?')
@@ -157,7 +163,8 @@ if __name__ == "__main__":
         name_threads_that_stay()
     except SystemExit as left:
         code, why = exit_of(left)
-        if code:  # now, because an open store would wait at exit for ranks that wait for this one
+        # Now and not at exit, because there an open store would wait for ranks that wait for this one.
+        if code:
             status.fails(code)
             if is_started() or launched_as(os.environ) is None:
                 end(f"exit {code}", why, code, same=(code, why))
@@ -167,15 +174,18 @@ if __name__ == "__main__":
             raise SystemExit(code) from None
         status.ends_well(remark())
         raise
-    except BaseException as error:  # whatever leaves the program is said, and ends the job
+    except BaseException as error:
+        # Every error that leaves the program is printed, and ends the job.
         hint_at_backend(error)
         interrupted = isinstance(error, KeyboardInterrupt)
         code, what = (INTERRUPTED, "interrupted") if interrupted else (1, type(error).__name__)
         status.fails(code)
         if interrupted and is_started() and is_alone():
-            raise  # Python ends by the signal, as a shell's loop wants it
+            # Python then ends by the signal, as a loop in a shell needs it to stop.
+            raise
         if is_started() or not interrupted:
-            hooks_code = show(error)  # of a rank with others by our hook: it does not come back
+            # In a job of several ranks our hook does not return.
+            hooks_code = show(error)
             code = code if hooks_code is None else exit_of(hooks_code)[0] or code
         if is_started():
             end_after_hook(error, code)

@@ -1,4 +1,4 @@
-"""An address of rank 0's host that all ranks can connect to, for libraries that meet by TCP beside MPI."""
+"""Find an address of rank 0's host to which all ranks can connect, for libraries that need TCP besides MPI."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from mpi4py import MPI
 from mpips.collectives.errors import of_caller, ranks
 from mpips.store.world import MASTER
 
+# most bytes of rank 0's addresses
 WORDS = 2048
-"""Bytes that rank 0's addresses may take."""
+# number of the ioctl SIOCGIFADDR
 ADDRESS_OF_NIC = 0x8915
-"""The system call's number (SIOCGIFADDR)."""
 CONNECT_SECONDS = 3.0
 
 
 def find_address(who: str, world: MPI.Intracomm = MPI.COMM_WORLD) -> str:
-    """Return rank 0's first address that all ranks can connect to, for the call `who`. Collective, blocking.
+    """Return rank 0's first address to which all ranks can connect. Collective, blocking.
 
-    RuntimeError on all ranks where there is none.
+    `who` is the call that needs it, for the error. All ranks raise RuntimeError if there is no such address.
     """
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
+    # All ranks are on one host.
     if node.size == world.size:
         node.Free()
         return "127.0.0.1"
@@ -40,6 +41,7 @@ def find_address(who: str, world: MPI.Intracomm = MPI.COMM_WORLD) -> str:
         port, *addresses = told.rstrip(b"\0").decode().split()
         lacking: list[int] = []
         for address in addresses:
+            # One rank of each host tries to connect, for all ranks of its host.
             fine = np.empty(world.size, np.int8)
             world.Allgather(np.array([not first or _can_connect(address, int(port))], np.int8), fine)
             lacking = np.flatnonzero(fine == 0).tolist()
@@ -55,13 +57,14 @@ def find_address(who: str, world: MPI.Intracomm = MPI.COMM_WORLD) -> str:
 
 
 def _addresses() -> list[str]:
-    """Return names and addresses of this host, the likeliest first: one that was given, its own, those of its NICs."""
+    """Return names and addresses of this host, the likeliest first: the given one, its name, those of its NICs."""
     names = [os.environ.get(MASTER, ""), socket.gethostname()]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, nic in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(any_socket, ADDRESS_OF_NIC, struct.pack("256s", nic.encode()[:15]))
-            except OSError:  # it has none
+            except OSError:
+                # This NIC has no address.
                 continue
             names.append(socket.inet_ntoa(answer[20:24]))
     usable = [name for name in names if name and name != "localhost" and not name.startswith("127.")]

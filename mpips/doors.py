@@ -1,8 +1,8 @@
-"""The outer names `collectives` and `launch`: other names of `mpips.collectives` and `mpips.launch`.
+"""Make `collectives` and `launch` other names of `mpips.collectives` and `mpips.launch`.
 
-Our modules import one another as `mpips.collectives...` and `mpips.launch...` only. The outer names are general, and a
-program may have a file `collectives` or a folder `launch` of its own: then its imports find its own, and ours still
-find ours. `mpips/collectives` and `mpips/launch` are links in a clone, and folders in an installed package.
+Our own modules import one another only as `mpips.collectives...` and `mpips.launch...`. The short names are common
+words, and a program may have a file `collectives` or a folder `launch` of its own. Then its imports find its own, and
+ours still find ours. `mpips/collectives` and `mpips/launch` are links in a clone, and folders in an installed package.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from types import CodeType, ModuleType
 
 
 class _Alias(Loader):
-    """Gives `collectives.x` the module `mpips.collectives.x`, so that there is one of each."""
+    """Loads `collectives.x` as the module `mpips.collectives.x`, so that each module exists only once."""
 
     def __init__(self, inner: ModuleSpec) -> None:
         self._inner = inner
@@ -27,16 +27,17 @@ class _Alias(Loader):
         return importlib.import_module(self._inner.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._inner  # the import system has just written the outer one
+        # The import system has just replaced it by that of the short name.
+        module.__spec__ = self._inner
 
     def get_code(self, name: str) -> CodeType | None:
-        """Return what `python -m NAME` runs."""
+        """Return the code that `python -m NAME` runs."""
         code: CodeType | None = self._inner.loader.get_code(self._inner.name)  # type: ignore[union-attr]
         return code
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules below an outer name that is ours."""
+    """Finds the modules below a short name that is ours."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -53,10 +54,10 @@ class _Finder(MetaPathFinder):
 
 
 def open_door(outer: str) -> None:
-    """Make `outer` a name of `mpips.outer`. Called by a package that is being imported under its outer name.
+    """Make `outer` a name of `mpips.outer`. Called by a package that is being imported under its short name.
 
-    Python prefers a package, as ours, to a folder without `__init__.py` that comes before it on `sys.path`. Where such
-    a folder has Python files, it is the program's, and is what `outer` becomes.
+    Python prefers a package, as ours, to a folder without `__init__.py` that comes earlier on `sys.path`. If such a
+    folder has Python files, it is the user's, and `outer` becomes that folder.
     """
     own = os.path.realpath(importlib.import_module(f"mpips.{outer}").__path__[0])
     for entry in sys.path:

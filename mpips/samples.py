@@ -1,7 +1,7 @@
 """Take rows of users' arrays and tables by position: of NumPy, pandas, SciPy, h5py and PyTorch.
 
-A library's labels are left aside: a table becomes an array of NumPy. Sparse matrices, and arrays on disk, are read rows
-by rows. Anything else is refused by a sentence with the cure.
+Labels are ignored: a table becomes a NumPy array. Sparse matrices, and arrays on disk, are read a few rows at a time.
+Anything else is refused with an error that tells the cure.
 """
 
 from __future__ import annotations
@@ -14,24 +14,31 @@ from numpy.typing import NDArray
 from mpips.collectives import arrays
 
 Positions = slice | NDArray[np.int64]
+# dtype kinds whose elements are numbers
 NUMBERS = "biufc"
-"""Kinds of dtype whose elements are numbers."""
 NUMBERED = "pass numbers, as astype('float32') makes them, or of words np.unique(words, return_inverse=True)[1]"
 CURE = "pass an array of NumPy, such as frame.to_numpy(), matrix.toarray() or dataset[:]"
 
 
 class Rows:
-    """Rows of a table that is no array in memory: every `rows[...]` reads some, by position, into an array of NumPy."""
+    """A table that is not an array in memory. `rows[...]` reads some of its rows, by position, into a NumPy array."""
 
     def __init__(self, name: str, source: Any, sparse: bool = False) -> None:
-        self._name, self._source, self._sparse = name, source, sparse
-        self.shape, self.dtype, self.ndim = tuple(source.shape), source.dtype, len(source.shape)
+        self._name = name
+        self._source = source
+        self._sparse = sparse
+        self.shape = tuple(source.shape)
+        self.dtype = source.dtype
+        self.ndim = len(source.shape)
 
     def __len__(self) -> int:
         return int(self.shape[0])
 
     def __getitem__(self, rows: Positions) -> np.ndarray:
-        """Return the rows of a slice, or of an int array in its order; libraries of files want rising numbers."""
+        """Return the rows of a slice, or of an int array in its order.
+
+        They are read in ascending order, as libraries for files require it.
+        """
         if isinstance(rows, slice):
             return self._read(rows)
         rising, places = np.unique(rows, return_inverse=True)
@@ -49,10 +56,10 @@ class Rows:
 
 
 def table(name: str, given: Any) -> Any:
-    """Return `given` as a table that has `shape` and gives rows by position, for a slice or an int array.
+    """Return `given` as a table with `shape`, whose rows are taken by position with a slice or an int array.
 
-    Arrays of NumPy, PyTorch and JAX, and those on GPUs, are returned as they are. TypeError where rows cannot be taken
-    by position, or are no numbers. Local; reads two rows of what lies elsewhere.
+    Arrays of NumPy, PyTorch and JAX, and those on GPUs, are returned as they are. Raises TypeError if rows cannot be
+    taken by position, or elements are not numbers. Local. Reads two rows of tables that are not in memory.
     """
     if arrays.is_torch(given) and str(given.layout) != "torch.strided":
         raise TypeError(f"{name} is a tensor of layout {given.layout}: pass tensor.to_dense()")
@@ -66,10 +73,13 @@ def table(name: str, given: Any) -> Any:
         raise TypeError(f"{name} is a {type(given).__name__}, whose rows cannot be taken by position: {CURE}")
     lazy = Rows(name, given)
     see_numbers(name, lazy, type(given).__name__)
+    # Read the first and the last row by slices and by their positions. A library that finds rows by labels gives
+    # others.
     try:
         ends = [lazy[part] for part in (slice(0, 1), slice(len(lazy) - 1, None))] if len(lazy) else []
         same = not ends or np.array_equal(np.concatenate(ends), lazy[np.array([0, len(lazy) - 1])], equal_nan=True)
-    except Exception as error:  # of whatever library it is
+    except Exception as error:
+        # The library may raise anything.
         raise TypeError(
             f"{name} is a {type(given).__name__}, whose rows cannot be taken by position "
             f"({type(error).__name__}: {error}): {CURE}"
@@ -80,7 +90,7 @@ def table(name: str, given: Any) -> Any:
 
 
 def in_memory(name: str, given: object) -> np.ndarray:
-    """Return rows that a caller hands over as an array of NumPy; TypeError where they are none, or no numbers."""
+    """Return given rows as a NumPy array. Raises TypeError if they are not an array of numbers."""
     if type(given) is np.ndarray and given.dtype.kind in NUMBERS:
         return given
     if not hasattr(given, "shape"):
@@ -90,7 +100,7 @@ def in_memory(name: str, given: object) -> np.ndarray:
 
 
 def see_numbers(name: str, given: Any, kind: str = "") -> Any:
-    """Return an array, a matrix or a tensor; TypeError where its elements are masked, or no numbers."""
+    """Return an array, matrix or tensor as it is. Raises TypeError if elements are masked or not numbers."""
     arrays.see_unmasked(given, name)
     dtype = given.dtype
     if isinstance(dtype, np.dtype) and dtype.kind not in NUMBERS and dtype.name != "bfloat16":
@@ -100,17 +110,18 @@ def see_numbers(name: str, given: Any, kind: str = "") -> Any:
 
 
 def _is_array(given: object) -> bool:
-    """Return whether rows of it are taken by position, whatever the library does beside that."""
+    """True if its rows are taken by position, whatever its library is."""
     module = type(given).__module__.partition(".")[0]
     return isinstance(given, np.ndarray) or arrays.is_torch(given) or arrays.is_device(given) or module == "jaxlib"
 
 
 def _of_frame(name: str, frame: Any) -> np.ndarray:
-    """Return a frame or a series as an array; TypeError that names a column without numbers."""
+    """Return a frame or a series as an array. Raises TypeError that names a column without numbers."""
     found = np.asarray(frame.to_numpy())
     if found.dtype.kind in NUMBERS or not hasattr(frame, "columns"):
         return found
-    parts = []  # a frame makes Python objects of floats beside bools
+    # A frame with float and bool columns becomes an array of Python objects, so convert each column by itself.
+    parts = []
     for column in frame.columns:
         part = np.asarray(frame[column].to_numpy())
         if part.dtype.kind not in NUMBERS or part.ndim != 1:

@@ -1,4 +1,4 @@
-"""`mpips chaos`: faults on purpose in a running job, by a plan that can be replayed, with a report and a picture."""
+"""`mpips chaos`: make faults on purpose in a running job, by a plan that can be replayed, and report on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRESS_SECONDS = 3.0
 
 
 class _Words(click.ParamType):
-    """Some of a few words, with commas between them."""
+    """A list of words, separated by commas, from a fixed set."""
 
     name = "words"
 
@@ -126,7 +126,10 @@ def command(
 
 
 def watched(words: Words, plan: chaos.FaultPlan, limit: float, lab: str, what: str) -> chaos.Run:
-    """Return the run of a command, of which a line is said every `PROGRESS_SECONDS`; UsageError where there is none."""
+    """Run a command under a plan and return the run. Prints a line every `PROGRESS_SECONDS`.
+
+    Raises UsageError if the command cannot be run.
+    """
     said = time.monotonic()
 
     def look(run: chaos.Run) -> None:
@@ -170,7 +173,7 @@ INCHES = (7.0, 4.0)
 
 
 def draw(path: Path, run: chaos.Run, reference: chaos.Run | None = None) -> None:
-    """Write a picture of the values that worker 0 noted. Needs matplotlib."""
+    """Draw the values that worker 0 noted, as a picture. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=INCHES, layout="constrained")
@@ -199,7 +202,7 @@ def draw(path: Path, run: chaos.Run, reference: chaos.Run | None = None) -> None
 
 
 def curve(run: chaos.Run) -> tuple[list[float], list[float]]:
-    """Seconds and values of what worker 0, whichever process that was, noted as numbers."""
+    """Return the times and values that worker 0 noted as numbers, whichever process was worker 0 at that time."""
     began = began_at(run)
     found = [note for note in notes_of(run) if note.worker == 0 and note.value is not None]
     return [note.time - began for note in found], [note.value for note in found if note.value is not None]

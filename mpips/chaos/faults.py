@@ -11,11 +11,15 @@ import msgspec
 
 from mpips.collectives import files
 
+# kill: SIGKILL to a process
+# stop: SIGSTOP for some seconds
+# full: for some seconds no file that the process writes can grow
+# host: SIGKILL to all ranks on the process's host
+# cut: the NICs of its host are down for some seconds
+# slow: the NICs of its host have only a share of their rate for some seconds
 KINDS = ("kill", "stop", "full", "host", "cut", "slow")
-"""SIGKILL; SIGSTOP for some seconds; for some seconds no file that the process writes can grow. Of the host on which it
-is: SIGKILL to all ranks there; its NICs are down for some seconds; they have a part of their rate for some seconds."""
+# kinds that need a lab
 OF_HOSTS = ("host", "cut", "slow")
-"""Kinds that need a lab."""
 AT_ONCE = ("kill", "host")
 ROLES = ("any", "worker", "server", "spare")
 CALLS = (
@@ -34,14 +38,18 @@ CALLS = (
     "recover",
     "close",
 )
-NEAREST, FARTHEST = 0.5, 1.5  # of a drawn time between faults, in parts of the mean
-LEAST_SHARE = 0.001  # of a rate
-LONGEST = 1e8  # seconds
-SLOWEST, FASTEST = 0.02, 0.5  # of a drawn share of a rate
+# limits of a drawn time between two faults, as multiples of the mean
+NEAREST, FARTHEST = 0.5, 1.5
+# least share of a rate
+LEAST_SHARE = 0.001
+# most seconds
+LONGEST = 1e8
+# limits of a drawn share of a rate
+SLOWEST, FASTEST = 0.02, 0.5
 
 
 class PlanError(ValueError):
-    """A plan that makes no sense, or a file that holds none."""
+    """A plan that makes no sense, or a file without a plan."""
 
 
 class Point(msgspec.Struct, frozen=True):
@@ -54,16 +62,24 @@ class Point(msgspec.Struct, frozen=True):
 
 
 class Whom(msgspec.Struct, frozen=True):
-    """A process: the rank `number` of the launcher, or the one at place `number`, counted round, of those alive in a
-    role."""
+    """The process that a fault hits.
+
+    With role "rank" it is the rank `number` of the launcher. With another role it is one of the living processes in
+    that role, at place `number` modulo their number.
+    """
 
     role: Literal["rank", "any", "worker", "server", "spare"]
     number: int
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """One fault. `at`: seconds since the first store was made, or a point. `seconds`: how long it lasts, where it does.
-    `share`: what slow NICs keep of their rate."""
+    """One fault.
+
+    Attributes:
+        at: Seconds since the first store was made, or a point in a rank's program.
+        seconds: How long it lasts, for kinds that last.
+        share: The share of their rate that slow NICs keep.
+    """
 
     kind: Literal["kill", "stop", "full", "host", "cut", "slow"]
     whom: Whom
@@ -77,7 +93,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class FaultPlan(msgspec.Struct, frozen=True):
-    """The faults that are to be made in a job. `seed`: what they were drawn from."""
+    """The faults to make in a job. `seed` is the one from which they were drawn."""
 
     seed: int = 0
     faults: tuple[Fault, ...] = ()
@@ -91,8 +107,16 @@ def draw(
     roles: Sequence[str] = ("any",),
     seconds: float = 1.0,
 ) -> FaultPlan:
-    """So many faults, one after the other, `every` seconds in the mean; each of these kinds and roles is as likely.
-    Equal arguments give an equal plan; PlanError where they make no sense."""
+    """Draw a plan of `count` faults, one after another. Equal arguments give an equal plan.
+
+    Raises PlanError if the arguments make no sense.
+
+    Args:
+        every: Mean of the seconds between two faults.
+        kinds: Kinds of faults, all equally likely.
+        roles: Roles of their targets, all equally likely.
+        seconds: How long a fault lasts, for kinds that last.
+    """
     rng, at, faults = random.Random(seed), 0.0, []
     for _ in range(count):
         at += every * rng.uniform(NEAREST, FARTHEST)
@@ -113,7 +137,7 @@ def save(plan: FaultPlan, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> FaultPlan:
-    """Return the plan in a file that `save` wrote; PlanError where it holds none."""
+    """Return the plan in a file that `save` wrote. Raises PlanError if the file cannot be read or has no plan."""
     try:
         return _checked(msgspec.json.decode(Path(path).read_bytes(), type=FaultPlan))
     except OSError as error:
@@ -123,7 +147,7 @@ def load(path: str | Path) -> FaultPlan:
 
 
 def check_lab(plan: FaultPlan, lab: str) -> None:
-    """PlanError where a plan has faults of hosts, and the job runs in no lab."""
+    """Raise PlanError if a plan has faults of hosts and no lab is named."""
     if not lab and (kinds := [fault.kind for fault in plan.faults if fault.kind in OF_HOSTS]):
         raise PlanError(
             f"{kinds[0]!r} is a fault of a lab's hosts, and no lab is named: make one (`mpips lab up`), run the job in "

@@ -1,7 +1,7 @@
-"""The part of `mpips chaos` inside a rank: records that tell where the rank is, and what its program notes.
+"""The part of `mpips chaos` inside a rank: messages that tell where the rank is and what its program notes.
 
-Faults are made from outside. Without a watched job `watched` returns the function itself, and `note` does nothing.
-Records go one in a message. Times are of CLOCK_MONOTONIC, which a machine shares.
+Faults are made from outside. In a job that is not watched `watched` returns the function itself, and `note` does
+nothing. Each record is one message. Times are of CLOCK_MONOTONIC, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PLAN, SOCKET = "plan.json", "ranks"
 
 
 class Here(msgspec.Struct, tag=True, frozen=True):
-    """It is there, or has another role now. `host`: what its machine is called."""
+    """Message of a rank that it is up, or that it has another role now. `host` is the name of its machine."""
 
     rank: int
     role: str
@@ -43,7 +43,7 @@ class Here(msgspec.Struct, tag=True, frozen=True):
 
 
 class Made(msgspec.Struct, tag=True, frozen=True):
-    """It has a store: as worker `worker` of `workers`."""
+    """Message of a rank that it has a store, as worker `worker` of `workers`."""
 
     time: float
     rank: int
@@ -52,7 +52,7 @@ class Made(msgspec.Struct, tag=True, frozen=True):
 
 
 class Reached(msgspec.Struct, tag=True, frozen=True):
-    """It is at the point of fault `fault` of the plan."""
+    """Message of a rank that it is at the point of fault number `fault` of the plan."""
 
     time: float
     rank: int
@@ -60,7 +60,10 @@ class Reached(msgspec.Struct, tag=True, frozen=True):
 
 
 class Recovered(msgspec.Struct, tag=True, frozen=True):
-    """`recover` has returned: all keys stand at `step`; None where they do not stand at one."""
+    """Message of a rank that its call of `recover` has returned.
+
+    `step` is the step of all keys, or None if they are not at the same step.
+    """
 
     time: float
     rank: int
@@ -70,7 +73,10 @@ class Recovered(msgspec.Struct, tag=True, frozen=True):
 
 
 class Note(msgspec.Struct, tag=True, frozen=True):
-    """A note of its program. `value` is None where that was no number; `digest` stands for its bits."""
+    """Message with a note of the rank's program.
+
+    `value` is None if the program noted something other than a number. `digest` stands for its bits.
+    """
 
     time: float
     rank: int
@@ -84,14 +90,15 @@ class Note(msgspec.Struct, tag=True, frozen=True):
 Told = Here | Made | Reached | Recovered | Note
 
 
+# On this signal a watched rank writes the stack of every thread to standard error.
 SHOW_STACK = signal.SIGRTMIN + 8
-"""On this signal a watched rank writes the stack of every thread to standard error."""
-TO_BE_KILLED = 5.0  # seconds that a rank waits at its own point for its own end
+# seconds that a rank waits to be killed at its own point
+TO_BE_KILLED = 5.0
 Create = TypeVar("Create", bound=Callable[..., Any])
 
 
 class Injector:
-    """A rank's line to who watches the job. A line that breaks is silent from then on."""
+    """A rank's connection to the process that watches the job. If it breaks, messages are dropped."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.rank = rank
@@ -107,7 +114,7 @@ class Injector:
             self._line.send(msgspec.msgpack.encode(told))
 
     def reach(self, call: str) -> None:
-        """It begins a call of this name."""
+        """Note that the rank begins a call of this name, and report the points of faults that it has reached."""
         self._counts[call] += 1
         here = self.rank, call, self._counts[call]
         for number, fault in enumerate(self._plan.faults):
@@ -115,11 +122,12 @@ class Injector:
             if isinstance(point, Point) and (point.rank, point.call, point.nth) == here:
                 self.tell(Reached(time.monotonic(), self.rank, number))
                 mine = (fault.whom.role, fault.whom.number) == ("rank", self.rank)
+                # Wait here for the SIGKILL from outside, so that the rank dies exactly at this point.
                 if mine and not fault.lasts and not point.delay:
                     time.sleep(TO_BE_KILLED)
 
     def place(self) -> tuple[int, int]:
-        """This worker's number, and how many there are; of the launcher where it has no store."""
+        """Return this worker's number and the number of workers, or the launcher's numbers if there is no store."""
         if self._store is None:
             return launched_as(os.environ) or (0, 1)
         return self._store.rank, self._store.num_workers
@@ -146,19 +154,20 @@ class Injector:
         return counted
 
 
+# the Injector of this process, if its job is watched
 _injectors: list[Injector] = []
-"""That of this process, if its job is watched."""
 
 
 def watched(create: Create) -> Create:
-    """`create` as it is; in a job that is watched, one that tells of itself and of the calls of the stores it makes."""
+    """Return `create` as it is or, in a watched job, one that reports itself and the calls of its stores."""
     folder = os.environ.get(WATCHED)
     if not folder:
         return create
     rank, size = launched_as(os.environ) or (0, 1)
     try:
         injector = Injector(Path(folder), rank)
-    except (OSError, ValueError):  # who watched has left
+    except (OSError, ValueError):
+        # The watching process has left.
         return create
     _injectors[:] = [injector]
     injector.tell(Here(rank, _role(rank, size, {}), socket.gethostname()))
@@ -175,15 +184,16 @@ def watched(create: Create) -> Create:
 
 
 def note(step: int, value: SupportsFloat | bytes | np.ndarray) -> None:
-    """Say, in a watched job, that this worker begins `step`, and what it has then.
+    """Tell, in a watched job, that this worker begins `step`, and a value that it has then.
 
-    So many steps are done. `value` is a loss, or an array, of which only a digest is kept. Runs of one program are
-    compared by it, bit for bit.
+    `step` is the number of steps that are done. `value` is a loss or an array; only a digest of an array is kept. By
+    these values runs of one program are compared, bit for bit. Does nothing in a job that is not watched.
     """
     if not _injectors:
         return
     injector = _injectors[0]
-    if callable(detach := getattr(value, "detach", None)):  # a tensor of PyTorch, which may require gradients
+    # It is a tensor of PyTorch, which may require gradients.
+    if callable(detach := getattr(value, "detach", None)):
         value = detach()
     number = float(value) if isinstance(value, float | int) or getattr(value, "shape", None) == () else None
     if number is not None:
@@ -194,7 +204,8 @@ def note(step: int, value: SupportsFloat | bytes | np.ndarray) -> None:
         import numpy as np
 
         array: Any = value
-        if detach is not None:  # by its bytes, as NumPy knows no bfloat16
+        # Take its bytes, because NumPy has no bfloat16.
+        if detach is not None:
             array = array.contiguous().view(-1).view(sys.modules["torch"].uint8).numpy()
         data = np.asarray(array).tobytes()
     digest = hashlib.blake2b(data, digest_size=8).hexdigest()
@@ -202,7 +213,7 @@ def note(step: int, value: SupportsFloat | bytes | np.ndarray) -> None:
 
 
 def _role(rank: int, size: int, options: dict[str, Any]) -> str:
-    """Return what a rank of the launcher is at first: workers come first, then servers, then spares."""
+    """Return the first role of a rank of the launcher: workers come first, then servers, then spares."""
     servers, spares = (_number(name, options) for name in ("servers", "spares"))
     if rank >= size - spares:
         return "spare"

@@ -1,4 +1,7 @@
-"""The report of a job under faults: seconds to go on, rounds done again, bits beside a run without faults. Pure."""
+"""Report on a job under faults: seconds until it goes on, rounds done again, bits compared with an undisturbed run.
+
+Pure functions of what was recorded.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,15 @@ EQUAL = "equal"
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """One fault. `host`: the rank's, where it was a fault of that. `at`: seconds since the first store was made.
-    `seconds`: from the fault until every worker that was there and lived has begun a new step; None where none began
-    one any more."""
+    """What became of one fault.
+
+    Attributes:
+        host: The host of the rank, if the fault hit the host.
+        at: Seconds since the first store was made.
+        seconds: From the fault until every worker that was there and survived has begun a new step, or None if they
+            never did.
+        undone: Why the fault was not made, or "".
+    """
 
     fault: int
     kind: str
@@ -32,8 +41,11 @@ class Outcome(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True):
     """The report of a run.
 
-    `repeated`: rounds that were done again after a recovery. `skipped`: steps that nobody noted. `bits`: "equal", what
-    differs, or "" where nothing was noted twice and there is no reference.
+    Attributes:
+        repeated: Rounds that were done again after a recovery.
+        skipped: Steps that no worker noted.
+        bits: "equal", a description of the first difference, or "" if there is no reference and no difference.
+        left: Processes and files that the job left behind.
     """
 
     seed: int
@@ -48,17 +60,17 @@ class Report(msgspec.Struct, frozen=True):
 
     @property
     def good(self) -> bool:
-        """Return whether the job ended well, nothing is left of it, and no bits differ."""
+        """True if the job ended well, nothing is left of it, and no bits differ."""
         return not (self.code or self.hung or self.left) and self.bits in ("", EQUAL)
 
     def percentile(self, percent: float) -> float | None:
-        """Of the seconds to go on, the nearest rank; None where there are none."""
+        """Return a percentile (nearest rank) of the seconds until the job went on, or None if there are none."""
         found = sorted(fault.seconds for fault in self.faults if fault.seconds is not None)
         return found[max(0, math.ceil(percent / 100 * len(found)) - 1)] if found else None
 
 
 def judge(run: Run, reference: Run | None = None) -> Report:
-    """Return the report of a run, beside one of the same program without faults where there is one."""
+    """Return the report of a run, compared with a run of the same program without faults if that is given."""
     began = began_at(run)
     made = sorted(run.done, key=lambda done: done.time)
     times = [done.time for done in made if not done.undone]
@@ -88,17 +100,20 @@ def judge(run: Run, reference: Run | None = None) -> Report:
 
 
 def began_at(run: Run) -> float:
-    """Return when the first store was made; the beginning of a run that made none."""
+    """Return when the first store was made, or when the run began if it made none."""
     return min((told.time for told in run.told if isinstance(told, Made)), default=run.began)
 
 
 def notes_of(run: Run) -> list[Note]:
-    """Return what its programs noted, in order of time."""
+    """Return the notes of a run's programs, in order of time."""
     return sorted((told for told in run.told if isinstance(told, Note)), key=lambda note: note.time)
 
 
 def _seconds(told: Sequence[Told], time: float, later: Sequence[float], killed: dict[int, float]) -> float | None:
-    """From a fault at `time` until all go on. A recovery after the next of the `later` faults is of both."""
+    """Return the seconds from a fault at `time` until all workers go on, or None.
+
+    If they go on only after the next of the `later` faults, the recovery belongs to both faults.
+    """
     for end in [*later, math.inf]:
         went_on = _went_on(told, time, end, killed)
         if went_on is not None:
@@ -107,9 +122,10 @@ def _seconds(told: Sequence[Told], time: float, later: Sequence[float], killed: 
 
 
 def _went_on(told: Sequence[Told], time: float, end: float, killed: dict[int, float]) -> float | None:
-    """Return when the last of the ranks that worked at `time` began a new step, after its last recovery before `end`.
+    """Return when the last of the ranks that worked at `time` began a new step.
 
-    None where that is not before `end`.
+    If a rank has recovered before `end`, only steps after its last recovery count. Return None if this is not before
+    `end`.
     """
     before: dict[int, int] = {}
     recovered: dict[int, float] = {}
@@ -131,7 +147,7 @@ def _went_on(told: Sequence[Told], time: float, end: float, killed: dict[int, fl
 
 
 def _repeated(told: Sequence[Told]) -> int:
-    """Return the most rounds that a worker did again after its recoveries."""
+    """Return the largest number of rounds that a worker did again after its recoveries."""
     again: defaultdict[int, int] = defaultdict(int)
     newest: dict[int, int] = {}
     fresh: set[int] = set()
@@ -147,7 +163,10 @@ def _repeated(told: Sequence[Told]) -> int:
 
 
 def _bits(notes: Sequence[Note], reference: Sequence[Note]) -> str:
-    """Return whether notes of a step and worker are the same whenever it was done, and those of the reference."""
+    """Compare notes of the same step and worker, in this run and in the reference. Return the first difference.
+
+    A step that is done again must give the same bits. Without a difference, return "equal", or "" without a reference.
+    """
     wanted = {(note.step, note.worker): note for note in reference}
     for note in sorted(notes, key=lambda note: note.step):
         first = wanted.setdefault((note.step, note.worker), note)

@@ -1,7 +1,7 @@
-"""Run a command under a plan of faults: hear its ranks, make the faults, end it at a limit, and look for leftovers.
+"""Run a command under a plan of faults: listen to its ranks, make faults, end it at a limit, and look for leftovers.
 
-`watch` is the call. `Faults` makes what is due in ranks and in the lab's hosts, and ends what lasts. `Ranks` are the
-processes of the job, by a line and a pidfd each.
+`watch` is the call. `Faults` makes the faults that are due, in ranks and in the hosts of the lab, and ends those that
+last. `Ranks` are the processes of the job, with a connection and a pidfd for each.
 """
 
 from __future__ import annotations
@@ -30,15 +30,19 @@ from mpips.collectives.clock import Clock
 from mpips.collectives.machine import find_carriers, find_peer, read_stat
 from mpips.collectives.recorder import folders
 
-GRACE = 2.0  # seconds for a job's last processes to leave once its command has ended
-END_SECONDS = 8.0  # for a command that is asked to end, before it is killed
-STACK_SECONDS = 1.0  # for stacks to be written
+# seconds for a job's last processes to leave after its command has ended
+GRACE = 2.0
+# seconds for a command to end when asked to, before it is killed
+END_SECONDS = 8.0
+# seconds for ranks to write their stacks
+STACK_SECONDS = 1.0
 LOOK_SECONDS = 0.2
-SESSIONS = "ompi.", "prte."  # with the number of an mpirun behind
+# beginnings of the names of session folders, which end with the pid of an mpirun
+SESSIONS = "ompi.", "prte."
 
 
 class Run(msgspec.Struct):
-    """One run of a command: what its ranks told, which faults were made, how it ended."""
+    """One run of a command: the messages of its ranks, the faults that were made, and how it ended."""
 
     plan: FaultPlan
     began: float = 0.0
@@ -47,8 +51,8 @@ class Run(msgspec.Struct):
     hung: bool = False
     told: list[Told] = []
     done: list[Done] = []
+    # processes that outlived it, and files that it left behind
     left: list[str] = []
-    """Processes that outlived it, and what else it left behind."""
 
 
 def watch(
@@ -59,12 +63,16 @@ def watch(
     lab: str = "",
     look: Callable[[Run], None] | None = None,
 ) -> Run:
-    """Run `argv`, an MPI job of programs that make stores, under a plan; what came of it.
+    """Run `argv`, an MPI job of programs that make stores, under a plan. Return the run.
 
-    After `limit` seconds it counts as hung: each rank writes its stacks, and all is ended. Its output goes to `output`,
-    a file, or where ours goes. It is heard on this machine alone, or on the hosts of `lab`, where it runs in one.
-    `look` is called with the run so far, several times a second. PlanError where the plan has faults of hosts, and no
+    Ranks are heard on this machine, or on the hosts of `lab`. Raises PlanError if the plan has faults of hosts and no
     lab is named.
+
+    Args:
+        limit: Seconds after which the job counts as hung. Then each rank writes its stacks, and everything is ended.
+        output: A file for the output of the job. None leaves it where ours goes.
+        lab: The name of the lab in which the job runs.
+        look: Called with the run as it is, several times a second.
     """
     check_lab(plan, lab)
     run = Run(plan, told=[], done=[], left=[])
@@ -108,16 +116,17 @@ def watch(
 
 
 def _processes(folder: str) -> list[str]:
-    """Return processes of the job that have not left in time, each as a sentence; they are killed.
+    """Kill processes of the job that have not left in time, and return a sentence for each.
 
-    All of a watched job have this folder in their environment.
+    All processes of a watched job have this folder in their environment.
     """
     variable, clock = f"{WATCHED}={folder}", Clock()
     while any(find_carriers(variable)) and clock.seconds() < GRACE:
         time.sleep(0.02)
     found = []
     for pid in find_carriers(variable):
-        with suppress(OSError):  # it has ended meanwhile
+        # The process has ended in the meantime.
+        with suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             os.kill(pid, signal.SIGKILL)
             found.append(f"process {pid} ({words.strip()[:120]})")
@@ -125,9 +134,9 @@ def _processes(folder: str) -> list[str]:
 
 
 def _files(ranks: Ranks) -> list[str]:
-    """Return shared memory that its ranks had and session folders of its mpirun, which are there still.
+    """Return shared memory of the ranks and session folders of its mpirun that still exist.
 
-    Pages of ranks that died in a job that did are kept on purpose.
+    Pages of ranks that died in a job that died are kept on purpose, and not counted.
     """
     had = sorted(path for rank in ranks.all.values() for path in rank.memory if path.exists())
     memory = [path for path in had if path.parent.parent != folders.of_jobs()]
@@ -136,13 +145,18 @@ def _files(ranks: Ranks) -> list[str]:
     return [str(path) for path in (*dict.fromkeys(memory), *(path for path in sessions if path.name.endswith(ends)))]
 
 
-LINK_SECONDS = 20.0  # for links to be set
+# seconds for links to be set
+LINK_SECONDS = 20.0
 
 
 class Done(msgspec.Struct, frozen=True):
-    """A fault that was made, or why it was not: `fault` of the plan, at `time`, to a rank with a role, or to its host.
+    """A fault that was made, or the reason why it was not.
 
-    `killed`: all ranks that it ended.
+    Attributes:
+        fault: Its number in the plan.
+        rank: The rank that it hit, or whose host it hit.
+        killed: All ranks that it ended.
+        undone: Why it was not made, or "".
     """
 
     fault: int
@@ -159,8 +173,14 @@ class Faults:
 
     def __init__(self, plan: FaultPlan, ranks: Ranks, lab: str) -> None:
         self.done: list[Done] = []
-        self._plan, self._ranks, self._lab, self._timed = plan, ranks, lab, False
+        self._plan = plan
+        self._ranks = ranks
+        self._lab = lab
+        # True once the first store was made, from which the times of faults count
+        self._timed = False
+        # heap of (time, number of the fault) of faults to make
         self._due: list[tuple[float, int]] = []
+        # (time at which it ends, fault, rank) of faults that last now
         self._until: list[tuple[float, Fault, WatchedRank]] = []
 
     def hear(self, told: Told) -> None:
@@ -175,12 +195,12 @@ class Faults:
             heapq.heappush(self._due, (told.time + point.delay, told.fault))
 
     def wait(self) -> float:
-        """Seconds until something is due."""
+        """Return the seconds until something is due."""
         next_ = min([*(at for at, _ in self._due[:1]), *(at for at, _, _ in self._until)], default=math.inf)
         return next_ - time.monotonic()
 
     def make(self) -> None:
-        """Make what is due now."""
+        """Make the faults that are due now."""
         now = time.monotonic()
         while self._due and self._due[0][0] <= now:
             _, number = heapq.heappop(self._due)
@@ -196,7 +216,7 @@ class Faults:
         self.end(now)
 
     def end(self, now: float = math.inf) -> None:
-        """End what has lasted its time; without `now`, all."""
+        """End the faults that have lasted their time or, without `now`, all of them."""
         over = [(fault, rank) for at, fault, rank in self._until if at <= now]
         self._until = [entry for entry in self._until if entry[0] > now]
         for fault, rank in over:
@@ -208,7 +228,7 @@ class Faults:
                 self._set_links(rank.host)
 
     def _made(self, number: int, fault: Fault, rank: WatchedRank) -> Done:
-        """Begin a fault."""
+        """Make a fault, or begin one that lasts."""
         now, host = time.monotonic(), rank.host if fault.kind in OF_HOSTS else ""
         if not fault.lasts:
             hit = self._ranks.beside(rank) if fault.kind == "host" else [rank]
@@ -226,9 +246,9 @@ class Faults:
         return Done(number, now, rank.rank, rank.role, host, undone=undone)
 
     def _set_links(self, host: str) -> str:
-        """Set the NICs of a host up, with a share of their rate, or down, as the faults that last now want them.
+        """Set the NICs of a host up, down, or to a share of their rate, as the faults that last now require.
 
-        Blocking, for the time that a command takes. Returns why that could not be, else "".
+        Blocks while the command runs. Return the reason if it fails, else "".
         """
         faults = [fault for _, fault, rank in self._until if rank.host == host]
         state = "down" if any(fault.kind == "cut" for fault in faults) else "up"
@@ -244,30 +264,36 @@ class Faults:
 
 
 def _limit_files(pid: int, full: bool) -> None:
-    """Let no file that a process writes grow, or let them grow again."""
+    """Stop the files that a process writes from growing, or let them grow again."""
     with suppress(ProcessLookupError, PermissionError):
         _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (0 if full else most, most))
 
 
-MOST_BYTES = 4096  # of a message
+# most bytes of a message
+MOST_BYTES = 4096
 SHARED = "/dev/shm/"
 
 
 class WatchedRank:
-    """A rank's line, and its process by a pidfd."""
+    """A rank's connection, and its process as a pidfd."""
 
     def __init__(self, line: socket.socket) -> None:
-        self.line, self.rank, self.role, self.host = line, -1, "", ""
+        self.line = line
+        self.rank = -1
+        self.role = ""
+        self.host = ""
+        # named shared memory that the process has been seen with
         self.memory: set[Path] = set()
         self.pid = find_peer(line).pid
         try:
             self.process = os.pidfd_open(self.pid)
-        except ProcessLookupError:  # it has ended: what it told stands in its line
+        except ProcessLookupError:
+            # The process has ended, but its messages can still be read.
             self.process = -1
 
     def look(self) -> None:
-        """See which shared memory with a name it has."""
+        """Note which named shared memory the process has."""
         with suppress(OSError):
             lines = Path(f"/proc/{self.pid}/maps").read_text(errors="replace").splitlines()
             self.memory |= {Path(line[line.index(SHARED) :]) for line in lines if SHARED in line}
@@ -282,7 +308,7 @@ class WatchedRank:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Return whether it lives on a host that is not this machine itself."""
+        """True if the process is on a host of a lab and not on this machine itself."""
         with suppress(OSError):
             return os.readlink(f"/proc/{self.pid}/ns/net") != os.readlink("/proc/self/ns/net")
         return False
@@ -299,12 +325,13 @@ class WatchedRank:
 
 
 class Ranks:
-    """All ranks of a job that have been heard; `hear` waits for news."""
+    """All ranks of a job that have connected. `hear` waits for messages."""
 
     def __init__(self, folder: Path) -> None:
+        # file descriptor of the connection -> rank
         self.all: dict[int, WatchedRank] = {}
+        # pids of the processes that started the ranks, such as an mpirun
         self.parents: set[int] = set()
-        """Who started them, such as an mpirun."""
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
         self._listener.bind(str(folder / SOCKET))
         self._listener.listen(1024)
@@ -312,7 +339,7 @@ class Ranks:
         self._poll.register(self._listener, select.POLLIN)
 
     def hear(self, seconds: float) -> list[Told]:
-        """Return what has been told, after a wait of at most so many seconds."""
+        """Return the messages that have arrived, after a wait of at most `seconds`."""
         news: list[Told] = []
         for descriptor, _ in self._poll.poll(max(0.0, 1000 * seconds)):
             if descriptor == self._listener.fileno():
@@ -322,14 +349,14 @@ class Ranks:
         return news
 
     def living(self, whom: Whom) -> WatchedRank | None:
-        """The process that is meant; None where there is none alive."""
+        """Return the living process that is meant, or None."""
         if whom.role == "rank":
             return next((rank for rank in self.all.values() if rank.rank == whom.number and rank.alive), None)
         fit = [rank for rank in self.all.values() if whom.role in ("any", rank.role) and rank.alive]
         return sorted(fit, key=lambda rank: rank.rank)[whom.number % len(fit)] if fit else None
 
     def beside(self, rank: WatchedRank) -> list[WatchedRank]:
-        """Those alive on the host of a rank, itself among them."""
+        """Return the living ranks on the host of a rank, including itself."""
         return [other for other in self.all.values() if other.host == rank.host and other.alive]
 
     def close(self) -> None:
@@ -338,9 +365,10 @@ class Ranks:
         self._listener.close()
 
     def _admit(self) -> list[Told]:
-        """Return what all that have come say at once; some have ended already."""
+        """Accept all new connections and return their first messages. A rank may have ended already."""
         news: list[Told] = []
-        with suppress(BlockingIOError):  # nobody else has come
+        # There is no further connection.
+        with suppress(BlockingIOError):
             while True:
                 line, _ = self._listener.accept()
                 line.setblocking(False)

@@ -1,4 +1,4 @@
-"""Gradient compression with error feedback: what a payload leaves out stays in the sender's residual."""
+"""Gradient compression with error feedback: the sender keeps in a residual what a payload leaves out."""
 
 from mpips.compression.compressors import (
     BLOCK,

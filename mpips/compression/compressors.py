@@ -1,9 +1,10 @@
 """Define a compressor: bytes of fixed size for a gradient, and a residual that keeps the rest for the next gradient.
 
-Every compressor is pure arithmetic on flat float arrays: `encode` turns gradient and residual into bytes, `decode` adds
-them to an array (or writes them). Always: sum of decoded payloads + residual = sum of gradients, up to rounding.
-A payload's size depends on the number of elements alone: `max_bytes(n)`. NaN and infinity are refused (`unfit`).
-`fill` and `read` are NumPy's; compiled kernels do the same in one pass, to the same bits.
+Every compressor is pure arithmetic on flat float arrays. `encode` turns gradient and residual into bytes, and `decode`
+adds them to an array (or writes them). At any time the sum of the decoded payloads plus the residual is the sum of the
+gradients, up to rounding. The size of a payload depends only on the number of elements: `max_bytes(n)`. NaN and
+infinity are refused (`unfit`). `fill` and `read` are written with NumPy. Compiled kernels do the same in one pass, with
+the same bits.
 """
 
 from __future__ import annotations
@@ -26,34 +27,48 @@ from mpips.compression.kernels import BLOCK
 
 @dataclass(frozen=True)
 class Compressor:
-    """Base of all compressors: sizes and error feedback. A class of your own gives `max_bytes`, `fill` and `read`."""
+    """Base of all compressors: sizes and error feedback. A class of your own defines `max_bytes`, `fill` and `read`."""
 
     _kernels: ClassVar[tuple[Compiled, ...]] = ()
 
     def max_bytes(self, n: int) -> int:
-        """Return the bytes of the payload for n elements."""
+        """Return the size of the payload for n elements, in bytes."""
         raise NotImplementedError
 
     def fill(self, residual: np.ndarray, payload: np.ndarray) -> None:
-        """Write the nearest of what `residual` holds into `payload`, and take that off `residual`, in place.
+        """Encode `residual` into `payload` as closely as possible, and subtract what was encoded from `residual`.
 
-        `residual`: (n,), float32 or float64, gradients included. `payload`: uint8, (max_bytes(n),), whatever is in it.
+        Args:
+            residual: (n,), float32 or float64, changed in place. The gradient has been added to it.
+            payload: uint8, (max_bytes(n),), not initialized.
         """
         raise NotImplementedError
 
     def read(self, payload: np.ndarray, out: np.ndarray, add: bool) -> None:
-        """Add what `payload` holds to `out` of shape (n,), any float dtype; where `add` is false write it instead."""
+        """Decode `payload` and add the result to `out`, or write it to `out` if `add` is false.
+
+        `out` has shape (n,) and any float dtype.
+        """
         raise NotImplementedError
 
     def init(self, gradient: np.ndarray) -> np.ndarray:
-        """Return the first residual for such gradients: zeros of their size, 1-D, float32 for 16-bit gradients."""
+        """Return the first residual for such gradients: 1-D zeros of their size, float32 for 16-bit gradients."""
         wide = np.float32 if gradient.dtype.itemsize < 4 else gradient.dtype
         return np.zeros(gradient.size, wide)
 
     def encode(self, gradient: np.ndarray, residual: np.ndarray) -> np.ndarray:
-        """Return the payload, uint8 (max_bytes(n),), for a gradient of shape (n,); `residual` (n,) changes in place.
+        """Return the payload for a gradient, and keep the rest in `residual`, in place.
 
-        ValueError with what `fill` raises."""
+        Args:
+            gradient: (n,), any float dtype.
+            residual: (n,), as `init` makes it.
+
+        Returns:
+            uint8, (max_bytes(n),).
+
+        Raises:
+            ValueError: `fill` has raised an error. It is the cause.
+        """
         payload = self.encode_by_kernels(gradient, residual)
         if payload is not None:
             return payload
@@ -67,9 +82,10 @@ class Compressor:
         return payload
 
     def encode_by_kernels(self, gradient: np.ndarray, residual: np.ndarray) -> np.ndarray | None:
-        """Return what `encode` returns, by compiled kernels.
+        """Return the payload as `encode` does, but by compiled kernels.
 
-        None, and nothing has changed, where they are not there or `unfit` finds something."""
+        Return None, with nothing changed, if there are no kernels or if they meet a value that `unfit` finds.
+        """
         if gradient.ndim != 1 or gradient.shape != residual.shape:
             raise ValueError(f"encode needs 1-D gradient and residual alike, not {gradient.shape} and {residual.shape}")
         if type(self) not in BUILT_IN:
@@ -78,24 +94,31 @@ class Compressor:
         return payload if quietly(self._pack, gradient, residual, payload) else None
 
     def _pack(self, gradient: np.ndarray, residual: np.ndarray, payload: np.ndarray) -> bool:
-        """Add the gradient to the residual and `fill`, by compiled kernels.
+        """Add the gradient to the residual and `fill` the payload, by compiled kernels.
 
-        False, and only `payload` has changed, where they are not there or `unfit` finds something."""
+        Return False, with only `payload` changed, if there are no kernels or if they meet a value that `unfit` finds.
+        """
         return False
 
     def _unpack(self, payload: np.ndarray, out: np.ndarray, add: bool) -> bool:
-        """Do what `read` does by a compiled kernel; False where that is not there, and nothing has changed."""
+        """Do the work of `read` by a compiled kernel. Return False, with nothing changed, if there is none."""
         return False
 
     def prepare(self, dtype: np.dtype) -> None:
-        """Ask for the kernels of gradients of this dtype, so that they are there in time."""
+        """Start to compile the kernels for gradients of this dtype, so that they are ready in time."""
         for kernel in (kernels.fit, *self._kernels):
             kernel.prepare(dtype)
 
     def decode(self, payload: np.ndarray, out: np.ndarray, add: bool = True) -> None:
-        """Add what `payload` (uint8) holds to `out` of shape (n,), any float dtype; with add=False write it instead.
+        """Decode a payload and add the result to `out`, or write it to `out` with add=False.
 
-        ValueError where it is of another size, or with what `read` raises."""
+        Args:
+            payload: uint8, (max_bytes(n),).
+            out: (n,), any float dtype.
+
+        Raises:
+            ValueError: The payload has another size, or `read` has raised an error, which is then the cause.
+        """
         if out.ndim != 1 or payload.shape != (self.max_bytes(out.size),):
             raise ValueError(
                 f"{type(self).__name__} has {self.max_bytes(out.size)} bytes for {out.size} elements, "
@@ -108,7 +131,10 @@ class Compressor:
             raise ValueError(self._text("read", out.size, error)) from error
 
     def _run(self, method: Callable[..., None], *arguments: object) -> None:
-        """Call `fill` or `read`. A program's own raises what the program lets NumPy raise."""
+        """Call `fill` or `read`.
+
+        Only a user's own method may raise the floating-point errors that the user asked NumPy for.
+        """
         if type(self).__module__ == __name__:
             quietly(method, *arguments)
         else:
@@ -119,15 +145,15 @@ class Compressor:
 
 
 def blocks(n: int) -> Iterator[slice]:
-    """Slices that cover n elements, BLOCK at a time."""
+    """Return slices that cover n elements, BLOCK elements each."""
     return (slice(start, min(start + BLOCK, n)) for start in range(0, n, BLOCK))
 
 
 @quiet
 def unfit(gradient: np.ndarray, residual: np.ndarray) -> int:
-    """Return the first element (1-D) that no payload can hold together with its residual; -1 where there is none.
+    """Return the index of the first element that no payload can hold together with its residual, or -1.
 
-    That is NaN, infinity, and what is larger than the largest float32: it would stay in the residual for ever.
+    Such elements are NaN, infinity, and numbers beyond the largest float32, which would stay in the residual for ever.
     """
     if kernels.fit(gradient, residual):
         return -1
@@ -139,18 +165,18 @@ def unfit(gradient: np.ndarray, residual: np.ndarray) -> int:
 
 
 def bit_bytes(n: int) -> int:
-    """Return the bytes of a plane of n bits."""
+    """Return the size of a bit plane of n bits, in bytes."""
     return (n + 7) // 8
 
 
 def bits_of(payload: np.ndarray, part: slice) -> np.ndarray:
-    """Return bits [part) of a bit plane, as int8 zeros and ones; `part` is one of `blocks`."""
+    """Return bits [part) of a bit plane as int8 zeros and ones. `part` is one of `blocks`."""
     plane = payload[part.start // 8 : bit_bytes(part.stop)]
     return np.unpackbits(plane, count=part.stop - part.start).view(np.int8)
 
 
 def put_bits(payload: np.ndarray, part: slice, bits: np.ndarray) -> None:
-    """Set bits [part) of a bit plane to where `bits` is not zero; `part` is one of `blocks`."""
+    """Set bits [part) of a bit plane to 1 where `bits` is not zero, and to 0 elsewhere. `part` is one of `blocks`."""
     payload[part.start // 8 : bit_bytes(part.stop)] = np.packbits(bits)
 
 
@@ -163,16 +189,28 @@ def put(out: np.ndarray, part: slice, values: ArrayLike, add: bool) -> None:
 
 
 class Residuals:
-    """A compressor with a residual by name; each begins as zeros with the first gradient. Memory: one array a name."""
+    """A compressor with one residual for each name.
+
+    Each starts as zeros at the first gradient and takes one array of memory.
+    """
 
     def __init__(self, compressor: Compressor, rank: int = 0) -> None:
-        """`rank`: of the worker that sends."""
-        self.compressor, self._rank = compressor, rank
+        """`rank` is that of the worker that sends, for errors."""
+        self.compressor = compressor
+        self._rank = rank
         self._kept: dict[Hashable, np.ndarray] = {}
 
     def payload(self, name: Hashable, gradient: np.ndarray, key: Hashable = "", start: int = 0) -> np.ndarray:
-        """Return what to send for this gradient (1-D, elements from `start` on of the key), uint8; what is left out
-        stays in the residual. CollectiveError, and nothing has changed, where it holds what is no finite float32."""
+        """Return the payload to send for this gradient, uint8. The rest stays in the residual of `name`.
+
+        Raises CollectiveError, with nothing changed, if gradient and residual hold something other than finite float32
+        numbers.
+
+        Args:
+            gradient: 1-D, the elements of the key from `start` on.
+            key: The key, for the error.
+            start: The index in the key of the gradient's first element, for the error.
+        """
         kept = self._kept.get(name)
         if kept is None:
             kept = self._kept[name] = self.compressor.init(gradient)
@@ -186,38 +224,38 @@ class Residuals:
         return self.compressor.encode(gradient, kept)
 
     def decoded(self, key: Hashable, gradient: np.ndarray) -> np.ndarray:
-        """Return what a receiver makes of `payload(key, gradient)`: an array like the gradient."""
+        """Return what a receiver decodes from `payload(key, gradient)`: an array like the gradient."""
         payload = self.payload(key, gradient, key)
         out = np.empty_like(gradient)
         self.compressor.decode(payload, out, add=False)
         return out
 
     def get(self, name: Hashable) -> np.ndarray | None:
-        """Return the residual of a name (n,), not copied; None before its first gradient."""
+        """Return the residual of a name (n,), not copied, or None before its first gradient."""
         return self._kept.get(name)
 
     def put(self, name: Hashable, values: np.ndarray, dtype: np.dtype) -> None:
-        """Begin with this residual (n,) for gradients of that dtype; `values` is copied."""
+        """Set the residual (n,) of a name, for gradients of that dtype. `values` is copied."""
         kept = self._kept[name] = self.compressor.init(np.empty(values.size, dtype))
         quietly(np.copyto, kept, values, casting="same_kind")
 
     def forget(self, names: Iterable[Hashable]) -> None:
-        """Forget the residuals of names that are gone."""
+        """Drop the residuals of names that are no longer used."""
         for name in names:
             self._kept.pop(name, None)
 
 
 BITS = np.array([0, 1], np.int8)
+# the sign of an element by its two bits: SIGNS[up + 2 * down]
 SIGNS = np.array([0, 1, -1, 0], np.int8)
-"""Of an element by its bits: up + 2 * down."""
 FLOAT16_MAX = float(np.finfo(np.float16).max)
 
 
 @dataclass(frozen=True)
 class TwoBit(Compressor):
-    """Every element becomes +threshold, -threshold or nothing: 16 times smaller than float32 (MXNet's `2bit`).
+    """Every element becomes +threshold, -threshold or 0: 16 times smaller than float32 (MXNet's `2bit`).
 
-    Layout: a bit plane of the elements >= threshold, then one of those <= -threshold.
+    Layout: a bit plane of the elements >= threshold, then one of the elements <= -threshold.
     """
 
     _kernels = kernels.two_bits, kernels.planes
@@ -261,9 +299,10 @@ class TwoBit(Compressor):
 
 @dataclass(frozen=True)
 class OneBit(Compressor):
-    """Every element becomes the mean of its sign's elements: 32 times smaller than float32 (Seide et al. 2014).
+    """Every element becomes the mean of the elements with its sign: 32 times smaller than float32 (Seide et al. 2014).
 
-    Layout: the mean of the elements >= 0, the mean of the others (float32 each), then the bit plane of those >= 0.
+    Layout: the mean of the elements >= 0, the mean of the others (float32 each), then the bit plane of the elements >=
+    0.
     """
 
     _kernels = kernels.signs, kernels.take_means, kernels.planes
@@ -278,6 +317,7 @@ class OneBit(Compressor):
             positive = block >= 0
             put_bits(payload[8:], part, positive)
             ones, both, size = np.count_nonzero(positive), float(np.sum(block)), float(np.sum(np.abs(block)))
+            # The sum of each sign follows from the sum of all elements and the sum of their absolute values.
             total += (size + both) / 2, (both - size) / 2
             count += ones, positive.size - ones
         payload[:8] = (total / np.maximum(count, 1)).astype(np.float32).view(np.uint8)
@@ -304,7 +344,10 @@ class OneBit(Compressor):
 
     @staticmethod
     def _values(bits: np.ndarray, payload: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """The mean of each element's sign, by arithmetic: choosing element by element takes three times as long."""
+        """Return the mean for each element's sign.
+
+        Computed, because choosing element by element takes three times as long.
+        """
         above, below = (float(mean) for mean in payload[:8].view(np.float32))
         values = np.multiply(bits, above - below, dtype=dtype)
         values += below
@@ -313,7 +356,10 @@ class OneBit(Compressor):
 
 @functools.cache
 def _sums_alike(dtype: np.dtype) -> bool:
-    """Return whether this NumPy sums a block in the order in which the kernel does, which is there."""
+    """True if this NumPy adds the elements of a block in the order in which the kernel does.
+
+    The kernel must be ready.
+    """
     block, total = np.random.default_rng(1).normal(size=BLOCK).astype(dtype), np.zeros(3)
     wide = kernels.wide(block)
     kernels.signs(block, np.zeros_like(wide), np.empty(bit_bytes(BLOCK), np.uint8), wide[:0], total)
@@ -323,7 +369,10 @@ def _sums_alike(dtype: np.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Half(Compressor):
-    """Every element as float16, at most 65504 in size: 2 times smaller than float32; the rounding error is fed back."""
+    """Every element as float16, at most 65504 in size: 2 times smaller than float32.
+
+    The residual keeps rounding errors.
+    """
 
     _kernels = kernels.halves, kernels.add_halves
 
@@ -349,16 +398,16 @@ class Half(Compressor):
         return bool(kernels.add_halves(out, payload.view(np.uint16), add))
 
 
+# elements that share one scale; BLOCK is a multiple of it
 GROUP = 256
-"""Elements that have one scale; BLOCK is a multiple."""
 
 
 @dataclass(frozen=True)
 class Integers(Compressor):
-    """Every element as the nearest integer of 8 or 4 bits times a scale, which 256 neighbours share: a float32.
+    """Every element as an 8-bit or 4-bit integer times a scale (float32) that 256 neighbours share.
 
-    The scale is the largest of them in size over 127, or 7. The rounding error is fed back. Layout: scales, then codes;
-    of 4 bits the first of two lies in the lower half of a byte.
+    The scale is the largest absolute value of the 256, divided by 127 or 7. Rounding errors stay in the residual.
+    Layout: the scales, then the codes. Of two 4-bit codes the first is in the lower half of a byte.
     """
 
     bits: int = 8
@@ -414,10 +463,10 @@ class Integers(Compressor):
 
 @dataclass(frozen=True)
 class TopK(Compressor):
-    """The `ratio` of elements that are largest in size, as float32 with their places: 8 bytes for each of them.
+    """The elements with the largest absolute values, as float32 with their indices: 8 bytes for each element sent.
 
-    Of equal ones those at the lowest places are taken. Error feedback as in Stich, Cordonnier, Jaggi 2018 (Mem-SGD).
-    Layout: places (uint32, ascending), then values.
+    `ratio` is the share of elements to send. Among equal values those at the lowest indices are taken. Error feedback
+    as in Stich, Cordonnier, Jaggi 2018 (Mem-SGD). Layout: the indices (uint32, ascending), then the values.
     """
 
     _kernels = kernels.sample, kernels.candidates, kernels.scatter
@@ -429,7 +478,7 @@ class TopK(Compressor):
             raise ValueError(f"topk compression needs a ratio in (0, 1], not {self.ratio}")
 
     def count(self, n: int) -> int:
-        """Return how many of n elements travel: at least one."""
+        """Return how many of n elements are sent: at least one."""
         return min(n, max(1, math.ceil(self.ratio * n)))
 
     def max_bytes(self, n: int) -> int:
@@ -442,7 +491,7 @@ class TopK(Compressor):
         self._take(residual, payload, _find_largest(residual, k).astype(np.uint32))
 
     def _take(self, residual: np.ndarray, payload: np.ndarray, places: np.ndarray) -> None:
-        """Write these places and what `residual` has there into `payload`, and take it off."""
+        """Write the residual's values at these indices into `payload`, and subtract them from the residual."""
         values = residual[places].astype(np.float32)
         payload[: 4 * places.size] = places.view(np.uint8)
         payload[4 * places.size :] = values.view(np.uint8)
@@ -461,11 +510,13 @@ class TopK(Compressor):
         n, k = residual.size, self.count(residual.size)
         if k == 0:
             return True
-        # Of a sample: a size that is reached by a few more than k elements, almost surely. One pass finds these.
+        # Estimate from a sample a size that almost surely a few more than k elements reach. One pass finds these
+        # candidates, and only among them the k largest are searched.
         sizes = np.empty(min(n, max(4096, min(n // 256, 65536))), residual.dtype)
         if not kernels.sample(gradient, residual, sizes):
             return False
         share = k * sizes.size / n
+        # Five standard deviations above the expected number: too few candidates are then very unlikely.
         rank = k if sizes.size == n else int(share + 5 * math.sqrt(share) + 8)
         least = np.partition(sizes, -rank)[-rank:][:1] if rank < sizes.size else np.zeros(1, residual.dtype)
         np.maximum(least, np.finfo(least.dtype).smallest_subnormal, out=least)
@@ -489,16 +540,20 @@ class TopK(Compressor):
 
 
 def _find_largest(values: np.ndarray, k: int) -> np.ndarray:
-    """Return the places, ascending, of the k >= 1 values that are largest in size; of equal ones the first.
+    """Return the indices, ascending, of the k >= 1 values with the largest absolute values.
 
-    `numpy.argpartition` would take other ones of these on another processor.
+    Among equals the first are taken.
+
+    `numpy.argpartition` would choose others among equals on another processor.
     """
-    sizes = np.abs(values).view(f"u{values.itemsize}")  # of positive floats the bits are in their order
+    # The bits of positive floats are ordered as the floats are, and integers are compared faster.
+    sizes = np.abs(values).view(f"u{values.itemsize}")
     least = np.partition(sizes, sizes.size - k)[sizes.size - k]
     chosen = sizes > least
     chosen[np.flatnonzero(sizes == least)[: k - np.count_nonzero(chosen)]] = True
     return np.flatnonzero(chosen)
 
 
+# Classes that kernels serve. A class derived from one of them is not served, since it may have its own `fill` and
+# `read`.
 BUILT_IN = (TwoBit, OneBit, Half, TopK)
-"""Those that kernels serve: a class derived from one of them may have its own `fill` and `read`."""

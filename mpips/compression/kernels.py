@@ -1,7 +1,7 @@
-"""Pack and unpack gradients in one pass by compiled kernels, to the bits of NumPy's passes in `compressors`.
+"""Pack and unpack gradients in one pass by compiled kernels, with the same bits as NumPy's passes in `compressors`.
 
-A kernel (`collectives.kernels.function`) that returns 0 itself has met what no payload can hold, and has changed
-nothing but its scratch.
+A kernel (`collectives.kernels.function`) that returns 0 has met a value that no payload can hold. It has changed
+nothing but its scratch arrays.
 """
 
 from __future__ import annotations
@@ -16,32 +16,39 @@ if TYPE_CHECKING:
     from mpips.collectives.kernels.compiler import narrow_float16, sum_of_128, widen_float16
 
 Array = np.ndarray
+# elements that NumPy handles at a time, so that temporaries stay in cache; a multiple of 8 (bits of a payload byte)
 BLOCK = 32 * 1024
-"""Elements that NumPy handles at a time, a multiple of 8 (bits of a payload byte): temporaries stay in cache."""
+# elements that a kernel handles at a time, a multiple of 8: one loop is vectorized over elements, one over bytes of
+# bits
+# elements that a kernel handles at a time, a multiple of 8: one loop is vectorized over elements, one over bytes of a
+# bit plane
 TILE = 1024
-"""Elements handled at a time, a multiple of 8: one loop is vectorized over elements, one over bytes of a bit plane."""
 CONSTANTS = {"TILE": TILE, "BLOCK": BLOCK}
 
 
 def wide(values: np.ndarray) -> np.ndarray:
-    """Return values in the dtype that a kernel reckons in."""
+    """Return values in the dtype that a kernel computes in."""
     return values.astype(WIDE.get(values.dtype.name, values.dtype), copy=False)
 
 
 @compiled("const stored[], const wide[]", constants=CONSTANTS)
 def fit(gradient: Array, residual: Array) -> bool:
-    """Return whether a payload can hold all sums: finite float32."""
+    """True if a payload can hold all sums, which means that they are finite in float32."""
     bad = False
     for i in range(residual.size):
         x = np.float32(residual[i] + widen(gradient[i]))
-        difference = x - x  # NaN of NaN and of infinity
+        # x - x is NaN for NaN and for infinity, and 0 for every other number.
+        difference = x - x
         bad |= difference != difference
     return not bad
 
 
 @compiled("const stored[], wide[], uint8[], uint8[], const wide[]", constants=CONSTANTS)
 def two_bits(gradient: Array, residual: Array, up: Array, down: Array, values: Array) -> int:
-    """Write the planes of elements >= values[1] and <= values[2]; take values[1], values[2] or values[0] off."""
+    """Write the bit planes of sums >= values[1] and of sums <= values[2], and keep the rest in the residual.
+
+    values[0], values[1] and values[2] are the numbers that no bit, an up bit and a down bit stand for.
+    """
     nothing, most, least = values[0], values[1], values[2]
     high, low = np.empty(TILE, np.uint8), np.empty(TILE, np.uint8)
     high_words, low_words = high.view(np.uint64), low.view(np.uint64)
@@ -55,7 +62,8 @@ def two_bits(gradient: Array, residual: Array, up: Array, down: Array, values: A
             high[i], low[i] = above, below
             r_[i] = x - ((nothing if below else most) if above else (least if below else nothing))
         up_, down_ = up[start // 8 : (stop + 7) // 8], down[start // 8 : (stop + 7) // 8]
-        for i in range(up_.size):  # the product gathers eight bytes of 0 or 1 in its highest byte
+        # The product gathers the lowest bits of eight bytes in its highest byte.
+        for i in range(up_.size):
             up_[i] = (high_words[i] * np.uint64(0x8040201008040201)) >> np.uint64(56)
             down_[i] = (low_words[i] * np.uint64(0x8040201008040201)) >> np.uint64(56)
     return 1
@@ -71,7 +79,8 @@ def planes(out: Array, up: Array, down: Array, values: Array, add: int) -> int:
         stop = min(start + TILE, out.size)
         out_ = out[start:stop]
         up_, down_ = up[start // 8 : (stop + 7) // 8], down[start // 8 : (stop + 7) // 8]
-        for i in range(up_.size):  # a byte eight times, and of each its own bit
+        # Repeat the byte eight times and keep another bit in each copy.
+        for i in range(up_.size):
             high_words[i] = (np.uint64(up_[i]) * np.uint64(0x0101010101010101)) & np.uint64(0x0102040810204080)
             low_words[i] = (np.uint64(down_[i]) * np.uint64(0x0101010101010101)) & np.uint64(0x0102040810204080)
         if add:
@@ -86,10 +95,13 @@ def planes(out: Array, up: Array, down: Array, values: Array, add: int) -> int:
 
 @compiled("const stored[], const wide[], uint8[], wide[], float64[]", constants=CONSTANTS)
 def signs(gradient: Array, residual: Array, plane: Array, rest: Array, total: Array) -> bool:
-    """Write the plane of sums >= 0, their number, and the total of each sign in all whole blocks.
+    """Write the bit plane of sums >= 0, and compute their number and the total of each sign over all whole blocks.
 
-    `rest` becomes the sums behind the last whole block. `total`: of those >= 0, of the others, the number of the first.
-    A block is summed as NumPy sums it: eight columns of each 128 elements, then two and two neighbours.
+    A block is summed in the order in which NumPy does it: eight columns of each 128 elements, then neighbours in pairs.
+
+    Args:
+        rest: Gets the sums after the last whole block.
+        total: Gets the total of the sums >= 0, the total of the others, and the number of sums >= 0.
     """
     bad, count = False, 0
     bits, tile, parts = np.empty(TILE, np.uint8), np.empty(TILE, residual.dtype), np.empty(BLOCK // 64, residual.dtype)
@@ -112,7 +124,8 @@ def signs(gradient: Array, residual: Array, plane: Array, rest: Array, total: Ar
         if start >= whole:
             rest[start - whole : stop - whole] = tile[: r_.size]
             continue
-        for half in range(2):  # the sums, then their sizes
+        # first the sums themselves, then their absolute values
+        for half in range(2):
             at = half * BLOCK // 128 + start % BLOCK // 128
             for row in range(TILE // 128):
                 parts[at + row] = sum_of_128(tile, 128 * row)
@@ -133,7 +146,7 @@ def signs(gradient: Array, residual: Array, plane: Array, rest: Array, total: Ar
 
 @compiled("const stored[], wide[], const wide[]", constants=CONSTANTS)
 def take_means(gradient: Array, residual: Array, values: Array) -> int:
-    """Add the gradient to the residual; take values[1] off where that is >= 0, else values[0]."""
+    """Add the gradient to the residual, and subtract values[1] from sums >= 0 and values[0] from the others."""
     below, above = values[0], values[1]
     for i in range(residual.size):
         x = residual[i] + widen(gradient[i])
@@ -143,7 +156,7 @@ def take_means(gradient: Array, residual: Array, values: Array) -> int:
 
 @compiled("const stored[], float32[], uint16[]", ("float16", "bfloat16", "float32"), CONSTANTS)
 def halves(gradient: Array, residual: Array, payload: Array) -> int:
-    """Write all sums as float16, at most 65504 in size; take that off."""
+    """Write all sums as float16, at most 65504 in size, and keep the rest in the residual."""
     for i in range(residual.size):
         x = residual[i] + widen(gradient[i])
         half = narrow_float16(min(max(x, np.float32(-65504)), np.float32(65504)))
@@ -154,7 +167,7 @@ def halves(gradient: Array, residual: Array, payload: Array) -> int:
 
 @compiled("stored[], const uint16[], int64", ("float16", "float32", "float64"), CONSTANTS)
 def add_halves(out: Array, payload: Array, add: int) -> int:
-    """Add float16 to `out`, or write them there."""
+    """Add the float16 numbers of a payload to `out`, or write them there."""
     if add:
         for i in range(out.size):
             out[i] = narrow(widen(out[i]) + widen_float16(payload[i]))
@@ -166,7 +179,7 @@ def add_halves(out: Array, payload: Array, add: int) -> int:
 
 @compiled("const stored[], const wide[], wide[]", constants=CONSTANTS)
 def sample(gradient: Array, residual: Array, sizes: Array) -> int:
-    """Write the sizes of sums here and there: one of each stretch, at a place that looks random."""
+    """Write the absolute values of some sums: one from each stretch, at a pseudo-random index."""
     stretch = residual.size // sizes.size
     word = np.uint64(1)
     for i in range(sizes.size):
@@ -178,7 +191,10 @@ def sample(gradient: Array, residual: Array, sizes: Array) -> int:
 
 @compiled("const stored[], const wide[], wide[], uint32[], wide[]", constants=CONSTANTS)
 def candidates(gradient: Array, residual: Array, least: Array, places: Array, sums: Array) -> int:
-    """Write places and sums of that size or more while there is room for TILE more; return their number plus 1."""
+    """Write indices and sums whose absolute value is at least `least[0]`, and return their number plus 1.
+
+    Stops writing when there is no room for TILE more. Returns 0 for a value that no payload can hold.
+    """
     bound, found, bad = least[0], 0, False
     tile, large, some = np.empty(TILE, residual.dtype), np.empty(TILE, np.uint8), np.empty(TILE // 8 + 1, np.int64)
     words = large.view(np.uint64)
@@ -197,7 +213,9 @@ def candidates(gradient: Array, residual: Array, least: Array, places: Array, su
             for word in range(TILE // 8):
                 some[count] = word
                 count += words[word] != 0
-            for word in some[:count]:  # no branch depends on an element: none is guessed wrong
+            # Every element is written, and only large ones advance the index. Without a branch that depends on an
+            # element the processor never mispredicts.
+            for word in some[:count]:
                 for i in range(8 * word, 8 * word + 8):
                     places[found], sums[found] = start + i, tile[i]
                     found += large[i]
@@ -206,7 +224,10 @@ def candidates(gradient: Array, residual: Array, least: Array, places: Array, su
 
 @compiled("stored[], const uint32[], const float32[], int64", constants=CONSTANTS)
 def scatter(out: Array, places: Array, values: Array, add: int) -> int:
-    """Add values at places, or write them and zeros elsewhere, if the places ascend and are all in `out`."""
+    """Add values at these indices, or write them and zeros elsewhere.
+
+    Return 0 unless indices ascend and are all in `out`.
+    """
     before = np.int64(-1)
     for i in range(places.size):
         if np.int64(places[i]) <= before:

@@ -1,4 +1,4 @@
-"""Compressors by name: `register`, and `create` from options."""
+"""Find compressors by name: `register`, and `create` from options."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from mpips.compression.compressors import Compressor, Half, Integers, OneBit, To
 from mpips.optimizers.base import LEAST, MOST
 from mpips.optimizers.registry import add_kind
 
+# name in `set_gradient_compression` -> compressor class
 COMPRESSORS: dict[str, type[Compressor]] = {
     "2bit": TwoBit,
     "1bit": OneBit,
@@ -19,7 +20,6 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     "int": Integers,
     "topk": TopK,
 }
-"""Every compressor by its name in `set_gradient_compression`."""
 
 EXAMPLE = '{"type": "2bit", "threshold": 0.5}'
 
@@ -27,11 +27,14 @@ K = TypeVar("K", bound=type[Compressor])
 
 
 def register(name: str) -> Callable[[K], K]:
-    """Make a frozen dataclass derived from Compressor known as `{"type": name, ...its options}`; a class decorator.
+    """Make a compressor known as `{"type": name, ...its options}`. Use it as a class decorator.
 
-    Use it above `@dataclass(frozen=True)`, before `mpips.create`: servers run the script up to there and so know the
-    name. Options are finite numbers and strings. Raises TypeError for what is no such class, ValueError for a name that
-    is another class's.
+    Put it above `@dataclass(frozen=True)`, before `mpips.create`: servers run the script up to that call, and so learn
+    the name. Options are finite numbers and strings.
+
+    Raises:
+        TypeError: The class is not a frozen dataclass derived from Compressor.
+        ValueError: Another class has the name.
     """
     if not isinstance(name, str):
         raise TypeError(f'register takes the name of the type, as @mpips.compression.register("sign"), not {name!r}')
@@ -46,9 +49,11 @@ def register(name: str) -> Callable[[K], K]:
 
 
 def create(options: Mapping[str, Any]) -> Compressor:
-    """Return the compressor of `options`: {"type": name, ...its options}, as `{"type": "2bit", "threshold": 0.5}`.
+    """Return the compressor for `{"type": name, ...its options}`, as `{"type": "2bit", "threshold": 0.5}`.
 
-    Raises ValueError for an unknown type or a bad value, TypeError for an unknown option, or no mapping.
+    Raises:
+        ValueError: The type is unknown, or a value is not allowed.
+        TypeError: An option is unknown, or `options` is not a mapping.
     """
     if not isinstance(options, Mapping):
         named = isinstance(options, str) and options in COMPRESSORS
@@ -94,7 +99,10 @@ def _value(name: str, option: str, kind: object, value: Any) -> bool | float | s
 
 
 def options(compressor: Compressor) -> dict[str, Any]:
-    """Return what `create` makes an equal compressor of, as plain data; ValueError for one that is not registered."""
+    """Return the compressor as plain data, of which `create` makes an equal one.
+
+    Raises ValueError if its class is not registered.
+    """
     for name, kind in COMPRESSORS.items():
         if kind is type(compressor):
             return {"type": name, **dataclasses.asdict(compressor)}

@@ -1,4 +1,4 @@
-"""The life of a rank's process: its start, its end, and an error that ends the job."""
+"""The life of a rank's process: its start, its end, and errors that end the job."""
 
 from functools import cache
 
@@ -16,9 +16,9 @@ def watch_process() -> None:
 
 @cache
 def end_job_on_error() -> None:
-    """Let an error that leaves this rank's program end the job, from now on.
+    """From now on, let an error that leaves this rank's program end the job.
 
-    `import mpips` does it. A program that imports `collectives` alone is left as it is, until it uses a name of mpips:
-    where one of its ranks fails, the others hear of it in their next call and may go on.
+    `import mpips` calls this. A program that imports only `collectives` is left alone until it uses a name of mpips: if
+    one of its ranks fails, the others get an error in their next call and may continue.
     """
     install_hooks()

@@ -1,8 +1,9 @@
-"""Notice a job of several ranks that has ended well, and whose ranks never exchanged anything.
+"""Notice at the end of a job that its ranks never exchanged anything.
 
-A program that does not find the other ranks trains one model a rank, in silence. Rank 0 judges for all, by what is
-left in its process at the end: exchanges of others without it are rare. It counts as exchange that MPI was started, or
-another library's group was made; in the backend "mpips", that gradients may have gone through a group.
+If a program does not find the other ranks, every rank silently trains a model of its own. Rank 0 judges for all, by the
+traces that an exchange leaves in its process; exchanges without rank 0 are rare. An exchange is assumed if MPI was
+started or a group of another library was made. With PyTorch's backend "mpips" a group is not enough: gradients must
+have gone through it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from mpips.store.world import launched_as
 
 
 def remark() -> str:
-    """Return what rank 0 is to say at the end of a job that has exchanged nothing; "" on all others, and of others."""
+    """Return what rank 0 says at the end of a job that has exchanged nothing.
+
+    Return "" on other ranks and in other jobs.
+    """
     rank, size = launched_as(os.environ) or (0, 1)
     if rank or size < 2:
         return ""
@@ -40,7 +44,7 @@ def remark() -> str:
 
 
 def _has_other_group() -> bool:
-    """Return whether this process has, or had, a group that mpips knows nothing of."""
+    """True if this process has, or had, a group of processes that was made without mpips."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is not None and (getattr(c10d, "_default_pg_init_method", None) is not None or c10d.is_initialized()):
         return True
@@ -48,5 +52,6 @@ def _has_other_group() -> bool:
     if jax is not None and jax.global_state.coordinator_address is not None:
         return True
     with suppress(OSError), open("/proc/self/maps") as maps:
-        return any("/libmpi" in line for line in maps)  # a library that starts MPI by itself
+        # This is a library that starts MPI by itself.
+        return any("/libmpi" in line for line in maps)
     return False

@@ -1,19 +1,21 @@
-"""The process of a rank: how it starts MPI, tells the launcher how it fares, starts children, and ends.
+"""The process of a rank: how it starts MPI, reports to its launcher, starts children, and ends.
 
-MPI is started when the program imports mpi4py, which comes back when all ranks have come.
+MPI starts when the program imports mpi4py. The import returns when all ranks have made it.
 
-A rank tells the `mpips run` of its machine, where one listens, that it is here, that MPI has started, its role, and how
-it ends. A process that ends without a word has died. The last word is said when all that closes at exit has closed.
-Where others have died and nobody listens, as on another host, the first rank that is left says so on standard error.
+A rank reports to the `mpips run` of its machine, if one listens: that it has started, that MPI has started, its role,
+and how it ends. A process that ends without such a message counts as dead. The last message is sent after everything
+that closes at exit has closed. If ranks have died and no launcher listens, as on another host, the lowest rank that is
+left reports them on standard error.
 
-A child that begins anew, such as those of `subprocess`, inherits the variables by which a launcher tells a rank its
-place. If it imports MPI, MPI takes it for that rank, and hangs. So these variables are kept from children as soon as
-MPI has started: a child that imports MPI is a world of its own. A fork inherits the memory in which MPI runs. So it
-ends without mpi4py's last step, which would end MPI, or the job.
+A child that starts a new program, as with `subprocess`, inherits the variables by which a launcher tells a rank its
+place. If the child imports MPI, MPI takes it for that rank and hangs. So these variables are hidden from children as
+soon as MPI has started, and a child that imports MPI becomes a world of its own. A fork inherits the memory in which
+MPI runs. So it ends without mpi4py's last step, which would end MPI or the job.
 
-After a death MPI_Finalize of Open MPI hangs in one run of five, and mpi4py calls it when the interpreter has ended. So
-it is called before, in a thread that is left behind when it takes too long; mpi4py then sees that MPI has ended. The C
-library hands the exit code of the program to the last step, which leaves without a look back.
+After a death, MPI_Finalize of Open MPI hangs in one of five runs, and mpi4py calls it after the interpreter has ended.
+So it is called earlier, in a thread. If it returns in time, mpi4py sees that MPI has ended and does not call it. If
+not, the thread is abandoned, and an on_exit handler of the C library, which is given the program's exit code, ends the
+process before anything else can hang.
 """
 
 from __future__ import annotations
@@ -53,22 +55,28 @@ from mpips.store.world import (
     tells_rank,
 )
 
+# functions to call when MPI has started
 _calls: list[Callable[[], None]] = []
-"""What is to be done when MPI has started."""
 
 
+# functions to call before MPI ends
 _closers: list[Callable[[], None]] = []
-"""What is to be closed before MPI ends."""
 
 
 def before_mpi_ends(close: Callable[[], None]) -> None:
-    """Call `close` at exit, and before that where the program ends MPI itself: the last one first, perhaps twice."""
+    """Call `close` at exit, or earlier if the program ends MPI itself. The last one registered is called first.
+
+    It may be called twice.
+    """
     _closers.append(close)
     atexit.register(close)
 
 
 def _close_before_finalize() -> None:
-    """Let `MPI.Finalize()` close first what is open: a store would need MPI to close at exit. Called when MPI runs."""
+    """Let `MPI.Finalize()` first close what is still open. Called when MPI has started.
+
+    An open store would otherwise need MPI at exit, when MPI has already ended.
+    """
     module = sys.modules["mpi4py.MPI"]
     finalize = module.Finalize
 
@@ -88,13 +96,13 @@ def _close_before_finalize() -> None:
 
 
 def runs() -> bool:
-    """Return whether MPI has been started here, or in the process of which this one is a fork."""
+    """True if MPI has started here, or in the process of which this one is a fork."""
     module = sys.modules.get("mpi4py.MPI")
     return module is not None and bool(module.Is_initialized())
 
 
 def when_started(call: Callable[[], None]) -> None:
-    """Call it when the program has imported MPI, if that starts it; at once where it has started before."""
+    """Call `call` when the program imports MPI, if that starts it, or at once if MPI has started already."""
     if runs():
         call()
     elif "mpi4py.MPI" not in sys.modules:
@@ -104,16 +112,21 @@ def when_started(call: Callable[[], None]) -> None:
 
 
 def open_page() -> None:
-    """Let others of this user see what this rank does. Called when MPI has started."""
+    """Let other processes of this user see what this rank does. Called when MPI has started."""
     world = sys.modules["mpi4py.MPI"].COMM_WORLD
     tracing.begin(world.rank, world.size)
 
 
 class _Importing(MetaPathFinder):
-    """Does what is to be done when MPI has started, and says in one sentence that there is no MPI's library.
+    """Import hook for mpi4py.MPI. Runs the `when_started` calls, and turns a missing MPI library into one clear error.
 
-    An interrupt is held back until then, as an import that it breaks off leaves an MPI that runs and that nobody has:
-    the others would wait for this rank. So it is an uncaught one, which ends the job.
+    Ctrl-C is deferred until the import is over. Otherwise:
+
+    1. Ctrl-C breaks the import off after MPI has started.
+    2. The program has no module of MPI, but its process is a rank.
+    3. The other ranks wait for this rank for ever.
+
+    After the import the interrupt counts as an uncaught one, which ends the job.
     """
 
     def find_spec(
@@ -149,7 +162,7 @@ class _Importing(MetaPathFinder):
 
 @contextmanager
 def _one_sentence() -> Iterator[None]:
-    """Raise what mpi4py says of a missing library as one sentence, of the same type."""
+    """Replace mpi4py's error about a missing library by one sentence, with the same type."""
     try:
         yield
     except (ImportError, RuntimeError) as error:
@@ -160,7 +173,7 @@ def _one_sentence() -> Iterator[None]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[list[int]]:
-    """Collect the interrupts that come within, where they would be a KeyboardInterrupt."""
+    """Collect interrupts that arrive in the block, if they would raise KeyboardInterrupt."""
     came: list[int] = []
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -173,21 +186,25 @@ def _uninterrupted() -> Iterator[list[int]]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# the variable by which `mpirun --with-ft ulfm` tells each rank that it may survive deaths
 SURVIVES = "OMPI_MCA_mpi_ft_enable"
-"""What `mpirun --with-ft ulfm` tells each rank."""
-AFTER_A_DEATH = 1.0  # seconds for MPI_Finalize, which takes some milliseconds
-OTHERWISE = 20.0  # the same where no death is known: other ranks may be busy yet
+# seconds for MPI_Finalize after a death. It usually takes some milliseconds.
+AFTER_A_DEATH = 1.0
+# seconds for MPI_Finalize if no death is known: other ranks may still be busy
+OTHERWISE = 20.0
 
 
 def survives() -> bool:
-    """Return whether this process was started so that it outlives other ranks of its job."""
+    """True if this process was started so that it survives the death of other ranks."""
     return os.environ.get(SURVIVES, "").lower() in ("1", "true")
 
 
 @cache
 def end_mpi_in_time() -> None:
-    """See to it that this process ends, once all else that is to be done at exit has been done. Called when mpips is
-    imported; does not need MPI."""
+    """Ensure that this process ends after everything else at exit has been done, even if MPI_Finalize hangs.
+
+    Called when mpips is imported. Does not need MPI.
+    """
     if survives():
         atexit.register(_end_mpi)
 
@@ -201,7 +218,7 @@ def _end_mpi() -> None:
 
 
 def dead() -> list[int] | None:
-    """Ranks of the job that are known to have died, while MPI runs; None where it cannot tell."""
+    """Return the ranks of the job that are known to have died, or None if MPI does not run or cannot tell."""
     if (module := _running()) is None:
         return None
     from mpips.collectives.fabric.failure import failed
@@ -213,13 +230,13 @@ def dead() -> list[int] | None:
 
 
 def _running() -> Any:
-    """mpi4py's module of MPI, None where MPI has not started or has ended."""
+    """Return the module mpi4py.MPI while MPI runs, or None before its start and after its end."""
     module = sys.modules.get("mpi4py.MPI")
     return module if module is not None and module.Is_initialized() and not module.Is_finalized() else None
 
 
 def finalized(finalize: Callable[[], object], seconds: float) -> bool:
-    """Call it; whether it came back in time."""
+    """Call `finalize` in a thread. Return True if it returns in time."""
     caller = threading.Thread(target=finalize, daemon=True)
     caller.start()
     caller.join(seconds)
@@ -227,30 +244,41 @@ def finalized(finalize: Callable[[], object], seconds: float) -> bool:
 
 
 def leave_at_once() -> None:
-    """The process ends with the exit code that it is about to have, whatever threads and libraries would yet do."""
+    """End the process at exit with its exit code, without the remaining steps of threads and libraries."""
     libc = ctypes.CDLL(None)
     libc.fflush(None)
     libc.on_exit(libc["_exit"], None)
 
 
-SECONDS = 5.0  # to be heard by the launcher
+# seconds to wait for the launcher to take a message
+SECONDS = 5.0
 PR_SET_PDEATHSIG = 1
 
 
 class StatusLine:
-    """The line of this process to its launcher; a word to nobody where none listens, or from a fork."""
+    """The connection by which this process reports to its launcher.
+
+    Messages are dropped if no launcher listens, and in forks.
+    """
 
     def __init__(self) -> None:
-        self._process, self._well, job = os.getpid(), False, launched_as(os.environ)
-        self._rank, self._is_heard = job[0] if job else 0, False
+        self._process = os.getpid()
+        # True once the program has ended well
+        self._well = False
+        job = launched_as(os.environ)
+        self._rank = job[0] if job else 0
+        # True if a launcher of this user listens
+        self._is_heard = False
         self._line = socket.socket(socket.AF_UNIX)
         self._line.settimeout(SECONDS)
-        name, has_input = os.environ.pop(PRESENCE, ""), os.environ.pop(INPUT, "")  # not for what this process starts
+        # Remove them, so that processes which this one starts do not report.
+        name, has_input = os.environ.pop(PRESENCE, ""), os.environ.pop(INPUT, "")
         if job and name:
             with suppress(OSError):
                 self._line.connect(f"\0{name}")
                 self._is_heard = find_peer(self._line).ours
-                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # nobody outlives its mpirun
+                # The kernel kills this process when the launcher dies, so no rank outlives it.
+                ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         self._say(b"%s %d\n" % (PRESENT, self._rank))
         if has_input and self._is_heard and self._rank == 0:
             self._take_input()
@@ -260,7 +288,10 @@ class StatusLine:
         _lines.append(self)
 
     def _take_input(self) -> None:
-        """Read from now on what `mpips run` would: what the program does not read is left to who started that."""
+        """Read standard input in place of `mpips run`.
+
+        What the program does not read stays for the caller of `mpips run`.
+        """
         with suppress(OSError):
             _, (file, *_), _, _ = socket.recv_fds(self._line, 1, 1)
             os.dup2(file, 0)
@@ -273,7 +304,7 @@ class StatusLine:
         self._say((b"" if step is None else b"%s %d\n" % (STEP, step)) + b"%s %s\n" % (ROLE, role.encode()))
 
     def ends_well(self, remark: str = "") -> None:
-        """The program has ended, with a `remark` on the job, which counts where all of it ends well."""
+        """Report that the program has ended well. `remark` is shown if the whole job ends well."""
         self._well = True
         if remark and self._is_heard:
             self._say(b"%s %s\n" % (REMARK, remark.encode()))
@@ -307,56 +338,61 @@ class StatusLine:
                 self._line.send(word)
 
 
+# the line of this process, if `python -m mpips` runs its program
 _lines: list[StatusLine] = []
-"""That of this process, where `python -m mpips` runs its program."""
 
 
 def say_role(role: str, step: int | None = None) -> None:
-    """Say that a spare has got a role, such as "worker of client 1", and from which step it goes on, if that is known.
+    """Tell the launcher that a spare has got a role, such as "worker of client 1", and its first step if that is known.
 
-    The launcher names it so, and the job is its own to end.
+    The launcher then names the process by this role, and its end counts for the job.
     """
     for line in _lines:
         line.has_role(role, step)
 
 
 def say_failure(code: int) -> None:
-    """This rank ends the job with this exit code."""
+    """Tell the launcher that this rank ends the job with this exit code."""
     for line in _lines:
         line.fails(code)
 
 
+# pid of this process, if it is a fork -> whether MPI had started before the fork
 _forks: dict[int, bool] = {}
-"""This process, where it is a fork, and whether MPI had started before."""
 
 
 @cache
 def keep_children_from_being_ranks() -> None:
-    """See to it that what this process starts is no rank. Called when mpips is imported; does not need MPI."""
+    """Ensure that processes which this one starts are not taken for ranks. Called when mpips is imported.
+
+    Does not need MPI.
+    """
     os.register_at_fork(after_in_child=_note_fork)
     when_started(hide_variables)
     when_started(_close_before_finalize)
 
 
 def is_started() -> bool:
-    """Return whether this process, and not one of which it is a fork, has started MPI."""
+    """True if this process has started MPI itself, and is not a fork of a process that did."""
     return runs() and not is_fork()
 
 
 def is_fork() -> bool:
-    """Return whether this process is a fork of a rank, and no rank by an MPI that it has started itself."""
+    """True if this process is a fork of a rank, and not a rank by an MPI that it has started itself."""
     return os.getpid() in _forks and (_forks[os.getpid()] or not runs())
 
 
 def hide_variables() -> None:
-    """Keep from children the variables that make this process a rank. `os.environ[name]` still has them here."""
+    """Hide from children the variables that make this process a rank. `os.environ[name]` still has them here."""
     for name in [name for name in os.environ if tells_rank(name)]:
-        os.unsetenv(name)  # `os.environ` does not see it
+        # This removes it from what children inherit, and not from `os.environ`.
+        os.unsetenv(name)
+    # `subprocess` with env={**os.environ} iterates over it, and must not find them.
     os.environ.__class__ = _OfRank
 
 
 def leave_fork(code: int) -> NoReturn:
-    """End this fork of a rank as Python does, but for mpi4py's last step."""
+    """End this fork of a rank as Python does, but without mpi4py's last step."""
     for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
         with suppress(Exception):
             step()
@@ -365,20 +401,26 @@ def leave_fork(code: int) -> NoReturn:
 
 
 def flush() -> None:
-    """Write what the program has printed. Its `sys.stdout` and `sys.stderr` may be anything, or closed."""
+    """Flush what the program has printed.
+
+    Its `sys.stdout` and `sys.stderr` may be replaced by any object, or closed.
+    """
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()
 
 
 def say(text: str) -> None:
-    """Write to standard error past the program's `sys.stderr`, which may be anything, or closed."""
+    """Write to standard error directly, because the program's `sys.stderr` may be replaced by any object, or closed."""
     with suppress(OSError):
         os.write(2, text.encode(errors="backslashreplace"))
 
 
 class _OfRank(os._Environ):  # type: ignore[type-arg]
-    """The environment of a rank: a copy, which is for a child, is without the variables that make this one a rank."""
+    """The environment of a rank.
+
+    Copies of it, which are made for children, lack the variables that make this one a rank.
+    """
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in super().__iter__() if not tells_rank(name))

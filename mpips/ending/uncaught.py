@@ -1,10 +1,11 @@
-"""An uncaught error ends the job: it is said once for all ranks that share it, and then all ranks are ended.
+"""An uncaught error ends the job: it is printed once for all ranks that share it, and then all ranks are ended.
 
-A rank with an uncaught error that is not rank 0 waits a moment for another that says the same: the same type and
-sentence (but for the rank in front of it), from the same place of the user's program; or, where the sentence is ours,
-the same sentence. If so it keeps silent; if another error is said, or none, it says its own, tells the others so, and
-ends the job. So an error that one rank alone has is always said. A rank that has only heard of another's mistake waits
-longer: the lines to be seen are that rank's.
+A rank other than 0 with an uncaught error waits a moment for another rank to announce the same error. Errors are the
+same if type and sentence (without the rank in front) and the place in the user's program are equal, or, if the sentence
+is ours, if the sentences are equal. If the same error is announced, the rank prints nothing. If another error or none
+is announced, it prints its own, tells the others so, and ends the job. So an error that only one rank has is always
+printed. A rank that has only learnt of another rank's mistake waits longer, because the traceback to show is that of
+the other rank.
 """
 
 from __future__ import annotations
@@ -37,25 +38,30 @@ if TYPE_CHECKING:
 
 LOG = log.get("mpips.ending")
 RUNNERS = (os.path.join("mpips", "__main__.py"), os.path.join("mpi4py", "run.py"), "<frozen runpy>", "runpy.py")
-INTERRUPTED = 130  # the exit code after Ctrl-C, as of shells
-SAID, SHARED = 32101, 32102  # tags on COMM_WORLD of a job that ends: "I say this error", "I have it, too"
+# the exit code after Ctrl-C, as of shells
+INTERRUPTED = 130
+# tags of messages on COMM_WORLD when a job ends: "I print this error", and "I have it, too"
+SAID, SHARED = 32101, 32102
 DIGEST_BYTES = 16
-PATIENCE = 0.4  # seconds to wait whether another rank says it, and a little more on every rank
+# seconds to wait for another rank to print the error. Rank r waits r * STAGGER longer, at most PATIENCE.
+PATIENCE = 0.4
 STAGGER = 0.01
-LAST_WORDS = 0.5  # seconds for the launcher to read what was printed; MPICH's drops the rest when a rank aborts
-ABORTED = 10.0  # seconds to be ended by the rank that has said it
+# seconds for the launcher to read what was printed; MPICH's launcher drops the rest when a rank aborts
+LAST_WORDS = 0.5
+# seconds to wait to be ended by the rank that has printed the error
+ABORTED = 10.0
 
 
+# errors for which this module's `sys.excepthook` was called, in a job of several ranks
 _handled: list[BaseException] = []
-"""The error that this module's `sys.excepthook` has been called with, in a rank that has others."""
 
 
 @cache
 def install_hooks() -> None:
-    """Say an uncaught exception in any thread of a rank, with the rank, and end the job, from now on.
+    """From now on, print an uncaught exception in any thread with its rank, and end the job.
 
-    Called when mpips is imported; does not need MPI. A program may set hooks of its own later. They run, and then the
-    job is ended all the same: `end_after_hook`.
+    Called when mpips is imported. Does not need MPI. A program may set hooks of its own later. They run, and then the
+    job is ended all the same (`end_after_hook`).
     """
     before, before_in_threads = sys.excepthook, threading.excepthook
 
@@ -68,7 +74,9 @@ def install_hooks() -> None:
             _handled.append(error)
             try:
                 _raised(kind, error, trace)
-            except ImportError:  # a file beside the program hides a module, as numpy.py does: its own error says so
+            except ImportError:
+                # A file beside the program, such as a numpy.py, hides a module that _raised() imports. The program's
+                # own error says so.
                 before(kind, error, trace)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
@@ -84,12 +92,12 @@ def install_hooks() -> None:
     sys.excepthook = hook
     threading.excepthook = thread_hook
     _see_past_hooks_of_threads()
-    # Before the handlers of atexit: an open store would wait there for ranks that wait for this one.
+    # This must run before the handlers of atexit. There an open store would wait for ranks that wait for this one.
     threading._register_atexit(_end_after_program)  # type: ignore[attr-defined]
 
 
 def _see_past_hooks_of_threads() -> None:
-    """End the job after an uncaught exception in a thread, whatever `threading.excepthook` is by then."""
+    """End the job after an uncaught exception in a thread, even if the program has replaced `threading.excepthook`."""
     make: Callable[[], Callable[[threading.Thread], None]]
     make = threading._make_invoke_excepthook  # type: ignore[attr-defined]
 
@@ -108,10 +116,10 @@ def _see_past_hooks_of_threads() -> None:
 
 
 def _end_after_program() -> None:
-    """End the job where the main program was left by an exception that a hook of its own has shown.
+    """End the job if the main program was left by an exception that the program's own hook has shown.
 
-    Python keeps the last exception that it has shown, and so do debuggers and test runners. That of the program has
-    left the outermost frame.
+    Python keeps the last exception that it has shown, and so do debuggers and test runners. The program's own exception
+    is the one that has left the outermost frame.
     """
     error, trace = getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)
     if error is None or trace is None or _is_handled(error) or hasattr(sys, "ps1"):
@@ -127,16 +135,17 @@ def _is_handled(error: BaseException) -> bool:
 
 
 def show(error: BaseException) -> SystemExit | None:
-    """Show what has left the program, by `sys.excepthook`. Where that fails, say both errors, as Python does.
+    """Show an error that has left the program, by `sys.excepthook`. Return the SystemExit that the hook raises, if any.
 
-    Comes back only where the hook is not ours, or this process is alone. Return the SystemExit that it has raised.
+    If the hook fails, print both errors, as Python does. Returns only if the hook is not ours or this process is alone.
     """
     trace = error.__traceback__ = _users(error, _without_runner(error.__traceback__))
     try:
         sys.excepthook(type(error), error, trace)
     except SystemExit as left:
         return left
-    except BaseException as failure:  # whatever it is, the job is to end
+    except BaseException as failure:
+        # Whatever error this is, the job must end.
         failure.__suppress_context__ = True
         first = failure.__traceback__.tb_next if failure.__traceback__ is not None else None
         flush()
@@ -154,7 +163,7 @@ def show(error: BaseException) -> SystemExit | None:
 
 
 def end_after_hook(error: BaseException, code: int = 1) -> None:
-    """End the job after an uncaught error that a hook of the program has been given: it may have shown it, or not."""
+    """End the job after an uncaught error that the program's own hook got. The hook may or may not have shown it."""
     if not is_alone() and not _is_handled(error):
         _write_down(type(error), error, error.__traceback__)
         say_failure(code)
@@ -162,7 +171,7 @@ def end_after_hook(error: BaseException, code: int = 1) -> None:
 
 
 def is_alone() -> bool:
-    """Return whether no other process depends on this one: a program without MPI, or a world of size 1."""
+    """True if no other process depends on this one: a program without MPI, or a world of size 1."""
     if not is_started():
         return True
     module = sys.modules["mpi4py.MPI"]
@@ -170,11 +179,12 @@ def is_alone() -> bool:
 
 
 def end_unstarted(what: str, code: int = 1) -> None:
-    """Say `what` it was, and end a job whose MPI this rank has not started, with `code`; the rank is to leave with it.
+    """Print `what` happened, and end a job whose MPI this rank has not started. The rank must then exit with `code`.
 
-    MPI is not started for it: that waits for all others, who may be busy, or have left. To Open MPI's mpirun the code
-    is enough, though it may crash when others are just starting MPI, so they are given a moment; MPICH's lets the
-    others wait for a rank that has left, unless its process manager is told to end all.
+    MPI is not started for that, because its start waits for all other ranks, and they may be busy or have left. With
+    Open MPI's mpirun the exit code is enough. But it may crash if other ranks are just starting MPI, so they get a
+    moment first. MPICH's launcher lets the others wait for a rank that has left, unless its process manager is told to
+    end all.
     """
     place = launched_as(os.environ)
     if place is None or place[1] == 1:
@@ -184,19 +194,24 @@ def end_unstarted(what: str, code: int = 1) -> None:
     time.sleep(LAST_WORDS)
     manager = os.environ.get("PMI_FD", "")
     if manager.isdigit():
-        with suppress(OSError), socket.socket(fileno=int(manager)) as line:  # as of PMI 1
+        # These are messages of PMI 1, the protocol of MPICH's process manager.
+        with suppress(OSError), socket.socket(fileno=int(manager)) as line:
             line.settimeout(ABORTED)
             line.sendall(b"cmd=init pmi_version=1 pmi_subversion=1\n")
             line.recv(1024)
             line.sendall(b"cmd=abort exitcode=%d\n" % code)
-            line.recv(1024)  # comes back when the launcher has heard it
+            # This returns when the launcher has read the message.
+            line.recv(1024)
 
 
 def end(what: str, text: str = "", code: int = 1, same: Hashable = None, told: bool = False) -> None:
-    """Say `text` and `what` it was, unless a rank with an equal `same` does; end the job with `code`.
+    """Print `text` and `what` happened, unless a rank with an equal `same` prints it, and end the job with `code`.
 
-    `told`: another rank has more to show of it, and is given the time. The default of `same` is `what`.
-    Comes back only in a world of size 1, which ends as any Python program does, and only in its main thread.
+    Returns only in the main thread of a world of size 1, which ends as any Python program does.
+
+    Args:
+        same: Equal on ranks that have the same error. By default `what`.
+        told: Another rank has more to show of this error. It gets more time to do so.
     """
     from mpi4py import MPI
 
@@ -208,6 +223,7 @@ def end(what: str, text: str = "", code: int = 1, same: Hashable = None, told: b
         say(text)
         return
     mark = hashlib.blake2b(repr(same or what).encode(), digest_size=DIGEST_BYTES).digest()
+    # A thread other than the main one may call MPI only with THREAD_MULTIPLE. Without it, no message is sent.
     shared = threading.current_thread() is threading.main_thread() or MPI.Query_thread() == MPI.THREAD_MULTIPLE
     sayer = _sayer(world, mark, told) if shared else None
     if sayer is None:
@@ -218,7 +234,8 @@ def end(what: str, text: str = "", code: int = 1, same: Hashable = None, told: b
     else:
         with suppress(MPI.Exception):
             message = send(world, bytearray(mark), sayer, SHARED)
-            _wait(ABORTED, lambda: message.Test() and False)  # the rank that says it ends all
+            # The rank that prints the error ends all others.
+            _wait(ABORTED, lambda: message.Test() and False)
     world.Abort(code)
 
 
@@ -229,7 +246,10 @@ def _raised(
     code: int = 1,
     shown: bool = False,
 ) -> None:
-    """Say an uncaught error and end the job. `shown`: a hook of the program may have said it; a line is said anyway."""
+    """Print an uncaught error and end the job.
+
+    If `shown`, a hook of the program may have printed it: print one line.
+    """
     if getattr(error, "everywhere", False):
         _say_once(error)
         return
@@ -243,7 +263,7 @@ def _raised(
 
 
 def _write_down(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-    """Leave to who looks from outside, and to the log, what this process ends by, and where."""
+    """Record the error and its place for the log and for those who look at this process from outside."""
     sentence = "interrupted" if issubclass(kind, KeyboardInterrupt) else _sentence(kind, error, trace)
     recorder.fails(sentence, own=not isinstance(error, CollectiveError))
     LOG.info("uncaught: %s", sentence)
@@ -257,8 +277,11 @@ def _sentence(kind: type[BaseException], error: BaseException | None, trace: Tra
 
 
 def _identity(error: BaseException | None, trace: TracebackType | None) -> Hashable:
-    """Return what errors have in common that are said once. On the rank with the mistake our sentence may be a
-    ValueError, and on those that wait for it, at other lines, a CollectiveError."""
+    """Return a value that is equal for errors that should be printed once.
+
+    One of our sentences may be a ValueError on the rank with the mistake, and a CollectiveError, raised at other lines,
+    on ranks that wait for it. So for these only the sentence counts.
+    """
     sentence = _nameless(str(error))
     if getattr(error, "of_caller", False):
         return sentence
@@ -267,12 +290,12 @@ def _identity(error: BaseException | None, trace: TracebackType | None) -> Hasha
 
 
 def _nameless(sentence: str) -> str:
-    """Return a sentence without the rank in front, so that the same words of two ranks count as the same."""
+    """Remove the rank at the start of a sentence, so that equal errors of two ranks compare equal."""
     return re.sub(r"^rank \d+: ", "", sentence)
 
 
 def _is_told(error: BaseException | None) -> bool:
-    """Return whether the sentence is ours and about the mistake of another rank."""
+    """True if the sentence is ours and about the mistake of another rank."""
     from mpi4py import MPI
 
     named = re.match(r"(?:\w+: )?rank (\d+): ", str(error)) if getattr(error, "of_caller", False) else None
@@ -280,16 +303,17 @@ def _is_told(error: BaseException | None) -> bool:
 
 
 def _say_once(error: BaseException | None) -> None:
-    """An error that says of itself that all ranks raise it: rank 0 says it, and each ends by itself, with code 1."""
+    """Let rank 0 print an error which all ranks are known to raise. Each then ends by itself, with code 1."""
     from mpi4py import MPI
 
-    MPI._set_abort_status(0)  # type: ignore[attr-defined]  # mpi4py.run has set it, and cannot take it back
+    # mpi4py.run has set a status that would abort the job, and cannot take it back.
+    MPI._set_abort_status(0)  # type: ignore[attr-defined]
     if MPI.COMM_WORLD.rank == 0:
         say(f"{type(error).__name__}: {error}\n")
 
 
 def _without_runner(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that is the user's: what runs the script is left out."""
+    """Return the user's part of a traceback, without the frames that run the script."""
     while trace is not None and trace.tb_frame.f_code.co_filename.endswith(RUNNERS):
         trace = trace.tb_next
     return trace
@@ -298,9 +322,9 @@ def _without_runner(trace: TracebackType | None) -> TracebackType | None:
 def _users(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
     """Return the part of a traceback that is the user's.
 
-    Of an error that we raise ourselves, or mark as the caller's, that is down to the user's last line, and what was
-    caught on the way to it, by us, is left out, too. Of one that was raised in what we have called, such as the forward
-    pass of a model, our lines are left out. Any other may be a mistake of ours, and keeps all its lines.
+    If we raised the error ourselves, or marked it as the caller's, this is the part down to the user's last line; an
+    error that we caught before it is left out, too. If the error was raised in code that we called, such as the forward
+    pass of a model, only our frames are left out. Any other error may be a mistake of ours, and keeps all its frames.
     """
     whole: list[TracebackType] = []
     inner = trace
@@ -325,7 +349,7 @@ def _users(error: BaseException, trace: TracebackType | None) -> TracebackType |
 
 
 def _is_raised_by_us(error: BaseException, innermost: TracebackType) -> bool:
-    """Return whether a `raise` of ours has made this error, whose sentence is then meant for the user."""
+    """True if a `raise` statement of ours has made this error, so that its sentence is meant for the user."""
     code = innermost.tb_frame.f_code.co_code
     meant = code[innermost.tb_lasti] == dis.opmap["RAISE_VARARGS"] and not isinstance(error, AssertionError)
     return meant and is_ours(innermost.tb_frame)
@@ -336,15 +360,18 @@ def _is_framework(frame: FrameType) -> bool:
 
 
 def _lines(frames: list[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
-    """Files and lines of the user's program; ranks of different roles may be at different places of ours."""
+    """Yield files and lines of the user's program. Ours are left out, because ranks of different roles differ there."""
     for frame, line in frames:
         if not is_ours(frame):
             yield frame.f_code.co_filename, line
 
 
 def _sayer(world: MPI.Comm, mark: bytes, told: bool) -> int | None:
-    """Return the rank that says this error already; None where this one is to say it, after a while or because another
-    error is being said. Rank 0 does not wait, unless it was told of another rank's mistake."""
+    """Return the rank that has announced this error, or None if this rank must print it.
+
+    It must if another error was announced, or none after a while. Rank 0 does not wait, unless it was told of another
+    rank's mistake.
+    """
     found: list[tuple[int, bytes]] = []
 
     def heard() -> bool:
@@ -357,7 +384,7 @@ def _sayer(world: MPI.Comm, mark: bytes, told: bool) -> int | None:
 
 
 def _tell(world: MPI.Comm, mark: bytes) -> int:
-    """Tells all others that this rank says it; the number of those that have it, too."""
+    """Tell all others that this rank prints the error. Return the number of ranks that have it, too."""
     from mpi4py import MPI
 
     from mpips.collectives.fabric.requests import send
@@ -366,7 +393,8 @@ def _tell(world: MPI.Comm, mark: bytes) -> int:
     ranks: set[int] = set()
     messages: list[MPI.Request] = []
     for rank in others:
-        with suppress(MPI.Exception):  # to one that has died
+        # The rank may have died.
+        with suppress(MPI.Exception):
             messages.append(send(world, bytearray(mark), rank, SAID))
 
     def all_have() -> bool:
@@ -381,7 +409,7 @@ def _tell(world: MPI.Comm, mark: bytes) -> int:
 
 
 def _dead(world: MPI.Comm) -> set[int]:
-    """Ranks that have died, where others outlive them; all, where MPI has failed and nobody can be heard."""
+    """Return the ranks that have died, if others survive deaths. If MPI itself has failed, return all ranks."""
     from mpi4py import MPI
 
     from mpips.collectives.fabric.failure import failed
@@ -401,7 +429,8 @@ def _receive(world: MPI.Comm, tag: int) -> Iterator[tuple[int, bytes]]:
             mark = bytearray(DIGEST_BYTES)
             world.Recv(mark, status.source, tag)
             yield status.source, bytes(mark)
-    except MPI.Exception:  # a rank has died: from the next look on it is passed over
+    except MPI.Exception:
+        # A rank has died. Ack_failed makes MPI ignore it from the next probe on.
         if not survives():
             raise
         with suppress(MPI.Exception):

@@ -77,7 +77,9 @@ class Adam(Equation):
     m = beta1 * m + (1 - beta1) * d;  v = beta2 * v + (1 - beta2) * d^2;
     w = w - learning_rate * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + epsilon).
 
-    Its state is m / (1 - beta1) and v / (1 - beta2): all factors of a step then end in one rate and one epsilon.
+    The arrays of state hold m / (1 - beta1) and v / (1 - beta2). All factors of a step then combine into one rate and
+    one epsilon, so an element takes fewer operations. This is why beta1 and beta2 cannot change while the state stays
+    (`fixed`).
     """
 
     fixed: ClassVar[Sequence[str]] = ("beta1", "beta2")

@@ -1,6 +1,6 @@
-"""Define an optimizer: a frozen record of numbers with `init` and `update`.
+"""Define an optimizer: a frozen dataclass of numbers with the methods `init` and `update`.
 
-`equation.Equation` makes one of an equation, and there is what applies any.
+`equation.Equation` makes an optimizer of one equation. Its module also has the calls that apply any optimizer.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import numpy as np
 
 from mpips.collectives.errors import did_you_mean
 
+# an optimizer's arrays for n weights: each has shape (n,), one element for every weight
 State = Sequence[np.ndarray]
-"""An optimizer's arrays for n weights, of shape (n,), an element of each for every weight."""
 
 
 @runtime_checkable
 class RateSchedule(Protocol):
-    """A number that depends on the step: a frozen record with `at`. See `mpips.optimizers.schedules`."""
+    """A number that depends on the step, such as a learning rate. It is a frozen dataclass with a method `at`.
+
+    See `mpips.optimizers.schedules` for those of mpips.
+    """
 
     def at(self, step: int) -> float:
         """Return the number for update `step` of a key, counted from 1."""
@@ -28,39 +31,46 @@ class RateSchedule(Protocol):
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """A frozen dataclass of numbers with these two methods; `mpips.optimizers.register` makes it known by its name.
+    """A frozen dataclass of numbers with these two methods. `mpips.optimizers.register` makes it known by its name.
 
-    An element's update depends on that element of weights, gradient and state alone. A server then updates a shard
-    interval by interval, on several threads at once, and gets the bits of an update of the whole.
+    The update of an element must depend only on that element of weights, gradient and state. A server can then update a
+    shard interval by interval, on several threads at once, and get the same bits as from one update of the whole.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def init(self, weights: np.ndarray) -> State:
-        """Return state for `weights` (1-D, n elements, any float dtype): arrays of shape (n,), of any dtypes."""
+        """Return the first state for 1-D weights of n elements: arrays of shape (n,), of any dtypes.
+
+        The weights have any float dtype.
+        """
 
     def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
-        """One update in place: `weights` and the arrays of `state` change, `gradient` does not.
+        """Update in place: `weights` and the arrays of `state` change, `gradient` does not.
 
-        All are 1-D, contiguous, of one length: whole arrays or the same interval of each. `gradient` has the dtype of
-        `weights`. `step` counts the updates of the key from 1.
+        All arrays are 1-D, contiguous and equally long: whole arrays, or the same interval of each. `gradient` has the
+        dtype of `weights`. `step` counts the updates of the key from 1.
         """
 
 
-LEAST, MOST = -(2**63), 2**63 - 1
-"""Of whole numbers: what messages between ranks and files hold."""
+# limits of whole numbers: messages between ranks and files hold 64-bit integers
+LEAST = -(2**63)
+MOST = 2**63 - 1
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
+# in an equation: an array, an element of it, or a symbol that stands for it while the equation is recorded
 Value = Any
-"""In an equation: an array, an element of one, or what stands for it while the equation is recorded."""
 Values = Sequence[Any]
+# result of an equation: the new weight, and the new arrays of state
 Updated = tuple[Value, Values]
-"""An equation's result: the new weight, and the new arrays of state."""
+# a constant, or a schedule that gives a number for each step
 Number = float | RateSchedule
-"""A number that stays, or one that depends on the step."""
 
 
 def at(number: Number, step: int) -> float:
-    """Return the number itself, or the schedule's for this step; ValueError where that is not finite."""
+    """Return a number as it is, or the value of a schedule at this step.
+
+    Raises ValueError if the schedule's value is not finite.
+    """
     if isinstance(number, (float, int)):
         return number
     try:
@@ -73,7 +83,10 @@ def at(number: Number, step: int) -> float:
 
 
 def initial(optimizer: Optimizer, weights: np.ndarray) -> list[np.ndarray]:
-    """Return `optimizer.init(weights)`; ValueError unless all are arrays of the weights' shape (n,)."""
+    """Return `optimizer.init(weights)`, checked.
+
+    Raises ValueError unless every array of state has the shape of the weights.
+    """
     state = list(optimizer.init(weights))
     for array in state:
         if getattr(array, "shape", None) != weights.shape:
@@ -85,17 +98,25 @@ def initial(optimizer: Optimizer, weights: np.ndarray) -> list[np.ndarray]:
 
 
 def state_dtypes(optimizer: Optimizer | None, dtype: np.dtype) -> list[np.dtype]:
-    """Return what the arrays of state are of, for weights of a dtype; of no optimizer there are none."""
+    """Return the dtypes of the optimizer's arrays of state for weights of this dtype.
+
+    Without an optimizer the list is empty.
+    """
     return [] if optimizer is None else [array.dtype for array in optimizer.init(np.zeros(1, dtype))]
 
 
 def check(
     record: Any, *, scheduled: Sequence[str] = (), at_least_zero: Sequence[str] = (), below_one: Sequence[str] = ()
 ) -> None:
-    """Make every field of a frozen dataclass a finite float or a bool; for its `__post_init__`.
+    """Check the fields of a frozen dataclass and make each a finite float or a bool. Call it in `__post_init__`.
 
-    `scheduled`: fields that may hold a RateSchedule instead. `at_least_zero`, `below_one`: fields that must be >= 0, or
-    in [0, 1). Raises ValueError, which names class, field and value.
+    Args:
+        scheduled: Fields that may hold a RateSchedule instead.
+        at_least_zero: Fields that must be at least 0. A schedule in one of them is not checked.
+        below_one: Fields that must be in [0, 1).
+
+    Raises:
+        ValueError: A field has another value. The error names class, field and value.
     """
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
@@ -124,12 +145,12 @@ def _number(record: object, name: str, value: Any) -> float | bool:
 
 
 def options(kind: type) -> list[str]:
-    """Return the names of the options of a class of optimizers or schedules."""
+    """Return the names of the options of an optimizer class or a schedule class."""
     return [field.name for field in dataclasses.fields(kind) if field.init]
 
 
 def known(kind: type, given: Sequence[str] | dict[str, Any]) -> None:
-    """Raise TypeError, which lists the known options, if `kind` lacks one of those given."""
+    """Raise TypeError if `kind` lacks one of the options given. The error lists the options that it has."""
     if unknown := sorted(set(given) - set(options(kind))):
         have = ", ".join(options(kind)) or "none"
         perhaps = did_you_mean(unknown[0], options(kind)) if len(unknown) == 1 else ""
@@ -137,10 +158,12 @@ def known(kind: type, given: Sequence[str] | dict[str, Any]) -> None:
 
 
 def changed(optimizer: O, **numbers: Any) -> O:
-    """Return the optimizer with other numbers, checked as always; the state that it keeps stays valid.
+    """Return a copy of the optimizer with some numbers changed. Its arrays of state stay valid.
 
-    Raises TypeError for an option that it lacks. Raises ValueError for a bad value, for an option in the class's
-    `fixed`, and where it would keep another number of arrays (SGD from `momentum=0` to 0.9).
+    Raises:
+        TypeError: The optimizer has no such option, or no option was given.
+        ValueError: A value is not allowed; or the option is in the class's `fixed`, because the state is kept in terms
+            of it; or the changed optimizer would keep more or fewer arrays of state (SGD from `momentum=0` to 0.9).
     """
     kind = type(optimizer)
     if not numbers:
@@ -168,9 +191,10 @@ def changed(optimizer: O, **numbers: Any) -> O:
 
 
 def unlike(saved: Optimizer, given: Optimizer, leave: Collection[str] = ()) -> str:
-    """Return what differs between the optimizer of a checkpoint and that of a program, in words; "" where nothing does.
+    """Describe how the optimizer of a checkpoint differs from the program's. Return "" if they are equal.
 
-    `leave`: numbers that may differ."""
+    Numbers named in `leave` may differ.
+    """
     if type(saved) is not type(given):
         return f"the optimizer is {type(saved).__name__} in the checkpoint and {type(given).__name__} in the program"
     numbers = [(name, getattr(saved, name), getattr(given, name)) for name in options(type(saved)) if name not in leave]
@@ -180,7 +204,10 @@ def unlike(saved: Optimizer, given: Optimizer, leave: Collection[str] = ()) -> s
 
 
 def working_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the dtype of an update and its state: float32 for 16-bit floats, otherwise the dtype itself."""
+    """Return the dtype of updates and state: float32 for 16-bit floats, otherwise `dtype` itself.
+
+    Raises TypeError for weights that are not floats.
+    """
     if dtype.name in ("float16", "bfloat16"):
         return np.dtype(np.float32)
     if dtype.kind != "f":
@@ -189,7 +216,7 @@ def working_dtype(dtype: np.dtype) -> np.dtype:
 
 
 def zeros(weights: np.ndarray, count: int) -> tuple[np.ndarray, ...]:
-    """Return `count` arrays of zeros like `weights` in the working dtype, where they lie (host or GPU)."""
+    """Return `count` arrays of zeros of the weights' size, in the working dtype, on the same device (host or GPU)."""
     dtype = working_dtype(weights.dtype)
     if isinstance(weights, np.ndarray):
         return tuple(np.zeros(weights.size, dtype) for _ in range(count))

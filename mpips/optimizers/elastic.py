@@ -8,16 +8,18 @@ from mpips.optimizers.base import Updated, Value, Values, check
 from mpips.optimizers.equation import Equation
 from mpips.optimizers.sgd import scaled
 
+# iterations between two exchanges of elastic averaging (MXNET-MPI, section 5)
 INTERVAL = 64
-"""Iterations between two exchanges of elastic averaging (MXNET-MPI, section 5)."""
 
 
 @dataclass(frozen=True)
 class Elastic1(Equation):
-    """On the server: centre = centre + alpha * (rescale * pushed - centre) (MXNET-MPI, equation 2 and figure 8).
+    """The server's half of elastic averaging (MXNET-MPI, equation 2 and figure 8).
 
-    What is pushed is a client's parameters. An MPI client's push arrives summed over its workers: either `rescale` is
-    1 / workers of a client, or each worker pushes that share.
+    centre = centre + alpha * (rescale * pushed - centre)
+
+    Workers push a client's parameters. The push of an MPI client arrives summed over its workers, so either `rescale`
+    is 1 / (workers of a client), or each worker pushes that share of its parameters.
     """
 
     alpha: float = 0.5
@@ -34,7 +36,10 @@ class Elastic1(Equation):
 
 @dataclass(frozen=True)
 class Elastic2(Elastic1):
-    """On the client: w = w - alpha * (w - rescale * centre) (MXNET-MPI, equation 3 and figure 8), the same update.
+    """The client's half of elastic averaging (MXNET-MPI, equation 3 and figure 8).
 
-    `update(weights, centre, (), step)`: the pulled centre takes the gradient's place.
+    w = w - alpha * (w - rescale * centre)
+
+    It is the same update as Elastic1's, with the pulled centre in the gradient's place: `update(weights, centre, (),
+    step)`.
     """

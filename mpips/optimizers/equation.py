@@ -1,12 +1,14 @@
-"""Write an optimizer as one equation of an element: Numba compiles it, NumPy runs it in blocks; the bits are the same.
+"""Write an optimizer as one equation of an element. Numba compiles it or NumPy runs it in blocks, to the same bits.
 
-    update(w, g, state, step)         docs/why/kernels.md tells the way
-      1. numbers(step)                the step's numbers, in the working dtype
-      2. equation(w, g, state, ...)   recorded once (`trace`), not called again
-      3. a kernel over all elements   where the engine has compiled it (`collectives.kernels.engine`)
-      4. else NumPy's calls           block by block, so that all arrays stay in cache between two of them
+`update(w, g, state, step)` takes these steps (docs/why/kernels.md explains them):
 
-`update_by_sum` and `Updater` apply any optimizer. Of another than an equation NumPy adds gradients before.
+    1. numbers(step)                the numbers of this step, in the working dtype
+    2. equation(w, g, state, ...)   recorded at the first call (`trace`), and not called again
+    3. a kernel over all elements   if the engine has compiled one (`collectives.kernels.engine`)
+    4. otherwise calls of NumPy     block by block, so that all arrays stay in cache from one call to the next
+
+`update_by_sum` and `Updater` apply any optimizer, also one that is not an Equation. For such an optimizer NumPy first
+adds the gradients.
 """
 
 from __future__ import annotations
@@ -26,55 +28,67 @@ from mpips.optimizers import trace
 from mpips.optimizers.base import Optimizer, State, Updated, Value, Values, working_dtype, zeros
 from mpips.optimizers.trace import Tape, Untraceable, pair
 
+# bytes that one array has in a block
 BLOCK_BYTES = 384 * 1024
-"""Bytes of one array that a block covers."""
 LOG = log.get("mpips.kernels")
+# number of weights on which an optimizer's options are tried; for so few no kernel is compiled
 TRIAL = 2
-"""Weights on which an optimizer's options are tried: no kernel is asked for."""
+# most gradients that one kernel sums; if there are more, NumPy sums the first ones beforehand
 MOST_PARTS = 64
-"""Gradients that one kernel sums; of more, the first are summed before."""
+# most row-sparse gradients that one kernel sums
 MOST_ROW_PARTS = 8
-"""Gradients of rows that one kernel sums."""
 
 _local = threading.local()
 
 
 class Equation:
-    """Base of optimizers whose update of an element is one equation of it, its gradient, its state and numbers.
+    """Base of optimizers that are written as one equation of an element's weight, gradient and state.
 
-    A class gives `equation`, and where it needs them `slots` and `numbers`. It is a frozen dataclass.
+    A subclass is a frozen dataclass that defines `equation`, and if needed `slots` and `numbers`. Register it by
+    `mpips.optimizers.register`.
+
+    Attributes:
+        slots: Number of arrays of state. Each has an element for every weight. May be a property if it depends on
+            options.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     slots: ClassVar[int] = 0
-    """Arrays of state, which have an element for every weight. A property where options decide it."""
 
     def numbers(self, step: int) -> Sequence[float]:
-        """Return the numbers of a step, counted from 1; as many in every step."""
+        """Return the numbers that the equation needs at this step, such as the learning rate. Steps count from 1.
+
+        It must return equally many numbers at every step.
+        """
         return ()
 
     def equation(self, w: Value, g: Value, state: Values, numbers: Values) -> Updated:
         """Return the new weight and the new state: (w, (s0, ...)).
 
-        All are of the working dtype: float32 for 16-bit weights. Write it with operators and NumPy's functions of
-        elements, and change nothing in place. Options decide by `if`, elements by `np.where`.
+        All values have the working dtype: float32 for 16-bit weights. Write the equation with operators and NumPy's
+        elementwise functions, and change nothing in place. Use `if` to decide by options, and `np.where` to decide by
+        elements.
         """
         raise NotImplementedError(f"{type(self).__name__} needs an equation")
 
     def init(self, weights: np.ndarray) -> State:
-        """Return `slots` arrays of zeros like `weights`, float32 for 16-bit weights."""
+        """Return `slots` arrays of zeros of the weights' size, in float32 for 16-bit weights."""
         return zeros(weights, self.slots)
 
     def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
         """Update weights and state in place, as `Optimizer.update` says.
 
-        Raises ValueError or TypeError before anything changes, unless weights and gradient are alike, 1-D and
-        contiguous, `state` has `slots` arrays of their shape, and `step` is at least 1.
+        Raises ValueError or TypeError before anything changes, unless weights and gradient are 1-D, contiguous and
+        alike in shape and dtype, `state` has `slots` arrays of that shape, and `step` is at least 1.
         """
         self.update_by_sum(weights, (gradient,), state, step)
 
     def update_by_sum(self, weights: np.ndarray, parts: Sequence[np.ndarray], state: State, step: int) -> None:
-        """Update by the sum of gradients, added from first to last; each sum is rounded to the weights' dtype."""
+        """Update in place by the sum of several gradients.
+
+        The gradients are added in order. Each partial sum is rounded to the weights' dtype, so the result does not
+        depend on whether a kernel or NumPy adds.
+        """
         _see(weights, parts, state, self.slots, step)
         if len(parts) > MOST_PARTS:
             early = len(parts) - MOST_PARTS + 1
@@ -83,21 +97,26 @@ class Equation:
         numbers = way.numbers(self, step)
         if _run_kernel(way, weights, parts, state, numbers):
             return
-        if way.tape is not None:  # moments underflow: no kernel says so either
+        # Moments may underflow. A kernel reports no such errors, so NumPy must not do so either.
+        if way.tape is not None:
             quietly(_run_blocks, self, way, weights, parts, state, numbers)
-        else:  # the program's own function, which is to raise what the program lets NumPy raise
+        else:
+            # This runs the user's own function, which must raise what the user lets NumPy raise.
             _run_blocks(self, way, weights, parts, state, numbers)
 
     def update_rows(
         self, table: np.ndarray, rows: Sequence[np.ndarray], parts: Sequence[np.ndarray], state: State, step: int
     ) -> bool:
-        """Update rows of a table, and of its state, by the sum of gradients, where a kernel is there: return whether.
+        """Update some rows of a table, and of its state, by the sum of row-sparse gradients, if a kernel is there.
+
+        Return False, with nothing changed, if there is no kernel for it (yet).
 
         Args:
-            table: weights, (n, ...), C-contiguous.
-            rows: of each gradient its rows, int64 (k,), ascending, each once, all in [0, n). Not looked at.
-            parts: one or more gradients, (k, ...), C-contiguous, of the table's dtype. Where the first has no such
-                row, it counts as 0.
+            table: The weights, (n, ...), C-contiguous.
+            rows: For each gradient its row numbers, int64 (k,), ascending, without duplicates, all in [0, n). They are
+                not checked.
+            parts: One or more gradients, (k, ...), C-contiguous, of the table's dtype. A row that the first gradient
+                lacks starts its sum from 0.
         """
         weights = table.reshape(-1)
         _see(weights, (), state, self.slots, step)
@@ -110,26 +129,33 @@ class Equation:
         return _run_kernel(way, weights, gradients, state, numbers, weights.size // len(table), *rows)
 
     def prepare(self, dtype: np.dtype, parts: int = 1) -> engine.Kernel | None:
-        """Ask for the kernel of weights of this dtype and sums of so many gradients, so that it is there in time.
+        """Start to compile the kernel for sums of `parts` gradients, so that it is ready when updates begin.
 
-        Return it, or None where NumPy serves in any case. Not blocking; `engine.settle` waits for it.
+        Return the kernel, or None if NumPy updates weights of this dtype in any case. Does not block: `engine.settle`
+        waits for the kernel.
         """
         return _way(self, dtype, min(parts, MOST_PARTS), ask=True).kernel if dtype.name in trace.WIDE else None
 
 
 class _Way(NamedTuple):
-    """An optimizer's recorded equation, None where it cannot be recorded, and the kernel of that."""
+    """How an optimizer updates weights of one dtype: its recorded equation and the kernel made from that.
 
+    `tape` is None if the equation cannot be recorded, and `kernel` is None if NumPy does the update.
+    """
+
+    # the working dtype
     dtype: np.dtype
-    """The working dtype."""
     tape: Tape | None
     constants: Sequence[float]
     kernel: engine.Kernel | None
+    # how many numbers the optimizer gives for every step
     each: int
-    """The numbers of every step."""
 
     def numbers(self, optimizer: Equation, step: int) -> list[float]:
-        """Return the numbers of a step, then the constants; ValueError where they are not as many as in step 1."""
+        """Return the numbers of a step, followed by the constants of the equation.
+
+        Raises ValueError if there are not as many numbers as in step 1.
+        """
         given = optimizer.numbers(step)
         if len(given) != self.each:
             raise ValueError(
@@ -140,7 +166,10 @@ class _Way(NamedTuple):
 
 
 def _way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool, by_rows: bool = False) -> _Way:
-    """Return how an optimizer updates weights of a dtype, or rows of them; without `ask` no kernel is asked for."""
+    """Return how an optimizer updates weights of this dtype, or rows of them. Only with `ask` is a kernel compiled.
+
+    An optimizer that cannot be hashed (it has an array or a list as an option) is recorded again at every call.
+    """
     try:
         return _known_way(optimizer, dtype, parts, ask, by_rows)
     except TypeError as error:
@@ -186,7 +215,7 @@ def _run_kernel(
     numbers: Sequence[float],
     *more: object,
 ) -> bool:
-    """Update by the kernel; False where none is there, or it cannot take these arrays. Nothing has changed then."""
+    """Update by the kernel. Return False, with nothing changed, if there is none or it cannot take these arrays."""
     call = None if way.kernel is None else way.kernel.call_for(parts[0].size)
     if call is None or not isinstance(weights, np.ndarray):
         return False
@@ -195,7 +224,8 @@ def _run_kernel(
         arrays = [weights.view(np.uint16), *state, *[part.view(np.uint16) for part in parts]]
     try:
         call(*arrays, np.array(numbers, way.dtype), *more)
-    except TypeError:  # before it runs: arrays that are not aligned, state of another dtype
+    except TypeError:
+        # The kernel checks its arguments before it runs: arrays may be misaligned, or the state may have another dtype.
         return False
     return True
 
@@ -208,9 +238,10 @@ def _run_blocks(
     state: State,
     numbers: Sequence[float],
 ) -> None:
-    """Update block by block with NumPy's calls."""
+    """Update block by block, with calls of NumPy."""
     dtype, tape = way.dtype, way.tape
-    # As 0-d arrays: NumPy would convert a Python number again in every pass. A GPU's functions take no host arrays.
+    # As 0-d arrays, because NumPy would convert a Python number again in every call. Functions of a GPU take no host
+    # arrays, so there the numbers are scalars of NumPy.
     prepared: list[Any] = [np.array(number, dtype) for number in numbers]
     if not isinstance(weights, np.ndarray):
         prepared = [dtype.type(number) for number in numbers]
@@ -243,7 +274,7 @@ def _run_blocks(
 def _run_untraced(
     optimizer: Equation, w: np.ndarray, g: np.ndarray, state: Sequence[np.ndarray], numbers: Sequence[Any]
 ) -> None:
-    """Call the equation itself on a block: it looks at values, or calls what cannot be recorded."""
+    """Call the equation itself on a block, because it looks at values or calls what cannot be recorded."""
     g = g.view()
     g.flags.writeable = False
     results = pair(optimizer.equation(w.copy(), g, [array.copy() for array in state], numbers), len(state))
@@ -252,7 +283,10 @@ def _run_untraced(
 
 
 def total_of(parts: Sequence[np.ndarray], name: str) -> np.ndarray:
-    """Return the sum of arrays, added from first to last, in this thread's block of that name; of one the same."""
+    """Return the sum of arrays, added in order, in the block of this thread that has this name.
+
+    A single array is returned itself, not copied.
+    """
     if len(parts) == 1:
         return parts[0]
     total = _block(name, parts[0].dtype, parts[0].size, parts[0])
@@ -279,9 +313,10 @@ def _see(weights: np.ndarray, parts: Sequence[np.ndarray], state: State, slots: 
 
 
 def _block(name: str, dtype: np.dtype, length: int, like: np.ndarray) -> np.ndarray:
-    """Return a block of this thread's memory where `like` lies, on the host or a GPU.
+    """Return a block of memory that belongs to this thread, on the device (host or GPU) where `like` is.
 
-    The same name, dtype and place give the same memory again."""
+    The same name, dtype and device give the same memory again.
+    """
     buffers: dict[Any, np.ndarray] = _local.__dict__
     block = buffers.get((name, dtype, type(like)))
     if block is None or block.size < length:
@@ -294,7 +329,7 @@ def _block(name: str, dtype: np.dtype, length: int, like: np.ndarray) -> np.ndar
 
 
 def prepare(optimizer: Optimizer | None, dtype: np.dtype, parts: int = 1) -> None:
-    """Ask for what updates weights of this dtype by the sum of `parts` gradients, so that it is there in time."""
+    """Start to compile the kernel for sums of `parts` gradients, so that it is ready when updates begin."""
     if isinstance(optimizer, Equation):
         optimizer.prepare(dtype, parts)
 
@@ -302,7 +337,10 @@ def prepare(optimizer: Optimizer | None, dtype: np.dtype, parts: int = 1) -> Non
 def update_by_sum(
     optimizer: Optimizer, weights: np.ndarray, parts: Sequence[np.ndarray], state: State, step: int
 ) -> None:
-    """Update in place by the sum of gradients, added from first to last; each sum is rounded to the weights' dtype."""
+    """Update in place by the sum of several gradients, added in order.
+
+    Each partial sum is rounded to the weights' dtype.
+    """
     if is_fused(optimizer):
         optimizer.update_by_sum(weights, parts, state, step)
     else:
@@ -310,14 +348,25 @@ def update_by_sum(
 
 
 def is_fused(optimizer: Optimizer) -> TypeGuard[Equation]:
-    """Return whether its updates are those of its equation."""
+    """True if the optimizer's updates are those of its equation, so that a sum and an update can be one kernel.
+
+    An Equation with an `update` of its own is not fused.
+    """
     return isinstance(optimizer, Equation) and type(optimizer).update is Equation.update
 
 
 class Updater:
-    """An optimizer with its states and step count, for a list of arrays that it updates in place.
+    """An optimizer with its states and its step count, for a list of arrays that it updates in place.
 
-    `parameters`: C-contiguous float arrays of any shapes; kept, not copied. The paper's `SGD.Update(params, grads)`.
+    This is `SGD.Update(params, grads)` of the paper.
+
+    Args:
+        optimizer: The optimizer of all arrays.
+        parameters: C-contiguous, writable float arrays of any shapes. They are kept, not copied.
+
+    Attributes:
+        states: For every parameter the optimizer's arrays of state, each of shape (elements,). They are live;
+            checkpoints read and write them.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[np.ndarray]) -> None:
@@ -328,12 +377,11 @@ class Updater:
         self.step = 0
         self._weights = [array.reshape(-1) for array in parameters]
         self.states = [optimizer.init(weights) for weights in self._weights]
-        """The optimizer's arrays of every parameter, each (elements,): live, for checkpoints."""
         for array in parameters:
             prepare(optimizer, array.dtype)
 
     def update(self, gradients: Sequence[np.ndarray]) -> None:
-        """Update every array with its gradient, of the same shape; for Elastic2, its centre."""
+        """Update every array by its gradient, which has the same shape. For Elastic2 pass the centres as gradients."""
         if len(gradients) != len(self._weights):
             raise ValueError(f"{len(gradients)} gradients for {len(self._weights)} arrays")
         self.step += 1

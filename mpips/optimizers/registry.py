@@ -1,4 +1,4 @@
-"""Optimizers and schedules by name: `register`, `create`, and their form on the wire (msgpack, never pickle)."""
+"""Find optimizers and schedules by name: `register`, `create`, and their form on the wire (msgpack, never pickle)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 from mpips.collectives.errors import did_you_mean
 from mpips.optimizers.base import LEAST, MOST, Optimizer, initial, known
 
+# lower-case name -> optimizer class, the built-in ones and those that `register` added
 OPTIMIZERS: dict[str, type] = {}
-"""Every optimizer by its lower-case name: the built-in ones and those that `register` added."""
 
+# lower-case name -> optimizer class of mpips, also where a class of the program has taken the name
 _BUILT_IN: dict[str, type] = {}
-"""Those of mpips by their names, also where a program's own class has taken the name."""
 
+# lower-case name -> schedule class
 SCHEDULES: dict[str, type] = {}
-"""Every schedule by its lower-case name."""
 
 T = TypeVar("T", bound=type)
 
@@ -28,17 +28,20 @@ T = TypeVar("T", bound=type)
 class _Record(msgspec.Struct):
     name: str
     options: dict[str, Any]
+    # True if the class is the program's own. None in files of older versions, which do not say.
     own: bool | None = None
-    """True if the class is the program's own and not one of mpips. None in older files, which do not say."""
 
 
 def register(kind: T) -> T:
-    """Make a frozen dataclass known by its lower-case name: an optimizer (`init`, `update`) or a schedule (`at`).
+    """Make an optimizer or a schedule known by the lower-case name of its class. Use it as a decorator.
 
-    Use it as a decorator above `@dataclass(frozen=True)`, before `mpips.create`: servers run the script up to there
-    and so know the name. Options may be finite numbers, flags, strings, None, schedules, and tuples of these. An
-    optimizer with the name of one of mpips gets that name, so a program works on when mpips adds an optimizer. Raises
-    TypeError for what is no such class, ValueError for a name that another class has.
+    Put it above `@dataclass(frozen=True)`, before `mpips.create`: servers run the script up to that call, and so learn
+    the name. An optimizer has the methods `init` and `update`, a schedule has `at`. Options may be finite numbers,
+    flags, strings, None, schedules, and tuples of these. An optimizer with the name of one of mpips takes that name.
+
+    Raises:
+        TypeError: The class is not a frozen dataclass, or lacks the methods.
+        ValueError: Another class has the name: of the program, or a schedule of mpips.
     """
     methods = (hasattr(kind, "init") and hasattr(kind, "update")) or hasattr(kind, "at")
     table = OPTIMIZERS if hasattr(kind, "update") else SCHEDULES
@@ -48,6 +51,7 @@ def register(kind: T) -> T:
         "a schedule needs at(step)": methods,
     }
     name = getattr(kind, "__name__", "").lower()
+    # An optimizer of mpips never blocks a name: it may be newer than the program, which must keep working.
     taken = {key: each for key, each in table.items() if _BUILT_IN.get(key) is not each}
     add_kind(taken, name, kind, needs, "the name {} is that of {}: choose another")
     table[name] = kind
@@ -57,10 +61,16 @@ def register(kind: T) -> T:
 
 
 def add_kind(table: dict[str, Any], name: str, kind: Any, needs: Mapping[str, bool], taken: str) -> None:
-    """Add a frozen dataclass to a registry, under a name.
+    """Add a frozen dataclass to a registry of names.
 
-    TypeError, with the first of `needs` that is not met, for another thing; ValueError where another class has the
-    name, which `taken` says.
+    Args:
+        table: The registry: name -> class.
+        needs: Requirement in words -> True if it is met. An error tells the first one that is not.
+        taken: Text of the error if another class has the name, with places for the name and that class.
+
+    Raises:
+        TypeError: `kind` is not a frozen dataclass, or a requirement is not met.
+        ValueError: Another class has the name.
     """
     parameters = vars(kind).get("__dataclass_params__") if isinstance(kind, type) else None
     frozen = parameters is not None and parameters.frozen
@@ -73,11 +83,14 @@ def add_kind(table: dict[str, Any], name: str, kind: Any, needs: Mapping[str, bo
 
 
 def create(optimizer: str | Optimizer, **options: Any) -> Optimizer:
-    """Return the optimizer of that name (any case) with these options; an optimizer is given back as it is.
+    """Return the optimizer of that name (in any case) with these options. An optimizer is returned as it is.
 
-    Raises ValueError for an unknown name, a value that cannot be, or one that fails to update one weight. Raises
-    TypeError for an unknown option, an option that is no plain data, an optimizer that is not registered, or a class in
-    place of a record. What is known is listed.
+    The optimizer is tried on two weights, so that an option it cannot work with fails here and not on a server.
+
+    Raises:
+        ValueError: The name is unknown (the known ones are listed), a value is not allowed, or the trial fails.
+        TypeError: An option is unknown or is not plain data, the class is not registered, or a class is given instead
+            of an instance.
     """
     if isinstance(optimizer, type):
         raise TypeError(f"give an optimizer, {optimizer.__name__}(...), not the class {optimizer.__name__}")
@@ -109,7 +122,7 @@ def _make(kind: type, options: dict[str, Any]) -> Optimizer:
 
 
 def _tried(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer, having seen that its options can travel and be saved, and that it updates two weights."""
+    """Check that an optimizer's options can be sent and saved and that it can update two weights. Return it."""
     _options(optimizer)
     weights = np.array([1, -1], np.float32)
     try:
@@ -121,7 +134,7 @@ def _tried(optimizer: Optimizer) -> Optimizer:
 
 
 def _named(thing: object) -> str:
-    """Return what it is, in a few words whatever its repr: `None`, `3`, or its class."""
+    """Describe an object in a few words, however long its repr is: `None`, `3`, or its class."""
     if thing is None or isinstance(thing, (bool, int, float)):
         return repr(thing)
     kind = type(thing)
@@ -129,7 +142,7 @@ def _named(thing: object) -> str:
 
 
 def as_data(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer as plain data: its name and its options. `from_data` gives an equal one back."""
+    """Return the optimizer as plain data, its name and its options. `from_data` makes an equal optimizer of it."""
     record = create(optimizer)
     return {"name": type(record).__name__.lower(), "options": _options(record), "own": _is_own(record)}
 
@@ -146,17 +159,20 @@ def _is_own(optimizer: Optimizer) -> bool:
 
 
 def from_data(data: object) -> Optimizer:
-    """Return the optimizer of `as_data`; raises ValueError or TypeError on anything else, or an unknown name."""
+    """Return the optimizer that `as_data` described.
+
+    Raises ValueError or TypeError for other data or an unknown name.
+    """
     return _created(msgspec.convert(data, _Record))
 
 
 def encode(optimizer: Optimizer) -> bytes:
-    """Return `as_data` as msgpack, for messages."""
+    """Return the optimizer as msgpack, for messages."""
     return msgspec.msgpack.encode(as_data(optimizer))
 
 
 def decode(data: bytes) -> Optimizer:
-    """Return the optimizer that `encode` wrote; raises ValueError or TypeError on anything else, or an unknown name."""
+    """Return the optimizer that `encode` wrote. Raises ValueError or TypeError for other data or an unknown name."""
     return _created(msgspec.msgpack.decode(data, type=_Record))
 
 
@@ -175,23 +191,26 @@ def _created(record: _Record) -> Optimizer:
 
 
 def encode_numbers(numbers: Mapping[str, Any]) -> bytes:
-    """Return what `update_optimizer` changes, as msgpack: options by name, schedules included."""
+    """Return the options that `update_optimizer` changes as msgpack, by name, schedules included."""
     return msgspec.msgpack.encode({name: _plain(name, value) for name, value in numbers.items()})
 
 
 def decode_numbers(data: bytes) -> dict[str, Any]:
-    """Return what `encode_numbers` wrote."""
+    """Return the options that `encode_numbers` wrote."""
     return {name: _made(value) for name, value in msgspec.msgpack.decode(data, type=dict[str, Any]).items()}
 
 
 def _options(record: Any) -> dict[str, Any]:
-    """Return the options of a record as plain data; TypeError or ValueError for one that cannot travel or be saved."""
+    """Return the options of an optimizer or schedule as plain data.
+
+    Raises TypeError or ValueError for an option that cannot be sent or saved.
+    """
     fields = [field.name for field in dataclasses.fields(record) if field.init]
     return {name: _plain(name, getattr(record, name)) for name in fields}
 
 
 def _plain(option: str, value: object) -> Any:
-    """Return an option as plain data: numbers and strings as they are, a schedule as a map of its name and options."""
+    """Return an option as plain data. A schedule becomes a map of its name and its options."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -211,7 +230,7 @@ def _plain(option: str, value: object) -> Any:
 
 
 def _made(value: object) -> object:
-    """Return what `_plain` was given."""
+    """Return the option that `_plain` turned into data."""
     if isinstance(value, list):
         return tuple(_made(part) for part in value)
     if not isinstance(value, dict):

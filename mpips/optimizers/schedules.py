@@ -1,6 +1,6 @@
 """Change learning rates over steps (schedules as data), and give groups of keys optimizers of their own.
 
-A schedule's step is the number of a key's update, from 1.
+The step of a schedule is the number of the key's update, counted from 1.
 
     kv.set_optimizer("sgd", momentum=0.9, learning_rate=Chained((Warmup(0.1, 500), Cosine(0.1, 9500)), until=(500,)))
 """
@@ -19,9 +19,11 @@ Name = int | str
 
 
 class Groups:
-    """The optimizers of a store's keys, as data. Every change is whole or, where it raises, none.
+    """The optimizers of a store's keys. A change that raises leaves everything as it was.
 
-    `default`: that of all keys without one of their own, or None. `own`: those of single keys.
+    Attributes:
+        default: The optimizer of all keys that have none of their own, or None.
+        own: Key -> its own optimizer.
     """
 
     def __init__(self, default: Optimizer | None = None, own: Mapping[Name, Optimizer] | None = None) -> None:
@@ -29,20 +31,23 @@ class Groups:
         self.own: dict[Name, Optimizer] = dict(own or {})
 
     def of(self, key: Name) -> Optimizer | None:
-        """Return the optimizer of a key; None: its value becomes the sum of what is pushed."""
+        """Return the optimizer of a key. None means that the key's value becomes the sum of what is pushed."""
         return self.own.get(key, self.default)
 
     def set(self, optimizer: Optimizer, keys: Iterable[Name] | None = None) -> None:
-        """Set this optimizer for these keys; without `keys` for every key, also those to come: groups end."""
+        """Set the optimizer of these keys, or without `keys` that of every key, now and later.
+
+        Without `keys`, keys lose optimizers of their own.
+        """
         if keys is None:
             self.default, self.own = optimizer, {}
         else:
             self.own.update(dict.fromkeys(keys, optimizer))
 
     def update(self, numbers: Mapping[str, Any], keys: Iterable[Name] | None = None) -> None:
-        """Change numbers of these keys' optimizers, or of all: see `changed`, whose errors it raises.
+        """Change numbers of the optimizers of these keys, or of all. See `changed` for the errors.
 
-        Raises ValueError where there is no optimizer yet.
+        Also raises ValueError if a key has no optimizer yet.
         """
         if keys is None:
             if self.default is None and not self.own:
@@ -60,18 +65,18 @@ class Groups:
         self.own = own
 
     def forget(self, keys: Iterable[Name]) -> None:
-        """Forget keys that are gone: a key made anew under such a name has the default."""
+        """Forget keys that were removed. A key that is made again under such a name starts with the default."""
         for key in keys:
             self.own.pop(key, None)
 
     def __bool__(self) -> bool:
-        """Return whether any key has an optimizer."""
+        """True if any key has an optimizer."""
         return self.default is not None or bool(self.own)
 
 
 @dataclass(frozen=True)
 class Constant:
-    """`rate` at every step."""
+    """The same rate at every step."""
 
     rate: float
 
@@ -84,7 +89,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class StepDecay:
-    """`rate` for `every` steps, then `factor` times as much for as many, and so on.
+    """A rate that is multiplied by `factor` after every `every` steps.
 
     rate * factor^((step - 1) // every).
     """
@@ -103,7 +108,7 @@ class StepDecay:
 
 @dataclass(frozen=True)
 class Cosine:
-    """Half a cosine from `rate` at step 1 down to `end`, and `end` after `steps` steps (Loshchilov, Hutter 2017):
+    """Half a cosine from `rate` at step 1 down to `end`, and `end` after `steps` steps (Loshchilov, Hutter 2017).
 
     end + (rate - end) * (1 + cos(pi * min(step - 1, steps) / steps)) / 2.
     """
@@ -123,7 +128,7 @@ class Cosine:
 
 @dataclass(frozen=True)
 class Warmup:
-    """A straight line up from `start` (at step 0) to `rate` at step `steps`, and `rate` from then on:
+    """A straight line from `start` (at step 0) up to `rate` at step `steps`, and `rate` from then on.
 
     start + (rate - start) * min(step, steps) / steps (Goyal et al. 2017).
     """
@@ -144,9 +149,9 @@ class Warmup:
 
 @dataclass(frozen=True)
 class Chained:
-    """One schedule after the other: `schedules[i]` to step `until[i]`, the last one from then on.
+    """Several schedules one after another: `schedules[i]` up to step `until[i]`, and the last one from then on.
 
-    Each counts its own steps from 1. `until` is ascending and one shorter than `schedules`.
+    Each schedule counts its own steps from 1. `until` is ascending and one shorter than `schedules`.
     """
 
     schedules: tuple[RateSchedule, ...]
@@ -174,7 +179,7 @@ class Chained:
 
 
 def _rates(record: object, *names: str) -> None:
-    """Make each of these fields a finite float >= 0; ValueError names it."""
+    """Make each of these fields a finite float of at least 0. Raises ValueError that names the field."""
     for name in names:
         value = getattr(record, name)
         try:

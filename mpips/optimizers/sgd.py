@@ -1,4 +1,4 @@
-"""Stochastic gradient descent with the equation of momentum, and plain accumulation."""
+"""Stochastic gradient descent with momentum, and plain accumulation."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ from mpips.optimizers.equation import Equation
 
 
 def scaled(g: Value, rescale: float) -> Value:
-    """Return `rescale * g`, or `g` itself where that is the same."""
+    """Return `rescale * g`, without the multiplication if `rescale` is 1."""
     return g if rescale == 1.0 else g * rescale
 
 
 def decayed(w: Value, g: Value, rescale: float, weight_decay: float) -> Value:
-    """Return `rescale * g + weight_decay * w` (PyTorch's decay), or `g` where that is equal."""
+    """Return `rescale * g + weight_decay * w`, as PyTorch does it, without the operations that change nothing."""
     d = scaled(g, rescale)
     return d if weight_decay == 0.0 else d + w * weight_decay
 
 
 @dataclass(frozen=True)
 class SGD(Equation):
-    """SGD as in PyTorch (dampening 0): with d = rescale * gradient + weight_decay * w,
+    """SGD as in PyTorch (with dampening 0): with d = rescale * gradient + weight_decay * w,
 
-    velocity = momentum * velocity + d;  w = w - learning_rate * (velocity, or d + momentum * velocity with `nesterov`).
+    velocity = momentum * velocity + d;  w = w - learning_rate * velocity.
 
-    Without momentum, w = w - learning_rate * d (MXNET-MPI, equation 1), and there is no state. `rescale` is usually
-    1 / mini-batch size, or 1 / workers: pushes arrive summed.
+    With `nesterov` the last term is learning_rate * (d + momentum * velocity). Without momentum, w = w - learning_rate
+    * d (MXNET-MPI, equation 1), and no state is kept. Pushes arrive summed, so `rescale` is usually 1 / mini-batch size
+    or 1 / workers.
     """
 
     learning_rate: Number = 0.01
@@ -45,7 +46,7 @@ class SGD(Equation):
 
     @property
     def slots(self) -> int:  # type: ignore[override]
-        """Return 1, the velocity's; without momentum 0."""
+        """1 for the velocity, or 0 without momentum."""
         return 1 if self.momentum else 0
 
     def numbers(self, step: int) -> Sequence[float]:
@@ -62,7 +63,10 @@ class SGD(Equation):
 
 @dataclass(frozen=True)
 class Add(Equation):
-    """w = w + rescale * pushed: after any pushes in any order the value is the start plus their scaled sum."""
+    """Plain accumulation: w = w + rescale * pushed.
+
+    After any pushes, in any order, the value is the first value plus the scaled sum of all pushes.
+    """
 
     rescale: float = 1.0
 

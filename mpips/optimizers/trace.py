@@ -1,12 +1,13 @@
-"""Record an equation once, as a list of operations: for NumPy with no array too many, and as the text of a kernel.
+"""Record an equation once as a list of operations, for NumPy without needless arrays and as the text of a kernel.
 
-An equation is called with symbols in place of arrays; NumPy's functions of them are recorded. It then runs as NumPy
-calls that write into a few blocks (`Tape.run`), or as a loop over elements (`Tape.loop`). Operations that every
-processor rounds alike become part of a kernel; an equation with others (exp, power) is left to NumPy.
+The equation is called with symbols in place of arrays, and NumPy's functions of these symbols are recorded. The
+recording then runs as NumPy calls that write into a few blocks (`Tape.run`), or becomes a loop over elements
+(`Tape.loop`). Only operations that every processor rounds in the same way become part of a kernel. An equation with
+others (exp, power) is left to NumPy.
 
-A kernel's arguments are weights, arrays of state, gradients and numbers, all 1-D. In its text `w_all` is an array, `w_`
-the part of it that an inner loop covers, and `w` an element. 16-bit floats come as their bits, and are computed in as
-float32.
+The arguments of a kernel are weights, arrays of state, gradients and numbers, all 1-D. In its text `w_all` is a whole
+array, `w_` the part of it that an inner loop covers, and `w` an element. 16-bit floats are passed as their bits
+(uint16) and computed in float32.
 """
 
 from __future__ import annotations
@@ -18,9 +19,13 @@ import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 Array = np.ndarray
+# an elementwise function of NumPy, such as `np.add` or `np.where`
 Function = Callable[..., Any]
-"""Of NumPy, of elements or arrays: `np.add`, `np.where`."""
 
+# NumPy function -> the expression that a kernel computes for it; NumPy and LLVM give the same bits for all of these.
+#
+# maximum and minimum are not here: which of 0.0 and -0.0 is larger depends on the processor, and even on the position
+# in an array.
 TEXTS = {
     "add": "{} + {}",
     "subtract": "{} - {}",
@@ -50,10 +55,7 @@ TEXTS = {
     "bitwise_xor": "{} != {}",
     "where": "{1} if {0} else {2}",
 }
-"""What a kernel computes for each function, in Python's words; NumPy and LLVM give the same bits.
-
-Without maximum and minimum: which of 0.0 and -0.0 is larger depends on the processor, and on the place in an array.
-"""
+# functions whose operands must be bools in a kernel
 OF_BOOLS = (
     "logical_and",
     "logical_or",
@@ -64,19 +66,21 @@ OF_BOOLS = (
     "invert",
     "bitwise_xor",
 )
-"""Those whose operands are true or false in a kernel."""
 
 
+# a sample element, to find out the dtypes of results
 ONE = np.float32(1)
-"""A weight, a gradient, a number."""
 
 
 class Untraceable(TypeError):
-    """The equation looks at values, or calls what cannot be recorded: it is run as it stands."""
+    """The equation looks at values, or calls a function that cannot be recorded.
+
+    It is then called itself at every update.
+    """
 
 
 class Operation(NamedTuple):
-    """`result = function(inputs)`, of numbered values. `function` None: copy."""
+    """`result = function(inputs)`, where values are numbers of values. If `function` is None, the input is copied."""
 
     function: Function | None
     inputs: tuple[int, ...]
@@ -84,35 +88,47 @@ class Operation(NamedTuple):
 
 
 class Tape:
-    """A recorded equation. Its values: 0 the weight, 1 the gradient, the state, numbers, then constants and results."""
+    """A recorded equation.
+
+    Its values have numbers: 0 is the weight, 1 the gradient, then follow the arrays of state, the numbers of the step,
+    and the constants and results in the order of their appearance.
+    """
 
     def __init__(self, equation: Callable[..., Any], slots: int, numbers: int) -> None:
-        """Record `equation(w, g, state, numbers)`, of so many arrays of state and numbers.
+        """Record `equation(w, g, state, numbers)`.
 
-        Raises Untraceable where it cannot be recorded, and TypeError where it gives back something else than a weight
-        and the arrays of state.
+        Args:
+            slots: How many arrays of state the equation takes and returns.
+            numbers: How many numbers it takes.
+
+        Raises:
+            Untraceable: The equation cannot be recorded.
+            TypeError: It does not return a weight and `slots` arrays of state.
         """
         self.slots = slots
         self.operations: list[Operation] = []
+        # constants in the equation, in the order in which they follow the numbers of the step
         self.constants: list[float] = []
-        """Numbers that stand in the equation, in the order in which they follow those of a step."""
+        # values that are scalars: the numbers of the step, then the constants
         self.scalars = list(range(2 + slots, 2 + slots + numbers))
-        """Values that are numbers: those of a step, then the constants."""
+        # values that are bools
         self.truths: set[int] = set()
-        """Values that are true or false."""
         self._next = 2 + slots + numbers
+        # repr of a constant -> its value's number. By repr, because 0.0 and -0.0 are equal.
         self._constant: dict[str, int] = {}
         w, g, *others = (Symbol(self, value) for value in range(self._next))
         try:
             given = equation(w, g, tuple(others[:slots]), tuple(others[slots:]))
-        except Exception as error:  # of what symbols do not have; where it is the equation's own fault it comes again
+        except Exception as error:
+            # The equation may have used what symbols lack. If the fault is the equation's own, the same error is raised
+            # again when it is called with arrays.
             raise Untraceable(str(error)) from error
+        # values that are the new weight and the new state
         self.results = [self.value_of(one) for one in pair(given, slots)]
-        """The values of the new weight and state."""
         self.program = placed(self)
 
     def value_of(self, operand: object) -> int:
-        """Return the number of the value that an operand is."""
+        """Return the number of the value of an operand, which is a symbol or a constant."""
         if isinstance(operand, Symbol):
             if operand.tape is not self:
                 raise Untraceable("it has a value of another equation")
@@ -128,7 +144,7 @@ class Tape:
         return self._constant[repr(number)]
 
     def record(self, function: Function, operands: Sequence[object]) -> Symbol:
-        """Note an operation; return its result."""
+        """Record an operation and return the symbol of its result."""
         inputs = tuple(map(self.value_of, operands))
         with np.errstate(all="ignore"):
             sample = function(*[one.sample if isinstance(one, Symbol) else one for one in operands])
@@ -149,9 +165,12 @@ class Tape:
         blocks: Sequence[Array],
         masks: Sequence[Array],
     ) -> None:
-        """Update a block in place. `numbers`: those of the step, then the constants, of the working dtype.
+        """Update a block in place.
 
-        `blocks` and `masks` (of bools): as many as `program` says, of the length of w.
+        Args:
+            numbers: The numbers of the step, then the constants, in the working dtype.
+            blocks: As many arrays to compute in as `program.blocks` says, as long as `w`.
+            masks: As many arrays of bools as `program.masks` says, as long as `w`.
         """
         places = [w, g, *state, *numbers, *blocks, *reversed(masks)]
         for function, inputs, result in self.program.steps:
@@ -164,8 +183,10 @@ class Tape:
                 function(*[places[place] for place in inputs], out=places[result])
 
     def loop(self) -> list[str] | None:
-        """Return lines that compute the new w and s0, s1, ... of an element from w, g, s0, ... and c0, c1, ...; None
-        where NumPy and LLVM might round some of it differently."""
+        """Return the lines of Python that compute an element's new w and s0, s1, ... from w, g, s0, ... and c0, c1, ...
+
+        Return None if NumPy and LLVM might round an operation differently.
+        """
         names = {0: "w", 1: "g", **{2 + slot: f"s{slot}" for slot in range(self.slots)}}
         names |= {value: f"c{number}" for number, value in enumerate(self.scalars)}
         lines = []
@@ -175,7 +196,8 @@ class Tape:
             of_bools = name in OF_BOOLS
             wanted = [of_bools or name == "where", *[of_bools] * (len(inputs) - 1)]
             if name not in TEXTS or [value in self.truths for value in inputs] != wanted:
-                return None  # also sums of bools: NumPy and Python take them in different types
+                # This also refuses sums of bools, which have other types in NumPy than in Python.
+                return None
             names[result] = f"v{result}"
             lines.append(f"{names[result]} = {TEXTS[name].format(*[names[one] for one in inputs])}")
         targets = ["w", *[f"s{slot}" for slot in range(self.slots)]]
@@ -183,7 +205,7 @@ class Tape:
 
 
 def pair(given: Any, slots: int) -> list[object]:
-    """Return the new weight and state that an equation gave back, in one list; TypeError for another thing."""
+    """Return the new weight and state that an equation returned, in one list. Raises TypeError for anything else."""
     try:
         weight, state = given
         results = [weight, *state]
@@ -198,13 +220,16 @@ class Symbol(NDArrayOperatorsMixin):
     """A value in an equation that is being recorded."""
 
     def __init__(self, tape: Tape, value: int, sample: np.generic = ONE) -> None:
-        """`sample`: an element of it, of its dtype."""
-        self.tape, self.value, self.sample = tape, value, sample
+        """`sample` is an element of the value, with its dtype."""
+        self.tape = tape
+        self.value = value
+        self.sample = sample
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: object, **options: object) -> Symbol:
         if method != "__call__" or options or ufunc.nout != 1:
             raise Untraceable(f"it calls {ufunc.__name__}.{method} with {', '.join(options) or 'several results'}")
-        if ufunc is np.power and not isinstance(inputs[1], Symbol) and inputs[1] in (2, 0.5):  # as `**` of arrays does
+        # NumPy's `**` of arrays does the same for these two exponents.
+        if ufunc is np.power and not isinstance(inputs[1], Symbol) and inputs[1] in (2, 0.5):
             return self.tape.record(np.square if inputs[1] == 2 else np.sqrt, inputs[:1])
         return self.tape.record(ufunc, inputs)
 
@@ -228,7 +253,11 @@ class Symbol(NDArrayOperatorsMixin):
 
 
 class Program(NamedTuple):
-    """Operations on places: weight, gradient, state, numbers, constants, so many blocks; masks lie from the end."""
+    """A tape's operations on places instead of values.
+
+    Places 0 and up are weight, gradient, state, numbers, constants, and `blocks` blocks of memory. Masks have the
+    places -1, -2, ..., because `run` puts them at the end of its list.
+    """
 
     steps: list[Operation]
     blocks: int
@@ -236,10 +265,11 @@ class Program(NamedTuple):
 
 
 class _Blocks:
-    """Places that are taken and given back, of one kind."""
+    """Places of one kind that are taken and given back."""
 
     def __init__(self, first: int, step: int) -> None:
-        self.first, self._step = first, step
+        self.first = first
+        self._step = step
         self.count = 0
         self._free: list[int] = []
 
@@ -254,7 +284,7 @@ class _Blocks:
 
 
 def placed(tape: Tape) -> Program:
-    """Give each result of a tape a place: where an input lies that nobody needs any more, else a block."""
+    """Assign a place to each result of a tape: that of an input which is not needed any more, or else a block."""
     fixed = 2 + tape.slots
     targets = [0, *range(2, fixed)]
     goal = dict(zip(tape.results, targets))
@@ -268,7 +298,9 @@ def placed(tape: Tape) -> Program:
         inputs = tuple(place[value] for value in values)
         dying = {place[value] for value in values if last[value] == at and value not in tape.scalars and value != 1}
         able = [one for one in dying if one >= 0]
-        if function is np.where:  # its second choice is written first, and over that its first
+        # np.where writes its second choice first and then its first choice over that, so it may only write over the
+        # second.
+        if function is np.where:
             able = [one for one in able if one == inputs[2] != inputs[1]]
         if result in tape.truths:
             place[result] = masks.take()
@@ -280,9 +312,11 @@ def placed(tape: Tape) -> Program:
         for one in dying - {place[result]}:
             if one < 0 or one >= blocks.first:
                 (masks if one < 0 else blocks).give(one)
+    # results that are not yet where they belong: (place that it must get to, value)
     astray = [(target, value) for target, value in zip(targets, tape.results) if place[value] != target]
     for _, value in astray:
-        if place[value] in targets:  # where another result goes
+        # Another result must be written to this place, so this one is moved out of the way first.
+        if place[value] in targets:
             block = blocks.take()
             steps.append(Operation(None, (place[value],), block))
             place[value] = block
@@ -290,22 +324,22 @@ def placed(tape: Tape) -> Program:
     return Program(steps, blocks.count, masks.count)
 
 
-# ---- the text of a kernel: a loop over elements, over a sum, or over rows of a table; `lines` are those of `Tape.loop`
+# ---- The text of a kernel: a loop over elements, a sum, or the rows of a table. `lines` are those of `Tape.loop`.
 
 
+# elements of the gradients that are summed before the weights are updated by the sum: it stays in a core's first cache
 TILE = 1024
-"""Elements of several gradients that are summed before weights are updated by them: they stay in a core's first cache.
-"""
-LONG_TILE, MANY_PARTS = 16 * 1024, 5
-"""Elements for so many gradients: memory is read in longer runs, and the sum stays in the second cache."""
+# the same for MANY_PARTS gradients or more: memory is read in longer runs, and the sum stays in the second cache
+LONG_TILE = 16 * 1024
+MANY_PARTS = 5
+# gradients that one loop adds. LLVM checks only this many arrays for overlap, and vectorizes no loop over more.
 READ_AT_ONCE = 8
-"""Gradients that one loop adds: LLVM compares no more arrays before it takes several elements at once."""
+# dtype of weights that kernels know -> dtype that they compute in
 WIDE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
-"""Dtypes of weights that kernels know, and what they compute in."""
 
 
 def update_text(tape: Tape, lines: Sequence[str], dtype: str) -> str:
-    """Return the kernel that updates by one gradient."""
+    """Return the text of the kernel that updates by one gradient."""
     return "\n".join(
         [
             *_head(tape, dtype, ["g0"], []),
@@ -318,7 +352,7 @@ def update_text(tape: Tape, lines: Sequence[str], dtype: str) -> str:
 
 
 def sum_text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
-    """Return the kernel that updates by the sum of gradients, added from first to last."""
+    """Return the text of the kernel that updates by the sum of gradients, added in order."""
     tile = TILE if parts < MANY_PARTS else LONG_TILE
     gradients, adding = _gradients(parts), []
     total = _widened("g0_[i]", dtype)
@@ -343,9 +377,10 @@ def sum_text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
 
 
 def rows_text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
-    """Return the kernel that updates rows of a table by the sum of gradients of some rows each.
+    """Return the text of the kernel that updates rows of a table by the sum of row-sparse gradients.
 
-    More arguments follow: `columns`, the elements of a row, and `r0, ...`, the rows of each gradient, ascending.
+    The kernel takes more arguments: `columns`, the elements of a row, and `r0, ...`, the ascending row numbers of each
+    gradient.
     """
     gradients, adding, least = _gradients(parts), [], []
     for number, gradient in enumerate(gradients):
@@ -380,7 +415,7 @@ def rows_text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
 
 
 def _arrays(tape: Tape) -> list[str]:
-    """Return the names of what is updated."""
+    """Return the names of the arrays that a kernel updates."""
     return ["w", *[f"s{slot}" for slot in range(tape.slots)]]
 
 
@@ -412,11 +447,11 @@ def _update(tape: Tape, lines: Sequence[str], dtype: str, indent: str) -> list[s
 
 
 def _widened(element: str, dtype: str) -> str:
-    """Return what an element is computed in as."""
+    """Return the expression of an element in the dtype that is computed in."""
     return f"widen_{dtype}({element})" if "16" in dtype else element
 
 
 def _added(total: str, element: str, dtype: str) -> str:
-    """Return the sum, rounded to the dtype."""
+    """Return the expression of a sum, rounded to the dtype of the weights."""
     added = f"{total} + {_widened(element, dtype)}"
     return f"widen_{dtype}(narrow_{dtype}({added}))" if "16" in dtype else f"({added})"

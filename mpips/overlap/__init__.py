@@ -1,11 +1,11 @@
-"""Overlap of communication with compute: which layers travel together, in plans and in training (MG-WFBP, iBatch).
+"""Overlap communication with compute: which layers travel together, in plans and in training (MG-WFBP, iBatch).
 
     profile = mpips.overlap.load_profile("job.json")          # Trainer.profile measures one
     best = mpips.overlap.plan(profile, "optimal")             # groups (buckets), predicted seconds, timeline
     trainer = mpips.Trainer(model, kv, "sgd", overlap="auto") # measures, plans and executes
 
-`problem`, `strategies`, `planner` and `timeline` are pure. `measure`, `messages` and `exchange` run on ranks of a job:
-their names are loaded when they are first used, so that planning needs no MPI.
+`problem`, `strategies`, `planner` and `timeline` only compute. `measure`, `messages` and `exchange` run on the ranks of
+a job. Names of `measure` and `exchange` are imported when they are first used, so that planning needs no MPI.
 """
 
 from __future__ import annotations

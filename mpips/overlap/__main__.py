@@ -18,15 +18,17 @@ from mpips.overlap.planner import Plan, plans
 from mpips.overlap.problem import LARGEST, TEN_GIGABIT, Groups, Profile, Ring, load_profile, save_profile, shown
 from mpips.overlap.strategies import STRATEGIES
 
-GAP = 3  # between columns of the table
-DEFAULT_NODES = (4, 8, 16, 32, 64)  # MG-WFBP, figure 9
+# columns of blanks between columns of the table
+GAP = 3
+# MG-WFBP, figure 9
+DEFAULT_NODES = (4, 8, 16, 32, 64)
 
 FILE = OutFile()
 BATCH = click.IntRange(1)
 
 
 class Refused(click.ClickException):
-    """Refuse an argument that is no profile to plan."""
+    """An error about an argument from which nothing can be planned."""
 
     exit_code = 2
 
@@ -61,7 +63,7 @@ class Nodes(click.ParamType):
 
 
 def parse_nodes(text: str) -> tuple[int, ...]:
-    """Return numbers of nodes from the command line; ValueError if there is none or one is below 1."""
+    """Return the numbers of nodes that an argument names. Raises ValueError if there is none, or one is below 1."""
     first, *rest = text.split(":")
     if not rest:
         sizes = [int(part) for part in first.split(",")]
@@ -140,7 +142,8 @@ def command(
         if profile_file and context.get_parameter_source(option) is ParameterSource.COMMANDLINE:
             raise click.UsageError(f"--{option} goes with --model: {profile_file} holds the times of its layers")
     try:
-        link_cost = TEN_GIGABIT  # 10GbE as in the MG-WFBP paper, for the allreduce and for a server's link
+        # 10GbE as in the MG-WFBP paper, for the allreduce and for a server's link
+        link_cost = TEN_GIGABIT
         profile = (
             load_profile(profile_file)
             if profile_file
@@ -181,7 +184,7 @@ def _sizes(profile: Profile, nodes: tuple[int, ...] | None) -> tuple[int | None,
 
 
 def _show(found: list[Plan], profile: Profile) -> None:
-    """Show a table that fits into 80 columns: groups are cut short there, and whole in --json."""
+    """Show a table that fits into 80 columns. Groups are cut short there; --json has all of them."""
     alone = profile.forward_s + profile.backward_s
     several = len({each.direction for each in found}) > 1
     rows = [("nodes", "strategy", "iteration ms", "speedup", "hidden", "messages")]
@@ -211,7 +214,7 @@ def _show(found: list[Plan], profile: Profile) -> None:
 
 
 def _groups(groups: Groups) -> str:
-    """Return groups in words, at most eight of them."""
+    """Format groups, at most eight of them."""
     words = [shown(group) for group in groups]
     if len(words) > 8:
         words = [*words[:4], "..", *words[-3:]]

@@ -1,13 +1,14 @@
-"""Train with the exchange beside the compute: `Overlapped`, the Trainer's exchange with `overlap=`, and its report.
+"""Exchange gradients during the compute: `Overlapped`, the Trainer's exchange with `overlap=`, and its report.
 
-`Execution` carries a plan out: a group of layers is pushed when its gradients are there, and the next forward pass
-takes up a layer when its parameters have come back. Which layers make a group is a strategy's plan, from what is
-measured on the first batch: `auto` takes the optimum. Every `review_every` steps all workers look together whether the
-plan still fits, and take another where that saves enough. Reports come from this worker's clocks; nothing is sent.
+`Execution` runs a plan: a group of layers is pushed when its gradients are complete, and the next forward pass reaches
+a layer when its parameters have come back. A strategy decides which layers make a group, from a profile that is
+measured on the first batch; `auto` takes the optimum. Every `review_every` steps all workers check together whether the
+plan still fits, and take another one if that saves enough. A report comes from the clocks of this worker; nothing is
+sent for it.
 
-All strategies give the numbers of no overlap, before and after a change of plan, bit for bit where the store is
-synchronous. An iteration uses the parameters that all gradients of the last one made. A store adds the workers'
-gradients in an order that does not depend on how keys are cut.
+All strategies give the same numbers as training without overlap, before and after a change of plan, and the same bits
+if the store is synchronous. The reason is that an iteration uses the parameters that all gradients of the last one have
+made, and that a store adds the workers' gradients in an order that does not depend on how keys are cut.
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ if TYPE_CHECKING:
     from mpips.store.api import KVStore
     from mpips.store.runtime.engine import Handle
 
+# iterations whose clocks are kept
 STEPS = 16
-"""Iterations of which the clocks are kept."""
-FIXED = ("single", "layerwise")  # they need no profile
+# strategies that need no profile
+FIXED = ("single", "layerwise")
+# the values of `Trainer(overlap=...)`
 CHOICES = ("auto", *STRATEGIES)
-"""The values of `Trainer(overlap=...)`."""
 REVIEW = 50
+# After each review that changes nothing, the next is twice as far away, up to this many times `review_every` steps.
 LONGEST = 64
-"""Reviews that change nothing come half as often, up to so many times `review_every` apart."""
 
 
 class Sent(NamedTuple):
-    """A push from its start until it was taken in."""
+    """A push, from its start until the servers have taken it in."""
 
     push: Handle
     taken: Handle
@@ -63,13 +65,13 @@ class Sent(NamedTuple):
         return self.taken.done
 
     def wait(self) -> None:
-        """Wait until both have ended."""
+        """Wait until the push has ended and the servers have taken it in."""
         self.push.wait()
         self.taken.wait()
 
 
 class Ended(NamedTuple):
-    """A message that blocked, as a handle."""
+    """A message that was sent by a blocking call, with the attributes of a handle."""
 
     started: float
     ended: float
@@ -80,34 +82,46 @@ Messages = Iterable[tuple[Kind, int, int, "Handle | Sent | Ended"]]
 
 
 class Execution:
-    """One plan's messages, iteration after iteration; `wait` is how to wait for one (None: its own way).
+    """Sends the messages of one plan, iteration after iteration.
 
-    A group is pushed as soon as its first layer's gradients are there, the last of the group's to come. Early groups
-    are pulled right behind their push, the others in layer order behind the last push.
+    A group is pushed as soon as the gradients of its first layer are complete, which come last. Early groups are pulled
+    right after their push. The others are pulled in layer order after the last push.
+
+    Args:
+        wait: Called to wait for a message. None calls the message's own wait().
     """
 
     def __init__(
         self, messages: StoreMessages, plan: JointPlan, wait: Callable[[Handle | Sent], object] | None = None
     ) -> None:
         self._wait: Callable[[Handle | Sent], object] = wait or (lambda message: message.wait())
-        self._messages, self.plan, self.one_way = messages, plan, messages.one_way
+        self._messages = messages
+        self.plan = plan
+        self.one_way = messages.one_way
+        # first layer of a push group -> its last layer
         self._last_of = dict(plan.push)
         early = plan.push[len(plan.push) - plan.early :]
+        # layer -> the group whose pull brings its parameters
         self._comes_with = {layer: group for group in plan.pull + early for layer in range(group[0], group[1] + 1)}
+        # pushes that the servers have not taken in yet
         self._pushes: dict[Group, Handle | Sent] = {}
+        # group -> the message that brings its parameters
         self._awaited: dict[Group, Handle | Sent] = {}
+        # messages of this iteration
         self.sent: list[tuple[Kind, int, int, Handle | Sent | Ended]] = []
-        """Messages of the iteration so far."""
 
     def begin(self) -> None:
-        """Begin an iteration, once all that the last one has pushed has been taken in. Blocking."""
+        """Begin an iteration when the servers have taken in every push of the last one. Blocking."""
         for message in self._pushes.values():
             self._wait(message)
         self._pushes.clear()
         self.sent.clear()
 
     def ready(self, layer: int) -> None:
-        """Send what is complete with the gradients of `layer`, whose parameters may be overwritten."""
+        """Send the groups that are complete now that layer `layer` has its gradients.
+
+        Its parameters may be overwritten.
+        """
         last = self._last_of.get(layer)
         if last is not None:
             pushed = self._messages.push(layer, last)
@@ -124,13 +138,13 @@ class Execution:
                 self._awaited[group] = self._pull(*group)
 
     def before(self, layer: int) -> None:
-        """Wait for the parameters of `layer`. Blocking; raises what made its messages fail."""
+        """Wait for the parameters of `layer`. Blocking. Raises the error that made its messages fail."""
         message = self._awaited.pop(self._comes_with[layer], None)
         if message is not None:
             self._wait(message)
 
     def finish(self) -> None:
-        """Wait for everything under way. Blocking."""
+        """Wait for all messages that are under way. Blocking."""
         for under_way in (self._awaited, self._pushes):
             while under_way:
                 self._wait(under_way.pop(next(iter(under_way))))
@@ -144,8 +158,8 @@ class Execution:
 def sent_tasks(sent: Messages, begin: float = 0.0) -> Iterator[Task]:
     """Yield ended messages as tasks, in seconds from `begin`.
 
-    A message may be started while the one before it is on its way, or a pull while the servers lack its push. It is
-    counted from that one's end: until then it waited.
+    A message may be started while the one before it is still under way, and a pull while the servers still lack its
+    push. Then it only waits, so it counts from the end of that other message.
     """
     before: dict[Kind, float] = {"push": 0.0, "pull": 0.0}
     pushed: dict[Group, float] = {}
@@ -160,11 +174,19 @@ def sent_tasks(sent: Messages, begin: float = 0.0) -> Iterator[Task]:
 
 @dataclass(frozen=True)
 class Report:
-    """Medians over the last `iterations` on this worker; seconds. `print` shows it in words.
+    """The time of an iteration on this worker, as medians over the last iterations. `print` shows it in words.
 
-    push, pull: groups of layers, (first, last) from 1; early: how many of the last push groups are pulled right behind
-    their push. predicted_*: by the profile of the job, None where none was measured. hidden: share of the seconds in
-    which messages were under way that something was computed. tasks: of the last whole iteration, from its start.
+    Attributes:
+        strategy: The name of the strategy.
+        push: Groups of layers that are pushed together, (first, last) from 1.
+        pull: Groups of layers that are pulled together after the last push.
+        early: How many of the last push groups are pulled right after their push.
+        iterations: Over how many iterations the medians are.
+        measured_s: Seconds of an iteration.
+        predicted_s: Seconds of an iteration predicted from the job's profile, or None if there is no profile.
+        hidden: The share of the messages' time during which this worker computed.
+        predicted_hidden: The same as predicted.
+        tasks: Compute and messages of the last complete iteration, in seconds from its start.
     """
 
     strategy: str
@@ -190,7 +212,7 @@ class Report:
         )
 
     def row(self) -> dict[str, Any]:
-        """The report as JSON data."""
+        """Return the report as JSON data."""
         return {
             "strategy": self.strategy,
             "push": self.push,
@@ -204,16 +226,16 @@ class Report:
         }
 
     def save_trace(self, path: str | Path) -> None:
-        """The last iteration as a Chrome trace, for chrome://tracing or Perfetto."""
+        """Write the last iteration as a Chrome trace, for chrome://tracing or Perfetto."""
         timeline.save_chrome({f"overlap {self.strategy}": self.tasks}, path)
 
     def save_picture(self, path: str | Path) -> None:
-        """The last iteration as a PNG. Needs matplotlib (extra `plot`)."""
+        """Draw the last iteration as a PNG. Needs matplotlib (extra `plot`)."""
         timeline.draw({f"overlap {self.strategy}": self.tasks}, path, str(self).split(";")[0])
 
 
 class Step(NamedTuple):
-    """One step as clocked: compute, and messages, by time.perf_counter()."""
+    """The clocks of one step: compute tasks and messages, by time.perf_counter()."""
 
     seconds: float
     compute: tuple[Task, ...]
@@ -221,13 +243,13 @@ class Step(NamedTuple):
 
 
 class Recorder:
-    """The last steps of a worker."""
+    """Keeps the clocks of the last steps of a worker."""
 
     def __init__(self) -> None:
         self._steps: deque[Step] = deque(maxlen=STEPS + 1)
 
     def step(self, seconds: float, compute: list[Task], messages: Messages) -> None:
-        """Record a step; messages are (kind, first, last, handle), and may still be under way."""
+        """Record a step. Messages are (kind, first, last, handle), and may still be under way."""
         self._steps.append(Step(seconds, tuple(compute), tuple(messages)))
 
     def blocking(self, arrays: int, begin: float, computed: float, exchanged: float) -> None:
@@ -242,7 +264,7 @@ class Recorder:
             self._steps.append(last._replace(seconds=last.seconds + seconds))
 
     def report(self, strategy: str, push: Groups, pull: Groups, early: int, predicted: list[Task] | None) -> Report:
-        """Return the report. RuntimeError where there was no step whose messages have ended."""
+        """Return the report. Raises RuntimeError if there was no step whose messages have ended."""
         whole = [tasks for tasks in map(self._tasks, range(len(self._steps))) if tasks]
         if not whole:
             raise RuntimeError("a report needs a step that has ended: call step or fit first")
@@ -260,8 +282,10 @@ class Recorder:
         )
 
     def _tasks(self, index: int) -> list[Task]:
-        """Return an iteration from its start on: its compute, its messages, and what the next step computed beside
-        them. Empty while some are under way."""
+        """Return the tasks of an iteration, in seconds from its start. The list is empty while a message is under way.
+
+        These are its compute, its messages, and the compute of the next step during these messages.
+        """
         step = self._steps[index]
         if not all(handle.done for *_, handle in step.messages):
             return []
@@ -276,17 +300,23 @@ class Recorder:
 
 
 def _words(groups: Groups) -> str:
-    """Return the number of groups, and the first of them."""
+    """Describe groups: how many, and the first of them."""
     few = " ".join(map(shown, groups[:4]))
     return f"{len(groups)} group{'s' if len(groups) > 1 else ''} ({few}{' ..' if len(groups) > 4 else ''})"
 
 
 class Overlapped:
-    """An exchange for `mpips.Trainer`. Plans and makes its keys in the first step, which all workers take together.
+    """The exchange of `mpips.Trainer` with `overlap=`. Plans and makes its keys in the first step.
 
-    strategy: "auto" or the name of one in `mpips plan`. review_every: steps between two looks at a measured plan; all
-    workers give the same. While messages are measured, up to 3.4 times the model lies more on the servers. Making it is
-    collective: ValueError on all workers for another strategy, a model without layers, or arguments that differ.
+    All workers take the first step together. While it measures messages, the servers hold up to 3.4 times the model
+    more.
+
+    Making it is collective. All workers raise ValueError for an unknown strategy, a model without layers, or arguments
+    that differ.
+
+    Args:
+        strategy: "auto", or the name of a strategy of `mpips plan`.
+        review_every: Steps between two reviews of a plan that was made from measurements. Equal on all workers.
     """
 
     def __init__(
@@ -299,31 +329,39 @@ class Overlapped:
     ) -> None:
         items, refusal = attempt(lambda: _arguments(model, strategy, review_every))
         kv.worker.agree("overlap", items or [], refusal, noun="argument")
-        self._model, self._kv, self._optimizer, self.strategy = model, kv, optimizer, strategy
+        self._model = model
+        self._kv = kv
+        self._optimizer = optimizer
+        self.strategy = strategy
         self._elements = list(model.layer_elements)
         self._messages = StoreMessages(kv, model.flat_gradients, model.flat_parameters, self._elements)
         self._link = None if self._messages.one_way else self._messages.link
         self._execution: Execution | None = None
         self._watch = Stopwatch(len(self._elements))
         self._recorder = Recorder()
+        # for each step since the last review the seconds of forward, backward and waiting, (2 L + 1,)
         self._clocked: list[np.ndarray] = []
-        """Forward, backward and waiting seconds of steps since the last review, (2 L + 1,) each."""
+        # seconds that this worker has waited for messages outside of the hooks of a step
         self._waited = 0.0
-        self._interval, self._shortest = review_every, review_every
+        self._interval = review_every
+        self._shortest = review_every
+        # the last measured profile, for strategies that need one
         self.profile: Profile | None = None
-        """The last measured profile, if there is one."""
+        # the profile from the last call of `measure`
         self._known: Profile | None = None
-        """The profile of the last call of `measure`."""
+        # all plans; the last one is in use
         self.plans: list[JointPlan] = []
-        """Every plan so far; the last one is in use."""
 
     @property
     def plan(self) -> JointPlan:
-        """The plan in use, once there was a step."""
+        """The plan in use. There is none before the first step."""
         return self.plans[-1]
 
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
-        """Make one iteration; return the batch's loss. The parameters are new after `finish`; the next step waits."""
+        """Run one iteration and return the batch's loss.
+
+        The new parameters are complete after `finish`. The next step waits for them by itself.
+        """
         if self._execution is None:
             self._prepare(x, y)
         elif self.profile is not None and len(self._clocked) >= self._interval:
@@ -351,7 +389,10 @@ class Overlapped:
             self._recorder.waited(time.perf_counter() - begin)
 
     def measure(self, x: np.ndarray, y: np.ndarray) -> Profile:
-        """Return the profile of the job now, on a batch. Collective, blocking; what is under way ends first."""
+        """Return the profile of the job, measured now on a batch.
+
+        Collective, blocking. Messages under way end first.
+        """
         self.finish()
         if self._execution is None:
             self._kv.set_optimizer(self._optimizer)
@@ -359,7 +400,7 @@ class Overlapped:
         return self._known
 
     def report(self) -> Report:
-        """Return what the last steps were on this worker. Local."""
+        """Return how long the last steps took on this worker. Local."""
         profile, predicted = self.profile or self._known, None
         if not self.plans:
             raise RuntimeError("a report needs a step that has ended: call step or fit first")
@@ -372,8 +413,10 @@ class Overlapped:
     # ---- plans
 
     def _prepare(self, x: np.ndarray, y: np.ndarray) -> None:
-        self._kv.set_optimizer(self._optimizer)  # before messages are measured, which are to cost what they will
-        if self.strategy in FIXED:  # of which nothing counts but the number of layers
+        # Set the optimizer before messages are measured, because it changes what they cost.
+        self._kv.set_optimizer(self._optimizer)
+        # For these strategies only the number of layers counts.
+        if self.strategy in FIXED:
             names, nothing = [str(number) for number in range(len(self._elements))], [0.0] * len(self._elements)
             problem = create_profile(names, self._elements, nothing, nothing, Linear(0.0, 0.0), 0.0, 1.0)
         else:
@@ -383,11 +426,13 @@ class Overlapped:
             self._messages.pull(*group).wait()
 
     def _review(self) -> None:
-        """Look at the plan again, all workers at the same step. What is under way ends first."""
+        """Check whether the plan still fits, on all workers at the same step. Messages under way end first."""
         assert self.profile is not None
         self.finish()
         row = np.median(self._clocked, axis=0)
-        row[-1] *= -1  # the slowest worker waits least
+        # The maximum over workers is taken below. Waiting is negated, so that it gives the least: the slowest worker
+        # waits least.
+        row[-1] *= -1
         slowest = np.max(self._told("a look at the plan", row), axis=0)
         forward, backward = np.split(slowest[:-1], 2)
         self.profile = self.profile.with_compute(forward, backward)
@@ -400,8 +445,9 @@ class Overlapped:
         self._clocked.clear()
 
     def _take(self, wanted: JointPlan) -> bool:
-        """Go on by rank 0's plan; return whether it is another one."""
+        """Switch to rank 0's plan. Return True if it differs from the plan in use."""
         layers = len(self._elements)
+        # Layout: the last layers of the push groups, those of the pull groups, and `early`. Unused places are 0.
         words = np.zeros(2 * layers + 1, np.int64)
         words[: len(wanted.push)] = [last for _, last in wanted.push]
         words[layers : layers + len(wanted.pull)] = [last for _, last in wanted.pull]
@@ -423,13 +469,16 @@ class Overlapped:
         return self._told("a plan from rank 0", np.array(values, np.int64))[0].tolist()
 
     def _told(self, what: str, mine: np.ndarray) -> list[np.ndarray]:
-        """Return everybody's array of one length and dtype, by the store's own meeting: nobody waits unheard."""
+        """Return the arrays of all workers, which have one length and dtype, by rank.
+
+        It uses the store's own rendezvous, so that a worker that waits here learns of a death or an error elsewhere.
+        """
         told = self._kv.worker.agree(f"overlap: {what}", data=mine.tobytes())
         return [np.frombuffer(data, mine.dtype) for data in told]
 
 
 def _arguments(model: LayeredModel, strategy: str, review_every: int) -> list[tuple[str, str]]:
-    """Return what must be equal on all workers, by name; ValueError where it is wrong."""
+    """Return the arguments that must be equal on all workers, by name. Raises ValueError for a wrong one."""
     if strategy not in CHOICES:
         raise ValueError(f"overlap={strategy!r} is unknown; choose one of {', '.join(CHOICES)}")
     check_model(model, f"overlap={strategy!r}")

@@ -1,30 +1,36 @@
 """Decide which gradients are sent together and which parameters are fetched when: both directions at once.
 
-The iteration runs from the start of one backward pass to the end of the next forward pass; then nothing is left on the
-network. A layer may be pulled once its gradients were pushed. If all pulls run in forward order, none can start before
-the last push ends, since layer 1 is pushed last and pulled first. So the two directions never meet, and the iteration
-is the sum of the two makespans: two separate optima are the optimum, whatever the network. Something can be gained only
-by pulling the late layers *early*, while gradients of earlier layers are still on their way. So a joint plan is
+The iteration runs from the start of one backward pass to the end of the next forward pass, when nothing is left on the
+network. A layer may be pulled once its gradients have been pushed. If all pulls run in forward order, none can start
+before the last push ends, since layer 1 is pushed last and pulled first. So the two directions never overlap, and the
+iteration is the sum of the two makespans: the two separate optima together are the optimum, on any network. The only
+way to gain is to pull the late layers *early*, while gradients of earlier layers are still on their way. So a joint
+plan consists of
 
 * push groups, sent from the last layer down;
-* the last `early` of them, in layer order those above some layer m: each is pulled right after its own push;
+* the last `early` of these groups, in layer order those above some layer m: each is pulled right after its own push;
 * pull groups of layers 1..m, fetched in forward order after the last push.
 
-Network "duplex": pushes and pulls have a link each. "shared": one link carries both, in the order above.
-In-order plans are the case early = 0, so the result is never worse than the sum of the separate optima. It is the exact
-optimum of this family (tests compare it with enumeration). Pushes that are held back behind more urgent pulls are
-outside of it.
+On a "duplex" network pushes and pulls have a link each. On a "shared" network one link carries both, in the order
+above. In-order plans are the case early = 0, so the result is never worse than the sum of the separate optima. It is
+the exact optimum of this family (tests compare it with enumeration). Plans that hold pushes back behind more urgent
+pulls are not in the family.
 
-Exactness. F[m], the time of pulling 1..m and computing 1..L from then on, depends on neither the pushes nor the early
-pulls. For "shared" the only state between groups is when the link is free, and nothing after improves if it is freed
-later; hence e[m, i], the earliest end of the pushes of i + 1..L with those above m pulled early, follows `optimal`'s
-recurrence. For "duplex" the state is the pair (send link free, receive link free); later moments depend monotonically
-on both, so keeping all undominated pairs loses nothing. The pushes below m then start at the send link's time s. For
-the best number of groups k they end at max(s + k a + T(1..m), R[m][k]). R[m][k] is the least end, over partitions of
-1..m into k groups, of the paths that start with a layer's becoming ready:
-R[j][k] = min over i < j of max(ready[i + 1] + k a + T(1..j), R[i][k - 1]).
-O(L^3) in NumPy over whole rows; which group attains a minimum is looked up again on the way back, for one plan. The
-separate optima say how long a plan may take at most, so an m whose plans must take longer (`_worth`) is left out.
+Why it is exact. Let F[m] be the time of pulling 1..m and computing 1..L from then on. It depends on neither the pushes
+nor the early pulls.
+
+On a "shared" network the only state between groups is the moment when the link is free, and nothing later improves if
+that moment is later. Hence e[m, i], the earliest end of the pushes of i + 1..L with those above m pulled early, follows
+the recurrence of `optimal`.
+
+On a "duplex" network the state is the pair (send link free, receive link free). Later moments depend monotonically on
+both, so it is enough to keep all undominated pairs. The pushes of 1..m then start at the moment s at which the send
+link is free. For the best number of groups k they end at max(s + k a + T(1..m), R[m][k]). R[m][k] is the least end,
+over partitions of 1..m into k groups, of the paths that start when a layer becomes ready: R[j][k] = min over i < j of
+max(ready[i + 1] + k a + T(1..j), R[i][k - 1]).
+
+O(L^3) in NumPy over whole rows. The group that attains a minimum is not stored but found again on the way back, for a
+single plan. The separate optima bound the time of a plan, so an m whose plans must take longer is left out (`_worth`).
 """
 
 from __future__ import annotations
@@ -39,12 +45,12 @@ from mpips.overlap.strategies import optimal
 
 Array = NDArray[np.float64]
 Numbers = NDArray[np.int64]
+# relative gain below which a plan with early pulls is not taken
 ROUNDING = 1e-12
-"""Relative gain below which pulling early is not worth its name."""
 
 
 def plan(push: Problem, pull: Problem, link: Link) -> JointPlan:
-    """The fastest plan of the family above. Both problems describe the same layers."""
+    """Return the fastest plan of the family above. Both problems describe the same layers."""
     if push.layers != pull.layers:
         raise ValueError(f"the push has {push.layers} layers and the pull {pull.layers}: give problems of one model")
     best = JointPlan(optimal(push), 0, optimal(pull))
@@ -54,18 +60,21 @@ def plan(push: Problem, pull: Problem, link: Link) -> JointPlan:
 
 
 def _table(problem: Problem, rest: Array, last: Array, of: Numbers) -> Array:
-    """Columns end[i, m] for the m in `of`, which ascend: end[m, m] = last[m], and for i < m end[i, m] = startup + min
-    over i < j <= m of transfer(i + 1..j) + max(end[j, m], rest[i]); infinite for i > m.
+    """Return end[i, m] for the m in `of`, which ascend.
 
-    end[j, m] + transfer(1..j) falls with j (leave a layer out of the first message), and so does end[j, m]; so the
-    minimum is where end[j, m] falls below rest[i], at that j or the one before. No row behind the last such j of all
-    columns is looked at; rest[i] grows as i falls, so these rows are never needed again.
+    end[m, m] = last[m]. For i < m it is startup + min over i < j <= m of transfer(i + 1..j) + max(end[j, m], rest[i]).
+    It is infinite for i > m.
+
+    end[j, m] + transfer(1..j) falls with j (leave a layer out of the first message), and so does end[j, m]. So the
+    minimum is where end[j, m] falls below rest[i], at that j or the one before. Rows after the last such j of all
+    columns are not looked at. rest[i] grows as i falls, so these rows are never needed again.
     """
     layers = problem.layers
     transfer = sums(problem.transfer)
     end = np.full((layers + 1, len(of)), np.inf)
     end[of, np.arange(len(of))] = last[of]
-    first = np.searchsorted(of, np.arange(layers + 1), side="right")  # of each row: the first column with m > i
+    # for each row the first column with m > i
+    first = np.searchsorted(of, np.arange(layers + 1), side="right")
     highest = end.max(axis=1, initial=-np.inf, where=np.isfinite(end))
     room = np.empty_like(end)
     stop = layers + 1
@@ -83,17 +92,24 @@ def _table(problem: Problem, rest: Array, last: Array, of: Numbers) -> Array:
 
 
 def _forward(pull: Problem, of: Numbers) -> Array:
-    """to_go[i, m] for the m in `of`: seconds from the start of pulling i + 1..m to the end of the forward pass, in the
-    best groups. Layers 1..i and all above m are there, and layers up to i are computed. to_go[0, m] is F[m]."""
+    """Return to_go[i, m] for the m in `of`: seconds from the start of pulling i + 1..m to the end of forward.
+
+    The best groups are taken. Layers 1..i and all above m have their parameters, and layers up to i are computed.
+    to_go[0, m] is F[m].
+    """
     rest = _rest(pull)
     to_go = _table(pull, rest, np.zeros(pull.layers + 1), of)
-    to_go[0, of == 0] = rest[0]  # nothing to pull: the forward pass alone
+    # Nothing is pulled, so the forward pass takes its time alone.
+    to_go[0, of == 0] = rest[0]
     return to_go
 
 
 def _worth(pull: Problem, pushed: Array, least: float) -> Numbers:
-    """The m whose plans may take no longer than `least`, where pushes and early pulls take at least pushed[m]. After
-    them comes layer 1's pull and then all compute, or the pulls of 1..m and then layer m's and the later ones'."""
+    """Return the m whose plans may take no longer than `least`, if pushes and early pulls take at least pushed[m].
+
+    After these comes either layer 1's pull and then all compute, or the pulls of 1..m and then the compute from layer m
+    on.
+    """
     m = np.arange(pull.layers + 1)
     rest, fetched = _rest(pull), sums(pull.transfer)
     forward = pull.startup + np.maximum(fetched[1] + rest[0], fetched + rest[np.maximum(m - 1, 0)])
@@ -102,13 +118,13 @@ def _worth(pull: Problem, pushed: Array, least: float) -> Numbers:
 
 
 def _rest(pull: Problem) -> Array:
-    """rest[i]: compute of layers i + 1..L."""
+    """Return rest[i], the compute of layers i + 1..L."""
     done = sums(pull.compute)
     return done[-1] - done
 
 
 def _pulls(pull: Problem, to_go: Array, m: int) -> Groups:
-    """The groups of 1..m that take to_go[0]: the column of m."""
+    """Return the groups of 1..m that take to_go[0] seconds. `to_go` is the column of m."""
     transfer, rest = sums(pull.transfer), _rest(pull)
     ends, i = [], 0
     while i < m:
@@ -119,8 +135,10 @@ def _pulls(pull: Problem, to_go: Array, m: int) -> Groups:
 
 
 def _shared(push: Problem, pull: Problem, least: float) -> tuple[float, JointPlan]:
-    """The recurrence over e[m, i] for every m at once. At i >= m all groups are early, whatever m: above[i]. At i < m
-    it is below[i, m], with above[m] at i = m."""
+    """Return the least time and its plan on one link, by the recurrence over e[m, i] for every m at once.
+
+    For i >= m all groups are early, whatever m is: e is above[i]. For i < m it is below[i, m], and above[m] at i = m.
+    """
     layers = push.layers
     above = np.zeros(layers + 1)
     for i in range(layers - 1, -1, -1):
@@ -148,7 +166,7 @@ def _shared(push: Problem, pull: Problem, least: float) -> tuple[float, JointPla
 
 
 def _message_costs(push: Problem, pull: Problem, i: int) -> tuple[float, Array, Array]:
-    """Return when layer i + 1 is ready; seconds to push i + 1..j, and to push and pull them, for j > i."""
+    """Return when layer i + 1 is ready, and for j > i the seconds to push i + 1..j, and to push and then pull them."""
     ready = float(np.sum(push.compute[i:]))
     late = push.startup + np.cumsum(push.transfer[i:])
     return ready, late, late + pull.startup + np.cumsum(pull.transfer[i:])
@@ -159,8 +177,11 @@ def _joint(push: Groups, m: int, pull: Groups) -> JointPlan:
 
 
 class _Fronts(NamedTuple):
-    """Undominated (send, receive) times at which layers i + 1..L are pushed and pulled: points, those of each i in
-    `of[i]`. A point's last group goes up to the layer of its parent, a point too."""
+    """The undominated pairs of times (send, receive) at which layers i + 1..L have been pushed and pulled.
+
+    All points are in one list. `of[i]` is the slice of those of layer i. The last group of a point ends at the layer of
+    its parent, which is a point, too.
+    """
 
     send: Array
     receive: Array
@@ -170,10 +191,11 @@ class _Fronts(NamedTuple):
 
 
 def _fronts(push: Problem, pull: Problem, lowest: int) -> _Fronts:
-    """The fronts of every i from `lowest` on."""
+    """Return the fronts of every i from `lowest` on."""
     layers = push.layers
     ready, sent, fetched = _rest(push), sums(push.transfer), sums(pull.transfer)
-    pushing, pulling = push.startup + sent, pull.startup + fetched  # of a group up to there, but for what lies below it
+    # times of a group that ends there, still with those of the layers below it
+    pushing, pulling = push.startup + sent, pull.startup + fetched
     points = np.array([[0.0], [0.0], [pushing[-1]], [pulling[-1]]])
     of, parents = {layers: slice(0, 1)}, [np.zeros(1, np.int64)]
     for i in range(layers - 1, lowest - 1, -1):
@@ -183,7 +205,8 @@ def _fronts(push: Problem, pull: Problem, lowest: int) -> _Fronts:
         pulled = np.maximum(points[1], pushed)
         pulled += points[3]
         pulled -= fetched[i]
-        order = np.argsort(pushed)  # a dominated point may stay beside one that is pushed at the same time
+        # A dominated point may stay if another one is pushed at the same time.
+        order = np.argsort(pushed)
         least = np.minimum.accumulate(pulled[order])
         kept = order[np.concatenate(([0], np.flatnonzero(least[1:] < least[:-1]) + 1))]
         of[i] = slice(len(pushed), len(pushed) + len(kept))
@@ -196,7 +219,7 @@ def _fronts(push: Problem, pull: Problem, lowest: int) -> _Fronts:
 
 
 def _paths_from_ready(push: Problem, most: int) -> Array:
-    """R[j, k] for j = 0..L and k = 0..most."""
+    """Return R[j, k] for j = 0..L and k = 0..most."""
     layers = push.layers
     ready = np.cumsum(push.compute[::-1])[::-1]
     sent = sums(push.transfer)
@@ -214,7 +237,7 @@ def _paths_from_ready(push: Problem, most: int) -> Array:
 
 
 def _groups_below(push: Problem, paths: Array, m: int, number: int) -> list[int]:
-    """The last layers of the `number` groups of 1..m that attain paths[m, number], from the last group down."""
+    """Return the last layers of the `number` groups of 1..m that attain paths[m, number], from the last group down."""
     ready = np.cumsum(push.compute[::-1])[::-1]
     sent = sums(push.transfer)
     ends, j = [], m
@@ -227,14 +250,15 @@ def _groups_below(push: Problem, paths: Array, m: int, number: int) -> list[int]
 def _duplex(push: Problem, pull: Problem, least: float) -> tuple[float, JointPlan]:
     layers = push.layers
     ready, sent, fetched = _rest(push), sums(push.transfer), sums(pull.transfer)
-    # The send link takes what it takes alone; the other has the early pulls behind the first push.
+    # The pushes take what they take alone; the early pulls come after the first push. Both are lower bounds.
     first = ready[-2] + push.startup + push.transfer[-1] + pull.startup
     pushed = np.full(layers + 1, makespan(push, optimal(push)))
     pushed[:-1] = np.maximum(pushed[:-1], first + fetched[-1] - fetched[:-1])
     of = _worth(pull, pushed, least)
     to_go = _forward(pull, of)
     fronts = _fronts(push, pull, int(of[0]))
-    # So many messages below m that they alone, from when m + 1 is ready, take as long as a plan may: more are too many.
+    # The most messages below m: with more of them, these alone take longer than a plan may, counted from the moment at
+    # which layer m + 1 is ready.
     room = max(0.0, float(np.max(least - to_go[0] - ready[of] - sent[of])))
     most = layers if push.startup * layers <= room else int(room / push.startup)
     paths = _paths_from_ready(push, max(most, 1))

@@ -1,10 +1,11 @@
 """Measure a profile on the job's own ranks: seconds of the layers' compute, and costs of messages.
 
-Messages cost what they cost in the job: sent in a row, the next one under way when the last one ends, on as many layers
-as there are. In an iteration some of them go on beside compute, looked at by the communication thread now and then.
-Others go on while the training thread waits and looks itself, which is faster. So half of the measurements are made
-while it sleeps, half while it waits, and the mean counts. What is measured is a run, a list of groups, and its seconds
-from the first start to the last end. The costs of one message follow from runs of different numbers and sizes.
+Messages are measured as the job sends them: in a row, where the next one is already under way when one ends, and as
+many as the model has layers. In an iteration some messages travel during the compute, and the communication thread
+looks at them now and then. Others travel while the training thread waits and looks itself, which is faster. So half of
+the measurements are made while the training thread sleeps and half while it waits, and their mean counts. A measurement
+times a run, which is a list of groups, from its first start to its last end. The costs of one message follow from runs
+of different numbers and sizes.
 """
 
 from __future__ import annotations
@@ -28,20 +29,25 @@ if TYPE_CHECKING:
     from mpips.store.runtime.engine import Handle
 
 POLL_SECONDS = 5e-4
-REPEATS = 3  # of every run of messages
-SHARE = 3  # part of the layers that shorter runs have
+# how often every run of messages is measured
+REPEATS = 3
+# shorter runs have one SHARE-th of the layers
+SHARE = 3
+# seconds that a push takes at least, even if the clocks show less
 SHORTEST = 1e-6
-"""Seconds that a push takes at least, whatever the clocks say."""
 
+# costs of a push and of a pull
 Costs = tuple[LinkCost, LinkCost]
-"""Of a push and of a pull."""
 
 
 def job_profile(model: LayeredModel, kv: KVStore, x: np.ndarray, y: np.ndarray, costs: Costs | None = None) -> Profile:
-    """Return the layers clocked on a batch, and what messages cost (`costs`: as known already).
+    """Return the profile of this job: its layers clocked on a batch, and the costs of its messages.
 
-    Collective over the workers, blocking, with nothing under way. The store has its optimizer, so that messages cost
-    what they will. Gradients are overwritten; parameters and state stay.
+    Collective over the workers, blocking. No message may be under way. The store must have its optimizer already,
+    because it changes what messages cost. Gradients are overwritten; parameters and optimizer state stay.
+
+    Args:
+        costs: The costs of messages if they are known already. None measures them.
     """
     clocked, refusal = attempt(lambda: layer_seconds(model, x, y))
     kv.worker.agree("profile", refusal=refusal)
@@ -54,8 +60,10 @@ def job_profile(model: LayeredModel, kv: KVStore, x: np.ndarray, y: np.ndarray, 
 
 
 def job_costs(model: LayeredModel, kv: KVStore) -> Costs:
-    """Return what pushes and pulls cost in runs over keys of the model's sizes, which are given up again. Collective
-    over the workers, blocking."""
+    """Measure what pushes and pulls cost, with temporary keys of the model's sizes.
+
+    Collective over the workers, blocking.
+    """
     workers, everybody = kv.layout.workers, np.empty(1)
     assert workers is not None
 
@@ -71,30 +79,35 @@ def job_costs(model: LayeredModel, kv: KVStore) -> Costs:
 
 
 class Stopwatch:
-    """One step: when the model came to each layer, and when it went on after the hook.
+    """Clocks one step: when the model reached each layer, and when it continued after the hook.
 
-    What a hook itself takes (a wait for parameters, the start of a message) is not the layer's.
+    The time in a hook itself (waiting for parameters, starting a message) does not count as the layer's.
     """
 
     def __init__(self, layers: int) -> None:
+        # when each hook was called: row 0 before forward, row 1 after backward
         self._came = np.zeros((2, layers))
+        # when each hook returned
         self._went = np.zeros((2, layers))
 
     def step(self, model: LayeredModel, x: np.ndarray, y: np.ndarray, before: Hook, ready: Hook) -> float:
-        """Call `loss_and_gradients` with these hooks, clocked."""
+        """Call the model's `loss_and_gradients` with these hooks, clocked."""
         return model.loss_and_gradients(x, y, self._around(0, before), self._around(1, ready))
 
     def seconds(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return (forward, backward) of every layer in the last step; the loss counts to the last layer's.
+        """Return (forward, backward) seconds of every layer in the last step.
 
-        The turn at the last layer is not seen from outside: a third of it counts as forward.
+        The loss counts as part of the last layer.
+
+        The moment when forward ends and backward begins in the last layer cannot be seen from outside. A third of its
+        time counts as forward.
         """
         begins, ends = self._spans()
         forward, backward = ends - begins
         return forward, backward
 
     def tasks(self) -> list[Task]:
-        """Return the tasks in the order of the step, by time.perf_counter()."""
+        """Return the tasks in the order of the step, with times of time.perf_counter()."""
         begins, ends = (moments.tolist() for moments in self._spans())
         layers = range(len(begins[0]))
         up = [Task("forward", i + 1, i + 1, begins[0][i], ends[0][i], COMPUTE) for i in layers]
@@ -102,7 +115,7 @@ class Stopwatch:
 
     @property
     def waited(self) -> float:
-        """Return the seconds spent in the hooks before layers: waits for parameters."""
+        """Seconds in the hooks before layers, which wait for parameters."""
         return float((self._went[0] - self._came[0]).sum())
 
     def _spans(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -125,7 +138,7 @@ class Stopwatch:
 def layer_seconds(
     model: LayeredModel, x: np.ndarray, y: np.ndarray, repeats: int = 3
 ) -> tuple[list[float], list[float]]:
-    """Return (forward, backward) seconds of every layer on a batch, medians. Only gradients are written."""
+    """Return (forward, backward) seconds of every layer on a batch, as medians. Only gradients are written."""
     watch = Stopwatch(len(model.layer_elements))
     found = []
     for _ in range(repeats):
@@ -141,11 +154,13 @@ def layer_seconds(
 def message_costs(
     messages: StoreMessages, slowest: Callable[[float], float], repeats: int = 5, modes: Sequence[bool] = (True, False)
 ) -> Costs:
-    """Return the costs of a push and of a pull, as this job's messages cost in a row.
+    """Return the costs of a push and of a pull when this job sends its messages in a row.
 
-    What a push takes ends when the pull behind it can begin: when the servers have everybody's. Without servers both
-    are the allreduce's. `slowest`, `repeats`, `modes`: see `run_seconds`. Collective, blocking; the keys for it are
-    given up again.
+    A push ends when the pull after it can begin, which is when the servers have the pushes of all workers. Without
+    servers both costs are those of the allreduce. Collective, blocking. The temporary keys are removed again.
+
+    Args:
+        slowest, repeats, modes: See `run_seconds`.
     """
     elements = messages.elements
 
@@ -172,8 +187,11 @@ def message_costs(
 
 
 def runs(elements: Sequence[int]) -> tuple[Groups, ...]:
-    """Return what is sent: all layers one by one, in a few groups and in one. Then a third of them one by one and in
-    one."""
+    """Return the runs to measure.
+
+    They are all layers one by one, in a few groups, and in one group; then a third of the layers one by one and in one
+    group.
+    """
     layers = len(elements)
     few = max(1, layers // SHARE)
     singles = tuple((layer, layer) for layer in range(1, layers + 1))
@@ -188,14 +206,19 @@ def run_seconds(
     repeats: int = 5,
     modes: Sequence[bool] = (True, False),
 ) -> list[float]:
-    """Return the slowest worker's seconds for each run: medians over `repeats` of each mode, and their mean.
+    """Return the slowest worker's seconds for each run. Collective, blocking.
 
-    In a mode the training thread is asleep (True) or waits. `start` starts the messages of a run in order; it has ended
-    when all of them have. `slowest(seconds)` is the largest of all workers', and brings them together. Collective,
-    blocking.
+    It is the median over `repeats` in each mode, and the mean over the modes.
+
+    Args:
+        start: Starts the messages of a run in order and returns their handles. The run ends when all of them have
+            ended.
+        slowest: Returns the largest of all workers' seconds. It also synchronizes them.
+        modes: For each mode True to let the training thread sleep, or False to let it wait for the messages.
     """
     times = np.empty((repeats + 1, len(modes), len(wanted)))
-    for repeat, mode, index in np.ndindex(times.shape):  # the first repeat warms up
+    # The first repeat warms up and does not count.
+    for repeat, mode, index in np.ndindex(times.shape):
         slowest(0.0)
         begin = time.perf_counter()
         messages = start(wanted[index])
@@ -208,14 +231,15 @@ def run_seconds(
 
 
 def costs_of_runs(elements: Sequence[int], wanted: Sequence[Groups], times: Sequence[float]) -> LinkCost:
-    """Return the costs of a message, from the seconds of runs: MG-WFBP's Eq. 9, and iBatch's Eq. 1 and 2."""
+    """Fit the costs of a message to the seconds of runs: MG-WFBP's Eq. 9, and iBatch's Eq. 1 and 2."""
     sizes = [group_bytes(elements, groups) / len(groups) for groups in wanted]
     seconds = [time / len(groups) for time, groups in zip(times, wanted, strict=True)]
     if len(set(sizes)) == 1:
-        return LinkCost(float(np.median(seconds)), 0.0)  # one layer: nothing to divide
+        # With one layer all messages have one size, so startup and bytes cannot be told apart.
+        return LinkCost(float(np.median(seconds)), 0.0)
     return fit(list(zip(sizes, seconds)))
 
 
 def group_bytes(elements: Sequence[int], groups: Groups) -> float:
-    """Return the bytes of the layers of some groups."""
+    """Return the bytes of all layers in these groups."""
     return float(PARAMETER_BYTES * sum(sum(elements[first - 1 : last]) for first, last in groups))

@@ -1,8 +1,9 @@
 """Lay out a model's layers so that groups of them travel as messages of a store, and push and pull those messages.
 
-Gradients and parameters of all layers lie in one flat array each, so a group is one interval and nothing is packed. A
-key is what pushes and pulls have in common: where both are cut alike, a group is one key; elsewhere it is several,
-which travel together. Without servers a push is an allreduce that brings the parameters back.
+Gradients and parameters of all layers are in one flat array each, so a group is one interval of it and nothing has to
+be packed. Keys are the intervals that pushes and pulls have in common. If both are cut in the same way, a group is one
+key; otherwise it is several keys that travel together. Without servers a push is an allreduce that brings the
+parameters back.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ if TYPE_CHECKING:
     from mpips.store.api import KVStore
     from mpips.store.runtime.engine import Handle
 
+# called by a model at a layer, with the layer's number from 0
 Hook = Callable[[int], Any]
-"""A call of a model at a layer, with the layer's number from 0."""
 ARRAYS = ("flat_parameters", "flat_gradients", "layer_elements")
 HOOKS = ("before", "ready")
 
 
 class LayeredModel(Protocol):
-    """A model whose layers lie one after the other in flat arrays, and which tells when it comes to each.
+    """A model whose layers follow each other in flat arrays, and which calls hooks when it reaches each layer.
 
-    The arrays are 1-D, C-contiguous, of one dtype, and stay where they are: `lay_out` makes them, with views in the
-    layers' own shapes. Layers are in forward order; their numbers in the hooks count from 0.
+    The arrays are 1-D, C-contiguous, of one dtype, and stay where they are. `lay_out` makes them, with views in the
+    shapes of the layers. Layers are in forward order, and hooks count them from 0.
     """
 
     @property
@@ -40,15 +41,21 @@ class LayeredModel(Protocol):
 
     @property
     def layer_elements(self) -> Sequence[int]:
-        """Parameters of each layer, at least one."""
+        """Number of parameters of each layer, at least one."""
         ...
 
     def loss_and_gradients(
         self, x: np.ndarray, y: np.ndarray, before: Hook | None = None, ready: Hook | None = None
     ) -> float:
-        """Forward and backward; the loss. `before(layer)`, in ascending order: its parameters come next.
-        `ready(layer)`, in descending order: its gradients are there, and its parameters may be overwritten. Without
-        hooks it is what any model of a Trainer has."""
+        """Run forward and backward, and return the loss.
+
+        Without hooks this is the method that every model of a Trainer has.
+
+        Args:
+            before: Call before(layer) in ascending order, when the layer's parameters are needed next.
+            ready: Call ready(layer) in descending order, when the layer's gradients are complete. Its parameters may
+                then be overwritten.
+        """
         ...
 
 
@@ -57,10 +64,13 @@ def lay_out(
     dtype: str = "float32",
     empty: Callable[[int, str], np.ndarray] = np.empty,
 ) -> tuple[np.ndarray, list[list[np.ndarray]], list[int]]:
-    """Return a flat array for the arrays of all layers, views of it in these shapes, and the elements of each layer.
+    """Return a flat array for the arrays of all layers, views of it in their shapes, and the elements of each layer.
 
-    `layers` has the shapes of the arrays of every layer, as [[(20, 64), (20,)], [(10, 20), (10,)]]. `empty` makes the
-    flat array: `mpips.empty` in memory that the ranks of a node share. What is in it is undefined.
+    The contents are undefined.
+
+    Args:
+        layers: For every layer the shapes of its arrays, as [[(20, 64), (20,)], [(10, 20), (10,)]].
+        empty: Makes the flat array. Give `mpips.empty` for memory that the ranks of a node share.
     """
     elements = [sum(int(np.prod(shape)) for shape in shapes) for shapes in layers]
     flat = empty(sum(elements), dtype)
@@ -76,7 +86,7 @@ def lay_out(
 
 
 def check_model(model: object, what: str) -> None:
-    """Raise ValueError that says what the model lacks of `LayeredModel`; `what` needs one, as "overlap='auto'"."""
+    """Raise ValueError that says which part of `LayeredModel` a model lacks. `what` needs it, as "overlap='auto'"."""
     lacks = [name for name in (*ARRAYS, "loss_and_gradients") if not hasattr(model, name)]
     faults = [f"has no {', '.join(lacks)}"] if lacks else []
     step = getattr(model, "loss_and_gradients", None)
@@ -93,7 +103,7 @@ def check_model(model: object, what: str) -> None:
 
 
 def _misfits(model: Any) -> list[str]:
-    """Return what is wrong with the arrays."""
+    """Describe the faults of the model's arrays."""
     sizes = {name: np.size(getattr(model, name)) for name in ARRAYS[:2]}
     wanted, shown = sum(model.layer_elements), ", ".join(f"{name} {size}" for name, size in sizes.items())
     wrong = [f"has {wanted} elements in layer_elements, but {shown}"] if set(sizes.values()) != {wanted} else []
@@ -110,34 +120,46 @@ def _misfits(model: Any) -> list[str]:
 
 
 class StoreMessages:
-    """The messages of layers `elements` (parameters of each) between flat arrays and a store.
+    """The messages by which flat arrays of layers travel to and from a store.
 
-    gradients, parameters: 1-D, C-contiguous, of one dtype and sum(elements) elements. Groups are (first, last) from 1.
-    `plan` or `sample` makes their keys, collectively over the workers.
+    Groups are (first, last), counted from 1. `plan` or `sample` makes their keys, collectively over the workers.
+
+    Args:
+        gradients, parameters: 1-D, C-contiguous, of one dtype, with sum(elements) elements.
+        elements: Number of parameters of each layer.
+        name: Part of the names of the keys.
     """
 
     def __init__(
         self, kv: KVStore, gradients: np.ndarray, parameters: np.ndarray, elements: Sequence[int], name: str = "layers"
     ) -> None:
-        self._kv, self._gradients, self._parameters, self._name = kv, gradients, parameters, name
+        self._kv = kv
+        self._gradients = gradients
+        self._parameters = parameters
+        self._name = name
         self.elements = elements
         self._offsets = np.concatenate(([0], np.cumsum(elements)))
+        # group -> its keys, which are groups themselves
         self._keys: dict[Group, tuple[Group, ...]] = {}
-        """The keys of every group, themselves groups."""
 
     @property
     def one_way(self) -> bool:
-        """Return whether a push brings the parameters back: there are no servers."""
+        """True if a push brings the parameters back, because there are no servers."""
         return not self._kv.layout.num_servers
 
     @property
     def link(self) -> Link:
-        """Return whether pushes and pulls go on beside each other. Those that hold a client's collectives take
-        turns."""
+        """ "duplex" if pushes and pulls travel at the same time, or "shared" if they take turns.
+
+        They take turns in mpi_ kinds, where they contain collectives of a client.
+        """
         return "shared" if self._kv.type.startswith("mpi_") else "duplex"
 
     def plan(self, plan: JointPlan) -> None:
-        """Make the keys of a plan: the first ones with rank 0's parameters, later ones from those before."""
+        """Make the keys of a plan.
+
+        The first plan's keys get rank 0's parameters, later ones the values of the keys before.
+        """
         groups = {*plan.push, *plan.pull}
         keys = from_ends(sorted({last for _, last in groups}))
         before = dict.fromkeys(key for found in self._keys.values() for key in found)
@@ -149,12 +171,12 @@ class StoreMessages:
             self._kv.recut(self._names(sorted(before)), dict(zip(self._names(keys), sizes)))
 
     def sample(self, groups: Iterable[Group]) -> None:
-        """Make a key for every group, though they share layers: to measure messages, not to train."""
+        """Make a key for every group, even if groups share layers. This is for measuring messages, not for training."""
         self._keys = {group: (group,) for group in groups}
         self._kv.init(self._names(self._keys), self._parts(self._parameters, self._keys))
 
     def forget(self) -> None:
-        """Give up the keys. Collective."""
+        """Remove the keys. Collective."""
         self._kv.forget(self._names(key for found in self._keys.values() for key in found))
         self._keys = {}
 
@@ -167,15 +189,16 @@ class StoreMessages:
         return self._kv.ipush(self._names(keys), gradients, turns=["push"])
 
     def taken(self, first: int, last: int, push: Handle) -> Handle:
-        """Return when what `push` sends has come to the servers."""
+        """Return a handle that is done when the servers have taken in what `push` sends."""
         return self._kv.taken(self._names(self._keys[first, last]), push)
 
     def pull(self, first: int, last: int, early: bool = False) -> Handle:
         """Start to pull the parameters of layers first..last, after the pulls before and after the layers' pushes.
 
-        One after the other, as in the model: at once, the first would share the servers' links with those behind it.
-        But `early` ones are asked for right behind their push, and the servers answer when it has come from all, which
-        keeps the order too: a question that waits for the pull before would then wait in the link behind later pushes.
+        Pulls travel one after another, in the order of the model. If all travelled at once, the first would share the
+        servers' links with later ones. `early` pulls are different: they are requested right after their push, and
+        servers answer when every worker's push has arrived, which keeps the order, too. If such a request waited for
+        the pull before it, it would then have to wait in the link behind later pushes.
         """
         keys = self._keys[first, last]
         parameters = self._parts(self._parameters, keys)

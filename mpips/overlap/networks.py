@@ -1,9 +1,9 @@
-"""Count the parameters and operations of a network, layer by layer, while it is spelled out.
+"""Count the parameters and operations of a network, layer by layer, as it is written down.
 
 * lenet5: the "LeNet-5 with 3.27 M parameters" of the BML paper: two 5 x 5 convolutions on 28 x 28 digits, two dense
   layers.
-* resnet50: bottleneck blocks (3, 4, 6, 3), every convolution without bias and followed by a normalisation. The stride
-  of a block sits in its 3 x 3 convolution, as in today's implementations; the parameters do not depend on it.
+* resnet50: bottleneck blocks (3, 4, 6, 3). Every convolution has no bias and is followed by a normalisation. The stride
+  of a block is in its 3 x 3 convolution, as in today's implementations; the number of parameters does not depend on it.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import NamedTuple
 
 from mpips.overlap.problem import Network, Profile, create_profile
 
+# Backward computes two products (gradients of inputs and of weights) where forward computes one.
 BACKWARD_PER_FORWARD = 2.0
-"""Backward computes two products (gradients of inputs and of weights) where forward computes one."""
 
 
 class CountedLayer(NamedTuple):
-    """One learnable layer: what its gradients weigh, and the operations of its forward pass on one example.
+    """One learnable layer: the number of its parameters, and the operations of its forward pass on one example.
 
-    A multiplication with an addition counts as two operations; normalisation as two an element. Biases, pooling and
-    activations are left out.
+    A multiplication with an addition counts as two operations, a normalisation as two for each element. Biases, pooling
+    and activations are left out.
     """
 
     name: str
@@ -31,7 +31,7 @@ class CountedLayer(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Record the shape of the data between two layers."""
+    """The shape of the data between two layers."""
 
     channels: int
     height: int
@@ -64,7 +64,10 @@ class LayerTable(NamedTuple):
         startup_s: float,
         bandwidth_Bps: float,
     ) -> Profile:
-        """Compute times of a device that sustains `rate` floating-point operations a second, on `batch` examples."""
+        """Return the profile on a device that computes `rate` floating-point operations a second.
+
+        `batch` is the number of examples in an iteration.
+        """
         forward = [layer.flops * batch / rate for layer in self.layers]
         return create_profile(
             [layer.name for layer in self.layers],
@@ -78,7 +81,7 @@ class LayerTable(NamedTuple):
 
 
 class Builder:
-    """Collects layers; each call returns the shape that it produces."""
+    """Collects layers. Each call adds one and returns the shape of its output."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -94,7 +97,13 @@ class Builder:
         padded: bool = True,
         normalised: bool = False,
     ) -> Shape:
-        """kernel: square, or (height, width). padded: by kernel // 2. normalised: no bias; a normalisation follows."""
+        """Add a convolution.
+
+        Args:
+            kernel: The size of a square, or (height, width).
+            padded: Pad by kernel // 2.
+            normalised: Without bias, and followed by a normalisation.
+        """
         height, width = (kernel, kernel) if isinstance(kernel, int) else kernel
         weights = height * width * x.channels * channels
         out = Shape(
@@ -119,12 +128,12 @@ class Builder:
 
 
 def pool(x: Shape, kernel: int, stride: int, padding: int = 0, ceil: bool = False) -> Shape:
-    """Shape after pooling; `ceil` rounds up, as Caffe does."""
+    """Return the shape after pooling. `ceil` rounds up, as Caffe does."""
     return Shape(x.channels, *(_out(size, kernel, stride, padding, ceil) for size in (x.height, x.width)))
 
 
 def average(x: Shape) -> Shape:
-    """Global average pooling."""
+    """Return the shape after global average pooling."""
     return Shape(x.channels, 1, 1)
 
 
@@ -164,5 +173,5 @@ def _bottleneck(net: Builder, name: str, x: Shape, channels: int, stride: int) -
     return out
 
 
+# Name -> function that makes the table. The other networks of the papers are in examples/reproduce/overlap.
 MODELS: dict[str, Callable[[], LayerTable]] = {"lenet5": lenet5, "resnet50": resnet50}
-"""Name -> table. The other networks of the papers are in examples/reproduce/overlap."""

@@ -1,7 +1,6 @@
-"""Choose a plan from a profile, and see whether it still fits. `strategies` and `joint` group the layers.
+"""Choose a plan from a profile, and check whether it still fits. `strategies` and `joint` group the layers.
 
-The rules are those of `strategies` and `joint`: in one direction or both, on any number of nodes.
-For PyTorch, see `mpips.torch.buckets`.
+Plans cover one direction or both, on any number of nodes. For PyTorch, see `mpips.torch.buckets`.
 """
 
 from __future__ import annotations
@@ -16,19 +15,26 @@ from mpips.overlap.strategies import PARTITIONS, STRATEGIES
 from mpips.overlap.timeline import Task
 
 Direction = Literal["push", "pull", "both"]
+# share of an iteration that another plan must save, so that noise changes nothing
 GAIN = 0.05
-"""Share of an iteration that another plan must save, so that noise changes nothing."""
+# share by which an iteration may miss its prediction before messages are measured again
 DRIFT = 0.25
-"""Share by which an iteration may miss its prediction before messages are measured again."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Groups of a strategy, and what they are predicted to cost.
+    """The groups of a strategy, and the predicted timeline of one iteration with them.
 
-    push, pull: groups in layer order, None in a direction that the plan does not cover. early: how many of the last
-    push groups are pulled right after their push, before the groups in `pull` (only `joint`). iteration_s and
-    hidden_share (of the communication's seconds) are those of `tasks`, the timeline of one iteration.
+    Attributes:
+        direction: "push", "pull" or "both".
+        nodes: The size of the allreduce.
+        push: Groups in layer order, or None if the plan does not cover this direction.
+        pull: The same for pulls.
+        early: How many of the last push groups are pulled right after their push, before the groups in `pull`. Only
+            `joint` has any.
+        tasks: The timeline of one iteration.
+        iteration_s: Seconds of the iteration.
+        hidden_share: The share of the communication's time during which something is computed.
     """
 
     strategy: str
@@ -41,7 +47,7 @@ class Plan:
 
     @property
     def groups(self) -> Groups:
-        """Return the partition of the layers: of the pushes, or of the pulls where nothing is pushed."""
+        """The partition of the layers, for pushes or, if the plan has no pushes, for pulls."""
         groups = self.push if self.push is not None else self.pull
         assert groups is not None
         return groups
@@ -55,7 +61,10 @@ class Plan:
         return timeline.hidden_share(self.tasks)
 
     def row(self) -> dict[str, Any]:
-        """Return the plan as JSON data: strategy, nodes, iteration_s, groups, and what else there is to say."""
+        """Return the plan as JSON data. The keys are strategy, nodes, iteration_s, groups, direction and hidden_share.
+
+        A plan of both directions also has pull_groups and early.
+        """
         row: dict[str, Any] = {
             "strategy": self.strategy,
             "nodes": self.nodes,
@@ -76,10 +85,14 @@ def plan(
     nodes: int | None = None,
     link: Link = "shared",
 ) -> Plan:
-    """Return the plan of one strategy. `joint` always covers both directions.
+    """Return the plan of one strategy.
 
-    nodes: size of the allreduce; ValueError where the network needs it and it is None. link: whether pushes and pulls
-    share the network ("both" only). ValueError for an unknown strategy.
+    Raises ValueError for an unknown strategy, or if the network needs `nodes` and it is None.
+
+    Args:
+        direction: The direction to plan. `joint` always covers both.
+        nodes: The size of the allreduce. None takes the size at which the profile was measured.
+        link: "shared" if pushes and pulls share the network, "duplex" if not. For direction "both" only.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy {strategy!r} is unknown; known are {', '.join(STRATEGIES)}")
@@ -101,17 +114,21 @@ def plan(
 
 
 def iteration(profile: Profile, groups: JointPlan, link: Link | None) -> list[Task]:
-    """Return the timeline of any plan: pushes that bring the parameters back (link None), or pushes and pulls of a
-    parameter server, over one link or two."""
+    """Return the timeline of any plan.
+
+    With link None pushes bring the parameters back. Otherwise they are pushes and pulls of a parameter server, over one
+    link ("shared") or two ("duplex").
+    """
     if link is None:
         return timeline.push_iteration(profile, groups.push)
     return timeline.both(profile.push(), profile.pull(), groups, link)
 
 
 def to_execute(profile: Profile, strategy: str, link: Link | None) -> JointPlan:
-    """Return the groups of a strategy; "auto" is the best there is. For `link` see `iteration`."""
+    """Return the groups of a strategy. "auto" is the best plan. For `link` see `iteration`."""
     if link is None:
         groups = PARTITIONS["optimal" if strategy in ("auto", "joint") else strategy](profile.push())
+        # Each push brings its own parameters back, so every group counts as pulled early.
         return JointPlan(groups, len(groups), ())
     if strategy in ("auto", "joint"):
         return joint.plan(profile.push(), profile.pull(), link)
@@ -125,14 +142,16 @@ def predicted_s(profile: Profile, groups: JointPlan, link: Link | None) -> float
 
 
 def network_drifted(profile: Profile, groups: JointPlan, link: Link | None, waited_s: float) -> bool:
-    """Return whether an iteration of this compute and so many seconds of waiting for messages is far from the
-    prediction."""
+    """True if the compute of the profile plus `waited_s` seconds of waiting for messages is far from the prediction.
+
+    The costs of messages have then changed since they were measured.
+    """
     predicted = predicted_s(profile, groups, link)
     return abs(profile.forward_s + profile.backward_s + waited_s - predicted) > DRIFT * predicted
 
 
 def better(profile: Profile, groups: JointPlan, strategy: str, link: Link | None) -> JointPlan:
-    """Return the strategy's plan for this profile if that is worth a change, else the plan that there is."""
+    """Return the strategy's plan for this profile if it saves enough time, or else the current plan."""
     found = to_execute(profile, strategy, link)
     gains = predicted_s(profile, found, link) < (1 - GAIN) * predicted_s(profile, groups, link)
     return found if gains else groups
@@ -145,7 +164,7 @@ def plans(
     nodes: Iterable[int | None] = (None,),
     link: Link = "shared",
 ) -> list[Plan]:
-    """Return the plan of every strategy at every size, sizes outermost."""
+    """Return the plans of all strategies at all sizes, ordered by size first."""
     names = list(strategies)
     return [plan(profile, name, direction, size, link) for size in nodes for name in names]
 

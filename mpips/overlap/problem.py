@@ -1,15 +1,15 @@
 """State the partition problem of MG-WFBP and iBatch (which layers travel together), from the profile of a job.
 
-Both papers overlap a chain of layer computations with messages, one per contiguous group of layers. A group is what
-PyTorch calls a bucket:
+Both papers overlap a chain of layer computations with messages, one for each contiguous group of layers. PyTorch calls
+such a group a bucket.
 
-* push (MG-WFBP, section II.C): backward computes layers L..1; a group is sent once its lowest layer is done and the
-  network is free (Eq. 6, 7, 20);
-* pull (iBatch, "Problem Formulation"): groups arrive in the order 1..L, one after the other; a layer is computed once
-  its group is there and the layer before it is done.
+* push (MG-WFBP, section II.C): backward computes layers L..1. A group is sent once its lowest layer is computed and the
+  network is free (Eq. 6, 7, 20).
+* pull (iBatch, "Problem Formulation"): groups arrive in the order 1..L, one after another. A layer is computed once its
+  group has arrived and the layer before it is computed.
 
-A layer computes c seconds, and a message of layers i..j takes `startup + sum(transfer[i..j])`. Unrolling the two
-recurrences gives one and the same longest path. For groups g_1, .., g_K in layer order,
+A layer computes for c seconds, and a message of layers i..j takes `startup + sum(transfer[i..j])`. If the two
+recurrences are unrolled, both give the same longest path. For groups g_1, .., g_K in layer order,
 
     makespan = max over k of  comm(g_1) + .. + comm(g_k)  +  compute(g_k) + .. + compute(g_K).
 
@@ -23,10 +23,11 @@ The profile of a job has the compute times of its layers and the costs of its ne
             or {"alpha", "beta", "gamma", "collective": "ring"},
  "startup_s": T_s, "bandwidth_Bps": bytes/s, "nodes": optional, the size at which a and b were measured}
 
-Times are seconds, sizes bytes; a parameter is 4 bytes (float32). `network` prices an allreduce of M bytes as
-t = a + b M (MG-WFBP, Eq. 9), or so a push to servers; `startup_s` and `bandwidth_Bps` price one push or pull of a
-parameter server as T_s + M / bandwidth (iBatch, "Problem Formulation"). Only a ring's costs follow at another number of
-nodes. A store without servers sums by another algorithm, so a measured profile says "allreduce".
+Times are in seconds, sizes in bytes. A parameter has 4 bytes (float32). `network` gives the time of an allreduce of M
+bytes, or of a push to servers, as t = a + b M (MG-WFBP, Eq. 9). `startup_s` and `bandwidth_Bps` give the time of one
+push or pull of a parameter server as T_s + M / bandwidth (iBatch, "Problem Formulation"). The costs at another number
+of nodes can be computed only for a ring. A store without servers sums by another algorithm, so a measured profile says
+"allreduce".
 """
 
 from __future__ import annotations
@@ -43,21 +44,23 @@ from numpy.typing import ArrayLike, NDArray
 
 from mpips.collectives import files
 
+# layers (first, last) that travel together, both inclusive, counted from 1
 Group = tuple[int, int]
-"""Layers (first, last) that travel together, both inclusive, counted from 1."""
+# contiguous groups that cover the layers 1..L, in layer order
 Groups = tuple[Group, ...]
-"""Contiguous groups that cover the layers 1..L, in layer order."""
 
 
+# "shared": one link for pushes and pulls; "duplex": one for each
 Link = Literal["shared", "duplex"]
-"""One link for pushes and pulls, or one each."""
 
 
 class JointPlan(NamedTuple):
-    """The groups of both directions (strategies/joint.py).
+    """The groups of both directions (see `joint`).
 
-    push: groups of layers 1..L. early: how many of the last are pulled right behind their push. pull: groups of the
-    layers below.
+    Attributes:
+        push: Groups of the layers 1..L.
+        early: How many of the last push groups are pulled right after their push.
+        pull: Groups of the layers below those, pulled after the last push.
     """
 
     push: Groups
@@ -66,16 +69,17 @@ class JointPlan(NamedTuple):
 
     @property
     def first_early_layer(self) -> int:
-        """Layers from this one on are pulled early; L + 1 if none is."""
+        """The lowest layer that is pulled early, or L + 1 if there is none."""
         return self.push[-self.early][0] if self.early else self.push[-1][1] + 1
 
 
 class Problem(NamedTuple):
-    """Seconds of one direction, layers in forward order. `of` makes it from any sequences, and checks them.
+    """The times of one direction, layers in forward order. `of` makes it from any sequences and checks them.
 
-    compute: float64 (L,), backward (push) or forward (pull) time of each layer.
-    startup: seconds every message costs (MG-WFBP's a, iBatch's T_s).
-    transfer: float64 (L,), further seconds for the layer's bytes (MG-WFBP's b M, iBatch's T_t).
+    Attributes:
+        compute: float64 (L,), seconds of backward (for push) or forward (for pull) of each layer.
+        startup: Seconds that every message costs (MG-WFBP's a, iBatch's T_s).
+        transfer: float64 (L,), seconds that each layer's bytes add to its message (MG-WFBP's b M, iBatch's T_t).
     """
 
     compute: NDArray[np.float64]
@@ -84,7 +88,7 @@ class Problem(NamedTuple):
 
     @classmethod
     def of(cls, compute: ArrayLike, startup: float, transfer: ArrayLike) -> Problem:
-        """A problem from two sequences of equal, positive length; ValueError otherwise."""
+        """Return a problem from two sequences of equal, positive length. Raises ValueError otherwise."""
         c, t = np.asarray(compute, np.float64), np.asarray(transfer, np.float64)
         if c.ndim != 1 or c.shape != t.shape or not len(c):
             raise ValueError(
@@ -94,17 +98,16 @@ class Problem(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """Return how many there are."""
         return len(self.compute)
 
 
 def sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Prefix sums with a leading zero: layers i..j (1-based) add up to `sums[j] - sums[i - 1]`."""
+    """Return prefix sums with a leading zero: layers i..j (1-based) add up to `sums[j] - sums[i - 1]`."""
     return np.concatenate(([0.0], np.cumsum(values)))
 
 
 def check_groups(groups: Iterable[Group], layers: int) -> Groups:
-    """The groups as tuples; ValueError unless they are contiguous, in order, and cover 1..layers."""
+    """Return the groups as tuples. Raises ValueError unless they are contiguous, in order, and cover 1..layers."""
     found = tuple((int(first), int(last)) for first, last in groups)
     expected = 1
     for first, last in found:
@@ -117,7 +120,7 @@ def check_groups(groups: Iterable[Group], layers: int) -> Groups:
 
 
 def from_ends(ends: Iterable[int]) -> Groups:
-    """Groups from the last layer of each, ascending (iBatch's l_1, .., l_N)."""
+    """Return the groups whose last layers are `ends`, ascending (iBatch's l_1, .., l_N)."""
     groups, first = [], 1
     for last in ends:
         groups.append((first, last))
@@ -126,19 +129,22 @@ def from_ends(ends: Iterable[int]) -> Groups:
 
 
 def shown(group: Group) -> str:
-    """A group in words: "3", or "3-5"."""
+    """Format a group as "3" or "3-5"."""
     first, last = group
     return str(first) if first == last else f"{first}-{last}"
 
 
 def message_times(problem: Problem, groups: Groups) -> NDArray[np.float64]:
-    """Seconds on the network of every group, in layer order."""
+    """Return the seconds of every group's message, in layer order."""
     total = sums(problem.transfer)
     return np.array([problem.startup + total[last] - total[first - 1] for first, last in groups])
 
 
 def makespan(problem: Problem, groups: Groups) -> float:
-    """Seconds from the first task's start to the last one's end, of push and of pull alike (module docstring)."""
+    """Return the seconds from the start of the first task to the end of the last, the same for push and for pull.
+
+    The module docstring has the formula.
+    """
     compute = sums(problem.compute)
     begun = np.array([compute[first - 1] for first, _ in groups])
     return float(np.max(np.cumsum(message_times(problem, groups)) + compute[-1] - begun))
@@ -146,8 +152,8 @@ def makespan(problem: Problem, groups: Groups) -> float:
 
 PARAMETER_BYTES = 4
 _TIMES = ("forward_s", "backward_s")
+# limit of all numbers in a profile, so that no sum or product overflows
 LARGEST = 10**18
-"""Of all numbers of a profile, so that no sum or product of some overflows."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +172,11 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 @dataclass(frozen=True)
 class Linear:
-    """Time a + b M of an allreduce, or of a push to servers, on `nodes` nodes (None: not known, so never rescaled).
+    """An allreduce, or a push to servers, of M bytes takes a + b M seconds on `nodes` nodes.
 
-    collective: "ring" where the allreduce is known to be a ring; "allreduce" where it may be any.
+    Attributes:
+        nodes: The number of nodes at which a and b were measured. None if unknown; a and b then hold for every number.
+        collective: "ring" if the allreduce is known to be a ring, "allreduce" for any algorithm, "servers" for a push.
     """
 
     a: float
@@ -177,10 +185,10 @@ class Linear:
     collective: Collective = "allreduce"
 
     def at(self, nodes: int | None) -> tuple[float, float]:
-        """(a, b) at another size, by the ring's dependence on N: a ~ N - 1, b ~ (N - 1) / N.
+        """Return (a, b) for another number of nodes N, as for a ring: a ~ N - 1, b ~ (N - 1) / N.
 
-        ValueError where that does not follow: from one node, which has no network, from pushes to servers, and from an
-        allreduce that need not be a ring.
+        Raises ValueError if they cannot be computed: from one node, which has no network; for pushes to servers; and
+        for an allreduce that may not be a ring.
         """
         if nodes is None or nodes == self.nodes:
             return self.a, self.b
@@ -209,7 +217,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Ring:
-    """Ring allreduce from a link's costs: startup alpha, transfer beta s/B, sum gamma s/B (MG-WFBP, section II.D).
+    """A ring allreduce, by a link's startup alpha, transfer beta s/B and sum gamma s/B (MG-WFBP, section II.D).
 
     a = 2 (N - 1) alpha,  b = 2 (N - 1) / N beta + (N - 1) / N gamma.
     """
@@ -226,15 +234,19 @@ class Ring:
 
 
 Network = Linear | Ring
+# MG-WFBP's cluster on 10 Gbit/s Ethernet.
+# alpha: from section II.D, where 2 (N - 1) alpha = 90.52, 271.56, 633.64 us on 2, 4, 8 nodes.
+# beta: from the authors' simulator.
+# gamma: the simulator's 2.5e-9 s, read as the time of one sum of 4-byte numbers.
 TEN_GIGABIT = Ring(alpha=45.26e-6, beta=1.2 / (9 * 2**30 / 8), gamma=2.5e-9 / 4)
-"""MG-WFBP's cluster on 10 Gbit/s Ethernet. alpha: section II.D, 2 (N - 1) alpha = 90.52, 271.56, 633.64 us on 2, 4, 8
-nodes. beta: the authors' simulator. gamma: its 2.5e-9 s, read as the time of one sum of 4-byte numbers."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Hold the numbers of a job that a planner needs; `create_profile`, `profile_from_dict` and `load_profile` check
-    it."""
+    """The numbers of a job that a planner needs.
+
+    `create_profile`, `profile_from_dict` and `load_profile` make profiles and check them.
+    """
 
     layers: tuple[Layer, ...]
     network: Network
@@ -242,12 +254,12 @@ class Profile:
     bandwidth_Bps: float
 
     def push(self, nodes: int | None = None) -> Problem:
-        """Backward against allreduces of gradients on `nodes` nodes (MG-WFBP)."""
+        """Return the problem of backward against allreduces of gradients on `nodes` nodes (MG-WFBP)."""
         a, b = self.network.at(nodes)
         return Problem.of([x.backward_s for x in self.layers], a, b * self.nbytes)
 
     def pull(self) -> Problem:
-        """Forward against pulls of parameters from servers (iBatch)."""
+        """Return the problem of forward against pulls of parameters from servers (iBatch)."""
         return Problem.of([x.forward_s for x in self.layers], self.startup_s, self.nbytes / self.bandwidth_Bps)
 
     @property
@@ -264,19 +276,22 @@ class Profile:
         return math.fsum(x.backward_s for x in self.layers)
 
     def with_compute(self, forward_s: NDArray[np.float64], backward_s: NDArray[np.float64]) -> Profile:
-        """The profile with other times of its layers, float64 (L,) each."""
+        """Return the profile with other compute times of its layers, float64 (L,) each."""
         times = zip(self.layers, forward_s.tolist(), backward_s.tolist(), strict=True)
         return replace(self, layers=tuple(replace(layer, forward_s=f, backward_s=b) for layer, f, b in times))
 
     def with_network(self, push: tuple[float, float], pull: tuple[float, float], nodes: int) -> Profile:
-        """The profile with other costs of messages, (startup seconds, seconds a byte) each; its network is Linear."""
+        """Return the profile with other costs of messages, (startup seconds, seconds a byte) for push and pull.
+
+        The network must be Linear.
+        """
         assert isinstance(self.network, Linear)
         network = Linear(*push, nodes, self.network.collective)
         return replace(self, network=network, startup_s=pull[0], bandwidth_Bps=bandwidth(pull[1]))
 
 
 def bandwidth(per_byte_s: float) -> float:
-    """Bytes a second from seconds a byte, finite even where a byte costs nothing that clocks see."""
+    """Return bytes a second for seconds a byte. Finite even if a byte takes too little time to be measured."""
     return 1 / max(per_byte_s, 1e-15)
 
 
@@ -289,7 +304,7 @@ def create_profile(
     startup_s: float,
     bandwidth_Bps: float,
 ) -> Profile:
-    """A checked profile from columns of equal length; ValueError naming the column or the value."""
+    """Return a checked profile from columns of equal length. Raises ValueError that names the wrong column or value."""
     columns = {"names": names, "parameters": parameters, "forward_s": forward_s, "backward_s": backward_s}
     if len({len(column) for column in columns.values()}) != 1:
         lengths = ", ".join(f"{name} has {len(column)}" for name, column in columns.items())
@@ -308,7 +323,7 @@ def create_profile(
 
 
 def profile_from_dict(data: object) -> Profile:
-    """A profile from the parsed JSON; ValueError with a sentence that names the entry that is wrong."""
+    """Return a profile from parsed JSON. Raises ValueError that names the wrong entry."""
     if not isinstance(data, Mapping):
         raise ValueError(f"a profile is a JSON object, not {type(data).__name__}")
     _known(data, "profile", {"layers", "network", "startup_s", "bandwidth_Bps", "nodes"})
@@ -327,7 +342,7 @@ def profile_from_dict(data: object) -> Profile:
 
 
 def profile_to_dict(profile: Profile) -> dict[str, Any]:
-    """The profile as JSON data; `profile_from_dict` gives it back."""
+    """Return the profile as JSON data, from which `profile_from_dict` makes it again."""
     layers = [vars(layer).copy() for layer in profile.layers]
     return {
         "layers": layers,
@@ -339,7 +354,7 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
 
 
 def load_profile(path: str | Path) -> Profile:
-    """The profile in a JSON file; OSError or ValueError naming the file."""
+    """Return the profile in a JSON file. Raises OSError, or ValueError that names the file."""
     try:
         return profile_from_dict(json.loads(Path(path).read_text(encoding="utf-8-sig")))
     except UnicodeDecodeError as error:
@@ -351,7 +366,7 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:
-    """Writes the profile as JSON."""
+    """Write the profile to a file as JSON."""
     files.write(path, json.dumps(profile_to_dict(profile), indent=1).encode() + b"\n")
 
 
@@ -419,7 +434,7 @@ def _number(data: Mapping[str, Any], where: str, field: str) -> float:
 
 
 def _shown(value: object) -> str:
-    """The value in a sentence, cut short."""
+    """Format a value for a sentence, cut short."""
     if isinstance(value, int) and abs(value) > LARGEST:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)

@@ -1,13 +1,14 @@
 """Compute when every compute and communication task of an iteration starts and ends, for given groups, and draw it.
 
 Recurrences, with groups g_1, .., g_K in layer order (MG-WFBP's names):
-* push: backward of layer l ends at mu_b[l] = tf + sum of tb over l..L (Eq. 4, 6). Groups go out from K to 1: tau_c[k] =
-  max(end of k + 1, mu_b of the group's first layer), ending T(M_k) later (Eq. 7, 20);
-* pull: groups come in from 1 to K without a gap, each T_s + sum of T_t; a layer is computed once its group is there and
-  the layer before it is done (iBatch, figure 4c; where Eq. 5 holds this is Eq. 1 + 2 + 3);
-* both: a push, then a pull of the next parameters, over one link or two (strategies/joint.py).
 
-A timeline is shown as a picture, and as a Chrome trace (chrome://tracing, Perfetto).
+* push: backward of layer l ends at mu_b[l] = tf + sum of tb over l..L (Eq. 4, 6). Groups are sent from K to 1, each at
+  tau_c[k] = max(end of k + 1, mu_b of the group's first layer), and take T(M_k) (Eq. 7, 20).
+* pull: groups arrive from 1 to K without a gap, and each takes T_s + sum of T_t. A layer is computed once its group has
+  arrived and the layer before it is computed (iBatch, figure 4c; where Eq. 5 holds this is Eq. 1 + 2 + 3).
+* both: a push, then a pull of the next parameters, over one link or two (see `joint`).
+
+A timeline can be drawn as a picture, or saved as a Chrome trace (chrome://tracing, Perfetto).
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ COMPUTE, SEND, RECEIVE = "compute", "network", "network (receive)"
 
 
 class Task(NamedTuple):
-    """One bar of the drawing: layers first..last, seconds from the start of the iteration, and whose time it takes."""
+    """One bar of the drawing: layers first..last, in seconds from the start of the iteration.
+
+    `lane` is the resource that it occupies: COMPUTE, SEND or RECEIVE.
+    """
 
     kind: Kind
     first: int
@@ -42,7 +46,7 @@ class Task(NamedTuple):
 
 
 def push(problem: Problem, groups: Groups, start: float = 0.0) -> list[Task]:
-    """Backward from `start`, and the pushes of its gradients."""
+    """Return the tasks of backward from `start` on, and of the pushes of its gradients."""
     tasks = _compute("backward", problem, range(problem.layers, 0, -1), start)
     ready = {task.first: task.end for task in tasks}
     free = start
@@ -54,7 +58,10 @@ def push(problem: Problem, groups: Groups, start: float = 0.0) -> list[Task]:
 
 
 def pull(problem: Problem, groups: Groups, start: float = 0.0, lane: str = SEND) -> list[Task]:
-    """Pulls from `start`, and the forward pass over what they bring. Layers above the last group are there already."""
+    """Return the tasks of the pulls from `start` on, and of the forward pass that uses them.
+
+    Layers above the last group have their parameters already.
+    """
     tasks: list[Task] = []
     arrival = np.full(problem.layers + 1, start)
     free = start
@@ -71,7 +78,7 @@ def pull(problem: Problem, groups: Groups, start: float = 0.0, lane: str = SEND)
 
 
 def both(push_problem: Problem, pull_problem: Problem, plan: JointPlan, link: Link) -> list[Task]:
-    """From the start of a backward pass to the end of the next forward pass (strategies/joint.py)."""
+    """Return the tasks from the start of a backward pass to the end of the next forward pass (see `joint`)."""
     tasks = _compute("backward", push_problem, range(push_problem.layers, 0, -1), 0.0)
     ready = {task.first: task.end for task in tasks}
     receive_lane = SEND if link == "shared" else RECEIVE
@@ -91,24 +98,24 @@ def both(push_problem: Problem, pull_problem: Problem, plan: JointPlan, link: Li
 
 
 def push_iteration(profile: Profile, groups: Groups, nodes: int | None = None) -> list[Task]:
-    """MG-WFBP's iteration: the forward pass, then backward with allreduces (Eq. 21)."""
+    """Return MG-WFBP's iteration: the forward pass, then backward with allreduces (Eq. 21)."""
     forward = _compute("forward", profile.pull(), range(1, len(profile.layers) + 1), 0.0)
     return forward + push(profile.push(nodes), groups, forward[-1].end)
 
 
 def pull_iteration(profile: Profile, groups: Groups, nodes: int | None = None) -> list[Task]:
-    """iBatch's overlap alone: pulls with the forward pass, then the backward pass; no push."""
+    """Return iBatch's overlap alone: the forward pass with pulls, then backward without pushes."""
     tasks = pull(profile.pull(), groups)
     return tasks + _compute("backward", profile.push(nodes), range(len(profile.layers), 0, -1), end(tasks))
 
 
 def end(tasks: Iterable[Task]) -> float:
-    """Seconds at which the last task ends."""
+    """Return the second at which the last task ends."""
     return max(task.end for task in tasks)
 
 
 def hidden_share(tasks: Sequence[Task]) -> float:
-    """Share of the communication's seconds during which something was computed; 1.0 where nothing was sent.
+    """Return the share of the communication's time during which something was computed, or 1.0 if nothing was sent.
 
     Works on predicted and on measured tasks alike.
     """
@@ -142,7 +149,10 @@ _COLOURS = {"forward": "#4c72b0", "backward": "#55a868", "compute": "#4c72b0", "
 
 
 def draw(timelines: Mapping[str, Sequence[Task]], path: str | Path, title: str = "") -> None:
-    """Writes a PNG: one block of lanes a timeline, all on one axis of seconds. Needs matplotlib (extra `plot`)."""
+    """Draw timelines as a PNG, one block of lanes for each, all over the same seconds.
+
+    Needs matplotlib (extra `plot`).
+    """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -172,7 +182,10 @@ def draw(timelines: Mapping[str, Sequence[Task]], path: str | Path, title: str =
 
 
 def save_chrome(timelines: Mapping[str, Sequence[Task]], path: str | Path, names: Sequence[str] = ()) -> None:
-    """Write a Chrome trace: one process a timeline, one row a lane. `names` are the layers', if known."""
+    """Write a Chrome trace: one process for each timeline, one row for each lane.
+
+    `names` are those of the layers, if known.
+    """
     events: list[chrome.Event] = []
     for pid, (title, tasks) in enumerate(timelines.items()):
         lanes = {lane: tid for tid, lane in enumerate(_lanes(tasks))}

@@ -1,8 +1,9 @@
-"""Train a model through a store: `Trainer`, its loop, and what becomes of a step's gradients.
+"""Train a model through a store: `Trainer`, its loop, and the ways to turn gradients into parameters.
 
-`trainer`: what users see. `loop`: epochs and steps. `rejoin`: the loop after deaths. `step`: compute, accumulate, clip.
-`updates`: gradients become parameters, by the store's optimizer, by every worker, or by elastic averaging.
-`local`: workers train apart and exchange rarely: local SGD, DiLoCo, elastic averaging.
+`trainer` is what users see. `loop` runs epochs and steps, and `rejoin` continues the loop after deaths. `step`
+computes, accumulates and clips gradients. `updates` turns gradients into parameters: by the store's optimizer, by an
+optimizer on every worker, or by elastic averaging. `local` lets workers train apart and exchange rarely: local SGD,
+DiLoCo, elastic averaging.
 """
 
 from mpips.training.callbacks import Callback, Checkpoint, EarlyStop, Fitting, LearningRate, Progress

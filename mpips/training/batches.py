@@ -20,16 +20,20 @@ if TYPE_CHECKING:
     from mpips.store.api import KVStore
 
 Batch = tuple[Samples, Samples]
+# samples that are evaluated at a time
 BLOCK = 1024
-"""Samples that are evaluated at once."""
-SHOWN_ROWS, SHOWN_NUMBERS = 8, 32
-"""Rows of an array, and numbers of each, by which workers see whether theirs are the same."""
+# rows of an array, and numbers of each row, that workers compare to see whether their arrays are the same
+SHOWN_ROWS = 8
+SHOWN_NUMBERS = 32
+# seconds after which an iterable without a length may be endless, so that a warning is due
 LONG_SECONDS = 10.0
-"""After so long an iterable without a length may be one without an end, which is said."""
 
 
 def shares(samples: int, batch_size: int, epoch: int, seed: int, kv: KVStore, dealt: int = 0) -> Iterator[np.ndarray]:
-    """Yield this worker's rows of each mini-batch of an epoch, (batch_size,), behind the first `dealt` of its order."""
+    """Yield the rows (batch_size,) that this worker takes in each mini-batch of an epoch.
+
+    The first `dealt` samples of the epoch's order are skipped.
+    """
     order = np.random.default_rng([seed, epoch]).permutation(samples)
     mini_batch = batch_size * kv.num_workers
     see_enough(samples, batch_size, kv.num_workers)
@@ -38,7 +42,7 @@ def shares(samples: int, batch_size: int, epoch: int, seed: int, kv: KVStore, de
 
 
 def see_enough(samples: int, batch_size: int, workers: int) -> None:
-    """Raise ValueError where the samples do not fill one mini-batch of all workers."""
+    """Raise ValueError if the samples do not fill one mini-batch of all workers."""
     if batch_size * workers > samples:
         raise ValueError(
             f"batch_size={batch_size} on {workers} workers needs {batch_size * workers} samples a step, "
@@ -48,9 +52,9 @@ def see_enough(samples: int, batch_size: int, workers: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
-    """Batches of two arrays, x (samples, ...) and y (samples, ...), the same on every worker.
+    """Batches of two arrays, x (samples, ...) and y (samples, ...), which are the same on every worker.
 
-    Every epoch is a new order of the samples, of which each worker takes its share: equally many batches.
+    Every epoch has a new order of the samples, and each worker takes its share. All have equally many batches.
     """
 
     x: Samples
@@ -58,52 +62,60 @@ class Arrays:
     batch_size: int
     seed: int = 0
 
+    # True if workers may have different numbers of batches
     joined: ClassVar[bool] = False
-    """True where workers may have unlike batches."""
+    # True if an epoch is known to end
     bounded: ClassVar[bool] = True
-    """True where an epoch is known to end."""
 
     def order(self, workers: int) -> str:
-        """Return what decides which samples come in which step."""
+        """Describe what decides which samples come in which step."""
         return f"{len(self.x)} samples, {self.batch_size * workers} a step, seed {self.seed}"
 
     def steps(self, workers: int) -> int:
-        """Return the number of batches of a worker in an epoch."""
+        """Return the number of batches that a worker has in an epoch."""
         return len(self.x) // (self.batch_size * workers)
 
     def epoch(self, number: int, kv: KVStore, skip: int = 0, dealt: int = 0) -> Iterator[Batch]:
-        """Yield this worker's batches of an epoch, but for the first `skip`, of the samples behind `dealt`."""
+        """Yield this worker's batches of an epoch.
+
+        Args:
+            number: The epoch, from 1.
+            skip: Batches to leave out, because they were taken before a resume.
+            dealt: Samples that were used before the rest of the epoch was dealt to another number of workers.
+        """
         rows = itertools.islice(shares(len(self.x), self.batch_size, number, self.seed, kv, dealt), skip, None)
         return ((self.x[mine], self.y[mine]) for mine in rows)
 
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """This worker's own batches (x, y): an iterable that can be gone through in every epoch, or a function of the
-    epoch's number, from 1, that returns one. Workers may have unlike numbers of batches, and of samples in them."""
+    """This worker's own batches (x, y). Workers may have different numbers of batches, and of samples in them.
+
+    `source` is an iterable that can be iterated in every epoch, or a function of the epoch (from 1) that returns one.
+    """
 
     source: Iterable[Batch] | Callable[[int], Iterable[Batch]]
+    # most batches in an epoch; None takes all that there are
     most: int | None = None
-    """At most so many batches are an epoch; None: all that there are."""
 
+    # True if workers may have different numbers of batches
     joined: ClassVar[bool] = True
-    """True where workers may have unlike batches."""
 
     def order(self, workers: int) -> str:
-        """Return what decides which samples come in which step."""
+        """Describe what decides which samples come in which step."""
         return f"batches of an iterable on each of {workers} workers"
 
     def steps(self, workers: int) -> int | None:
-        """Return the most batches of a worker in an epoch; None: nobody knows before."""
+        """Return the most batches that a worker has in an epoch, or None if that is not known."""
         return self.most
 
     @property
     def bounded(self) -> bool:
-        """Return whether an epoch is known to end."""
+        """True if an epoch is known to end."""
         return self.most is not None or _has_length(self.source)
 
     def epoch(self, number: int, kv: KVStore | None = None, skip: int = 0, dealt: int = 0) -> Iterator[Batch]:
-        """Yield this worker's batches of an epoch, but for the first `skip`; `dealt` is of arrays."""
+        """Yield this worker's batches of an epoch without the first `skip`. `dealt` is only for arrays."""
         found = self.source if isinstance(self.source, Iterable) else self.source(number)
         if not isinstance(found, Iterable):
             raise TypeError(
@@ -119,12 +131,16 @@ Source = Arrays | Batches
 def _has_length(batches: object) -> bool:
     try:
         return len(batches) >= 0  # type: ignore[arg-type]
-    except TypeError:  # a loader of PyTorch's over a stream has __len__, which raises
+    except TypeError:
+        # PyTorch's loader of a stream has a __len__ that raises.
         return False
 
 
 def _unmeasured(batches: Iterable[Any], kv: KVStore | None) -> Iterator[Any]:
-    """Yield the batches of an iterable without a length; warn on rank 0 where they go on for long."""
+    """Yield the batches of an iterable without a length.
+
+    Warn if they go on for long, in a synchronous store on rank 0 only.
+    """
     began, said = time.monotonic(), kv is not None and kv.rank > 0 and not kv.layout.asynchronous
     for number, batch in enumerate(batches):
         if not said and time.monotonic() - began > LONG_SECONDS:
@@ -151,8 +167,10 @@ def _pair(batch: object) -> Batch:
 def source_of(
     x: Samples, y: Samples, batch_size: int | None, seed: int, what: str = "fit", most: int | None = None
 ) -> Source:
-    """Return the batches that `fit` or `evaluate` was given, `most` of them an epoch. TypeError or ValueError where
-    they are none."""
+    """Return the batches that `fit` or `evaluate` was given, at most `most` in an epoch.
+
+    Raises TypeError or ValueError for other arguments.
+    """
     if y is None:
         _see_iterable(x, what)
         if batch_size is not None:
@@ -167,7 +185,10 @@ def source_of(
 
 
 def whole(name: str, number: object, least: int) -> int:
-    """Return a whole number, of NumPy, too; TypeError where it is none, ValueError where it is below `least`."""
+    """Return a whole number (also one of NumPy) as int.
+
+    Raises TypeError for anything else, and ValueError if it is below `least`.
+    """
     if not isinstance(number, Integral) or isinstance(number, bool):
         raise TypeError(f"{name}={number!r}: give a whole number")
     if number < least:
@@ -176,7 +197,7 @@ def whole(name: str, number: object, least: int) -> int:
 
 
 def test_of(test: Any) -> Source | None:
-    """Return what `fit(test=)` was given: a pair of arrays, or batches as of `fit`; None where it was nothing."""
+    """Return the source that `fit(test=)` was given, a pair of arrays or batches, or None."""
     if test is None:
         return None
     if isinstance(test, tuple) and not (test and isinstance(test[0], (tuple, list))):
@@ -201,9 +222,11 @@ def _see_iterable(batches: Any, what: str) -> None:
 
 
 def see_again(source: Source, epochs: int, survives: bool = False) -> None:
-    """Raise TypeError where batches end with the first epoch, and there are more, or a death may take it back.
+    """Raise TypeError if the source is an iterator that cannot be iterated as often as this fit needs it.
 
-    With `most` of them an epoch, an iterator goes on in the next."""
+    That is so if there are more epochs (unless `most` limits them: an iterator then continues in the next epoch), or if
+    a death may take the fit back to an earlier step.
+    """
     if not isinstance(source, Batches) or not isinstance(source.source, Iterator):
         return
     if survives:
@@ -220,7 +243,10 @@ def see_again(source: Source, epochs: int, survives: bool = False) -> None:
 
 
 def paired(name: str, x: Samples, y: Samples) -> tuple[Samples, Samples]:
-    """Return two tables of as many samples, for rows by position. TypeError or ValueError where they are none."""
+    """Return two tables of equally many samples, whose rows are taken by position.
+
+    Raises TypeError or ValueError for anything else.
+    """
     wrong = [type(array).__name__ for array in (x, y) if not hasattr(array, "shape") or not len(array.shape)]
     if wrong:
         raise TypeError(
@@ -234,19 +260,23 @@ def paired(name: str, x: Samples, y: Samples) -> tuple[Samples, Samples]:
 
 
 def see_samples(model: object, source: Source | None) -> None:
-    """Raise what the model says of arrays that it cannot learn, by `EvaluatedModel.check_samples`."""
+    """Let the model check the arrays, by `EvaluatedModel.check_samples` if it has that."""
     check = getattr(model, "check_samples", None)
     if callable(check) and isinstance(source, Arrays):
         check(source.x, source.y)
 
 
 def samples_shown(*sources: Source | None) -> np.ndarray:
-    """Return a few numbers of each array, float64 (numbers,), by which workers see whether theirs are the same."""
+    """Return a few numbers of each array, float64 (numbers,).
+
+    Workers compare them to see whether theirs are the same.
+    """
     shown = [np.empty(0)]
     for source in sources:
         if isinstance(source, Arrays) and len(source.x):
             rows = np.unique(np.linspace(0, len(source.x) - 1, SHOWN_ROWS).astype(np.int64))
-            with contextlib.suppress(TypeError):  # arrays on a GPU
+            # Arrays on a GPU cannot be converted.
+            with contextlib.suppress(TypeError):
                 for each in (source.x, source.y):
                     numbers = in_memory("x", each[rows]).reshape(len(rows), -1)[:, :SHOWN_NUMBERS]
                     shown.append(numbers.real.astype(np.float64).reshape(-1))
@@ -254,10 +284,11 @@ def samples_shown(*sources: Source | None) -> np.ndarray:
 
 
 def see_same(shown: Sequence[np.ndarray]) -> None:
-    """Raise ValueError where what workers have shown, by rank, differs by more than rounding."""
+    """Raise ValueError if the numbers that workers have shown (by rank) differ by more than rounding."""
     first = shown[0]
     for rank, other in enumerate(shown):
-        if len(other) != len(first):  # of some the library is not known
+        # A worker whose arrays could not be converted has shown fewer.
+        if len(other) != len(first):
             continue
         alike = np.isclose(first, other, rtol=1e-3, atol=1e-6, equal_nan=True)
         if not alike.all():
@@ -270,8 +301,10 @@ def see_same(shown: Sequence[np.ndarray]) -> None:
 
 
 def share_of(source: Source, number: int, rank: int, workers: int) -> Iterator[Batch]:
-    """Return the part that one of `workers` evaluates: its rows of arrays, in blocks of `batch_size`, or all of its
-    own batches."""
+    """Return the part of a source that one of `workers` evaluates.
+
+    That is its share of the rows of arrays, in blocks of `batch_size`, or all of its own batches.
+    """
     if isinstance(source, Batches):
         return source.epoch(number)
     samples = len(source.x)

@@ -1,4 +1,4 @@
-"""Call functions between steps and epochs: `Checkpoint`, `EarlyStop`, `LearningRate`, `Progress`; keep the history."""
+"""Call functions between steps and epochs (`Checkpoint`, `EarlyStop`, `LearningRate`, `Progress`), with the history."""
 
 from __future__ import annotations
 
@@ -22,25 +22,29 @@ from mpips.training.step import Job, update_optimizer
 if TYPE_CHECKING:
     from mpips.store.api import KVStore
 
+# seconds between two lines that `Progress` prints within an epoch
 QUIET_SECONDS = 3.0
-"""Seconds in which `Progress` says nothing within an epoch."""
 
 
 class Fitting:
-    """A fit under way, as callbacks see it."""
+    """A fit under way, as callbacks see it.
+
+    Attributes:
+        rank: This worker's rank. Rank 0 prints and writes.
+        epochs: The number of epochs in all.
+        steps: Exchanges in an epoch, or None if nobody knows because batches come from an iterable.
+        joined: True if workers may take different numbers of steps, because each has batches of its own.
+        asynchronous: True if workers do not wait for each other.
+        measures: Names that `Epoch.value` takes: "loss", and with test data "test_loss" and others.
+        alone: True if the other workers are somewhere else in the program, so that no collective call is possible.
+    """
 
     rank: int
-    """This worker's; rank 0 prints and writes."""
     epochs: int
-    """The number of epochs in all."""
     steps: int | None
-    """Exchanges of an epoch; None where batches come from an iterable."""
     joined: bool
-    """True where workers may take unlike numbers of steps, as each has batches of its own."""
     asynchronous: bool
-    """True where workers wait for nobody."""
     measures: tuple[str, ...]
-    """Names of the `value`s of an `Epoch`: "loss", and "test_loss" and others where there are test data."""
 
     def __init__(
         self,
@@ -51,55 +55,58 @@ class Fitting:
         epochs: int,
         callbacks: Sequence[Callback],
     ) -> None:
-        self.epochs, self.joined, self.asynchronous = epochs, source.joined, job.kv.layout.asynchronous
+        self.epochs = epochs
+        self.joined = source.joined
+        self.asynchronous = job.kv.layout.asynchronous
         tested = (LOSS, *names_of(job, test)) if test is not None else ()
         self.measures = (LOSS, *(f"test_{name}" for name in tested))
         self.callbacks = sorted(callbacks, key=lambda callback: callback.last)
         self.alone = False
-        """True where the other workers are elsewhere: then nothing is sent."""
-        self.position, self._job, self._source = position, job, source
+        self.position = position
+        self._job = job
+        self._source = source
         self.count_workers()
 
     def count_workers(self) -> None:
-        """Set the numbers that depend on how many workers there are."""
+        """Set the attributes that depend on the number of workers."""
         kv, source, blocking = self._job.kv, self._source, self._job.blocking
         per_epoch, accumulate = source.steps(kv.num_workers), 1 if blocking is None else blocking.accumulate
         self.rank, self.steps = kv.rank, None if per_epoch is None else -(-per_epoch // accumulate)
         self.position.order = order_of(self._job, source, kv.num_workers)
 
     def restore(self) -> None:
-        """Give callbacks what they kept at this position."""
+        """Give each callback the state that it had at this position."""
         for name, callback in named(self.callbacks).items():
             if name in self.position.callbacks:
                 callback.restore(self.position.callbacks[name])
 
     @property
     def epoch(self) -> int:
-        """Return the epoch that is under way, from 1."""
+        """The number of the epoch that is under way, from 1."""
         return self.position.epoch
 
     @property
     def step(self) -> int:
-        """Return the number of exchanges since the training began."""
+        """Number of exchanges since the training began."""
         return self.position.step
 
     @property
     def loss(self) -> float:
-        """Return the mean loss of this worker's batches in this epoch so far."""
+        """Mean loss of the batches that this worker has taken in this epoch."""
         return self.position.loss
 
     @property
     def last_loss(self) -> float:
-        """Return the loss of this worker's last batch."""
+        """The loss of this worker's last batch."""
         return self.position.last_loss
 
     @property
     def history(self) -> Sequence[Epoch]:
-        """Return all epochs that have ended."""
+        """All epochs that have ended."""
         return tuple(self.position.history)
 
     def mean(self, value: float) -> float:
-        """Return the mean over the workers, equal on all, of those that bring no NaN. Collective, blocking."""
+        """Return the mean of a value over the workers, equal on all. NaNs do not count. Collective, blocking."""
         if self.alone:
             return value
         told = self._job.kv.worker.agree("fit: a mean", data=struct.pack("<d", value))
@@ -107,33 +114,36 @@ class Fitting:
         return sum(found) / len(found) if found else math.nan
 
     def save(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
-        """Write a checkpoint that `fit(resume=path)` goes on from. Collective, blocking."""
+        """Write a checkpoint from which `fit(resume=path)` continues. Collective, blocking."""
         if self.alone:
             return
         self.position.callbacks = states(self.callbacks)
         checkpoint.save(self._job, path, self.position, keep)
 
     def see_folder(self, path: str | os.PathLike[str]) -> None:
-        """Raise ValueError or TypeError on rank 0 where `save(path)` could not write after the next step. Local."""
+        """Raise ValueError or TypeError, on rank 0 only, if `save(path)` could not write after the next step. Local."""
         if self.rank == 0:
             checkpoint.see_folder(path, self.step)
 
     def update_optimizer(self, **numbers: Any) -> None:
-        """Change numbers of the optimizer, such as `learning_rate`; its state stays. Collective, blocking."""
+        """Change numbers of the optimizer, such as `learning_rate`. Its state stays. Collective, blocking."""
         if not self.alone:
             update_optimizer(self._job, numbers)
 
 
 def order_of(job: Job, source: Source, workers: int) -> str:
-    """Return what decides which samples come in which step, in words."""
+    """Describe what decides which samples come in which step."""
     accumulate = job.blocking.accumulate if job.blocking is not None else 1
     return source.order(workers) + (f", accumulate={accumulate}" if accumulate > 1 else "")
 
 
 def see_order(position: Position, order: str, same: Collection[str] = ()) -> None:
-    """Raise ValueError where a fit goes on in the middle of an epoch with other batches, or other exchanges of them.
+    """Raise ValueError if a fit would continue in the middle of an epoch with other batches or other exchanges.
 
-    `same`: orders that differ in the number of workers alone, to whom the rest of the epoch is dealt.
+    Args:
+        order: The order of this fit.
+        same: Orders that are also accepted. They differ only in the number of workers, to which the rest of the epoch
+            is then dealt.
     """
     if position.batches and position.order and position.order not in (order, *same):
         raise ValueError(
@@ -143,61 +153,77 @@ def see_order(position: Position, order: str, same: Collection[str] = ()) -> Non
 
 
 class Callback:
-    """Override what you need. Every worker has one of each, and calls it at the same step: methods that are collective
-    may be called by all or by none. What one computes must not differ between workers where it decides what they do.
+    """Base of callbacks. Override the methods that you need.
 
-    Time spent here is not in the history's seconds.
+    Every worker has one object of each callback and calls it at the same step, so a method may make collective calls if
+    all workers make them. A result by which a callback decides what to do must not differ between workers.
+
+    Time spent in callbacks does not count as seconds of an epoch.
+
+    Attributes:
+        last: True if it is called after the others, as a callback must be that saves their state.
     """
 
     last: ClassVar[bool] = False
-    """True where it comes after the others, as what saves their state."""
 
     def check(self, fit: Fitting) -> None:
-        """Raise ValueError or TypeError where it cannot do its work in this fit. Local. Then no worker begins.
+        """Raise ValueError or TypeError if the callback cannot work in this fit. Then no worker begins. Local.
 
-        Epoch and step are those where the fit begins, of a checkpoint, too.
+        `fit.epoch` and `fit.step` are those at which the fit begins, also when it continues from a checkpoint.
         """
 
     def on_begin(self, fit: Fitting) -> None:
-        """Before the first step, of a fit that goes on from a checkpoint, too. On a spare that takes a place, before
-        its first step: what the others did together then, such as `update_optimizer`, does nothing there."""
+        """Called before the first step, also when a fit continues from a checkpoint.
+
+        On a spare that takes a place it is called before the spare's first step. Collective calls do nothing there,
+        because the other workers made theirs before (such as `update_optimizer`).
+        """
 
     def on_step(self, fit: Fitting) -> None:
-        """After each exchange. Where it is overridden, and `overlap=` is used, the exchange may still be under way.
+        """Called after each exchange. With `overlap=` the exchange may still be under way.
 
-        Where the fit survives a death, it comes again for the last step, unless all workers had been through it."""
+        If the fit survives a death, it may be called again for the last step, unless all workers had been through it.
+        """
 
     def on_epoch(self, fit: Fitting, epoch: Epoch) -> bool | None:
-        """After each epoch; True, on all workers, ends the training."""
+        """Called after each epoch. Return True, on all workers, to end the training."""
 
     def on_end(self, fit: Fitting) -> None:
-        """After the last epoch."""
+        """Called after the last epoch."""
 
     def close(self) -> None:
-        """The fit is over, or has failed. Local."""
+        """Called when the fit is over or has failed. Local."""
 
     def state(self) -> Any:
-        """Return what is to be saved with a checkpoint: JSON data, of this worker. None: nothing."""
+        """Return this worker's state to save with a checkpoint, as JSON data, or None."""
 
     def restore(self, state: Any) -> None:
-        """Take it back: before `on_begin` of a fit that goes on from a checkpoint, and after a death that the fit
-        survives (option `spares`), when the last step may come again. A spare has the state of another worker."""
+        """Take back what `state` returned.
+
+        Called before `on_begin` of a fit that continues from a checkpoint, and after a death that the fit survives
+        (option `spares`), when the last step may be called again. A spare gets the state of another worker.
+        """
 
 
 @dataclass
 class Checkpoint(Callback):
-    """Saves to the folder `path` after every `every` steps, or after each epoch (None), and at the end.
+    """Saves to a folder after every `every` steps, or after each epoch, and at the end.
 
-    `keep`: how many of the newest stay; None: all. `fit(resume=path)` goes on from the newest. A kill at any moment
-    leaves the last complete one. Blocking on all workers; in an asynchronous store they wait for each other here.
+    `fit(resume=path)` continues from the newest checkpoint. A kill at any moment leaves the last complete one. Blocking
+    on all workers: in an asynchronous store they wait for each other here.
+
+    Args:
+        path: The folder.
+        every: Steps between two checkpoints. None saves after each epoch.
+        keep: How many of the newest checkpoints stay. None keeps all.
     """
 
     path: str | os.PathLike[str]
     every: int | None = None
     keep: int | None = 2
     last: ClassVar[bool] = True
+    # step and epoch of what was saved last
     _saved: tuple[int, int] = field(default=(0, 1), init=False, repr=False)
-    """The step and the epoch of what is in the folder."""
 
     def __post_init__(self) -> None:
         for name, number in (("every", self.every), ("keep", self.keep)):
@@ -205,7 +231,7 @@ class Checkpoint(Callback):
                 raise ValueError(f"Checkpoint({name}={number!r}): give a whole number of at least 1, or None")
 
     def check(self, fit: Fitting) -> None:
-        """Raise ValueError where workers do not come to the same step, or the folder cannot take what is saved."""
+        """Raise ValueError if workers do not come to the same step, or the folder cannot be written."""
         if self.every is not None and fit.joined and fit.asynchronous:
             raise ValueError(
                 f"Checkpoint(every={self.every}): workers of an asynchronous store take unlike numbers of "
@@ -215,16 +241,14 @@ class Checkpoint(Callback):
         fit.see_folder(self.path)
 
     def on_begin(self, fit: Fitting) -> None:
-        """Note the step that the fit goes on from, which is not saved again."""
+        # What the fit continues from is not saved again.
         self._saved = fit.step, fit.epoch
 
     def on_step(self, fit: Fitting) -> None:
-        """Save, if it is time."""
         if self.every is not None and fit.step % self.every == 0:
             self._save(fit)
 
     def on_epoch(self, fit: Fitting, epoch: Epoch) -> None:
-        """Save, if it is time."""
         if self.every is None:
             self._save(fit)
 
@@ -241,8 +265,10 @@ class Checkpoint(Callback):
 def of_job(
     kv: KVStore, callbacks: Sequence[Callback], resume: str | os.PathLike[str] | None
 ) -> tuple[Sequence[Callback], str | os.PathLike[str] | None]:
-    """Return the callbacks of a fit, and from where it goes on. Where `mpips run --checkpoint` asks for it, the first
-    fit saves, in place of the store."""
+    """Return the callbacks of a fit, and the folder from which it continues.
+
+    With `mpips run --checkpoint` the first fit saves checkpoints, and the store does not.
+    """
     if kv.worker.regular is None or isinstance(callbacks, Callback):
         return callbacks, resume
     folder, every = kv.worker.regular.leave()
@@ -252,11 +278,20 @@ def of_job(
 
 @dataclass
 class EarlyStop(Callback):
-    """Ends the training after `patience` epochs in which what is monitored has not become better by `min_delta`.
+    """Ends the training after `patience` epochs in which the monitored value has not improved by `min_delta`.
 
-    `monitor`: "loss", or "test_loss", "test_accuracy" and so on with `fit(test=)`. It is the mean over the workers, so
-    all decide alike; they meet for that after each epoch, those of an asynchronous store, too. `mode`: "min" or "max";
-    None: "min" where the name ends in "loss". NaN is never better.
+    The value is the mean over the workers, so all decide alike. They meet for it after each epoch, also those of an
+    asynchronous store. NaN never counts as better.
+
+    Args:
+        monitor: "loss", or with `fit(test=)` "test_loss", "test_accuracy" and so on.
+        patience: Number of epochs without improvement.
+        min_delta: An improvement must be larger than this.
+        mode: "min" or "max". None means "min" if the name ends in "loss", otherwise "max".
+
+    Attributes:
+        best: The best value of this fit.
+        waited: Epochs since the best value.
     """
 
     monitor: str = "test_loss"
@@ -264,9 +299,8 @@ class EarlyStop(Callback):
     min_delta: float = 0.0
     mode: str | None = None
     best: float | None = field(default=None, init=False, repr=False)
-    """The best value so far."""
     waited: int = field(default=0, init=False, repr=False)
-    """Epochs since then."""
+    # True if the state came from a checkpoint or from before a death
     _restored: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -278,7 +312,7 @@ class EarlyStop(Callback):
             raise ValueError(f"EarlyStop(mode={self.mode!r}): give 'min' or 'max'")
 
     def check(self, fit: Fitting) -> None:
-        """Raise ValueError where nothing of that name is measured."""
+        """Raise ValueError if the fit does not measure anything of that name."""
         if self.monitor not in fit.measures:
             raise ValueError(
                 f"EarlyStop(monitor={self.monitor!r}): this fit measures {', '.join(fit.measures)}"
@@ -286,13 +320,13 @@ class EarlyStop(Callback):
             )
 
     def on_begin(self, fit: Fitting) -> None:
-        """Begin anew, unless this fit goes on from a checkpoint."""
+        """Begin anew, unless this fit continues from a checkpoint."""
         if not self._restored:
             self.best, self.waited = None, 0
         self._restored = False
 
     def on_epoch(self, fit: Fitting, epoch: Epoch) -> bool:
-        """Return whether it has waited long enough."""
+        """Return True after `patience` epochs without improvement."""
         value = fit.mean(epoch.value(self.monitor))
         smaller = self.mode == "min" or (self.mode is None and self.monitor.endswith("loss"))
         gain = (
@@ -309,31 +343,31 @@ class EarlyStop(Callback):
         return self.waited >= self.patience
 
     def close(self) -> None:
-        """Let the next fit begin anew, though a death has brought the state back in this one."""
+        # The next fit begins anew, even if a death restored the state in this one.
         self._restored = False
 
     def state(self) -> Any:
-        """Return the best value, and how long ago it was."""
         return [self.best, self.waited]
 
     def restore(self, state: Any) -> None:
-        """Take them back."""
         self.best, self.waited = state
         self._restored = True
 
 
 @dataclass
 class LearningRate(Callback):
-    """Sets the learning rate before each epoch to `rate(epoch)`, epochs from 1. Every worker computes the same.
+    """Sets the learning rate before each epoch to `rate(epoch)`.
 
-    Workers meet for it, those of an asynchronous store, too. For a rate that depends on the step give the optimizer a
-    schedule (`learning_rate=mpips.optimizers.Cosine(0.1, 1000)`), which costs nothing and needs no callback.
+    Epochs count from 1. Every worker computes the same rate.
+
+    Workers meet for it, also those of an asynchronous store. For a rate that depends on the step give the optimizer a
+    schedule (`learning_rate=mpips.optimizers.Cosine(0.1, 1000)`). It costs nothing and needs no callback.
     """
 
     rate: Callable[[int], float] = field(repr=False)
 
     def check(self, fit: Fitting) -> None:
-        """Raise whatever `rate` raises for the first epoch; TypeError where it is no function."""
+        """Raise TypeError if `rate` is not a function, and any error that it raises for the first epoch."""
         if not callable(self.rate):
             raise TypeError(
                 f"LearningRate({self.rate!r}): give a function of the epoch, or give the optimizer learning_rate="
@@ -342,32 +376,36 @@ class LearningRate(Callback):
             self.rate(fit.epoch)
 
     def on_begin(self, fit: Fitting) -> None:
-        """Set the rate of the first epoch."""
         if fit.epoch <= fit.epochs:
             fit.update_optimizer(learning_rate=self.rate(fit.epoch))
 
     def on_epoch(self, fit: Fitting, epoch: Epoch) -> None:
-        """Set the rate of the next."""
+        """Set the rate of the next epoch."""
         if fit.epoch <= fit.epochs:
             fit.update_optimizer(learning_rate=self.rate(fit.epoch))
 
 
 class Progress(Callback):
-    """Rank 0 shows on standard error how far the training is: a line after each epoch, with what was measured, and one
-    every few seconds of a long epoch, as "epoch 2 of 9, 124 of 460 steps, loss 0.31". On a terminal, a bar beside it.
+    """Shows on rank 0's standard error how far the training is.
+
+    It prints a line after each epoch, with what was measured, and a line every few seconds of a long epoch, such as
+    "epoch 2 of 9, 124 of 460 steps, loss 0.31". On a terminal it also shows a bar.
     """
 
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._say: Callable[[str], None] = lambda line: None
         self._done: Callable[[str], None] = lambda what: None
-        self._last, self._begun = 0.0, 0
+        # when the last line was printed, by time.monotonic()
+        self._last = 0.0
+        # the step at which the epoch began
+        self._begun = 0
 
     def on_begin(self, fit: Fitting) -> None:
-        """Begin to show."""
         if fit.rank:
             return
-        from mpips.collectives.terminal import console, show_progress  # a fit without it needs no terminal
+        # A fit without Progress does not import this.
+        from mpips.collectives.terminal import console, show_progress
 
         target, left = console(stderr=True), max(0, fit.epochs - fit.epoch + 1)
         self._say = partial(target.print, markup=False)
@@ -376,7 +414,6 @@ class Progress(Callback):
             self._done = self._stack.enter_context(show_progress("training", left * (fit.steps or 1)))
 
     def on_step(self, fit: Fitting) -> None:
-        """Show a step."""
         if fit.rank:
             return
         if fit.steps:
@@ -387,7 +424,6 @@ class Progress(Callback):
             self._say(f"epoch {fit.epoch} of {fit.epochs}, {steps}, loss {fit.loss:.4g}")
 
     def on_epoch(self, fit: Fitting, epoch: Epoch) -> None:
-        """Show an epoch."""
         if fit.rank:
             return
         if not fit.steps:
@@ -397,12 +433,11 @@ class Progress(Callback):
         self._last, self._begun = time.monotonic(), fit.step
 
     def close(self) -> None:
-        """Show nothing more."""
         self._stack.close()
 
 
 def shown(name: str, value: float) -> str:
-    """Return what was measured, as a text: a share that is an accuracy as "97.31 %"."""
+    """Format a measured value. An accuracy becomes a percentage, as "97.31 %"."""
     return f"{100 * value:.2f} %" if name.endswith("accuracy") else f"{value:.4g}"
 
 
@@ -413,12 +448,11 @@ class OnEpoch(Callback):
         self._call = call
 
     def on_epoch(self, fit: Fitting, epoch: Epoch) -> None:
-        """Tell it."""
         self._call(epoch)
 
 
 def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
-    """Return the callbacks as a checkpoint calls them: by class, and a number among those of the class."""
+    """Return the callbacks by the names that a checkpoint gives them, their class and a number as "EarlyStop 0"."""
     result: dict[str, Callback] = {}
     for each in callbacks:
         kind = type(each).__name__
@@ -427,7 +461,10 @@ def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
 
 
 def states(callbacks: Sequence[Callback]) -> dict[str, Any]:
-    """Return what callbacks keep, by name; TypeError where it is no JSON data."""
+    """Return the states of callbacks by name, without those that are None.
+
+    Raises TypeError if a state is not JSON data.
+    """
     found = {name: each.state() for name, each in named(callbacks).items()}
     for name, state in found.items():
         try:
@@ -438,7 +475,7 @@ def states(callbacks: Sequence[Callback]) -> dict[str, Any]:
 
 
 def words_of(callbacks: Sequence[Callback]) -> str:
-    """Return the callbacks, to be compared between workers: ours with their numbers, others by their class."""
+    """Describe the callbacks, to compare them between workers: ours with their options, others by their class only."""
     ours = [type(each).__module__ == __name__ and isinstance(each, Checkpoint | EarlyStop) for each in callbacks]
     words = [repr(each) if known else type(each).__name__ for each, known in zip(callbacks, ours)]
     return ", ".join(words) or "none"

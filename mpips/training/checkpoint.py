@@ -1,10 +1,10 @@
-"""Save, find and read a Trainer's checkpoints, two files a step; `loop.begin` goes on from there.
+"""Save, find and read a Trainer's checkpoints, two files a step; `loop.begin` continues from them.
 
     FOLDER/step-00000120.store.safetensors      by `kv.save`: values, optimizers and their state, residuals
     FOLDER/step-00000120.trainer.safetensors    positions of all workers, and arrays that the store does not have
 
-The second is written last: a step without it is no checkpoint. Rank 0 writes and reads both; other nodes need not see
-the folder.
+The second file is written last: a step without it is not a checkpoint. Rank 0 writes and reads both files, so other
+nodes need not see the folder.
 """
 
 from __future__ import annotations
@@ -40,22 +40,25 @@ if TYPE_CHECKING:
 STORE, TRAINER = ".store.safetensors", ".trainer.safetensors"
 STEP = re.compile(r"step-\d{8,}")
 VERSION = 1
+# the name under which the metadata of the file hold the Header
 WORD = "mpips.trainer"
-"""Of the metadata, for the header."""
+# name of an update, as a file has it -> the arguments of a Trainer that lead to it
 UPDATES = {
     "none": "neither clip_norm nor elastic",
     "none, clipped": "clip_norm",
     "none, elastic": "elastic",
     "none, local": "local",
 }
-"""The arguments of a Trainer for each way of exchange that a file names."""
 
 
 class Epoch(NamedTuple):
     """One epoch as this worker saw it.
 
-    epoch: its number, from 1. seconds: of training alone since `fit` began, without evaluation and callbacks. loss: the
-    mean over this worker's batches; NaN where it had none. test: what `evaluate` says of the test data, if any.
+    Attributes:
+        epoch: Its number, from 1.
+        seconds: Training time since `fit` began, without evaluation and callbacks.
+        loss: Mean over this worker's batches, or NaN if it had none.
+        test: The result of `evaluate` on the test data, or None.
     """
 
     epoch: int
@@ -65,11 +68,14 @@ class Epoch(NamedTuple):
 
     @property
     def accuracy(self) -> float | None:
-        """Return `test["accuracy"]`, None where it was not measured."""
+        """`test["accuracy"]`, or None if it was not measured."""
         return None if self.test is None else self.test.get("accuracy")
 
     def value(self, monitor: str) -> float:
-        """Return "loss", or "test_" and a name, of what was measured. KeyError where there is none."""
+        """Return "loss", or for "test_" and a name the value measured on the test data.
+
+        Raises KeyError if it was not measured.
+        """
         if monitor == "loss":
             return self.loss
         return (self.test or {})[monitor.removeprefix("test_")]
@@ -79,33 +85,33 @@ class Epoch(NamedTuple):
 class Position:
     """A worker's place in its training, as a checkpoint keeps it."""
 
+    # the epoch that is under way, from 1
     epoch: int = 1
-    """The epoch that is under way, from 1."""
+    # batches that this worker has taken in it
     batches: int = 0
-    """Batches of it that this worker has taken."""
+    # exchanges since the training began
     step: int = 0
-    """Exchanges since the training began."""
+    # seconds of training, without evaluation and callbacks
     seconds: float = 0.0
-    """Of training alone."""
+    # sum over the batches of this epoch
     loss_sum: float = 0.0
-    """Of the batches of this epoch."""
+    # loss of the last batch
     last_loss: float = math.nan
-    """Of the last batch."""
+    # True if a callback has ended the training
     stopped: bool = False
-    """True where a callback has ended the training."""
+    # describes which samples come in which step. A resume in the middle of an epoch needs the same order.
     order: str = ""
-    """The order of samples in steps, in words; a resume in the middle of an epoch needs the same."""
+    # samples of this epoch that had been used when the rest was dealt to another number of workers
     dealt: int = 0
-    """Samples of this epoch's order that were used when its rest was dealt to another number of workers."""
+    # batches that this worker had taken in this epoch when the rest was dealt
     since: int = 0
-    """Batches of this epoch that this worker had taken then."""
     history: list[Epoch] = field(default_factory=list)
+    # name of a callback (its class and a number, as "EarlyStop 0") -> its state
     callbacks: dict[str, Any] = field(default_factory=dict)
-    """The states of callbacks, by their class and number, as "EarlyStop 0"."""
 
     @property
     def loss(self) -> float:
-        """Return the mean over this worker's batches of the epoch so far."""
+        """Mean loss of the batches that this worker has taken in this epoch."""
         return self.loss_sum / self.batches if self.batches else float("nan")
 
     def took(self, loss: float) -> None:
@@ -117,24 +123,24 @@ class Position:
     def deal(self, mini_batch: int) -> None:
         """Deal the rest of the epoch to another number of workers, from the first sample on that no step has used.
 
-        `mini_batch`: samples that a batch of every worker had before.
+        `mini_batch` is the number of samples that all workers together took in a step until now.
         """
         self.dealt, self.since = self.dealt + (self.batches - self.since) * mini_batch, self.batches
 
     def end_epoch(self, test: dict[str, float] | None) -> Epoch:
-        """Begin the next epoch; return the entry of this one, which is in the history now."""
+        """Add the epoch to the history, begin the next one, and return the entry."""
         ended = Epoch(self.epoch, self.seconds, self.loss, test)
         self.history.append(ended)
         self.epoch, self.batches, self.loss_sum, self.dealt, self.since = self.epoch + 1, 0, 0.0, 0, 0
         return ended
 
     def encode(self) -> bytes:
-        """Return it as JSON. Floats come back with the same bits, also those that are not finite."""
+        """Return it as JSON. Floats keep their bits, also those that are not finite."""
         return json.dumps(msgspec.to_builtins(self)).encode()
 
 
 def decode(data: object) -> Position:
-    """Return a Position from JSON data; ValueError where it is none."""
+    """Return the Position in JSON data. Raises ValueError if the data are something else."""
     try:
         return msgspec.convert(data, Position)
     except msgspec.ValidationError as error:
@@ -142,34 +148,34 @@ def decode(data: object) -> Position:
 
 
 class Header(msgspec.Struct):
-    """Hold the JSON of the Trainer's file, under the name `mpips.trainer`."""
+    """The JSON in the metadata of the Trainer's file, under the name `mpips.trainer`."""
 
     version: int
+    # the name of the update that was saved, a key of UPDATES
     update: str
-    """The kind of update that was saved."""
+    # how many workers have arrays in the file
     clients: int
-    """The number of workers whose arrays are in the file."""
+    # the positions of all workers, in rank order
     positions: list[Any]
-    """Of every worker, in rank order."""
+    # the optimizer that runs on every worker, as data, or None if the store has it
     optimizer: dict[str, Any] | None
-    """The optimizer of every worker, as data; None where the store has it."""
 
 
 class Found(NamedTuple):
-    """A checkpoint that a training can go on from."""
+    """A checkpoint from which a training can continue."""
 
+    # the path of the checkpoint's two files, without their endings
     path: str
-    """Without the files' endings."""
     header: Header
+    # the positions of all workers that were saved, in rank order
     positions: list[Position]
-    """Of every worker that was saved, in rank order."""
 
 
 def save(job: Job, folder: str | os.PathLike[str], position: Position, keep: int | None = None) -> str:
-    """Write a checkpoint of all workers after the same step; return its path without endings. Collective, blocking.
+    """Write a checkpoint of all workers after the same step, and return its path without endings. Collective, blocking.
 
-    `keep`: how many of the newest checkpoints stay; None: all. ValueError or TypeError on all workers where nothing can
-    be written; older checkpoints are as they were.
+    `keep` is the number of newest checkpoints that stay (None: all). If the checkpoint cannot be written, all workers
+    raise ValueError or TypeError, and older checkpoints are unchanged.
     """
     update = saved_by(job, "save")
     job.exchange.finish()
@@ -196,7 +202,10 @@ def save(job: Job, folder: str | os.PathLike[str], position: Position, keep: int
 
 
 def saved_by(job: Job, what: str) -> Update:
-    """Return the update whose state is saved; ValueError where the exchange goes on beside the compute."""
+    """Return the update whose state a checkpoint saves.
+
+    Raises ValueError if no checkpoint is possible: with overlap, or while accumulated batches wait for their exchange.
+    """
     if job.blocking is None:
         raise ValueError(
             f"{what}: a Trainer with overlap= has no checkpoints, as its keys follow a plan that is made "
@@ -211,10 +220,13 @@ def saved_by(job: Job, what: str) -> Update:
 
 
 def find(job: Job, path: str | os.PathLike[str], begin: bool = False) -> Found | None:
-    """Return the newest checkpoint of a folder, or that of one of its files, for `take`. Collective, blocking.
+    """Find the newest checkpoint in a folder, or check the one that `path` names, for `take`. Collective, blocking.
 
-    `begin`: None where the folder has no checkpoint, or is not there. ValueError or TypeError on all workers where
-    nothing can be read, or it is not one of this Trainer.
+    If nothing can be read, or the checkpoint is not of such a Trainer, all workers raise ValueError or TypeError.
+
+    Args:
+        path: A folder, or one file step-*.trainer.safetensors.
+        begin: Return None if the folder does not exist or has no checkpoint, instead of an error.
     """
     update, kv = saved_by(job, "resume"), job.kv
     job.exchange.finish()
@@ -230,11 +242,16 @@ def find(job: Job, path: str | os.PathLike[str], begin: bool = False) -> Found |
 
 
 def take(job: Job, found: Found, rates: bool = False) -> None:
-    """Take back all that a checkpoint holds but the positions. Collective, blocking. Rank 0 warns where the optimizer
-    of the checkpoint, which holds, is not that of the program; `rates`: a callback sets the learning rate anyway.
+    """Restore everything that a checkpoint holds except the positions. Collective, blocking.
 
-    ValueError on all workers, before anything has changed, where it does not fit, or cannot be read. Where another
-    number of workers (of elastic clients) was saved, number i takes that of number i mod the number then.
+    If the checkpoint's optimizer differs from the program's, the checkpoint's is used, and rank 0 warns. If the
+    checkpoint has another number of workers (or clients, with `elastic`), number i takes the arrays of number i modulo
+    that number.
+
+    If it does not fit or cannot be read, all workers raise ValueError before anything has changed.
+
+    Args:
+        rates: A callback sets the learning rate anyway, so a difference in it gives no warning.
     """
     update = saved_by(job, "resume")
     given = update.numbers
@@ -247,12 +264,15 @@ def take(job: Job, found: Found, rates: bool = False) -> None:
 
 
 def of_worker(positions: Sequence[Position], rank: int) -> Position:
-    """Return the position from which a worker goes on, of those that were saved."""
+    """Return the saved position from which this worker continues."""
     return positions[rank % len(positions)]
 
 
 def see_folder(path: str | os.PathLike[str], step: int) -> None:
-    """Make the folder; ValueError or TypeError where a checkpoint of this step or a later one could not be saved."""
+    """Make the folder.
+
+    Raises ValueError or TypeError if a checkpoint of this step or a later one could not be saved there.
+    """
     name = _made(file.file_name("save", "path", path), 0, step)
     try:
         tempfile.TemporaryFile(dir=name).close()
@@ -261,7 +281,10 @@ def see_folder(path: str | os.PathLike[str], step: int) -> None:
 
 
 def _made(name: str, rank: int, step: int) -> str:
-    """Return the folder, which rank 0 makes; ValueError where it cannot be, or is that of another training."""
+    """Return the folder, which rank 0 makes.
+
+    Raises ValueError if it cannot be made, or has checkpoints of a later step.
+    """
     if rank:
         return name
     try:
@@ -286,14 +309,14 @@ def steps_in(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def _step(path: Path) -> int:
-    """Return the step of a checkpoint, or of one of its files."""
+    """Return the step number of a checkpoint, or of one of its files."""
     return int(path.name.partition(".")[0].removeprefix("step-"))
 
 
 def prune(folder: str, keep: int) -> None:
-    """Remove all but the newest, and halves that a kill has left behind before those.
+    """Remove all but the newest `keep` checkpoints, and older halves that a kill has left behind.
 
-    The Trainer's file goes first, so that no half is taken for a whole.
+    The Trainer's file is removed first, so that a half is never taken for a whole checkpoint.
     """
     whole = steps_in(folder)
     for path in whole[:-keep]:
@@ -309,7 +332,10 @@ def prune(folder: str, keep: int) -> None:
 
 
 def _found(name: str, begin: bool, update: Update) -> tuple[str, Header] | None:
-    """Return a checkpoint's path without endings, and its header; None where there is none, and need not be."""
+    """Return a checkpoint's path without endings, and its header.
+
+    With `begin`, return None if there is no checkpoint.
+    """
     with _reading(name):
         if name.endswith(TRAINER):
             prefix = name.removesuffix(TRAINER)
@@ -334,7 +360,7 @@ def _found(name: str, begin: bool, update: Update) -> tuple[str, Header] | None:
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Raise whatever goes wrong in reading as a ValueError, which all workers can be told."""
+    """Raise any error in reading as a ValueError, which can be sent to all workers."""
     try:
         yield
     except (ValueError, TypeError):
@@ -356,7 +382,7 @@ def _header(path: str, text: str | None) -> Header:
 
 
 def _see_update(path: str, header: Header, update: Update) -> None:
-    """Raise ValueError where gradients were exchanged in another way, or workers had another optimizer."""
+    """Raise ValueError if the checkpoint is from another way of exchange, or from another optimizer on the workers."""
     if header.update != update.name:
         raise ValueError(
             f"{path} was saved with {UPDATES.get(header.update, header.update)}, and this Trainer has "
@@ -373,8 +399,9 @@ def _see_update(path: str, header: Header, update: Update) -> None:
 
 
 def _see_arrays(path: str, found: Mapping[str, file.Tensor], header: Header, update: Update) -> None:
-    """Raise ValueError where names, shapes or dtypes in the file are not those of this Trainer."""
-    numbers = range(min(max(header.clients, 1), len(found) + 1))  # beyond these one is not there
+    """Raise ValueError if names, shapes or dtypes in the file are not those of this Trainer."""
+    # Do not trust the number in the file: with one name more than the file has, a missing one is found already.
+    numbers = range(min(max(header.clients, 1), len(found) + 1))
     there = {name: str(tensor) for name, tensor in found.items()}
     here = {
         f"{number}/{name}": str(file.Tensor(array.dtype, array.shape))
@@ -390,7 +417,10 @@ def _see_arrays(path: str, found: Mapping[str, file.Tensor], header: Header, upd
 
 
 def _gathered(kv: KVStore, update: Update) -> dict[str, np.ndarray]:
-    """Return, on rank 0, the arrays of all owners, as "0/name"; elsewhere the result is of no use."""
+    """Return the arrays of all owners, named "0/name", on rank 0.
+
+    The result on other ranks is incomplete and not used.
+    """
     found: dict[str, np.ndarray] = {}
     for number, owner in enumerate(update.owners()):
         for name, array in update.arrays().items():
@@ -403,7 +433,10 @@ def _gathered(kv: KVStore, update: Update) -> dict[str, np.ndarray]:
 
 
 def _scattered(kv: KVStore, update: Update, found: Found) -> dict[str, np.ndarray] | None:
-    """Return this worker's arrays, which rank 0 reads; None where the store has all. ValueError on all workers."""
+    """Return this worker's arrays, which rank 0 reads, or None if the store holds everything.
+
+    All workers raise ValueError if a read fails.
+    """
     owners, clients = update.owners(), found.header.clients
     if not owners:
         return None
@@ -423,7 +456,7 @@ def _scattered(kv: KVStore, update: Update, found: Found) -> dict[str, np.ndarra
 
 
 def _read(path: str, number: int, arrays: Mapping[str, np.ndarray]) -> None:
-    """Read one client's arrays of the file."""
+    """Read the arrays of one client from the file."""
     with _reading(path), file.TensorFile(path) as found:
         for name, array in arrays.items():
             array[...] = found.get(f"{number}/{name}")

@@ -1,9 +1,9 @@
 """`evaluate`: loss and metrics of test data, of which every worker computes a share, and the sum of all shares.
 
 A metric is a function of the model's outputs (samples, ...) and the targets. It returns a value for each sample,
-(samples,) or (samples, ...), of which the mean counts, or one number, the mean over the batch's samples. Of both the
-sum over samples is kept, in float64. Sums and numbers of samples are added over the workers in rank order, and divided
-at the end: the mean over all samples, however unevenly they are shared out.
+(samples,) or (samples, ...), or one number that is the mean over the batch's samples. Both are turned into a sum over
+samples, in float64. Sums and numbers of samples are added over the workers in rank order, and divided at the end. The
+result is the mean over all samples, however unevenly they are shared out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOSS = "loss"
 
 
 def check_metrics(metrics: object, model: object) -> dict[str, Metric]:
-    """Return the metrics by name; TypeError or ValueError where they are none, or the model has no outputs."""
+    """Return the metrics by name. Raises TypeError or ValueError for anything else, or if the model has no outputs."""
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -44,7 +44,7 @@ def check_metrics(metrics: object, model: object) -> dict[str, Metric]:
 
 
 def measured(job: Job, batches: Iterable[tuple[Any, Any]]) -> Sums:
-    """Return sums over the samples of these batches, and their number, on this worker alone."""
+    """Return this worker's sums over the samples of these batches, and the number of samples. Local."""
     sums = dict.fromkeys((SAMPLES, LOSS, *job.metrics), 0.0)
     scored, classes = _scored(job), 0.0
     loss = getattr(job.model, "loss", None)
@@ -71,8 +71,10 @@ def measured(job: Job, batches: Iterable[tuple[Any, Any]]) -> Sums:
 
 
 def names_of(job: Job, source: Source) -> list[str]:
-    """Return what is measured beside the loss: the metrics, or the accuracy of a model that has one, where y are
-    classes."""
+    """Return the names of what is measured besides the loss.
+
+    These are the metrics or, without metrics, the accuracy if the model has one and y are classes.
+    """
     if job.metrics or not _scored(job):
         return list(job.metrics)
     return ["accuracy"] if not isinstance(source, Arrays) or _classes(source.y) else []
@@ -83,7 +85,7 @@ def _scored(job: Job) -> bool:
 
 
 def _classes(y: Samples) -> bool:
-    """Return whether targets are the classes of samples: whole numbers (samples,)."""
+    """True if targets are the classes of samples: whole numbers (samples,)."""
     if getattr(y, "ndim", 0) != 1:
         return False
     if isinstance(y.dtype, np.dtype):
@@ -92,7 +94,7 @@ def _classes(y: Samples) -> bool:
 
 
 def _summed(name: str, value: object, samples: int) -> float:
-    """Return the sum over samples of what a metric gave for a batch."""
+    """Return the sum over the samples of what a metric returned for a batch."""
     try:
         array = np.asarray(value, np.float64)
     except (TypeError, ValueError):
@@ -107,7 +109,10 @@ def _summed(name: str, value: object, samples: int) -> float:
 
 
 def means(every: Iterable[Sums]) -> Sums:
-    """Return the means over all samples; ValueError where there are none, or unlike things were measured."""
+    """Return the means over all samples.
+
+    Raises ValueError if there are no samples, or if workers measured different things.
+    """
     total: Sums = {}
     first: tuple[int, Sums] | None = None
     for rank, sums in enumerate(every):
@@ -129,7 +134,10 @@ def means(every: Iterable[Sums]) -> Sums:
 
 
 def evaluate(job: Job, source: Source, number: int = 1) -> Sums:
-    """Return means over the samples of all workers. Collective, blocking; what fails on one is told to all."""
+    """Return the means over the samples of all workers.
+
+    Collective, blocking. An error on one worker is raised on all.
+    """
     kv = job.kv
     if job.blocking is not None:
         job.blocking.update.share()
@@ -137,11 +145,14 @@ def evaluate(job: Job, source: Source, number: int = 1) -> Sums:
     failure: Exception | None = None
     try:
         sums = measured(job, share_of(source, number, kv.rank, kv.num_workers))
-    except CollectiveError:  # the epoch is over: nobody is to be told of it in a rendezvous
+    except CollectiveError:
+        # The communicator is over, so the other workers know of it and cannot be told in a rendezvous.
         raise
-    except Exception as error:  # of the user's model, metric or batches: of any kind
+    except Exception as error:
+        # The user's model, metric or batches may raise anything.
         failure = error
-    refusal = failure  # what all are told: what was raised, or a ValueError that names its class
+    # The error that all workers are told: the one raised, or a ValueError that names its class.
+    refusal = failure
     if failure is not None and not isinstance(failure, (ValueError, TypeError)):
         refusal = ValueError(f"evaluate: {type(failure).__name__}: {failure}")
     try:
@@ -154,12 +165,12 @@ def evaluate(job: Job, source: Source, number: int = 1) -> Sums:
 
 
 def evaluate_here(job: Job, source: Source, number: int = 1) -> Sums:
-    """Return means by this worker's parameters as they are, on all samples: nobody waits. Local."""
+    """Return the means over all samples with this worker's parameters as they are. Does not wait for others. Local."""
     return means([measured(job, share_of(source, number, 0, 1))])
 
 
 def test_words(source: Source | None) -> list[tuple[str, str]]:
-    """Return what of the test data must be equal on all workers."""
+    """Return the properties of the test data that must be equal on all workers, by name, as texts."""
     if source is None:
         return [("test", "None")]
     return [("test", str(source.x.shape) if isinstance(source, Arrays) else "batches")]

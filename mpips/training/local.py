@@ -1,14 +1,14 @@
 """What workers that train apart exchange, and when: local SGD, DiLoCo and elastic averaging.
 
-A worker makes inner steps by itself. Now and then it pushes something of its parameters w, the store updates its own
-centre c by an optimizer, and the worker moves towards the c that it pulls:
+A worker makes inner steps by itself. Now and then it pushes something that depends on its parameters w, the store
+updates its own centre c by an optimizer, and the worker pulls c and moves towards it:
 
-    local SGD, DiLoCo   pushes c - w, with the c of its last pull, which the store's outer optimizer takes as a gradient
-    elastic averaging   pushes w; the store's optimizer is Elastic1
-    then                w = w + (1 - keep) (c - w): with keep 0, as in DiLoCo, the worker goes on from the new centre
+    local SGD, DiLoCo   push c - w, with the c of the last pull; the store's outer optimizer takes it as a gradient
+    elastic averaging   push w; the store's optimizer is Elastic1
+    then in both        w = w + (1 - keep) (c - w): with keep 0, as in DiLoCo, the worker continues from the new centre
 
-Sources: DiLoCo 2311.08105; fragments that are exchanged in turn, during the next inner steps, and mixed: 2501.18512;
-elastic averaging: MXNET-MPI, equations 2 and 3. Without servers every worker runs the outer optimizer, alike.
+Sources: DiLoCo 2311.08105. Fragments that are exchanged in turn, during the next inner steps, and mixed: 2501.18512.
+Elastic averaging: MXNET-MPI, equations 2 and 3. Without servers every worker runs the outer optimizer, all alike.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
     from mpips.store.runtime.engine import Handle
 
 LOG = log.get("mpips.training")
+# outer optimizers by name: DiLoCo's, and local SGD's, which takes the mean of all workers' parameters
 OUTER = {"nesterov": SGD(0.7, momentum=0.9, nesterov=True), "average": SGD(1.0)}
-"""Outer optimizers by name: DiLoCo's, and local SGD's, which takes the mean of all workers' parameters."""
+# the key of the sum of all workers' tokens, in synchronous kinds
 TOKENS = "mpips/tokens"
-"""The key of the sum of all workers' tokens, in synchronous kinds."""
 Arrays = Sequence[np.ndarray]
 
 
 @dataclass(frozen=True)
 class Elastic:
-    """Elastic averaging: every `interval` iterations client and centre move together by `alpha`."""
+    """Elastic averaging: after every `interval` iterations client and centre move towards each other by `alpha`."""
 
     alpha: float = 0.5
     interval: int = INTERVAL
@@ -56,11 +56,15 @@ class Elastic:
 
 @dataclass(frozen=True)
 class Local:
-    """Local SGD: every `every` inner steps the store's `outer` optimizer takes what they have changed as a gradient.
+    """Local SGD: after every `every` inner steps the store's outer optimizer takes the workers' changes as a gradient.
 
-    fragments   the parameters in so many parts, exchanged in turn, `every / fragments` steps apart.
-    delay       an exchange travels during so many inner steps; 0: workers wait for it.
-    keep        the share of its own parameters that a worker keeps when the centre has come.
+    Args:
+        every: Inner steps between two exchanges of the same parameters.
+        outer: The outer optimizer: "nesterov" (DiLoCo's), "average" (local SGD's mean), or an Optimizer with a rescale.
+        fragments: Into how many parts the parameters are divided. The parts are exchanged in turn, `every / fragments`
+            steps apart.
+        delay: Inner steps during which an exchange travels. With 0 workers wait for it.
+        keep: The share of its own parameters that a worker keeps when the centre has arrived.
     """
 
     every: int = 500
@@ -95,41 +99,59 @@ class Local:
 
     @property
     def optimizer(self) -> Optimizer:
-        """Return the outer optimizer, as if there were one worker."""
+        """The outer optimizer, with the rescale for a single worker."""
         return OUTER[self.outer] if isinstance(self.outer, str) else self.outer
 
 
 def averaged(optimizer: Optimizer, workers: float) -> Optimizer:
-    """Return the optimizer for gradients that arrive as a sum over workers: `rescale` divided by their number."""
+    """Return the optimizer for gradients that arrive as a sum over workers: its `rescale` is divided by their number.
+
+    Raises ValueError if the optimizer has no rescale.
+    """
     if "rescale" not in {field.name for field in fields(optimizer)}:
         raise ValueError(f"{optimizer!r} has no rescale: a Trainer needs an optimizer of gradients")
     return replace(optimizer, rescale=optimizer.rescale / workers)  # type: ignore[call-arg, attr-defined]
 
 
 def workers_in_a_sum(kv: KVStore) -> float:
-    """Return how many workers' gradients make one update: all of a synchronous store, a client's of another.
+    """Return how many workers' gradients make one update: all of a synchronous store, or those of a client.
 
-    Where clients differ in size it is their mean: a store has one optimizer, and larger clients take larger steps.
+    If clients differ in size it is their mean size. A store has one optimizer, so larger clients take larger steps.
     """
     return kv.num_workers / len(kv.layout.clients) if kv.layout.asynchronous else kv.num_workers
 
 
 class Exchange:
-    """Exchange parameters with the store's centre, as `rule` says. `shapes`: arrays like the parameters; `members`: the
-    equal workers of a client, whose pushes the client sums."""
+    """Exchanges parameters with the store's centre, as a rule (Elastic or Local) says.
+
+    Parameters are named by their places in the list of all. An exchange is measure(), send() and take().
+
+    Args:
+        keys: The keys of the parameters in the store.
+        shapes: Arrays like the parameters.
+        members: Workers of a client, whose parameters are equal and whose pushes are summed before they reach the
+            store.
+    """
 
     def __init__(self, kv: KVStore, keys: Sequence[str], shapes: Arrays, rule: Elastic | Local, members: int) -> None:
-        self._kv, self._keys, self._members = kv, list(keys), members
+        self._kv = kv
+        self._keys = list(keys)
+        self._members = members
+        # what is pushed next, an array for each parameter
         self._pushed = [np.empty_like(array) for array in shapes]
+        # the centre as of the last pull
         self.centers = [np.empty_like(array) for array in shapes]
-        """The centre, as it was pulled last."""
         self._elastic = isinstance(rule, Elastic)
         keep = 1.0 - rule.alpha if isinstance(rule, Elastic) else rule.keep
         self._attract = Elastic2(alpha=rule.alpha if isinstance(rule, Elastic) else 1.0 - keep)
+        # True if a worker takes the centre as it is and keeps nothing of its own parameters
         self._whole = not self._elastic and keep == 0.0
 
     def _bytes_of(self, place: int) -> int:
-        """Return the bytes of a parameter that go to the store and come back: those to servers may be compressed."""
+        """Return the bytes of a parameter that go to the store and come back.
+
+        Those that go to servers may be compressed.
+        """
         worker, nbytes = self._kv.worker, self.centers[place].nbytes
         key, compressor = worker.keys[self._keys[place]], worker.compressor
         if compressor is not None and self._kv.layout.num_servers and key.floats:
@@ -138,17 +160,18 @@ class Exchange:
 
     @quiet
     def measure(self, parameters: Arrays, places: Sequence[int]) -> None:
-        """Write down what is to be said of the parameters in these places."""
+        """Compute what to push for these parameters."""
         for place in places:
             parameter, pushed = parameters[place], self._pushed[place]
             if self._elastic:
-                np.divide(parameter, self._members, out=pushed)  # a push sums over members, who are equal
+                # A push is the sum over members, which are equal.
+                np.divide(parameter, self._members, out=pushed)
             else:
                 np.subtract(self.centers[place], parameter, out=pushed)
 
     @quiet
     def weigh(self, places: Sequence[int], factor: float) -> None:
-        """Let what is written down count by a factor; 0: not at all, whatever it is."""
+        """Multiply what was measured by a factor. With 0 the result is 0, even if NaN was measured."""
         for place in places if factor != 1.0 else ():
             if factor:
                 np.multiply(self._pushed[place], factor, out=self._pushed[place])
@@ -156,7 +179,7 @@ class Exchange:
                 self._pushed[place][...] = 0
 
     def send(self, places: Sequence[int], wait: bool = True) -> Handle | None:
-        """Push what is written down, and ask for the centre; blocking if `wait`."""
+        """Push what was measured and pull the centre. Blocking if `wait`; otherwise return a handle."""
         keys, centers = [self._keys[place] for place in places], [self.centers[place] for place in places]
         said = [self._pushed[place] for place in places]
         if wait:
@@ -165,16 +188,16 @@ class Exchange:
         return self._kv.ipushpull(keys, said, out=centers)
 
     def pull(self, places: Sequence[int]) -> None:
-        """Ask for the centre alone; blocking."""
+        """Pull the centre without a push. Blocking."""
         self._kv.pull([self._keys[place] for place in places], [self.centers[place] for place in places])
 
     def forget(self) -> None:
-        """Have nothing to say of any parameter."""
+        """Let all parameters contribute nothing to the next push."""
         for pushed in self._pushed:
             pushed[...] = 0
 
     def take(self, parameters: Arrays, places: Sequence[int]) -> None:
-        """Move parameters towards the centre, which has come."""
+        """Move parameters towards the centre that has arrived."""
         for place in places:
             parameter, center = parameters[place], self.centers[place]
             if self._whole:
@@ -185,22 +208,30 @@ class Exchange:
 
 
 class Open(NamedTuple):
-    """Keep an exchange that is under way: its fragment, and the step at which the centre is taken."""
+    """An exchange that is under way: its fragment, and the step at which its centre is taken.
+
+    If there is no handle and `come` is False, a failure has broken the exchange off.
+    """
 
     number: int
     due: int
     handle: Handle | None = None
+    # True once the centre has arrived
     come: bool = False
-    """Whether the centre has come. With neither, the exchange was broken off."""
 
 
 class LocalRounds:
-    """Count a worker's inner steps, and exchange each fragment when it is due. All workers make equally many.
+    """Counts a worker's inner steps and exchanges each fragment when it is due.
 
-    `by_tokens`: workers count by their tokens. In synchronous kinds they sum them in `TOKENS`, an int64 key of one
-    element. `joins`: this worker has taken a dead one's place, and has nothing before `rejoin`.
+    All workers make equally many exchanges.
 
-    With a quorum each push says how many tokens, or inner steps, it is of, and the servers weigh it (`server.quorum`).
+    With a quorum each push says how many tokens (or inner steps) it stands for, and the servers weigh it
+    (`server.quorum`).
+
+    Args:
+        by_tokens: Weigh a worker's changes by its tokens. In synchronous kinds the workers sum their tokens in
+            `TOKENS`, an int64 key of one element.
+        joins: This worker has taken the place of a dead one, and has nothing to contribute before `rejoin`.
     """
 
     def __init__(
@@ -212,17 +243,21 @@ class LocalRounds:
         by_tokens: bool = False,
         joins: bool = False,
     ) -> None:
-        self._rule, self._kv, self._by_tokens, self._keys, self._joins = rule, kv, by_tokens, list(keys), joins
+        self._rule = rule
+        self._kv = kv
+        self._by_tokens = by_tokens
+        self._keys = list(keys)
+        self._joins = joins
         self._quorum = kv.layout.asynchronous and kv.layout.options.quorum >= 0
         self._exchange = Exchange(kv, keys, parameters, rule, 1)
+        # for each fragment the places of its parameters
         self.fragments = cut([array.size for array in parameters], rule.fragments)
-        """Places of the parameters of each fragment."""
+        # for each key the round that is complete when this worker's last push is in it
         self._goals = [0] * len(keys)
-        """The round of each key that this worker's last push makes."""
+        # for each fragment the weight of its last exchange: tokens, or inner steps
         self._counts = [0] * len(self.fragments)
-        """By how much each fragment's last exchange counts: tokens, or inner steps."""
+        # for each fragment the factor by which its last push was multiplied
         self._shares = [1.0] * len(self.fragments)
-        """The factors in what was pushed then."""
         self.open: Open | None = None
         self.centers = self._exchange.centers
         self.begin_at(0)
@@ -232,32 +267,44 @@ class LocalRounds:
             self.share(parameters)
 
     def see_workers(self) -> None:
-        """Let the outer optimizer take the mean over the workers that are here, whatever it took in a checkpoint, or
-        before a death. Collective, blocking."""
+        """Let the outer optimizer take the mean over the workers that are here now.
+
+        After a load from a checkpoint, or after a death, its rescale may be that of another number of workers.
+        Collective, blocking.
+        """
         outer = averaged(self._rule.optimizer, workers_in_a_sum(self._kv))
         now = self._kv.worker.groups.of(self._keys[0])
         if now.rescale != outer.rescale:  # type: ignore[union-attr, attr-defined]
             self._kv.update_optimizer(self._keys, rescale=outer.rescale)  # type: ignore[attr-defined]
 
     def begin_at(self, steps: int, since: Sequence[int] = (), open_: Open | None = None) -> None:
-        """Go on as behind so many inner steps. `since`: of each fragment the tokens since its last exchange; `open_`:
-        whose centre has come and is not due."""
+        """Continue as if `steps` inner steps had been made.
+
+        Args:
+            since: For each fragment the tokens (or inner steps) since its last exchange. By default its steps are
+                counted.
+            open_: An exchange whose centre has arrived and is taken at a later step.
+        """
         self.steps, self.open = steps, open_
+        # for each fragment the step at which its last exchange began
         self._begun = [max(steps - self._after(number, steps), 0) for number in range(len(self.fragments))]
-        """The step at which each fragment's last exchange began."""
+        # for each fragment the tokens, or inner steps, since its last exchange began
         self.since = list(since) or [steps - begun for begun in self._begun]
-        """Tokens, or inner steps, since then."""
 
     def _after(self, number: int, steps: int) -> int:
-        """Return how many steps a fragment's exchange was due ago."""
+        """Return how many steps ago the fragment's exchange was due."""
         return (steps - (number + 1) * self._rule.every // len(self.fragments)) % self._rule.every
 
     def step(self, parameters: Arrays, tokens: int = 0) -> None:
-        """An inner step of so many tokens has been made: take the centre that is due; begin the exchange that is."""
+        """Count an inner step, take a centre whose time has come, and begin the exchanges that are due.
+
+        `tokens` is the number of tokens that the step trained on.
+        """
         self.steps += 1
         self.since = [count + (tokens if self._by_tokens else 1) for count in self.since]
         if self.open is not None and self.open.handle is None and not self.open.come:
-            self.open = None  # it was broken off, and nobody has made it since
+            # It was broken off, and no recovery has made it again.
+            self.open = None
         elif self.open is not None and self.steps >= self.open.due:
             self.finish(parameters)
         for number, places in enumerate(self.fragments):
@@ -272,10 +319,12 @@ class LocalRounds:
             else:
                 self.open = Open(number, self.steps + self._rule.delay, handle)
         if (saving := self._kv.worker.saving) is not None:
-            saving.go_on()  # else pushes see to a checkpoint that is being written, and here they are rare
+            # Usually pushes advance a checkpoint that is being written in the background. Here pushes are rare, so each
+            # step must.
+            saving.go_on()
 
     def _measure(self, number: int, parameters: Arrays) -> None:
-        """Begin a fragment's exchange: from now on it is made, whatever happens."""
+        """Begin a fragment's exchange. From here on it must be made, also after a recovery."""
         places = self.fragments[number]
         self._exchange.measure(parameters, places)
         for place in places:
@@ -285,40 +334,52 @@ class LocalRounds:
         self.open = Open(number, self.steps + self._rule.delay)
 
     def _send(self, number: int, places: Sequence[int], wait: bool = True) -> Handle | None:
-        """Push what is written down of places of a fragment, and ask for the centre; blocking if `wait`."""
+        """Push what was measured for places of a fragment, and pull the centre. Blocking if `wait`."""
         for place in places if self._quorum else ():
             self._kv.worker.keys[self._keys[place]].weight = self._counts[number]
         return self._exchange.send(places, wait)
 
     def _sum_of_tokens(self, number: int) -> int:
-        """Return how many tokens all workers' changes of a fragment are of. Blocking."""
+        """Return the number of tokens that all workers' changes of a fragment stand for. Blocking."""
         total = np.array([self._counts[number]])
         self._kv.pushpull(TOKENS, total)
         return int(total[0])
 
     def _weigh(self, number: int, total: int) -> None:
-        """Weigh a worker's changes of a fragment by its share of the total times the workers: the store takes a mean"""
+        """Multiply a worker's changes of a fragment by its share of the total, times the number of workers.
+
+        The store takes a plain mean over the workers. With this factor it becomes a mean weighted by tokens or steps.
+        If the changes were multiplied before, that factor is divided out.
+        """
         share = self._counts[number] * self._kv.num_workers / total if total else 1.0
         before, self._shares[number] = self._shares[number], share
         self._exchange.weigh(self.fragments[number], share / before if share and before else 0.0)
 
     def wait(self) -> None:
-        """Wait until the centre of what is under way has come. It is taken when it is due."""
+        """Wait until the centre of the exchange that is under way has arrived.
+
+        It is taken later, when its time has come.
+        """
         if self.open is not None and (handle := self.open.handle) is not None:
             self.open = self.open._replace(handle=None)
             handle.wait()
             self.open = self.open._replace(come=True)
 
     def finish(self, parameters: Arrays) -> None:
-        """Wait for what is under way, and take it."""
+        """Wait for the exchange that is under way, and take its centre now."""
         self.wait()
         if self.open is not None:
             self._exchange.take(parameters, self.fragments[self.open.number])
             self.open = None
 
     def share(self, parameters: Arrays, newest: bool = False) -> None:
-        """Take the centre as this worker has seen it last: the same on all, where the store is synchronous. `newest`:
-        take it as it is now. What was changed since, and the tokens of that, do not count."""
+        """Set the parameters to the centre, which in a synchronous store is the same on all workers.
+
+        Changes since the last exchange, and their tokens, are dropped.
+
+        Args:
+            newest: Pull the centre first. Otherwise it is the one that this worker pulled last.
+        """
         self.finish(parameters)
         self.since = [0] * len(self.since)
         if newest:
@@ -329,11 +390,14 @@ class LocalRounds:
     # ---- after a death
 
     def rejoin(self, parameters: Arrays) -> None:
-        """Go on after `kv.recover()`: what was under way is exchanged. Collective over all workers, blocking.
+        """Continue after `kv.recover()`, and make the exchanges that were under way.
 
-        In a synchronous store all go on from the step of the one that is furthest, which is in an exchange. Each counts
-        in it by the inner steps (or tokens) that it has made since the last one: who has just joined counts for
-        nothing. An exchange that the recovery has undone is made again, too, with the same changes.
+        Collective over all workers, blocking.
+
+        In a synchronous store all continue from the step of the worker that is furthest. It is in an exchange, which
+        the others make, too. The weight of each worker in it is the number of inner steps (or tokens) that it has made
+        since its last exchange; a worker that has just joined has weight 0. An exchange that the recovery has undone is
+        made again, with the same changes.
         """
         kv, synchronous = self._kv, not self._kv.layout.asynchronous
         mine = Standing(self.steps, self._goals, self._begun, self._counts, self.since, self._joins)
@@ -348,7 +412,8 @@ class LocalRounds:
         numbers = range(len(self.fragments)) if synchronous or self._joins else due
         if numbers:
             self._exchange.pull([place for number in numbers for place in self.fragments[number]])
-        if due and not self._unmade(due[0]):  # it is complete, and did not come through
+        # The exchange is complete in the store, and only its centre has not arrived.
+        if due and not self._unmade(due[0]):
             self._exchange.take(parameters, self.fragments[due.pop()])
         if self._quorum and (lost := max(goal - self._round(place) for place, goal in enumerate(self._goals)) - 1) > 0:
             LOG.warning("local training: %d of this worker's exchanges that came late are lost with their server", lost)
@@ -368,7 +433,7 @@ class LocalRounds:
             self.share(parameters)
 
     def _catch_up(self, parameters: Arrays, ahead: Standing, synchronous: bool) -> list[int]:
-        """Come to the step of the worker that is ahead; return the fragments whose exchange begins by that."""
+        """Come to the step of the worker that is ahead. Return the fragments whose exchange begins by that."""
         LOG.warning(
             "local training: this worker goes on at step %d%s",
             ahead.steps,
@@ -387,7 +452,7 @@ class LocalRounds:
         return begins
 
     def _unmade(self, number: int) -> list[int]:
-        """Return the places of a fragment whose last exchange the store has not."""
+        """Return the places of a fragment for which the store does not have this worker's last exchange."""
         return [place for place in self.fragments[number] if self._goals[place] > self._round(place)]
 
     def _round(self, place: int) -> int:
@@ -395,7 +460,10 @@ class LocalRounds:
 
 
 class Standing(msgspec.Struct, array_like=True, frozen=True):
-    """Tell the others, when all meet after a death, where a worker stands; fields as in `LocalRounds`."""
+    """The state of a worker, which it tells the others when all meet after a death.
+
+    The fields are those of `LocalRounds`.
+    """
 
     steps: int
     goals: list[int]
@@ -405,21 +473,23 @@ class Standing(msgspec.Struct, array_like=True, frozen=True):
     joins: bool
 
     def counted(self, number: int, ahead: Standing) -> int:
-        """Return by how much this worker counts in the exchange of a fragment in which the one `ahead` is."""
+        """Return this worker's weight (tokens or steps) in the exchange of a fragment that worker `ahead` has begun."""
         if self.joins:
             return 0
         return self.counts[number] if self.begun[number] == ahead.begun[number] else self.since[number]
 
 
 def steps_of(standing: Standing) -> int:
-    """Return how many inner steps a worker has made."""
     return standing.steps
 
 
 def cut(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Cut arrays of these sizes, in their order, into so many runs of about equally many elements; no run is empty.
+    """Cut a list of arrays into `parts` runs of about equally many elements. No run is empty.
 
-    ValueError where there are fewer arrays than parts.
+    Raises ValueError if there are fewer arrays than parts.
+
+    Args:
+        sizes: The number of elements of each array.
     """
     if len(sizes) < parts:
         raise of_caller(

@@ -1,7 +1,7 @@
-"""Run the one training loop (`Fit`); `begin` takes a checkpoint back and goes on, also in the middle of an epoch.
+"""Run the training loop (`Fit`); `begin` restores a checkpoint, also one from the middle of an epoch.
 
-`Request` has the arguments of a fit. Where the store survives deaths, the fit does: it goes back to a moment that all
-workers know (`rejoin`).
+`Request` holds the arguments of a fit. In a store that survives deaths the fit survives them, too: it goes back to a
+moment that all workers know (`rejoin`).
 """
 
 from __future__ import annotations
@@ -47,23 +47,30 @@ from mpips.training.step import Blocking, Job, see_joined
 
 LOG = log.get("mpips.training")
 
-UNEVEN, MANY = 100, 2000
-"""A stream without an end: this many times the steps of another worker, and this many more."""
+# A worker's batches may be an endless stream if it has had more than UNEVEN times as many steps as another worker, plus
+# MANY.
+UNEVEN = 100
+MANY = 2000
 
 
 class Fit:
-    """A fit under way on this worker."""
+    """The training loop of one call of `fit` on this worker."""
 
     def __init__(self, job: Job, request: Request, position: Position, survival: SurvivingFit | None = None) -> None:
-        self._job, self._source, self._test, self._position = job, request.source, request.test, position
+        self._job = job
+        self._source = request.source
+        self._test = request.test
+        self._position = position
         self._fit = Fitting(job, position, request.source, request.test, request.epochs, request.callbacks)
         self._callbacks = self._fit.callbacks
         self._on_step = [each for each in self._callbacks if type(each).on_step is not Callback.on_step]
         self._began = 0.0
-        self._survival, self._stage = survival, BEGIN
+        self._survival = survival
+        # the stage to which the fit has come, a constant of `rejoin`
+        self._stage = BEGIN
 
     def run(self) -> list[Epoch]:
-        """Train from the position on, through deaths where the store survives them; the history."""
+        """Train from the position on and return the history. Continues after deaths if the store survives them."""
         at = self._position
         LOG.info("fit begins at epoch %d of %d, step %d", at.epoch, self._fit.epochs, at.step)
         try:
@@ -83,7 +90,7 @@ class Fit:
         return list(at.history)
 
     def _enter(self) -> None:
-        """Begin with all workers, or as a spare among those that are in the middle of it."""
+        """Begin with all workers, or, as a spare, join workers that are in the middle of the fit."""
         if self._survival is None or not self._survival.fresh:
             self._fit.restore()
             if self._survival is not None:
@@ -98,7 +105,7 @@ class Fit:
             self._fit.alone = False
 
     def _go_on(self) -> None:
-        """From any stage to the end."""
+        """Run from the current stage to the end of the fit."""
         if self._stage == BEGIN:
             for callback in self._callbacks:
                 callback.on_begin(self._fit)
@@ -117,18 +124,19 @@ class Fit:
             for callback in self._callbacks:
                 callback.on_end(self._fit)
             self._mark(ENDED)
-        if self._survival is not None:  # who has left cannot help the others
+        # Wait for all: a worker that has left could not help the others to recover from a death.
+        if self._survival is not None:
             self._job.kv.worker.agree("fit: the end")
 
     def _mark(self, stage: int) -> None:
-        """The fit has come to a stage."""
+        """Note that the fit has come to this stage."""
         self._stage = stage
         if self._survival is not None:
             states = None if stage == COUNTED else hooks.states(self._callbacks)
             self._survival.mark(self._position, stage, states)
 
     def _put_back(self, back: tuple[Position, int]) -> None:
-        """Go on from where all workers go on."""
+        """Go to the position and the stage from which all workers continue."""
         position, self._stage = back
         for field in fields(Position):
             setattr(self._position, field.name, getattr(position, field.name))
@@ -137,12 +145,15 @@ class Fit:
         self._began = time.perf_counter()
 
     def _growing(self) -> SurvivingFit | None:
-        """Return what lets spares become workers now, between two epochs; None where none is to."""
+        """Return the object by which spares can become workers now, or None if none should.
+
+        Spares join only between two epochs.
+        """
         between = self._stage == OVER and bool(self._position.history)
         return self._survival if between and self._survival is not None and self._survival.grows else None
 
     def _one_epoch(self) -> None:
-        """Train, evaluate, tell the callbacks. Nothing is sent between two epochs where there is nothing to do."""
+        """Train, evaluate, and call the callbacks. Without a test and callbacks, nothing is sent between two epochs."""
         at = self._position
         self._began = time.perf_counter()
         batches = self._source.epoch(at.epoch, self._job.kv, at.batches - at.since, at.dealt)
@@ -154,7 +165,9 @@ class Fit:
         self._job.exchange.finish()
         at.seconds += time.perf_counter() - self._began
         trained, test = at.batches, None
-        if self._test is not None:  # together where workers have the same parameters; else nobody waits for it
+        # Workers with the same parameters evaluate together. In an asynchronous store each evaluates alone, so that
+        # nobody waits.
+        if self._test is not None:
             test = (evaluate_here if self._fit.asynchronous else evaluate)(self._job, self._test, at.epoch)
         epoch = at.end_epoch(test)
         if trained and not math.isfinite(epoch.loss):
@@ -172,7 +185,7 @@ class Fit:
         self._mark(OVER)
 
     def _train(self, batches: Iterator[Batch]) -> None:
-        """All workers have equally many batches."""
+        """Train one epoch in which all workers have equally many batches."""
         at, blocking = self._position, self._job.blocking
         for x, y in batches:
             at.took(self._job.exchange.step(x, y) if blocking is None else blocking.add(x, y))
@@ -190,9 +203,10 @@ class Fit:
         self._stepped()
 
     def _train_joined(self, batches: Iterator[Batch], blocking: Blocking) -> None:
-        """Workers have unlike numbers of batches: until nobody has one."""
+        """Train one epoch in which workers may have different numbers of batches, until no worker has one left."""
         at = self._position
-        together = 0  # steps of this epoch in which nobody was out of batches
+        # steps of this epoch in which every worker had a batch
+        together = 0
         for taken in itertools.count(1):
             samples = 0
             for x, y in itertools.islice(batches, blocking.accumulate):
@@ -226,7 +240,7 @@ class Fit:
                 self._survival.no_exchange()
 
     def _see_end(self, has_batch: bool, together: int, taken: int) -> None:
-        """ValueError on all workers that wait for one whose batches may never end, when others are out of theirs."""
+        """Raise ValueError on all workers if one of them seems to have endless batches while others have none left."""
         assert self._job.blocking is not None
         group, endless = self._job.blocking.update.group, has_batch and not self._source.bounded
         ranks = np.zeros(group.Get_size())
@@ -240,14 +254,16 @@ class Fit:
             )
 
     def _stepped(self) -> None:
-        """An exchange is over."""
+        """Count an exchange that has been made."""
         self._position.step += 1
         log.place.step = self._position.step
+        # Mark the step before the callbacks run. If a worker dies now, the fit knows that the step is counted and that
+        # `on_step` is still due.
         self._mark(COUNTED)
         self._tell()
 
     def _tell(self) -> None:
-        """Tell the callbacks of a step."""
+        """Call the callbacks of a step."""
         if self._on_step:
             self._position.seconds += time.perf_counter() - self._began
             for callback in self._on_step:
@@ -256,9 +272,12 @@ class Fit:
         self._mark(TOLD)
 
     def _meet(self) -> None:
-        """Workers that wait for each other in steps begin together: what one did before is in nobody's seconds.
+        """Wait for the other workers at the start of an epoch, unless nothing was done since the last one.
 
-        ValueError on all where callbacks have ended the training on some alone.
+        Otherwise the wait for a worker whose callbacks or evaluation took long would count as training seconds of the
+        others. Workers that do not wait for each other in steps do not wait here.
+
+        Raises ValueError on all workers if callbacks have ended the training on some of them only.
         """
         if not self._callbacks and self._test is None and self._growing() is None:
             return
@@ -270,7 +289,7 @@ class Fit:
 
 
 class Request(NamedTuple):
-    """Hold the checked arguments of `fit`."""
+    """The checked arguments of `fit`."""
 
     source: Source
     epochs: int
@@ -292,7 +311,10 @@ def requested(
     resume: object,
     spares: int,
 ) -> Request:
-    """The arguments of `fit`; TypeError or ValueError where they are wrong. `spares`: may become workers. Local."""
+    """Check the arguments of `fit`. Raises TypeError or ValueError if one is wrong. Local.
+
+    `spares` is the number of spares that may become workers.
+    """
     epochs = whole("epochs", epochs, 0)
     accumulate = 1 if job.blocking is None else job.blocking.accumulate
     most = None if steps is None else whole("steps", steps, 1) * accumulate
@@ -312,11 +334,14 @@ def requested(
 
 
 def begin(job: Job, request: Request, resume: str | os.PathLike[str] | None, own: Sequence[Position]) -> Position:
-    """Return where this worker begins: at the folder's newest checkpoint, which is taken back, or else at its `own`
-    position.
+    """Return the position at which this worker begins: at the folder's newest checkpoint, or else at its `own`.
 
-    `own`: of one worker, or of all those that a checkpoint was of. Collective; ValueError or TypeError on all workers,
-    before anything has changed, where the fit cannot go on from there.
+    The checkpoint is restored. Collective. If the fit cannot continue from there, all workers raise ValueError or
+    TypeError before anything has changed.
+
+    Args:
+        resume: The folder of checkpoints, or None.
+        own: The position of this worker alone, or those of all workers of a checkpoint that was restored before.
     """
     shown = samples_shown(request.source, request.test)
     see_same([np.frombuffer(told) for told in job.kv.worker.agree("fit", data=shown.tobytes())])
@@ -325,14 +350,18 @@ def begin(job: Job, request: Request, resume: str | os.PathLike[str] | None, own
     job.kv.worker.agree("fit", refusal=refusal)
     if found is not None:
         checkpoint.take(job, found, any(isinstance(each, hooks.LearningRate) for each in request.callbacks))
-    if job.blocking is not None and job.blocking.flush():  # what `step` has left
+    # Exchange the batches that `Trainer.step` has accumulated.
+    if job.blocking is not None and job.blocking.flush():
         position.step += 1
     started: Position = position
     return started
 
 
 def _start(job: Job, request: Request, positions: Sequence[Position]) -> Position:
-    """This worker's position of those of all; ValueError or TypeError where the order or a callback does not fit."""
+    """Return this worker's position.
+
+    Raises ValueError or TypeError if the order of samples or a callback does not fit.
+    """
     source, before, workers = request.source, len(positions), job.kv.num_workers
     order = order_of(job, source, workers)
     same = {order, order_of(job, source, before)} if isinstance(source, Arrays) else {order}
@@ -348,7 +377,10 @@ def _start(job: Job, request: Request, positions: Sequence[Position]) -> Positio
 
 
 def words_of(request: Request | None, resume: object) -> list[tuple[str, str]]:
-    """Return what of a fit must be equal on all workers, by name; little of one that is refused."""
+    """Return the arguments of a fit that must be equal on all workers, by name, as texts.
+
+    `request` is None if the arguments were refused; then there is little to compare.
+    """
     given = ("resume", "not given" if resume is None else "given")
     if request is None:
         return [given]

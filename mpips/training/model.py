@@ -1,4 +1,4 @@
-"""Define the models that a Trainer takes (`Model`), and refuse one that lacks something with a sentence."""
+"""Define the models that a Trainer takes (`Model`), and refuse other models with a clear error."""
 
 from __future__ import annotations
 
@@ -7,61 +7,69 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
+# inputs or targets of samples, (samples, ...): an array of any library, or what a loader makes of arrays
 Samples: TypeAlias = Any
-"""Inputs or targets of samples, (samples, ...): an array of any library, or what a loader makes of them."""
 REQUIRED = ("parameters", "gradients", "loss_and_gradients")
 
 
 class Model(Protocol):
-    """Offer what every Trainer needs: arrays that stay where they are, and a function that fills the gradients.
+    """What every Trainer needs of a model: arrays that stay where they are, and a function that fills the gradients.
 
-    A model may also have `names`, a list of texts, one a parameter: they become the keys in the store. `overlap=` needs
-    a model in layers (`mpips.overlap.LayeredModel`); other features need methods of `EvaluatedModel`.
+    A model may also have `names`, a list of texts, one for each parameter. They become the keys in the store.
+    `overlap=` needs a model in layers (`mpips.overlap.LayeredModel`). Other features need methods of `EvaluatedModel`.
     """
 
     @property
     def parameters(self) -> Sequence[np.ndarray]:
-        """C-contiguous arrays of floats, which the Trainer writes in place."""
+        """C-contiguous float arrays, which the Trainer writes in place."""
         ...
 
     @property
     def gradients(self) -> Sequence[np.ndarray]:
-        """An array for each parameter, of its shape and dtype; in `mpips.empty` they travel without being copied."""
+        """One array for each parameter, with its shape and dtype. Arrays from `mpips.empty` are sent without a copy."""
         ...
 
     def loss_and_gradients(self, x: Samples, y: Samples) -> float:
-        """Mean loss of a batch; `gradients` become the gradients of that mean.
+        """Return the mean loss of a batch, and write the gradients of that mean into `gradients`.
 
-        x is (samples, ...) and y (samples, ...), as `fit` and `step` were given them, or what a loader makes of them.
+        x is (samples, ...) and y is (samples, ...), as they were given to `fit` and `step`, or as a loader makes them.
         """
         ...
 
 
 class EvaluatedModel(Model, Protocol):
-    """Offer more methods, each for one feature of a Trainer."""
+    """Methods that a model may have besides those of `Model`. Each serves one feature of a Trainer."""
 
     def predict(self, x: Samples) -> np.ndarray:
-        """Outputs (samples, ...) of inputs (samples, ...). For `Trainer.predict` and `metrics=`."""
+        """Return outputs (samples, ...) for inputs (samples, ...). For `Trainer.predict` and `metrics=`."""
         ...
 
     def loss(self, x: Samples, y: Samples) -> float:
-        """Mean loss of a batch. For `evaluate` and `fit(test=)`, which use `loss_and_gradients` where there is none:
-        that takes a backward pass more, and overwrites the gradients."""
+        """Return the mean loss of a batch. For `evaluate` and `fit(test=)`.
+
+        Without this method they call `loss_and_gradients`, which makes a needless backward pass and overwrites the
+        gradients.
+        """
         ...
 
     def accuracy(self, x: Samples, y: Samples) -> float:
-        """A share of the samples. `evaluate` and `fit(test=)` measure it where no `metrics=` are named and y are
-        classes, whole numbers (samples,)."""
+        """Return the share of samples that the model gets right.
+
+        `evaluate` and `fit(test=)` measure it if no `metrics=` are given and y are classes, whole numbers (samples,).
+        """
         ...
 
     def check_samples(self, x: Samples, y: Samples) -> None:
-        """Raise ValueError or TypeError where the model cannot learn y from x. `fit` and `evaluate` ask for all of
-        their arrays before the first step, so that all workers are told; they may lie on disk (`shape`, `x[a:b]`)."""
+        """Raise ValueError or TypeError if the model cannot learn y from x.
+
+        `fit` and `evaluate` pass their whole arrays before the first step, so that all workers learn of an error. The
+        arrays may lie on disk (`shape`, `x[a:b]`).
+        """
         ...
 
 
 def see_model(model: object) -> None:
-    """TypeError or ValueError that says what the model lacks of `Model`."""
+    """Raise TypeError or ValueError that says which part of `Model` is missing."""
     lacks = [name for name in REQUIRED if not hasattr(model, name)]
     if type(model).__module__.partition(".")[0] == "torch" or hasattr(model, "named_parameters"):
         raise TypeError(
@@ -84,7 +92,7 @@ def see_model(model: object) -> None:
 
 
 def see_method(model: object, method: str, feature: str) -> None:
-    """TypeError where the model lacks a method that a feature needs; it names both."""
+    """Raise TypeError if the model lacks a method that a feature needs. The error names both."""
     if not callable(getattr(model, method, None)):
         raise TypeError(
             f"{feature} needs a model with {method}, which {type(model).__name__} has not: add it, or "
@@ -93,13 +101,14 @@ def see_method(model: object, method: str, feature: str) -> None:
 
 
 def samples_of(x: Samples, y: Samples) -> int:
-    """Return how many samples a batch has: the length of its targets, or of its inputs where it has none."""
+    """Return the number of samples in a batch: the length of its targets, or of its inputs if there are no targets."""
     return len(x if y is None else y)
 
 
 def keys_of(model: Any) -> list[str]:
-    """A key for every array of the model: its names where it has them, otherwise "0", "1", ...
+    """Return a key for every array of the model: its names if it has them, otherwise "0", "1", ...
 
-    Texts, as the keys are with which messages are measured: a store's keys are of one type.
+    Keys are always texts, because all keys of a store have one type and the keys by which messages are measured are
+    texts.
     """
     return list(getattr(model, "names", map(str, range(len(model.parameters)))))

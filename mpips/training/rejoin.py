@@ -1,11 +1,14 @@
-"""A fit that goes on by itself after a death, on the workers that are left and on spares that take a place.
+"""A fit that continues by itself after a death, on the workers that are left and on spares that take a place.
 
-    the store has recovered -> all workers meet once, each with its last marks -> they agree on a moment
-    -> parameters come from the store, or from a worker that has them -> training goes on from there
+1. The store recovers.
+2. All workers meet once. Each tells its last marks, the moments to which it can go back.
+3. They agree on a moment.
+4. Parameters come from the store, or from a worker that has them.
+5. Training continues from that moment.
 
-Before each exchange of a synchronous store the workers sum a few numbers, so that each knows the sums of losses of all:
-a spare then has the history of the worker whose place it takes. A worker that meets the others anew keeps its marks
-until all that it needs is there: another death in between brings all to another meeting.
+Before each exchange of a synchronous store the workers sum a few numbers, by which each knows the sums of losses of
+all. A spare then has the history of the worker whose place it takes. A worker keeps its marks until it has everything
+that it needs, because another death during the meeting brings all workers to a second meeting.
 """
 
 from __future__ import annotations
@@ -32,39 +35,53 @@ if TYPE_CHECKING:
 
 
 class SurvivingFit:
-    """The memory of one worker of a fit. Only where the store survives."""
+    """What one worker remembers of a fit, to go back to an earlier moment. Used only if the store survives deaths."""
 
     def __init__(self, job: Job, blocking: Blocking, source: Source, words: Items, grow: bool = False) -> None:
-        self._kv, self._blocking, self._source, self._words = job.kv, blocking, source, words
+        self._kv = job.kv
+        self._blocking = blocking
+        self._source = source
+        self._words = words
         self._grow = grow
         self._asynchronous = job.kv.layout.asynchronous
+        # True if each step is an exchange of all workers
         self._synchronous = not (self._asynchronous or blocking.update.apart)
-        """Whether each step is an exchange of all workers."""
+        # moments to which this worker can go back, the latest last
         self._marks: list[Mark] = []
+        # the moment after the exchange that is under way
         self._ahead: Mark | None = None
+        # the losses of all workers in this epoch; only in a synchronous store
         self._rows: list[Row] = []
+        # the states of callbacks by name
         self._states: dict[str, Any] = {}
         self._history: list[Epoch] = []
+        # for each epoch in the history the losses of all workers
         self._losses: list[list[float]] = []
+        # generation -> this worker's rank in it
         self._ranks = {job.kv.generation: job.kv.rank}
-        self._numbered, self._offset, self._whole = job.kv.generation, 0, False
+        # the generation by whose ranks _rows and _losses are ordered
+        self._numbered = job.kv.generation
+        # steps minus rounds of the Trainer's keys: the store counts only its own rounds
+        self._offset = 0
+        # True if this worker has all arrays that the store does not have
+        self._whole = False
+        # step and stage of the last recovery in which no worker had died
         self._before: tuple[int, int] | None = None
-        """Step and stage of the last recovery in which nobody had died."""
 
     @property
     def fresh(self) -> bool:
-        """Return whether this worker was a spare, and has not met the others yet."""
+        """True if this worker was a spare and has not met the others yet."""
         return bool(self._kv.worker.fresh)
 
     @property
     def grows(self) -> bool:
-        """Return whether spares are to become workers at the end of this epoch of training: the same on all workers."""
+        """True if spares are to become workers at the end of this epoch. It is the same on all workers."""
         return self._grow and self._kv.spares > 0
 
     # ---- what is remembered
 
     def begin(self, position: Position) -> None:
-        """Begin on all workers. Collective: each learns the histories of all."""
+        """Begin on all workers, which learn each other's histories. Collective."""
         told = self._kv.worker.agree("fit: it survives deaths", data=msgspec.msgpack.encode(position))
         every = [msgspec.msgpack.decode(data, type=Position) for data in told]
         if self._synchronous:
@@ -75,18 +92,21 @@ class SurvivingFit:
         self._hear()
 
     def ahead(self, position: Position) -> None:
-        """Begin an exchange, which makes another step of all batches so far. Collective where synchronous."""
+        """Note that an exchange begins, which will make one more step of the batches taken until now.
+
+        Collective in a synchronous store, where the losses of all workers are summed.
+        """
         at = replace(position, step=position.step + 1)
         if self._synchronous:
             self._rows = self._all(at)
         self._ahead = self._mark(at, COUNTED)
 
     def no_exchange(self) -> None:
-        """Take `ahead` back: nobody had a sample, and the exchange did not begin."""
+        """Take `ahead` back, because no worker had a sample and the exchange did not begin."""
         self._ahead = None
 
     def mark(self, position: Position, stage: int, states: dict[str, Any] | None) -> None:
-        """Note that this worker has come to a stage. `states`: of its callbacks, where they were called."""
+        """Note that this worker has come to a stage. `states` are those of its callbacks, if they were called."""
         if states is not None:
             self._states = states
         if stage == OVER and self._synchronous and len(position.history) > len(self._losses):
@@ -103,22 +123,27 @@ class SurvivingFit:
         )
 
     def _all(self, position: Position) -> list[Row]:
-        """Return the sums of all workers' losses, and their batches. Collective."""
+        """Return the sums of losses and the batches of all workers. Collective."""
         kv = self._kv
         table = np.zeros((kv.num_workers, 3))
         bits = table.view(np.int64)
         table[kv.rank] = position.loss_sum, position.batches, position.last_loss
-        if kv.num_workers > 1:  # as whole numbers, so that one worker's NaN stays its own
+        # Sum them as integers, because a NaN of one worker would spread when it is added to the zeros of the others.
+        if kv.num_workers > 1:
             collectives.allreduce(bits, kv.layout.workers, label="fit: losses of all workers")
         return [(total, int(batches), last) for total, batches, last in table.tolist()]
 
     # ---- after a death
 
     def recover(self, error: CollectiveError | None, grow: bool = False) -> tuple[Position, int]:
-        """Let the store recover, meet the other workers, and spares that join by `grow`; return where to go on: the
-        position, with its history and what callbacks keep, and the stage. Collective, blocking.
+        """Let the store recover, and meet the other workers. Collective, blocking.
 
-        `error` is raised again where nobody has died, and the training has come no further since the last time.
+        Return the position from which to continue, with its history and the states of callbacks, and the stage.
+
+        Args:
+            error: The error that began the recovery. It is raised again if no worker has died and training has not
+                advanced since the last recovery, as it would only occur again.
+            grow: Let waiting spares join.
         """
         while True:
             rounds = self._kv.recover(grow)
@@ -135,7 +160,10 @@ class SurvivingFit:
                     raise
 
     def join(self) -> tuple[Position, int]:
-        """Meet the others, on a spare that has taken a place; return where to go on. Collective, blocking."""
+        """Meet the others, as a spare that has taken a place. Return the position and the stage from which to continue.
+
+        Collective, blocking.
+        """
         try:
             return self._meet(None)
         except (MismatchError, LostError):
@@ -158,7 +186,7 @@ class SurvivingFit:
             word = words[moment.source]
         assert word is not None
         mark = word.at(moment.step, moment.place)
-        # `error` would only come again where no death has made it: the same on all workers.
+        # An error that no death has caused would only occur again. All workers decide this alike.
         died = any(word is None for word in words) or mark.workers != len(words)
         at = None if died else (mark.step, mark.stage)
         if at is not None and at == self._before and error is not None:
@@ -180,7 +208,7 @@ class SurvivingFit:
         return Word(self._ranks, self._numbered, sent, ahead, stored, self._whole, self._history, self._losses)
 
     def _take(self, words: Sequence[Word | None], word: Word, mark: Mark) -> tuple[Position, int]:
-        """Go on from a mark, this worker's own or another's. Local."""
+        """Return to a mark, this worker's own or another's. Local."""
         kv, rows = self._kv, rows_of(words, word.numbered, mark.workers)
         position = replace(mark.position, history=list(word.history[: mark.ended]))
         self._rows = [mark.rows[row] for row in rows] if mark.rows else []
@@ -208,9 +236,13 @@ class SurvivingFit:
         return position, mark.stage
 
     def _restore(self, words: Sequence[Word | None], group: range, mark: Mark) -> None:
-        """Restore parameters, and what the store does not have, from the furthest of the group. Collective."""
+        """Restore parameters, and what the store does not have, from the worker of the group that is furthest.
+
+        Collective.
+        """
         self._hear()
         update = self._blocking.update
+        # max() takes the worker that is furthest, and the lowest rank if there are several.
         whole = [(word.done, -rank) for rank in group if (word := words[rank]) is not None and word.whole]
         arrays = None
         if update.owners() and whole:
@@ -232,19 +264,24 @@ class SurvivingFit:
         return range(client.start, client.stop)
 
     def _hear(self) -> None:
-        """Let who waits for those workers hear of the generation's end. Collective: only behind a meeting."""
+        """Let waits for these workers end when the generation ends.
+
+        Collective, so it is called only after a meeting.
+        """
         if len(group := self._group()) > 1:
             self._kv.worker.generation.within(self._blocking.update.group, list(group))
 
     def _round(self) -> int:
-        """Return how often the Trainer's keys were pushed."""
+        """Return how many times the Trainer's keys were pushed."""
         key: int = self._kv.worker.keys[self._blocking.update.keys[0]].round
         return key
 
 
 def see_alike(kv: KVStore, what: str, words: Items, refusal: BaseException | None) -> None:
-    """See that all workers make this call with equal words, or all raise the same. A spare that has taken a place
-    compares nothing here: the others have made the call long ago, and `join` compares."""
+    """Check that all workers make this call with equal arguments. If not, all raise the same error.
+
+    A spare that has taken a place compares nothing here, because the others made the call long ago. `join` compares.
+    """
     if not kv.worker.fresh:
         kv.worker.agree(what, words, refusal, noun="argument")
     elif refusal is not None:
@@ -252,9 +289,12 @@ def see_alike(kv: KVStore, what: str, words: Items, refusal: BaseException | Non
 
 
 def survival_of(job: Job, source: Source, number: int, words: Items, grow: bool) -> SurvivingFit | None:
-    """Return that of a Trainer's fit with this number, where the store survives. `words` are equal on all workers.
+    """Return the SurvivingFit of a Trainer's fit, or None if the store does not survive deaths.
 
-    Only the first fit may `grow`: spares begin with it.
+    Args:
+        number: The fit's number, from 1.
+        words: Arguments that must be equal on all workers.
+        grow: Let spares become workers. Only the first fit can, because spares begin with it.
     """
     blocking = job.blocking
     if blocking is None or not job.kv.layout.survives:
@@ -263,72 +303,76 @@ def survival_of(job: Job, source: Source, number: int, words: Items, grow: bool)
     return SurvivingFit(job, blocking, source, [("fit", fit), *words], grow and number == 1)
 
 
+# Stages of a step:
+#     BEGIN: `on_begin` is due.
+#     COUNTED: The step is counted, and `on_step` is due.
+#     TOLD: `on_step` was called.
+#     OVER: The epoch that ended with this step is over, and `on_epoch` was called.
+#     ENDED: The fit is over, and `on_end` was called.
 BEGIN, COUNTED, TOLD, OVER, ENDED = range(-1, 4)
-"""Stages of a step: `on_begin` is due; it is counted, and `on_step` due; callbacks were told; the epoch that ended with
-it is over, `on_epoch` too; so is the fit, with `on_end`."""
+# the number of latest steps whose marks are kept
 KEPT = 2
-"""Steps of which marks are kept: the last one, and the one before."""
 
+# one worker's sum of losses in the epoch, its batches, and the loss of its last batch
 Row = tuple[float, int, float]
-"""Of one worker: the sum of its losses in the epoch, its batches, and the loss of the last one."""
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """A moment that a worker can be put back to."""
+    """A moment to which a worker can go back."""
 
+    # the position, without its history
     position: Position
-    """Without its history."""
     stage: int
+    # number of epochs in the history
     ended: int
-    """Epochs in the history."""
+    # the number of workers at that moment
     workers: int
-    """The number of workers then."""
+    # a row for each worker; empty in an asynchronous store, where each worker is at another step
     rows: list[Row]
-    """Of all of them; empty in an asynchronous store, where each is elsewhere."""
+    # the optimizer with its numbers of that moment; in a `Word` as plain data
     optimizer: Any
-    """With the numbers of then: an Optimizer; in a `Word`, its data."""
 
     @property
     def step(self) -> int:
-        """Exchanges until then."""
+        """Exchanges up to this moment."""
         return self.position.step
 
     @property
     def place(self) -> tuple[int, int]:
-        """Return the place among the marks of a step: they come in this order."""
+        """The place among the marks of a step, by which they are ordered."""
         return self.ended, self.stage
 
 
 class Word(msgspec.Struct, frozen=True):
-    """The word of a worker that knows where the training was; a spare brings nothing."""
+    """What a worker that knows where the training was tells the others. A spare tells nothing."""
 
+    # generation of the store -> the worker's rank in it
     ranks: dict[int, int]
-    """Its rank in the generations of the store, by their number."""
+    # the generation by whose ranks the rows of the marks and the losses are ordered
     numbered: int
-    """The generation whose ranks number the rows of its marks, and its losses."""
     marks: list[Mark]
+    # the moment after the exchange that was under way
     ahead: Mark | None
-    """As after the exchange that was under way."""
+    # the step of the parameters in the store, if a synchronous store updates them
     stored: int | None
-    """The step of the parameters in a synchronous store that updates them."""
+    # True if the worker has all arrays that the store does not have
     whole: bool
-    """True where it has all arrays that the store has not."""
     history: list[Epoch]
+    # for each epoch in the history the losses of all workers
     losses: list[list[float]]
-    """Of every epoch in it, those of all workers."""
 
     @property
     def done(self) -> int:
-        """The last step that it has taken."""
+        """The last step that the worker has completed."""
         return self.marks[-1].step
 
     @property
     def furthest(self) -> int:
-        """The last step to which it has contributed all that it had to."""
+        """The last step to which the worker has contributed everything."""
         return self.done if self.ahead is None else self.ahead.step
 
     def last(self, step: int) -> tuple[int, int] | None:
-        """Return the place of its last mark of a step; None where it does not remember the step."""
+        """Return the place of the last mark of a step, or None if the worker does not remember the step."""
         return max((mark.place for mark in self._all() if mark.step == step), default=None)
 
     def at(self, step: int, place: tuple[int, int]) -> Mark:
@@ -341,21 +385,28 @@ class Word(msgspec.Struct, frozen=True):
 
 
 class Agreed(NamedTuple):
-    """The moment that workers go back to."""
+    """The moment to which workers go back."""
 
     step: int
     place: tuple[int, int]
+    # the lowest rank that knows this moment
     source: int
-    """The lowest of them that knows it."""
 
 
 def agreed(words: Sequence[Word | None], group: Sequence[int], stored: bool, asynchronous: bool) -> Agreed:
-    """Return the moment that a group of workers goes back to: all of a synchronous store, a client of another.
+    """Return the moment to which a group of workers goes back.
 
-    Where the store updates (`stored`) it is the step that the store stands at; where workers update alike, the step of
-    the one that is furthest; in an asynchronous store the last step that all of the group have contributed to, and of a
-    group that is new that of the slowest worker.
-    LostError where nobody knows, or one does not remember that step.
+    If the store updates parameters it is the step of the store. If workers update, all alike, it is the step of the
+    worker that is furthest. In an asynchronous store it is the last step to which the whole group has contributed; a
+    group of spares only takes the step of the slowest worker.
+
+    Raises LostError if no worker knows where the training was, or one does not remember that step.
+
+    Args:
+        words: For each rank its word, or None for a spare.
+        group: All workers of a synchronous store, or those of a client.
+        stored: The store updates the parameters.
+        asynchronous: Workers do not wait for each other in every step.
     """
     here = [rank for rank in group if words[rank] is not None]
     if not here:
@@ -389,21 +440,30 @@ def agreed(words: Sequence[Word | None], group: Sequence[int], stored: bool, asy
 
 
 def furthest_of(words: Sequence[Word | None]) -> list[int]:
-    """Return the worker that has come furthest, the lowest of several: where workers of a synchronous store train apart
-    all go on from its step. Nobody, where none knows it."""
+    """Return the rank of the worker that is furthest, the lowest if there are several, in a list of one.
+
+    When workers of a synchronous store train apart, all continue from its step. The list is empty if no worker knows
+    where the training was.
+    """
     steps = [(word.furthest, -rank) for rank, word in enumerate(words) if word is not None]
     return [-rank for _, rank in sorted(steps)[-1:]]
 
 
 def rows_of(words: Sequence[Word | None], numbered: int, workers: int) -> list[int]:
-    """Return, for each worker here now, whose place it has, of `workers` in the generation `numbered`."""
+    """Return, for each worker that is here now, its rank in the generation `numbered`, by which rows are ordered.
+
+    A spare gets the rank of a worker that has died.
+
+    Args:
+        workers: How many workers that generation had.
+    """
     known = [None if word is None else word.ranks.get(numbered) for word in words]
     free = iter([row for row in range(workers) if row not in known])
     return [next(free, 0) if row is None else row for row in known]
 
 
 def with_losses(history: Sequence[Epoch], losses: Sequence[Sequence[float]], row: int) -> list[Epoch]:
-    """Return one worker's history of another's."""
+    """Return a history in which the losses are those of the worker `row`."""
     if not losses:
         return list(history)
     return [Epoch(epoch.epoch, epoch.seconds, of[row], epoch.test) for epoch, of in zip(history, losses)]

@@ -1,7 +1,7 @@
 """Make one step of training: compute and accumulate gradients, clip them, and exchange them, blocking (`Blocking`).
 
-An exchange has two parts: `Blocking` makes the gradients of a step, and an `Update` (`updates`) makes the next
-parameters of them. `mpips.overlap` has an exchange of its own, beside the compute.
+An exchange has two parts: `Blocking` makes the gradients of a step, and an `Update` (in `updates`) makes the next
+parameters from them. `mpips.overlap` has an exchange of its own, which runs during the compute.
 """
 
 from __future__ import annotations
@@ -26,37 +26,43 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Job:
-    """The parts of a Trainer, for those who fit, evaluate and save."""
+    """The parts of a Trainer, for the modules that fit, evaluate and save."""
 
     model: Any
     kv: KVStore
     exchange: Blocking | Overlapped
+    # the exchange, if it is a blocking one, or None with `overlap=`
     blocking: Blocking | None
-    """The exchange, where it is one that blocks."""
     metrics: Mapping[str, Callable[[Any, Any], Any]]
 
 
 class Joined(NamedTuple):
-    """Count the samples of workers with unlike batches in a step."""
+    """What all workers together had in a step in which they may have different numbers of batches."""
 
+    # True if any worker had a batch; if not, the epoch is over
     batches: bool
-    """True where anybody had a batch; where not, the epoch is over."""
+    # True if any worker had a sample; if not, nothing was exchanged
     samples: bool
-    """True where anybody had a sample; where not, nothing was exchanged."""
+    # True if every worker had a batch
     everybody: bool
-    """True where no worker was out of batches."""
 
 
 class Blocking:
-    """An exchange that ends before its step does: of `accumulate` batches, by an `Update`."""
+    """An exchange that is over when its step ends. It sends the gradients of `accumulate` batches by an `Update`."""
 
     def __init__(self, model: Model, update: Update, accumulate: int) -> None:
-        self.model, self.update, self.accumulate, self._recorder = model, update, accumulate, Recorder()
+        self.model = model
+        self.update = update
+        self.accumulate = accumulate
+        self._recorder = Recorder()
         self._sum = Accumulated(model.gradients)
-        self._begin, self._added = 0.0, 0
+        # when the first batch of the exchange began, by time.perf_counter()
+        self._begin = 0.0
+        # batches that wait for the next exchange
+        self._added = 0
 
     def step(self, x: Samples, y: Samples) -> float:
-        """Compute a batch, and exchange with every `accumulate`-th; return its loss."""
+        """Compute a batch and return its loss. Every `accumulate`-th call exchanges."""
         loss = self.add(x, y)
         if self.full:
             self.flush()
@@ -64,16 +70,16 @@ class Blocking:
 
     @property
     def full(self) -> bool:
-        """Return whether so many batches wait as are exchanged at once."""
+        """True if enough batches wait for an exchange."""
         return self._added >= self.accumulate
 
     @property
     def waiting(self) -> int:
-        """Return how many batches wait for the next exchange."""
+        """Number of batches that wait for the next exchange."""
         return self._added
 
     def add(self, x: Samples, y: Samples) -> float:
-        """Compute a batch, which waits for the next exchange; return its loss. Local."""
+        """Compute a batch, which then waits for the next exchange. Return its loss. Local."""
         if not self._added:
             self._begin = time.perf_counter()
         loss = _number(self.model.loss_and_gradients(x, y))
@@ -83,11 +89,11 @@ class Blocking:
         return loss
 
     def add_empty(self) -> None:
-        """Count a batch without a sample, of which no model is asked: it has no weight in the exchange. Local."""
+        """Count a batch without samples, which has no weight in the exchange. The model is not called. Local."""
         self._added += 1
 
     def flush(self) -> bool:
-        """Exchange what waits, whose mean is over all its samples; return whether there was anything. Blocking."""
+        """Exchange the mean over all samples of the batches that wait. Return False if none waited. Blocking."""
         if not self._added:
             return False
         self._sum.mean()
@@ -95,10 +101,14 @@ class Blocking:
         return True
 
     def join(self, samples: int) -> Joined:
-        """Flush where workers may have unlike numbers of samples, or none: the mean is over the samples of all.
+        """Flush when workers may have different numbers of samples, or none.
 
-        `samples`: of this worker's batches that wait. Blocking; all workers of the update's group call it, and sum two
-        numbers before the exchange.
+        The mean is over the samples of all workers.
+
+        Blocking. All workers of the update's group call it, and sum two numbers before the exchange.
+
+        Args:
+            samples: Number of samples in this worker's batches that wait.
         """
         if not self._added:
             self._begin = time.perf_counter()
@@ -115,15 +125,15 @@ class Blocking:
         return joined
 
     def forget(self) -> None:
-        """Drop what waits for the next exchange."""
+        """Drop the batches that wait for the next exchange."""
         self._sum.forget()
         self._added = 0
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no exchange is ever under way between two steps."""
 
     def report(self) -> Report:
-        """Return what the last steps were on this worker. Local."""
+        """Return how long the last steps took on this worker. Local."""
         return self._recorder.report(self.update.name, ((1, len(self.model.parameters)),), (), 0, None)
 
     def _exchange(self) -> None:
@@ -134,7 +144,7 @@ class Blocking:
 
 
 def see_joined(job: Job, source: Source) -> None:
-    """Raise ValueError where workers may not have unlike numbers of batches."""
+    """Raise ValueError if this Trainer does not allow different numbers of batches on workers, and they may differ."""
     if not source.joined:
         return
     if job.blocking is None:
@@ -150,7 +160,7 @@ def see_joined(job: Job, source: Source) -> None:
 
 
 def update_optimizer(job: Job, numbers: dict[str, Any]) -> None:
-    """Change numbers of the optimizer. Collective; ValueError or TypeError on all workers."""
+    """Change numbers of the optimizer. Collective; all workers raise ValueError or TypeError if one is wrong."""
     if job.blocking is None:
         raise ValueError(
             "update_optimizer: a Trainer with overlap= sets its optimizer in the first step: give a "
@@ -163,7 +173,7 @@ def update_optimizer(job: Job, numbers: dict[str, Any]) -> None:
 
 
 def _number(loss: Any) -> float:
-    """Return the loss of a batch; TypeError where the model has returned something else."""
+    """Return a batch's loss as a float. Raises TypeError if the model has returned something else."""
     try:
         return float(loss)
     except (TypeError, ValueError):
@@ -172,9 +182,9 @@ def _number(loss: Any) -> float:
 
 
 class Accumulated:
-    """The sum over batches of their mean gradients times their samples; the mean over all samples comes of it.
+    """A running sum of mean gradients, each times its number of samples, from which the mean over all samples is made.
 
-    16-bit floats are added in float32. It takes memory for one copy of the gradients, from the first `add` on.
+    16-bit floats are added in float32. From the first `add` on it takes memory for one copy of the gradients.
     """
 
     def __init__(self, gradients: Arrays) -> None:
@@ -184,7 +194,7 @@ class Accumulated:
 
     @quiet
     def add(self, samples: int) -> None:
-        """Add gradients, the mean over this number of samples; where it is 0, they do not count."""
+        """Add the current gradients, which are the mean over `samples` samples. With 0 samples they do not count."""
         if not samples:
             return
         if self._sums is None:
@@ -195,7 +205,7 @@ class Accumulated:
 
     @quiet
     def mean(self) -> None:
-        """Make the gradients the mean over all samples added, and begin the next sum."""
+        """Overwrite the gradients with the mean over all samples added, and begin the next sum."""
         if self._sums is None or not self._samples:
             return
         for total, gradient in zip(self._sums, self._gradients):
@@ -203,7 +213,7 @@ class Accumulated:
         self.forget()
 
     def forget(self) -> None:
-        """Begin the next sum."""
+        """Begin the next sum without using this one."""
         for total in self._sums or ():
             total[...] = 0
         self._samples = 0

@@ -34,26 +34,34 @@ from mpips.training.updates import ElasticAveraging, Gradients, LocalTraining, S
 
 
 class Trainer(Uncopied):
-    """Trains `model` through a store: synchronous, asynchronous or elastic, with servers or without.
+    """Trains a model through a store: synchronous, asynchronous or elastic, with servers or without.
 
-    optimizer   a name with options, or an Optimizer; its gradient is the mean over the samples of all workers that
-                contribute to an update. A number may be a schedule: `learning_rate=mpips.optimizers.Cosine(0.1, 1000)`.
-    elastic     elastic averaging; needs an asynchronous store.
-    local       an `mpips.training.Local`: each client trains apart, and every so many steps the store's outer optimizer
-                takes what the clients have changed (local SGD, DiLoCo).
-    overlap     exchange beside the compute, by a strategy of `mpips plan` or "auto", which measures the job and takes
-                the best; the model then is one in layers (`mpips.overlap.LayeredModel`, as `MLP` is).
-    clip_norm   the largest global norm of a gradient. Of which: synchronous kinds, the mean over all workers; then
-                every worker updates, alike, and keeps the optimizer's state, and the store only sums. Elastic, the mean
-                over the client's workers. Other asynchronous stores, a push; their clients must have one worker each.
-    accumulate  so many batches of a worker make one exchange, of the mean over all their samples.
-    metrics     functions of (outputs, y) by name, for `evaluate` and `fit(test=)`: a value a sample, or the mean.
-    grow        spares that wait become workers in the first `fit`, after the epoch of training that is under way.
+    Every worker starts from rank 0's parameters. If the store survives deaths (option `spares`), `fit` continues after
+    a death; a death outside of `fit` raises.
 
-    Where the store survives deaths (`spares`), `fit` goes on after one; outside of it one raises. `overlap` is refused.
+    Collective over all workers, which must give equal arguments and call `step` equally often. If an argument is wrong
+    or differs between workers, all of them raise ValueError or TypeError before anything is sent.
 
-    Every worker starts from rank 0's parameters. Collective over all workers, which give equal arguments, and call
-    `step` equally often. All raise ValueError or TypeError before anything is sent where one is wrong or differs.
+    Args:
+        model: An `mpips.Model`: parameters, gradients, and a function that fills the gradients.
+        kv: The store, from `mpips.create`.
+        optimizer: A name with options, or an Optimizer. Its gradient is the mean over the samples of all workers that
+            contribute to an update. A number may be a schedule: `learning_rate=mpips.optimizers.Cosine(0.1, 1000)`.
+        elastic: Elastic averaging. Needs an asynchronous store.
+        local: An `mpips.training.Local`. Each client trains by itself, and after every `local.every` steps the store's
+            outer optimizer takes the changes that the clients have made (local SGD, DiLoCo).
+        overlap: Exchange gradients during the compute, by a strategy of `mpips plan` or "auto", which measures the job
+            and takes the best strategy. The model must be one in layers (`mpips.overlap.LayeredModel`, as `MLP` is).
+            Not for stores that survive deaths.
+        clip_norm: The largest global norm of a gradient. In synchronous stores it applies to the mean over all workers.
+            Every worker then updates by itself, all alike, and keeps the optimizer's state, and the store only sums.
+            With `elastic` or `local` it applies to the mean over the client's workers. In other asynchronous stores it
+            applies to each push, and every client must have one worker.
+        accumulate: How many batches of a worker make one exchange. The gradient is the mean over all their samples.
+        metrics: Name -> function of (outputs, y), for `evaluate` and `fit(test=)`. A function returns a value for each
+            sample, or their mean.
+        grow: Waiting spares become workers during the first `fit`, at the end of the epoch that is under way.
+        options: Options of the optimizer, if it is given by name.
     """
 
     def __init__(
@@ -78,10 +86,12 @@ class Trainer(Uncopied):
             if local is not None:
                 _see_local(kv, local, elastic, overlap)
             _see_together(kv, elastic, overlap, None if local else check_clip(clip_norm), accumulate)
-            if overlap is None:  # otherwise it is a model in layers, which Overlapped checks
+            # With overlap the model is one in layers, which Overlapped checks.
+            if overlap is None:
                 see_model(model)
             made = create(optimizer, **options)
-            averaged(made, 1)  # it has a rescale
+            # Fails unless the optimizer has a rescale.
+            averaged(made, 1)
             return made, check_metrics(metrics, model)
 
         found, refusal = attempt(chosen)
@@ -98,7 +108,9 @@ class Trainer(Uncopied):
         }
         self._words = [(name, repr(word)) for name, word in words.items()]
         see_alike(kv, "Trainer", self._words, refusal)
-        self.model, self.kv, self._grow = model, kv, bool(grow)
+        self.model = model
+        self.kv = kv
+        self._grow = bool(grow)
         self.exchange: Blocking | Overlapped
         steps: Blocking | None = None
         if overlap is None:
@@ -106,16 +118,20 @@ class Trainer(Uncopied):
         else:
             self.exchange = Overlapped(model, kv, averaged(made, workers_in_a_sum(kv)), overlap)
         self._job = Job(model, kv, self.exchange, steps, measures)
-        self._position, self._fits = Position(), 0
-        self._resumed: Sequence[Position] = ()  # of all workers of the checkpoint that the next fit goes on from
+        self._position = Position()
+        self._fits = 0
+        # positions of all workers in the checkpoint from which the next fit continues
+        self._resumed: Sequence[Position] = ()
 
     # ---- training
 
     def step(self, x: Samples, y: Samples) -> float:
-        """One iteration on this worker's batch, blocking until its parameters are the new ones; the batch's loss.
+        """Train on one batch of this worker and return the batch's loss. Blocks until the parameters are the new ones.
 
-        All workers of a synchronous store (of a client) call it equally often. With `accumulate=k` every k-th call
-        exchanges.
+        All workers of a synchronous store (in an asynchronous one: of a client) call it equally often. With
+        `accumulate=k` every k-th call exchanges gradients.
+
+        Raises ValueError if the batch is empty, because it has no mean.
         """
         if getattr(x if y is None else y, "shape", (1,))[:1] == (0,):
             raise ValueError(
@@ -141,24 +157,34 @@ class Trainer(Uncopied):
         on_epoch: Callable[[Epoch], object] | None = None,
         resume: str | os.PathLike[str] | None = None,
     ) -> list[Epoch]:
-        """Train; the history, an `Epoch` each.
+        """Train for some epochs and return the history, an `Epoch` for each.
 
-        x, y        arrays (samples, ...), the same on every worker, with `batch_size` samples a worker and step. Rows
-                    are taken by position, of frames, sparse matrices and arrays on disk, too. Every epoch is a new
-                    order of the samples, by `seed`, of which each worker takes its share; samples that do not fill a
-                    mini-batch of all workers wait for another epoch.
-                    Or x alone: this worker's batches (x, y), an iterable that can be gone through in every epoch (a
-                    list, a DataLoader), or a function of the epoch, from 1, that returns one. Workers may have unlike
-                    numbers of batches: who is out of them contributes nothing, and the mean is over the samples of the
-                    others. For that a synchronous step sums two numbers more. An asynchronous worker waits for nobody.
-        steps       with batches: the steps of an epoch, at most. A stream without end needs it; an iterator goes on in
-                    the next epoch.
-        test        a pair of arrays, or batches, measured after each epoch: by all workers together; in an asynchronous
-                    store by each alone, with its parameters of that moment.
-        callbacks   `mpips.training.Callback` objects. on_epoch: a function that is called with each Epoch.
-        resume      a folder of `Checkpoint`: go on from its newest one, if any. With the same bits, where synchronous.
+        Collective. If an argument is wrong or differs between workers, every worker raises ValueError or TypeError.
 
-        Collective; ValueError or TypeError on every worker where arguments are wrong, or differ between workers.
+        Data can be given in two ways. Either x and y are arrays (samples, ...), the same on every worker, with
+        `batch_size`. Each epoch has another order of the samples, made from `seed`, and each worker takes its share.
+        Samples that do not fill a mini-batch of all workers are left out of the epoch.
+
+        Or x alone is given: this worker's own batches (x, y). Workers may have different numbers of batches. A worker
+        that has none left contributes nothing, and the mean is over the samples of the others; to know their number a
+        synchronous step also sums two numbers. An asynchronous worker does not wait for any other.
+
+        Args:
+            x: Inputs, (samples, ...). Rows are taken by position, also of data frames, sparse matrices and arrays on
+                disk. Or batches: an iterable that can be iterated in every epoch (a list, a DataLoader), or a function
+                of the epoch (from 1) that returns an iterable.
+            y: Targets, (samples, ...). None if x gives batches.
+            batch_size: Samples that a worker takes in a step. For arrays only.
+            epochs: Epochs in all, including those before a resume.
+            seed: Decides the order of the samples.
+            steps: The most steps in an epoch. For batches only. An endless stream needs it; an iterator continues in
+                the next epoch.
+            test: A pair of arrays, or batches, to measure after each epoch. All workers measure together; in an
+                asynchronous store each worker measures alone, with its parameters of that moment.
+            callbacks: `mpips.training.Callback` objects.
+            on_epoch: A function that is called with each Epoch.
+            resume: A folder of `Checkpoint`. Training continues from the newest checkpoint in it, if there is any. In a
+                synchronous store the result has the same bits as without the interruption.
         """
         callbacks, resume = of_job(self.kv, callbacks, resume)
         request, refusal = attempt(
@@ -185,29 +211,36 @@ class Trainer(Uncopied):
             self._position = begin(self._job, request, resume, own)
             if self._position.step != before and self.kv.rank == 0:
                 print(f"mpips: fit goes on from step {self._position.step}, saved in {resume}", file=sys.stderr)
-        self._fits += 1  # a spare begins with the first
+        # A spare that becomes a worker starts with the first fit.
+        self._fits += 1
         survival = survival_of(self._job, request.source, self._fits, [*self._words, *words], self._grow)
         return Fit(self._job, request, self._position, survival).run()
 
     def update_optimizer(self, **numbers: Any) -> None:
-        """Change numbers of the optimizer, such as `learning_rate`, from the next exchange on; its state stays.
+        """Change numbers of the optimizer, such as `learning_rate`, from the next exchange on. Its state stays.
 
-        Collective, blocking; ValueError or TypeError on every worker, and nothing has changed.
+        Collective, blocking. If a number is wrong, every worker raises ValueError or TypeError, and nothing has
+        changed.
         """
         update_optimizer(self._job, numbers)
 
     # ---- what was learnt
 
     def evaluate(self, x: Samples, y: Samples = None, *, batch_size: int = BLOCK) -> dict[str, float]:
-        """ "loss" and the metrics by name, means over all samples, equal on every worker.
+        """Return "loss" and the metrics by name: means over all samples, equal on every worker.
 
-        x and y are arrays (samples, ...), the same on every worker, of which each computes a share, `batch_size`
-        samples at once; or x alone, this worker's own batches (x, y). Sums are in float64, added in rank order: exact
-        for uneven shares, but for rounding. In an asynchronous store all workers first take the servers' parameters;
-        with `elastic` or `overlap` each measures with its own.
+        Sums are in float64 and added in rank order, so they are exact up to rounding, however unevenly the samples are
+        shared. In an asynchronous store all workers first take the servers' parameters. With `elastic` or `overlap`
+        each worker measures with its own parameters.
 
-        Collective, blocking; ValueError or TypeError on every worker where arguments are wrong or differ, or a metric
-        fails on one.
+        Collective, blocking. Every worker raises ValueError or TypeError if an argument is wrong or differs between
+        workers, or if a metric fails on one of them.
+
+        Args:
+            x: Inputs (samples, ...), the same on every worker; each computes a share. Or, without y, this worker's own
+                batches (x, y).
+            y: Targets (samples, ...).
+            batch_size: Samples to compute at a time. For arrays only.
         """
 
         def asked() -> Source:
@@ -221,7 +254,7 @@ class Trainer(Uncopied):
         return evaluate(self._job, source)
 
     def predict(self, x: Samples) -> np.ndarray:
-        """The model's outputs (samples, ...) for x (samples, ...), by this worker's parameters. Local."""
+        """Return the model's outputs (samples, ...) for x (samples, ...), with this worker's parameters. Local."""
         see_method(self.model, "predict", "predict")
         self.exchange.finish()
         rows = table("predict: x", x) if hasattr(x, "shape") else x
@@ -234,21 +267,27 @@ class Trainer(Uncopied):
     # ---- checkpoints
 
     def save(self, path: str | os.PathLike[str], keep: int | None = None) -> str:
-        """Write a checkpoint to the folder `path`, between two steps, and keep the newest `keep` (None: all); its path.
+        """Write a checkpoint into the folder `path` and return the checkpoint's path. Call it between two steps.
 
-        For loops of your own; `fit` saves by `Checkpoint`. Collective, blocking; ValueError or TypeError on every
-        worker where it cannot be written, and then older ones are there.
+        This is for training loops of your own; `fit` saves by `Checkpoint`. `keep` is the number of newest checkpoints
+        to keep (None: all).
+
+        Collective, blocking. If the checkpoint cannot be written, every worker raises ValueError or TypeError, and
+        older checkpoints are still there.
         """
         return checkpoint.save(self._job, path, self._position, keep)
 
     def resume(self, path: str | os.PathLike[str]) -> int:
-        """Go on from the newest checkpoint of a folder, or from one file step-*.trainer.safetensors; its step.
+        """Continue from the newest checkpoint of a folder, or from one file step-*.trainer.safetensors.
 
-        The next `fit` goes on from there. Collective, blocking; ValueError or TypeError on every worker where there is
-        none, or it does not fit.
+        Return its step.
+
+        The next `fit` starts there. Collective, blocking. If there is no checkpoint, or it does not fit this Trainer,
+        every worker raises ValueError or TypeError.
         """
         found = checkpoint.find(self._job, path)
-        assert found is not None  # without begin= there is one
+        # Without begin=, find() raises if there is no checkpoint.
+        assert found is not None
         checkpoint.take(self._job, found)
         self._position, self._resumed = checkpoint.of_worker(found.positions, self.kv.rank), found.positions
         return self._position.step
@@ -256,18 +295,22 @@ class Trainer(Uncopied):
     # ---- how fast
 
     def report(self) -> Report:
-        """Return what the last steps were on this worker: seconds of an iteration, measured and predicted, the share
-        of the communication that compute hid, groups, and the last one's tasks (`save_trace`, `save_picture`). Local.
+        """Return how long the last steps took on this worker, and how much of the communication the compute hid. Local.
 
-        RuntimeError before the first step has ended.
+        The report has the seconds of an iteration, measured and predicted, the groups of layers that travel together,
+        and the tasks of the last step (`save_trace`, `save_picture`).
+
+        Raises RuntimeError before the first step has ended.
         """
         return self.exchange.report()
 
     def profile(self, x: np.ndarray, y: np.ndarray, save: str | Path | None = None) -> Profile:
-        """The profile of this job, measured on its ranks now: layers on a batch, messages through the store.
+        """Measure this job on its ranks: the layers on a batch, and messages through the store. Return the profile.
 
-        Collective over the workers, blocking; gradients are overwritten, parameters stay. Rank 0 writes it to `save`,
-        for `mpips plan`. The model is one in layers, as `overlap` needs it; ValueError otherwise, and with `elastic`.
+        Collective over the workers, blocking. Gradients are overwritten, parameters stay. Rank 0 writes the profile to
+        the file `save`, for `mpips plan`.
+
+        Raises ValueError if the model is not one in layers, as `overlap` needs it, or with `elastic`.
         """
         check_model(self.model, "profile")
         if self._job.blocking is not None and isinstance(self._job.blocking.update, ElasticAveraging):
@@ -284,7 +327,7 @@ class Trainer(Uncopied):
 def _update_of(
     model: Model, kv: KVStore, made: Optimizer, elastic: Elastic | None, local: Local | None, clip_norm: float | None
 ) -> Update:
-    """Return what makes the next parameters of a step's gradients."""
+    """Return the object that turns the gradients of a step into the next parameters."""
     if elastic is not None:
         return ElasticAveraging(model, kv, made, elastic, clip_norm)
     if local is not None:
@@ -295,7 +338,7 @@ def _update_of(
 
 
 def _see_local(kv: KVStore, local: Local, elastic: Elastic | None, overlap: str | None) -> None:
-    """TypeError or ValueError for what does not go with training apart."""
+    """Raise TypeError or ValueError for options that do not go with training apart."""
     if not isinstance(local, Local):
         raise TypeError(f"local={local!r}: give an mpips.training.Local, as Local(every=500)")
     if elastic is not None or overlap is not None:
@@ -317,13 +360,14 @@ def _see_local(kv: KVStore, local: Local, elastic: Elastic | None, overlap: str 
             f"local: all {kv.num_workers} workers of this {kv.type} store are in one client, which sum in "
             "each step: take dist_sync, or several clients"
         )
-    averaged(local.optimizer, 1)  # it has a rescale
+    # Fails unless the optimizer has a rescale.
+    averaged(local.optimizer, 1)
 
 
 def _see_together(
     kv: KVStore, elastic: Elastic | None, overlap: str | None, clip_norm: float | None, accumulate: int
 ) -> None:
-    """ValueError for what does not go together."""
+    """Raise ValueError for options that do not go together."""
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ValueError(f"accumulate={accumulate!r}: give a number of batches, at least 1")
     if overlap is not None and kv.layout.survives:

@@ -1,8 +1,9 @@
-"""Make the next parameters of a step's gradients: by the store's optimizer, by every worker, or by elastic averaging.
+"""Turn a step's gradients into the next parameters: by the store's optimizer, by every worker, or elastic averaging.
 
-`Gradients` serves all kinds of store (MXNET-MPI, figures 6 and 7). `Summed` is for clipping in a synchronous store: a
-rank that has the whole sum alone knows its norm. The store then sums, and has no optimizer. `ElasticAveraging`
-exchanges whole models (`local`; MXNET-MPI, figure 8), `LocalTraining` what they have changed (DiLoCo).
+`Gradients` serves all kinds of store (MXNET-MPI, figures 6 and 7). `Summed` is for clipping in a synchronous store:
+only a rank that has the whole sum knows its norm, so the store sums without an optimizer and every worker updates.
+`ElasticAveraging` exchanges whole models (MXNET-MPI, figure 8), and `LocalTraining` the changes that workers have made
+to them (DiLoCo). Both are built on `local`.
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ if TYPE_CHECKING:
 
     from mpips.store.api import KVStore
 
+# elements that are squared at a time, so that no temporary array has the length of a gradient
 BLOCK = 1 << 15
-"""Elements that are squared at once, so that no array of a gradient's length is made."""
 Arrays = Sequence[np.ndarray]
+# how many Trainers a store has had
 _trainers: WeakKeyDictionary[KVStore, int] = WeakKeyDictionary()
-"""The number of Trainers that a store has had."""
 
 
 def global_norm(gradients: Arrays) -> float:
     """Return the square root of the sum of all elements' squares, added in float64.
 
-    The order of the sum depends on shapes alone: equal gradients give equal bits.
+    The order of the sum depends only on the shapes, so equal gradients give equal bits.
     """
     total = 0.0
     for gradient in gradients:
@@ -51,9 +52,9 @@ def global_norm(gradients: Arrays) -> float:
 
 
 def clip(gradients: Arrays, limit: float) -> float:
-    """Scale gradients so that their global norm is at most `limit`; return the norm that they had.
+    """Scale gradients so that their global norm is at most `limit`. Return the norm that they had.
 
-    Where the norm is not finite nothing is scaled: the loss then says so, too.
+    If the norm is not finite, nothing is scaled. The loss will show that, too.
     """
     norm = global_norm(gradients)
     if limit < norm < math.inf:
@@ -63,7 +64,7 @@ def clip(gradients: Arrays, limit: float) -> float:
 
 @quiet
 def weigh(gradients: Arrays, factor: float) -> None:
-    """Multiply by a factor. 1 changes no bit; 0 gives zeros, whatever was there."""
+    """Multiply gradients by a factor in place. 1 changes no bit; 0 gives zeros, even where there was NaN."""
     for gradient in gradients if factor != 1.0 else ():
         if factor == 0.0:
             gradient[...] = 0
@@ -72,7 +73,7 @@ def weigh(gradients: Arrays, factor: float) -> None:
 
 
 def check_clip(clip_norm: float | None) -> float | None:
-    """Return the limit of a norm; ValueError where it is none."""
+    """Return the largest norm as a float, or None. Raises ValueError unless it is a finite number above 0."""
     if clip_norm is None:
         return None
     if isinstance(clip_norm, bool) or not isinstance(clip_norm, (int, float)) or not 0 < clip_norm < math.inf:
@@ -81,15 +82,15 @@ def check_clip(clip_norm: float | None) -> float | None:
 
 
 def own_keys(model: Model, kv: KVStore) -> list[str]:
-    """Return `keys_of` for the first Trainer of a store; with a prefix for those after it."""
+    """Return the keys of a model. Every Trainer of a store but the first gets a prefix, so that keys differ."""
     number = _trainers[kv] = _trainers.get(kv, 0) + 1
     return [key if number == 1 else f"trainer{number}/{key}" for key in keys_of(model)]
 
 
 def begins(kv: KVStore, keys: Sequence[str], parameters: Sequence[np.ndarray]) -> bool:
-    """Make the keys, of rank 0's parameters. Return False on a spare that has taken a place: the others have.
+    """Make the keys, with rank 0's parameters as values. Return False on a spare that has taken a place.
 
-    ValueError there where they did not.
+    The other workers made the keys before. Raises ValueError on the spare if theirs are not those of its model.
     """
     if not kv.worker.fresh:
         kv.init(list(keys), list(parameters))
@@ -106,25 +107,32 @@ def begins(kv: KVStore, keys: Sequence[str], parameters: Sequence[np.ndarray]) -
 
 
 def rescaled(optimizer: Optimizer, like: Optimizer) -> Optimizer:
-    """Return the optimizer with the `rescale` of another, which `averaged` made."""
+    """Return the optimizer with the `rescale` of another, which `averaged` has made."""
     return replace(optimizer, rescale=like.rescale)  # type: ignore[call-arg, attr-defined]
 
 
 class Gradients:
-    """Push gradients, pull parameters; the store's optimizer updates (on servers, or on the workers without any).
+    """Pushes gradients and pulls parameters. The store's optimizer updates, on servers or, without any, on the workers.
 
-    `clip_norm`: in an asynchronous store whose clients have one worker each; what is clipped is a push. `keys`: of the
-    parameters in the store, each pushed once an exchange. `name`: what a checkpoint calls it, and a report.
+    Args:
+        clip_norm: The largest norm of a push. For asynchronous stores whose clients have one worker each.
+
+    Attributes:
+        keys: The keys of the parameters in the store. Each is pushed once in an exchange.
+        name: The name of this kind of update in checkpoints and reports.
     """
 
     name = "none"
+    # True if workers train by themselves between two exchanges
     apart = False
-    """Whether workers train by themselves between two exchanges."""
+    # the optimizer that runs on every worker, with its current numbers, or None if the store runs it
     optimizer = None
-    """The optimizer of every worker, with the numbers of now; None where the store has it."""
 
     def __init__(self, model: Model, kv: KVStore, optimizer: Optimizer, clip_norm: float | None = None) -> None:
-        self._model, self._kv, self.keys, self._clip = model, kv, own_keys(model, kv), clip_norm
+        self._model = model
+        self._kv = kv
+        self.keys = own_keys(model, kv)
+        self._clip = clip_norm
         self._optimizer = optimizer
         if begins(kv, self.keys, model.parameters):
             kv.set_optimizer(averaged(optimizer, workers_in_a_sum(kv)), keys=self.keys)
@@ -132,45 +140,58 @@ class Gradients:
 
     @property
     def group(self) -> MPI.Intracomm:
-        """Return the communicator of the workers whose gradients make one update."""
+        """The communicator of the workers whose gradients make one update."""
         layout = self._kv.layout
         return layout.client if layout.asynchronous else layout.workers  # type: ignore[return-value]
 
     def exchange(self) -> None:
-        """Send the model's gradients, and leave the next parameters in it. All workers of `group` call it; blocking."""
+        """Send the model's gradients and replace its parameters by the next ones.
+
+        All workers of `group` call it. Blocking.
+        """
         if self._clip is not None:
             clip(self._model.gradients, self._clip)
         self._kv.pushpull(self.keys, list(self._model.gradients), out=list(self._model.parameters))
 
     def change(self, numbers: Mapping[str, Any]) -> None:
-        """Change numbers of the optimizer, such as `learning_rate`; its state stays. All workers of the store call."""
+        """Change numbers of the optimizer, such as `learning_rate`.
+
+        Its state stays. All workers of the store call it.
+        """
         self._kv.update_optimizer(self.keys, **numbers)
 
     @property
     def numbers(self) -> Optimizer:
-        """Return the optimizer with the numbers of now, wherever it is."""
+        """The optimizer with its current numbers, wherever it runs."""
         found = self._kv.worker.groups.of(self.keys[0])
         assert found is not None
         return found
 
     def share(self) -> None:
-        """Take the parameters that all workers have in common, where there are such. All workers call."""
+        """In an asynchronous store take the servers' parameters, the same on all workers. All workers call it."""
         if self._kv.layout.asynchronous:
             self._kv.barrier()
             self._pull()
 
     def owners(self) -> list[int]:
-        """Return the workers that keep arrays, one of each group of equal ones; none where the store holds all."""
+        """Return the workers whose arrays a checkpoint saves, one of each group of equal workers.
+
+        The list is empty if the store holds everything.
+        """
         return []
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return this worker's arrays that the store does not hold, by name; live or copies."""
+        """Return this worker's arrays that the store does not hold, by name. They may be live or copies."""
         return {}
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Take arrays and parameters back, after `kv.load`; `rescale` is that of the workers that are here.
+        """Restore arrays and parameters after `kv.load`. All workers call it.
 
-        `optimizer`: the numbers of then; None: as they are. All workers call.
+        `rescale` becomes the one for the workers that are here now.
+
+        Args:
+            arrays: This worker's arrays from the checkpoint, or None if the store holds everything.
+            optimizer: The optimizer with the numbers of the checkpoint. None leaves the numbers as they are.
         """
         now = self.numbers
         wanted = rescaled(optimizer or now, averaged(self._optimizer, workers_in_a_sum(self._kv)))
@@ -179,8 +200,8 @@ class Gradients:
             self._kv.update_optimizer(self.keys, **numbers)
         self._pull()
 
+    # Restores arrays and parameters after a death. `arrays` is None if no worker is left in the group that has them.
     rejoin = restore
-    """Take them back after a death. `arrays`: None, where nobody of the group is left that has them."""
 
     def _pull(self) -> None:
         """Pull the store's parameters on all workers, before any of them pushes again."""
@@ -190,14 +211,19 @@ class Gradients:
 
 
 class OnWorkers:
-    """The optimizer runs on every worker, which keeps its state, by the mean of the group's gradients. Calls are those
-    of `Gradients`."""
+    """Base of updates by an optimizer that runs on every worker, on the mean of the group's gradients.
+
+    Each worker keeps the optimizer's state. The calls are those of `Gradients`.
+    """
 
     name: str
     apart = False
 
     def __init__(self, model: Model, kv: KVStore, optimizer: Optimizer, clip_norm: float | None) -> None:
-        self._model, self._kv, self.keys, self._clip = model, kv, own_keys(model, kv), clip_norm
+        self._model = model
+        self._kv = kv
+        self.keys = own_keys(model, kv)
+        self._clip = clip_norm
         self._optimizer = optimizer
         if begins(kv, self.keys, model.parameters):
             self._prepare()
@@ -205,7 +231,7 @@ class OnWorkers:
         self._updater = self._new_updater()
 
     def _prepare(self) -> None:
-        """Set the store up, once its keys are there. Collective."""
+        """Set the store up once its keys are there. Collective."""
 
     def _new_updater(self) -> Updater:
         return Updater(averaged(self._optimizer, self.group.Get_size()), self._model.parameters)
@@ -221,7 +247,7 @@ class OnWorkers:
         raise NotImplementedError
 
     def share(self) -> None:
-        """Do nothing: what workers have in common they have."""
+        """Do nothing: equal workers have equal parameters already."""
 
     def change(self, numbers: Mapping[str, Any]) -> None:
         made, refusal = attempt(lambda: changed(self._updater.optimizer, **numbers))
@@ -236,7 +262,7 @@ class OnWorkers:
     numbers = optimizer
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return parameters, the optimizer's arrays and its step, by name."""
+        """Return the parameters, and the optimizer's arrays and its step, by name."""
         found = {"step": np.array([self._updater.step], np.int64)}
         for key, parameter, state in zip(self.keys, self._model.parameters, self._updater.states):
             found[f"parameter/{key}"] = parameter
@@ -244,7 +270,7 @@ class OnWorkers:
         return found
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Write arrays back; the optimizer's numbers become those that were saved."""
+        """Write the arrays back. The optimizer's numbers become those that were saved."""
         assert arrays is not None and optimizer is not None
         self._updater.optimizer = rescaled(optimizer, averaged(self._optimizer, self.group.Get_size()))
         self._updater.step = int(arrays["step"][0])
@@ -253,12 +279,11 @@ class OnWorkers:
                 array[...] = arrays[name]
 
     def rejoin(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Take them back after a death."""
         self.restore(arrays, optimizer)
 
 
 class Summed(OnWorkers):
-    """The store sums gradients; every worker clips their mean by its global norm, and updates alike.
+    """The store sums gradients. Every worker clips their mean by its global norm and updates by itself.
 
     Equal sums give equal norms and equal parameters on all workers, bit for bit.
     """
@@ -273,16 +298,17 @@ class Summed(OnWorkers):
         gradients = list(self._model.gradients)
         self._kv.pushpull(self.keys, gradients)
         assert self._clip is not None
+        # The gradients are sums over the workers, and the limit is one for their mean, so scale the limit.
         clip(gradients, self._clip * self._kv.num_workers)
         self._updater.update(gradients)
 
     def owners(self) -> list[int]:
-        """Return rank 0: all are equal."""
+        """Return rank 0 only, because all workers are equal."""
         return [0]
 
 
 class ElasticAveraging(OnWorkers):
-    """Every `interval` iterations the client and the servers' centre attract each other; else SGD inside the client.
+    """Elastic averaging between clients and the servers' centre every `interval` iterations, with SGD inside a client.
 
     `clip_norm` bounds the mean gradient of the client's workers.
     """
@@ -304,7 +330,7 @@ class ElasticAveraging(OnWorkers):
         return self._kv.layout.client  # type: ignore[return-value]
 
     def exchange(self) -> None:
-        """Attract, where it is time; then update by the client's mean gradient."""
+        """Exchange with the centre if it is due. Then update by the client's mean gradient."""
         workers = self.group.Get_size()
         if self._updater.step % self._elastic.interval == 0:
             places = range(len(self.keys))
@@ -322,7 +348,7 @@ class ElasticAveraging(OnWorkers):
         return [client.start for client in self._kv.layout.clients]
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Write arrays back; without any, begin at the servers' centre."""
+        """Write the arrays back. Without arrays begin at the servers' centre, with a new optimizer."""
         if arrays is None:
             self._kv.pull(self.keys, list(self._model.parameters))
             self._updater = self._new_updater()
@@ -331,7 +357,7 @@ class ElasticAveraging(OnWorkers):
 
 
 class LocalTraining(OnWorkers):
-    """Each client trains by itself, and its changes go through the store's outer optimizer now and then (`local`).
+    """Each client trains by itself and now and then sends its changes through the store's outer optimizer (`local`).
 
     `clip_norm` bounds the mean gradient of the client's workers.
     """
@@ -347,7 +373,8 @@ class LocalTraining(OnWorkers):
         joins = bool(kv.worker.fresh)
         self._rounds = LocalRounds(kv, self.keys, model.parameters, local, joins=joins)
         if kv.layout.asynchronous and not joins:
-            kv.barrier()  # all have pulled what rank 0 gave before anybody pushes
+            # All workers must have pulled rank 0's values before any of them pushes.
+            kv.barrier()
 
     def _prepare(self) -> None:
         outer = averaged(self._local.optimizer, workers_in_a_sum(self._kv))
@@ -358,7 +385,7 @@ class LocalTraining(OnWorkers):
         return self._kv.layout.client  # type: ignore[return-value]
 
     def exchange(self) -> None:
-        """Update by the client's mean gradient; then exchange what is due."""
+        """Update by the client's mean gradient. Then exchange the fragments that are due."""
         workers = self.group.Get_size()
         for gradient in self._model.gradients if workers > 1 else ():
             collectives.allreduce(gradient, self.group)
@@ -372,19 +399,22 @@ class LocalTraining(OnWorkers):
         return [client.start for client in self._kv.layout.clients]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return also the centre of the last exchange, from which changes are counted, and the steps until now."""
+        """Return also the centre of the last exchange, from which changes are counted, and the number of steps."""
         centers = {f"center/{key}": center for key, center in zip(self.keys, self._rounds.centers)}
         return {**super().arrays(), **centers, "steps": np.array([self._rounds.steps], np.int64)}
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Write arrays back, and go on counting from their step."""
+        """Write the arrays back, and count inner steps from the saved number."""
         super().restore(arrays, optimizer)
         assert arrays is not None
         self._rounds.see_workers()
         self._rounds.begin_at(int(arrays["steps"][0]))
 
     def rejoin(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Go on with what this worker has; without arrays, from the outer parameters, with a new inner optimizer."""
+        """Continue with this worker's arrays.
+
+        Without arrays begin at the outer parameters, with a new inner optimizer.
+        """
         assert optimizer is not None
         if arrays is None:
             self._updater = self._new_updater()
@@ -392,5 +422,5 @@ class LocalTraining(OnWorkers):
         self._rounds.rejoin(self._model.parameters)
 
 
+# any way from gradients to the next parameters
 Update = Gradients | OnWorkers
-"""The ways from gradients to the next parameters."""
