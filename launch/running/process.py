@@ -238,8 +238,10 @@ class Watched:
                     self._presence.deaths += [Death(rank, None) for rank in sorted(missing)[:1]]
                 self._deserted = True
                 self._end(GRACE_OF_NOBODY)
-            # This must come after all the looks above, and before the next wait: a death that the search for starting
-            # ranks has found makes no descriptor readable, so nothing would wake the next wait.
+            # Ask the verdict only now, after everything above that reads what ranks say. Otherwise the job could hang:
+            # 1. The verdict is asked, and no rank has died yet.
+            # 2. The last rank connects and dies, and the search for starting ranks reads both.
+            # 3. All ranks have connected, so the next wait has no limit, and nothing is left to read that would end it.
             if not self._heard and not self._deserted:
                 for kind, sentence in self._verdict.news():
                     LOG.info("%s: %s", kind, sentence)
