@@ -1,4 +1,4 @@
-"""Start jobs: `mpips run` and the other words of the command, batch scripts, the doctor, the emulated cluster.
+"""Start jobs: `mpips run` and the other subcommands, batch scripts, the doctor, the emulated cluster.
 
 Other packages use the names below, and `launch.lab`. Each name is imported at its first use, so that the command starts
 fast.

@@ -200,9 +200,11 @@ def write_slurm(request: BatchRequest) -> str:
         "gpus-per-node": request.gpus_per_node or None,
     }
     directives = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
+    # B: sends the signal to the shell of the script. With append, the output of the first run is not overwritten.
     if request.requeue:
         directives += ["#SBATCH --requeue", "#SBATCH --open-mode=append"]
         directives.append(f"#SBATCH --signal=B:USR1@{SECONDS_BEFORE_THE_LIMIT}")
+    # --no-kill keeps the allocation when a node fails.
     if request.restarts or request.options.spares >= 0:
         directives.append("#SBATCH --no-kill")
         slots = f"sed 's/$/ slots={request.ranks_per_node}/'"
@@ -213,6 +215,8 @@ def write_slurm(request: BatchRequest) -> str:
         started = [INTEL] if request.flavour == "intel" else []
         started += [*(f"export {name}={shlex.quote(value)}" for name, value in exports)]
         started.append(shlex.join(build_srun(request)))
+    # A shell runs a trap only when its current command has ended, but at once during `wait`. So the job runs in the
+    # background.
     if request.requeue:
         started = [*started[:-1], REQUEUE, f"{started[-1]} &", "wait $!"]
     return _join_script(request, directives, started)

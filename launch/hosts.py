@@ -1,4 +1,4 @@
-"""Hosts: reading host files, and placing workers and servers on hosts. Pure, except `read`."""
+"""Read host files, and place workers and servers on hosts. Pure, except `read`."""
 
 from __future__ import annotations
 

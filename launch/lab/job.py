@@ -1,4 +1,4 @@
-"""An MPI job across the hosts of a lab: the command that starts it, and the end of all that it leaves behind.
+"""An MPI job across the hosts of a lab: the command that starts it, and the end of all processes that it leaves.
 
 Two small files in the keeper's private /dev/shm make it work: the /etc/hosts of all hosts, and the launch agent that
 mpirun calls in place of ssh.

@@ -1,4 +1,4 @@
-"""The process that owns a lab. Its namespaces have no names: when it ends, however it ends, the kernel takes all back.
+"""The process that owns a lab. Its namespaces have no names, so when it ends in any way the kernel removes the lab.
 
 It is process 1 of its own PID namespace, so that jobs in the lab end with it. Clients find it by a socket in a folder
 of its user (see `launch.lab.client`), and it holds the lock of the lab as long as it lives. It answers a line of JSON
@@ -133,6 +133,7 @@ class Keeper:
         for host, links in zip(self._plan.hosts, self._links):
             if host.name == name and (nics := [n for n in host.nics if nic in (n.name, "all")]):
                 for each in nics:
+                    # The rate limit of the NIC is for what it sends, that of the switch's port for what it receives.
                     links.set(each.name, state="up" if up else "down")
                     links.shape(each.name, round(each.rate * share))
                     self._outer.shape(each.port, round(each.rate * share))

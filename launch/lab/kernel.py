@@ -1,4 +1,4 @@
-"""Linux calls of a lab (unshare, setns, mount, names of host and process), and sentences for those missing here.
+"""Linux calls of a lab (unshare, setns, mount, names of host and process), and a check which are missing here.
 
 Python has some of these calls only since 3.12. `python -m launch.lab.kernel` tries them, and prints a sentence for each
 one that is refused. This module must not import NumPy, which starts threads: a process with threads cannot make a user

@@ -1,4 +1,4 @@
-"""From a topology to a plan of what the kernel must be told: hosts, NICs, addresses, routes, switches, rates. Pure.
+"""Turn a topology into the plan of a lab: hosts, NICs, addresses, routes, switches and rates. Pure.
 
 Each host has a data NIC for each level, `d0` to `d(k-1)`, in the subnet of its switch. It also has a management NIC
 `m0`, whose rate is not limited, and an address of its own, the *vip*, on `vip0`. MPI knows the host by its vip. For

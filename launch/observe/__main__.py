@@ -1,4 +1,4 @@
-"""`mpips why` says what a job does, or why it stands, and `mpips top` shows its ranks: both look from outside."""
+"""The commands that look at a job from outside: `mpips why` (why it is stuck), `top`, `page`, `trace` and `metrics`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clocks of several hosts: what to add to one's time to have another's, measured by exchanges, and how far it may err.
+"""Clocks of several hosts: convert times from one to another by measured offsets, and tell the largest error.
 
 A host asks another for its time, and takes it for the time halfway between the question and the answer. The error is at
 most half of the time in between, so the quickest of many exchanges counts. Between two measurements the offset is taken

@@ -1,4 +1,4 @@
-"""Say in one paragraph what a job does, or why it stands: who waits in what for whom, and what that one does. Pure."""
+"""Say in one paragraph what a job does, or why it is stuck: which ranks wait in which call, and for whom. Pure."""
 
 from __future__ import annotations
 

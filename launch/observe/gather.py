@@ -1,4 +1,4 @@
-"""Read what the ranks of a job on this machine do: their pages, what the kernel says of them, and their stacks.
+"""Read what the ranks of a job on this machine do: from their pages, from the kernel, and from their stacks.
 
 Nothing is stopped. On a signal a rank writes the stacks of its threads into a file. faulthandler does this in C, so it
 also works if the rank is deep in a library or in an endless loop. Two looks some time apart tell what moves.
@@ -39,7 +39,7 @@ LIBRARIES = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3\.\d+/|^<")
 
 
 class Frame(NamedTuple):
-    """One line of a stack."""
+    """One frame of a stack."""
 
     path: str
     line: int
@@ -399,10 +399,13 @@ def _rank(before: _Look, after: _Look, stacks: Sequence[Sequence[Frame]], pid: i
         Wait(one["what"], (now - one["since_ns"]) / 1e9, tuple(one["late"]), one["line"], one["thread"])
         for one in after.seen.waits
     )
+    # `waited` has the waits that ended between the looks, `still` the longest one that goes on.
     waited = (head["waited_ns"] - before.seen.head["waited_ns"]) / 1e9
     still = max((min(wait.seconds, apart) for wait in waits), default=0.0)
     step, steps = head["step"] - 1, head["step"] - before.seen.head["step"]
     took = head["step_ns"] - before.seen.head["step_ns"]
+    # A server writes its counts to the page now and then, with a time. So their rates refer to these times, and not to
+    # the times of the looks.
     load, earlier = after.seen.load, before.seen.load
     between = (load["at_ns"] - earlier["at_ns"]) / 1e9 if load and earlier else 0.0
     taken = (

@@ -1,4 +1,4 @@
-"""Look at the ranks of a job on all its hosts: here, and elsewhere by the agent that has started them there.
+"""Look at the ranks of a job on all its hosts: on other hosts through the agent (ssh) that has started them there.
 
 `mpips run` writes the file `hosts.json` beside the pages: the hosts of the job, and the agent that reaches them, which
 is ssh or its replacement. On each other host the agent starts a module as a program, such as this one. The program

@@ -1,4 +1,4 @@
-"""A live page of one job: its ranks, what it does, its loss, and what has happened, in a browser.
+"""A live page of one job in a browser: its ranks, what they do, the job's loss, and what has happened.
 
 A thread of `mpips run` (or `mpips page`) looks at the ranks' pages once a second and keeps what it has seen. The
 browser gets that as JSON. The server answers only requests that have the token, which is part of the address.
@@ -111,7 +111,7 @@ class History:
         }
 
     def _changes(self, ranks: Sequence[Rank], kind: str) -> Iterator[str]:
-        """Yield what has happened since the last look, in words."""
+        """Yield a sentence for each thing that has happened since the last look."""
         if kind != self._kind:
             yield SAID[kind]
         for one in ranks:

@@ -24,7 +24,9 @@ from mpips.launch.observe.explain import is_replaced
 from mpips.launch.observe.gather import Rank, gather, jobs
 
 FILE = "mpips.prom"
-EVERY_SECONDS, LOOK_SECONDS = 15.0, 0.5
+# the time between two writes of the file, and between two looks for ranks that have come or gone
+EVERY_SECONDS = 15.0
+LOOK_SECONDS = 0.5
 LABELS = ("job", "rank")
 
 

@@ -1,4 +1,4 @@
-"""Options of `mpips run` by which others see what the job does: metrics, a live page, a timeline, a last table."""
+"""Options of `mpips run` that show what the job does: metrics, a live page, a timeline, and a table at the end."""
 
 from __future__ import annotations
 

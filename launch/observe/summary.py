@@ -1,4 +1,4 @@
-"""The table at the end of a job: each operation by size, how often, how long, how fast, and who made others wait.
+"""The table at the end of a job: calls of each operation and size, their time and speed, and who made others wait.
 
 When several ranks make a call together, the rank that came last took the shortest time, and that time is communication.
 The time that the other ranks took beyond it is waiting for that rank. A push never waits, so a rank that pushes late

@@ -1,4 +1,4 @@
-"""One timeline of all ranks, from what each has recorded: rows of calls, of compute and of steps, and who fed whom.
+"""One timeline of all ranks from their records: rows of calls, compute and steps, and arrows from push to pull.
 
 Each rank is a process of the trace. Each of its threads has a row for its calls, and another row for calls that run
 beside the program. The gaps between the calls of a worker's main thread are shown as *compute*.
@@ -22,10 +22,13 @@ from mpips.launch.observe.clocks import Clock
 
 # Shorter gaps between two calls get no bar. There are many of them, and nothing is computed in them.
 LEAST_COMPUTE_NS = 5_000
-SUMS, PUSHES, PULLS = ("sum", "update"), ("push", "pushpull"), ("pull", "pushpull")
+# names of operations in records
+SUMS = ("sum", "update")
+PUSHES = ("push", "pushpull")
+PULLS = ("pull", "pushpull")
 STEP = "step"
-# The number of a rank's first row. It is large so that rows and ranks have different numbers: Perfetto labels a row that
-# has the number of its process, which is the rank, as "main thread".
+# The number of a rank's first row. It is large so that rows and ranks have different numbers: Perfetto labels a row
+# that has the number of its process, which is the rank, as "main thread".
 FIRST_ROW = 1001
 
 

@@ -1,4 +1,4 @@
-"""Trace a job from outside: as long as it runs (`mpips run --trace`, `--summary`), or for some seconds (`mpips trace`).
+"""Trace a job from outside: while it runs (`mpips run --trace`, `--summary`), or for some seconds (`mpips trace`).
 
 Ranks write into files in the memory of their host (see `collectives.recorder.tracing`). At the end the files are read,
 including those of ranks that were killed, and removed. On other hosts the job's agent starts this module as a program

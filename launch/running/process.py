@@ -1,4 +1,4 @@
-"""A job as our child: signals reach it, its exit code becomes ours, and nothing of it on this machine outlives us.
+"""A job as our child: pass signals on to it, return its exit code, and leave nothing of it on this machine.
 
 The module `verdict` decides what the end of a rank means for the job. Signals are blocked and read one by one, so that
 each is passed on to the job once. All descendants of this process are found, killed and waited for at the end, also
@@ -105,6 +105,7 @@ def run(
     verdict: OneDeathEnds | OthersGoOn
     verdict = OneDeathEnds(presence, roles) if spares < 0 else OthersGoOn(presence, roles, spares)
     try:
+        # If our standard error is closed, there is nothing to pass mpirun's messages on to.
         listener = None if sys.stderr is None and all_here else OutputListener(errors_alone=all_here)
         watched = Watched(argv, signals, presence, verdict, hopeless, listener, here if roles else 0, len(roles))
         watched.until_it_ends()

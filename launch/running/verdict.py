@@ -1,4 +1,4 @@
-"""Ranks' ends and what they mean for a job: when it has to be ended, its exit code, and what is said.
+"""Ranks' ends and what they mean for a job: when it has to be ended, its exit code, and the messages about it.
 
 In an ordinary job the first death of a rank ends the job (`OneDeathEnds`). With --spares the other ranks go on, and the
 job ends when no rank is left that works (`OthersGoOn`). Both classes have the same methods.

@@ -1,4 +1,4 @@
-"""Make "mpips" known to PyTorch by name alone: what its entry points call, without MPI, NumPy or `mpips` before use.
+"""Make the backend "mpips" known to PyTorch by its entry points, without importing MPI, NumPy or `mpips` before use.
 
 PyTorch calls `announce` at the end of every `import torch`, also in processes that never use mpips. It only adds
 attributes to c10d's table of backends. Code that reads one of them, as `init_process_group("mpips")` does before its
