@@ -70,8 +70,8 @@ def until_it_ends(
     """
     wanted, ended, left = options, start(options), restarts
     while ended.code and not ended.heard and left:
-        # If the roles must change, a host has stopped to answer, and that counts as a death even if mpirun's exit code
-        # does not tell.
+        # If the roles must change, a host has stopped answering. That counts as a death even if mpirun's exit code does
+        # not tell of one.
         changed, failure = options, ""
         if remote:
             try:

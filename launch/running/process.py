@@ -298,7 +298,7 @@ class Watched:
             tell(f"mpips: starting {self._ranks} rank{'s' * (self._ranks > 1)}{where}")
 
     def _is_starting(self) -> bool:
-        """True as long as some ranks have not connected yet."""
+        """True before MPI has started, as long as some ranks have not connected."""
         return not self._presence.started and len(self._presence.heard) < self._speaking
 
     def _patience(self, due: float) -> float | None:

@@ -25,7 +25,7 @@ class _Value:
         self._value = value
 
     def __get__(self, instance: object, owner: type) -> str:
-        # To register the backend reads this attribute again.
+        # Registering the backend reads this attribute again.
         if not _Value.loading:
             _Value.loading = True
             try:
