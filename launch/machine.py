@@ -323,7 +323,7 @@ def remove_leftovers(mpirun: int, began: float) -> None:
 
     Args:
         mpirun: The pid of the job's mpirun.
-        began: The time at which the job began, as of `time.time()`.
+        began: When the job began, in Unix time.
     """
     remove_session(mpirun)
     files = [kind for kind in list_leftover_kinds() if kind.folder == SHARED]
@@ -399,8 +399,8 @@ def _list_open_files() -> Iterator[str]:
     """Yield the files that processes of this user have open or mapped."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            # A process that makes shared memory opens the file, maps it, and closes it. Looked at in this order, a
-            # file that is closed between the two looks is found among the mapped ones.
+            # A process that makes shared memory opens the file, maps it, and closes it. So look at open files first: a
+            # file that is closed in between is found among the mapped ones.
             for link in (process / "fd").iterdir():
                 with suppress(OSError):
                     yield os.readlink(link)

@@ -248,7 +248,6 @@ def _words_of_open_mpi(launcher: Launcher, job: Job, machine: Machine, crowded: 
     if machine.root:
         argv.append("--allow-run-as-root")
     # By default each rank is bound to one core, which its compute and a communication thread would share.
-    # By default each rank is bound to one core, which its compute and a communication thread would share.
     if not _has(job.extra, "bind-to", "cpu-set", "rankfile"):
         argv += ["--bind-to", "none"]
     # A rank that waits in MPI then gives its core to one that works.
@@ -302,7 +301,6 @@ def _has(words: Sequence[str], *options: str) -> bool:
     return any(word.lstrip("-") in options for word in words)
 
 
-# a line of `ompi_info --parsable` in a build with ULFM
 # a line of `ompi_info --parsable` in a build with ULFM
 BUILT_WITH = "options:ft_mpi_support:yes"
 

@@ -125,7 +125,7 @@ def lay_out(topology: Topology) -> LabPlan:
 
 
 def _nics(topology: Topology) -> dict[tuple[int, int], LabNic]:
-    """Return (host, level) -> NIC."""
+    """Return the data NICs of all hosts: (host, level) -> NIC."""
     subnets = _subnets(topology)
     rates = {(link.source, link.target): link.rate for link in topology.links}
     made = {}

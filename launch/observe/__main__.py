@@ -356,7 +356,7 @@ ORDER = (
     "MB",
     "where",
 )
-# the columns of the table of tables (embedding tables of the store), most useful ones first
+# the columns of the second table, which shows the store's embedding tables; most useful ones first
 ROWS = (
     "table",
     "rank",

@@ -219,13 +219,13 @@ class _Look(NamedTuple):
     state: str
     cpu_seconds: float
     memory_bytes: int
-    # the time of the look, of `time.monotonic()`
+    # the `time.monotonic()` of the look
     at: float
     became: str = ""
 
 
 def jobs(top: Path | None = None) -> list[Path]:
-    """Return the folders of this user's jobs, the newest last. Jobs without live ranks come before all others.
+    """Return the folders of this user's jobs: first those without live ranks, then the rest. Newer ones come later.
 
     `top`: the folder that contains them, if it is not the usual one.
     """

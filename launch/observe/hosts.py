@@ -105,7 +105,7 @@ def connect(folder: Path, module: str, kind: type[T]) -> dict[str, Connection[T]
 
 
 def wait(lines: Iterable[Connection[T]], until: float, within: float) -> None:
-    """Wait for the answers on all connections, until the time `until` of `time.monotonic()`.
+    """Wait for the answers on all connections, until `time.monotonic()` is `until`.
 
     A connection without an answer then fails, with "no answer within `within` s" as the reason.
     """

@@ -295,7 +295,7 @@ def _write_regularly(folder: Path, job: str, ended: threading.Event) -> None:
         there = len(list((folders.of_jobs() / job).glob(f"*{folders.PAGE}")))
         if there != known or time.monotonic() >= due:
             known, due = there, time.monotonic() + EVERY_SECONDS
-            # Such as a full disk. Other programs will report that.
+            # The disk may be full. Other programs will report that.
             with suppress(OSError):
                 write(folder, job)
 

@@ -401,6 +401,6 @@ def _write_all(file: int, data: bytes) -> bool:
         except BrokenPipeError:
             return False
         except OSError:
-            # Such as a full disk. The data is lost.
+            # The disk may be full. Then the data is lost, and the job goes on.
             return True
     return True

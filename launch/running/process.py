@@ -38,7 +38,7 @@ from mpips.store.world import launched_as
 LOOK_SECONDS = 1.0
 # the shortest wait, while the job ends
 NAP_SECONDS = 0.05
-# If the ranks that are there have not become more for this long, and some are missing, one has ended unseen.
+# If some ranks are still missing, and no further one has appeared for this long, one has ended unseen.
 STARTING = 4.0
 # If no rank is there after this long, print that ranks are being started.
 SILENT_SECONDS = 3.0

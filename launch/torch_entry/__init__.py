@@ -25,7 +25,7 @@ class _Value:
         self._value = value
 
     def __get__(self, instance: object, owner: type) -> str:
-        # Registering the backend reads this attribute again.
+        # Registering the backend reads this attribute again. It must not register it again then.
         if not _Value.loading:
             _Value.loading = True
             try:
