@@ -1,12 +1,14 @@
-"""Start jobs: `mpips run` and the other words of the command, batch scripts, the doctor, the emulated cluster.
+"""Start jobs: `mpips run` and the other subcommands, batch scripts, the doctor, the emulated cluster.
 
-Other packages use the names below, and `launch.lab`. Each is loaded at its first use: so the command starts at once.
+Other packages use the names below, and `launch.lab`. Each name is imported at its first use, so that the command starts
+fast.
 """
 
 import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036
-    # Before all other imports, which older Pythons cannot read. `python -m launch.x` shows the sentence alone.
+    # This must come before all other imports, because older Pythons cannot parse those modules. SystemExit makes
+    # `python -m launch.x` show the sentence without a traceback.
     raise (SystemExit if sys.argv[:1] == ["-m"] else ImportError)(
         f"mpips needs Python 3.11 or newer, this is {sys.version.split()[0]}: install one, and make the environment "
         "with it (`python3.11 -m venv .venv`, in a clone `make PYTHON=python3.11`)"
@@ -41,7 +43,8 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(home), name)
 
 
-if __name__ == "launch":  # and not mpips.launch, as our own modules say
+# Our own modules import mpips.launch. This is for users who import launch.
+if __name__ == "launch":
     from mpips.doors import open_door
 
     open_door(__name__)

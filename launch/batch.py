@@ -1,12 +1,13 @@
 """`mpips script slurm|lsf|pbs`: write a batch script that runs a job of workers and servers, to the terminal.
 
-One writer a scheduler, each a pure function from a request to the text. Open MPI's processes find each other under
-srun by PMIx (`--mpi=pmix`), those of MPICH and Intel MPI by PMI-2 (`--mpi=pmi2`). With the wrong one each starts as a
-world of size 1, or aborts. Ranks fill the nodes in order, so the servers, numbered last, are on the last nodes.
+Each scheduler has a writer, a pure function from a request to the text. Under srun the processes of Open MPI find each
+other by PMIx (`--mpi=pmix`), those of MPICH and Intel MPI by PMI-2 (`--mpi=pmi2`). With the wrong one each process
+starts as a world of size 1, or aborts. Ranks fill the nodes in order, so the servers, which have the last numbers, are
+on the last nodes.
 
-A job that has to start again after a death, or to go on with its spares, is started by `mpips run` in place of srun,
-in an allocation that outlives its nodes. Slurm's own `--requeue` is for preemption and lost nodes alone: before the
-time limit the script gets SIGUSR1, and asks for it.
+With --restarts or --spares the script starts `mpips run` instead of srun, in an allocation that stays when a node
+fails. With --requeue, Slurm itself starts a job again only after preemption or a lost node. So that it also does at the
+time limit, the script gets SIGUSR1 before that, and requeues itself.
 """
 
 from __future__ import annotations
@@ -50,14 +51,17 @@ USES = {
 NAMED = {"slurm": "Slurm (sbatch)", "lsf": "LSF (bsub)", "pbs": "PBS (qsub)"}
 COUNT: dict[str, Any] = {"type": Whole(1), "default": 1, "show_default": True}
 
+# how long before its time limit a job gets SIGUSR1 and requeues itself
 SECONDS_BEFORE_THE_LIMIT = 60
+# the host file that a script for Slurm writes, as a word of shell
 SLURM_HOSTS = '"hosts-$SLURM_JOB_ID"'
+# lines of shell
 REQUEUE = """trap 'scontrol requeue "$SLURM_JOB_ID"; wait; exit 1' USR1"""
 INTEL = ': "${I_MPI_PMI_LIBRARY:?must be the path of the libpmi2.so of Slurm, by which Intel MPI hears srun}"'
 
 
 def request_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of a batch script, the same for all schedulers."""
+    """Add the options of a batch script. They are the same for all schedulers."""
     for option in (
         click.option(
             "--requeue",
@@ -149,16 +153,18 @@ def _add_scheduler(scheduler: str) -> None:
 
 
 class BatchRequestError(ValueError):
-    """A request that no scheduler could serve."""
+    """The request contradicts itself, or has a value that no scheduler accepts."""
 
 
 class BatchRequest(NamedTuple):
-    """A job in no scheduler's words: its roles, the program of each rank, and its room. `minutes`: its time limit."""
+    """A job to write a batch script for, independent of the scheduler."""
 
     name: str
     options: Options
+    # the script or module and its arguments
     program: tuple[str, ...]
     nodes: int
+    # time limit
     minutes: int
     flavour: Flavour
     queue: str | None = None
@@ -166,8 +172,8 @@ class BatchRequest(NamedTuple):
     cores_per_rank: int = 1
     gpus_per_node: int = 0
     restarts: int = 0
+    # the scheduler starts the job again if it has ended it, or has lost a node
     requeue: bool = False
-    """Whether the scheduler starts it again, where it ends it, or has lost a node."""
 
     @property
     def ranks(self) -> int:
@@ -194,9 +200,11 @@ def write_slurm(request: BatchRequest) -> str:
         "gpus-per-node": request.gpus_per_node or None,
     }
     directives = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
+    # B: sends the signal to the shell of the script. With append, the output of the first run is not overwritten.
     if request.requeue:
         directives += ["#SBATCH --requeue", "#SBATCH --open-mode=append"]
         directives.append(f"#SBATCH --signal=B:USR1@{SECONDS_BEFORE_THE_LIMIT}")
+    # --no-kill keeps the allocation when a node fails.
     if request.restarts or request.options.spares >= 0:
         directives.append("#SBATCH --no-kill")
         slots = f"sed 's/$/ slots={request.ranks_per_node}/'"
@@ -207,13 +215,15 @@ def write_slurm(request: BatchRequest) -> str:
         started = [INTEL] if request.flavour == "intel" else []
         started += [*(f"export {name}={shlex.quote(value)}" for name, value in exports)]
         started.append(shlex.join(build_srun(request)))
+    # A shell runs a trap only when its current command has ended, but at once during `wait`. So the job runs in the
+    # background.
     if request.requeue:
         started = [*started[:-1], REQUEUE, f"{started[-1]} &", "wait $!"]
     return _join_script(request, directives, started)
 
 
 def build_srun(request: BatchRequest) -> list[str]:
-    """Return the argv that starts the ranks inside an allocation; one rank's failure ends the step."""
+    """Return the srun command that starts the ranks inside an allocation. The failure of a rank ends all ranks."""
     return [
         "srun",
         f"--mpi={PMI[request.flavour]}",
@@ -228,11 +238,12 @@ def build_srun(request: BatchRequest) -> list[str]:
 def write_lsf(request: BatchRequest) -> str:
     """Return the script for `bsub < SCRIPT`. Raises BatchRequestError.
 
-    `mpips run` reads its $LSB_DJOB_HOSTFILE, a line a slot.
+    In it `mpips run` reads LSF's host file $LSB_DJOB_HOSTFILE, which has a line for each slot.
     """
     _check_request(request)
     wanted = f"span[ptile={request.ranks_per_node}]"
-    if request.cores_per_rank > 1:  # hosts that are not set up for affinity never get a job that asks for it
+    # LSF never starts a job that asks for affinity on hosts that are not set up for it, so ask only if it is needed.
+    if request.cores_per_rank > 1:
         wanted += f" affinity[core({request.cores_per_rank})]"
     directives = [
         f"#BSUB -J {request.name}",
@@ -253,9 +264,9 @@ def write_lsf(request: BatchRequest) -> str:
 
 
 def write_pbs(request: BatchRequest) -> str:
-    """Return the script of OpenPBS and PBS Pro for `qsub SCRIPT`. Raises BatchRequestError.
+    """Return the script for `qsub SCRIPT` of OpenPBS and PBS Pro. Raises BatchRequestError.
 
-    `mpips run` reads its $PBS_NODEFILE.
+    In it `mpips run` reads the host file $PBS_NODEFILE.
     """
     _check_request(request)
     chunk = f"ncpus={request.ranks_per_node * request.cores_per_rank}:mpiprocs={request.ranks_per_node}"
@@ -263,7 +274,8 @@ def write_pbs(request: BatchRequest) -> str:
         chunk += f":ngpus={request.gpus_per_node}"
     directives = [
         f"#PBS -N {request.name}",
-        "#PBS -V",  # PBS starts jobs without the submitter's environment, in which mpips is found
+        # By default PBS starts jobs without the submitter's environment, and then the shell does not find mpips.
+        "#PBS -V",
         f"#PBS -l select={request.nodes}:{chunk}",
         "#PBS -l place=scatter",
         f"#PBS -l walltime={_format_walltime(request.minutes)}",
@@ -282,7 +294,7 @@ WRITERS = {"slurm": write_slurm, "lsf": write_lsf, "pbs": write_pbs}
 
 
 def _check_request(request: BatchRequest) -> None:
-    """Raise BatchRequestError for a request that cannot be served."""
+    """Raise BatchRequestError if no script can be written for this request."""
     if request.nodes > request.ranks:
         raise BatchRequestError(f"{request.nodes} nodes are more than the {request.ranks} ranks of the job")
     if not re.fullmatch(r"[A-Za-z][\w.-]{0,14}", request.name):
@@ -305,7 +317,7 @@ def _format_walltime(minutes: int) -> str:
 
 
 def _write_mpips_run(request: BatchRequest, hostfile: str) -> str:
-    """Return `mpips run` over the hosts that the scheduler gave; `hostfile` is shell text."""
+    """Return the `mpips run` command over the hosts that the scheduler gave. `hostfile` is a word of shell."""
     options = request.options
     roles = f"--servers {options.servers} --clients {options.clients} --workers {options.workers}"
     saves = ""
@@ -318,8 +330,10 @@ def _write_mpips_run(request: BatchRequest, hostfile: str) -> str:
 
 
 def _join_script(request: BatchRequest, directives: list[str], started: list[str]) -> str:
-    """Return a script: directives first, then commands; the first failing command ends it. Each rank has as many
-    compute threads as cores."""
+    """Return the text of a script: directives first, then commands.
+
+    The script ends at the first command that fails. Each rank gets as many compute threads as it has cores.
+    """
     threads = f"export OMP_NUM_THREADS={request.cores_per_rank}"
     return "\n".join(["#!/bin/bash", *directives, "", "set -e", threads, *started]) + "\n"
 

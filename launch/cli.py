@@ -1,6 +1,6 @@
 """The `mpips` command: each subcommand lives in its own module, imported only when it is called.
 
-`-n/--ranks P`, which every ranked subcommand takes here, starts P processes of that module under mpirun.
+Subcommands that run on several ranks take `-n/--ranks P` here. It starts P processes of their module under mpirun.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from mpips.launch.run import options_of, start
 
 
 class Sub(NamedTuple):
-    """A subcommand: the module of its `command`, its help, and lines that show its use.
+    """A subcommand of `mpips` or `mpips bench`."""
 
-    `case`: its name, where the module has a group. `ranked`: whether `--ranks P` starts it by mpirun.
-    """
-
+    # the module whose `command` this is
     module: str
+    # the line of help in the list of commands
     summary: str
+    # command lines to show below its help
     examples: tuple[str, ...]
+    # --ranks P starts P ranks of it under mpirun
     ranked: bool = False
+    # its name in the module's `command`, if that is a group; otherwise ""
     case: str = ""
 
     @property
     def words(self) -> list[str]:
-        """Return how a Python runs it."""
+        """The arguments with which Python runs it."""
         return ["-m", self.module.removesuffix(".__main__"), *filter(None, [self.case])]
 
 
@@ -166,26 +168,31 @@ HELP = ["-h", "--help"]
 
 
 class Target(NamedTuple):
-    """The meaning of a line of words: the command's full name, its own words, and the ranks to start."""
+    """A parsed command line."""
 
+    # the full name of the command, such as "mpips bench mlp"
     name: str
+    # the command's own arguments, without --ranks
     words: list[str]
+    # number of ranks to start; None: run it in this process
     ranks: int | None
 
 
 class Forward(click.Command):
-    """A command that hands its words, untouched, to the one in the module; only `--ranks P` is taken out."""
+    """A command that passes its arguments on to the command in the subcommand's module, except for `--ranks P`."""
 
     def __init__(self, group: str, name: str, sub: Sub) -> None:
         super().__init__(name, help=sub.summary, add_help_option=False)
-        self._sub, self._full = sub, f"{group} {name}"
+        self._sub = sub
+        self._full = f"{group} {name}"
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         if not extra.get("resilient_parsing"):
             return super().make_context(info_name, args, parent, **extra)
-        target = self._target(args, parent)  # a shell asks how to complete these words
+        # A shell asks how these words can be completed. Only the real command knows.
+        target = self._target(args, parent)
         return _load(self._sub).make_context(target.name, target.words, parent, **extra)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -205,7 +212,8 @@ class Forward(click.Command):
         ranks = given.get("ranks")
         if self._sub.ranked:
             ranks = _take_ranks(words) or ranks
-        elif ranks is not None or ("ranks" in given and _take_ranks(words)):  # in a group whose others take them
+        # In a group that has --ranks for its other commands.
+        elif ranks is not None or ("ranks" in given and _take_ranks(words)):
             raise click.UsageError(f"{self._full} is a single process and takes no --ranks")
         return Target(self._full, words, ranks)
 
@@ -218,7 +226,10 @@ class Commands(InterruptibleGroup):
 
 
 def _take_ranks(words: list[str]) -> int | None:
-    """Take `-n P`, `--ranks P` or `--ranks=P` out of `words`, unless it stands after `--`."""
+    """Remove `-n P`, `--ranks P` or `--ranks=P` from `words`, and return P; None if it is not there.
+
+    What follows `--` is left alone. Raises UsageError if P is not a positive number.
+    """
     ours = words[: words.index("--")] if "--" in words else words
     for place, word in enumerate(ours):
         if not (found := re.fullmatch(r"(--ranks|-n)(?:=(.*)|(\d+))?", word)):
@@ -236,18 +247,20 @@ def _take_ranks(words: list[str]) -> int | None:
 
 
 def _load(sub: Sub, runs_here: bool = False) -> click.Command:
-    """Return the command of the module, which is imported without starting MPI unless it is to run here.
+    """Import the module of a subcommand and return its command. MPI starts only with `runs_here`.
 
-    Its help names `--ranks`, though it never sees that option, and ends with examples.
+    Adds the examples to its help. Adds `--ranks` if the command is ranked, though the command never gets that option.
     """
     if not runs_here:
-        with suppress(ImportError):  # the command says so
+        # Without mpi4py the command itself prints what is missing.
+        with suppress(ImportError):
             import mpi4py
 
             mpi4py.rc.initialize = False
     try:
         command: Any = importlib.import_module(sub.module).command
-    except (ImportError, RuntimeError) as error:  # mpi4py's where there is no MPI is a RuntimeError
+    # mpi4py raises RuntimeError if it finds no MPI library.
+    except (ImportError, RuntimeError) as error:
         if (getattr(error, "name", None) or "").partition(".")[0] == "mpips":
             raise
         why = "; ".join(str(error).splitlines())
@@ -265,8 +278,10 @@ def _ranks_option(**more: Any) -> click.Option:
 
 
 def _check(sub: Sub, target: Target, ranks: int) -> None:
-    """Say once, here, what every rank would say: `--help`, and what is wrong with the words and MPIPS_* variables. The
-    module's `check(ranks, **options)`, where it has one, raises click.UsageError."""
+    """Handle here, once, what every rank would print: `--help`, and errors in arguments and MPIPS_* variables.
+
+    Calls `check(ranks, **options)` of the module, if it has one, which raises click.UsageError.
+    """
     with _load(sub).make_context(target.name, list(target.words)) as context:
         options_of({})
         check = getattr(sys.modules[sub.module], "check", None)

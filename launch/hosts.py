@@ -1,4 +1,4 @@
-"""Hosts: reading host files, and placing workers and servers on hosts. Pure, except `read`."""
+"""Read host files, and place workers and servers on hosts. Pure, except `read`."""
 
 from __future__ import annotations
 
@@ -14,28 +14,32 @@ NAME = re.compile(r"([\w.-]+@)?[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?", re.A
 
 
 class HostError(ValueError):
-    """A host file that cannot be read, or hosts that cannot hold the job."""
+    """The host file cannot be read, or the hosts cannot hold the job."""
 
 
 class Host(NamedTuple):
-    """One machine and how many ranks it may hold; `slots` is None where the file does not say."""
+    """A machine and the number of ranks it may hold. `slots` is None if the host file does not say."""
 
     name: str
     slots: int | None = None
 
 
 class Placed(NamedTuple):
-    """`ranks` consecutive ranks on one host."""
+    """A block of consecutive ranks on one host. `ranks` is their number."""
 
     host: str
     ranks: int
 
 
 def parse(text: str, source: str = "host file") -> tuple[Host, ...]:
-    """Return hosts of a host file in either spelling: `node1 slots=4` (Open MPI) or `node1:4` (MPICH, Intel MPI).
+    """Return the hosts of a host file in either spelling: `node1 slots=4` (Open MPI) or `node1:4` (MPICH, Intel MPI).
 
-    Blank lines and `#` comments are skipped; a host named twice has the sum of its slots. A file that repeats hosts
-    without slots has a line a slot, as PBS and LSF write it. HostError names the line.
+    Blank lines and `#` comments are skipped. A host that appears twice gets the sum of its slots. If a host is repeated
+    without slots, the file has one line for each slot, as PBS and LSF write it. Raises HostError, which names the line.
+
+    Args:
+        text: The content of the file.
+        source: The name of the file for error messages.
     """
     slots: dict[str, int | None] = {}
     line_a_slot = False
@@ -80,9 +84,10 @@ def _parse_line(words: Sequence[str], where: str) -> Host:
 
 
 def read(path: str | Path) -> tuple[Host, ...]:
-    """Return hosts of the file `path`. Raises HostError where it cannot be read or understood."""
+    """Return the hosts of the file `path`. Raises HostError if it cannot be read or parsed."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # editors of other systems begin a file with a mark
+        # -sig: some editors write a byte order mark at the beginning.
+        text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise HostError(f"there is no host file {str(path)!r} here ({os.getcwd()})") from error
     except OSError as error:
@@ -93,13 +98,18 @@ def read(path: str | Path) -> tuple[Host, ...]:
 
 
 def place(hosts: Sequence[Host], workers: int, servers: int, spares: int = 0) -> tuple[Placed, ...]:
-    """Return blocks of consecutive ranks on hosts, workers first, then servers, then spares, as mpips numbers its
-    ranks.
+    """Place the ranks of a job on hosts, in the order of their numbers: workers, then servers, then spares.
 
-    Servers get the last hosts for themselves, one each, as long as the other hosts hold the workers; else several
-    servers share one; else they take the free slots beside the workers. Slots are filled in the order of the file;
-    hosts without slots share evenly. Spares are spread, one at a time, over the hosts that have slots left. Raises
-    HostError where the slots do not suffice.
+    If possible each server has one of the last hosts for itself. If the other hosts then cannot hold the workers,
+    several servers share a host. If that is not enough either, servers take the slots that the workers leave free.
+    Slots are filled in the order of the file; hosts without slots share evenly. Spares are spread, one at a time, over
+    the hosts that have slots left.
+
+    Returns:
+        Blocks of consecutive ranks.
+
+    Raises:
+        HostError: There are not enough slots.
     """
     total, ranks = sum(h.slots for h in hosts if h.slots is not None), workers + servers + spares
     if all(h.slots is not None for h in hosts) and total < ranks:
@@ -113,7 +123,7 @@ def place(hosts: Sequence[Host], workers: int, servers: int, spares: int = 0) ->
 
 
 def _working(hosts: Sequence[Host], workers: int, servers: int) -> list[str]:
-    """Return the host of every worker, then of every server."""
+    """Return the host of each worker, followed by the host of each server."""
     for own in range(min(servers, len(hosts) - 1), 0, -1):
         at_work, serving = hosts[:-own], hosts[-own:]
         if _holds(at_work, workers) and _holds(serving, servers):
@@ -123,7 +133,7 @@ def _working(hosts: Sequence[Host], workers: int, servers: int) -> list[str]:
 
 
 def _left(hosts: Sequence[Host], placed: Iterable[str]) -> list[Host]:
-    """Return the hosts with the slots that these ranks leave."""
+    """Return the hosts with the slots that are still free. `placed`: the host of each rank that is placed already."""
     used = Counter(placed)
     return [Host(h.name, None if h.slots is None else h.slots - used[h.name]) for h in hosts]
 
@@ -133,8 +143,10 @@ def _holds(hosts: Sequence[Host], ranks: int) -> bool:
 
 
 def _fill(hosts: Sequence[Host], ranks: int) -> list[str]:
-    """Return the host of every rank: given slots in order; hosts without slots share what is left, evenly, in
-    blocks."""
+    """Return the host of each rank, filling slots in order.
+
+    Hosts without slots share evenly, in blocks, the ranks that are more than all slots.
+    """
     sharing = sum(h.slots is None for h in hosts)
     left = max(0, ranks - sum(h.slots or 0 for h in hosts))
     shares = (left * (i + 1) // sharing - left * i // sharing for i in range(sharing))
@@ -146,8 +158,10 @@ def _fill(hosts: Sequence[Host], ranks: int) -> list[str]:
 
 
 def _spread(hosts: Sequence[Host], ranks: int) -> list[str]:
-    """Return one rank at a time to the host with the fewest of them that still has a slot; in the order of the
-    hosts."""
+    """Give ranks one at a time to the host that has got the fewest and still has a slot.
+
+    Returns the host of each rank, in the order of the hosts.
+    """
     counts = Counter({host.name: 0 for host in hosts})
     for _ in range(ranks):
         free = [h.name for h in hosts if h.slots is None or counts[h.name] < h.slots]
@@ -156,5 +170,5 @@ def _spread(hosts: Sequence[Host], ranks: int) -> list[str]:
 
 
 def _blocks(names: Iterable[str]) -> tuple[Placed, ...]:
-    """Neighbouring ranks of the same host are one block."""
+    """Join adjacent ranks on the same host into one block."""
     return tuple(Placed(name, sum(1 for _ in ranks)) for name, ranks in groupby(names))

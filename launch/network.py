@@ -1,12 +1,12 @@
 """Networks of a job's hosts: the NICs, addresses and routes that they report, `--interface`, and `--topology`.
 
-In BCube(n, k) two hosts share a switch of level l if and only if their addresses differ in digit l alone. So with the
-subnets of level l left out, the hosts fall into n groups that share no switch: these are the values of digit l. Hosts
-in this order have addresses that are the digits of their ranks.
+In BCube(n, k) two hosts share a switch of level l if and only if their addresses differ in digit l alone. So if the
+subnets of level l are left out, the hosts fall into n groups between which there is no connection. Each group is one
+value of digit l. Hosts sorted by these digits have addresses that are the digits of their ranks.
 
     mpirun -n 1 --host h0 python -m launch.network : -n 1 --host h1 ...
 
-One process a host prints a line of JSON; it needs `ip` (iproute2) there and no MPI.
+prints a line of JSON from each host. Hosts need the command `ip` (iproute2), but no MPI.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpips.store.world import launched_as
 
 
 class MappingError(ValueError):
-    """Hosts that do not form the topology."""
+    """The hosts or the job do not fit the topology."""
 
 
 def place_in_topology(
@@ -41,11 +41,28 @@ def place_in_topology(
     machine: Machine,
     extra: Sequence[str] = (),
 ) -> tuple[Placed, ...]:
-    """Return blocks of ranks on hosts, in the order of addresses in the topology `wanted`; `nics`: that of each level.
+    """Place the workers of a job on hosts, in the order of the hosts' addresses in a topology.
 
-    Blocking: starts one process a host to look at its network. ValueError (MappingError) where the job, the hosts or
-    their networks do not fit the topology, with the commands that would mend routes; LauncherError where hosts do not
-    answer.
+    Starts a process on each host to read its network, and blocks until all have answered.
+
+    Args:
+        wanted: The topology, such as "bcube:3,2".
+        nics: The NIC of each level, level 0 first.
+        interface: The interface with the address that MPI uses. Required for BCube of more than one level.
+        options: The roles of the job. It must not have servers or spares.
+        hosts: The hosts, in any order.
+        launcher: The mpirun that starts the processes.
+        machine: The properties of this machine.
+        extra: Further words for mpirun.
+
+    Returns:
+        A block of ranks for each host.
+
+    Raises:
+        MappingError: The job, the hosts or their networks do not fit the topology. If routes are missing, the message
+            has the commands that add them.
+        LauncherError: A host does not answer.
+        ValueError: `wanted` is not a topology.
     """
     topology = parse(wanted)
     if not hosts or not all(nics):
@@ -68,10 +85,10 @@ def place_in_topology(
 
 
 def order_hosts(topology: BCube | FatTree, reports: Sequence[HostReport], nics: Sequence[str]) -> list[HostReport]:
-    """Return reports in the order of addresses; `nics` names the NIC of each level, level 0 first.
+    """Sort the reports of hosts by the hosts' addresses in the topology. `nics`: the NIC of each level, level 0 first.
 
-    The first host gets address 0. A fat-tree's switches cannot be told from subnets, so its hosts keep the order in
-    which they are given: pod, then edge switch, then slot. Raises MappingError.
+    The first host gets address 0. Subnets do not tell the switches of a fat-tree apart, so its hosts keep the order in
+    which they are given: pod, then edge switch, then slot. Raises MappingError if the networks do not fit the topology.
     """
     if len(reports) != topology.hosts:
         raise MappingError(f"{topology.name} has {topology.hosts} hosts, the host file {len(reports)}")
@@ -114,7 +131,10 @@ def _address_of(report: HostReport, nic: str, what: str) -> IPv4Interface:
 def _find_digits(
     topology: BCube, level: int, subnets: Sequence[Sequence[IPv4Network]], reports: Sequence[HostReport]
 ) -> list[int]:
-    """Digit `level` of every host: the number of its group when the subnets of that level are left out."""
+    """Return digit `level` of each host's address.
+
+    It is the number of the group that the host is in when the subnets of that level are left out.
+    """
     group = list(range(len(reports)))
     for other, networks in enumerate(subnets):
         for network in set(networks) if other != level else ():
@@ -132,11 +152,11 @@ def _find_digits(
 def find_missing_routes(
     topology: BCube, ordered: Sequence[HostReport], nics: Sequence[str], interface: str
 ) -> list[str]:
-    """Return commands, each with its host, for every address on `interface` that a host does not reach by the right
-    NIC.
+    """Return the commands, each with its host, that add the routes which BCube needs and the hosts do not have.
 
-    Right is the NIC of the highest level in which the addresses differ, by way of the neighbour who has that digit.
-    Empty where all traffic already runs so. Raises MappingError where a host has no address on `interface`.
+    A host must reach the address of another host on `interface` by the NIC of the highest level in which the two
+    addresses differ, through the neighbour that has the other host's digit there. Returns an empty list if all routes
+    are right. Raises MappingError if a host has no address on `interface`.
     """
     commands = []
     vips = [str(_address_of(report, interface, "MPI's address").ip) for report in ordered]
@@ -151,12 +171,14 @@ def find_missing_routes(
     return commands
 
 
+# begins the line of JSON, because mpirun and ssh may print other lines
 MARK = "mpips-network "
-LIMIT = 60.0  # seconds
+# seconds for all hosts to answer
+LIMIT = 60.0
 
 
 class IpRoute(NamedTuple):
-    """Packets for `to` leave by `nic`, by way of `via` where that is not None."""
+    """A route of a host: packets to the subnet `to` leave through `nic`, to the gateway `via` if that is not None."""
 
     to: IPv4Network
     via: str | None
@@ -164,26 +186,30 @@ class IpRoute(NamedTuple):
 
 
 class HostReport(NamedTuple):
-    """One host: IPv4 addresses with their subnets by NIC, and its routes."""
+    """The network of one host."""
 
     host: str
+    # NIC -> its IPv4 addresses, each with its subnet
     nics: Mapping[str, tuple[IPv4Interface, ...]]
     routes: tuple[IpRoute, ...]
 
     def nic_to(self, address: str) -> tuple[str, str | None] | None:
-        """(NIC, gateway or None) by which this host reaches `address`: by the longest prefix, as the kernel does."""
+        """Return the NIC and the gateway (or None) by which this host reaches `address`; None if it has no route.
+
+        The route with the longest prefix wins, as in the kernel.
+        """
         matching = [route for route in self.routes if IPv4Network(address).subnet_of(route.to)]
         best = max(matching, key=lambda route: route.to.prefixlen, default=None)
         return (best.nic, best.via) if best else None
 
     def has(self, word: str | IPv4Network) -> bool:
-        """Return whether it has this NIC, or an address in this subnet."""
+        """True if the host has this NIC, or an address in this subnet."""
         if isinstance(word, str):
             return word in self.nics
         return any(address.ip in word for addresses in self.nics.values() for address in addresses)
 
     def absence(self, word: str | IPv4Network) -> str:
-        """Return what to say where it has not."""
+        """Return the sentence that says that the host does not have this NIC or an address in this subnet."""
         if isinstance(word, str):
             return f"{self.host} has no interface {word!r} with an IPv4 address: it has {', '.join(self.nics)}"
         there = ", ".join(f"{address} ({name})" for name, addresses in self.nics.items() for address in addresses)
@@ -191,7 +217,7 @@ class HostReport(NamedTuple):
 
 
 def parse_report(host: str, addresses: Sequence[Mapping[str, Any]], routes: Sequence[Mapping[str, Any]]) -> HostReport:
-    """Return a report from the output of `ip -j -4 address` and `ip -j -4 route`."""
+    """Return the report of a host from the parsed output of `ip -j -4 address` and `ip -j -4 route`."""
     nics = {
         str(nic["ifname"]): tuple(IPv4Interface(f"{a['local']}/{a['prefixlen']}") for a in nic.get("addr_info", ()))
         for nic in addresses
@@ -208,8 +234,10 @@ def parse_report(host: str, addresses: Sequence[Mapping[str, Any]], routes: Sequ
 def ask_hosts(
     launcher: Launcher, hosts: Sequence[str], machine: Machine, extra: Sequence[str] = ()
 ) -> list[HostReport]:
-    """Return the reports of `hosts`, in their order. Blocking, at most `LIMIT` s; LauncherError where a host is
-    silent."""
+    """Start a process on each host that reports its network, and return the reports in the order of `hosts`.
+
+    Blocks for at most `LIMIT` seconds. Raises LauncherError if a host does not answer.
+    """
     environment = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
     placed = tuple(Placed(host, 1) for host in hosts)
     program = (sys.executable, "-P", "-m", "mpips.launch.network", *hosts)
@@ -229,7 +257,7 @@ def ask_hosts(
 
 
 def report_here() -> HostReport:
-    """Return the report of this machine; LauncherError without `ip`."""
+    """Return the report of this machine. Raises LauncherError if the command `ip` is missing."""
     try:
         return parse_report(socket.gethostname(), _ip("address"), _ip("route"))
     except FileNotFoundError as error:
@@ -239,10 +267,13 @@ def report_here() -> HostReport:
 def check_interface(
     interface: str, launcher: Launcher, hosts: Sequence[Placed], machine: Machine, extra: Sequence[str] = ()
 ) -> None:
-    """LauncherError, with those there are, where no machine of the job can have this interface.
+    """Check that the machines of the job have the network interfaces that --interface names, separated by commas.
 
-    A subnet, as 10.0.0.0/8, stands for the interfaces with an address in it. One that is here passes. One that is not
-    may be on the hosts: they are asked.
+    A subnet, such as 10.0.0.0/8, stands for the interfaces with an address in it. An interface that this machine has is
+    not looked for on the hosts. For any other one the hosts are asked, which blocks (see `ask_hosts`).
+
+    Raises:
+        LauncherError: An interface is missing. The message lists those that the machine has.
     """
     names = [name for _, name in socket.if_nameindex()]
     words: list[str | IPv4Network] = []
@@ -265,7 +296,7 @@ def check_interface(
 
 
 def main() -> None:
-    """Print this host's report; arguments are the hosts' names in the job, of which this one's is chosen by rank."""
+    """Print this host's report. Arguments: the name of each host in the job; the rank selects the name of this host."""
     rank, _ = launched_as(os.environ) or (0, 1)
     name = sys.argv[1 + rank] if len(sys.argv) > 1 + rank else socket.gethostname()
     report = {"host": name, "addresses": _ip("address"), "routes": _ip("route")}

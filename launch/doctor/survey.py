@@ -37,14 +37,24 @@ from mpips.launch.mpirun import (
 )
 from mpips.store import world
 
-LIMIT, LIMIT_OF_SRUN = 60.0, 30.0  # seconds for a probe
-SILENT = 3.0  # seconds; who waits longer is told for what
-RANKS, RANKS_OF_A_DEATH = 2, 3
+# seconds for a probe
+LIMIT = 60.0
+LIMIT_OF_SRUN = 30.0
+# After this many seconds, print what the user is waiting for.
+SILENT = 3.0
+# how many ranks the probes have
+RANKS = 2
+RANKS_OF_A_DEATH = 3
+# the name of the launcher if one has started this process as a rank
 OURS = "the one that started this"
+# variables that tell how many processes a launcher has started
 PROMISES = (world.OPEN_MPI, world.HYDRA, world.SLURM, world.JSRUN)
+# name -> (its submit command, the variable that it sets in a job)
 SCHEDULERS = {"Slurm": ("sbatch", "SLURM_JOB_ID"), "LSF": ("bsub", "LSB_JOBID"), "PBS": ("qsub", "PBS_JOBID")}
 PACKAGES = ("numpy", "mpi4py", "msgspec", "click", "rich", "threadpoolctl")
+# optional package -> the extra of mpips that installs it
 EXTRAS = {"matplotlib": "plot", "scikit-learn": "demo", "pyroute2": "lab"}
+# Python programs for `_child`
 KERNELS = "import json; from collectives.kernels import engine; print(json.dumps(engine.status()._asdict()))"
 DEVICES = (
     "import cupy, json; r = cupy.cuda.runtime; print(json.dumps("
@@ -53,7 +63,11 @@ DEVICES = (
 
 
 def look() -> dict[str, Any]:
-    """Return what `judge` needs to know, JSON-serialisable. Collective where a launcher started several ranks."""
+    """Collect all that `judge` needs, as JSON-serialisable values.
+
+    Collective if a launcher has started several ranks. Otherwise it starts ranks by mpirun, and blocks until they have
+    ended, for at most `LIMIT` seconds for each probe.
+    """
     found: dict[str, Any] = {
         "python": sys.version.split()[0],
         "processor": platform.machine(),
@@ -100,14 +114,14 @@ def look() -> dict[str, Any]:
 
 
 class Progress:
-    """Says on stderr what is tried, once all has taken long."""
+    """Prints on standard error what is being tried. Begins after `SILENT` seconds, so a fast run prints nothing."""
 
     def __init__(self) -> None:
         self._from = time.monotonic() + SILENT
 
     @contextmanager
     def at(self, what: str, limit: float) -> Iterator[None]:
-        """Give a block that tries `what`, for at most `limit` seconds."""
+        """Context manager for a block that tries `what`, for at most `limit` seconds."""
         words = f"mpips doctor: {what}, for at most {limit:g} s"
         timer = threading.Timer(max(0.0, self._from - time.monotonic()), click.echo, (words,), {"err": True})
         timer.daemon = True
@@ -119,11 +133,14 @@ class Progress:
 
 
 def _under_launcher() -> dict[str, Any]:
-    """Return the ranks that a launcher gave; where they cannot form a world, why, told before MPI_Init, which might
-    abort."""
+    """Run the probe on the ranks that a launcher has started.
+
+    If they cannot form a world, return the reason instead. It is found before MPI_Init, which might abort.
+    """
     import mpi4py
 
-    if not this_machine().infiniband:  # Open MPI's UCX windows say an error then, though others are taken
+    # Without InfiniBand, Open MPI's osc/ucx prints an error when a window is made, although another component works.
+    if not this_machine().infiniband:
         os.environ.setdefault("OMPI_MCA_osc", "^ucx")
     mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
     from mpi4py import MPI
@@ -137,10 +154,14 @@ def _under_launcher() -> dict[str, Any]:
 
 
 class Limit:
-    """A block that may take so long; then a child says why, and kills this process, which may be deaf in MPI."""
+    """Context manager that limits the time of a block. After that a child prints `sentence` and kills this process.
+
+    A child does it because this process may be inside an MPI call, where it handles no signals and runs no threads.
+    """
 
     def __init__(self, seconds: float, sentence: str) -> None:
-        self._seconds, self._sentence = seconds, sentence.format(seconds) + "\n"
+        self._seconds = seconds
+        self._sentence = sentence.format(seconds) + "\n"
 
     def __enter__(self) -> None:
         caller = os.getpid()
@@ -167,15 +188,16 @@ def _version(package: str) -> str | None:
 
 
 def _text(path: Path) -> str:
-    """Return a file of /sys; some of them refuse to be read while a link is down."""
+    """Return the text of a file in /sys, or "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
+        # The speed of an interface cannot be read while its link is down.
         return ""
 
 
 def _gpu() -> dict[str, Any]:
-    """Return devices by CuPy, asked in a child process, because a broken driver may take the process down."""
+    """Return the GPUs that CuPy finds. A child process asks CuPy, because a broken driver may crash the process."""
     present = bool(shutil.which("nvidia-smi")) or Path("/dev/nvidia0").exists()
     version = next((v for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if (v := _version(name))), None)
     if version is None:
@@ -185,7 +207,10 @@ def _gpu() -> dict[str, Any]:
 
 
 def look_for_kernels() -> dict[str, Any]:
-    """Return what serves updates, asked in a child process, as Numba is large and may be broken; or the problem."""
+    """Say whether Numba or NumPy will compute the servers' updates, or what is wrong.
+
+    A child process imports Numba, because it is large and may be broken.
+    """
     try:
         engine.chosen()
     except ValueError as error:
@@ -196,7 +221,7 @@ def look_for_kernels() -> dict[str, Any]:
 
 
 def _started(progress: Progress, launcher: Launcher, ranks: int, *words: str) -> dict[str, Any]:
-    """Return what ranks of the probe print, or the problem."""
+    """Run the probe on `ranks` ranks, and return what it prints, or {"problem": why}. `words`: "death" or "cuda"."""
     job = Job(ranks, program(["-m", "mpips.launch.doctor.probe", *words]), survives=words == ("death",))
     what = {"death": ", one of which is killed", "cuda": " with device buffers"}.get(" ".join(words), "")
     with progress.at(f"tries {ranks} ranks of {launcher}{what}", LIMIT):
@@ -205,8 +230,10 @@ def _started(progress: Progress, launcher: Launcher, ranks: int, *words: str) ->
 
 
 def _by_srun(progress: Progress, pmi: str) -> dict[str, Any]:
-    """Return what two ranks print that srun starts in this allocation, or the problem. Slurm, too, ends them in a
-    minute."""
+    """Run the probe on two ranks that srun starts in this allocation, and return what it prints, or the problem.
+
+    --time=1 makes Slurm end them after a minute, if they are still running after this process has given up.
+    """
     options = [f"--mpi={pmi}", f"--ntasks={RANKS}", "--nodes=1", "--overlap", "--overcommit", "--time=1"]
     with progress.at(f"tries {RANKS} ranks by srun --mpi={pmi}", LIMIT_OF_SRUN):
         done = _child(["srun", *options, *program(["-m", "mpips.launch.doctor.probe"], sys.executable)], LIMIT_OF_SRUN)
@@ -214,7 +241,7 @@ def _by_srun(progress: Progress, pmi: str) -> dict[str, Any]:
 
 
 def _child(argv: list[str], limit: float) -> Any:
-    """Return the JSON that a child process prints as a line of its own, or, as a string, why there is none."""
+    """Run a command, and return the JSON that it prints on a line. If there is none, return the reason as a string."""
     try:
         done = ask(argv, limit)
     except subprocess.TimeoutExpired:

@@ -1,4 +1,5 @@
 """Several hosts on one machine: namespaces as hosts, bridges as switches, links at a rate, a real MPI across them.
 
-Offered to others: `client` (make, ask and end labs), `layout.lay_out` (their plan) and `kernel.find_missing`.
+Other packages use `client` (make, ask and end labs), `layout.lay_out` (plan a lab) and `kernel.find_missing` (what a
+lab needs and this machine lacks).
 """

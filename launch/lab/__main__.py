@@ -31,7 +31,7 @@ BEFORE_A_PROGRAM: dict[str, Any] = {"ignore_unknown_options": True, "allow_inter
 
 @contextlib.contextmanager
 def sentences() -> Iterator[None]:
-    """End the command in one sentence where something cannot be done."""
+    """Context manager that turns errors of labs and launchers into an error message of the command."""
     try:
         yield
     except (client.LabError, LauncherError, ValueError) as error:
@@ -108,9 +108,12 @@ def run(
     os.environ[job.MARK_VARIABLE] = own = uuid.uuid4().hex
     ended = process.run(argv, watch)
     process.tell(ended.sentence)
-    with contextlib.suppress(client.LabError, OSError):  # where the lab has gone, so have they
+    # If the lab has gone, the processes of the job have gone with it.
+    with contextlib.suppress(client.LabError, OSError):
         client.ask(name, {"do": "clear", "job": own})
-    watch()  # a host may have died last; Open MPI takes one whose processes were all killed for one that ended well
+    # Look once more: a host may have died at the very end, and if all processes of a host were killed Open MPI takes it
+    # for one that has ended well.
+    watch()
     if watch.dead or (ended.code and watch.reason):
         raise click.ClickException(watch.reason)
     raise SystemExit(ended.code)
@@ -189,7 +192,8 @@ def list_labs() -> None:
     with sentences():
         names = client.list_labs()
     if not names:
-        click.echo("no lab is up: mpips lab up makes one", err=True)  # standard output holds labs, a line each
+        # On standard error, because scripts read the names of labs from standard output.
+        click.echo("no lab is up: mpips lab up makes one", err=True)
     for name in names:
         try:
             found, keeper = client.ask(name, {"do": "describe"}), client.keeper_process(name)

@@ -1,8 +1,8 @@
 """Find, make, ask and end labs, and watch the network under a job in one.
 
-A lab is known by its keeper's socket, in a folder that is its user's alone. Who asks may be root, and enters the
-namespaces of the process that answers: so the keeper has to be a process of the same user. It has the lab's lock for as
-long as it lives, however it ends. A socket without such a holder is removed.
+A lab is found by the socket of its keeper, the process that owns it, in a folder that only its user can open. Clients
+may be root, and enter the namespaces of the process that answers, so they accept only a keeper of the same user. The
+keeper holds the lock of the lab as long as it lives, however it ends. A socket whose lock nobody holds is removed.
 """
 
 from __future__ import annotations
@@ -34,22 +34,29 @@ from mpips.launch.mpirun import find
 
 LOG = log.get("mpips.lab")
 
+# how long a lab may take to end before its keeper is killed
 END_SECONDS = 10.0
-LOCK, SOCKET = ".lock", ".socket"
-LOOKS, LOOK_SECONDS = 20, 0.01  # at a lock that one may hold who only looks whether it is held
+LOCK = ".lock"
+SOCKET = ".socket"
+# A lock may be held for a moment by a process that only looks whether it is held, so try this often to take it.
+LOOKS = 20
+LOOK_SECONDS = 0.01
+# How long a network may be broken before the job in it is ended. Longer than TCP tries, so that a program that notices
+# by itself, through its MPI or a limit of its own, reports it first.
 PATIENCE = 20.0
-"""Seconds that a network may be broken: longer than TCP waits, so that a program that notices by itself, by its MPI or
-by a time limit of its own, has the first word."""
+# how long TCP tries before it gives up a connection, with the retries in `launch.lab.links.SETTINGS`
 TCP_SECONDS = 13.0
-"""How long TCP has tried when it gives a connection up; `launch.lab.links.SETTINGS` has its retries."""
 
 
 class LabError(RuntimeError):
-    """A lab cannot be made, or there is none of that name."""
+    """A lab cannot be made or used, or there is no lab of that name."""
 
 
 def ask(name: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Send one request (see `launch.lab.keeper.Keeper.answer`), return the reply; `LabError` with its sentence."""
+    """Send a request to the keeper of a lab, and return the reply. Blocks for at most 30 seconds.
+
+    For requests see `launch.lab.keeper.Keeper.answer`. Raises LabError if there is no such lab or the keeper refuses.
+    """
     with _connect(name) as connection:
         connection.sendall(json.dumps(request).encode() + b"\n")
         reply = json.loads(connection.makefile("r").readline() or '{"error": "the keeper ended"}')
@@ -59,23 +66,31 @@ def ask(name: str, request: dict[str, Any]) -> dict[str, Any]:
 
 
 def up(name: str, plan: LabPlan) -> socket.socket:
-    """Make the lab ``name``. It ends when the socket returned is closed, or, once `detach`ed, with `down`."""
+    """Make the lab `name`, and block until it can be used. Raises LabError if it cannot be made.
+
+    Returns:
+        A socket. The lab ends when it is closed, or when this process ends. After `detach` it ends only by `down`.
+    """
     listener, lock = claim(name)
-    with listener, open(lock):  # the keeper has them, too
+    # The keeper inherits both, so closing them here does not release the lock.
+    with listener, open(lock):
         owner, theirs = socket.socketpair()
         inherited = (listener.fileno(), theirs.fileno())
         command = [sys.executable, "-P", "-m", "mpips.launch.lab.keeper", name, *map(str, inherited)]
         with theirs, tempfile.TemporaryFile("w+") as words:
-            silent = subprocess.DEVNULL  # it outlives the caller, whose pipes must not wait for it
+            # The keeper may outlive its caller, and whoever reads the caller's output must not wait for it.
+            silent = subprocess.DEVNULL
             process = subprocess.Popen(
                 command, pass_fds=(*inherited, lock), start_new_session=True, stdin=silent, stdout=silent, stderr=words
             )
             theirs.close()
             reply = None
-            with suppress(ConnectionError):  # it has ended
+            # A ConnectionError means that the keeper has ended. Its error message is read below.
+            with suppress(ConnectionError):
                 owner.sendall(msgspec.json.encode(plan) + b"\n")
                 if line := owner.makefile("r").readline():
                     reply = dict(json.loads(line))
+            # This waits for the process that forks the keeper, which has ended by now, not for the keeper.
             process.wait()
             if reply is None:
                 words.seek(0)
@@ -108,13 +123,13 @@ def _connect(name: str) -> socket.socket:
 
 
 def detach(owner: socket.socket) -> None:
-    """Let the lab live on without this process."""
+    """Let the lab go on when this process ends."""
     owner.sendall(b"detach")
     owner.close()
 
 
 def down(name: str) -> None:
-    """End the lab ``name`` and every process in it; returns when they have ended."""
+    """End the lab `name` and every process in it. Blocks until they have ended."""
     handle = os.pidfd_open(keeper_process(name))
     try:
         ask(name, {"do": "down"})
@@ -125,14 +140,14 @@ def down(name: str) -> None:
 
 
 def _wait_for_end(handle: int) -> None:
-    """Wait until the process of ``handle`` (a pidfd) has ended, after `END_SECONDS` by killing it."""
+    """Wait until the process of the pidfd `handle` has ended. Kill it after `END_SECONDS`."""
     if not find_readable([handle], END_SECONDS):
         signal.pidfd_send_signal(handle, signal.SIGKILL)
         find_readable([handle])
 
 
 def keeper_process(name: str) -> int:
-    """Return the pid of the keeper of lab ``name``."""
+    """Return the pid of the keeper of lab `name`. Raises LabError if there is no such lab or it is out of sight."""
     with _connect(name) as connection:
         if not (keeper := find_peer(connection).pid):
             raise LabError(f"lab {name!r} was made outside this PID namespace: enter it from there")
@@ -148,7 +163,23 @@ def job_command(
     mpirun: str | None = None,
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """Return the argv that runs ``program`` as an MPI job in lab ``name``, from outside it; it dies with its caller."""
+    """Return the command that runs `program` as an MPI job in lab `name`, to be run outside the lab.
+
+    The job ends when the process that has run the command ends.
+
+    Args:
+        name: The lab.
+        ranks: Number of ranks.
+        program: The command that each rank runs.
+        per_host: Ranks on each host.
+        mpirun: Path of the mpirun; by default the one that `launch.find` finds.
+        extra: Further words for mpirun.
+
+    Raises:
+        LabError: There is no such lab, or a host that the job needs is dead.
+        LauncherError: There is no usable mpirun.
+        ValueError: The lab has too few hosts.
+    """
     described = ask(name, {"do": "describe"})
     hosts, needed = described["hosts"], -(-ranks // per_host)
     if dead := [host for host in hosts[:needed] if host in described["dead"]]:
@@ -168,7 +199,10 @@ def job_command(
 
 
 def host_command(name: str, host: str, program: Sequence[str]) -> list[str]:
-    """Return the argv that runs ``program`` on one host of lab ``name``, or on its ``launcher``."""
+    """Return the command that runs `program` on one host of lab `name`, to be run outside the lab.
+
+    The host "launcher" is where the bridges and mpirun are. Raises LabError if there is no such host, or if it is dead.
+    """
     described = ask(name, {"do": "describe"})
     if host not in [*described["hosts"], "launcher"]:
         raise LabError(f"lab {name!r} has no host {host!r}: it has launcher, {', '.join(described['hosts'])}")
@@ -180,7 +214,7 @@ def host_command(name: str, host: str, program: Sequence[str]) -> list[str]:
 
 @contextmanager
 def lab(name: str, plan: LabPlan) -> Iterator[str]:
-    """Give a lab for the length of a ``with`` block; it ends with the block, or with this process."""
+    """Context manager that makes a lab. The lab ends with the block, or when this process ends."""
     with up(name, plan) as owner:
         handle = os.pidfd_open(keeper_process(name))
         try:
@@ -192,15 +226,19 @@ def lab(name: str, plan: LabPlan) -> Iterator[str]:
 
 
 def list_labs() -> list[str]:
-    """Return the names of this user's labs."""
+    """Return the names of this user's labs. Removes the files of labs that have ended."""
     with _open_folder() as folder:
         found = (name.removesuffix(LOCK) for name in os.listdir(folder) if name.endswith(LOCK))
         return sorted(name for name in found if not _remove_if_left(folder, name))
 
 
 def claim(name: str) -> tuple[socket.socket, int]:
-    """Return a socket for the lab `name`, and a descriptor of its lock, to be open for as long as the lab is up.
-    LabError where one of that name is."""
+    """Take the name of a lab, and raise LabError if a lab of that name is up.
+
+    Returns:
+        The bound socket of the lab, and a descriptor of its lock. The descriptor must stay open as long as the lab is
+        up.
+    """
     with _open_folder() as folder:
         lock = _take_lock(folder, name)
         if lock is None:
@@ -213,15 +251,20 @@ def claim(name: str) -> tuple[socket.socket, int]:
 
 
 def _socket_path(folder: int, name: str) -> str:
-    """Return the path of a lab's socket in the open folder: that one, whatever others do to its name, and never too
-    long."""
+    """Return a path of a lab's socket through the descriptor of the open folder.
+
+    So it leads to that folder even if somebody replaces it, and it is never too long for a socket address.
+    """
     return f"/proc/self/fd/{folder}/{name}{SOCKET}"
 
 
 @contextmanager
 def _open_folder() -> Iterator[int]:
-    """Give a descriptor of this user's folder, made if need be: below /run for root, else, or where that cannot be,
-    below /tmp. LabError where another user could be behind it."""
+    """Context manager for a descriptor of this user's folder of labs, which is made if it is missing.
+
+    It is in /run for root, and otherwise, or if /run is not writable, in /tmp. Raises LabError if another user owns it
+    or can open it.
+    """
     user = os.geteuid()
     place = Path(f"/tmp/mpips-{user}")
     try:
@@ -247,7 +290,7 @@ def _open_folder() -> Iterator[int]:
 
 
 def _take_lock(folder: int, name: str) -> int | None:
-    """Return a descriptor that holds the lock of lab `name`; None where another does."""
+    """Take the lock of lab `name`, and return its descriptor; None if another process holds the lock."""
     for _ in range(LOOKS):
         lock = os.open(name + LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
         if _holds(lock) and _is_file(lock, folder, name):
@@ -258,7 +301,7 @@ def _take_lock(folder: int, name: str) -> int | None:
 
 
 def _remove_if_left(folder: int, name: str) -> bool:
-    """Return whether nobody holds the lock of lab `name`: it and the socket are removed then."""
+    """True if nobody holds the lock of lab `name`. Its lock file and socket are removed then."""
     try:
         lock = os.open(name + LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except OSError:
@@ -276,7 +319,7 @@ def _remove_if_left(folder: int, name: str) -> bool:
 
 
 def _holds(lock: int) -> bool:
-    """Return whether this descriptor has the lock, or gets it at once."""
+    """Try to lock the file without waiting. True if this descriptor now has the lock."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -285,7 +328,7 @@ def _holds(lock: int) -> bool:
 
 
 def _is_file(lock: int, folder: int, name: str) -> bool:
-    """Return whether the open lock is what has the name, and no other has been made since."""
+    """True if the open lock file still is the one with this name, and has not been removed and made anew."""
     try:
         return os.fstat(lock).st_ino == os.stat(name + LOCK, dir_fd=folder).st_ino
     except FileNotFoundError:
@@ -293,11 +336,21 @@ def _is_file(lock: int, folder: int, name: str) -> bool:
 
 
 class NetworkWatch:
-    """A watch over the first ``hosts`` hosts of lab ``name``, and over the network between them, beneath a job.
+    """A watch over the hosts and the network of a job in a lab. Call it now and then; True means that the job must end.
 
-    Some MPIs never notice that it is broken, and would wait for ever. A host that the job needs may be ``dead``, or the
-    network broken for ``patience`` seconds: a NIC is down, or TCP gave up a connection after the watch began.
-    ``reason`` then says so in one sentence.
+    Some MPIs never notice a broken network, and would wait for ever. The watch returns True if a host that the job
+    needs is dead, or if the network has been broken for `patience` seconds: a NIC is down, or TCP has given up a
+    connection since the watch began.
+
+    Args:
+        name: The lab.
+        hosts: The job uses the first `hosts` hosts.
+        patience: Seconds that the network may be broken.
+        clock: Returns the time in seconds.
+
+    Attributes:
+        reason: The sentence that says what is broken, or "".
+        dead: Names of the hosts that the job needs and that are dead.
     """
 
     def __init__(
@@ -305,16 +358,23 @@ class NetworkWatch:
     ) -> None:
         self.reason = ""
         self.dead: list[str] = []
-        self._name, self._hosts, self._patience, self._clock = name, hosts, patience, clock
+        self._name = name
+        self._hosts = hosts
+        self._patience = patience
+        self._clock = clock
+        # (host, NIC) -> since when it has been down
         self._down: dict[tuple[str, str], float] = {}
+        # host -> since when a connection of it has had no answer
         self._given_up: dict[str, float] = {}
+        # host -> connections that it had given up before the watch began
         self._before = ask(name, {"do": "health", "hosts": hosts})["given_up"]
 
     def __call__(self) -> bool:
-        """Look once. A lab that has gone is no news: its jobs went with it."""
+        """Look once. True if the job must end."""
         try:
             found = ask(self._name, {"do": "health", "hosts": self._hosts})
         except (LabError, OSError):
+            # The lab has gone, and its jobs have gone with it.
             return False
         now, self.dead = self._clock(), found["dead"]
         self._down = {(host, nic): self._down.get((host, nic), now) for host, nic in found["down"]}
@@ -345,5 +405,5 @@ class NetworkWatch:
 
 
 def describe_deaths(lab: str, hosts: Sequence[str]) -> str:
-    """Return the sentence about hosts whose own process has ended."""
+    """Return the sentence about hosts of a lab that are dead: the process that holds their namespaces has ended."""
     return f"host {', '.join(hosts)} died: `mpips lab down --name {lab}` ends the lab, `mpips lab up` makes another"

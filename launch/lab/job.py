@@ -1,6 +1,7 @@
-"""An MPI job across the hosts of a lab: the command that starts it, and the end of all that it leaves behind.
+"""An MPI job across the hosts of a lab: the command that starts it, and the end of all processes that it leaves.
 
-It starts by three small files in the keeper's private memory file system: hosts, host file, launch agent.
+Two small files in the keeper's private /dev/shm make it work: the /etc/hosts of all hosts, and the launch agent that
+mpirun calls in place of ssh.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from mpips.launch.mpirun import Flavour, Job, Launcher, Machine, build
 
 TIMEOUT = "MPIPS_TIMEOUT_SECONDS"
 MPICH_TIMEOUT = "60"
-MOST_LOOKS, LOOK_SECONDS = 100, 0.01
-MARK_VARIABLE = "LAB_JOB_OF_MPIPS"  # no MPIPS_*: those are options of a store, which refuses what it does not know
+MOST_LOOKS = 100
+LOOK_SECONDS = 0.01
+# The variable that marks the processes of a job. Its name does not begin with MPIPS_, because a store refuses variables
+# of that kind that it does not know.
+MARK_VARIABLE = "LAB_JOB_OF_MPIPS"
 
 
 def place_on_hosts(hosts: Sequence[str], ranks: int, per_host: int) -> tuple[Placed, ...]:
-    """``per_host`` consecutive ranks on each host in turn. ValueError where the hosts do not suffice."""
+    """Place `per_host` consecutive ranks on each host in turn. Raises ValueError if there are too few hosts."""
     needed = -(-ranks // per_host)
     if needed > len(hosts):
         raise ValueError(
@@ -46,9 +50,10 @@ def build_job(
     environment: Mapping[str, str] | None = None,
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """Return the argv that starts ``program`` on ``ranks`` ranks, called from the lab's outer namespaces.
+    """Return the command that starts `program` on `ranks` ranks, to be run in the namespaces of the keeper.
 
-    ``cores`` are the machine's, which all hosts share. Data goes by the vips, the launcher's own traffic by management.
+    MPI's data goes over the hosts' vips, and mpirun's own traffic over the management network. `cores` is the number of
+    cores of this machine, which all hosts share. Raises ValueError if there are too few hosts.
     """
     job = Job(
         ranks,
@@ -62,33 +67,44 @@ def build_job(
 
 
 def defaults(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables of a job that its caller's ``environment`` does not set. MPICH does not notice that a host is
-    gone, so there waits of mpips end after `MPICH_TIMEOUT` seconds."""
+    """Return variables to set for a job, except those that the caller's `environment` has.
+
+    MPICH does not notice that a host has gone. So under MPICH the waits of mpips end after `MPICH_TIMEOUT` seconds.
+    """
     return {} if launcher.flavour == "openmpi" or TIMEOUT in environment else {TIMEOUT: MPICH_TIMEOUT}
 
 
 def launcher_settings(flavour: Flavour) -> tuple[str, ...]:
-    """Return the words for an mpirun that starts a job on the hosts of a lab."""
+    """Return the options with which mpirun starts a job on the hosts of a lab."""
     return agent_settings() if flavour == "openmpi" else _hydra_settings()
 
 
 def agent_settings() -> tuple[str, ...]:
-    """Return one daemon a host through the agent; nothing left in the machine's /tmp."""
+    """Return the options with which Open MPI starts its daemons through the agent and writes nothing to /tmp."""
     values = {"plm_ssh_agent": AGENT, "prte_if_include": MANAGEMENT_NETWORK, "prte_tmpdir_base": SHARED_FOLDER}
     return tuple(word for name, value in values.items() for word in ("--prtemca", name, value))
 
 
 def _hydra_settings() -> tuple[str, ...]:
-    """Data by libfabric's tcp over the vip: a build with UCX, left alone, crosses the management network."""
+    """Return the options of MPICH. Data goes by libfabric's tcp over the vip.
+
+    Without them a build with UCX would send its data over the management network.
+    """
     launcher = ("-launcher", "ssh", "-launcher-exec", AGENT, "-iface", "m0")
     values = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "vip0"}
     return (*launcher, *(word for name, value in values.items() for word in ("-genv", name, value)))
 
 
 def build_entry(keeper: int, argv: Sequence[str], *, folder: str, user: int) -> list[str]:
-    """Return the argv that runs ``argv`` in the outer namespaces of the lab whose keeper is process ``keeper``.
+    """Return the command that runs `argv` in the namespaces of a lab's keeper, in the folder `folder`.
 
-    It ends when the caller does. ``user`` is the caller's id: an ordinary user's lab has a user namespace too.
+    The program gets SIGTERM when its caller ends.
+
+    Args:
+        keeper: The pid of the keeper.
+        argv: The command.
+        folder: The working directory.
+        user: The caller's user id. The lab of an ordinary user has a user namespace, which must be entered too.
     """
     own = [] if user == 0 else ["--user", "--preserve-credentials"]
     namespaces = [*own, "--pid", "--net", "--uts", "--mount"]
@@ -97,14 +113,18 @@ def build_entry(keeper: int, argv: Sequence[str], *, folder: str, user: int) -> 
 
 
 def end_all(job: str) -> int:
-    """Kill every process whose environment says that it is of ``job``; how many there were. It looks until it has found
-    none twice: a process that starts another program has no environment for a moment."""
+    """Kill every process of `job`, found by `MARK_VARIABLE` in its environment. Return how many there were.
+
+    Looks until two looks in a row have found none, because a process that is just executing another program has no
+    environment for a moment.
+    """
     ended: set[int] = set()
     quiet = 0
     for _ in range(MOST_LOOKS):
         killed = set()
         for process in find_carriers(f"{MARK_VARIABLE}={job}"):
-            with suppress(OSError):  # it has ended, or is another user's
+            # The process has ended by now, or another user owns it.
+            with suppress(OSError):
                 os.kill(process, signal.SIGKILL)
                 killed.add(process)
         ended |= killed
@@ -115,20 +135,26 @@ def end_all(job: str) -> int:
     return len(ended)
 
 
-SHARED_FOLDER = "/dev/shm"  # its own file system for the keeper and for every host, as on machines that share no memory
+# The keeper and each host mount a file system of their own here, because real hosts do not share memory.
+SHARED_FOLDER = "/dev/shm"
 HOSTS_FILE = f"{SHARED_FOLDER}/hosts"
 AGENT = f"{SHARED_FOLDER}/agent"
 
 
 def format_hosts(plan: LabPlan) -> str:
-    """``/etc/hosts`` of every host: names lead to management addresses, as on a cluster whose data network is apart."""
+    """Return the text of /etc/hosts for all hosts.
+
+    Names stand for management addresses, as on a cluster that has a separate network for data.
+    """
     lines = ["127.0.0.1 localhost", f"{LAUNCHER_ADDRESS} launcher"]
     return "\n".join(lines + [f"{host.management} {host.name}" for host in plan.hosts]) + "\n"
 
 
 def format_agent(plan: LabPlan, processes: list[int]) -> str:
-    """Return a script called as ssh would be, ``agent [options] HOST COMMAND...``, that runs COMMAND in HOST's
-    namespaces."""
+    """Return a shell script that mpirun calls as it would call ssh: `agent [options] HOST COMMAND...`.
+
+    It runs COMMAND in the namespaces of HOST. `processes[i]` is the process of host i.
+    """
     cases = "\n".join(
         f"    {host.name}|{host.management}) process={process} ;;" for host, process in zip(plan.hosts, processes)
     )
@@ -153,7 +179,10 @@ exec nsenter --target "$process" --net --uts --mount sh -c 'cd "$0" && eval "$1"
 
 
 def write_hosts(plan: LabPlan) -> None:
-    """Write `HOSTS_FILE`, read it as ``/etc/hosts`` from now on, and make room for `AGENT`."""
+    """Write `HOSTS_FILE` and mount it as /etc/hosts. Make an empty `AGENT`, which `write_agent` fills.
+
+    Hosts are started in between: they mount the agent, whose text needs their pids.
+    """
     with open(HOSTS_FILE, "w") as file:
         file.write(format_hosts(plan))
     with open(AGENT, "w"):
@@ -162,13 +191,16 @@ def write_hosts(plan: LabPlan) -> None:
 
 
 def write_agent(plan: LabPlan, processes: list[int]) -> None:
-    """Fill `AGENT`, for the keeper and the hosts alike."""
+    """Write the script of `AGENT`. All hosts see it, because they have mounted the same file."""
     with open(AGENT, "w") as file:
         file.write(format_agent(plan, processes))
 
 
 def make_own_folder() -> None:
-    """Give this host a `SHARED_FOLDER` of its own with `AGENT`: a host's MPI daemon starts other hosts' daemons."""
+    """Give this host a `SHARED_FOLDER` of its own, with `AGENT` in it.
+
+    The host needs the agent because its MPI daemon may start the daemons of other hosts.
+    """
     agent = os.open(AGENT, os.O_RDONLY)
     kernel.mount_virtual("tmpfs", SHARED_FOLDER)
     with open(AGENT, "w"):

@@ -1,7 +1,8 @@
-"""The process that owns a lab. Its namespaces have no names: when it ends, however it ends, the kernel takes all back.
+"""The process that owns a lab. Its namespaces have no names, so when it ends in any way the kernel removes the lab.
 
-It is process 1 of its own PID namespace, so that jobs in the lab end with it too. It is found by a socket in a folder
-of its user's (`launch.lab.client`), whose lock it holds while it lives, and answers one JSON line with another.
+It is process 1 of its own PID namespace, so that jobs in the lab end with it. Clients find it by a socket in a folder
+of its user (see `launch.lab.client`), and it holds the lock of the lab as long as it lives. It answers a line of JSON
+with a line of JSON.
 """
 
 from __future__ import annotations
@@ -26,7 +27,11 @@ from mpips.launch.lab.links import add_neighbours_and_routes, apply_settings, bu
 
 
 def start_host(name: str, window: int) -> int:
-    """Return a process in network, mount and host-name namespaces of its own, waiting to be killed. Returns its pid."""
+    """Start the process of a host, and return its pid once its namespaces are ready.
+
+    It has network, mount and UTS namespaces of its own, and then waits to be killed. `window`: bytes that a TCP
+    connection may have under way. Raises RuntimeError if the namespaces cannot be made.
+    """
     ready, done = os.pipe()
     process = os.fork()
     if process == 0:
@@ -61,7 +66,7 @@ def _be_host(name: str, window: int, done: int) -> None:
 
 
 class Keeper:
-    """Answers requests about one lab."""
+    """Makes a lab, and answers requests about it."""
 
     def __init__(self, name: str, plan: LabPlan) -> None:
         self.name = name
@@ -70,12 +75,23 @@ class Keeper:
         self._processes = [start_host(host.name, window(plan)) for host in plan.hosts]
         self._outer, self._links = build(plan, self._processes)
         job.write_agent(plan, self._processes)
+        # the counters at the last reset
         self._baseline = self._counters()
+        # number of hosts of a job -> (host, NIC) that its traffic crosses
         self._crossed: dict[int, list[tuple[str, LabNic]]] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the reply to one request: ``{"do": "describe" | "status" | "reset" | "link" | "health" |
-        "clear"}``."""
+        """Return the reply to a request. Its field "do" is one of:
+
+        - "describe": the names of the hosts, and of those that are dead.
+        - "status": hosts and NICs with their rates, states, and bytes since the last reset.
+        - "reset": count bytes from zero again.
+        - "link" with "host", "nic", "up" and "share": set a NIC ("all": all NICs) up or down, with a share of its rate.
+        - "health" with "hosts": what is broken among the first hosts (see `_health`).
+        - "clear" with "job": kill all processes of a job.
+
+        A reply with the field "error" says what is wrong.
+        """
         match request["do"]:
             case "describe":
                 names = [host.name for host in self._plan.hosts]
@@ -117,6 +133,7 @@ class Keeper:
         for host, links in zip(self._plan.hosts, self._links):
             if host.name == name and (nics := [n for n in host.nics if nic in (n.name, "all")]):
                 for each in nics:
+                    # The rate limit of the NIC is for what it sends, that of the switch's port for what it receives.
                     links.set(each.name, state="up" if up else "down")
                     links.shape(each.name, round(each.rate * share))
                     self._outer.shape(each.port, round(each.rate * share))
@@ -127,10 +144,10 @@ class Keeper:
         return {"error": f"lab {self.name!r} has no NIC {nic!r} on a host {name!r}"}
 
     def _health(self, hosts: int) -> dict[str, Any]:
-        """Return what is broken between the first ``hosts`` hosts.
+        """Return what is broken between the first `hosts` hosts.
 
-        NICs that are down; hosts, also those that relay, that are dead; and the connections that TCP gave up on each,
-        ever.
+        "down" are the NICs that are down. "dead" are the dead hosts, including hosts that only relay. "given_up" is,
+        for each host, the number of connections that its TCP has ever given up.
         """
         if hosts not in self._crossed:
             self._crossed[hosts] = find_crossed_nics(self._plan, hosts)
@@ -142,7 +159,10 @@ class Keeper:
 
 
 def serve(keeper: Keeper, listener: socket.socket, owner: socket.socket | None) -> None:
-    """Answer until told to go down, or until ``owner`` hangs up."""
+    """Answer requests until one is "down", or until `owner` is closed at its other end.
+
+    If `owner` sends "detach", the lab goes on without it.
+    """
     while True:
         waiting = [listener] if owner is None else [listener, owner]
         ready = find_readable(file.fileno() for file in waiting)
@@ -161,7 +181,10 @@ def serve(keeper: Keeper, listener: socket.socket, owner: socket.socket | None) 
 
 
 def _serve_one(keeper: Keeper, connection: socket.socket) -> bool:
-    """Answer one request; False when it was "down". What fails is a sentence: the keeper's end would be the lab's."""
+    """Answer one request. False if it was "down".
+
+    An exception becomes an error reply. It must not end the keeper, because that would end the lab.
+    """
     line = connection.makefile("rb").readline()
     if not line:
         return True
@@ -179,7 +202,10 @@ def _serve_one(keeper: Keeper, connection: socket.socket) -> bool:
 
 @contextmanager
 def ending_with(owner: socket.socket) -> Iterator[None]:
-    """In this block the process ends at once when the other side of ``owner`` is closed, whatever it is doing."""
+    """Context manager in which this process ends at once when `owner` is closed at its other end.
+
+    SIGIO interrupts whatever the process is doing.
+    """
 
     def look(*_: object) -> None:
         try:
@@ -193,21 +219,27 @@ def ending_with(owner: socket.socket) -> Iterator[None]:
     fcntl.fcntl(owner, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(owner, fcntl.F_GETFL)
     fcntl.fcntl(owner, fcntl.F_SETFL, flags | os.O_ASYNC)
-    look()  # it may have gone before
+    # The other end may have been closed before SIGIO was set up.
+    look()
     yield
     fcntl.fcntl(owner, fcntl.F_SETFL, flags)
     signal.signal(signal.SIGIO, signal.SIG_IGN)
 
 
 def main() -> None:
-    """``python -m launch.lab.keeper NAME LISTENER OWNER`` (two inherited sockets; the plan comes over OWNER)."""
+    """Run `python -m launch.lab.keeper NAME LISTENER OWNER`.
+
+    LISTENER and OWNER are descriptors of inherited sockets. The plan comes as a line over OWNER, and "{}" or an error
+    goes back.
+    """
     name = sys.argv[1]
     listener, owner = (socket.socket(fileno=int(number)) for number in sys.argv[2:4])
     with owner.makefile("r") as lines:
         plan = msgspec.json.decode(lines.readline(), type=LabPlan)
     try:
         kernel.new_machine(os.getuid(), os.getgid())
-        if os.fork():  # the child goes on as process 1 of the new namespaces
+        # The child goes on as process 1 of the new PID namespace.
+        if os.fork():
             os._exit(0)
         kernel.keep_mounts_private()
         for filesystem, target in (("proc", "/proc"), ("sysfs", "/sys"), ("tmpfs", job.SHARED_FOLDER)):

@@ -1,7 +1,8 @@
-"""Linux calls of a lab (unshare, setns, mount, names of host and process), and sentences for those missing here.
+"""Linux calls of a lab (unshare, setns, mount, names of host and process), and a check which are missing here.
 
-Python lacks these calls before 3.12. ``python -m launch.lab.kernel`` tries them, and prints a sentence for each that
-is refused. This module imports no NumPy: a process with threads may not make a user namespace.
+Python has some of these calls only since 3.12. `python -m launch.lab.kernel` tries them, and prints a sentence for each
+one that is refused. This module must not import NumPy, which starts threads: a process with threads cannot make a user
+namespace.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ NEW_USER = 0x10000000
 NEW_PID = 0x20000000
 NEW_NET = 0x40000000
 
-MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
 MS_SAFE = MS_NOSUID | MS_NODEV | MS_NOEXEC
+# file system -> flags to mount it with
 VIRTUAL = {"proc": MS_SAFE, "sysfs": MS_SAFE, "tmpfs": MS_NOSUID | MS_NODEV}
-MS_BIND, MS_RECURSIVE, MS_PRIVATE = 4096, 16384, 1 << 18
+MS_BIND = 4096
+MS_RECURSIVE = 16384
+MS_PRIVATE = 1 << 18
 PR_SET_NAME = 15
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -37,35 +43,36 @@ def _checked(result: int, what: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Give this process new namespaces of the kinds in ``flags`` (a new PID namespace: its later children)."""
+    """Give this process new namespaces of the kinds in `flags`. A new PID namespace is for its later children only."""
     _checked(_libc.unshare(flags), f"unshare(0x{flags:08x})")
 
 
 def enter(descriptor: int, kind: int) -> None:
-    """Move this process into the namespace that ``descriptor`` (an open ``/proc/PID/ns/*``) names."""
+    """Move this process into a namespace. `descriptor` is an open file /proc/PID/ns/*, `kind` one of the NEW_ flags."""
     _checked(_libc.setns(descriptor, kind), f"setns(0x{kind:08x})")
 
 
 def mount(source: str, target: str, filesystem: str, flags: int = 0, data: str = "") -> None:
-    """mount(2); raises ``OSError`` naming the target."""
+    """Call mount(2). Raises OSError with the target in its text."""
     arguments = (source.encode(), target.encode(), filesystem.encode(), ctypes.c_ulong(flags), data.encode())
     _checked(_libc.mount(*arguments), f"mount {filesystem or 'bind'} at {target}")
 
 
 def mount_virtual(filesystem: str, target: str) -> None:
-    """Mount a new ``proc``, ``sysfs`` or ``tmpfs``."""
+    """Mount a new proc, sysfs or tmpfs."""
     mount(filesystem, target, filesystem, VIRTUAL[filesystem])
 
 
 def keep_mounts_private() -> None:
-    """Let no mount of this namespace be seen outside it."""
+    """Keep later mounts in this namespace from appearing in others."""
     mount("none", "/", "", MS_RECURSIVE | MS_PRIVATE)
 
 
 def new_machine(user: int, group: int) -> None:
-    """Take new namespaces of all kinds; that of processes for later children.
+    """Give this process new network, mount and UTS namespaces, and its later children a new PID namespace.
 
-    Unless `user` is root, also one of users, in which this process is root, and outside `user` and `group`.
+    Unless `user` is root, the process first gets a user namespace. In it the process is root, and outside it is still
+    `user` and `group`.
     """
     if user != 0:
         unshare(NEW_USER)
@@ -76,17 +83,18 @@ def new_machine(user: int, group: int) -> None:
 
 
 def set_hostname(name: str) -> None:
-    """Name this process's UTS namespace."""
+    """Set the host name in this process's UTS namespace."""
     encoded = name.encode()
     _checked(_libc.sethostname(encoded, len(encoded)), f"sethostname {name}")
 
 
 def set_process_name(name: str) -> None:
-    """Set the name that ``ps -o comm`` shows (15 characters)."""
+    """Set the name that `ps -o comm` shows, at most 15 characters."""
     _checked(_libc.prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0), "prctl(PR_SET_NAME)")
 
 
-LACKING = 3  # the exit code of what found something missing: 1 is that of a crash
+# The exit code of this module when something is missing. 1 would look like a crash.
+LACKING = 3
 USER_NAMESPACES = (
     "an ordinary user needs user namespaces, and this machine refuses them ({error}): run as root, or let the "
     "administrator set `sysctl user.max_user_namespaces=10000`, on Debian also "
@@ -107,7 +115,10 @@ KERNEL = (
 
 
 def find_missing() -> list[str]:
-    """Return one sentence for everything that a lab needs and this machine lacks; empty where a lab can be made."""
+    """Return a sentence for each thing that a lab needs and this machine lacks. Empty if a lab can be made.
+
+    Tries the kernel's calls in a child process.
+    """
     if not sys.platform.startswith("linux"):
         return [f"a lab is made of Linux namespaces, and this is {sys.platform}"]
     tools = [tool for tool in ("nsenter", "setpriv") if shutil.which(tool) is None]
@@ -125,7 +136,10 @@ def find_missing() -> list[str]:
 
 
 def _missing_in_kernel() -> list[str]:
-    """Try everything once, in namespaces that end with this process."""
+    """Try all kernel calls once, in namespaces that end with this process. Return a sentence for each that fails.
+
+    Failures of mounts are printed at once, by a child.
+    """
     user = os.getuid()
     try:
         new_machine(user, os.getgid())
@@ -139,7 +153,7 @@ def _missing_in_kernel() -> list[str]:
 
 
 def _try_mounts() -> NoReturn:
-    """Try mounts as process 1 of the new namespaces, as the keeper is."""
+    """Try the mounts as process 1 of the new PID namespace, which the keeper will be."""
     try:
         keep_mounts_private()
         for filesystem, target in (("proc", "/proc"), ("sysfs", "/sys"), ("tmpfs", "/dev/shm")):
@@ -173,25 +187,29 @@ GIVEN_UP = "TCPAbortOnTimeout"
 
 
 def is_unplugged(port: str, links: Path = Path("/sys/class/net")) -> bool:
-    """Return whether no frame passes the switch port: it, or the NIC at the other end of its cable, is down or gone."""
+    """True if a switch port passes no frames, because it or the NIC at the other end of its cable is down or gone."""
     try:
         return (links / port / "carrier").read_text().strip() != "1"
-    except OSError:  # a port that is down itself refuses to be read
+    except OSError:
+        # The file of a port that is down itself cannot be read.
         return True
 
 
 def count_given_up(process: int, processes: Path = Path("/proc")) -> int:
-    """Return how many connections TCP has given up for want of an answer, in the network namespace of ``process``."""
+    """Return how many connections TCP has given up because no answer came, in the network namespace of `process`.
+
+    Returns 0 if the process is gone.
+    """
     try:
         text = (processes / str(process) / "net" / "netstat").read_text()
-    except OSError:  # the host is dead
+    except OSError:
         return 0
     names, values = (line.split() for line in text.splitlines() if line.startswith(NETSTAT))
     return int(values[names.index(GIVEN_UP)])
 
 
 def is_alive(process: int) -> bool:
-    """Return whether a host is there: its own ``process``."""
+    """True if `process`, which holds the namespaces of a host, has not ended."""
     return Path(f"/proc/{process}/ns/net").exists()
 
 

@@ -1,12 +1,15 @@
-"""From a topology to a plan of what the kernel must be told: hosts, NICs, addresses, routes, switches, rates. Pure.
+"""Turn a topology into the plan of a lab: hosts, NICs, addresses, routes, switches and rates. Pure.
 
-Every host has data NICs ``d0 .. d(k-1)``, one a level, each in the subnet of its switch; an unshaped management NIC
-``m0``; and one address of its own, the *vip*, on ``vip0``, by which MPI knows it. A /32 route per other vip chooses
-the NIC, and the neighbour that relays where two hosts share no switch (BCube, in dimension order). Switches are bridges
-that neither learn nor flood: the forwarding tables and the neighbours' link addresses are written down here, so that
-no frame travels but the job's own, and byte counters can be held against theory.
+Each host has a data NIC for each level, `d0` to `d(k-1)`, in the subnet of its switch. It also has a management NIC
+`m0`, whose rate is not limited, and an address of its own, the *vip*, on `vip0`. MPI knows the host by its vip. For
+each other vip a /32 route chooses the NIC and, if the two hosts share no switch, the neighbour that relays (BCube, in
+dimension order).
 
-The keeper imports this, and no NumPy: a process with threads may not make a user namespace.
+Switches are bridges that neither learn nor flood. Instead the plan has their forwarding tables, and the neighbours' MAC
+addresses. So only frames of the job travel, and byte counters can be compared with theory.
+
+The keeper imports this module, so it must not import NumPy, which starts threads: a process with threads cannot make a
+user namespace.
 """
 
 from __future__ import annotations
@@ -17,12 +20,18 @@ if TYPE_CHECKING:
     from mpips.collectives.simulator.topology import Topology
 
 MOST_HOSTS = 250
-MOST_RATE = 2**32  # bytes a second: the rate limiter holds it in 32 bits
-MTU = 9000  # at 1500 the cores, not the links, are the bottleneck
-BURST = 32 * 1024  # bytes a link may send at once, so that a late timer costs nothing up to 2.6 ms at 100 Mbit/s
-QUEUE = 4 * 1024 * 1024  # bytes a link may queue: the windows of 30 senders to one host, at 100 Mbit/s
-WINDOW = (128 * 1024, 512 * 1024)  # least and most bytes of a connection under way; in between
-WINDOW_SECONDS = 0.01  # what a link carries in this time: with less in its queue, senders share a link evenly
+# bytes per second; the rate limiter (tbf) has it in 32 bits
+MOST_RATE = 2**32
+# With 1500 the bottleneck is the cores and not the links.
+MTU = 9000
+# Bytes that a link may send at once. At 100 Mbit/s a timer that is up to 2.6 ms late then costs no throughput.
+BURST = 32 * 1024
+# Bytes that a link may queue: at 100 Mbit/s, the windows of 30 senders to one host.
+QUEUE = 4 * 1024 * 1024
+# The bytes that a connection may have under way are what a link carries in WINDOW_SECONDS, but at least and at most
+# these. With so little in the queues, senders share a link evenly.
+WINDOW = (128 * 1024, 512 * 1024)
+WINDOW_SECONDS = 0.01
 
 MANAGEMENT_NETWORK = "10.255.0.0/16"
 LAUNCHER_ADDRESS = "10.255.255.1"
@@ -33,19 +42,22 @@ class LabNic(NamedTuple):
 
     name: str
     level: int
-    address: str  # in dotted form; the subnet is a /24
+    # IPv4; the subnet is a /24
+    address: str
     mac: str
-    rate: int  # bits per second, each direction
+    # bits per second, each direction
+    rate: int
     switch: str
     port: str
 
 
 class LabRoute(NamedTuple):
-    """A host's way to another host's vip: through ``gateway``, which has the link address ``mac`` and an address in
-    the subnet of ``nic``."""
+    """A host's route to the vip of another host."""
 
     vip: str
+    # address of the next host, in the subnet of `nic`
     gateway: str
+    # MAC address of the gateway
     mac: str
     nic: str
 
@@ -54,7 +66,9 @@ class LabHost(NamedTuple):
     """One emulated machine."""
 
     name: str
+    # the address by which MPI knows it
     vip: str
+    # its address in the management network
     management: str
     nics: tuple[LabNic, ...]
     routes: tuple[LabRoute, ...]
@@ -67,22 +81,23 @@ class Trunk(NamedTuple):
     first_port: str
     second: str
     second_port: str
+    # bits per second, each direction
     rate: int
 
 
 class LabPlan(NamedTuple):
-    """All that `launch.lab.links` needs."""
+    """The plan of a lab, which `launch.lab.links` builds."""
 
     topology: str
     hosts: tuple[LabHost, ...]
     switches: tuple[str, ...]
     trunks: tuple[Trunk, ...]
+    # forwarding tables: (switch, port by which frames leave, MAC address to which they go)
     forwards: tuple[tuple[str, str, str], ...]
-    """The switches' forwarding tables: (switch, port by which frames leave, link address to which they go)."""
 
 
 def lay_out(topology: Topology) -> LabPlan:
-    """Return the plan for a topology (`simulator.topology`) (rates in bytes/s); ValueError where it is too large."""
+    """Return the plan for a topology of `collectives.simulator`. Raises ValueError if it is too large or too fast."""
     if topology.hosts > MOST_HOSTS:
         raise ValueError(f"{topology.name} has {topology.hosts} hosts: a lab has at most {MOST_HOSTS}")
     if len(topology.switches) > MOST_HOSTS:
@@ -110,7 +125,7 @@ def lay_out(topology: Topology) -> LabPlan:
 
 
 def _nics(topology: Topology) -> dict[tuple[int, int], LabNic]:
-    """Return the NIC of every (host, level); switches joined by trunks share a subnet."""
+    """Return the data NICs of all hosts: (host, level) -> NIC."""
     subnets = _subnets(topology)
     rates = {(link.source, link.target): link.rate for link in topology.links}
     made = {}
@@ -124,7 +139,7 @@ def _nics(topology: Topology) -> dict[tuple[int, int], LabNic]:
 
 
 def _subnets(topology: Topology) -> dict[str, int]:
-    """Return a number for every switch, the same for switches that a cable joins."""
+    """Return the number of each switch's subnet. Switches that a cable joins share a subnet."""
     number = {switch: place for place, switch in enumerate(topology.switches)}
     joined = True
     while joined:
@@ -137,16 +152,21 @@ def _subnets(topology: Topology) -> dict[str, int]:
 
 
 def trunk_port(switch: str, other: str) -> str:
-    """Return the port of ``switch`` that leads to the switch ``other``."""
+    """Return the name of the port of `switch` that leads to the switch `other`."""
     return f"{switch}.{other}"
 
 
 def _follow_routes(
     topology: Topology, nics: dict[tuple[int, int], LabNic]
 ) -> tuple[dict[tuple[int, int], tuple[str, str, str]], tuple[tuple[str, str, str], ...]]:
-    """Walk the route of every pair: (gateway, its link address, NIC) of the first hop, and what the switches on the way
-    must know."""
-    from mpips.collectives.simulator.topology import hop_links  # NumPy, which the keeper must not have
+    """Follow the route of every pair of hosts.
+
+    Returns:
+        (source, target) -> (gateway, its MAC address, NIC) of the first hop; and the forwarding tables of the switches
+        on the way, as in `LabPlan.forwards`.
+    """
+    # Imported late because it imports NumPy, and the keeper imports this module.
+    from mpips.collectives.simulator.topology import hop_links
 
     hops: dict[tuple[int, int], tuple[str, str, str]] = {}
     tables: dict[tuple[str, str], str] = {}
@@ -166,13 +186,13 @@ def _follow_routes(
 
 
 def window(plan: LabPlan) -> int:
-    """Return bytes that one connection of the lab may have under way."""
+    """Return how many bytes a TCP connection in the lab may have under way."""
     fastest = max(nic.rate for host in plan.hosts for nic in host.nics)
     return min(max(WINDOW[0], round(WINDOW_SECONDS * fastest / 8)), WINDOW[1])
 
 
 def find_crossed_nics(plan: LabPlan, hosts: int) -> list[tuple[str, LabNic]]:
-    """(host, NIC) of all that traffic between the first ``hosts`` hosts crosses, those of relaying hosts included."""
+    """Return the (host, NIC) pairs that traffic between the first `hosts` hosts crosses, including relaying hosts."""
     owners = {nic.address: (host, nic) for host in plan.hosts for nic in host.nics}
     found = {}
     for source in plan.hosts[:hosts]:

@@ -1,7 +1,7 @@
 """The emulated network: bridges, cables, routes, and the rate limit (tbf) that keeps a NIC at its 100 Mbit/s.
 
-Needs pyroute2. The caller is the keeper: it sits in the outer namespaces (bridges, launcher) and has one pausing
-process per host.
+Needs pyroute2. Only the keeper calls this. The bridges are in the keeper's own network namespace, the *outer* one, and
+each host has a process that holds its namespaces.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from mpips.launch.lab.layout import BURST, LAUNCHER_ADDRESS, MTU, QUEUE, LabHost
 
 MANAGEMENT_BRIDGE = "m0"
 
-# What decides whether figures are honest (docs/reference/lab.md says why), and whether a dead peer is noticed.
+# Settings of the kernel that make measurements comparable to a real network (docs/reference/lab.md has the reasons),
+# and that let TCP notice a dead peer.
 SETTINGS = {
     "net/ipv4/ip_forward": "1",
     "net/ipv4/conf/all/rp_filter": "0",
@@ -31,7 +32,8 @@ SETTINGS = {
     "net/ipv4/tcp_congestion_control": "reno",
     "net/ipv4/tcp_slow_start_after_idle": "0",
     "net/ipv4/tcp_no_metrics_save": "1",
-    "net/ipv4/tcp_retries2": "5",  # about 13 s without an answer, then the connection is dead
+    # TCP gives up a connection after about 13 s without an answer.
+    "net/ipv4/tcp_retries2": "5",
     "net/ipv4/tcp_syn_retries": "3",
     "net/ipv6/conf/all/disable_ipv6": "1",
     "net/ipv6/conf/default/disable_ipv6": "1",
@@ -39,14 +41,14 @@ SETTINGS = {
 
 
 class Links:
-    """One namespace's netlink socket, links addressed by name."""
+    """The network interfaces of one namespace, addressed by name, over a netlink socket."""
 
     def __init__(self) -> None:
         self.netlink = IPRoute()
         self._indices: dict[str, int] = {}
 
     def index(self, name: str) -> int:
-        """Return the number the kernel gave to the link ``name``."""
+        """Return the kernel's number of an interface."""
         if name not in self._indices:
             self._indices[name] = self.netlink.link_lookup(ifname=name)[0]
         return self._indices[name]
@@ -62,24 +64,24 @@ class Links:
         self.netlink.addr("add", index=self.index(name), address=address, prefixlen=prefix)
 
     def shape(self, name: str, rate: int) -> None:
-        """Let ``name`` send at most ``rate`` bits per second, from now on."""
+        """Limit what an interface sends to `rate` bits per second."""
         self.netlink.tc("replace", "tbf", self.index(name), rate=rate // 8, burst=BURST, limit=QUEUE)
 
     def plug(self, port: str, bridge: str, *, quiet: bool) -> None:
-        """Make ``port`` a port of ``bridge``; a quiet one neither learns nor floods."""
+        """Make `port` a port of `bridge`. A quiet port neither learns addresses nor floods frames."""
         self.set(port, master=self.index(bridge), mtu=MTU, state="up")
         if quiet:
             flags = {"learning": 0, "unicast_flood": 0, "mcast_flood": 0, "bcast_flood": 0}
             self.netlink.brport("set", index=self.index(port), **flags)
 
     def forward(self, port: str, mac: str) -> None:
-        """Let the bridge of ``port`` send frames for ``mac`` out by it, for good."""
+        """Add a permanent entry to the forwarding table: the bridge of `port` sends frames for `mac` out by it."""
         state = ndmsg.states["noarp"] | ndmsg.states["reachable"]
         self.netlink.fdb("append", ifindex=self.index(port), lladdr=mac, state=state, flags=ndmsg.flags["master"])
 
 
 def counters(links: Links) -> dict[str, dict[str, int]]:
-    """Return bytes through every link of a host, what its shaping queue dropped, and whether it is up."""
+    """Return the counters of each interface of a host: bytes sent and received, packets dropped, and "up" (0 or 1)."""
     found = {}
     for link in links.netlink.get_links():
         stats = link.get_attr("IFLA_STATS64")
@@ -90,7 +92,10 @@ def counters(links: Links) -> dict[str, dict[str, int]]:
 
 @contextmanager
 def inside(process: int) -> Iterator[None]:
-    """Be in the network namespace of ``process`` for a while (sockets opened there stay there)."""
+    """Context manager that moves this process into the network namespace of `process`.
+
+    Sockets that are opened in the block stay in that namespace.
+    """
     here = os.open("/proc/self/ns/net", os.O_RDONLY)
     there = os.open(f"/proc/{process}/ns/net", os.O_RDONLY)
     try:
@@ -103,8 +108,10 @@ def inside(process: int) -> Iterator[None]:
 
 
 def apply_settings(window: int) -> None:
-    """Write `SETTINGS` for this process's network namespace, leaving out what this kernel does not have; a connection
-    may have `window` bytes under way."""
+    """Apply `SETTINGS` to this process's network namespace, and let a TCP connection have `window` bytes under way.
+
+    Settings that this kernel does not have are left out.
+    """
     buffers = f"4096 {min(window, 131072)} {window}"
     for name, value in {**SETTINGS, "net/ipv4/tcp_rmem": buffers, "net/ipv4/tcp_wmem": buffers}.items():
         path = f"/proc/sys/{name}"
@@ -114,7 +121,11 @@ def apply_settings(window: int) -> None:
 
 
 def build(plan: LabPlan, processes: list[int]) -> tuple[Links, list[Links]]:
-    """Build the network; ``processes[i]`` holds those of host i. Returns the outer namespace's socket and theirs."""
+    """Build the network of a lab. `processes[i]` holds the namespaces of host i.
+
+    Returns:
+        The links of the outer namespace, and those of each host.
+    """
     outer = Links()
     outer.set("lo", state="up")
     for bridge in (MANAGEMENT_BRIDGE, *plan.switches):
@@ -137,7 +148,10 @@ def build(plan: LabPlan, processes: list[int]) -> tuple[Links, list[Links]]:
 
 
 def _cable(outer: Links, host: LabHost, process: int) -> None:
-    """Plug every NIC of ``host`` into its switch, the switch's end shaped too."""
+    """Connect each NIC of a host with its switch, and limit the rate at the switch's end.
+
+    The host's end gets its limit in `_configure`.
+    """
     for nic in host.nics:
         peer = {"ifname": nic.name, "net_ns_pid": process, "address": nic.mac}
         outer.netlink.link("add", ifname=nic.port, kind="veth", peer=peer)
@@ -149,14 +163,15 @@ def _cable(outer: Links, host: LabHost, process: int) -> None:
 
 
 def _configure(links: Links, host: LabHost) -> None:
-    """Set addresses, neighbours, routes and rates, from inside the host."""
+    """Set the addresses, neighbours, routes and rates of a host."""
     links.set("lo", state="up")
-    links.add_bridge("vip0")  # no ports: a place for the vip (this and other kernels lack "dummy")
+    # A bridge without ports holds the vip. A "dummy" interface would do, but some kernels do not have it.
+    links.add_bridge("vip0")
     links.add_address("vip0", host.vip, 32)
     links.set("m0", mtu=MTU, state="up")
     links.add_address("m0", host.management, 16)
     for nic in host.nics:
-        # one frame at a time: a 64 KiB bundle would wait 5 ms at every hop, at 100 Mbit/s
+        # Send single frames. The kernel would bundle up to 64 KiB, which takes 5 ms at each hop at 100 Mbit/s.
         links.set(nic.name, mtu=MTU, gso_max_segs=1, state="up")
         links.add_address(nic.name, nic.address, 24)
         links.shape(nic.name, nic.rate)
@@ -164,7 +179,7 @@ def _configure(links: Links, host: LabHost) -> None:
 
 
 def add_neighbours_and_routes(links: Links, host: LabHost, nics: Collection[str]) -> None:
-    """Add what the kernel forgets when a NIC goes down, for ``nics``, which must be up."""
+    """Add the neighbours and routes of `nics`, which must be up. The kernel forgets them when a NIC goes down."""
     routes = [each for each in host.routes if each.nic in nics]
     for gateway, mac, nic in {(each.gateway, each.mac, each.nic) for each in routes}:
         links.netlink.neigh("replace", dst=gateway, lladdr=mac, ifindex=links.index(nic), state="permanent")

@@ -1,1 +1,1 @@
-"""A job seen from outside: `gather` reads the pages of its ranks, `explain` says what they mean, `command` shows it."""
+"""A job seen from outside: `gather` reads its ranks' pages, `explain` says what they mean, `__main__` shows it."""

@@ -1,4 +1,4 @@
-"""`mpips why` says what a job does, or why it stands, and `mpips top` shows its ranks: both look from outside."""
+"""The commands that look at a job from outside: `mpips why` (why it is stuck), `top`, `page`, `trace` and `metrics`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from mpips.launch.observe.gather import Rank, has_living, has_pages, jobs, read_
 from mpips.launch.observe.hosts import WITHIN_SECONDS, Found, Watch
 
 MEGA = 1e6
+# the file of a dump that has the explanation of the job
 WHY = "why.json"
-"""In a dump: what was to be said of the job."""
+# how many other jobs to name
 MOST_NAMED = 8
-"""Of the other jobs."""
 job_argument = click.argument("job", required=False)
 within_option = click.option(
     "--within", type=Seconds(), default=WITHIN_SECONDS, show_default=True, help="For other hosts to answer."
@@ -37,11 +37,12 @@ json_option = click.option("--json", "with_json", is_flag=True, help="Print JSON
 
 
 def find(job: str | None) -> Path:
-    """Return the folder of a job, by its name or path, or by its scheduler's; without one, of the newest.
+    """Return the folder of a job. `job` is its name, a path, or a scheduler's job number; None is the newest job.
 
-    UsageError where there is none, and where several jobs are in one allocation.
+    Raises UsageError if there is no such job, or if several jobs run in that allocation.
     """
-    if job and os.path.isdir(job):  # False for one that this user may not see
+    # isdir is False for a folder that this user may not see.
+    if job and os.path.isdir(job):
         return Path(job)
     known = jobs()
     if job:
@@ -77,14 +78,14 @@ def find(job: str | None) -> Path:
 
 
 def _has_no_pages(job: str) -> bool:
-    """Return whether a job is that of an `mpips run` which has switched pages off."""
+    """True if `job` is the pid of an `mpips run` that has switched pages off."""
     with suppress(OSError):
         return job.isdigit() and f"{own.VARIABLE}=0".encode() in Path(f"/proc/{job}/environ").read_bytes().split(b"\0")
     return False
 
 
 def _is_launcher(job: str) -> bool:
-    """Return whether a job is that of an `mpips run` of this user's that lives."""
+    """True if `job` is the pid of a running `mpips run` of this user."""
     with suppress(OSError):
         process = Path(f"/proc/{job}")
         words = process.joinpath("cmdline").read_bytes().split(b"\0") if job.isdigit() else []
@@ -137,7 +138,10 @@ def why(job: str | None, with_json: bool, seconds: float, into: Path | None, how
 
 
 def _read_dump(path: Path, with_json: bool) -> str:
-    """Return what a dump says of its job. UsageError where the file is none that `--dump` has written."""
+    """Return the explanation that `--dump` has written: the sentence, or the whole file `with_json`.
+
+    Raises UsageError if `--dump` has not written this file.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         sentence = str(json.loads(text)["sentence"])
@@ -149,7 +153,7 @@ def _read_dump(path: Path, with_json: bool) -> str:
 
 
 def _tell_of_others(folder: Path, command: str) -> None:
-    """Say on standard error that the newest job was chosen, where others run, too."""
+    """If other jobs run too, say on standard error that the newest one was chosen."""
     others = [path.name for path in jobs() if path != folder and has_living(path)]
     if others:
         named = ", ".join(others[-MOST_NAMED:]) + ", ..." * (len(others) > MOST_NAMED)
@@ -158,13 +162,22 @@ def _tell_of_others(folder: Path, command: str) -> None:
 
 
 def _dump(folder: Path, into: Path, how: str, known: dict[str, Any]) -> None:
-    """Write what is known of a job into a folder. UsageError where that cannot be."""
+    """Write what is known about a job into the folder `into`. Raises UsageError if it cannot be written.
+
+    Args:
+        folder: The folder of the job.
+        into: The folder to write to.
+        how: "json" or "pytorch", the format of the files.
+        known: What `as_json` has returned.
+    """
     pages = (folder / f"{one['pid']}{folders.PAGE}" for one in known["ranks"])
-    paths = [path for path in pages if path.exists()]  # of other hosts' ranks there is no more than `known`
+    # Ranks on other hosts have no page here. They are in `known` only.
+    paths = [path for path in pages if path.exists()]
     try:
         if how == "pytorch":
             dump.write_for_pytorch([rank for path in paths if (rank := dump.read_rank(path)) is not None], into)
-            if any(one.get("role") for one in known["ranks"]):  # only a store gives roles
+            # Only ranks of a store have roles.
+            if any(one.get("role") for one in known["ranks"]):
                 said = "torchfrtrace reads collectives, not calls of stores: `mpips why` says who waits in one"
                 click.echo(f"note: {said}", err=True)
             return
@@ -209,7 +222,8 @@ def top(job: str | None, once: bool, with_json: bool, every: float, within: floa
                 found = explain(folder.name, ranks, read_end(folder), unreached)
                 if live is not None:
                     live.update(Group(*tables, Text(found.sentence)), refresh=True)
-                else:  # a table after the other, for what reads the pipe
+                else:
+                    # Not a terminal: print one table after the other.
                     for table in tables:
                         show_table(table)
                     click.echo(f"{found.sentence}\n")
@@ -242,7 +256,8 @@ def trace(job: str | None, seconds: float, output: Path) -> None:
     JOB is the name that `mpips top` shows; without it, the newest. `mpips run --trace` does it for a whole job. Ranks
     on other hosts are in it, too, where `mpips run` has started them.
     """
-    from mpips.launch.observe.trace import trace_running, write  # what it imports nobody else here needs
+    # Imported late: the other commands do not need what it imports.
+    from mpips.launch.observe.trace import trace_running, write
 
     found = trace_running(find(job), seconds)
     with writing(output):
@@ -283,7 +298,7 @@ def metrics(folder: str | None, port: str | None, every: float, once: bool) -> N
 
 
 def _exporter() -> Any:
-    """Return the module of metrics; UsageError where what it needs is not installed."""
+    """Import the module of metrics. Raises UsageError if prometheus_client is not installed."""
     try:
         return importlib.import_module("mpips.launch.observe.metrics")
     except ModuleNotFoundError as error:
@@ -291,6 +306,7 @@ def _exporter() -> Any:
 
 
 def _gathered(watch: Watch, folder: Path, seconds: float) -> Found:
+    """Look at a job, and raise UsageError if no rank can be seen."""
     found = watch.look(seconds)
     if not found.ranks and found.unreached:
         mute = (f"host {host} does not answer: {why}" for host, why in found.unreached.items())
@@ -300,6 +316,7 @@ def _gathered(watch: Watch, folder: Path, seconds: float) -> Found:
     return found
 
 
+# The columns of the table of ranks, most useful ones first. If the terminal is too narrow, the last ones are left out.
 COLUMNS = (
     "rank",
     "state",
@@ -319,7 +336,7 @@ COLUMNS = (
     "pid",
     "host",
 )
-"""Of the table, the most telling ones first: what a terminal is too narrow for is left out from the end."""
+# the order in which they are shown
 ORDER = (
     "rank",
     "role",
@@ -339,6 +356,7 @@ ORDER = (
     "MB",
     "where",
 )
+# the columns of the second table, which shows the store's embedding tables; most useful ones first
 ROWS = (
     "table",
     "rank",
@@ -354,16 +372,16 @@ ROWS = (
     "counted",
     "no memory",
 )
-"""Columns of the table of tables, the most telling ones first."""
+# columns that are left out if they are empty
 RARE = ("missed", "exchanges", "evicted", "refused", "counted", "no memory")
-"""Columns that are left out where nothing stands in them."""
+# columns that are justified to the left
 WORDS = ("role", "host", "state", "where", "for", "table")
+# Longer texts of the column "where" may be cut, but not to less than this.
 WHERE_WIDTH = 30
-"""The least of the column that is cut where it is longer."""
 
 
 def _tables(name: str, ranks: Sequence[Rank], width: int) -> list[Table]:
-    """Return the table of a job's ranks, and that of its tables, if it has any."""
+    """Return the table of a job's ranks and, if it has embedding tables, the table of these."""
     missed = missed_rounds(ranks)
     rows = [_row(one, missed.get(one.rank, 0.0)) for one in ranks]
     tables = [
@@ -378,7 +396,7 @@ def _tables(name: str, ranks: Sequence[Rank], width: int) -> list[Table]:
 
 
 def _table_row(table: str, one: Rank) -> dict[str, str]:
-    """Return the cells of a table on a rank, by their columns."""
+    """Return the row of one embedding table on one rank: column -> text."""
     numbers, rates = one.tables[table], one.table_rates.get(table, {})
     row = dict.fromkeys(ROWS, "") | {"table": table, "rank": str(one.rank)}
     if one.role == "server":
@@ -405,7 +423,15 @@ def _rate(rates: Mapping[str, float], *words: str) -> str:
 def _view(
     title: str, rows: Sequence[Mapping[str, str]], columns: Sequence[str], order: Sequence[str], width: int
 ) -> Table:
-    """Return rows as a table, in lines of at most that width where that can be. `columns`: the most telling first."""
+    """Make a table that is at most `width` wide, if at least three columns fit.
+
+    Args:
+        title: The title of the table.
+        rows: column -> text, for each row.
+        columns: The columns, most useful ones first; those that do not fit are dropped from the end.
+        order: The columns in the order in which they are shown.
+        width: The width of the terminal.
+    """
     widths = {column: max(len(column), *(len(row[column]) for row in rows)) for column in order}
     if "where" in widths:
         widths["where"] = min(widths["where"], WHERE_WIDTH)
@@ -424,7 +450,7 @@ def _view(
 
 
 def _row(one: Rank, missed: float) -> dict[str, str]:
-    """Return the cells of a rank, by their columns. `missed`: the share of the quorum's rounds."""
+    """Return the row of a rank: column -> text. `missed`: the share of the quorum's rounds that it came late to."""
     state = "gone" if not one.lives else "stopped" if one.stopped else "waits" if one.waits else "runs"
     stepped = one.step >= 0
     rate = f"{one.step_rate:.1f}" if one.step_rate >= 0 else f"<{1 / max(one.step_seconds, 1e-3):.1g}"

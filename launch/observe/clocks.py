@@ -1,8 +1,8 @@
-"""Clocks of several hosts: what to add to one's time to have another's, measured by exchanges, and how far it may err.
+"""Clocks of several hosts: convert times from one to another by measured offsets, and tell the largest error.
 
-A host asks another for its time and halves the way: the answer was made between question and receipt, so the error is
-half of that time at most. Of many exchanges the quickest counts. Between two measurements the offset is a straight
-line, and what it has changed by is added to the error.
+A host asks another for its time, and takes it for the time halfway between the question and the answer. The error is at
+most half of the time in between, so the quickest of many exchanges counts. Between two measurements the offset is taken
+to change linearly, and the change is added to the error.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
+# A measurement makes this many exchanges, or fewer on a slow link, where they would take longer than LONGEST_SECONDS.
 EXCHANGES = 100
 LONGEST_SECONDS = 0.5
-"""Of all exchanges: on a slow link there are fewer."""
+# The largest drift of one clock against another: the most by which Linux lets NTP correct a clock.
 MOST_DRIFT = 500e-6
-"""Of one clock against another: what Linux lets NTP correct one by."""
 
 
 class Offset(NamedTuple):
-    """At `at_ns` of a clock, `offset_ns` was to be added to have the reference's time, give or take `error_ns`."""
+    """One measurement of a clock: at its time `at_ns`, the reference showed `at_ns + offset_ns`, within `error_ns`."""
 
     at_ns: int
     offset_ns: int
@@ -30,13 +30,16 @@ class Offset(NamedTuple):
 
 
 class Clock:
-    """One clock beside the reference, from offsets measured at one or more times. None at all: it is the reference."""
+    """Converts the times of a clock to those of the reference, by measured offsets.
+
+    A clock without offsets is the reference itself.
+    """
 
     def __init__(self, offsets: Sequence[Offset] = ()) -> None:
         self.offsets = sorted(offsets)
 
     def to_reference(self, at_ns: int) -> int:
-        """Return a time of this clock as the reference has it."""
+        """Convert a time of this clock to the time that the reference showed."""
         if not self.offsets:
             return at_ns
         place = bisect_left(self.offsets, (at_ns,))
@@ -47,7 +50,7 @@ class Clock:
         return at_ns + before.offset_ns + round(share * (after.offset_ns - before.offset_ns))
 
     def error_ns(self, first_ns: int, last_ns: int) -> int:
-        """Return by how much the times of this clock from `first_ns` to `last_ns` may be wrong, at most."""
+        """Return the largest error of converted times of this clock between `first_ns` and `last_ns`."""
         if not self.offsets:
             return 0
         between = [
@@ -59,7 +62,12 @@ class Clock:
 
 
 def measure(ask: Callable[[], int], clock: Callable[[], int] = time.monotonic_ns) -> Offset:
-    """Return the offset of another clock to this one. `ask` returns the other's time; blocking, for about a second."""
+    """Measure another clock against this one. Blocks for up to `LONGEST_SECONDS`, plus one exchange.
+
+    Args:
+        ask: Returns the time of the other clock in nanoseconds.
+        clock: Returns the time of this clock, the reference.
+    """
     found: list[Offset] = []
     begun = clock()
     while len(found) < EXCHANGES and clock() - begun < LONGEST_SECONDS * 1e9:

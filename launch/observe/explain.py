@@ -1,4 +1,4 @@
-"""Say in one paragraph what a job does, or why it stands: who waits in what for whom, and what that one does. Pure."""
+"""Say in one paragraph what a job does, or why it is stuck: which ranks wait in which call, and for whom. Pure."""
 
 from __future__ import annotations
 
@@ -10,26 +10,33 @@ from mpips.collectives.errors import ranks as name_ranks
 from mpips.collectives.recorder.own import with_line
 from mpips.launch.observe.gather import Frame, Rank, Wait
 
+# A wait that lasts this long is not part of an ordinary step: the job is said to stand (to be stuck).
 STANDS_SECONDS = 1.0
-"""A wait of so long is no part of a usual step: the job is said to stand."""
+# A rank holds the others up if it waits less than half as long as each of them does, and if each of them waits for more
+# than this share of its time.
 SLOW_SHARE = 0.25
-"""A rank holds the others up that waits less than half of what each other does, where that is so much of their time."""
 
 
 class Explanation(NamedTuple):
-    """Hold a sentence on a job. `kind` is "ended", "stands", "slow" or "runs"; `culprits` are the ranks to look at."""
+    """What a job does, in a sentence."""
 
+    # "ended", "stands" (it is stuck), "slow" (a rank holds the others up) or "runs"
     kind: str
     sentence: str
+    # the ranks to look at
     culprits: tuple[int, ...]
 
 
 def explain(
     name: str, ranks: Sequence[Rank], end: Mapping[str, Any] | None = None, unreached: Mapping[str, str] | None = None
 ) -> Explanation:
-    """Explain a job of this name by what its ranks, at least one, look like.
+    """Explain what a job does, from what its ranks look like.
 
-    `end`: what its launcher has written. `unreached`: its hosts of which nothing is known now, and why.
+    Args:
+        name: The name of the job.
+        ranks: Its ranks, at least one.
+        end: What `mpips run` has written about the end of the job (see `read_end`).
+        unreached: Host that did not answer -> why.
     """
     found = _explain(name, ranks, end, unreached or {})
     mute = "".join(f" Host {host} does not answer: {why.rstrip('.')}." for host, why in (unreached or {}).items())
@@ -56,12 +63,15 @@ def _explain(
 
 
 def is_replaced(rank: Rank, ranks: Iterable[Rank]) -> bool:
-    """Return whether a rank has died in a generation from which the job has gone on without it."""
+    """True if a rank has died, and the job has gone on without it in a later generation."""
     return not rank.lives and any(one.generation > rank.generation >= 0 for one in ranks)
 
 
 def missed_rounds(ranks: Sequence[Rank]) -> dict[int, float]:
-    """Return of ranks that come late in which share of its rounds a quorum has not had them in time."""
+    """Return rank -> the share of all rounds closed by a quorum for which this worker came too late.
+
+    Workers that were always in time are left out.
+    """
     closed = sum(max(one.quorum_rounds, 0) for one in ranks)
     missed = {
         one.rank: sum(server.missed.get(str(one.member), 0) for server in ranks)
@@ -72,17 +82,26 @@ def missed_rounds(ranks: Sequence[Rank]) -> dict[int, float]:
 
 
 def _longest(rank: Rank) -> Wait | None:
-    """Return the wait of a rank that has lasted longest, of those that last."""
+    """Return the longest wait of a rank, or None if no wait has lasted for `STANDS_SECONDS`."""
     long = [wait for wait in rank.waits if wait.seconds >= STANDS_SECONDS]
     return max(long, key=lambda wait: wait.seconds, default=None)
 
 
-# ---- a job that stands
+# ---- a job that is stuck
 
 
 def _stands(
     head: str, ranks: Sequence[Rank], waits: dict[int, Wait], missing: set[int], unreached: Mapping[str, str]
 ) -> Explanation:
+    """Explain a job that is stuck.
+
+    Args:
+        head: The beginning of the sentence, which names the job.
+        ranks: The ranks that have a page.
+        waits: rank -> its longest wait.
+        missing: Numbers of ranks that have no page.
+        unreached: Host that did not answer -> why.
+    """
     seconds = max(wait.seconds for wait in waits.values())
     groups: dict[tuple[str, str], list[int]] = {}
     for rank, wait in waits.items():
@@ -120,7 +139,12 @@ def _stands(
 
 
 def _lanes_ahead(ranks: Sequence[Rank], waits: dict[int, Wait]) -> set[int]:
-    """Return the communicators and stores in which a rank that waits has begun a call that another has not."""
+    """Return the identities of communicators and stores in which waiting ranks are ahead of others.
+
+    A rank is ahead if it has begun a call there that another rank has not begun. Empty if some communicator explains
+    all of the waits, because all ranks that are ahead anywhere are ahead in it. Otherwise ranks wait for each other
+    crosswise: a deadlock.
+    """
     least: dict[int, int] = {}
     for one in ranks:
         for lane in one.lanes:
@@ -131,7 +155,7 @@ def _lanes_ahead(ranks: Sequence[Rank], waits: dict[int, Wait]) -> set[int]:
 
 
 def _ahead(ranks: Sequence[Rank], waits: dict[int, Wait], identity: int) -> str:
-    """Say which ranks have begun a call, of one communicator, that others have not, and where."""
+    """Say which ranks have begun a call of one communicator that the others have not begun, and on which line."""
     numbers = {one.rank: lane.number for one in ranks for lane in one.lanes if lane.identity == identity}
     most = max(numbers.values())
     there = [rank for rank in numbers if numbers[rank] == most and rank in waits]
@@ -139,13 +163,14 @@ def _ahead(ranks: Sequence[Rank], waits: dict[int, Wait], identity: int) -> str:
     texts = {lane.text for one in ranks if one.rank in there for lane in one.lanes if lane.identity == identity}
     lines = ", ".join(sorted({waits[rank].line for rank in there} - {""}))
     has, have = ("have" if len(members) > 1 else "has" for members in (there, others))
-    what = ", ".join(sorted(texts - {wait.what for wait in waits.values()}))  # else it is said before
+    # Calls that ranks wait in are named earlier in the sentence.
+    what = ", ".join(sorted(texts - {wait.what for wait in waits.values()}))
     call = with_line(f"call {most} of {_communicator(ranks, identity)}{what and f', {what}'}", lines)
     return f"{name_ranks(there)} {has} begun {call}, which {name_ranks(others)} {have} not begun"
 
 
 def _communicator(ranks: Sequence[Rank], identity: int) -> str:
-    """Name a communicator by its ranks, and, where there are several of the same ranks, by their order."""
+    """Name a communicator by its ranks and, if several have the same ranks, by the order in which they were made."""
     known = next((found for one in ranks if (found := one.communicators.get(str(identity)))), None)
     if known is None:
         return "a communicator"
@@ -154,7 +179,11 @@ def _communicator(ranks: Sequence[Rank], identity: int) -> str:
 
 
 def _culprits(ranks: Sequence[Rank], waits: dict[int, Wait], missing: set[int]) -> list[int]:
-    """Return the ranks that the others wait for, and that do not wait themselves."""
+    """Return the ranks that the others wait for and that do not wait themselves.
+
+    The first of these sets that is not empty: ranks that a wait names and that are gone, stopped, missing or idle; all
+    ranks that are gone or stopped; all idle ranks; all missing ranks.
+    """
     gone = {one.rank for one in ranks if not one.lives}
     stopped = {one.rank for one in ranks if one.lives and one.stopped}
     late = {rank for wait in waits.values() for rank in wait.late} - set(waits)
@@ -172,7 +201,7 @@ def _serves(rank: Rank) -> bool:
 
 
 def _under_way(ranks: Sequence[Rank], same_line: bool) -> str:
-    """Say what all ranks wait for, where all are in a call of the same name."""
+    """Say why a job is stuck although all ranks are in a call of the same name."""
     on: dict[str, list[int]] = {}
     for one in ranks:
         on.setdefault(one.host, []).append(one.rank)
@@ -191,7 +220,14 @@ def _under_way(ranks: Sequence[Rank], same_line: bool) -> str:
 
 
 def _describe(number: int, rank: Rank | None, apart: bool = False, unreached: Mapping[str, str] | None = None) -> str:
-    """Say what a rank does that others wait for; `apart`: with its host."""
+    """Say what a rank does for which others wait.
+
+    Args:
+        number: The rank.
+        rank: What was seen of it, or None if it has no page.
+        apart: Name its host, too.
+        unreached: Host that did not answer -> why.
+    """
     if rank is None and unreached:
         named = " or ".join(sorted(unreached))
         return f"rank {number}, of which nothing is known: it runs on host {named}, which does not answer"
@@ -222,18 +258,21 @@ def _describe(number: int, rank: Rank | None, apart: bool = False, unreached: Ma
 
 
 def _quoted(frame: Frame) -> str:
-    """Return a line of the program with its text, where that can be read."""
+    """Return the place of a line of the program, and its text if that could be read."""
     return f"{frame}: `{frame.text}`" if frame.text else str(frame)
 
 
-# ---- a job that does not stand
+# ---- a job that is not stuck
 
 
 def _left(ranks: Sequence[Rank], missing: set[int]) -> list[int]:
-    """Return the ranks that have ended their programs: they were in a communicator, here, and have no page any more."""
+    """Return the ranks that have ended their programs: they were in a communicator, and have no page any more.
+
+    Empty if some ranks may be on hosts that were not looked at, because their pages are not known.
+    """
     started = {one.host: one.ranks_on_host for one in ranks if one.lives}
     if -1 in started.values() or sum(started.values()) < max(one.size for one in ranks):
-        return []  # those without a page may run on a host of which nothing is seen
+        return []
     joined = {
         int(number) for one in ranks for known in one.communicators.values() for number in known["ranks"].split(",")
     }
@@ -241,7 +280,7 @@ def _left(ranks: Sequence[Rank], missing: set[int]) -> list[int]:
 
 
 def _ends(head: str, ranks: Sequence[Rank], left: Sequence[int]) -> Explanation:
-    """A job of which some ranks have ended their programs, and none of the others has called mpips just now."""
+    """Explain a job in which some ranks have ended their programs, and no other rank has just called mpips."""
     rest = [one for one in ranks if one.lives]
     apart = len({one.host for one in ranks}) > 1
     described = "; and for ".join(_describe(one.rank, one, apart) for one in rest)
@@ -280,7 +319,7 @@ def _goes_on(head: str, ranks: Sequence[Rank]) -> Explanation:
 
 
 def _ended(head: str, ranks: Sequence[Rank], well: int, end: Mapping[str, Any]) -> Explanation:
-    """A job of which no rank on this machine lives."""
+    """Explain a job of which no rank on this machine is alive. `well`: the number of ranks that have no page."""
     if heard := end.get("heard"):
         steps = [one.step for one in ranks if one.step >= 0]
         step = f" in step {max(steps)}" if steps else ""
@@ -288,7 +327,8 @@ def _ended(head: str, ranks: Sequence[Rank], well: int, end: Mapping[str, Any]) 
         return Explanation("ended", f"{head} has ended{step}: its `mpips run` was told to end by {by}.", ())
     death = str(end.get("death", ""))
     dead = [one for one in ranks if death.startswith(f"rank {one.rank} ") and not one.end.get("own")]
-    if dead:  # its launcher saw it: others may have been ended in the same way with the job
+    # The launcher saw which rank died first. Others may have been ended by the same signal together with the job.
+    if dead:
         others = [one for one in ranks if one not in dead]
         told = {str(one.end["failed"]).rstrip(".") for one in others if one.end.get("failed")}
         told = {text for text in told if not any(text in other for other in told - {text})}
@@ -328,7 +368,7 @@ def _percent(shares: Iterable[float]) -> str:
 def as_json(
     name: str, found: Explanation, ranks: Sequence[Rank], unreached: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return what is known of a job, as it is printed as JSON."""
+    """Return what is known about a job as JSON-serialisable data. Unknown numbers are None."""
     return {
         "job": name,
         "kind": found.kind,

@@ -1,7 +1,7 @@
-"""Read what the ranks of a job on this machine do: their pages, what the kernel says of them, and their stacks.
+"""Read what the ranks of a job on this machine do: from their pages, from the kernel, and from their stacks.
 
-Nothing is stopped. A rank answers a signal by writing its threads' stacks into a file, without Python's help, so also
-where it is deep in a library or in an endless loop. Two looks some time apart tell what moves.
+Nothing is stopped. On a signal a rank writes the stacks of its threads into a file. faulthandler does this in C, so it
+also works if the rank is deep in a library or in an endless loop. Two looks some time apart tell what moves.
 """
 
 from __future__ import annotations
@@ -21,38 +21,40 @@ from mpips.collectives.recorder import folders
 from mpips.collectives.recorder.dump import bytes_of
 from mpips.collectives.recorder.page import NUMBERS, PAGE_BYTES, Lane, Seen, read, read_lanes
 
+# the time between two looks at the marks of a page
 MARKS_SECONDS = 0.005
-"""Between two looks at marks."""
+# how long ranks may take to write their stacks
 STACK_SECONDS = 1.0
-"""At most, for ranks to write their stacks."""
+# the variables by which Open MPI and MPICH tell the number of ranks on a host
 LOCAL_SIZES = (b"OMPI_COMM_WORLD_LOCAL_SIZE", b"MPI_LOCALNRANKS")
-"""Variables of Open MPI's launcher and of MPICH's."""
+# If it is not known which call of a rank was the last, name at most this many.
 MOST_CALLS = 3
-"""Of a rank that are named as its last."""
 TICKS = os.sysconf("SC_CLK_TCK")
+# the folder that contains the packages of mpips
 OURS = str(Path(__file__).parents[2])
+# lines that faulthandler writes
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)")
 LIBRARIES = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3\.\d+/|^<")
 
 
 class Frame(NamedTuple):
-    """One line of a stack."""
+    """One frame of a stack."""
 
     path: str
     line: int
     function: str
+    # the source line, if it can be read on the rank's host
     text: str = ""
-    """The line itself, where it can be read on the rank's host."""
 
     @property
     def is_ours(self) -> bool:
-        """Return whether it is of mpips."""
+        """True for code of mpips."""
         return self.path.startswith(f"{OURS}/")
 
     @property
     def is_users(self) -> bool:
-        """Return whether it is of the program, and of no library."""
+        """True for code of the user's program, and not of a library or mpips."""
         return not self.is_ours and not LIBRARIES.search(self.path)
 
     def __str__(self) -> str:
@@ -61,104 +63,116 @@ class Frame(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A wait of one thread: for what, for how many seconds, for which ranks, as far as known, and from which line.
+    """A wait in which one thread of a rank is."""
 
-    `thread` is the name of the thread, "" of the main one.
-    """
-
+    # the call that waits
     what: str
     seconds: float
+    # the ranks that it waits for, as far as they are known
     late: tuple[int, ...]
+    # the line of the program that made the call
     line: str
+    # the name of the thread; "" for the main thread
     thread: str = ""
 
 
 class Rank(NamedTuple):
-    """One rank, as it looks from outside. -1 and "" are unknown.
+    """One rank, as it looks from outside. -1 and "" mean unknown.
 
-    `state` is the kernel's letter, "" where the process is gone. `cpu` and `waiting` are shares of the time between the
-    two looks. `moved`: whether it has begun a call meanwhile. `stack`: of the main thread, innermost first.
+    "Between the looks" is the time between the two looks of `gather`.
     """
 
     rank: int
+    # number of ranks of the job
     size: int
     role: str
     host: str
     pid: int
     program: tuple[str, ...]
     generation: int
+    # the last training step, and the seconds since it ended
     step: int
     step_seconds: float
+    # the waits in which it is now
     waits: tuple[Wait, ...]
+    # its communicators and stores, each with the call that it has begun last there
     lanes: tuple[Lane, ...]
+    # what it has written about its own end
     end: Mapping[str, Any]
+    # the kernel's letter for the state of the process; "" if the process is gone
     state: str
+    # shares of the time between the looks
     cpu: float
     waiting: float
+    # it has begun a call between the looks
     moved: bool
+    # the main thread's stack, innermost frame first
     stack: tuple[Frame, ...]
     memory_bytes: int
+    # Unix time
     began: float
-    """Unix time."""
+    # time in waits that are over, and their number
     waited_seconds: float
     wait_count: int
+    # counts since the rank began
     calls: int
     failures: int
     checkpoints: int
     cpu_seconds: float
+    # numbers that the program shows, such as its loss
     notes: Mapping[str, float]
+    # stacks of the other threads
     threads: tuple[tuple[Frame, ...], ...]
-    """Stacks of its other threads."""
+    # its number among the ranks of its role
     member: int
-    """Its number among those of its role."""
+    # the command line of another program that its process has become by exec; otherwise ""
     became: str
-    """The words of the other program that its process has become, by exec; else ""."""
+    # steps per second between the looks; -1 if no step has ended between them
     step_rate: float
-    """Steps a second between the two looks, from the times of steps; -1 where none has ended between them."""
+    # Bytes per second between the looks: what it has pushed (a server: received from pushes), and its collectives on
+    # one host. -1 if nothing is known.
     byte_rate: float = -1.0
-    """Bytes a second between the two looks, of what it has pushed, or, a server, has taken in, and of its collectives
-    on one host; -1: not looked for, or nothing is known."""
+    # server only: worker -> bytes per second that it has pushed here
     taken: Mapping[str, float] = {}
-    """Of a server, bytes a second by the workers that have pushed them."""
+    # server only: pushes and pulls that wait here
     queued: int = -1
-    """Of a server, pushes and pulls that wait there."""
+    # server only: bytes received from pushes
     taken_bytes: int = 0
-    """Of a server, bytes that it has taken in."""
+    # identity of a lane -> its ranks, and how many communicators of the same ranks were made before it
     communicators: Mapping[str, Any] = {}
-    """Of its lanes, by their identity, the ranks, and how many communicators of the same ranks were made before."""
+    # number of ranks of the job that were started on its host, including itself, from the launcher's variables
     ranks_on_host: int = -1
-    """How many ranks of the job were started on its host, itself among them, as MPI's launcher says."""
+    # table -> the numbers of `page.TABLE`
     tables: Mapping[str, Mapping[str, int]] = {}
-    """By table, its numbers there: see `page.TABLE`."""
+    # table -> growth of these numbers per second between the looks
     table_rates: Mapping[str, Mapping[str, float]] = {}
-    """By how much they have grown a second between the two looks."""
+    # server with tables only: the bytes that new rows may take before a push is refused
     room_bytes: int = -1
-    """Of a server with tables, the bytes that new rows may take before a push is refused."""
+    # server only: rounds closed by a quorum
     quorum_rounds: int = -1
-    """Of a server, rounds that a quorum has closed."""
+    # server only: worker -> how many of these rounds it was not part of, or came late to
     missed: Mapping[str, int] = {}
-    """Of these, by worker, those that it was not in, or came late to."""
+    # exchanges of parameters, for a worker that trains by itself between them; and the seconds since the last one
     exchanges: int = 0
-    """Exchanges of parameters between which it trains by itself."""
     exchange_seconds: float = -1.0
-    """How long ago the last one was over."""
     exchanged_bytes: int = 0
 
     @property
     def lives(self) -> bool:
-        """Return whether its process is there."""
+        """True if its process has not ended."""
         return self.state not in ("", "Z", "X")
 
     @property
     def stopped(self) -> bool:
-        """Return whether a signal has stopped it."""
+        """True if a signal has stopped its process."""
         return self.state in ("T", "t")
 
     @property
     def last_call(self) -> str:
-        """Return the text of the call that it has begun last in a store, else in a communicator; "" for none.
+        """The text of the call that it has begun last, in a store if it has one, otherwise in a communicator; or "".
 
-        Of several stores, or communicators, it is unknown which was the last, so that of each is named.
+        With several stores, or several communicators, it is not known which call was the last. Then the last call of
+        each is named.
         """
         kinds = {lane: lane.identity >> 61 if lane.identity >> 63 else 0 for lane in self.lanes if lane.text}
         last = [lane for lane, kind in kinds.items() if kind == max(kinds.values())]
@@ -170,18 +184,18 @@ class Rank(NamedTuple):
 
     @property
     def user_frame(self) -> Frame | None:
-        """Return the innermost line of the user's program."""
+        """The innermost frame of the main thread that is in the user's program, or None."""
         return next((frame for frame in self.stack if frame.is_users), None)
 
     @property
     def other_frames(self) -> tuple[Frame, ...]:
-        """Return of each other thread the innermost line of the user's program, where it has one."""
+        """The innermost frame in the user's program of each other thread that has one."""
         found = (next((frame for frame in stack if frame.is_users), None) for stack in self.threads)
         return tuple(frame for frame in found if frame is not None)
 
     @property
     def in_mpips(self) -> bool:
-        """Return whether its main thread is in a call of mpips."""
+        """True if its main thread is in a call of mpips."""
         runner = os.path.join(OURS, "__main__.py")
         for frame in self.stack:
             if frame.is_users:
@@ -192,23 +206,29 @@ class Rank(NamedTuple):
 
     @property
     def is_called_back(self) -> bool:
-        """Return whether its main thread is in the user's code that mpips has called, such as an optimizer."""
+        """True if its main thread is in code of the user that mpips has called, such as an optimizer."""
         return not self.in_mpips and any(frame.is_ours for frame in self.stack)
 
 
 class _Look(NamedTuple):
-    """One look at a rank."""
+    """What one look at a rank has found."""
 
+    # its page
     seen: Seen
+    # as in `Rank`
     state: str
     cpu_seconds: float
     memory_bytes: int
+    # the `time.monotonic()` of the look
     at: float
     became: str = ""
 
 
 def jobs(top: Path | None = None) -> list[Path]:
-    """Return the folders of this user's jobs, those with living ranks behind the others, the newest last."""
+    """Return the folders of this user's jobs: first those without live ranks, then the rest. Newer ones come later.
+
+    `top`: the folder that contains them, if it is not the usual one.
+    """
     top = folders.of_jobs() if top is None else top
     try:
         if not folders.is_private(top):
@@ -220,23 +240,28 @@ def jobs(top: Path | None = None) -> list[Path]:
 
 
 def has_pages(folder: Path) -> bool:
-    """Return whether something is known of a rank of the job here, dead or alive."""
+    """True if this host has a page of a rank of the job, alive or dead."""
     with suppress(OSError):
         return any(read(path) is not None for path in folder.glob(f"*{folders.PAGE}"))
     return False
 
 
 def has_living(folder: Path) -> bool:
-    """Return whether a rank of the job lives here, or its launcher, where its ranks are elsewhere."""
+    """True if a rank of the job or its launcher is running on this host."""
     pages = folder.glob(f"*{folders.PAGE}")
     return folders.is_launched_here(folder) or any(_owns(int(path.stem), path) for path in pages)
 
 
 def gather(folder: Path, seconds: float = 0.5, stacks: bool = True) -> list[Rank]:
-    """Return the ranks of a job, in their order, from two looks so far apart. Blocking, for a second more at most.
+    """Look at the ranks of a job on this host twice, and return them in order.
 
-    With `stacks` ranks are asked where they are. Between the looks their marks are looked at again and again, which
-    tells how many bytes they move by collectives: all of calls that take as long as `MARKS_SECONDS`, others about.
+    Between the looks the ranks' marks are read every `MARKS_SECONDS`, to count the bytes that their collectives move.
+    Calls that take longer than that are counted exactly, others roughly.
+
+    Args:
+        folder: The folder of the job.
+        seconds: The time between the two looks. Blocks that long, and for up to `STACK_SECONDS` more.
+        stacks: Ask the ranks for their stacks.
     """
     paths = sorted(folder.glob(f"*{folders.PAGE}"))
     asked = _Stacks()
@@ -252,7 +277,7 @@ def gather(folder: Path, seconds: float = 0.5, stacks: bool = True) -> list[Rank
 
 
 def _watch_marks(paths: Sequence[Path], seconds: float) -> dict[Path, int]:
-    """Look at marks for so long; return how many bytes each page's rank has moved by collectives."""
+    """Read the marks of pages for `seconds`. Return page -> bytes that its rank has moved by collectives meanwhile."""
     moved, known, maps = dict.fromkeys(paths, 0), dict[tuple[Path, int], int](), dict[Path, mmap.mmap]()
     for path in paths:
         with suppress(OSError, ValueError), path.open("rb") as file:
@@ -275,25 +300,30 @@ def _watch_marks(paths: Sequence[Path], seconds: float) -> dict[Path, int]:
 
 
 def join(ranks: Iterable[Rank]) -> list[Rank]:
-    """Return one of each number, in their order: the living, else the newest."""
+    """Return the ranks in order, each number once.
+
+    A spare that has taken the place of a dead rank has the same number. The one that is alive is kept, or else the
+    newest.
+    """
     newest: dict[int, Rank] = {}
     for rank in sorted(ranks, key=lambda one: (one.lives, one.began, one.pid)):
-        newest[rank.rank] = rank  # a spare that has taken a dead rank's place is there beside it
+        newest[rank.rank] = rank
     return [newest[number] for number in sorted(newest)]
 
 
 def _owns(pid: int, path: Path) -> bool:
-    """Return whether the process of this number has this page, and is none that came later."""
+    """True if process `pid` has mapped the page `path`. False if it is a later process with the same pid."""
     try:
         return str(path) in Path(f"/proc/{pid}/maps").read_text()
-    except PermissionError:  # a container without ptrace, or a process that is not dumpable
+    except PermissionError:
+        # Maps cannot be read in a container without ptrace, or if the process is not dumpable. Compare times instead.
         return _has_begun(pid, folders.modified(path))
     except OSError:
         return False
 
 
 def _has_begun(pid: int, by: float) -> bool:
-    """Return whether there is a process of this number that began by then, in Unix time."""
+    """True if there is a process `pid` that began at the Unix time `by` or earlier, give or take a second."""
     with suppress(OSError, StopIteration):
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         boot = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line[:5] == "btime")
@@ -302,7 +332,11 @@ def _has_begun(pid: int, by: float) -> bool:
 
 
 def _became(pid: int, began: float) -> str:
-    """Return the words of the program that a process without its page is, where it is the one that began then."""
+    """Return the command line of process `pid`, which no longer has its page, if it is still the process of the rank.
+
+    Such a process has become another program by exec. Returns "" if the rank's process, which began at `began`, has
+    ended.
+    """
     with suppress(OSError):
         if _has_begun(pid, began):
             return " ".join(Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")).strip()[:80]
@@ -310,7 +344,7 @@ def _became(pid: int, began: float) -> str:
 
 
 def _ranks_on_host(pid: int) -> int:
-    """Return how many ranks of its job were started on the host of a process; -1 where that is unknown."""
+    """Return how many ranks of its job were started on the host of process `pid`; -1 if that is unknown."""
     with suppress(OSError, ValueError):
         pairs = (word.partition(b"=") for word in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
         return next((int(number) for name, _, number in pairs if name in LOCAL_SIZES), -1)
@@ -318,7 +352,10 @@ def _ranks_on_host(pid: int) -> int:
 
 
 def read_end(folder: Path) -> Mapping[str, Any]:
-    """Return what `mpips run` has written of the end of a job: `heard`, or `death` and `sentence`; {} where nothing."""
+    """Return what `mpips run` has written about the end of a job.
+
+    It is the signal in "heard", or "death" and "sentence"; or an empty dict if nothing was written.
+    """
     with suppress(OSError, ValueError):
         found: dict[str, Any] = json.loads((folder / folders.END_FILE).read_text(encoding="utf-8"))
         return found
@@ -341,7 +378,7 @@ def _look(path: Path) -> _Look | None:
 
 
 def add_pushes(ranks: Sequence[Rank]) -> list[Rank]:
-    """Return the ranks of all hosts, with what workers have pushed: servers have counted it."""
+    """Add what each worker has pushed to its `byte_rate`. Servers count it, so this needs the ranks of all hosts."""
     pushed: dict[str, float] = {}
     for one in ranks:
         for worker, rate in one.taken.items():
@@ -355,16 +392,20 @@ def add_pushes(ranks: Sequence[Rank]) -> list[Rank]:
 
 
 def _rank(before: _Look, after: _Look, stacks: Sequence[Sequence[Frame]], pid: int, moved: int) -> Rank:
+    """Make a `Rank` of two looks. `moved`: the bytes of collectives between them. `stacks`: the main thread's first."""
     head, identity, now = after.seen.head, after.seen.identity, time.monotonic_ns()
     apart = max(after.at - before.at, 1e-9)
     waits = tuple(
         Wait(one["what"], (now - one["since_ns"]) / 1e9, tuple(one["late"]), one["line"], one["thread"])
         for one in after.seen.waits
     )
+    # `waited` has the waits that ended between the looks, `still` the longest one that goes on.
     waited = (head["waited_ns"] - before.seen.head["waited_ns"]) / 1e9
     still = max((min(wait.seconds, apart) for wait in waits), default=0.0)
     step, steps = head["step"] - 1, head["step"] - before.seen.head["step"]
     took = head["step_ns"] - before.seen.head["step_ns"]
+    # A server writes its counts to the page now and then, with a time. So their rates refer to these times, and not to
+    # the times of the looks.
     load, earlier = after.seen.load, before.seen.load
     between = (load["at_ns"] - earlier["at_ns"]) / 1e9 if load and earlier else 0.0
     taken = (
@@ -435,13 +476,17 @@ def _rank(before: _Look, after: _Look, stacks: Sequence[Sequence[Frame]], pid: i
 
 
 class _Stacks:
-    """Stacks that ranks are asked for. What an earlier look has left in their files does not count."""
+    """Asks ranks for their stacks, and reads what they write.
+
+    The file of a rank may already have stacks from an earlier request. They are skipped by its size before the request.
+    """
 
     def __init__(self) -> None:
+        # page -> (size of the file before, identity of the main thread, time of the request)
         self._from: dict[Path, tuple[int, int, float]] = {}
 
     def ask(self, looks: Mapping[Path, _Look]) -> None:
-        """Send the signal to those that answer it."""
+        """Send the signal to the ranks that handle it."""
         for path, look in looks.items():
             number, file = look.seen.head["signal"], path.with_suffix(folders.STACKS)
             with suppress(OSError):
@@ -451,7 +496,10 @@ class _Stacks:
                     os.kill(int(path.stem), number)
 
     def take(self, path: Path) -> list[list[Frame]]:
-        """Return the stacks, the main thread's first, each innermost first; [] where there is no answer in time."""
+        """Return the stacks of a rank, the main thread's first, each with its innermost frame first.
+
+        Waits for them until `STACK_SECONDS` after the request. Returns an empty list if they have not come by then.
+        """
         if path not in self._from:
             return []
         size, thread, asked = self._from[path]
@@ -467,22 +515,30 @@ class _Stacks:
 
 
 def catches(pid: int, number: int) -> bool:
-    """Return whether a process still answers a signal: the program may have set it back, and would be ended by it."""
+    """True if a process has a handler for a signal.
+
+    The program may have removed it, and then the signal would end the process.
+    """
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 def _folder_of(pid: int) -> str:
-    """Return the current folder of a process, "" where that cannot be seen."""
+    """Return the current folder of a process, or "" if it cannot be read."""
     with suppress(OSError):
         return os.readlink(f"/proc/{pid}/cwd")
     return ""
 
 
 def _threads(text: str, main: int, folder: str) -> list[list[Frame]]:
-    """Return the stacks in what `faulthandler` writes, that of one thread first; names of files are below `folder`.
+    """Parse what `faulthandler` has written. Returns the stacks of all threads, that of `main` first.
 
-    [] while that one has not been written.
+    Returns an empty list if the stack of `main` has not been written yet.
+
+    Args:
+        text: The text.
+        main: The identity of the main thread.
+        folder: The current folder of the process, for relative file names.
     """
     stacks: dict[int, list[Frame]] = {main: []}
     thread = 0

@@ -1,9 +1,9 @@
-"""Look at the ranks of a job on all its hosts: here, and elsewhere by the agent that has started them there.
+"""Look at the ranks of a job on all its hosts: on other hosts through the agent (ssh) that has started them there.
 
-`mpips run` writes which hosts a job has, and how they are reached, beside the pages (`hosts.json`). On each other host
-the agent, which is ssh or what takes its place, starts a module as a program, such as this one. That one looks at the
-pages there, when it is asked by a line, and answers by a line of JSON. It ends with the connection, and listens on no
-port. Clocks of hosts differ, so only lengths of time travel.
+`mpips run` writes the file `hosts.json` beside the pages: the hosts of the job, and the agent that reaches them, which
+is ssh or its replacement. On each other host the agent starts a module as a program, such as this one. The program
+looks at the pages there whenever it gets a line, and answers with a line of JSON. It ends when the connection ends, and
+listens on no port. The clocks of hosts differ, so waits and steps are sent as durations.
 """
 
 from __future__ import annotations
@@ -29,28 +29,35 @@ from mpips.collectives.machine import find_readable
 from mpips.collectives.recorder import folders
 from mpips.launch.observe.gather import Rank, add_pushes, gather, join
 
+# Time for another host to answer, in addition to the time between the two looks. So `mpips why` takes at most 2 s.
 WITHIN_SECONDS = 1.3
-"""Beyond the two looks, for another host to answer: the answer of `mpips why` comes within 2 s."""
 MODULE = "mpips.launch.observe.hosts"
 READ_BYTES = 1 << 16
 T = TypeVar("T")
 
 
 class Found(NamedTuple):
-    """Hold the ranks of a job, and why which hosts have not answered."""
+    """The ranks of a job on all its hosts."""
 
     ranks: list[Rank]
+    # host that did not answer -> why
     unreached: Mapping[str, str]
 
 
 class Watch:
-    """Look at a job again and again, by one connection to each of its other hosts. Closed by `close`, or as a block.
+    """Looks at the ranks of a job again and again, over one connection to each other host. A context manager.
 
-    `within`: seconds for another host to answer, beyond those between the two looks.
+    Args:
+        folder: The folder of the job on this host.
+        within: Seconds for another host to answer, in addition to the time between the two looks.
     """
 
     def __init__(self, folder: Path, within: float = WITHIN_SECONDS) -> None:
-        self._folder, self._within, self._asked = folder, within, 0
+        self._folder = folder
+        self._within = within
+        # the number of the last question
+        self._asked = 0
+        # host -> the connection to it
         self._lines: dict[str, Connection[list[Rank]]] = {}
 
     def __enter__(self) -> Self:
@@ -60,9 +67,13 @@ class Watch:
         self.close()
 
     def look(self, seconds: float = 0.5, stacks: bool = True) -> Found:
-        """Return all ranks, from two looks so far apart. Blocking, for `within` more at most where a host is mute."""
+        """Look at all ranks twice, `seconds` apart. Blocks for that long, and for up to `within` more seconds.
+
+        With `stacks`, ranks are also asked for their stacks.
+        """
         self._asked += 1
-        if not self._lines:  # `mpips run` may have written the hosts just now
+        # If there are none yet, `mpips run` may have written the hosts since the last look.
+        if not self._lines:
             self._lines = connect(self._folder, MODULE, list[Rank])
         until = time.monotonic() + seconds + self._within
         for line in self._lines.values():
@@ -74,13 +85,19 @@ class Watch:
         return Found(add_pushes(join(ranks)), {name: line.failed for name, line in self._lines.items() if line.failed})
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections to other hosts."""
         for line in self._lines.values():
             line.close()
 
 
 def connect(folder: Path, module: str, kind: type[T]) -> dict[str, Connection[T]]:
-    """Return a line to each other host of a job, on which a module answers by what is of that kind. Sends nothing."""
+    """Return host -> connection, for each other host of a job. Nothing is started before the first question.
+
+    Args:
+        folder: The folder of the job on this host.
+        module: The module that answers there.
+        kind: The type of its answers.
+    """
     known = folders.read_hosts(folder)
     here = socket.gethostname()
     others = [name for name in known.get("names", ()) if name not in (here, here.partition(".")[0], "localhost")]
@@ -88,7 +105,10 @@ def connect(folder: Path, module: str, kind: type[T]) -> dict[str, Connection[T]
 
 
 def wait(lines: Iterable[Connection[T]], until: float, within: float) -> None:
-    """Wait for the answers of all, but not longer than until then; `within` is what to say of those without one."""
+    """Wait for the answers on all connections, until `time.monotonic()` is `until`.
+
+    A connection without an answer then fails, with "no answer within `within` s" as the reason.
+    """
     open_ = {line.output: line for line in lines if not line.failed}
     while open_ and (left := until - time.monotonic()) > 0:
         for output in find_readable(open_, left):
@@ -99,13 +119,20 @@ def wait(lines: Iterable[Connection[T]], until: float, within: float) -> None:
 
 
 class Connection(Generic[T]):
-    """The connection to one host. `answer`: the last one; `failed`: why there is none."""
+    """The connection to one host: a process of the agent, which passes lines to the module on that host and back."""
 
     def __init__(self, argv: Sequence[str], kind: type[T]) -> None:
-        self._argv, self._form = argv, tuple[int, kind]  # type: ignore[valid-type]
+        self._argv = argv
+        # an answer is a line of JSON: [number of the question, answer]
+        self._form = tuple[int, kind]  # type: ignore[valid-type]
         self._process: subprocess.Popen[bytes] | None = None
-        self._said, self._asked = bytearray(), 0
+        # what has come of a line that is not complete
+        self._said = bytearray()
+        # the number of the last question
+        self._asked = 0
+        # the answer to the last question; None if it has not come
         self.answer: T | None = None
+        # why there is no answer, or ""
         self.failed = ""
 
     @property
@@ -114,7 +141,10 @@ class Connection(Generic[T]):
         return self._process.stdout.fileno()
 
     def ask(self, number: int, words: str) -> None:
-        """Send a question, where need be by a new connection. `number`: it has not been asked by before."""
+        """Send a question without waiting for the answer. Makes the connection if there is none.
+
+        `number` must be new: it tells the answer from late answers to earlier questions.
+        """
         self.failed, self.answer, self._asked = "", None, number
         try:
             if self._process is None:
@@ -133,13 +163,14 @@ class Connection(Generic[T]):
             self.give_up(f"{self._argv[0]}: {error.strerror}")
 
     def hear(self) -> bool:
-        """Read what has come; return whether no more is to come for the last question."""
+        """Read what has come. True if the last question is settled: it is answered, or the connection has failed."""
         data = os.read(self.output, READ_BYTES)
         self._said += data
         if b"\n" in data:
             *lines, self._said = self._said.split(b"\n")
             for line in lines:
-                with suppress(ValueError, msgspec.ValidationError):  # what a login shell prints is no answer
+                # A login shell may print lines of its own. Ignore all that are not answers.
+                with suppress(ValueError, msgspec.ValidationError):
                     asked, answer = msgspec.convert(json.loads(line), self._form)
                     if asked == self._asked:
                         self.answer = answer
@@ -154,12 +185,12 @@ class Connection(Generic[T]):
         return words[-1].strip()[:200] if words else ""
 
     def give_up(self, why: str) -> None:
-        """End the connection: it has failed, for that reason."""
+        """Close the connection as failed. `why` is the reason."""
         self.close()
         self.failed = why
 
     def close(self) -> None:
-        """End the connection."""
+        """Kill the agent's process on this host, which ends the module on the other host."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -172,14 +203,17 @@ class Connection(Generic[T]):
 
 
 def _command(known: Mapping[str, Any], module: str, job: str) -> list[str]:
-    """Return what the agent is to start on another host: a word for a shell there, but for srun, which has none."""
+    """Return the command for the agent to run on another host.
+
+    It is a single word for the shell there, except with srun, which starts programs without a shell.
+    """
     path = ["env", f"PYTHONPATH={known['path']}"] if known["path"] else []
     words = [*path, known["python"], "-P", "-m", module, job]
     return words if known["agent"][0] == "srun" else [shlex.join(words)]
 
 
 def main(job: str) -> None:
-    """Answer questions about a job's ranks on this host, a line each, until there are no more."""
+    """Answer questions about a job's ranks on this host, a line each, until standard input ends."""
     folder = folders.of_jobs() / job
     for line in sys.stdin:
         number, seconds, stacks = line.split()

@@ -1,7 +1,7 @@
-"""A live page of one job: its ranks, what it does, its loss, and what has happened, in a browser.
+"""A live page of one job in a browser: its ranks, what they do, the job's loss, and what has happened.
 
-A server in a thread of `mpips run` (or `mpips page`) looks at the ranks' pages once a second and keeps what it has
-seen. The browser asks for that as JSON. Nobody gets anything without the token that stands in the address.
+A thread of `mpips run` (or `mpips page`) looks at the ranks' pages once a second and keeps what it has seen. The
+browser gets that as JSON. The server answers only requests that have the token, which is part of the address.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from mpips.launch.observe.gather import Rank, read_end
 from mpips.launch.observe.hosts import Watch
 
 LOOK_SECONDS = 1.0
+# If the job is stuck, ask the ranks for their stacks, but not more often than this.
 STACK_SECONDS = 5.0
-"""Between two looks in which ranks of a job that stands are asked where they are."""
 SAID = {
     "stands": "the job stands",
     "slow": "one rank holds the others up",
@@ -43,20 +43,31 @@ MOST_EVENTS = 200
 
 
 class History:
-    """Keep what `look` has seen of a job: samples of its speed and its notes, and events."""
+    """What has been seen of a job: samples of its speed and its notes, and events.
+
+    `look` is called by one thread, `shown` by the threads of the server.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._watch = folder, Watch(folder)
+        self._folder = folder
+        self._watch = Watch(folder)
+        # protects what `shown` reads
         self._lock = threading.Lock()
+        # the ranks at the last look
         self._before: dict[int, Rank] = {}
-        self._kind, self._asked, self._at = "", 0.0, 0.0
+        # `Explanation.kind` at the last look
+        self._kind = ""
+        # when ranks were last asked for their stacks
+        self._asked = 0.0
+        # the time of the last look
+        self._at = 0.0
         self._shown: dict[str, Any] = {"job": folder.name, "kind": "begins", "sentence": ""}
         self._shown |= {"culprits": [], "ranks": []}
         self._samples: deque[dict[str, Any]] = deque(maxlen=MOST_SAMPLES)
         self._events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
 
     def look(self) -> None:
-        """Look at the job once. Blocking, for a moment."""
+        """Look at the job once. Blocks for 0.2 s, and longer if another host is slow to answer."""
         ranks, unreached = self._watch.look(0.2, stacks=False)
         if not ranks:
             return
@@ -79,7 +90,7 @@ class History:
         self._watch.close()
 
     def shown(self) -> bytes:
-        """Return everything as JSON."""
+        """Return the state of the job, the samples and the events as JSON."""
         with self._lock:
             content = {**self._shown, "samples": list(self._samples), "events": list(self._events), "now": time.time()}
         return json.dumps(content).encode()
@@ -89,7 +100,8 @@ class History:
         before = [one.step for one in self._before.values() if one.step >= 0]
         rate = (max(steps) - max(before)) / (now - self._at) if steps and before and now > self._at else None
         noted = next((one.notes for one in ranks if one.notes), {})
-        notes = {name: number if math.isfinite(number) else None for name, number in noted.items()}  # JSON has no NaN
+        # JSON has no NaN.
+        notes = {name: number if math.isfinite(number) else None for name, number in noted.items()}
         return {
             "time": now,
             "step": max(steps, default=None),
@@ -99,7 +111,7 @@ class History:
         }
 
     def _changes(self, ranks: Sequence[Rank], kind: str) -> Iterator[str]:
-        """Yield what has happened since the last look, in words."""
+        """Yield a sentence for each thing that has happened since the last look."""
         if kind != self._kind:
             yield SAID[kind]
         for one in ranks:
@@ -124,7 +136,7 @@ class History:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers the browser: the page, and its data."""
+    """Serves the page and its data to a browser."""
 
     server: _Server
 
@@ -156,20 +168,24 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: the terminal is the job's."""
+        """Do not log requests, because the job writes to this terminal."""
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, address: tuple[str, int], history: History) -> None:
-        self.token, self.history = secrets.token_urlsafe(16), history
+        self.token = secrets.token_urlsafe(16)
+        self.history = history
         super().__init__(address, _Handler)
 
 
 @contextmanager
 def serving(address: str, folder: Path) -> Iterator[str]:
-    """Serve the page of a job at "[HOST:]PORT" while the block runs; yield its address. UsageError where it cannot."""
+    """Context manager that serves the page of a job at "[HOST:]PORT", and yields the URL with the token.
+
+    Raises UsageError if that address cannot be used.
+    """
     host, port = parse_address(address)
     history, ended = History(folder), threading.Event()
     try:

@@ -1,7 +1,7 @@
 """Metrics of this user's jobs on this machine, for Prometheus: a file for node_exporter, or a port that serves them.
 
-They are made from the ranks' pages when they are asked for, so a rank does nothing for them. Needs prometheus_client
-(extra `metrics`).
+They are computed from the ranks' pages when Prometheus asks for them, so ranks do no work for them. Needs
+prometheus_client (extra `metrics`).
 """
 
 from __future__ import annotations
@@ -24,18 +24,22 @@ from mpips.launch.observe.explain import is_replaced
 from mpips.launch.observe.gather import Rank, gather, jobs
 
 FILE = "mpips.prom"
-EVERY_SECONDS, LOOK_SECONDS = 15.0, 0.5
+# the time between two writes of the file, and between two looks for ranks that have come or gone
+EVERY_SECONDS = 15.0
+LOOK_SECONDS = 0.5
 LABELS = ("job", "rank")
 
 
 class Definition(NamedTuple):
-    """One metric: its kind, name, help, and its value of a rank; None: there is none. With a `label`, its values by
-    that: of tables, of workers that come late."""
+    """One metric of a rank."""
 
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily]
     name: str
+    # its help
     text: str
+    # Returns the value for a rank, or None if the rank has none. With a `label`: label value -> value.
     value: Callable[[Rank], float | Mapping[str, float] | None]
+    # a further label: "table", or "worker" for workers that come late; "" for none
     label: str = ""
 
 
@@ -45,7 +49,7 @@ GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
 def _of_tables(
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, role: str, words: Sequence[str]
 ) -> Definition:
-    """Return a metric of tables on ranks of that role: the sum of these numbers."""
+    """Define a metric of embedding tables on ranks of a role: the sum of the numbers `words` of `page.TABLE`."""
 
     def values(one: Rank) -> Mapping[str, float]:
         tables = one.tables if one.role == role and (one.lives or kind is COUNTER) else {}
@@ -177,13 +181,13 @@ DEFINITIONS = (
 
 
 class Jobs(Collector):
-    """The metrics of all jobs of this user here, or of one, read from their pages at each `collect`."""
+    """The metrics of all jobs of this user on this host, or of one job. Reads the pages at each `collect`."""
 
     def __init__(self, job: str | None = None) -> None:
         self._job = job
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics."""
+        """Yield all metrics. prometheus_client calls this for each request."""
         ranks = [
             (path.name, one, is_replaced(one, members))
             for path in jobs()
@@ -209,7 +213,10 @@ class Jobs(Collector):
 
 
 def write(folder: Path, job: str | None = None) -> Path:
-    """Write all metrics to the file in a folder of node_exporter's, at one go. OSError as of files."""
+    """Write all metrics to a file in node_exporter's folder, atomically. Raises OSError if that fails.
+
+    `job`: write only the metrics of this job, to a file of its own. Returns the path of the file.
+    """
     path = folder / (FILE if job is None else f"mpips-{job}.prom")
     write_to_textfile(str(path), _registry(job))
     return path
@@ -217,7 +224,10 @@ def write(folder: Path, job: str | None = None) -> Path:
 
 @contextmanager
 def serving(host: str, port: int, job: str | None = None) -> Iterator[int]:
-    """Serve all metrics at http://host:port/metrics while the block runs; yield the port. OSError where it is taken."""
+    """Context manager that serves all metrics, or those of one job, at http://host:port/metrics. Yields the port.
+
+    Raises OSError if the port is taken.
+    """
     with without_signals():
         server, thread = start_http_server(port, addr=host, registry=_registry(job))
     try:
@@ -229,13 +239,22 @@ def serving(host: str, port: int, job: str | None = None) -> Iterator[int]:
 
 
 def text() -> str:
-    """Return all metrics, as a file has them."""
+    """Return all metrics in the text format of Prometheus."""
     return generate_latest(_registry(None)).decode()
 
 
 @contextmanager
 def exporting(folder: str | None, address: str | None, job: str) -> Iterator[None]:
-    """Write and serve the metrics of a job while the block runs. UsageError where that cannot be."""
+    """Context manager that exports the metrics of a job.
+
+    Args:
+        folder: Write them to a file in this folder of node_exporter.
+        address: Serve them at this "[HOST:]PORT".
+        job: The name of the job.
+
+    Raises:
+        UsageError: The folder does not exist, or the file or the port cannot be used.
+    """
     if folder is not None and not Path(folder).is_dir():
         raise click.UsageError(f"--metrics {folder!r} is no folder: name the one that node_exporter reads, or make it")
     with ExitStack() as stack:
@@ -252,7 +271,7 @@ def exporting(folder: str | None, address: str | None, job: str) -> Iterator[Non
 
 @contextmanager
 def _writing(folder: Path, job: str) -> Iterator[None]:
-    """Write the metrics of a job in a thread while the block runs; its file goes with it."""
+    """Context manager that writes the metrics of a job regularly, in a thread. Removes the file at the end."""
     ended, written = threading.Event(), write(folder, job)
     thread = threading.Thread(target=_write_regularly, args=(folder, job, ended), daemon=True)
     try:
@@ -267,13 +286,17 @@ def _writing(folder: Path, job: str) -> Iterator[None]:
 
 
 def _write_regularly(folder: Path, job: str, ended: threading.Event) -> None:
-    """Write at once when ranks have come or gone, too: many a job is over before the first turn."""
+    """Write every `EVERY_SECONDS`, and at once when ranks have come or gone.
+
+    Without the latter, a job that is shorter than `EVERY_SECONDS` would have no metrics.
+    """
     known, due = 0, time.monotonic() + EVERY_SECONDS
     while not ended.wait(LOOK_SECONDS):
         there = len(list((folders.of_jobs() / job).glob(f"*{folders.PAGE}")))
         if there != known or time.monotonic() >= due:
             known, due = there, time.monotonic() + EVERY_SECONDS
-            with suppress(OSError):  # a full disk, which others say
+            # The disk may be full. Other programs will report that.
+            with suppress(OSError):
                 write(folder, job)
 
 
@@ -284,5 +307,5 @@ def _registry(job: str | None) -> CollectorRegistry:
 
 
 def names() -> Sequence[str]:
-    """Return the names of all metrics, as Prometheus shows them."""
+    """Return the names of all metrics as Prometheus shows them: counters end in "_total"."""
     return ["mpips_rank_info", *(one.name + "_total" * (one.kind is COUNTER) for one in DEFINITIONS)]

@@ -1,4 +1,4 @@
-"""Options of `mpips run` by which others see what the job does: metrics, a live page, a timeline, a last table."""
+"""Options of `mpips run` that show what the job does: metrics, a live page, a timeline, and a table at the end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OBSERVED = ("trace", "summary", "summary_json", "metrics", "metrics_port", "page
 
 
 def observe_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Return the options by which others see what a job does; `observing` takes their values."""
+    """Add the options by which others see what a job does. Pass their values to `observing`."""
     for option in (
         click.option("--summary-json", type=OutFile(), help="Write that table as JSON."),
         click.option(
@@ -38,7 +38,10 @@ def observe_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_recorder(watched: Mapping[str, object]) -> None:
-    """Refuse what needs pages where there are none, and a folder of dumps that cannot be. UsageError, ValueError."""
+    """Check that the options in `watched` can work: with pages switched off, most of them cannot.
+
+    Also makes the folder of dumps, if one is set. Raises UsageError, or ValueError if a variable has a wrong value.
+    """
     folder = os.environ.get(recorder.DUMP_VARIABLE)
     if not recorder.is_wanted():
         asked = [f"--{name.replace('_', '-')}" for name in OBSERVED if watched[name]]
@@ -65,7 +68,17 @@ def observing(
     page: str | None,
     several: bool,
 ) -> Iterator[None]:
-    """Show others the job that the block runs, by what is asked for. `several`: it has ranks on other hosts."""
+    """Context manager for running a job. Does what the options ask for: trace, summary, metrics and page.
+
+    Args:
+        trace: Write the timeline to this file.
+        summary: Print the table of calls at the end.
+        summary_json: Write that table to this file as JSON.
+        metrics: Write metrics to this folder.
+        metrics_port: Serve metrics at this "[HOST:]PORT".
+        page: Serve a live page at this "[HOST:]PORT".
+        several: The job has ranks on other hosts.
+    """
     folder = folders.of_jobs() / folders.job_name({folders.JOB: str(os.getpid())})
     traced = _tracing(folder, several, trace, summary, summary_json)
     with _exporting(metrics, metrics_port), _showing(page, folder), traced:
@@ -77,13 +90,14 @@ def _tracing(
 ) -> AbstractContextManager[None]:
     if not (trace or summary or as_json):
         return nullcontext()
-    from mpips.launch.observe.trace import tracing_job  # only where it is needed
+    # Imported late because most jobs do not need it.
+    from mpips.launch.observe.trace import tracing_job
 
     return tracing_job(folder, several, trace, summary, as_json)
 
 
 def _exporting(folder: str | None, address: str | None) -> AbstractContextManager[None]:
-    """Return the block in which metrics of the job are exported, where they are asked for."""
+    """Return the context manager that exports metrics, or one that does nothing if neither option is given."""
     if folder is None and address is None:
         return nullcontext()
     try:
@@ -95,7 +109,7 @@ def _exporting(folder: str | None, address: str | None) -> AbstractContextManage
 
 @contextmanager
 def _showing(address: str | None, folder: Path) -> Iterator[None]:
-    """Serve a live page of the job while the block runs, where it is asked for, and say where."""
+    """Context manager that serves a live page and prints its address. Does nothing if the option is not given."""
     if address is None:
         yield
         return

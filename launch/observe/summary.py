@@ -1,7 +1,8 @@
-"""The table at the end of a job: each operation by size, how often, how long, how fast, and who made others wait.
+"""The table at the end of a job: calls of each operation and size, their time and speed, and who made others wait.
 
-Of a call that all make together the shortest time of a rank is communication, as that rank came last; what the others
-took more is waiting, for it. A push waits for nobody: who pushes late makes others wait in their pulls.
+When several ranks make a call together, the rank that came last took the shortest time, and that time is communication.
+The time that the other ranks took beyond it is waiting for that rank. A push never waits, so a rank that pushes late
+makes others wait in their pulls.
 """
 
 from __future__ import annotations
@@ -20,41 +21,51 @@ from mpips.launch.observe.timeline import STEP, SUMS, count_calls
 
 
 class CallSummary(NamedTuple):
-    """An operation of one size, or of one table, over all ranks. `share`: of the time between first call and last, of a
-    rank that makes it. `busbw_GBps`: of the calls without the waiting; 0 where nothing is moved, or nothing is known of
-    it."""
+    """All calls of an operation with one size, or on one embedding table, on all ranks."""
 
     operation: str
+    # for a table, the mean size of its calls
     nbytes: int
     calls: int
+    # the mean time of a call, and how much of it is waiting
     mean_us: float
     waiting_us: float
+    # bus bandwidth without the waiting; 0 if nothing is moved
     busbw_GBps: float
+    # the share of the time between a rank's first and last call, on the ranks that make these calls
     share: float
 
 
 class RankSummary(NamedTuple):
-    """Say how long one rank made each other one wait, in seconds and as a share of the time, and its own waiting."""
+    """How much a rank makes others wait, and waits itself."""
 
     rank: int
     calls: int
+    # how long it has made each other rank wait, in seconds and as a share of the time
     straggles_s: float
     straggles: float
+    # the share of the time that it has waited itself
     waits: float
 
 
 class Summary(NamedTuple):
-    """All of it. `left_out`: calls that are not in it, as newer ones have replaced their records."""
+    """The summary of a job."""
 
+    # the largest share of time first
     lines: list[CallSummary]
+    # one for each rank, in order
     scores: list[RankSummary]
+    # number of calls that are not included, because newer records have replaced theirs
     left_out: int
 
 
 def summarize(traces: Sequence[RankTrace]) -> Summary:
-    """Return the summary of a job."""
+    """Summarize what the ranks of a job have recorded."""
+    # rank -> time between its first call and its last
     seconds: dict[int, float] = {}
+    # (lane, operation, subject, number, round) of a call that ranks make together -> (rank, record) of each
     together: dict[tuple[Any, ...], list[tuple[int, Record]]] = defaultdict(list)
+    # (operation, size), the key of a line -> (rank, record) of its calls
     by_size: dict[tuple[str, int], list[tuple[int, Record]]] = defaultdict(list)
     for one in traces:
         ended = [record for record in one.records if record.ended_ns and record.operation != STEP]
@@ -63,17 +74,21 @@ def summarize(traces: Sequence[RankTrace]) -> Summary:
             seconds[one.rank] = seconds.get(one.rank, 0.0) + spent / 1e9
         for record in ended:
             kind = record.operation, record.nbytes
-            if record.subject.startswith("table "):  # its calls are of any size
+            # The calls of a table have many sizes. They go into one line.
+            if record.subject.startswith("table "):
                 kind = f"{record.operation} of {record.subject}", 0
             by_size[kind].append((one.rank, record))
             if (record.number or record.round) and record.operation not in (*SUMS, "push"):
                 key = (record.lane, record.operation, record.subject, record.number, record.round)
                 together[key].append((one.rank, record))
+    # id of a record -> the shortest time of the ranks that made the call together
     least: dict[int, float] = {}
+    # rank -> seconds that it has made each other rank wait, and that it has waited itself
     made_wait: dict[int, float] = defaultdict(float)
     waited: dict[int, float] = defaultdict(float)
     for calls in together.values():
         ranks = {rank for rank, _ in calls}
+        # Skip calls of a single rank, and those that a rank has made twice: it is not known which belong together.
         if len(ranks) < 2 or len(ranks) < len(calls):
             continue
         shortest, last = min((_took(record), rank) for rank, record in calls)
@@ -129,7 +144,7 @@ def _line(
 
 
 def tables(summary: Summary) -> list[Table]:
-    """Return the summary for people."""
+    """Return the summary as two tables for a terminal: calls and ranks."""
     first = Table(title="calls")
     for name in ("operation", "size", "calls", "mean us", "of it waiting", "busbw GB/s", "share of time"):
         first.add_column(name, justify="left" if name == "operation" else "right")
@@ -158,7 +173,7 @@ def tables(summary: Summary) -> list[Table]:
 
 
 def as_json(summary: Summary) -> dict[str, Any]:
-    """Return the summary as data."""
+    """Return the summary as JSON-serialisable data."""
     return {
         "calls": [line._asdict() for line in summary.lines],
         "ranks": [one._asdict() for one in summary.scores],

@@ -1,9 +1,11 @@
-"""One timeline of all ranks, from what each has recorded: rows of calls, of compute and of steps, and who fed whom.
+"""One timeline of all ranks from their records: rows of calls, compute and steps, and arrows from push to pull.
 
-Each rank is a process of the trace. Calls of a thread lie on its row; those that run beside the program have rows of
-their own. What lies between the calls of a worker's main thread is *compute*. An arrow goes from a push to the sum on
-each server that has it, and on to the pull that has read it: to the part of it after the sum, *receive*, as readers
-of traces let arrows go from bars that begin earlier to those that begin later.
+Each rank is a process of the trace. Each of its threads has a row for its calls, and another row for calls that run
+beside the program. The gaps between the calls of a worker's main thread are shown as *compute*.
+
+An arrow goes from a push to the sum on each server that has it, and on to the pull that reads that sum. The pull began
+before the sum, but viewers of traces draw arrows only to bars that begin later. So the part of the pull after the sum
+gets a bar of its own, *receive*, and the arrow ends there.
 """
 
 from __future__ import annotations
@@ -18,28 +20,41 @@ from mpips.collectives.recorder.ring import Record
 from mpips.collectives.recorder.tracing import RankTrace
 from mpips.launch.observe.clocks import Clock
 
+# Shorter gaps between two calls get no bar. There are many of them, and nothing is computed in them.
 LEAST_COMPUTE_NS = 5_000
-"""Shorter gaps between two calls are left white: there are many, and nothing is computed in them."""
-SUMS, PUSHES, PULLS = ("sum", "update"), ("push", "pushpull"), ("pull", "pushpull")
+# names of operations in records
+SUMS = ("sum", "update")
+PUSHES = ("push", "pushpull")
+PULLS = ("pull", "pushpull")
 STEP = "step"
+# The number of a rank's first row. It is large so that rows and ranks have different numbers: Perfetto labels a row
+# that has the number of its process, which is the rank, as "main thread".
 FIRST_ROW = 1001
-"""The number of a rank's first row. Perfetto calls the row *main thread* whose number is the rank's."""
 
 
 class PlacedCall(NamedTuple):
-    """A call where the trace has it: its process and row, and its times by the reference clock."""
+    """A call and its place in the trace."""
 
     record: Record
+    # its process (the rank) and its row
     pid: int
     tid: int
+    # nanoseconds of the reference clock since the beginning of the trace
     begin: int
     end: int
 
 
 def merge(traces: Sequence[RankTrace], clocks: Mapping[str, Clock]) -> tuple[list[chrome.Event], dict[str, Any]]:
-    """Return the events of a trace, and what is to be said of it. `clocks`: by name, one for each that is not rank 0's.
+    """Merge the records of all ranks into one trace.
 
-    Processes of one rank, as before and after a restart, are one process of the trace.
+    Several processes of the same rank, such as before and after a restart, become one process of the trace.
+
+    Args:
+        traces: What each process has recorded.
+        clocks: The name of a clock -> its offsets, for each clock that is not the reference.
+
+    Returns:
+        The events, and facts about the trace: ranks, errors of clocks, numbers of records and arrows.
     """
     times = [(clocks.get(one.who["clock"], Clock()), one) for one in traces if one.records]
     if not times:
@@ -66,12 +81,12 @@ def merge(traces: Sequence[RankTrace], clocks: Mapping[str, Clock]) -> tuple[lis
 
 
 def count_calls(one: RankTrace) -> int:
-    """Return how many calls a process has recorded: marks of steps are none."""
+    """Return how many calls a process has recorded. The marks of steps do not count."""
     return sum(record.operation != STEP for record in one.records)
 
 
 def _about(traces: Sequence[RankTrace], clocks: Mapping[str, Clock]) -> dict[str, Any]:
-    """Return what is to be said of a trace beside its events. `clock_error_ns`: of the times of two ranks, at most."""
+    """Return facts about a trace. "clock_error_ns" is the largest error when the times of two ranks are compared."""
     ranks = [
         {
             "rank": one.rank,
@@ -92,7 +107,7 @@ def _about(traces: Sequence[RankTrace], clocks: Mapping[str, Clock]) -> dict[str
 
 
 def _error(one: RankTrace, clocks: Mapping[str, Clock]) -> int:
-    """Return by how much the times of a rank may differ from the reference's."""
+    """Return the largest error of the times of a process, compared with the reference clock."""
     if not one.records or one.who["clock"] not in clocks:
         return 0
     first, last = one.records[0].made_ns, max(max(record[3:6]) for record in one.records)
@@ -100,12 +115,22 @@ def _error(one: RankTrace, clocks: Mapping[str, Clock]) -> int:
 
 
 class _Rank:
-    """Places the records of one process. `tids`: the rows that its rank has so far, and their names."""
+    """Places the records of one process in the trace, as `events` and `placed`.
+
+    Args:
+        trace: The records.
+        clock: The clock that the process reads.
+        first: The beginning of the whole trace, by the reference clock.
+        last: Its end. Calls that are not over end there.
+        tids: The rows that its rank has already, with their names. New rows are added.
+    """
 
     def __init__(self, trace: RankTrace, clock: Clock, first: int, last: int, tids: dict[int, str]) -> None:
         self.events: list[chrome.Event] = []
         self.placed: list[PlacedCall] = []
-        self._trace, self._tids = trace, tids
+        self._trace = trace
+        self._tids = tids
+        # (runs beside the program, thread) -> (record, begin, end) of its calls
         groups: dict[tuple[bool, int], list[tuple[Record, int, int]]] = defaultdict(list)
         steps = []
         for record in trace.records:
@@ -114,6 +139,7 @@ class _Rank:
             if record.operation == STEP:
                 steps.append((record.number, begin))
                 continue
+            # A call that runs beside the program begins later than the program has made it.
             beside = record.begun_ns != record.made_ns
             groups[beside, record.thread].append((record, begin, max(begin, end)))
         self._add_steps(steps, min(one[1] for group in groups.values() for one in group) if groups else 0)
@@ -138,7 +164,7 @@ class _Rank:
             begin = max(begin, end)
 
     def _add_calls(self, name: str, calls: Sequence[tuple[Record, int, int]]) -> int:
-        """Place the calls of a thread; return its first row."""
+        """Place the calls of a thread, in several rows if they overlap. Return the first row."""
         rows = chrome.rows([(begin, end) for _, begin, end in calls])
         tids = [self._row(name if not row else f"{name} ({row + 1})") for row in range(max(rows) + 1)]
         for (record, begin, end), row in zip(calls, rows):
@@ -158,7 +184,7 @@ class _Rank:
         return tids[0]
 
     def _add_compute(self, row: int, calls: Sequence[tuple[Record, int, int]]) -> None:
-        """Fill the gaps between the calls of the main thread."""
+        """Add bars of compute in the gaps between the calls of the main thread."""
         reached = calls[0][1]
         for _, begin, end in sorted(calls, key=lambda one: one[1]):
             if begin - reached >= LEAST_COMPUTE_NS:
@@ -167,14 +193,14 @@ class _Rank:
 
 
 class Flow(NamedTuple):
-    """A worker's push, a server's sum, and this worker's pull of that round, where it is there."""
+    """A worker's push of a round, the sum of it on a server, and the same worker's pull, or None if there is none."""
 
     push: PlacedCall
     total: PlacedCall
     pull: PlacedCall | None
 
     def places(self) -> list[tuple[int, int, float]]:
-        """Return where its arrow goes through."""
+        """Return the points (process, row, time) that its arrow connects."""
         push, total, pull = self
         summed = max(total.begin, min(push.begin, total.end - 1))
         places = [(push, push.begin), (total, summed), *([(pull, pull.end - 1)] if pull else [])]
@@ -182,9 +208,10 @@ class Flow(NamedTuple):
 
 
 def find_flows(placed: Sequence[PlacedCall], error_ns: int) -> Iterator[Flow]:
-    """Yield all flows. `error_ns`: of times that two clocks have shown.
+    """Find the push and the pull that belong to each sum.
 
-    After a recovery a round is gone through again: what is nearest in time belongs together.
+    After a recovery the same round is run again. So if there are several, those nearest in time belong together.
+    `error_ns` is the error when times of two clocks are compared.
     """
     pushes: dict[tuple[int, str, int], list[PlacedCall]] = defaultdict(list)
     pulls: dict[tuple[int, str, int], list[PlacedCall]] = defaultdict(list)
@@ -204,7 +231,7 @@ def find_flows(placed: Sequence[PlacedCall], error_ns: int) -> Iterator[Flow]:
 
 
 def _receives(placed: Sequence[PlacedCall], flows: Sequence[Flow]) -> Iterator[chrome.Event]:
-    """Yield a bar in each pull that has waited for its sums, from the end of the last one on."""
+    """Yield a bar in each pull that has waited for sums, from the end of the last sum to the end of the pull."""
     summed: dict[PlacedCall, int] = defaultdict(int)
     for flow in flows:
         if flow.pull:
@@ -217,13 +244,17 @@ def _receives(placed: Sequence[PlacedCall], flows: Sequence[Flow]) -> Iterator[c
         for pid, tid, other, end in inside[bisect_right(inside, (pull.pid, pull.tid, pull.begin, pull.end)) :]:
             if (pid, tid) != pull[1:3] or other >= begin:
                 break
-            begin = max(begin, end)  # of a call within the pull, which bars do not cross
+            # A call within the pull has a bar of its own, and bars of a row must not cross: begin after it.
+            begin = max(begin, end)
         if begin < pull.end:
             yield chrome.bar("receive", "receive", pull.pid, pull.tid, begin, pull.end)
 
 
 def _nearest(calls: Sequence[PlacedCall], at: int, last: bool = False) -> dict[int, PlacedCall]:
-    """Return of each rank one call: the last that has begun by then, or the first."""
+    """Return one call of each rank: with `last`, its last call that began by the time `at`; otherwise its first call.
+
+    With `last`, a rank whose calls all begin after `at` gets its first call.
+    """
     found: dict[int, PlacedCall] = {}
     for one in sorted(calls, key=lambda call: call.begin, reverse=not last):
         if not last or one.begin <= at or one.pid not in found:

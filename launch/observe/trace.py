@@ -1,13 +1,14 @@
-"""Trace a job from outside: as long as it runs (`mpips run --trace`, `--summary`), or for some seconds (`mpips trace`).
+"""Trace a job from outside: while it runs (`mpips run --trace`, `--summary`), or for some seconds (`mpips trace`).
 
-Ranks write into files in the memory of their host (`collectives.recorder.tracing`). They are read when the time is
-over, also those of ranks that were killed, and removed. Other hosts are asked by the job's agent: for their time, again
-and again, and at the end for what their ranks have written. The agent starts this module there as a program (`main`),
-which answers lines, as `launch.observe.hosts` says:
+Ranks write into files in the memory of their host (see `collectives.recorder.tracing`). At the end the files are read,
+including those of ranks that were killed, and removed. On other hosts the job's agent starts this module as a program
+(`main`). It is asked for its time again and again, and at the end for what the ranks there have written. Questions and
+answers are lines, as in `launch.observe.hosts`:
 
-    time                the name of the clock that is read there, and its time in nanoseconds
-    trace SECONDS       "" when the time is over, or why no rank is traced
-    read                of each process who it is, and its ring, compressed; they are removed there
+    question            answer
+    time                the name of the clock there, and its time in nanoseconds
+    trace SECONDS       "" after that time, or the reason why no rank is traced
+    read                for each process its identity and its compressed ring, which is then removed
 """
 
 from __future__ import annotations
@@ -39,33 +40,44 @@ from mpips.launch.observe.hosts import Connection, connect, wait
 from mpips.launch.observe.timeline import count_calls, merge
 
 MODULE = "mpips.launch.observe.trace"
-WITHIN_SECONDS, READ_SECONDS = 10.0, 120.0
-"""For another host to answer; and with what its ranks have written."""
+# time for another host to answer, and to send what its ranks have written
+WITHIN_SECONDS = 10.0
+READ_SECONDS = 120.0
+# the time between two measurements of clocks
 AGAIN_SECONDS = 30.0
-"""Between two measurements of clocks."""
+# the time between two looks for the hosts of a job that begins, and for ranks that are alive
 LOOK_SECONDS = 0.1
-"""Between two looks for the hosts of a job that begins, and whether ranks live."""
+# zlib's fastest level
 COMPRESSION = 1
-"""zlib's level: quick."""
 
 
 class Traced(NamedTuple):
-    """Hold what the ranks of a job have recorded. `clocks`: by name, those that are not this host's. `left_out`: by
-    host or rank, why it is not there."""
+    """What the ranks of a job have recorded."""
 
     traces: list[RankTrace]
+    # name -> clock, for each clock that is not this host's
     clocks: Mapping[str, Clock]
+    # "host NAME" or "rank N" -> why it is missing
     left_out: Mapping[str, str]
 
 
 class OtherHosts:
-    """The other hosts of a job that is traced, by a connection to each: what their clocks show, what is there."""
+    """The other hosts of a job that is traced, with a connection to each. A context manager.
+
+    Measures their clocks, and collects what ranks have recorded there and on this host.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._number = folder, 0
+        self._folder = folder
+        # the number of the last question
+        self._number = 0
+        # host -> connection
         self._lines: dict[str, Connection[Any]] = {}
+        # name of a clock -> its measurements
         self._offsets: dict[str, list[Offset]] = {}
+        # host that did not answer at the last measurement -> why
         self._mute: dict[str, str] = {}
+        # host that did not trace its ranks -> why
         self._refused: dict[str, str] = {}
 
     def __enter__(self) -> Self:
@@ -76,15 +88,16 @@ class OtherHosts:
             line.close()
 
     def find(self) -> bool:
-        """Look which hosts the job is on by now; return whether there are others."""
+        """Connect to hosts of the job that are new. True if the job has other hosts."""
         for name, line in connect(self._folder, MODULE, Any).items():
             self._lines.setdefault(name, line)
         return bool(self._lines)
 
     def measure(self) -> None:
-        """Measure the clock of each of them. Blocking, for `WITHIN_SECONDS` at most for a host that is mute."""
+        """Measure the clock of each host. Blocks for up to `WITHIN_SECONDS` if a host does not answer."""
         for name, line in self._lines.items():
-            for _ in range(2):  # a connection may have been cut meanwhile
+            # Try twice, with a new connection, because the connection may have been cut since the last question.
+            for _ in range(2):
                 with suppress(ConnectionError):
                     self._measure(line)
                     self._mute.pop(name, None)
@@ -105,7 +118,10 @@ class OtherHosts:
         return name, now
 
     def trace(self, seconds: float) -> str:
-        """Have all ranks traced for so many seconds, here, too. Blocking; return why none is here."""
+        """Let all ranks on all hosts record their calls for `seconds`. Blocks for that time.
+
+        Returns "", or the reason why no rank on this host is traced.
+        """
         self._number += 1
         for line in self._lines.values():
             line.ask(self._number, f"trace {seconds!r}")
@@ -120,7 +136,10 @@ class OtherHosts:
         return why
 
     def read(self, here: bool = True) -> Traced:
-        """Read what ranks have recorded, and remove it: there, and `here`. Hosts that are left out are not asked."""
+        """Read what ranks have recorded on other hosts and, with `here`, on this host, and remove it there.
+
+        Hosts that did not answer, or did not trace, are not asked. They appear in `left_out`.
+        """
         raw = list(tracing.read_raw(self._folder)) if here else []
         if here:
             tracing.forget(self._folder)
@@ -153,9 +172,14 @@ class OtherHosts:
 def tracing_job(
     folder: Path, several: bool, trace: Path | None, with_summary: bool, summary_json: Path | None
 ) -> Iterator[None]:
-    """Trace the job that the block runs, and write what is asked for when it has ended, however.
+    """Context manager that traces a job, and writes the results when the job has ended, even by an exception.
 
-    `several`: it has ranks on other hosts.
+    Args:
+        folder: The folder of the job.
+        several: The job has ranks on other hosts.
+        trace: Write the timeline to this file.
+        with_summary: Print the summary.
+        summary_json: Write the summary to this file.
     """
     os.environ[tracing.VARIABLE] = str(tracing.RING_BYTES)
     ended = threading.Event()
@@ -196,7 +220,10 @@ def _measure_regularly(others: OtherHosts, ended: threading.Event) -> None:
 
 
 def trace_running(folder: Path, seconds: float) -> Traced:
-    """Return what the ranks of a running job do in so many seconds from now. Blocking; ClickException for nothing."""
+    """Trace a running job for `seconds` from now. Blocks for that time, and until the records are read.
+
+    Raises ClickException if no rank could be traced.
+    """
     with OtherHosts(folder) as others:
         others.find()
         others.measure()
@@ -209,7 +236,7 @@ def trace_running(folder: Path, seconds: float) -> Traced:
 
 
 def write(path: Path, found: Traced) -> None:
-    """Write one timeline of all, and say what is in it. OSError as of files."""
+    """Write the timeline of all ranks to a file, and print what is in it. Raises OSError if it cannot be written."""
     if not any(one.records for one in found.traces):
         click.echo("mpips: no rank has begun a call meanwhile; `mpips why` says where they are", err=True)
     events, about = merge(found.traces, found.clocks)
@@ -226,7 +253,7 @@ def write(path: Path, found: Traced) -> None:
 
 
 def _lost(found: Traced) -> str:
-    """Return what to say of ranks and records that are not there; "" for none."""
+    """Return the lines about ranks and records that are missing, or ""."""
     said = [f"mpips: {one} is left out: {why}\n" for one, why in found.left_out.items()]
     lost = {one.rank: one.overwritten for one in found.traces if one.overwritten}
     if lost:
@@ -238,13 +265,13 @@ def _lost(found: Traced) -> str:
     return "".join(said)
 
 
-# ---- on a host: its ranks, and answers to the host of the launcher
+# ---- on each host: trace its ranks, and answer the launcher's host
 
 
 def trace_ranks(folder: Path, seconds: float) -> str:
-    """Have the ranks of a job on this host trace themselves for so many seconds, or to their end. Blocking.
+    """Let the ranks of a job on this host record their calls for `seconds`, or until they end. Blocks for that time.
 
-    Return "", or why not.
+    Returns "", or the reason why no rank is traced.
     """
     pids = [int(path.stem) for path in folder.glob(f"*{folders.PAGE}")]
     asked = [pid for pid in pids if folders.lives(pid) and _hears(pid)]
@@ -276,7 +303,7 @@ def _hears(pid: int) -> bool:
 
 
 def pack(data: bytes) -> str:
-    """Return a ring as text."""
+    """Compress a ring, and encode it as text for JSON."""
     return b64encode(zlib.compress(data, COMPRESSION)).decode()
 
 
@@ -286,7 +313,7 @@ def unpack(text: str) -> bytes:
 
 
 def main(job: str) -> None:
-    """Answer questions about a job's traces on this host, a line each, until there are no more."""
+    """Answer questions about a job's traces on this host, a line each, until standard input ends."""
     folder = folders.of_jobs() / job
     unread = False
     try:
@@ -307,7 +334,8 @@ def main(job: str) -> None:
             sys.stdout.write(json.dumps([int(number), answer]) + "\n")
             sys.stdout.flush()
     finally:
-        if unread:  # who has asked is gone
+        # The host that asked has gone, so nobody will read the records. They take memory.
+        if unread:
             tracing.forget(folder)
 
 

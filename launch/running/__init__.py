@@ -1,1 +1,1 @@
-"""A job that runs: its ranks are heard, signals reach them, its exit code comes back, and nothing of it is left."""
+"""A job that runs: watch its ranks, pass signals on to it, return its exit code, and leave nothing of it behind."""

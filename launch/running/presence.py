@@ -1,13 +1,14 @@
 """Ranks of a job that are alive, and those that died: each one on this machine tells the command that started it.
 
-A rank that `python -m mpips` runs connects to a socket without a name in any folder. It says its number, then that it
-fails, and with which exit code, or, when it has ended well, goodbye. In between it says that MPI has started, and a
-spare says its role when it gets one. A rank that ends without a word has died. The socket is open to all users of the
-machine: only processes of our own user are heard, each rank once, and a word that is none is nothing.
+A rank that `python -m mpips` runs connects to an abstract Unix socket, which is not in any folder. First it sends its
+number. Then it sends a line when MPI has started, and a spare sends its role when it gets one. At its end it sends
+goodbye if it has ended well, or else its exit code. A rank that ends without either has died. All users of the machine
+can connect to the socket. So connections of other users are closed, each rank number is accepted once, and unknown
+lines are ignored.
 
-Ranks on other hosts cannot be heard. What their mpirun prints is passed on as it is, and listened to: Open MPI's ends a
-job whose host is lost with exit code 0. That it was lost it says in one of two sentences. Whether the others had ended
-well by then says one of them (`mpips.ending.process`).
+Ranks on other hosts do not connect. If there may be any, the output of mpirun is passed on unchanged and searched for
+sentences, because Open MPI's mpirun ends with exit code 0 when it loses a host. It prints one of two sentences then. If
+the other ranks end well nevertheless, one of them prints a sentence that says so (see `mpips.ending.process`).
 """
 
 from __future__ import annotations
@@ -28,56 +29,76 @@ from typing import NamedTuple
 from mpips.collectives.machine import find_peer, find_readable, read_stat
 from mpips.store import world
 
+# what Open MPI's mpirun prints when it loses a host
 LOST_SENTENCES = (b"has lost communication with a remote daemon", b"A daemon failed to report back after being spawned")
 OF_SSH = re.compile(rb"^(ssh: [^\r\n]+)[\r\n]", re.MULTILINE)
 SENTENCES = (*LOST_SENTENCES, world.WELL_WITHOUT)
 LONGEST_SENTENCE = max(map(len, SENTENCES))
+# bytes of mpirun's output to read at a time
 MOST_PIPED = 1 << 16
-SPARE_FILES = 64  # that this process may yet need to open
-MOST_BYTES = 4096  # of words at once; they are few
-MOST_DIGITS, LARGEST_CODE = 9, 255
-PIDFD_INFO = struct.Struct("Q52xi")  # what is asked for and what is told, and last the status
-PIDFD_INFO_EXIT, PIDFD_GET_INFO = 8, 3 << 30 | PIDFD_INFO.size << 16 | 0xFF << 8 | 11
+# descriptors to leave free for other files of this process
+SPARE_FILES = 64
+# bytes to read from a rank at a time; ranks send short lines
+MOST_BYTES = 4096
+MOST_DIGITS = 9
+LARGEST_CODE = 255
+# ioctl(2) on a pidfd, since Linux 6.15: the start of struct pidfd_info (the mask, and after other fields the exit
+# status), the bit of the mask for the status, and the number of the request
+PIDFD_INFO = struct.Struct("Q52xi")
+PIDFD_INFO_EXIT = 8
+PIDFD_GET_INFO = 3 << 30 | PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 
 
 class Death(NamedTuple):
-    """The end of a rank that said no goodbye. `status` is as wait(2) tells it, None where its parent heard it first and
-    the kernel, older than 6.15, does not keep it. `role`: the one that it has said to have got."""
+    """The end of a rank that did not say goodbye."""
 
     rank: int
+    # The status as of wait(2). None: it is not known, because the parent has collected it and the kernel is older than
+    # 6.15, which would keep it.
     status: int | None
+    # the role of a spare that has got one; "" for other ranks
     role: str = ""
 
     @property
     def code(self) -> int | None:
-        """The exit code with which it left; None where a signal ended it, or that is not known."""
+        """The exit code of the rank. None if a signal ended it, or if the status is not known."""
         return os.WEXITSTATUS(self.status) if self.status is not None and os.WIFEXITED(self.status) else None
 
     @property
     def signal(self) -> int:
-        """The signal that is known to have ended it, or 0."""
+        """The signal that ended the rank. 0 if it exited, or if the status is not known."""
         return os.WTERMSIG(self.status) if self.status is not None else 0
 
 
 class Taken(NamedTuple):
-    """The place of a rank that has died, taken by a spare: its rank, its role, the step it goes on from (or -1)."""
+    """A spare that has taken the place of a dead rank."""
 
+    # the rank of the spare
     rank: int
     role: str
+    # the step from which it goes on, or -1
     step: int
 
 
 class Rank:
-    """The connection of a rank, and, once it has said its `number`, a `descriptor` (pidfd) of its process.
-
-    It has `gone` once its end of the line is closed.
-    """
+    """The connection of a rank, and what the rank has said on it."""
 
     def __init__(self, line: socket.socket, pid: int) -> None:
         self.line = line
-        self.number, self.pid, self.descriptor = -1, pid, -1
-        self.role, self.step = "", -1
-        self.well = self.gone = self.fails = False
+        # its rank in the job; -1 until it has said it
+        self.number = -1
+        self.pid = pid
+        # a pidfd of its process, from when it has said its number
+        self.descriptor = -1
+        # of a spare: the role that it has got, and the step from which it goes on
+        self.role = ""
+        self.step = -1
+        # it has said goodbye
+        self.well = False
+        # it has closed its end of the connection
+        self.gone = False
+        # it was the first rank to fail; `Presence.code` is its exit code
+        self.fails = False
 
     def close(self) -> None:
         self.line.close()
@@ -86,44 +107,59 @@ class Rank:
 
 
 class Presence:
-    """The ranks of one job, of which `here` are sure to start on this machine. Closed by `close`.
+    """The ranks of one job on this machine, as far as they have connected. Call `close` at the end.
 
-    `deaths` and places `taken` by spares are in their order. `code` is the exit code with which the first rank failed;
-    None where none did, or, but for `survives`, where others had died before. `failed`: that rank has ended. `well`:
-    how many have said goodbye and have ended. `started`: whether one has said that MPI has, which needs all. `heard`:
-    the ranks that have said that they are there, also those that have ended since. `remark`: what rank 0 has said of a
-    job that ends well. Rank 0 gets the file `hands_over`
-    as its standard input; -1: it is left what it has.
+    Args:
+        here: The number of ranks that are certain to start on this machine.
+        survives: The other ranks go on when one dies.
+        hands_over: A descriptor that rank 0 gets as its standard input; -1: it keeps the one it has.
     """
 
     def __init__(self, here: int, survives: bool = False, hands_over: int = -1) -> None:
-        self.here, self.hands_over = here, hands_over
+        self.here = here
+        self.hands_over = hands_over
+        # both in the order in which they happened
         self.deaths: list[Death] = []
         self.taken: list[Taken] = []
+        # The exit code of the first rank that said it fails. Without `survives`, a failure after a death does not
+        # count, because it follows from the death.
         self.code: int | None = None
+        # what rank 0 has to say about a job that ends well
         self.remark = ""
+        # number of ranks that have ended well
         self.well = 0
-        self.failed = self.started = False
+        # the rank that failed first has ended
+        self.failed = False
+        # A rank has said that MPI has started. MPI starts only once all ranks are there.
+        self.started = False
+        # ranks that have connected, also those that have ended since
         self.heard = set[int]()
-        self._survives, self._gone = survives, set[int]()
+        self._survives = survives
+        # ranks that have ended
+        self._gone = set[int]()
         self._name = f"mpips-ranks-{uuid.uuid4().hex}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._listener.bind(f"\0{self._name}")
         self._listener.listen(MOST_BYTES)
         self._poll = select.epoll()
         self._poll.register(self._listener, select.EPOLLIN)
+        # descriptor of the connection -> its rank
         self._lines: dict[int, Rank] = {}
+        # pidfd -> the rank whose process it is
         self._alive: dict[int, Rank] = {}
 
     def environment(self) -> dict[str, str]:
-        """Return what ranks need to be heard."""
+        """Return the variables that ranks need to connect."""
         return {world.PRESENCE: self._name, **({world.INPUT: "1"} if self.hands_over >= 0 else {})}
 
     def fileno(self) -> int:
         return self._poll.fileno()
 
     def look(self) -> None:
-        """Hear what has come. The kernel lists processes in the order in which they ended."""
+        """Read what ranks have said, and notice those that have ended. Does not block.
+
+        The kernel lists processes in the order in which they ended, so `deaths` is in that order.
+        """
         while news := self._poll.poll(0):
             for descriptor, _ in news:
                 if descriptor == self._listener.fileno():
@@ -134,20 +170,19 @@ class Presence:
                     self._bury(self._alive.pop(descriptor))
 
     def everyone_left_well(self) -> bool:
-        """Return whether all ranks that are sure to be here have said goodbye, and none has died."""
+        """True if all ranks that are certain to be on this machine have ended well, and none has died."""
         self.look()
         return not self.deaths and not self._alive and self.well >= self.here
 
     def is_idle(self, working: Iterable[int]) -> bool:
-        """Return whether all of these ranks have ended or said goodbye, and no spare has got a role."""
+        """True if all the ranks in `working` have ended or said goodbye, and no spare with a role is still working."""
         over = self._gone | {rank.number for rank in self._alive.values() if rank.well}
         return all(number in over for number in working) and all(
             rank.well or not rank.role for rank in self._alive.values()
         )
 
     def pids(self) -> list[int]:
-        """Return the processes of the ranks that live, where all that are sure to be here have been heard; else
-        none."""
+        """Return the pids of the ranks that are alive, or an empty list as long as some rank has not connected."""
         heard = len(self._alive) + self.well + len(self.deaths) * self._survives
         return [rank.pid for rank in self._alive.values()] if heard == self.here else []
 
@@ -159,7 +194,9 @@ class Presence:
 
     def _admit(self) -> None:
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if 2 * len(self._lines) + SPARE_FILES > most:  # the job goes on unheard
+        # Each rank takes two descriptors. When there are no more, stop listening: the job goes on, and the other ranks
+        # are not heard.
+        if 2 * len(self._lines) + SPARE_FILES > most:
             self._poll.unregister(self._listener)
             return
         line, _ = self._listener.accept()
@@ -176,11 +213,12 @@ class Presence:
         if rank.gone:
             self._poll.unregister(rank.line)
             del self._lines[rank.line.fileno()]
-            if rank.descriptor < 0:  # it had ended before it could be watched
+            # It had ended before its process could be watched.
+            if rank.descriptor < 0:
                 self._leave(rank, None)
 
     def _take(self, rank: Rank) -> None:
-        """Hear what a rank has said since."""
+        """Read and handle the lines that a rank has sent since the last call."""
         try:
             said = rank.line.recv(MOST_BYTES)
         except BlockingIOError:
@@ -192,7 +230,8 @@ class Presence:
             word, _, more = line.partition(b" ")
             if word == world.PRESENT:
                 self._enter(rank, _number(more))
-            elif rank.number < 0:  # who has no number is no rank
+            # Not a rank, or a process that claims a number which is taken.
+            elif rank.number < 0:
                 continue
             elif word == world.STARTED:
                 self.started = True
@@ -211,7 +250,7 @@ class Presence:
                     self.code, rank.fails = code, True
 
     def _enter(self, rank: Rank, number: int) -> None:
-        """Watch the process of a rank that says its number, unless one has said the same."""
+        """Accept the number that a rank has sent, unless another has sent the same, and watch its process."""
         if number < 0 or number in self.heard or rank.number >= 0:
             return
         rank.number = number
@@ -221,13 +260,15 @@ class Presence:
                 socket.send_fds(rank.line, [b"i"], [self.hands_over])
         try:
             rank.descriptor = os.pidfd_open(rank.pid)
-        except OSError:  # it has ended already, or is out of sight
+        except OSError:
+            # The process has ended already, or it is in another PID namespace.
             return
         self._alive[rank.descriptor] = rank
         self._poll.register(rank.descriptor, select.EPOLLIN)
 
     def _bury(self, rank: Rank) -> None:
         status = status_of(rank.pid, rank.descriptor)
+        # It may have said goodbye just before it ended.
         self._take(rank)
         self._lines.pop(rank.line.fileno(), None)
         self._leave(rank, status)
@@ -239,17 +280,23 @@ class Presence:
             self.deaths.append(Death(rank.number, status, rank.role))
         self._gone.add(rank.number)
         self.failed = self.failed or rank.fails
-        rank.close()  # closed files leave the poll by themselves
+        # Closed descriptors leave the epoll by themselves.
+        rank.close()
 
 
 def _number(word: bytes) -> int:
-    """Return the number that a word is; -1 where it is none."""
+    """Return the number that `word` spells, or -1 if it is not a number of at most `MOST_DIGITS` digits."""
     return int(word) if word.isdigit() and len(word) <= MOST_DIGITS else -1
 
 
 def status_of(pid: int, descriptor: int) -> int | None:
-    """Return how a process, which has ended, did so, as wait(2) tells it; None where the kernel does not keep it."""
-    with suppress(OSError):  # its parent has heard
+    """Return the exit status of a process that has ended, as of wait(2); None if the kernel no longer has it.
+
+    `descriptor` is a pidfd of the process.
+    """
+    # As long as the parent has not collected the status, the process is a zombie, and /proc shows the status. It is not
+    # in /proc any more once the parent has collected it.
+    with suppress(OSError):
         words = read_stat(pid)
         if words[0] == b"Z":
             return int(words[-1])
@@ -263,53 +310,61 @@ def status_of(pid: int, descriptor: int) -> int | None:
 
 
 class OutputListener:
-    """Passes on, in a thread, what mpirun writes to `errors`, and, but for `errors_alone`, to `output`. `start` it once
-    mpirun has them.
+    """Passes on what mpirun writes, in a thread, and searches it for the sentences about lost hosts.
 
-    prterun ends its last message with a byte 0, for which `grep` would call a file of the job's output binary.
+    Give mpirun `errors` as its standard error and `output` as its standard output, then call `start`. With
+    `errors_alone` the standard output is not passed through here, and `output` is None.
     """
 
     def __init__(self, errors_alone: bool = False) -> None:
         self.output: int | None = None
+        # end of a pipe from mpirun -> the descriptor to which its data is passed on
         self._to: dict[int, int] = {}
         if not errors_alone:
             end, self.output = os.pipe()
             self._to[end] = 1
         end, self.errors = os.pipe()
         self._to[end] = 2
+        # the last bytes of each stream, because a sentence may be cut by the end of a read
         self._tails = dict.fromkeys(self._to, b"")
         self._stopped, self._stop = os.pipe()
+        # the sentences that were found
         self._found: set[bytes] = set()
-        self.cause = ""  # why ssh has not reached a host; mpirun itself guesses at many other reasons
+        # why ssh could not reach a host, in ssh's words. mpirun's own message only guesses at possible reasons.
+        self.cause = ""
         self._thread = threading.Thread(target=self._pass_on, daemon=True)
 
     def start(self) -> None:
+        """Begin. mpirun must have been started: this closes our copies of its ends of the pipes."""
         if self.output is not None:
             os.close(self.output)
         os.close(self.errors)
         self._thread.start()
 
     def finish(self) -> None:
-        """mpirun has ended: nothing more will come."""
+        """Stop once all that is in the pipes has been passed on. Call it when mpirun has ended.
+
+        The pipes may stay open longer than mpirun lives, because its children have them too.
+        """
         os.close(self._stop)
 
     def has_finished(self, seconds: float) -> bool:
-        """Return whether all has been passed on. Blocking for at most so long."""
+        """True if all output has been passed on. Waits for that for at most `seconds`."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     @property
     def lost(self) -> bool:
-        """Return whether mpirun has lost a host."""
+        """True if mpirun has said that it has lost a host."""
         return not self._found.isdisjoint(LOST_SENTENCES)
 
     @property
     def well(self) -> bool:
-        """Return whether those that were left have ended well."""
+        """True if a rank has said that the job has ended well without the lost ones."""
         return world.WELL_WITHOUT in self._found
 
     def _pass_on(self) -> None:
-        """Pass on all that comes, until both streams have ended, or mpirun has, and nothing more is there."""
+        """Pass on output until the streams have ended, or until `finish` was called and the pipes are empty."""
         ready: list[int] = []
         while self._to and ready != [self._stopped]:
             ready = find_readable([*self._to, self._stopped])
@@ -317,6 +372,7 @@ class OutputListener:
                 data = os.read(stream, MOST_PIPED)
                 before, to = self._tails[stream], self._to[stream]
                 text = before + data
+                # prterun ends its last message with a NUL byte. grep would take a file with it for a binary file.
                 if to == 2:
                     text = text.replace(b"\n\0", b"\n")
                 self._found.update(sentence for sentence in SENTENCES if sentence in text)
@@ -331,8 +387,10 @@ class OutputListener:
 
 
 def _write_all(file: int, data: bytes) -> bool:
-    """Write all of it, waiting for who reads; False where nobody does, as mpirun is to see, too. What a full disk does
-    not take is lost."""
+    """Write all of `data`, and wait while a pipe is full. False if nobody reads from the pipe any more.
+
+    The caller then closes the pipe from mpirun, so that mpirun, too, sees that nobody reads.
+    """
     while data:
         try:
             data = data[os.write(file, data) :]
@@ -343,5 +401,6 @@ def _write_all(file: int, data: bytes) -> bool:
         except BrokenPipeError:
             return False
         except OSError:
+            # The disk may be full. Then the data is lost, and the job goes on.
             return True
     return True

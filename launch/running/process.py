@@ -1,9 +1,9 @@
-"""A job as our child: signals reach it, its exit code becomes ours, and nothing of it on this machine outlives us.
+"""A job as our child: pass signals on to it, return its exit code, and leave nothing of it on this machine.
 
-What the end of a rank means for the job is `verdict`'s. Signals are held back and read one by one, so that each is
-passed on to the job once. Processes that stem from this one are found, killed and waited for, also where their parents
-have ended. Among them are ranks whose Python is just starting: one that ends before it could say that it is there is
-missed by the others for ever, while they start MPI.
+The module `verdict` decides what the end of a rank means for the job. Signals are blocked and read one by one, so that
+each is passed on to the job once. All descendants of this process are found, killed and waited for at the end, also
+those whose parents have ended. While the job starts, its ranks are looked for among these descendants: if one ends
+before it can connect to `presence`, the others would wait for it in the start of MPI for ever.
 """
 
 from __future__ import annotations
@@ -34,33 +34,45 @@ from mpips.launch.running.presence import Death, OutputListener, Presence, statu
 from mpips.launch.running.verdict import End, OneDeathEnds, OthersGoOn
 from mpips.store.world import launched_as
 
-LOOK_SECONDS = 1.0  # seldom enough to cost a job nothing
-NAP_SECONDS = 0.05  # while it ends
-STARTING = 4.0  # seconds without another rank, though some are not there: one has ended before it could be seen
-SILENT_SECONDS = 3.0  # until it is said that ranks are being started, where none is there
-START_SECONDS = 0.05  # between two looks while ranks are not there
-GRACE = 5.0  # seconds for a job to end after a signal, and again for mpirun once its ranks have been killed
-GRACE_OF_NOBODY = 0.4  # the same of an mpirun that has no ranks to end
+# The longest wait between two looks at the job. Long enough to cost the job nothing.
+LOOK_SECONDS = 1.0
+# the shortest wait, while the job ends
+NAP_SECONDS = 0.05
+# If some ranks are still missing, and no further one has appeared for this long, one has ended unseen.
+STARTING = 4.0
+# If no rank is there after this long, print that ranks are being started.
+SILENT_SECONDS = 3.0
+# the wait between two looks while ranks are starting
+START_SECONDS = 0.05
+# how long a job may take to end after a signal, and then again mpirun, once its ranks have been killed
+GRACE = 5.0
+# the same for an mpirun whose ranks have all ended
+GRACE_OF_NOBODY = 0.4
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
-SIGNAL_RECORD = struct.Struct("Iii116x")  # of signalfd: number, errno, code
+# struct signalfd_siginfo: signal number, errno, code
+SIGNAL_RECORD = struct.Struct("Iii116x")
+# size of glibc's sigset_t
 MASK_BYTES = 128
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+# prctl(2)
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 LOG = log.get("mpips.launch")
 
 
 class Ended(NamedTuple):
-    """The end of a job.
+    """The end of a job."""
 
-    Its exit code, 128 and the number after a signal, as in shells; mpirun's own, below 0 for a signal; the signal that
-    we were sent to end it; what is to be said of it; and, where a signal to a rank has ended it, who died and how.
-    """
-
+    # the exit code for the user; after a signal it is 128 plus the signal's number, as in shells
     code: int
+    # mpirun's own exit code, or minus the number of the signal that ended mpirun
     returned: int
+    # the signal to this process that ended the job, or 0
     heard: int
+    # what to print about the end; may be ""
     sentence: str
+    # the rank whose death by a signal has ended the job, in words; otherwise ""
     death: str
 
 
@@ -72,12 +84,19 @@ def run(
     here: int = 0,
     spares: int = -1,
 ) -> Ended:
-    """Run `argv`; how it has ended. Where it has failed, nothing of it is left on this machine. Blocking.
+    """Run mpirun, and block until the job has ended. If it has failed, no process of it is left on this machine.
 
-    A job that a signal does not end is killed after `GRACE`, with all that it has started here. It is ended, too, once
-    `hopeless`, asked every `LOOK_SECONDS`, says yes, and when a rank has died, unless `spares`, of which the last ranks
-    are so many, is 0 or more: then the others go on. `name`: the command that says that it was interrupted. `roles[i]`
-    is what rank i is; `here` ranks are sure to start on this machine. Where others may not, mpirun is listened to.
+    A job that does not end within `GRACE` seconds of a signal is killed, with all that it has started here.
+
+    Args:
+        argv: The command line of mpirun.
+        hopeless: Called about every `LOOK_SECONDS`; when it returns True the job is ended.
+        name: The command to name in "interrupted" after a signal.
+        roles: The role of each rank, for messages about deaths.
+        here: How many ranks are certain to start on this machine. If there may be others, the output of mpirun is
+            passed through this process and searched for signs of lost hosts.
+        spares: How many of the last ranks are spares. With 0 or more the other ranks go on when one dies. With -1 the
+            job ends then.
     """
     all_here = here >= max(1, len(roles))
     hands_over, began = _input_of_rank_0(argv) if all_here else -1, time.monotonic()
@@ -86,6 +105,7 @@ def run(
     verdict: OneDeathEnds | OthersGoOn
     verdict = OneDeathEnds(presence, roles) if spares < 0 else OthersGoOn(presence, roles, spares)
     try:
+        # If our standard error is closed, there is nothing to pass mpirun's messages on to.
         listener = None if sys.stderr is None and all_here else OutputListener(errors_alone=all_here)
         watched = Watched(argv, signals, presence, verdict, hopeless, listener, here if roles else 0, len(roles))
         watched.until_it_ends()
@@ -113,7 +133,18 @@ def run(
 
 
 class Watched:
-    """A running job, and what has happened to it. `speaking`: so many of `ranks`, here, say that they are there."""
+    """A running job.
+
+    Args:
+        argv: The command line of mpirun.
+        signals: The signals to this process.
+        presence: The ranks on this machine.
+        verdict: Decides when the job must end.
+        hopeless: See `run`.
+        listener: Passes on mpirun's output; None: mpirun has our own standard output and error.
+        speaking: How many ranks will connect to `presence`. 0 for programs that do not.
+        ranks: How many ranks the job has.
+    """
 
     def __init__(
         self,
@@ -126,16 +157,33 @@ class Watched:
         speaking: int,
         ranks: int,
     ) -> None:
-        self._speaking, self._ranks, self._listener = speaking, ranks, listener
-        self._signals, self._presence, self._verdict, self._hopeless = signals, presence, verdict, hopeless
-        self._heard, self._deserted, self._starts_silently = 0, False, speaking > 0
+        self._speaking = speaking
+        self._ranks = ranks
+        self._listener = listener
+        self._signals = signals
+        self._presence = presence
+        self._verdict = verdict
+        self._hopeless = hopeless
+        # the signal to this process that ends the job, or 0
+        self._heard = 0
+        # We have ended the job because of its ranks.
+        self._deserted = False
+        # The line about a slow start is still to be printed.
+        self._starts_silently = speaking > 0
         self._clock = Clock()
-        self._known, self._since, self._now = 0, 0.0, 0.0
-        self._ends_by, self._grace = math.inf, GRACE
+        # how many ranks are known while the job starts, and since when
+        self._known = 0
+        self._since = 0.0
+        self._now = 0.0
+        # when the job is killed if it has not ended by itself; infinite until it is told to end
+        self._ends_by = math.inf
+        # how long mpirun may live on after its ranks have been killed
+        self._grace = GRACE
         self._poll = select.poll()
         for source in (signals, presence):
             self._poll.register(source, select.POLLIN)
-        _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # what a child of ours leaves behind becomes a child of ours
+        # When a descendant ends, its children become children of this process, and can be found and waited for.
+        _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._unheard = SilentRanks(presence.environment())
         self._began = time.time()
         output, errors = (listener.output, listener.errors) if listener else (None, None)
@@ -151,25 +199,32 @@ class Watched:
             listener.start()
 
     def end(self) -> End:
-        """Return how mpirun has ended, once all that it has written is read, or a signal has come. To be asked once."""
+        """Return how mpirun has ended. Call it once.
+
+        Blocks until all output of mpirun is passed on, or until a signal comes.
+        """
         lost = well = False
         cause = ""
         if listener := self._listener:
             listener.finish()
             while not listener.has_finished(NAP_SECONDS) and not any(n in ENDING for n, _ in self._signals.read()):
                 pass
-            if listener.output is not None:  # ranks may be on hosts that are lost
+            # Output is listened to only if ranks may be on other hosts. A host that is lost after we have ended the job
+            # does not count.
+            if listener.output is not None:
                 lost, well = listener.lost and self._ends_by == math.inf, listener.well
             cause = listener.cause
         return End(self._job.returncode, self._heard, self._deserted, lost, well, cause)
 
     def until_it_ends(self) -> None:
-        """Watch mpirun, and end the job where that is due, until mpirun has ended. Blocking."""
+        """Watch the job, and end it when it has to end. Blocks until mpirun has ended."""
         due = math.inf
         while self._job.poll() is None:
             patience = self._patience(due)
             news = self._poll.poll(patience)
-            if patience is None:  # no limit was open
+            # While no limit was running this process may have slept for hours. A new clock does not take that for a
+            # time in which the process was stopped.
+            if patience is None:
                 self._clock = Clock()
             self._now = self._clock.seconds()
             reap_orphans(self._job.pid)
@@ -178,12 +233,16 @@ class Watched:
             self._presence.look()
             self._tell_of_a_slow_start()
             if self._ends_by == math.inf and self._lacks_a_rank():
-                if self._speaking == self._ranks:  # else nobody knows which one it is
+                # If some ranks are on other hosts, it is not known which one is missing.
+                if self._speaking == self._ranks:
                     missing = {*range(self._ranks)} - self._presence.heard - self._unheard.ranks()
                     self._presence.deaths += [Death(rank, None) for rank in sorted(missing)[:1]]
                 self._deserted = True
                 self._end(GRACE_OF_NOBODY)
-            # all that has been heard by now, also by the search for ranks, counts before the next wait
+            # Ask the verdict only now, after everything above that reads what ranks say. Otherwise the job could hang:
+            # 1. The verdict is asked, and no rank has died yet.
+            # 2. The last rank connects and dies, and the search for starting ranks reads both.
+            # 3. All ranks have connected, so the next wait has no limit, and nothing is left to read that would end it.
             if not self._heard and not self._deserted:
                 for kind, sentence in self._verdict.news():
                     LOG.info("%s: %s", kind, sentence)
@@ -195,26 +254,36 @@ class Watched:
             if not news and self._hopeless and self._hopeless():
                 self._end(GRACE)
             late = self._now - self._ends_by
-            if late > 0:  # first the ranks, so that mpirun can still tidy up
+            # Kill the ranks first and mpirun only after another grace time, so that it can remove its files.
+            if late > 0:
                 kill_descendants(spared=0 if late > self._grace else self._job.pid)
         self._unheard.close()
         if self._ends_by < math.inf or self._job.returncode < 0:
             self.clear()
 
     def clear(self, others: bool = True) -> None:
-        """Leave no shared memory of a job that has ended, and, but for `others` of one that ended well, no process."""
+        """Remove the shared memory of the job after it has ended and, with `others`, kill the processes it has left."""
         if others:
             end_descendants(GRACE)
         remove_leftovers(self._job.pid, self._began)
 
     def _lacks_a_rank(self) -> bool:
-        """Return whether one has ended before it could be heard or seen: the others would wait for it in MPI's start
-        for ever. One that was seen is a death."""
+        """True if a rank has ended while the job started, before it connected and before its process was seen.
+
+        1. mpirun starts all ranks.
+        2. A signal ends one of them while its Python starts. It has not connected to `presence`, and this process has
+           not seen it among its descendants.
+        3. The other ranks start MPI and wait for it for ever.
+
+        It is noticed because the number of known ranks stays below that of all ranks for `STARTING` seconds. A rank
+        whose process was seen before it ended is added to the deaths instead.
+        """
         presence = self._presence
         if not self._is_starting():
             return False
         ended = [*self._unheard.look(presence.heard)]
-        presence.look()  # what they have said just before
+        # They may have connected just before they ended.
+        presence.look()
         presence.deaths += [death for death in ended if death.rank not in presence.heard]
         known = len(self._unheard.ranks()) + len(presence.heard) + len(presence.deaths)
         if not 0 < known < self._speaking or presence.deaths or known != self._known:
@@ -222,18 +291,18 @@ class Watched:
         return self._now > self._since + STARTING
 
     def _tell_of_a_slow_start(self) -> None:
-        """Say, once, that ranks are being started, where none has been there for a while."""
+        """Print once that ranks are being started, if after `SILENT_SECONDS` none has connected yet."""
         if self._starts_silently and not self._presence.heard and time.time() >= self._began + SILENT_SECONDS:
             self._starts_silently, here = False, self._speaking
             where = " on this machine" if here == self._ranks else f", {here} of them on this machine"
             tell(f"mpips: starting {self._ranks} rank{'s' * (self._ranks > 1)}{where}")
 
     def _is_starting(self) -> bool:
-        """Return whether ranks are not there yet."""
+        """True before MPI has started, as long as some ranks have not connected."""
         return not self._presence.started and len(self._presence.heard) < self._speaking
 
     def _patience(self, due: float) -> float | None:
-        """Return the milliseconds until there is something to do though nothing has come; None for ever."""
+        """Return the longest time to wait for news, in milliseconds; None: until there is news."""
         starting = self._is_starting()
         if not starting and self._hopeless is None and min(due, self._ends_by) == math.inf:
             return None
@@ -241,7 +310,8 @@ class Watched:
         return 1000 * min(longest, max(NAP_SECONDS, min(due, self._ends_by) - self._now))
 
     def _pass_on(self, number: int, by_terminal: bool) -> None:
-        if number in PASSED_ON:  # to the ranks, as MPICH's mpirun would die of one
+        # These go to the ranks themselves, because MPICH's mpirun would die of one.
+        if number in PASSED_ON:
             for pid in self._presence.pids() or [self._job.pid]:
                 send_signal(pid, number)
             return
@@ -249,10 +319,12 @@ class Watched:
             folders.write_end(str(os.getpid()), heard=signal.Signals(number).name)
         self._heard = number
         self._ends_by = min(self._ends_by, self._now + GRACE)
+        # A signal from the terminal has reached mpirun as well.
         if not by_terminal:
             self._job.send_signal(number)
 
     def _end(self, grace: float) -> None:
+        """Tell mpirun to end. After `grace` seconds its ranks are killed, and after twice that mpirun."""
         if self._ends_by == math.inf:
             self._job.terminate()
             self._grace = grace
@@ -260,23 +332,29 @@ class Watched:
 
 
 def _input_of_rank_0(argv: Sequence[str]) -> int:
-    """Return the file that rank 0 reads in place of what mpirun would pass on; -1: mpirun passes on ours.
+    """Return the descriptor to give to rank 0 as its standard input, or -1 if mpirun shall pass on ours.
 
-    mpirun would read all of it, also what is for other commands of a shell's loop, and not pass on its end. It has to
-    where that is a terminal, from which ranks may not read by themselves, and where its own options ask for it.
+    mpirun reads all of its input, even lines that the next command of a shell loop should get, and Open MPI's does not
+    pass on the end of it. So rank 0 gets the file itself. mpirun still has to pass on a terminal, because ranks may not
+    read from it by themselves, and it does if its own options ask for that.
     """
     words = takewhile(lambda word: word != sys.executable, argv)
     if os.isatty(0) or not {"--stdin", "-stdin", "-s"}.isdisjoint(words):
         return -1
-    return 0 if sys.stdin is not None else os.open(os.devnull, os.O_RDONLY)  # None: it was closed
+    # sys.stdin is None if this process was started with standard input closed.
+    return 0 if sys.stdin is not None else os.open(os.devnull, os.O_RDONLY)
 
 
 def _child_of(parent: int, mask: Iterable[int]) -> Callable[[], None]:
-    """Return what a child does before it becomes another program: it ends with its parent, and hears the signals of
-    `mask`. Nothing is left of an mpirun of the same number."""
+    """Return a function for a child to run between fork and exec.
+
+    The child gets SIGTERM when this process ends, and the signal mask `mask`. It also removes the session folder that
+    an earlier mpirun with the same pid has left, with which Open MPI would not start.
+    """
 
     def prepare() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        # The parent may have ended before prctl, and then no signal comes.
         if os.getppid() != parent:
             os._exit(1)
         remove_session(os.getpid())
@@ -286,15 +364,18 @@ def _child_of(parent: int, mask: Iterable[int]) -> Callable[[], None]:
 
 
 def tell(text: str) -> None:
-    """Write a line to standard error; "": nothing."""
-    with suppress(OSError):  # the terminal may be gone
+    """Write a line to standard error. Writes nothing if `text` is empty."""
+    # The terminal may be gone.
+    with suppress(OSError):
         os.write(2, f"{text}\n".encode() if text else b"")
 
 
 class HeldSignals:
-    """Holds back what ends a process, what is passed on to a job, and news of children; not what is ignored here.
+    """Blocks signals and reads them from a signalfd instead.
 
-    `fileno` is readable when one has come. `close` gives the process its signals back.
+    These are the signals that end a process (`ENDING`), those that go to the ranks (`PASSED_ON`), and SIGCHLD. Signals
+    that this process ignores, as under nohup, stay ignored. The object can be polled: it is readable when a signal has
+    come. `close` restores the signal mask.
     """
 
     def __init__(self) -> None:
@@ -311,15 +392,16 @@ class HeldSignals:
         return self._fd
 
     def read(self) -> Iterator[tuple[int, bool]]:
-        """Yield the number of each that has come, but for news of children, and whether a terminal sent it.
+        """Yield the number of each signal that has come, except SIGCHLD, and True if a terminal sent it.
 
-        A terminal's go to all processes of a job, those of another process to this one alone.
+        A terminal sends a signal to all processes of the job, another process sends it to this process alone.
         """
         while True:
             try:
                 number, _, code = SIGNAL_RECORD.unpack(os.read(self._fd, SIGNAL_RECORD.size))
             except BlockingIOError:
                 return
+            # A code above 0 (SI_KERNEL) means that the kernel sent it, as for Ctrl-C.
             if number != signal.SIGCHLD:
                 yield number, code > 0
 
@@ -334,16 +416,17 @@ def send_signal(pid: int, number: int) -> None:
 
 
 def kill_descendants(spared: int = 0) -> None:
-    """Kill all processes that stem from this one, but for `spared`."""
+    """Kill all descendants of this process, except `spared`."""
     for pid in find_descendants():
         if pid != spared:
             send_signal(pid, signal.SIGKILL)
 
 
 def end_descendants(seconds: float) -> None:
-    """Kill those who are left, and wait for their end."""
+    """Kill all descendants of this process, and wait until they have ended, for at most `seconds`."""
     clock = Clock()
-    with suppress(ChildProcessError):  # none is left
+    # waitpid raises ChildProcessError when none is left.
+    with suppress(ChildProcessError):
         while clock.seconds() < seconds:
             kill_descendants()
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -352,17 +435,21 @@ def end_descendants(seconds: float) -> None:
 
 
 def reap_orphans(spared: int) -> None:
-    """Let go of those who were left to us and have ended; `spared`, a child which has not been waited for, is not."""
+    """Collect the exit status of orphans that became children of this process and have ended.
+
+    Stops at `spared`, a child whose status subprocess.Popen still has to collect.
+    """
     look = os.WEXITED | os.WNOHANG | os.WNOWAIT
     while (ended := os.waitid(os.P_ALL, 0, look)) and ended.si_pid != spared:
         os.waitpid(ended.si_pid, 0)
 
 
 def find_descendants() -> list[int]:
-    """Return children of this process, and theirs, that have not ended."""
+    """Return the pids of all descendants of this process that have not ended."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
+        # A process that has ended in the meantime is left out.
+        with suppress(OSError):
             state, parent = read_stat(int(stat.parent.name))[:2]
             if state != b"Z":
                 children.setdefault(int(parent), []).append(int(stat.parent.name))
@@ -373,23 +460,31 @@ def find_descendants() -> list[int]:
 
 
 class SilentRanks:
-    """The processes of this machine that a launcher has made ranks, with these variables of the job among theirs."""
+    """Ranks of a job that are found among the descendants of this process before they connect to `Presence`.
+
+    A process is a rank if a launcher's variables in its environment say so, and if it has the variables `environment`
+    of the job.
+    """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._mark = {f"{name}={value}" for name, value in environment.items()}
+        # pid -> (rank, pidfd that tells when the process ends)
         self._known: dict[int, tuple[int, int]] = {}
-        """Of each process the rank, and a descriptor (pidfd) by which it is seen to end."""
 
     def ranks(self) -> set[int]:
-        """Return the ranks that were there at the last look."""
+        """Return the ranks that were running at the last look."""
         return {rank for rank, _ in self._known.values()}
 
     def look(self, heard: Container[int]) -> Iterator[Death]:
-        """Yield the ranks, but for those that are `heard` by now, that have ended since the last look."""
+        """Look for new ranks, and yield those that have ended since the last look.
+
+        Ranks in `heard` are left out: they have connected by now.
+        """
         for pid in set(find_descendants()) - self._known.keys():
             rank = self._rank(pid)
             if rank >= 0 and rank not in heard:
-                with suppress(OSError):  # it has ended
+                # pidfd_open fails if the process has ended already.
+                with suppress(OSError):
                     self._known[pid] = rank, os.pidfd_open(pid)
         for pid, (rank, descriptor) in list(self._known.items()):
             ended = bool(find_readable([descriptor], 0))
@@ -405,7 +500,7 @@ class SilentRanks:
         self._known.clear()
 
     def _rank(self, pid: int) -> int:
-        """Return the rank that a process is; -1 where it is none."""
+        """Return the rank of a process, or -1 if it is not a rank of the job."""
         try:
             words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
         except OSError:

@@ -1,7 +1,7 @@
-"""Ranks' ends and what they mean for a job: when it has to be ended, its exit code, and what is said.
+"""Ranks' ends and what they mean for a job: when it has to be ended, its exit code, and the messages about it.
 
-Without survival the job ends with the first rank that dies. With it the others go on, and the job ends when nobody is
-left who works.
+In an ordinary job the first death of a rank ends the job (`OneDeathEnds`). With --spares the other ranks go on, and the
+job ends when no rank is left that works (`OthersGoOn`). Both classes have the same methods.
 """
 
 from __future__ import annotations
@@ -13,64 +13,77 @@ from typing import NamedTuple
 
 from mpips.launch.running.presence import Death, Presence
 
-AFTER_A_DEATH = 4.0  # seconds for mpirun to end a job, one of whose ranks has died, by itself
-BEFORE_THE_START = 1.0  # the same before MPI has started: MPICH's does not end it
-AFTER_A_FAILURE = 20.0  # the same where a rank said before that it ends the job: that is under way
-AFTER_THE_LAST = 1.5  # the same where ranks have died and nobody who is left works
+# How many seconds mpirun has to end the job by itself:
+# after the death of a rank,
+AFTER_A_DEATH = 4.0
+# after a death before MPI has started, when MPICH's mpirun does not end the job,
+BEFORE_THE_START = 1.0
+# after a rank has said that it fails: it is then ending the job itself,
+AFTER_A_FAILURE = 20.0
+# and after deaths that leave no rank that works.
+AFTER_THE_LAST = 1.5
 LOST = "mpirun has lost a host"
-LOST_CODE = 1  # of such a job, where mpirun leaves with 0
+# the exit code of a job that has lost a host, if mpirun's is 0
+LOST_CODE = 1
+# MPICH's mpirun exits with the number of the signal that ended a rank. These numbers are taken for signals.
 BARE_CODES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGTERM)
 
 
 class End(NamedTuple):
-    """The end of mpirun.
+    """The end of mpirun."""
 
-    Its return code, below 0 for a signal; the signal that we were sent to end the job; whether we have ended it because
-    of its ranks; whether it has lost a host before; whether the others ended well; and what ssh has said of the host.
-    """
-
+    # its exit code, or minus the number of the signal that ended it
     returned: int
+    # the signal to `mpips run` that ended the job, or 0
     heard: int = 0
+    # `mpips run` has ended the job because of its ranks
     deserted: bool = False
+    # mpirun has lost a host, and nobody had ended the job before
     lost: bool = False
+    # the ranks on other hosts have said that the job has ended well
     well: bool = False
+    # what ssh has said about the lost host
     cause: str = ""
 
     @property
     def loss(self) -> str:
-        """A lost host in words."""
+        """The sentence about the lost host."""
         return f"{LOST} ({self.cause})" if self.cause else LOST
 
 
 class OneDeathEnds:
-    """A job that ends when one of its ranks dies. `roles[i]` is what rank i is."""
+    """The verdict on a job that ends when one of its ranks dies. `roles[i]` is the role of rank i."""
 
     def __init__(self, presence: Presence, roles: Sequence[str] = ()) -> None:
-        self._presence, self._roles = presence, roles
+        self._presence = presence
+        self._roles = roles
         self._due = math.inf
 
     def due(self, now: float) -> float:
-        """Return from when on the job has to be ended; infinite while it may go on."""
+        """Return the time at which `mpips run` has to end the job. Infinite as long as it may go on."""
         if self._presence.deaths and self._due == math.inf:
             waits = AFTER_A_DEATH if self._presence.started else BEFORE_THE_START
             self._due = now + (AFTER_A_FAILURE if self._presence.code else waits)
         return self._due
 
     def nobody_works(self) -> bool:
-        """Return whether it is sure that no rank is left that has something to do."""
+        """True if it is certain that no rank is left that has something to do."""
         return False
 
     def news(self) -> Iterator[tuple[str, str]]:
-        """Yield what ranks have come to since, while the job goes on: the kind of it, and a sentence."""
+        """Yield what has happened since the last call in a job that goes on: the kind of event, and a sentence."""
         return iter(())
 
     def code(self, end: End) -> int:
-        """Return the exit code of the job, as of a shell. Ranks know better than mpirun: MPICH's may have 0 after an
-        interrupt."""
+        """Return the exit code of the job, in the way of shells: 128 plus the number of a signal.
+
+        What ranks have said counts more than mpirun's exit code, which may be 0 after an interrupt (MPICH).
+        """
         code, presence = end.returned, self._presence
         if end.heard and (code or not presence.everyone_left_well()):
             return 128 + end.heard
-        if code and presence.code:  # mpirun may have crashed while it ended the others
+        # mpirun may have crashed while it ended the other ranks, so the rank's own code is preferred.
+        if code and presence.code:
             return presence.code
         if presence.deaths and (end.deserted or (code and presence.deaths[0].signal == signal.SIGINT)):
             return _code_of(presence.deaths[0])
@@ -79,24 +92,27 @@ class OneDeathEnds:
         return code if code >= 0 else 128 - code
 
     def sentence(self, end: End) -> str:
-        """Return what is to be said of a death that ended the job; "" where nothing is."""
+        """Return the sentence about the death that ended the job, or "" if none did or if it was printed already."""
         if end.lost:
             return f"{end.loss}: the job has ended"
         death = self._first(end)
         return f"{_named(death, self._roles, self.code(end))}: the job has ended" if death else ""
 
     def death(self, end: End) -> str:
-        """Return who has died, and how, where a signal to a rank has ended the job; else ""."""
+        """Return a description of the death of a rank or the loss of a host that has ended the job, or "".
+
+        A rank that exited with a code of its own does not count: a restart would only repeat that.
+        """
         if end.lost:
             return end.loss
         death = self._first(end)
         return _named(death, self._roles, self.code(end)) if death and death.code is None else ""
 
     def _first(self, end: End) -> Death | None:
-        """Return the rank that died first, where that ended the job and nobody has said it yet.
+        """Return the death that ended the job, or None if something else did or if a rank has reported its failure.
 
-        The others are ended by mpirun's signals, and may be seen to end before it. So one that left with the code that
-        mpirun has is the first.
+        mpirun ends the other ranks by signals, and they may be seen to end before the one that died first. So the order
+        of deaths does not tell which was the first. A rank whose exit code is also mpirun's was the first.
         """
         deaths, code = self._presence.deaths, end.returned
         if end.heard or not deaths or self._presence.code:
@@ -110,15 +126,21 @@ class OneDeathEnds:
 
 
 class OthersGoOn:
-    """A job whose other ranks go on when some die. It ends, at the latest, when none of its ranks on this machine
-    works any more; where ranks are on others, too, only mpirun knows. `spares` are the last ranks."""
+    """The verdict on a job whose other ranks go on when one dies. The last `spares` ranks are spares.
+
+    It ends at the latest when no rank works any more. If some ranks are on other hosts, only mpirun can tell that.
+    """
 
     def __init__(self, presence: Presence, roles: Sequence[str], spares: int) -> None:
-        self._presence, self._roles = presence, roles
+        self._presence = presence
+        self._roles = roles
+        # the ranks that work from the beginning
         self._working = range(len(roles) - spares)
         self._spares = {*range(len(roles))} - {*self._working}
         self._all_here = presence.here == len(roles)
-        self._told = self._placed = 0
+        # how many deaths, and how many places taken by spares, `news` has yielded
+        self._told = 0
+        self._placed = 0
         self._due = math.inf
 
     def due(self, now: float) -> float:
@@ -130,14 +152,17 @@ class OthersGoOn:
         return self._due
 
     def _leaver(self) -> Death | None:
-        """Return the first rank that left with an exit code, as by os._exit.
+        """Return the first death of a rank that exited with a code, as by os._exit, or None.
 
-        MPI does not take it for dead, and the others would wait for it.
+        MPI does not notice such a death, and the other ranks would wait for that rank.
         """
         return next((death for death in self._presence.deaths if death.code), None)
 
     def nobody_works(self) -> bool:
-        """Also where one has died before MPI had started: the others wait for it there."""
+        """True if it is certain that no rank is left that works.
+
+        Also true if a rank has died before MPI has started, because the others wait for it in the start of MPI.
+        """
         presence = self._presence
         begun = presence.started or not presence.deaths
         return self._all_here and (not begun or presence.is_idle(self._working))
@@ -160,7 +185,10 @@ class OthersGoOn:
         return len(self._spares - used)
 
     def code(self, end: End) -> int:
-        """Return that of a rank that failed; else 0 where one ended well. A killed mpirun is a failure, too."""
+        """Return the exit code of the job: that of a rank that failed, or else 0 if any rank has ended well.
+
+        A job whose mpirun was killed has failed.
+        """
         presence = self._presence
         if end.heard and (end.returned or presence.deaths):
             return 128 + end.heard
@@ -195,8 +223,11 @@ class OthersGoOn:
         return f"{'no rank is left that works' if presence.started else 'MPI had not started'}: the job has ended"
 
     def death(self, end: End) -> str:
-        """Return the last one before the job failed: an exception after deaths tells that the others could not go
-        on."""
+        """Return a description of the last death before the job failed, or "".
+
+        If a rank raised an exception after deaths, the others could not go on without the dead ranks. So the exception
+        counts as a consequence of the last death.
+        """
         presence = self._presence
         if end.heard or not self.code(end):
             return ""
@@ -207,7 +238,7 @@ class OthersGoOn:
         return _named(last, self._roles) if last else ""
 
     def _lost(self, end: End) -> bool:
-        """Return whether the job ended with a host. Where one that was left has ended well, it did not."""
+        """True if the loss of a host has ended the job. It has not if any other rank has ended well."""
         return end.lost and not (end.well or self._presence.well)
 
 
@@ -216,10 +247,10 @@ def _code_of(death: Death) -> int:
 
 
 def _named(death: Death, roles: Sequence[str], code: int = 0) -> str:
-    """Return who died, and what is sure of how: as it was seen, or by mpirun's exit code.
+    """Return a description of a death: the rank, and how it has ended as far as that is certain.
 
-    128 and a number stands for a signal, as in shells. A lower code does not say whether it is a signal's number, as
-    MPICH has it, or that of `os._exit`.
+    `code` is mpirun's exit code, which tells the signal if the rank's status is not known. Only 128 plus a number is
+    taken for a signal. A lower code may be the number of a signal (MPICH) or that of `os._exit`.
     """
     role = death.role or (roles[death.rank] if death.rank < len(roles) else "")
     number, how = death.signal or code - 128, "ended without a word"
@@ -231,10 +262,9 @@ def _named(death: Death, roles: Sequence[str], code: int = 0) -> str:
 
 
 def signal_in(code: int) -> int:
-    """Return the signal of a rank that mpirun's exit code tells of; 0 for none.
+    """Return the number of the signal that has ended a rank, from mpirun's exit code; 0 if it does not tell of one.
 
-    It is 128 and its number, or, as MPICH has it, the number alone. A code below 0 is of a signal that ended mpirun
-    itself.
+    The code is 128 plus the number, or under MPICH the number alone. A code below 0 means a signal to mpirun itself.
     """
     number = code - 128 if code > 128 else code if code in BARE_CODES else 0
     return number if number in set(signal.Signals) else 0

@@ -1,7 +1,8 @@
-"""Make "mpips" known to PyTorch by name alone: what its entry points call, without MPI, NumPy or `mpips` before use.
+"""Make the backend "mpips" known to PyTorch by its entry points, without importing MPI, NumPy or `mpips` before use.
 
-PyTorch calls `announce` at the end of every `import torch`, in processes of any kind. It leaves names in c10d's table.
-Who asks for one, as `init_process_group("mpips")` does before its rendezvous, imports `mpips.torch`.
+PyTorch calls `announce` at the end of every `import torch`, also in processes that never use mpips. It only adds
+attributes to c10d's table of backends. Code that reads one of them, as `init_process_group("mpips")` does before its
+rendezvous, thereby imports `mpips.torch`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import importlib
 import sys
 
 NAME = "mpips"
+# c10d looks up the whole string, such as "cpu:mpips,cuda:nccl", before it splits it into devices. So each combination
+# needs an attribute of its own.
 VALUES = (NAME, f"cpu:{NAME}", f"cpu:{NAME},cuda:nccl", f"cpu:{NAME},cuda:gloo")
-"""c10d looks a whole string up, before it takes it apart."""
 
 
 class _Value:
@@ -23,7 +25,8 @@ class _Value:
         self._value = value
 
     def __get__(self, instance: object, owner: type) -> str:
-        if not _Value.loading:  # registering reads it, too
+        # Registering the backend reads this attribute again. It must not register it again then.
+        if not _Value.loading:
             _Value.loading = True
             try:
                 load()
@@ -33,7 +36,7 @@ class _Value:
 
 
 def announce() -> None:
-    """Let c10d know the backend's names. Import nothing."""
+    """Add the backend's names to c10d's table. Imports nothing, and does nothing without torch.distributed."""
     backend = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "Backend", None)
     if backend is None or NAME.upper() in vars(backend):
         return
@@ -43,7 +46,7 @@ def announce() -> None:
 
 
 def load() -> None:
-    """Register the backend. Raise RuntimeError with the cause where it cannot be loaded."""
+    """Import the backend and register it. Raises RuntimeError with the cause if it cannot be loaded."""
     try:
         importlib.import_module("mpips.torch.backend").register()
     except (ImportError, OSError, RuntimeError) as error:
