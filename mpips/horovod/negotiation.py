@@ -12,6 +12,7 @@ goes on. Any other failure ends all operations that are under way.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -223,13 +224,14 @@ class Negotiator:
     Args:
         comm: A communicator that is used for nothing else.
         names: The rank in the world of each rank of `comm`, for errors.
-        timeout_seconds: The limit on waits.
+        timeout_seconds: The limit on waits; 0 means none.
     """
 
     def __init__(self, comm: MPI.Intracomm, names: Sequence[int], timeout_seconds: float) -> None:
         self.comm = comm
         self.names = names
-        self.jobs = Jobs(comm, timeout_seconds)
+        # A PyTorch group, whose jobs these are, takes a limit of 0 as "over at once".
+        self.jobs = Jobs(comm, timeout_seconds or math.inf)
         self._home = home = communicator(comm)
         roomy = home.nodes > 1 or home.board.memory.roomy
         self._cycle_seconds = CYCLE_SECONDS if roomy else CROWDED_CYCLE_SECONDS

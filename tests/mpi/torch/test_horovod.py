@@ -150,6 +150,16 @@ def test_a_set_that_is_removed_leaves_nothing_open() -> None:
     assert counts[1] - counts[0] < 6, counts  # what each set leaves; the process may open files of its own meanwhile
 
 
+@several
+def test_a_limit_of_0_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    hvd.shutdown()
+    monkeypatch.setenv("MPIPS_TIMEOUT_SECONDS", "0")
+    hvd.init()
+    if RANK:
+        time.sleep(0.1)  # a hundred times what the limit was
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [SIZE] * 3
+
+
 def test_many_small_gradients_travel_together() -> None:
     tensors = [numbers(3) + place for place in range(200)]
     handles = [
