@@ -18,7 +18,7 @@ from mpips.chaos import Fault, FaultPlan, Made, Note, Point, Run, Whom
 from tests.choice import first
 from tests.lab.conftest import ROOT
 from tests.lab.conftest import Run as JobRun
-from tests.lab.test_lab import SEND
+from tests.lab.support import SEND
 from tests.mpi.chaos.job import MODULE, wrong_curve
 
 pytestmark = pytest.mark.lab

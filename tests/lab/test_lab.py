@@ -23,6 +23,7 @@ from launch.lab.layout import lay_out
 from tests.child import TOKEN
 from tests.choice import first
 from tests.lab.conftest import ROOT, Run
+from tests.lab.support import SEND
 
 pytestmark = pytest.mark.lab
 Make = Callable[..., str]
@@ -33,16 +34,6 @@ c = MPI.COMM_WORLD
 node = c.Split_type(MPI.COMM_TYPE_SHARED)
 all = c.gather((MPI.Get_processor_name(), node.size))
 if c.rank == 0: print(all)
-"""
-
-SEND = """
-import numpy as np
-from mpi4py import MPI
-c = MPI.COMM_WORLD
-x = np.ones(1 << 20, np.uint8)
-if c.rank == {source}: c.Send(x, {target})
-if c.rank == {target}: c.Recv(x, {source})
-c.Barrier()
 """
 
 

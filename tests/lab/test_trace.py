@@ -14,7 +14,7 @@ import pytest
 from launch import find
 from launch.lab.job import AGENT, launcher_settings
 from tests.child import wait_for
-from tests.lab.test_why import command
+from tests.lab.support import command
 from tests.perfetto import see_in_perfetto, why_not
 from tests.timeline import WAYS, read_flows
 

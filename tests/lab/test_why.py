@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ import pytest
 from launch import find
 from launch.lab import client
 from launch.lab.job import launcher_settings
+from tests.lab.support import command
 
 pytestmark = pytest.mark.lab
 PROGRAM = """
@@ -71,12 +71,6 @@ def running(lab: str, folder: Path, does: str, beside: str) -> Iterator[None]:
             job.wait(20)
         finally:
             job.kill()
-
-
-def command(lab: str, host: str, *words: str, folder: Path) -> list[str]:
-    """Return the argv of an `mpips` command on one host, or the launcher, of a lab, in a folder."""
-    started = ["env", "-C", str(folder), f"PYTHONPATH={Path(__file__).resolve().parents[2]}", sys.executable]
-    return client.host_command(lab, host, [*started, "-m", "launch.cli", *words])
 
 
 def why(lab: str, host: str, folder: Path) -> dict[str, Any]:

@@ -105,6 +105,17 @@ def is_there(module: Path, name: str) -> bool:
     return file.is_file() and re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")) is not None
 
 
+def test_no_test_module_imports_another() -> None:
+    """What they share is in modules beside them."""
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in tracked(ROOT / "tests")
+        for module in imports(path)
+        if module.startswith("tests.") and ".test_" in module
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_the_reader_of_imports_sees_them_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     file = tmp_path / "collectives" / "deep" / "x.py"

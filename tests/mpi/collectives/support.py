@@ -27,6 +27,7 @@ MIDDLE = tuple(f"mpips.collectives.{name}" for name in ("started", "runner", "no
 PATIENCE = 30.0  # seconds that a wait may last in these tests
 SWALLOWED_SECONDS = 1.0
 KINDS = ("allreduce", "reduce_scatter", "allgather", "broadcast", "reduce", "alltoall")
+TORCH_DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class Pairs(MPI.Intracomm):

@@ -14,8 +14,7 @@ from mpi4py import MPI
 import collectives
 from tests.choice import pairwise
 from tests.gpu.arrays import numbers, on_gpu, write
-from tests.mpi.collectives.support import fresh
-from tests.mpi.collectives.test_tensor import TORCH_DEVICES
+from tests.mpi.collectives.support import TORCH_DEVICES, fresh
 from tests.mpi.sizes import only_on
 from tests.unit.collectives import device
 

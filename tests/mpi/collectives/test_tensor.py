@@ -18,7 +18,7 @@ from collectives.benchmark.case import contribution, count_wrong, expected
 from collectives.tensor import cuda_kernels as kernels
 from tests.choice import once, pairwise
 from tests.gpu.arrays import numbers, placed, write
-from tests.mpi.collectives.support import block, fresh, sentence
+from tests.mpi.collectives.support import TORCH_DEVICES, block, fresh, sentence
 from tests.mpi.sizes import either_mpi, only_on
 from tests.unit.collectives import device
 
@@ -210,7 +210,6 @@ def test_lists_of_arrays_that_speak_dlpack_only() -> None:
     assert all(np.array_equal(v.held, want("sum", 1001, "float32", 2)) for v in [*x, *out])
 
 
-TORCH_DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TORCH_TYPES = ("float16", "bfloat16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8")
 
 

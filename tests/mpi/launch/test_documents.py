@@ -20,21 +20,11 @@ from mpi4py import MPI
 
 from launch import cli
 from tests.child import outside
+from tests.mpi.launch.shown import runs, see_programs_print_what_is_shown
 from tests.mpi.sizes import JOB_LIMIT
 from tests.pages import PAGES, ROOT, blocks, programs
 
-TORCH = importlib.util.find_spec("torch") is not None
-
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts jobs of its own; once is enough")
-
-
-def runs(page: Path) -> Iterator[tuple[str, str]]:
-    """Every command of a page that is shown with what it prints: `$ mpips ...`, and the lines below it."""
-    for shown in re.findall(r"^    \$ mpips .*\n(?:    .*\n)+", page.read_text(encoding="utf-8"), re.MULTILINE):
-        for command in re.split(r"^    \$ mpips ", shown, flags=re.MULTILINE)[1:]:
-            words, _, output = command.partition("\n")
-            yield words, re.sub(r"^    ", "", output, flags=re.MULTILINE)
-
 
 CASES = [pytest.param(page, id=page.relative_to(ROOT).with_suffix("").as_posix()) for page in PAGES if list(runs(page))]
 
@@ -49,24 +39,7 @@ def test_tutorials_have_programs_that_run() -> None:
 @pytest.mark.core(1)
 @pytest.mark.parametrize("page", CASES)
 def test_programs_print_what_is_shown(page: Path, tmp_path: Path) -> None:
-    """`...` in what is shown stands for anything. Programs of an extra run where it is installed."""
-    files = programs(page)
-    for name, text in files.items():
-        (tmp_path / name).write_text(text, encoding="utf-8")
-    for words, printed in runs(page):
-        if any("import torch" in text for name, text in files.items() if name in words) and not TORCH:
-            continue
-        done = subprocess.run(
-            [sys.executable, "-m", "launch.cli", *shlex.split(words)],
-            cwd=tmp_path,
-            env=outside(),
-            capture_output=True,
-            text=True,
-            timeout=JOB_LIMIT,
-        )
-        assert done.returncode == 0, f"mpips {words}\n{done.stderr}"
-        pattern = re.escape(printed).replace(re.escape("..."), ".*")
-        assert re.fullmatch(pattern, done.stdout, re.DOTALL), f"mpips {words}\n{done.stdout}\n{done.stderr}"
+    see_programs_print_what_is_shown(page, tmp_path)
 
 
 # Commands that take another machine, a lab (tests/lab/test_documents.py), minutes, or an algorithm of the reader's.

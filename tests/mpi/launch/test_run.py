@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -17,39 +16,13 @@ from mpi4py import MPI
 from launch.mpirun import find
 from tests.child import ROOT, outside
 from tests.choice import first, once
+from tests.mpi.launch.support import run, start
 from tests.mpi.sizes import JOB_LIMIT
 
 pytestmark = pytest.mark.skipif(MPI.COMM_WORLD.size != 1, reason="starts jobs of its own; once is enough")
 
 PATIENT = "import mpips\nfrom mpips.ending import uncaught\nuncaught.PATIENCE = 20\n"  # cores may be busy
 STORE = "import numpy as np\nkv = mpips.create('dist_sync')\nw = np.ones(3, np.float32)\nkv.init('w', w)\n"
-
-
-def start(tmp_path: Path, script: str, *words: str, bare: bool = False, group: bool = False) -> subprocess.Popen[str]:
-    """`mpips run WORDS` of a script, outside the job that this test runs in and the folder of the project.
-
-    `bare`: the command that it would run, without the runner of the script. `group`: in a process group of its own.
-    """
-    file = tmp_path / "script.py"
-    file.write_text(script)
-    command = [sys.executable, "-m", "launch.run", *words, str(file)]
-    if bare:
-        shown = subprocess.run([*command[:-1], "--dry-run", command[-1]], capture_output=True, text=True, env=outside())
-        command = shlex.split(shown.stdout.replace(" -P -m mpips ", " "))
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, stdout=pipe, stderr=pipe, text=True, env=outside(), cwd=tmp_path, start_new_session=group
-    )
-
-
-def run(tmp_path: Path, script: str, *words: str, bare: bool = False) -> subprocess.CompletedProcess[str]:
-    """The same, to its end."""
-    process = start(tmp_path, script, *words, bare=bare)
-    try:
-        out, said = process.communicate(timeout=JOB_LIMIT)
-    finally:
-        process.kill()
-    return subprocess.CompletedProcess(process.args, process.returncode, out, said)
 
 
 def test_roles_reach_the_ranks(tmp_path: Path) -> None:

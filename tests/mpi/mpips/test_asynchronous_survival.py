@@ -6,7 +6,7 @@ import pytest
 
 from tests.choice import first
 from tests.mpi.jobs import job
-from tests.mpi.mpips.test_survival import pytestmark  # noqa: F401  (jobs, where they survive deaths)
+from tests.mpi.mpips.killed import pytestmark  # noqa: F401  (jobs, where they survive deaths)
 
 STEPS = 12
 PROGRAM = """

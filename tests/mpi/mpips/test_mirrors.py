@@ -9,10 +9,10 @@ from mpi4py import MPI
 
 import mpips
 from tests.choice import first, once
-from tests.mpi.mpips import test_survival
+from tests.mpi.mpips import killed
+from tests.mpi.mpips.killed import HINDRANCE
 from tests.mpi.mpips.mirrored import Job
 from tests.mpi.mpips.support import failure
-from tests.mpi.mpips.test_survival import HINDRANCE
 
 WORKERS = 3
 MODULE = "tests.mpi.mpips.mirrored"
@@ -21,7 +21,7 @@ jobs = pytest.mark.skipif(bool(HINDRANCE), reason=HINDRANCE)
 
 def run(folder, job):
     """The traces of the workers that are left, once their values were seen to be right."""
-    return test_survival.run(folder, job, WORKERS + job.servers + job.spares, MODULE)
+    return killed.run(folder, job, WORKERS + job.servers + job.spares, MODULE)
 
 
 @pytest.mark.core(1)

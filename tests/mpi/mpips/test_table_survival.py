@@ -12,8 +12,8 @@ import pytest
 from tests import child
 from tests.choice import first
 from tests.mpi.mpips import table_survivor
+from tests.mpi.mpips.killed import HINDRANCE, ROOT, run
 from tests.mpi.mpips.survivor import Job
-from tests.mpi.mpips.test_survival import HINDRANCE, ROOT, run
 from tests.mpi.sizes import JOB_LIMIT
 
 pytestmark = pytest.mark.skipif(bool(HINDRANCE), reason=HINDRANCE)

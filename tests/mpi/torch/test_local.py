@@ -15,15 +15,10 @@ from collectives.recorder import own as recorder
 from collectives.recorder import page
 from mpips.optimizers import SGD, Optimizer
 from mpips.training.local import OUTER
+from tests.mpi.torch.local_sgd import ADAMW, STEPS, local, loss_of
 from tests.mpi.torch.support import batch, far, heard, joined_batch, network
 
 WORLD = MPI.COMM_WORLD
-ADAMW = {"lr": 0.01, "weight_decay": 0.1}
-STEPS = 12
-
-
-def loss_of(model: nn.Module, data: Any) -> torch.Tensor:
-    return nn.functional.mse_loss(model(data[0]), data[1])
 
 
 def serial(workers: int, outer: Optimizer, every: int, keep: float = 0.0, delay: int = 0) -> list[nn.Module]:
@@ -58,21 +53,6 @@ def mix(views: list[list[np.ndarray]], centers: list[np.ndarray], keep: float) -
     for view in views:
         for mine, center in zip(view, centers):
             mine[...] = mine + (center - mine) * (1.0 - keep) if keep else center
-
-
-def local(options: dict[str, Any], steps: int = STEPS, inner: Any = None, **more: Any) -> tuple[Any, nn.Module] | None:
-    """Train on this rank; None where it serves."""
-    model = network()
-    made = inner(model.parameters()) if inner else torch.optim.AdamW(model.parameters(), **ADAMW)
-    try:
-        trainer = mpips.torch.LocalSGD(model, made, **more, **options)
-    except SystemExit:
-        return None
-    for step in range(1, steps + 1):
-        trainer.zero_grad()
-        loss_of(model, batch(step, rank=trainer.store.rank)).backward()
-        trainer.step()
-    return trainer, model
 
 
 def exchanged() -> np.ndarray:

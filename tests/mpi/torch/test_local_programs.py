@@ -15,8 +15,8 @@ from torch import nn
 import mpips.torch
 from mpips.optimizers import SGD
 from mpips.training.local import OUTER
+from tests.mpi.torch.local_sgd import local
 from tests.mpi.torch.support import heard, network, on_workers
-from tests.mpi.torch.test_local import local
 
 WORLD = MPI.COMM_WORLD
 STEPS = 11

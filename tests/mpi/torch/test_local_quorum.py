@@ -12,8 +12,8 @@ from mpi4py import MPI
 import mpips
 import mpips.torch
 from mpips.training.local import OUTER
+from tests.mpi.torch.local_sgd import local, loss_of
 from tests.mpi.torch.support import batch, far, heard, network
-from tests.mpi.torch.test_local import local, loss_of
 
 WORLD = MPI.COMM_WORLD
 ASYNC = {"kind": "dist_async", "servers": 1}

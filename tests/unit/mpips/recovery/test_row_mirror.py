@@ -21,7 +21,7 @@ from mpips.tables import mirror as row_mirror
 from mpips.tables.initial import key_of
 from mpips.tables.mirror import MirroredTables, RowMirror
 from mpips.tables.row_optimizers import ROW_OPTIMIZERS
-from tests.unit.mpips.server.test_server_tables import IDS, LIVES, Workers, cards_of
+from tests.unit.mpips.server.table_workers import IDS, LIVES, Workers, cards_of
 
 
 class Pair:

@@ -24,7 +24,7 @@ from mpips.tables.plan import RowSource, TablePlan
 from mpips.tables.row_optimizers import ROW_OPTIMIZERS
 from mpips.tables.transfer import RowsSent, RowTransfer
 from tests.mpi.mpips.reference_table import ReferenceTable
-from tests.unit.mpips.server.test_server_tables import IDS, LIVES, Workers, cards_of
+from tests.unit.mpips.server.table_workers import IDS, LIVES, Workers, cards_of
 
 ROWS_AT_ONCE = 3
 OLD = 100

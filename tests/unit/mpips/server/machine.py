@@ -1,9 +1,13 @@
-"""A server's state machine with one unit, and payloads that come bit by bit."""
+"""A server's state machine with one unit, payloads that come bit by bit, and short sums that threads share."""
 
 from __future__ import annotations
 
-import numpy as np
+from contextlib import contextmanager
 
+import numpy as np
+import pytest
+
+from mpips.store.server import reduce
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.sources import Elements
 from mpips.store.server.state import AsynchronousState, SynchronousState
@@ -80,3 +84,12 @@ class Arriving(Growing):
 
     def drop(self):
         self.dropped = True
+
+
+@contextmanager
+def long_from(bytes_):
+    """Threads share sums of so many bytes already."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduce, "SHARED_BYTES", bytes_)
+        patch.setattr(reduce, "PART_BYTES", bytes_)
+        yield

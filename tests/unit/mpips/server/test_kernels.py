@@ -18,8 +18,7 @@ from mpips.optimizers import SGD, Adam, Add
 from mpips.optimizers.equation import prepare
 from mpips.store.keys.row_sparse import packed, update_rows
 from mpips.store.server.sources import Elements, PushedRows
-from tests.unit.mpips.server.machine import Arriving, Growing, Machine
-from tests.unit.mpips.server.test_reduce import long_from
+from tests.unit.mpips.server.machine import Arriving, Growing, Machine, long_from
 
 pytest.importorskip("numba")
 if engine.status().engine != "numba":

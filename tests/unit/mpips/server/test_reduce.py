@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections import Counter
-from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -19,10 +18,9 @@ from collectives import CollectiveError
 from collectives.kernels import sums
 from mpips import RowSparse, compression
 from mpips.optimizers import SGD, Adam, Add
-from mpips.store.server import reduce
 from mpips.store.server.reduce import Team
 from mpips.store.server.sources import Compressed, Elements, Empty, PushedRows
-from tests.unit.mpips.server.machine import WORKERS, Arriving, Growing, Machine
+from tests.unit.mpips.server.machine import WORKERS, Arriving, Growing, Machine, long_from
 
 
 def test_a_round_is_complete_when_all_have_pushed():
@@ -83,15 +81,6 @@ def test_blocks_are_published_one_by_one():
         machine.work()
         seen.append((machine.unit.words[0], list(machine.unit.stored).count(3)))
     assert seen == [(1, 4), (2, 8), (3, 10)]
-
-
-@contextmanager
-def long_from(bytes_):
-    """Threads share sums of so many bytes already."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduce, "SHARED_BYTES", bytes_)
-        patch.setattr(reduce, "PART_BYTES", bytes_)
-        yield
 
 
 @pytest.mark.slow

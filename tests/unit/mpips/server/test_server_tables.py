@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,72 +14,17 @@ from hypothesis import strategies as st
 
 from collectives.errors import MismatchError
 from collectives.fabric.arena import SparseFile
-from mpips.optimizers import encode_numbers
 from mpips.store.checkpoint.file import TableRecord
 from mpips.store.recovery.plan import Inventory, RecoveryPlan, Shelf, choose_rounds
 from mpips.store.transport import frames
-from mpips.tables.admission import COUNTS, Chance, Seen, chance, seen
+from mpips.tables.admission import COUNTS
 from mpips.tables.files import FilePart, restore
 from mpips.tables.initial import key_of, owners_of
 from mpips.tables.journal import Journal
-from mpips.tables.mirror import RowMirror
 from mpips.tables.plan import attached, owners_of_tables, plan_table
 from mpips.tables.row_optimizers import ROW_OPTIMIZERS
-from mpips.tables.service import ServerTables
 from tests.mpi.mpips.reference_table import ReferenceTable
-
-CARD = frames.MakeTable("t", 1, "float32", 1, 0.0, "sgd", encode_numbers({"learning_rate": 1.0}))
-
-
-class Workers:
-    """Requests of workers to one server; each asker is (worker, its count of requests)."""
-
-    def __init__(
-        self,
-        count: int,
-        staleness: int | None = None,
-        server: tuple[int, int] = (0, 1),
-        cards: Sequence[frames.MakeTable] = (CARD,),
-        file: SparseFile | None = None,
-        mirror: RowMirror | None = None,
-    ) -> None:
-        self.tables = ServerTables(count, staleness, *server, file, file is not None, mirror)
-        self.asked = [0] * count
-        self.said: dict[Any, Any] = {}
-        for card in cards:
-            self.ask(0, card)
-
-    def ask(self, worker: int, request: frames.TableRequest, *arrays: np.ndarray) -> Any:
-        asker: Any = (worker, self.asked[worker])
-        self.asked[worker] += 1
-        payload = np.frombuffer(b"".join(array.tobytes() for array in arrays), np.uint8)
-        self.hear(self.tables.answer(worker, asker, request, payload))
-        return asker
-
-    def hear(self, answers: Any) -> None:
-        for who, answer in answers:
-            assert who not in self.said
-            self.said[who] = answer
-
-    def push(self, worker: int, value: float) -> Any:
-        gradients = np.array([-value, 0], np.float32)  # ids begin at a multiple of 8 bytes
-        return self.ask(worker, frames.PushRows("t", 1), gradients, np.array([9], np.int64))
-
-    def pull(self, worker: int, round_: int) -> Any:
-        return self.ask(worker, frames.PullRows("t", round_, 1, False), np.array([9], np.int64))
-
-    def value(self, asker: Any) -> float:
-        return float(np.frombuffer(self.said[asker].data, np.float32)[0])
-
-
-LIVES = st.fixed_dictionaries(
-    {
-        "admit": st.sampled_from([None, seen(2, 12), seen(3), chance(0.5)]),
-        "evict": st.sampled_from([0, 1, 3]),
-        "limit": st.sampled_from([0, 3, 10]),
-    }
-)
-IDS = st.integers(-(2**63), 2**63 - 1) | st.integers(-9, 9)
+from tests.unit.mpips.server.table_workers import CARD, IDS, LIVES, Workers, cards_of
 
 
 @pytest.mark.slow
@@ -111,19 +56,6 @@ def test_servers_hold_what_a_dictionary_holds(
         assert sum(one.rows for one in stats) == len(expected.rows)
         assert sum(one.evicted for one in stats) == len(expected.evicted)
         assert sum(one.refused for one in stats) == expected.refused
-
-
-def cards_of(name: str, key: int, optimizer: str, life: dict[str, Any]) -> list[frames.MakeTable]:
-    """Tables as workers would have servers make them."""
-    numbers, admit = encode_numbers({"learning_rate": 0.1}), life["admit"]
-    card = frames.MakeTable(name, 3, "float64", key, 0.5, optimizer, numbers, life["evict"], life["limit"])
-    if isinstance(admit, Chance):
-        card.chance = admit.probability
-    if not isinstance(admit, Seen):
-        return [card]
-    card.seen, numbers = admit.times, encode_numbers({"learning_rate": 1.0})
-    counts = name + COUNTS, 1, "float32", key, 0.0, "sgd", numbers, life["evict"], admit.remember
-    return [frames.MakeTable(*counts), card]
 
 
 def test_a_round_waits_for_all_workers() -> None:
