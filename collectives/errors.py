@@ -70,8 +70,8 @@ def ranks(numbers: Sequence[int]) -> str:
 def of_caller(error: E) -> E:
     """Mark an error as caused by the caller, and return it.
 
-    If nobody catches such an error, its traceback shows only the lines of the user's program, and the launcher prints
-    it once for all ranks that raise the same sentence. `CollectiveError` is marked as a class.
+    If nobody catches such an error, its traceback shows only the lines of the user's program, and it is printed once
+    for all ranks that raise the same sentence. `CollectiveError` is marked as a class.
     """
     error.of_caller = True  # type: ignore[attr-defined]
     return error
