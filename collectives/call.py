@@ -1,4 +1,4 @@
-"""One collective call, as data that all ranks must agree on, and the reductions that it may name.
+"""One collective call as data, which must be the same on all ranks, and the reductions that a call may name.
 
 An `Operation` is a reduction as NumPy and as MPI name it. float16 sums round after every addition, as MPI's own do.
 bfloat16 is the NumPy element type of the ml_dtypes package. MPI has no such type, so this package always computes those

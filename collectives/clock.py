@@ -1,4 +1,4 @@
-"""The clock of all limits on waits. It stands still while this process does not run."""
+"""The clock for the limits of all waits, which stops while this process is stopped."""
 
 from __future__ import annotations
 

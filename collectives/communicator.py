@@ -1,4 +1,4 @@
-"""All that belongs to a communicator; when a rank fails, it tells its node by the board and others by notes.
+"""Everything kept for an MPI communicator; a rank that fails tells its node by the board, other nodes by notes.
 
 The first call on an MPI communicator makes a `Communicator`, and later calls find it as an attribute of the MPI
 communicator. It lives until a rank fails. Then it is over: all ranks raise the same sentence, in this call or the next,

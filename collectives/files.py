@@ -1,4 +1,4 @@
-"""A file that is there whole or not at all, whatever ends the program, and that goes through no link of others.
+"""Write a file as a whole or not at all, however the program ends, and never through a link that is in its place.
 
 A new file is written as `NAME.RANDOM.part` in the same folder, and renamed at the end. Its maker holds a lock on it. So
 an unfinished file without a lock was left by a killed process, and the next file of the same name removes it.

@@ -1,4 +1,4 @@
-"""Many unlike arrays in one allreduce, each summed across ranks: small ones packed together, large ones where they are.
+"""Several different arrays in one allreduce, each reduced by itself: small ones packed, large ones in place.
 
 On one node the ranks meet twice in all, however many arrays there are. Between nodes, all arrays of a type travel as
 one vector.

@@ -1,4 +1,4 @@
-"""The log of a job: a line for each transition of a rank, which says who speaks and where in its work it is.
+"""The log of a job: a line for each event of a rank, with the rank's number and its place in the work.
 
 Modules get their loggers from `get`. Their names begin with "mpips". A program that configures `logging` itself sees
 our warnings among its own. It sees the other records if it asks for them, by the variables below or by

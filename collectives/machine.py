@@ -1,4 +1,4 @@
-"""This machine: cores, memory and caches that a process may use, addresses of loaded programs, peers of sockets.
+"""This machine: cores, memory and caches that a process may use, fixed code addresses, and peers of sockets.
 
 **Cores** are those of this process' affinity, or those that the CPU quotas of its control groups allow, if these are
 fewer.

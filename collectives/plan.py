@@ -1,4 +1,4 @@
-"""Plans: collectives compiled once and run many times, for themselves or behind one-shot calls, which find them again.
+"""Plans: collectives compiled once and run many times, by users or by one-shot calls, which find them again.
 
 The docstrings of the one-shot calls (`collectives.api`) describe arguments, results and errors.
 

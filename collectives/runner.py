@@ -1,4 +1,4 @@
-"""Runners carry a call out: by shared memory, over messages, or by MPI's own collectives; at once or beside compute.
+"""Runners run a compiled call: by shared memory, messages or MPI's own collectives; at once, or during compute.
 
 `make_runner` compiles a call for the way that its algorithm asks for. `Started` is an operation that runs while the
 program computes. Started operations advance in the order in which they were started.

@@ -1,4 +1,4 @@
-"""The terminal, for all commands: progress, tables, files that options name, numbers and sizes in words, Ctrl-C.
+"""The terminal, for all commands: progress, tables, files that options name, parsing and printing sizes, Ctrl-C.
 
 All tables have the same style, in which no number and no name is cut, however narrow the terminal is. If a command
 cannot write to its standard output, it goes on, writes its files, and says so once at its end. Rich is imported only

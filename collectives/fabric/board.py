@@ -1,4 +1,4 @@
-"""The board of a node: ranks on one node meet by words in shared memory, and see there that one has failed.
+"""The board of a node: its ranks meet by words in shared memory, and learn there that one has failed.
 
 An operation starts when all ranks have *entered* it. The words of all ranks form a row. A rank enters by storing one
 8-byte word there: the number of the operation << 32 | a token that stands for its call and its arrays. All ranks have

@@ -1,4 +1,4 @@
-"""Deaths of ranks: how MPI tells of them, and how ranks make communicators though any of them may die meanwhile.
+"""Deaths of ranks: how MPI reports them, and how ranks make communicators while any of them may die.
 
 Only an MPI with ULFM tells of deaths: Open MPI under `mpirun --with-ft ulfm`. There the death of a process does not end
 the job. A message to or from a dead rank raises MPI.Exception, and so does a probe for messages of any source until the

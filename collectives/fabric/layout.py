@@ -1,4 +1,4 @@
-"""Layout of a node's shared memory: each rank writes an area that the others read; descriptors of what ranks bring.
+"""Layout of a node's shared memory: each rank has an area that the others read; descriptors of calls and arrays.
 
 The area of a rank holds
 

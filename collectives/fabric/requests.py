@@ -1,4 +1,4 @@
-"""MPI requests and tags of messages; communicators that are given back once all their messages have come.
+"""MPI requests and tags of messages; communicators that are freed once all their messages have arrived.
 
 **Tags.** The tags of a plan's messages are the same on all ranks, and differ from those of plans that may be in flight
 at the same time.

@@ -1,4 +1,4 @@
-"""Tasks: work that has to wait now and then, as generators, and how several run side by side. No I/O.
+"""Tasks: generators for work that has to wait now and then, and functions that run several at once. No I/O.
 
 A task yields whenever it has to wait: True if it has advanced since its last yield, False or None if not. The caller
 then advances it again soon, or sleeps a little first. The result of a task is the value that it returns. Its exceptions

@@ -1,4 +1,4 @@
-"""The one wait loop: look, give way, nap, look for the end of the generation, warn, time out.
+"""The one wait loop: poll, yield the core, sleep, check whether the generation has ended, warn, time out.
 
 Short waits never come here: callers first look a few times by themselves. `drive` runs an operation as steps, and now
 and then asks a `Generation` whether the ranks that it waits for can still come.

@@ -1,4 +1,4 @@
-"""Schedules over messages: persistent MPI requests, the vector they work in, and two levels for nodes of several ranks.
+"""Schedules over messages: persistent MPI requests, their work vector, and two levels for nodes of several ranks.
 
 **One level** (`MessagePlan`). Each lane of the schedule runs through its steps independently, so that several are in
 flight. Lanes with different `turn` use the network one after another: while the messages of a lane are under way, the

@@ -1,4 +1,4 @@
-"""The MPI's own collectives, behind the same interface.
+"""The MPI library's own collectives, with the same interface as all other bodies of calls.
 
 It uses MPI's non-blocking calls and polls them, because in a blocking one a rank that never comes would hold up the
 others for ever. MPI works on the users' arrays. So once all ranks have met for a call, a rank that gives it up still

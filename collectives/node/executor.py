@@ -1,4 +1,4 @@
-"""Carry out, line by line, a call that is made again on one node: put, enter, meet, take; or phases and meetings.
+"""Run a call on one node, compiled for its arrays: put, enter, meet, take; or phases with meetings.
 
 There are four kinds of programs (`program`). All ranks choose the same kind, from the arrays that all of them bring:
 

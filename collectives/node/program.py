@@ -1,4 +1,4 @@
-"""Programs over a node's shared memory: steps between meetings, in four ways, which `executor` chooses and carries out.
+"""Programs over a node's shared memory: steps between meetings, of four kinds, which `executor` chooses and runs.
 
 **Slots.** Every rank copies its small vector into its slot, all ranks meet once, and each reads what it needs from the
 slots. One or two floats are added as Python floats, because a call of NumPy takes longer to start than the additions
