@@ -18,8 +18,8 @@ Vector: TypeAlias = NDArray[Any]
 Array: TypeAlias = Any
 
 
-# True if this NumPy's DLPack tells read-only arrays from writable ones. Older versions made every array read-only.
-# They need not be believed: an exporter whose memory may not be written to refused to export to them.
+# True if this NumPy's DLPack tells read-only arrays from writable ones. Older versions make every array read-only. But
+# with them, exporters refuse to export read-only memory, so what they do export may safely be written.
 DLPACK_TELLS = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
 
 

@@ -80,7 +80,7 @@ def _key() -> int:
 
 
 class Between:
-    """The `Generation` of a communicator over several nodes. Its waits listen to both the notes and the board."""
+    """The `Generation` of a communicator over several nodes: its end may be announced by a note or on the board."""
 
     nap_after = NAP_AFTER_BETWEEN_NODES
 
@@ -205,7 +205,7 @@ class Communicator:
         here = threading.current_thread()
         if here in self._callers and not self.of_threads:
             one = thread_name(before)
-            # The name is "" if the other thread has ended: then this is no turn. Warn only once.
+            # If the other thread has ended, its name is "": this thread has taken over for good. Warn only once.
             self.of_threads = bool(one)
             if one and not (one.startswith(OURS) or here.name.startswith(OURS)):
                 turns = f"threads {one!r} and {here.name!r} make calls on one communicator by turns"
@@ -470,9 +470,9 @@ def expect_threads() -> None:
 def beside(comm: MPI.Comm | None) -> MPI.Intracomm:
     """Return a second communicator of the same ranks (None: COMM_WORLD), for the calls of a thread of ours.
 
-    All ranks must make the calls on one communicator in the same order. Calls of our thread come at another moment
-    between the program's calls on each rank, so they need a communicator of their own. It ends together with `comm`,
-    and renewing `comm` renews it.
+    All ranks must make the calls on a communicator in the same order. But on each rank the calls of our thread fall
+    between other calls of the program. So our thread uses a communicator of its own. It ends together with `comm`, and
+    renewing `comm` renews it.
     """
     return communicator(comm).beside()
 

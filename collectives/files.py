@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# How many bytes of the name the unfinished file's name repeats. File systems allow names of 255 bytes.
+# An unfinished file's name begins with at most this many bytes of the final name. File systems allow 255 in all.
 LONGEST = 220
 # An unfinished file without a lock counts as abandoned at this age. Younger ones may not be locked yet.
 ABANDONED_SECONDS = 2.0

@@ -128,7 +128,7 @@ def _flats(x: Sequence[Any], out: Sequence[Any] | None) -> tuple[list[Flat], lis
 
 
 def _kept(sources: Sequence[Flat], blocks: Sequence[Any] | None) -> list[tuple[Flat, ...]]:
-    """Return the entries of `blocks` as vectors: for each array one, or none."""
+    """Return for each array its entry of `blocks` as a vector in a tuple, or () if it is None."""
     kept: list[tuple[Flat, ...]] = []
     for i, (source, block) in enumerate(zip(sources, blocks or [None] * len(sources), strict=True)):
         if block is None:

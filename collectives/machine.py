@@ -37,9 +37,9 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 ROOT = Path("/")
-# what cgroups v1 show as the memory limit if there is none
+# the memory limit that cgroups v1 report when there is no limit
 UNLIMITED = sys.maxsize >> 12 << 12
-# variables in which launchers tell the number of ranks on this machine
+# environment variables by which launchers tell the number of ranks on this machine
 LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 # what SO_PEERCRED returns: pid, user, group
 CREDENTIALS = struct.Struct("iII")
@@ -139,20 +139,20 @@ def _walk_up(top: Path, mounted: str, path: str) -> Iterator[Path]:
 
 
 def total_memory(root: Path = ROOT) -> int:
-    """Return the bytes of memory and swap for all processes here, by the machine's memory and control groups."""
+    """Return the bytes of memory and swap, used and free, as limited by the machine and the control groups."""
     found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = [limit.most for limit in _memory_limits(root)]
     return min([found, *limits]) + _numbers(root / "proc/meminfo").get("SwapTotal:", 0) * 1024
 
 
 def free_memory(root: Path = ROOT) -> int:
-    """Return the bytes that processes here can still allocate without swap, by machine and control groups."""
+    """Return the free memory in bytes, without swap, as limited by the machine and this process' control groups."""
     available = _numbers(root / "proc/meminfo").get("MemAvailable:", sys.maxsize >> 10) * 1024
     return min([available, *(limit.most - limit.taken for limit in _memory_limits(root))])
 
 
 def free_swap(root: Path = ROOT) -> int:
-    """Return the bytes of swap that processes here can still use, by machine and control groups."""
+    """Return the free swap in bytes, as limited by the machine and by this process' control groups."""
     free = [_numbers(root / "proc/meminfo").get("SwapFree:", 0) * 1024]
     for folder in _memory_groups(root):
         if (read_number(folder / "memory.limit_in_bytes") or sys.maxsize) < UNLIMITED:

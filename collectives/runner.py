@@ -177,13 +177,13 @@ def make_body(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) ->
 
 
 def ways(home: Communicator, ranks: int) -> Ways:
-    """Return the sizes from which vectors between `ranks` ranks of a node take each way, by the tuning table."""
+    """Return the sizes at which vectors between `ranks` ranks of a node change to another kind of program."""
     slots = home.table.slot_limits(ranks, home.board.memory.crowded)
     return Ways(slots.always, slots.ordinary, home.table.cross_memory_from(ranks))
 
 
 def chosen(home: Communicator, draft: Call, algorithm: str) -> str:
-    """Return the algorithm for a call for which the user passed this name. The same on all ranks."""
+    """Return the algorithm that the user's name for it stands for in this call. The same on all ranks."""
     if not isinstance(algorithm, str):
         raise TypeError(f"algorithm {algorithm!r} is of type {type(algorithm).__name__}: pass a name, such as 'auto'")
     if algorithm == "auto":
@@ -237,7 +237,7 @@ def build_schedule(home: Communicator, call: Call) -> Schedule:
 
 # How often a rank that tests a started run checks whether the generation has ended.
 LOOK_SECONDS = 1e-3
-# Time between two tests counts as waiting, but at most this much of it: a rank that tests less often computes.
+# At most this much of the time between two tests counts as waiting. In longer intervals the rank was computing.
 MOST_BESIDE = 1.0
 
 

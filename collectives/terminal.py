@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# variables in which launchers tell a process its rank
+# environment variables by which launchers tell a process its rank
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 # the variable with the path of the file into which `leave` writes the exit code
 CODE_FILE = "_MPIPS_CODE_FILE"
 # the exit code of shells after Ctrl-C
 INTERRUPTED = 130
-# the width of text that does not go to a terminal
+# the width of printed text if the output is not a terminal
 PLAIN_WIDTH = 160
 PICTURES = (".png", ".pdf", ".svg")
 FOLDER = "cannot be written: that names a folder, not a file"

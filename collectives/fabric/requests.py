@@ -94,8 +94,8 @@ class Tags:
 
 MESSAGE_BYTES = 4 << 20
 CARRY_SECONDS = 1e-4
-# A rank that entered a collective before it could hear that the collective was given up is noticed within this time,
-# even if cores are busy.
+# How long a rank that gives a collective up waits for the others to enter it. A rank that enters it without knowing
+# that it was given up does so within this time, even if cores are busy.
 COMING_SECONDS = 0.5
 # When `_left` has this many requests, look for those that are complete.
 LOOK_AT = 64

@@ -79,9 +79,12 @@ class Control:
         self._left: dict[int, Note] = {}
         # all notes that end the generation
         self._over: list[Note] = []
-        # when listening for further notes of the end is over; when a name was first found to differ; when to look for
-        # deaths again
-        self._settled = self._differs = self._due = 0.0
+        # until when to listen for other notes of the end; 0 before the first
+        self._settled = 0.0
+        # since when names are known to differ; 0 before that
+        self._differs = 0.0
+        # when to look for deaths again
+        self._due = 0.0
 
     def operation(self, text: str, steps: Iterator[None]) -> Iterator[None]:
         """Run the steps of an operation, and number it.

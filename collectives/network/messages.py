@@ -149,8 +149,8 @@ class MessagePlan:
 class Workspace:
     """The vector that a call over messages works in.
 
-    A schedule needs memory for the whole vector, and x must stay unchanged. So `vector` is `out`, if that has the size
-    of the whole vector, and otherwise memory from `allocate`. Messages are sent from `source`, which is the same
+    A schedule needs memory for the whole vector, and x must stay unchanged. So `vector` is `out`, if the result on this
+    rank is the whole vector, and otherwise memory from `allocate`. Messages are sent from `source`, which is the same
     memory, except in alltoall: there blocks are sent from x or a copy of it, and arrive in out (`Call.arrival`).
     """
 

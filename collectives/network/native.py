@@ -75,7 +75,7 @@ class NativePlan:
         self._after = scale(self._result(), call.p) if mean else []
 
     def enter(self, number: int = -1) -> None:
-        """Enter the call. `number`: of its operation on the board, if the ranks meet there."""
+        """Enter the call. If the ranks meet on a board, `number` is the number of the operation there."""
         perform(self._before)
         self._own.enter(self._row, self._see, number)
 

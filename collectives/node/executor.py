@@ -1,19 +1,19 @@
 """Run a call on one node, compiled for its arrays: put, enter, meet, take; or phases with meetings.
 
-There are four kinds of programs (`program`). All ranks choose the same kind, from the arrays that all of them bring:
+There are four kinds of programs (`program`). All ranks choose the same kind, by the arrays that all of them pass:
 
 slots         for small vectors;
 direct        for arrays in node-shared memory;
 cross memory  for large arrays in private memory, if the kernel copies between the processes;
-stages        for all other arrays, and for ranks that bring different sorts of arrays.
+stages        for all other arrays, and if ranks pass arrays in different kinds of memory.
 
 All of them add in the order of the ranks. So the bits of a sum depend neither on the program, nor on the length of the
 vector, nor on the place of the element in it.
 
 `api` finds the plan by the identity of the array, and the plan runs its executor. The first run reads the descriptors
 of the other ranks and compiles a program for the arrays of all ranks. After that `fast` runs the call in one
-straight-line function, as long as the other ranks bring the same arrays again. Otherwise it returns how far it came,
-and `steps` or `rest` does the remaining work.
+straight-line function, as long as the other ranks pass the same arrays again. Otherwise it returns how far it came, and
+`steps` or `rest` does the remaining work.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Executor:
         return self._memory.reachable and call.nbytes >= self._ways.cross_memory
 
     def _brought(self) -> Turns:
-        """Return the steps that this rank takes before it enters, whatever the other ranks bring."""
+        """Return the steps that this rank takes before it enters. They do not depend on the other ranks' arrays."""
         call, x, out, _ = self._parts[0]
         if self.modes == [SLOTS]:
             return slot_puts(self._memory, call, x, 0), slot_puts(self._memory, call, x, 1)
@@ -210,7 +210,7 @@ class Executor:
         return x_place._replace(address=x_at), out_place._replace(address=out_at)
 
     def _bind(self, tokens: tuple[int, ...]) -> None:
-        """Read the descriptors of these tokens, and compile a program for the arrays that all ranks bring now."""
+        """Read the descriptors of these tokens, and compile a program for the arrays that all ranks pass now."""
         self._tokens, self.fast = None, not_begun
         descriptors = self._board.read(tokens)
         programs = [self._compile(number, descriptors) for number in range(len(self._parts))]
@@ -237,7 +237,7 @@ class Executor:
         return StagePipeline(memory, *part[:3]).program(restage=unlike)
 
     def _fast(self, tokens: tuple[int, ...]) -> Callable[[], int]:
-        """Return the call as one straight-line function. It is valid while the ranks bring these tokens."""
+        """Return the call as one straight-line function. It is valid as long as the ranks enter with these tokens."""
         others = int.from_bytes(array("Q", tokens), ORDER)
         bound, program = _Bound(self._board, self._text, self._put, self._token, others), self._program
         if self.modes == [SLOTS] and not self._program.phases:
