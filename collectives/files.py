@@ -162,7 +162,7 @@ def _see_folder(folder: str) -> None:
 
 
 def remove_abandoned(folder: str, names: str, seconds: float = 0.0) -> None:
-    """Remove unfinished files that killed processes have left. Files that are still being written stay.
+    """Remove unfinished files of this user that killed processes have left. Files that are still being written stay.
 
     Args:
         names: A regular expression for the names of the files that were to be written.

@@ -245,7 +245,7 @@ def count_local_ranks() -> int:
 def check_memory(words: str, nbytes: int, arrays: int, ranks: int = 1) -> None:
     """Raise ValueError if `ranks` ranks of this machine cannot each hold `arrays` arrays of `nbytes`.
 
-    `words`: the option or argument that asked for it, for the sentence.
+    `words` names in the error what has asked for the arrays, such as an option.
     """
     needed, held = nbytes * arrays * ranks, total_memory()
     if needed > held:

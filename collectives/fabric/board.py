@@ -279,7 +279,7 @@ class Board:
         return found
 
     def agreed(self, text: str) -> Iterator[None]:
-        """Raise MismatchError on every rank unless all bring the same text. Yields whenever it has to wait."""
+        """Raise MismatchError on every rank unless all pass the same text. Yields whenever it has to wait."""
         self.enter(self.publish(Descriptor(text)))
         yield from self.met()
         self.read(self.tokens())

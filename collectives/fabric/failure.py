@@ -132,7 +132,7 @@ class Making:
 def made(comm: C) -> C:
     """Return a communicator that has just been made. In a `Making` context it will be revoked with the others.
 
-    Every call of MPI that makes a communicator goes through this.
+    Code that may run in such a context passes every new communicator through this.
     """
     if Making.present is not None:
         Making.present.add(comm)

@@ -71,7 +71,7 @@ class ArrayPlace(NamedTuple):
 
 
 class Descriptor(NamedTuple):
-    """The call that a rank brings, and the places of its arrays."""
+    """The call that a rank makes, and the places of its arrays."""
 
     # at most TEXT_BYTES of the call in words
     text: str

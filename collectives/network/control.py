@@ -113,7 +113,7 @@ class Control:
             self._compare(number)
 
     def agreed(self, text: str) -> Iterator[None]:
-        """Raise MismatchError on every rank unless all bring the same text. Yields whenever it has to wait."""
+        """Raise MismatchError on every rank unless all pass the same text. Yields whenever it has to wait."""
         number = self._begin(text)
         self._tell(number)
         while len(self._heard.get(number, ())) < self._size - 1:
