@@ -1,13 +1,14 @@
 """Collectives over arrays: one schedule proved, costed, and executed over messages and over node-shared memory.
 
-The public names are loaded when they are first used: schedules, costs and topologies need no MPI, and importing MPI
-starts it, which a launcher must not.
+The public names are loaded when they are first used. Importing mpi4py starts MPI, which a launcher must not do, and
+schedules, costs and topologies work without it.
 """
 
 import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036
-    # Before all other imports, which older Pythons cannot read. `python -m collectives.x` shows the sentence alone.
+    # This stands before all other imports, because older Pythons cannot parse them. SystemExit makes
+    # `python -m collectives.x` print the sentence without a traceback.
     raise (SystemExit if sys.argv[:1] == ["-m"] else ImportError)(
         f"mpips needs Python 3.11 or newer, this is {sys.version.split()[0]}: install one, and make the environment "
         "with it (`python3.11 -m venv .venv`, in a clone `make PYTHON=python3.11`)"
@@ -49,6 +50,7 @@ __all__ = [
     "StallError",
 ]
 
+# public name -> the module that defines it, if that is not `api`
 _HOMES = {
     "plan": "plan",
     "Plan": "plan",
@@ -61,7 +63,11 @@ _HOMES = {
 
 
 class _Package(ModuleType):
-    """Finds public names; `collectives.plan` is the function, also after the module of that name was imported."""
+    """The module type of this package. It imports public names on demand.
+
+    `collectives.plan` is both a module and a public function. When Python imports the submodule it sets the attribute
+    `plan` of the package; `__setattr__` drops that, so the name always stands for the function.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name not in __all__:
@@ -85,8 +91,10 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
 
-if __name__ == "collectives":  # and not mpips.collectives, as our own modules say
-    opens_door = True  # mpips, which is imported for that, leaves errors to the program
+# Users import this package as `collectives`, our own modules as `mpips.collectives`. Only the first needs the door.
+if __name__ == "collectives":
+    # tells mpips, which open_door imports, to leave errors to the program
+    opens_door = True
     from mpips.doors import open_door
 
     open_door(__name__)

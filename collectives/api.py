@@ -1,6 +1,6 @@
 """The calls that users make: `allreduce(x)`, its family, `grouped_allreduce`; how each finds its plan.
 
-`allreduce` tells what its sisters, and `plan`, have in common with it.
+The docstring of `allreduce` describes the arguments and errors that all calls, and `plan`, share.
 """
 
 from __future__ import annotations
@@ -32,8 +32,12 @@ def begin(
     label: str = "",
     blocks: Sequence[Any] | None = None,
 ) -> Plan:
-    """A one-shot call that has begun: `test()` now and then, then `wait()`. `kind` is the name of one of the calls;
-    `blocks` are `grouped_allreduce`'s."""
+    """Start a one-shot call and return its plan. The caller calls `test()` on it now and then, and at last `wait()`.
+
+    Args:
+        kind: The name of one of the calls of this module. The other arguments are those of that call.
+        blocks: For `grouped_allreduce` only.
+    """
     home = communicator(comm)
     home.check()
     if kind == GROUP:
@@ -47,13 +51,19 @@ def begin(
 def _call(
     kind: str, x: Array, comm: MPI.Comm | None, op: str, algorithm: str, out: Array, root: int, label: str
 ) -> Array:
-    """Find the plan, by the identity of the array first, and run it."""
+    """Run a one-shot call of one array.
+
+    The fast path is written out in this function, because every function call would add to the latency of a small
+    vector. It finds the plan by the identity of the array. Identities are reused when an array is freed, so weak
+    references tell whether this is still the same array.
+    """
     home = communicator(comm)
     if home.caller != (thread := get_ident()):
         home.change_caller(thread, kind)
     try:
         found = home.plans.get((kind, id(x), id(out), op, algorithm, root, label))
-    except TypeError:  # what is no word, such as MPI.SUM, cannot be hashed: the plan's compiler names it
+    except TypeError:
+        # An argument such as op=MPI.SUM cannot be hashed. compile_plan will refuse it with a sentence.
         found = None
     if found is not None:
         made, x_then, out_then, n, dtype = found
@@ -92,8 +102,9 @@ def _group(
     label: str,
     blocks: Sequence[Any] | None,
 ) -> Plan:
-    """The plan of many arrays, by the identities of all of them first."""
+    """Find the plan of a grouped call by the identities of all arrays, or compile it."""
     written = None if out is None and blocks is None else [*(out or ())]
+    # for each array, whether a block of its result is kept elsewhere too
     which = None
     if blocks is not None:
         which = tuple([block is not None for block in blocks])
@@ -102,7 +113,8 @@ def _group(
     every = [*arrays, *(written or ())]
     try:
         found = home.plans.get(identity(call, every, len(arrays)))
-    except TypeError:  # as in `_call`
+    except TypeError:
+        # see `_call`
         found = None
     if found is not None and found.holds(every):
         plan: Plan = found.plan
@@ -115,6 +127,7 @@ def _group(
 
 
 def _kept(home: Communicator, call: tuple[Any, ...], x: Array, out: Array, make: Callable[[], Plan]) -> Plan:
+    """Find the plan in the communicator's cache, by the addresses of the arrays, or make one and cache it."""
     if home.cache is None:
         home.cache = PlanCache(home.plans)
     with home.preparing(f"{call[0]}, before it has begun"):
@@ -131,30 +144,42 @@ def allreduce(
     *,
     label: str = "",
 ) -> Array:
-    """The reduction of all ranks' x, on all ranks: x[n] -> out[n]. Collective, blocking.
+    """Reduce x over all ranks, element by element, and give every rank the result.
+
+    Collective: all ranks of the communicator make the same calls in the same order. Blocks until the result is there.
+    Every rank gets the same bits.
 
     >>> collectives.allreduce(np.full(3, 2.0), op="mean")
     array([2., 2., 2.])
 
-    x          a C-contiguous array of any shape on the host (NumPy, or anything with `__array_interface__` or DLPack)
-               of float16, bfloat16, float32, float64 or integers; or a list of arrays of one size and type, one for
-               each GPU of the worker: a *tensor*, whose vectors are reduced together and all get the result.
-    comm       an mpi4py communicator (None: COMM_WORLD): all its ranks call.
-    op         "sum", "min", "max", "prod" or, of floats, "mean".
-    algorithm  "auto", "shared_memory" (one node), "native" (the MPI's own), or one of `schedule.catalog`;
-               "reproducible" (allreduce): `auto` among those that add the ranks' values of every element in one order,
-               wherever it stands and however long the vector is, so that cutting a vector changes no bit.
-    out        where the result goes: an array as x is, of x's type; None: in place, into x.
-    label      what the call is for, such as "layer 3": ranks compare it, and sentences name it.
+    Args:
+        x: A C-contiguous array of any shape on the host: NumPy's, or any with `__array_interface__` or DLPack. Its
+            elements are float16, bfloat16, float32, float64 or integers. Or a list of arrays with the same size and
+            type, one for each GPU of the worker. Such a list is a *tensor*: its vectors are reduced together, and each
+            gets the result.
+        comm: An mpi4py communicator. None stands for COMM_WORLD.
+        op: "sum", "min", "max", "prod", or "mean" (floats only).
+        algorithm: "auto", "shared_memory" (ranks of one node), "native" (the call of the MPI library), or a name from
+            `schedule.catalog`. "reproducible" (only `allreduce`) chooses like "auto", but only among algorithms that
+            add the ranks' values in the same order for every element and every length. Then cutting a vector into
+            parts changes no bit of the sums.
+        out: The array for the result, of the same kind, size and type as x. None: the result overwrites x.
+        label: A name for this call, such as "layer 3". Errors show it, and ranks compare it.
 
-    Returns where the result is: `out`, or x. Every rank gets bitwise the same.
+    Returns:
+        `out`, or x if there is no `out`.
 
-    Bad arguments raise ValueError or TypeError on the rank that made them; nothing was sent. Ranks call the same, in
-    the same order. Otherwise all raise `MismatchError`, with the same sentence. Where a rank is interrupted, or ends,
-    all others raise `CollectiveError`; a wait longer than MPIPS_TIMEOUT_SECONDS (300; 0: never) raises `StallError`.
-    Then the communicator is over: see `renew`. A wait longer than MPIPS_STALL_SECONDS (60) warns. One thread
-    may call on a communicator: one that calls while another is in a call ends it for all ranks with `CollectiveError`,
-    and threads that call by turns get a RuntimeWarning.
+    Raises:
+        ValueError, TypeError: An argument is bad. Only this rank raises, and nothing was sent.
+        MismatchError: The ranks make different calls. All ranks raise the same sentence.
+        CollectiveError: A rank was interrupted or has ended, or a second thread called on this communicator while the
+            first was still in a call.
+        StallError: A wait took longer than MPIPS_TIMEOUT_SECONDS (300; 0: never).
+
+    After any of the last three the communicator is over, and every call on it raises the same error until `renew`.
+
+    A wait longer than MPIPS_STALL_SECONDS (60) warns, and so do threads that call on one communicator in turns: use one
+    thread for each communicator.
     """
     return _call("allreduce", x, comm, op, algorithm, out, 0, label)
 
@@ -168,13 +193,18 @@ def reduce_scatter(
     *,
     label: str = "",
 ) -> Array:
-    """This rank's block of the reduction of all ranks' x: x[n] -> out[block]. Collective, blocking.
+    """Reduce x over all ranks and give each rank its block of the result.
+
+    Collective and blocking. See `allreduce` for the arguments and errors.
 
     >>> mine = collectives.reduce_scatter(np.arange(100.0))
 
-    Of p ranks, rank r's block is elements [cut(n, p, r), cut(n, p, r + 1)) of n: sizes differ by one at most, the
-    larger first. In place the block of x is returned, as a 1-D view, and the rest of x is as before or scratch, by
-    algorithm. Arguments and errors: see `allreduce`.
+    The n elements of x are cut into one block for each of the p ranks. Rank r has the elements
+    [cut(n, p, r), cut(n, p, r + 1)). Block sizes differ by one at most, and the larger blocks come first.
+
+    Returns:
+        `out`, which has the size of this rank's block. Without `out` the result overwrites this rank's block of x, and
+        a 1-D view of that block is returned. Some algorithms also overwrite the rest of x with intermediate values.
     """
     return _call("reduce_scatter", x, comm, op, algorithm, out, 0, label)
 
@@ -182,13 +212,16 @@ def reduce_scatter(
 def allgather(
     x: Array, comm: MPI.Comm | None = None, algorithm: str = "auto", out: Array = None, *, label: str = ""
 ) -> Array:
-    """All ranks' blocks, on all ranks: x[block] -> out[n]. Collective, blocking.
+    """Collect a block from each rank and give every rank all of them.
+
+    Collective and blocking. See `allreduce` for the arguments and errors.
 
     >>> collectives.allgather(np.full(3, 7))
     array([7, 7, 7])
 
-    Blocks are those of `reduce_scatter`. In place x has n elements, of which this rank's block is given. Elements may
-    be of any type but Python objects. Arguments and errors: see `allreduce`.
+    `out` has n elements, and x is this rank's block of them. Blocks are cut as in `reduce_scatter`. Without `out`, x
+    has n elements itself: its block of this rank is the input, and the call fills in the other blocks. Elements may be
+    of any type except Python objects.
     """
     return _call("allgather", x, comm, "sum", algorithm, out, 0, label)
 
@@ -202,13 +235,14 @@ def broadcast(
     *,
     label: str = "",
 ) -> Array:
-    """The root's x, on all ranks: x[n] of rank `root` -> out[n]. Collective, blocking.
+    """Copy the x of rank `root` to all ranks.
+
+    Collective and blocking. See `allreduce` for the arguments and errors.
 
     >>> collectives.broadcast(np.arange(3), root=0)
     array([0, 1, 2])
 
-    x has the same size and type on all ranks. Elements may be of any type but Python objects. Arguments and errors: see
-    `allreduce`.
+    x has the same size and type on all ranks. Elements may be of any type except Python objects.
     """
     return _call("broadcast", x, comm, "sum", algorithm, out, root, label)
 
@@ -223,12 +257,14 @@ def reduce(
     *,
     label: str = "",
 ) -> Array:
-    """The reduction of all ranks' x, on the root: x[n] -> out[n] of rank `root`. Collective, blocking.
+    """Reduce x over all ranks and give the result to rank `root`.
+
+    Collective and blocking. See `allreduce` for the arguments and errors.
 
     >>> total = collectives.reduce(np.ones(3), root=0)
 
-    What other ranks pass as `out`, and get back, is not touched; in place their x is scratch. Arguments and errors: see
-    `allreduce`.
+    On the other ranks `out` is returned unchanged. Without `out`, the call may overwrite their x with intermediate
+    values.
     """
     return _call("reduce", x, comm, op, algorithm, out, root, label)
 
@@ -236,14 +272,18 @@ def reduce(
 def alltoall(
     x: Array, comm: MPI.Comm | None = None, algorithm: str = "auto", out: Array = None, *, label: str = ""
 ) -> Array:
-    """Block d of each rank r's x, at place r of rank d's result: x[n] -> out. Collective, blocking.
+    """Send block d of x to each rank d, and collect the blocks that all ranks send to this one.
+
+    Collective and blocking. See `allreduce` for the arguments and errors.
 
     >>> x = np.full(3 * MPI.COMM_WORLD.size, 7)
     >>> collectives.alltoall(x)[:3]
     array([7, 7, 7])
 
-    Blocks are those of `reduce_scatter`; on rank r, `out` has p times the elements of its block. In place p must divide
-    n. Elements may be of any type but Python objects; x is one array. Arguments and errors: see `allreduce`.
+    The n elements of x are cut into p blocks as in `reduce_scatter`. The blocks that arrive stand in `out` in the order
+    of the ranks that sent them. They all have the size of this rank's block, so `out` has p times as many elements.
+    Without `out` the result overwrites x, and n must be a multiple of p. Elements may be of any type except Python
+    objects. x is a single array, not a list.
     """
     return _call("alltoall", x, comm, "sum", algorithm, out, 0, label)
 
@@ -258,18 +298,26 @@ def grouped_allreduce(
     label: str = "",
     blocks: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """Many arrays of any sizes and types in one call, each reduced across ranks: arrays[i][n_i] -> out[i][n_i].
-    Collective, blocking.
+    """Reduce several arrays over all ranks in one call, each array by itself.
+
+    Collective and blocking. See `allreduce` for the other arguments and errors.
 
     >>> weights, bias = np.full((3, 4), 2.0), np.ones(4, np.float32)
     >>> means = collectives.grouped_allreduce([weights, bias], op="mean")
 
-    Unlike `allreduce` of a list, which adds the vectors of a worker together, the arrays stay apart. All ranks bring as
-    many, of the same sizes and types, in the same order. Small ones travel together. Returns `out`, or `arrays`, as a
-    list. Arguments and errors: see `allreduce`.
+    In contrast, `allreduce` of a list adds the arrays of the list together. Small arrays travel packed together, so one
+    grouped call is faster than a call for each array.
 
-    blocks     for each array another of its size and type, or None: there this rank's block of the result goes, too,
-               where `reduce_scatter` has it; all else there stays as it is. Ranks need not do alike.
+    Args:
+        arrays: Arrays of any sizes and types. All ranks pass the same number of arrays, with the same sizes and types
+            in the same order.
+        out: An array for each result, or None: the results overwrite `arrays`.
+        blocks: For each array either None or another array of the same size and type. This rank's block of the result
+            is also copied there, to the elements that `reduce_scatter` would give this rank; the other elements stay
+            unchanged. Ranks may pass different `blocks`.
+
+    Returns:
+        `out` or `arrays`, as a list.
     """
     home = communicator(comm)
     home.check()

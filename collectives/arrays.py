@@ -1,7 +1,7 @@
 """Whatever the user calls an array, as a flat vector in memory.
 
-Anything with ``__array_interface__`` or DLPack on the host, and every CPU tensor of PyTorch's, becomes a NumPy view of
-the same memory. Arrays with ``__cuda_array_interface__`` live on a device and belong to `collectives.tensor`.
+Host arrays with ``__array_interface__`` or DLPack, and CPU tensors of PyTorch, become NumPy views of the same memory.
+Arrays with ``__cuda_array_interface__`` are in the memory of a GPU; `collectives.tensor` handles them.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 Vector: TypeAlias = NDArray[Any]
+# An array of any library, a list of such arrays, or None. Its library is recognised by its attributes.
 Array: TypeAlias = Any
-"""What a user calls an array, of whichever library; only its attributes tell. Also a list of them, or None."""
 
 
+# True if this NumPy's DLPack tells read-only arrays from writable ones. Older versions make every array read-only. But
+# with them, exporters refuse to export read-only memory, so what they do export may safely be written.
 DLPACK_TELLS = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
-"""Does DLPack, as this NumPy speaks it, know read-only arrays? Before, NumPy took all for read-only, though an exporter
-that may not be written to refused."""
 
 
 class _Writable:
-    """The memory of an array, writable."""
+    """Exports the memory of a NumPy array as writable. See DLPACK_TELLS."""
 
     def __init__(self, array: Vector):
         self._array = array
@@ -33,23 +33,23 @@ class _Writable:
 
 
 class Flat(NamedTuple):
-    """A C-contiguous array as one vector: where it begins, how many elements, of what type."""
+    """The address, number of elements and type of a C-contiguous array."""
 
     address: int
     n: int
     dtype: np.dtype[Any]
 
     def vector(self) -> Vector:
-        """A view by address. It does not keep the array alive: whoever calls a collective does."""
+        """Return a view of the memory. It does not keep the array alive; the caller of the collective does."""
         nbytes = self.n * self.dtype.itemsize
         memory = memoryview((ctypes.c_char * nbytes).from_address(self.address))
         return np.ndarray((self.n,), self.dtype, buffer=memory)
 
 
 def type_name(dtype: np.dtype[Any]) -> str:
-    """The name of an element type, the same for two types only where their bytes mean the same.
+    """Return a name of an element type that is the same for two types only if their bytes mean the same.
 
-    `dtype.name` leaves out the byte order, and of structured types the fields.
+    `dtype.name` would not do: it leaves out the byte order, and the fields of structured types.
     """
     if dtype.fields is None:
         return dtype.name if dtype.isnative else repr(dtype.str)
@@ -62,30 +62,31 @@ def type_name(dtype: np.dtype[Any]) -> str:
 
 
 def same(a: Vector, b: Vector) -> bool:
-    """Return whether they begin at the same place in memory."""
+    """True if two arrays begin at the same address."""
     return bool(a.__array_interface__["data"][0] == b.__array_interface__["data"][0])
 
 
 def is_device(x: Array) -> bool:
-    """True for an array in the memory of a GPU."""
+    """True if an array is in the memory of a GPU."""
     if is_torch(x):
         return x.is_cuda and hasattr(x.detach(), "__cuda_array_interface__")
     return not isinstance(x, np.ndarray) and hasattr(x, "__cuda_array_interface__")
 
 
 def device_interface(x: Array) -> dict[str, Any]:
-    """Return `__cuda_array_interface__` of an array on a GPU; of a tensor that records gradients that of its values."""
+    """Return the `__cuda_array_interface__` of an array on a GPU, also of a tensor that records gradients."""
+    # PyTorch refuses the interface on tensors that require gradients. detach() shares their memory.
     return (x.detach() if is_torch(x) else x).__cuda_array_interface__
 
 
 def is_torch(x: Array) -> bool:
-    """True for a tensor of PyTorch's, or a subclass of it."""
+    """True for a PyTorch tensor. Does not import PyTorch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
 
 def host(x: Array, name: str = "x") -> Vector:
-    """`x` as a NumPy array over the same memory; TypeError when it is no host array."""
+    """Return `x` as a NumPy array over the same memory. Raise TypeError if it is not an array on the host."""
     if isinstance(x, np.ndarray):
         see_unmasked(x, name)
         return x
@@ -105,7 +106,7 @@ def host(x: Array, name: str = "x") -> Vector:
 
 
 def see_unmasked(x: Array, name: str) -> None:
-    """TypeError where some elements are masked away: what lies below a mask is no number of anybody's."""
+    """Raise TypeError for a masked array, because the values of its masked elements are arbitrary."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
             f"{name} is a masked array, whose mask would be lost: pass its filled(...), with a number for "
@@ -114,7 +115,7 @@ def see_unmasked(x: Array, name: str) -> None:
 
 
 def _of_torch(x: Array, name: str) -> Vector:
-    """The memory of a tensor; of one that records gradients its values. NumPy has no bfloat16: ml_dtypes has."""
+    """Return the memory of a CPU tensor as a NumPy array. The type of bfloat16 elements comes from ml_dtypes."""
     torch = sys.modules["torch"]
     if x.device.type != "cpu":
         raise TypeError(f"{name} is a tensor on {x.device}: pass a CPU tensor, as tensor.cpu()")
@@ -131,7 +132,10 @@ def _of_torch(x: Array, name: str) -> Vector:
 
 
 def flat(array: Vector, name: str, written: bool) -> Flat:
-    """The vector of a C-contiguous array, which must be writable if it is `written`; ValueError with what to do."""
+    """Return the vector of a C-contiguous array of a numeric type, or raise ValueError with what to do.
+
+    `written`: the call writes to the array, so it must not be read-only.
+    """
     if not array.flags.c_contiguous:
         raise ValueError(f"{name} of shape {array.shape} is not C-contiguous: pass a contiguous copy of it")
     if written and not array.flags.writeable:

@@ -1,8 +1,8 @@
-"""One collective call, as data that all ranks must agree on, and the reductions that it may name.
+"""One collective call as data, which must be the same on all ranks, and the reductions that a call may name.
 
-`Operation` says how NumPy and MPI spell a reduction, and which element types it takes. float16 sums round after every
-addition, as MPI's own do. bfloat16 is the NumPy element type of the ml_dtypes package; MPI has no such type, so those
-sums are always taken here.
+An `Operation` is a reduction as NumPy and as MPI name it. float16 sums round after every addition, as MPI's own do.
+bfloat16 is the NumPy element type of the ml_dtypes package. MPI has no such type, so this package always computes those
+sums itself.
 """
 
 from __future__ import annotations
@@ -24,30 +24,31 @@ if TYPE_CHECKING:
 
 
 class Body(Protocol):
-    """The part of a call that moves and adds, once it is clear that all ranks are in the same call."""
+    """The part of a call that moves and adds data. It runs once all ranks are known to be in the same call."""
 
     def run(self) -> Iterator[None]:
-        """The operation, in steps between which there is something to wait for."""
+        """Run the operation. Yields whenever it has to wait."""
 
     def free(self) -> None:
-        """Give back what it holds of MPI."""
+        """Free its MPI objects."""
 
 
 class Runner(Protocol):
-    """Carry a call out. `fast` does it at once, or tells how far it came (`node.executor`)."""
+    """Runs a compiled call, from the meeting of the ranks to the result."""
 
+    # Runs the whole call and returns DONE, or returns how far it came; see `node.executor`.
     fast: Callable[[], int]
+    # True if it has allocated work vectors
     holds: bool
-    """Whether it has work vectors of its own."""
 
     def steps(self) -> Iterator[None]:
-        """The operation, in steps between which there is something to wait for."""
+        """Run the call from its beginning. Yields whenever it has to wait."""
 
     def rest(self) -> Iterator[None]:
-        """Go on from where all have met."""
+        """Run the rest of the call after `fast` has returned MET."""
 
     def free(self) -> None:
-        """Give back what it holds of MPI."""
+        """Free its MPI objects."""
 
 
 REDUCING = ("allreduce", "reduce_scatter", "reduce")
@@ -56,9 +57,10 @@ ROOTED = ("broadcast", "reduce")
 
 @dataclass(frozen=True)
 class Call:
-    """`kind` over vectors of `n` elements between `p` ranks; `n` counts the whole vector, not a rank's block.
+    """A collective over vectors of `n` elements between `p` ranks.
 
-    Rank r's block is [cut(n, p, r), cut(n, p, r + 1)), in reduce_scatter, allgather and alltoall.
+    In reduce_scatter, allgather and alltoall, `n` counts the whole vector, and rank r's block of it is
+    [cut(n, p, r), cut(n, p, r + 1)).
     """
 
     kind: str
@@ -68,10 +70,10 @@ class Call:
     root: int
     algorithm: str
     p: int
+    # the caller's name for this call, such as "layer 3"
     label: str = ""
-    """What the caller calls it for; ranks compare that, too."""
+    # The call in words, with its label. Ranks compare it: if it differs, the call raises MismatchError on all of them.
     text: str = field(init=False)
-    """What ranks compare: the same on all of them, or the call is refused on all of them."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -81,7 +83,7 @@ class Call:
         object.__setattr__(self, "text", f"{self.label} ({text})" if self.label else text)
 
     def described(self) -> str:
-        """The call in words, without its label."""
+        """Return the call in words, without its label."""
         parts = [f"{self.kind} of {self.n} {type_name(self.dtype)}"]
         if self.operation is not None:
             parts.append(self.operation.name)
@@ -94,49 +96,51 @@ class Call:
         return self.n * self.dtype.itemsize
 
     def more_algorithms(self, nodes: int) -> list[str]:
-        """Return what a plan of such a call takes as its algorithm beside those of `collectives.schedule.catalog`."""
+        """Return the algorithm names that this call accepts in addition to those of `collectives.schedule.catalog`."""
         between = ["native"] if nodes > 1 else ["shared_memory", "native"]
         return ["auto", *(["reproducible"] if self.kind == "allreduce" else []), *between]
 
     def block(self, rank: int) -> tuple[int, int]:
-        """Return where the rank's block begins and ends."""
         return int(cut(self.n, self.p, rank)), int(cut(self.n, self.p, rank + 1))
 
     def arrival(self, rank: int, source: int) -> tuple[int, int]:
-        """In alltoall: where in the rank's out the block from `source` goes; blocks there are as long as its own."""
+        """Return the elements of this rank's out that hold the block from `source` in alltoall.
+
+        Every block that arrives has the size of the rank's own block.
+        """
         start, stop = self.block(rank)
         return source * (stop - start), (source + 1) * (stop - start)
 
     def extent_of_x(self, rank: int, in_place: bool) -> tuple[int, int]:
-        """Return which elements of the whole vector the argument `x` holds."""
+        """Return the interval of the whole vector that the argument `x` holds."""
         return self.block(rank) if self.kind == "allgather" and not in_place else (0, self.n)
 
     def extent_of_out(self, rank: int, in_place: bool) -> tuple[int, int]:
-        """Return which elements of the whole vector `out` holds (`x` itself when in place)."""
+        """Return the interval of the whole vector that `out` holds. In place, `out` is `x`."""
         return self.block(rank) if self.kind == "reduce_scatter" and not in_place else (0, self.n)
 
     def sizes(self, rank: int) -> tuple[int, int]:
-        """Elements of x and of out, when both are given."""
+        """Return the number of elements of x and of out, if the call is not in place."""
         start, stop = self.block(rank)
         own = stop - start
         x = own if self.kind == "allgather" else self.n
         return x, {"reduce_scatter": own, "alltoall": own * self.p}.get(self.kind, self.n)
 
     def sources(self, owner: int) -> list[int]:
-        """Return whose x goes into the owner's piece of the result."""
+        """Return the ranks whose x goes into the owner's piece of the result."""
         if self.kind in REDUCING:
             return list(range(self.p))
         return [self.root if self.kind == "broadcast" else owner]
 
     def readers(self, owner: int) -> list[int]:
-        """Return whose out wants the owner's piece of the result."""
+        """Return the ranks whose out receives the owner's piece of the result."""
         if self.kind == "reduce_scatter":
             return [owner]
         return [self.root] if self.kind == "reduce" else list(range(self.p))
 
 
 def see_root(root: object, ranks: int) -> None:
-    """TypeError or ValueError where it is the number of none of so many ranks."""
+    """Raise TypeError or ValueError unless `root` is the number of one of `ranks` ranks."""
     if not isinstance(root, (int, np.integer)):
         raise TypeError(f"root {root!r} is of type {type(root).__name__}: pass a rank's number")
     if not 0 <= root < ranks:
@@ -145,7 +149,7 @@ def see_root(root: object, ranks: int) -> None:
 
 @dataclass(frozen=True)
 class Operation:
-    """A reduction of two arrays into one, element by element; `mean` divides the sum by the number of ranks."""
+    """An elementwise reduction of two arrays. "mean" is a sum that is divided by the number of ranks at the end."""
 
     name: str
     ufunc: np.ufunc
@@ -154,12 +158,13 @@ class Operation:
 
     @property
     def into(self) -> Callable[[Any, Any, Any], Any]:
-        """The reduction as a call (first, second, result)."""
+        """The reduction as a function of (first, second, result)."""
         return {"min": _minimum, "max": _maximum}.get(self.name, self.ufunc)
 
 
 def _minimum(first: NDArray[Any], second: NDArray[Any], result: NDArray[Any]) -> NDArray[Any]:
-    return np.minimum(first, second, out=result)  # NumPy 2.5 and later want it by name
+    # NumPy 2.5 and later take `out` of minimum and maximum by keyword only.
+    return np.minimum(first, second, out=result)
 
 
 def _maximum(first: NDArray[Any], second: NDArray[Any], result: NDArray[Any]) -> NDArray[Any]:
@@ -179,7 +184,7 @@ OPERATIONS = {
 
 
 def operation(name: str, dtype: np.dtype[Any]) -> Operation:
-    """The operation called `name` on elements of `dtype`; ValueError with the choices otherwise."""
+    """Return the operation with this name. Raise ValueError or TypeError if it does not exist for this dtype."""
     if not isinstance(name, str):
         raise TypeError(f"op {name!r} is of type {type(name).__name__}: pass one of {', '.join(OPERATIONS)}, as a word")
     found = OPERATIONS.get(name)
@@ -197,12 +202,13 @@ def operation(name: str, dtype: np.dtype[Any]) -> Operation:
 
 
 def scale(array: NDArray[Any], ranks: int) -> list[Step]:
-    """Return the calls that divide `array` by the number of ranks, in place."""
+    """Return the steps that divide `array` by the number of ranks, in place."""
     return steps(np.add, [array], array, divisor=ranks)
 
 
 def mpi_type(dtype: np.dtype[Any]) -> MPI.Datatype | None:
-    """The MPI type that MPI can reduce, or None where it has none."""
+    """Return the MPI type with which MPI can reduce this dtype, or None if there is none."""
+    # "e" is float16
     if dtype.kind not in "iuf" or dtype.itemsize not in (1, 2, 4, 8) or dtype.char == "e":
         return None
     return MPI.Datatype.fromcode(dtype.char)

@@ -1,44 +1,53 @@
-"""The clock of all limits on waits. It stands still while this process does not run."""
+"""The clock for the limits of all waits, which stops while this process is stopped."""
 
 from __future__ import annotations
 
 import time
 
-# Waits look at their clock every few milliseconds; where many processes share a core the looks may be a second apart.
+# A gap of at least this between two readings may mean that the process was stopped. Waits read their clock every few
+# milliseconds; when many processes share a core the readings may be a second apart.
 GAP_SECONDS = 2.0
-USED_SECONDS = 0.1  # between two readings of the processor time used: one costs as much as ten of the clock
+# Interval between two readings of the processor time used. One such reading costs as much as ten of the clock.
+USED_SECONDS = 0.1
+# After a stop the clock runs at GRACE_PACE, for as long as the process was stopped but for at most GRACE_SECONDS.
 GRACE_SECONDS = 10.0
 GRACE_PACE = 0.1
 
 
 class Clock:
-    """Seconds since it was made in which this process could run. One is made for each wait, or for each loop that looks
-    at it all the time; it belongs to one thread.
+    """A clock that counts only the time in which this process could run, from the moment it is made.
 
-    A scheduler may suspend a job (`scontrol suspend`, `docker pause`, Ctrl-Z), and nothing tells a process of it:
-    SIGSTOP cannot be caught, and a frozen control group sends no signal. What remains is a gap between two looks:
+    Each wait makes one, and so does each loop that reads it regularly. A clock belongs to a single thread.
 
-    1. All processes of a job are stopped for an hour and go on. Each of them finds an hour between two looks of its
-       wait and takes it off. Nobody is late.
-    2. Only rank 1 is stopped. The others go on looking, so their clocks run, and they name rank 1.
-    3. A rank computes within its wait, say a server that sums a huge key, and does not look for a while. It has used
-       processor time, which a stopped process does not: that time counts.
-    4. A step of the wait blocks in the kernel again and again. The first gap is taken off. One that follows before the
-       clock was looked at regularly for GAP_SECONDS counts, so the limit comes a little later, but it comes.
-    5. After 1., rank 0 runs some seconds before rank 1 does: signals go out one by one, hosts wake up one by one,
-       memory comes back from swap. So for as long as it was stopped, GRACE_SECONDS at most, the clock runs at
-       GRACE_PACE.
-    6. A laptop's lid is closed: CLOCK_MONOTONIC stands still by itself. (CLOCK_BOOTTIME would go on.)
+    A scheduler may suspend a job (`scontrol suspend`, `docker pause`, Ctrl-Z), and nothing tells the processes: SIGSTOP
+    cannot be caught, and a frozen control group sends no signal. All that a process can see is a gap between two
+    readings of its clock. The cases:
+
+    1. All processes of a job are stopped for an hour and then continue. Each finds a gap of an hour and does not count
+       it. No rank counts as late.
+    2. Only rank 1 is stopped. The other ranks keep reading their clocks, so their limits run, and they name rank 1.
+    3. A rank computes during its wait, say a server that sums a huge key, and does not read the clock for a while.
+       Unlike a stopped process it has used processor time, and that time counts.
+    4. A step of the wait blocks in the kernel again and again. The first gap is not counted. The next gap counts unless
+       the clock was read regularly for GAP_SECONDS in between. So the limit is reached a little later, but it is.
+    5. After case 1, rank 0 continues some seconds before rank 1, because signals go out one by one, hosts wake up one
+       by one, and memory comes back from swap. So the clock runs at GRACE_PACE for as long as the process was stopped,
+       but at most for GRACE_SECONDS.
+    6. A laptop's lid is closed. CLOCK_MONOTONIC stops by itself then; CLOCK_BOOTTIME would not.
     """
 
     def __init__(self) -> None:
+        # seconds since the last gap
         self._regular = GAP_SECONDS
-        self._seconds, self._slow_until = 0.0, 0.0
-        self._seen, self._used = time.monotonic(), time.process_time()
+        self._seconds = 0.0
+        self._slow_until = 0.0
+        # the last readings of the monotonic clock and of the processor time, and when the latter is due again
+        self._seen = time.monotonic()
+        self._used = time.process_time()
         self._used_due = self._seen + USED_SECONDS
 
     def seconds(self) -> float:
-        """Look at the clock."""
+        """Read the clock."""
         now = time.monotonic()
         passed = now - self._seen
         self._seen = now
@@ -52,6 +61,7 @@ class Clock:
         return self._seconds
 
     def _after_gap(self, now: float, passed: float, ran: float) -> float:
+        """Count a gap of `passed` seconds, in which the process used `ran` seconds of processor time."""
         if passed - ran < GAP_SECONDS or self._regular < GAP_SECONDS:
             self._seconds += passed
         else:

@@ -1,8 +1,9 @@
-"""All that belongs to a communicator; when a rank fails, it tells its node by the board and others by notes.
+"""Everything kept for an MPI communicator; a rank that fails tells its node by the board, other nodes by notes.
 
-A failure is told by `fabric.board` on a node, by `network.control` between nodes. It is made at the first call and
-lives until it fails: then it is over on all ranks, which raise the same sentence, and `renew` begins another on the
-same ranks.
+The first call on an MPI communicator makes a `Communicator`, and later calls find it as an attribute of the MPI
+communicator. It lives until a rank fails. Then it is over: all ranks raise the same sentence, in this call or the next,
+and `renew` starts a new one on the same ranks. `fabric.board` tells the ranks of a node of a failure, and
+`network.control` tells those of other nodes.
 """
 
 from __future__ import annotations
@@ -48,37 +49,45 @@ from mpips.collectives.tuner import table
 from mpips.collectives.tuner.table import TuningTable
 
 LOG = log.get("mpips.collectives")
+# core numbers at or above this are not counted
 MOST_CORES = 4096
-CARRYING_SECONDS = 3.0  # at most, to carry through a call of MPI's own that is given up
+# the longest time to carry through an MPI collective that this rank gives up; see `requests.Collectives`
+CARRYING_SECONDS = 3.0
 NO_QUOTA = (0, 0)
 FREED = "the communicator has been freed, or renewed: use one that is still there, and make plans on it anew"
 COME = "let all call it, or name a communicator of those that do (beside a store with servers kv.layout.workers)"
+# The names of our own threads begin with this.
 OURS = "mpips "
-"""Names of our own threads begin so."""
 ONE_THREAD = "let one thread make all calls on a communicator, and give others one of their own, comm.Dup()"
+# the last argument and result of `communicator`, because most programs use a single communicator
 _recent: tuple[MPI.Comm | None, Communicator | None] = (None, None)
-"""The last answer of `communicator`, which is mostly the next one too."""
 _alive: WeakSet[Communicator] = WeakSet()
+# handle of a communicator -> a lock, because two threads of this process may make its first call
 _making: dict[int, threading.Lock] = {}
-"""By the handle of a communicator: two threads of this process may make its first call."""
+# True if a thread of ours makes calls at the same time as the program's; see `beside`
 _threads_expected = False
-"""Whether a thread of ours makes calls beside the program's; see `beside`."""
+# memory of abandoned communicators, to which MPI may still write
 _kept_for_good: list[Any] = []
 
 
 @cache
 def _key() -> int:
-    """Under what communicators keep theirs. Made at first use, so that importing this module starts no MPI."""
+    """The attribute key under which an MPI communicator keeps its `Communicator`.
+
+    It is made at first use, so that importing this module does not start MPI.
+    """
     return MPI.Comm.Create_keyval(delete_fn=lambda comm, key, kept: kept.close())
 
 
 class Between:
-    """Wait for ranks of other nodes: both the notes and the board may say that the generation has ended."""
+    """The `Generation` of a communicator over several nodes: its end may be announced by a note or on the board."""
 
     nap_after = NAP_AFTER_BETWEEN_NODES
 
     def __init__(self, board: Board, control: Control) -> None:
-        self._board, self._control, self.limits = board, control, control.limits
+        self._board = board
+        self._control = control
+        self.limits = control.limits
         self.late = control.late
 
     def look(self, waited: float) -> None:
@@ -87,8 +96,14 @@ class Between:
 
 
 class Communicator:
-    """One communicator, from its first call to its end. `board` is that of this node's ranks; `control` is None where
-    that is all ranks. `names`: its ranks as sentences are to name them. Making it is collective, blocking."""
+    """Everything that we keep for an MPI communicator, from its first call until it fails or is freed.
+
+    Making one is collective and blocking.
+
+    Args:
+        known_table: The tuning table, the same on all ranks. None: rank 0's own.
+        names: The numbers by which sentences name the ranks. None: the ranks of `comm`.
+    """
 
     def __init__(
         self, comm: MPI.Intracomm, known_table: TuningTable | None = None, names: Sequence[int] | None = None
@@ -96,67 +111,86 @@ class Communicator:
         tracing.begin(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
         self.comm = made(comm.Dup())
         self.names = range(comm.size) if names is None else names
-        self.rank, self.size = comm.rank, comm.size
+        self.rank = comm.rank
+        self.size = comm.size
         self.limits = limits()
+        # the MPI communicator of the ranks with which this one shares memory
         self.node, memory, on_node = _node_memory(self.comm)
+        # for each rank the lowest rank of its node
         self.node_of, spare = self._nodes(min(on_node))
+        # The communicator that `beside` returns. All ranks make it here, because the thread that will use it must not
+        # call Dup on the communicator that the program's thread uses.
         self._spare = made(comm.Dup()) if spare else None
-        """For `beside`. Made here, by all ranks: its thread must not make it of what the program's uses."""
+        # number of nodes
         self.nodes = len(set(self.node_of))
         self.board = Board(memory, [self.names[rank] for rank in on_node], self.limits)
         self.across = self._across()
+        # None if all ranks are on one node
         self.control = Control(made(self.comm.Dup()), self.limits, self.names) if self.nodes > 1 else None
         self.generation = Between(self.board, self.control) if self.control is not None else self.board
         self.table = known_table or table.shared(self.comm, partial(table.usable, see_named))
         self.ending = Ending(self._end)
+        # False once it was freed or renewed
         self.open = True
+        # runs that `Plan.start` has begun and that are not done, in order
         self.started: list[Any] = []
-        """Operations of `Plan.start` that are not done, in order."""
+        # plans by the identity of their arrays; see `plan.PlanCache`
         self.plans: dict[Any, Any] = {}
-        """Plans by the identity of their array, as `plan.PlanCache` finds them."""
         self.cache: Any = None
+        # runs the MPI library's own collectives
         self.own = Collectives(self.comm)
-        """MPI's own collectives of calls."""
+        # the communicators for messages of one-shot calls
         self.lanes = Lanes(self.comm, self.across)
-        """What messages of one-shot calls go over."""
+        # all Lanes ever made here, to be freed at the end
         self.all_lanes = [self.lanes]
         recorder.add_communicator(self.board.marks.identity, ranks_of_job(self.comm, range(self.size)))
-        self.plan_lanes, self.tags_dealt = self.lanes, 0
-        """What messages of plans go over, and the tags dealt on it, which keep them apart."""
-        self.caller, self.inside = 0, False
-        """The thread that has made the last call, and whether it is in one: see `change_caller`."""
+        # the communicators for messages of plans, and the number of tags that plans have taken on them; see `deal`
+        self.plan_lanes = self.lanes
+        self.tags_dealt = 0
+        # the thread that made the last call, and True while it is in that call; see `change_caller`
+        self.caller = 0
+        self.inside = False
+        # True if threads are known to take turns here: then `change_caller` does not warn
         self.of_threads = False
-        """Whether threads of ours take turns here."""
+        # all threads that have made a call
         self._callers: WeakSet[threading.Thread] = WeakSet()
+        # arrays of calls that have failed: others, or MPI, may still touch them
         self._kept: list[Any] = []
         self._pid = os.getpid()
         _alive.add(self)
 
     def lies_within(self, look: Callable[[float], None]) -> None:
-        """Every wait here calls `look(seconds waited)`, which raises where a larger generation has ended."""
+        """Make every wait here call `look(seconds waited)`, which raises if an enclosing generation has ended.
+
+        The generation of a store encloses those of its communicators.
+        """
         self.board.beyond = look
 
     def patient(self, stall_seconds: float, timeout_seconds: float) -> None:
-        """Set how long a wait may last before it warns, and before it raises (0: never)."""
+        """Set the time after which a wait warns, and the time after which it raises StallError (0: never)."""
         self.limits = self.board.limits = self.generation.limits = Limits(stall_seconds, timeout_seconds)
         if self.control is not None:
             self.control.limits = self.limits
 
     @property
     def over(self) -> CollectiveError | None:
-        """Return what every call raises since the communicator has ended."""
+        """The error that every call raises once the communicator is over, or None."""
         return self.ending.over
 
     def check(self) -> None:
-        """Raise where the communicator is over, with the sentence that ended it, or freed."""
+        """Raise the error that ended the communicator, if it is over, or MismatchError if it was freed."""
         if self.over is not None:
             raise type(self.over)(str(self.over))
         if not self.open:
             raise MismatchError(FREED)
 
     def change_caller(self, thread: int, what: str) -> None:
-        """Another thread than the last one makes a call. CollectiveError, on all ranks, while the last one is in a call
-        of its own. A RuntimeWarning where the program's threads call by turns: ranks may order them unlike."""
+        """Note that a call comes from another thread than the call before it. `what`: the new call.
+
+        If the last thread is still in its call, all ranks raise CollectiveError. If threads of the program call in
+        turns, warn: on another rank the turns may come in another order, and then calls that do not belong together
+        meet. One thread that takes over from another for good is fine.
+        """
         before = self.caller
         if self.inside:
             rank, one, other = self.names[self.rank], thread_name(thread), thread_name(before)
@@ -169,7 +203,8 @@ class Communicator:
         here = threading.current_thread()
         if here in self._callers and not self.of_threads:
             one = thread_name(before)
-            self.of_threads = bool(one)  # it is there still, and this is said once
+            # If the other thread has ended, its name is "": this thread has taken over for good. Warn only once.
+            self.of_threads = bool(one)
             if one and not (one.startswith(OURS) or here.name.startswith(OURS)):
                 turns = f"threads {one!r} and {here.name!r} make calls on one communicator by turns"
                 warn(f"{turns}, and ranks whose turns differ get each other's results: {ONE_THREAD}")
@@ -177,7 +212,7 @@ class Communicator:
 
     @contextmanager
     def entered(self, what: str) -> Iterator[None]:
-        """This thread is in a call."""
+        """A context in which this thread counts as being in a call."""
         if self.caller != (thread := threading.get_ident()):
             self.change_caller(thread, what)
         outer, self.inside = self.inside, True
@@ -188,45 +223,51 @@ class Communicator:
 
     @property
     def next_number(self) -> int:
-        """Return the number that the next call will have here, the same on all ranks."""
+        """The number that the next call here will have. The same on all ranks."""
         return (self.board.number if self.control is None else self.control.number) + 1 & NUMBERS
 
     def agree(self, text: str) -> None:
-        """Collective, blocking: MismatchError on every rank unless all bring the same text."""
+        """Raise MismatchError on every rank unless all ranks call with the same text. Collective and blocking."""
         self.check()
         with self.entered(text), self.failing(text):
             self.run(self.agreed(text), text)
 
     def agreed(self, text: str) -> Iterator[None]:
-        """Meet all ranks, beside others' steps. MismatchError on every rank unless all bring the same text."""
+        """As `agree`, in steps. Yields whenever it has to wait."""
         if self.size > 1:
             yield from (self.board if self.control is None else self.control).agreed(text)
 
     def run(self, steps: Iterator[None], what: str) -> None:
-        """Run an operation to its end."""
+        """Run the steps of an operation to their end. Blocking. `what` names the operation in errors."""
         drive(steps, self.generation, what, min(self.board.spins, 16))
 
     def hear(self, waited: float) -> None:
-        """Raise where the communicator has ended; beside compute, through which an operation has waited so long."""
+        """Raise if the communicator has ended, during an operation that has waited for `waited` seconds.
+
+        For an operation that runs while the program computes.
+        """
         self.generation.look(waited)
 
     def listen(self, waited: float = 0.0) -> None:
-        """Raise where the communicator has ended, or a process of the node has; for a rank that is in no operation."""
+        """Raise if the communicator, or a process of this node, has ended. For a rank that is in no operation."""
         if self.control is not None:
             self.control.look(waited)
         self.board.hear(waited)
 
     def told(self) -> bool:
-        """Return whether a rank has told this one that the communicator has ended."""
+        """True if another rank has told this one that the communicator has ended. Does not raise."""
         return bool(self.board.poison.flag[0]) or (self.control is not None and self.control.over)
 
     def hold(self) -> None:
-        """See anew whether operations may begin by a fast path."""
+        """Let operations begin by the fast path, or forbid it.
+
+        A fast path must not overtake started operations, and must not begin on a communicator that is over or freed.
+        """
         self.board.hold(bool(self.started or self.over is not None or not self.open))
 
     @contextmanager
     def failing(self, what: str, *kept: object) -> Iterator[None]:
-        """Whatever is raised within ends the communicator."""
+        """A context in which any exception ends the communicator. See `fail`."""
         try:
             yield
         except BaseException as error:
@@ -234,7 +275,11 @@ class Communicator:
 
     @contextmanager
     def preparing(self, what: str) -> Iterator[None]:
-        """Errors of arguments raised within are this rank's alone; whatever else is raised ends the communicator."""
+        """A context for checking arguments and compiling.
+
+        An Exception counts as an argument error and concerns only this rank. A MemoryError, and an interrupt such as
+        Ctrl-C, ends the communicator.
+        """
         try:
             yield
         except Exception as error:
@@ -245,8 +290,13 @@ class Communicator:
             raise self.fail(what, error) from None
 
     def fail(self, what: str, error: BaseException, *kept: object) -> BaseException:
-        """`what` has raised here: end the communicator for all ranks; the error to raise. `kept` is not dropped, as
-        others, or MPI, may still touch it. Blocks for some seconds at most, until nobody touches this rank's arrays."""
+        """End the communicator for all ranks, because `what` has raised `error` here. Return the error to raise.
+
+        Blocks until no other rank touches this rank's arrays, but for some seconds at most.
+
+        Args:
+            kept: Objects to keep alive, because other ranks or MPI may still touch their memory.
+        """
         if self.over is not None or not self.open:
             return error
         self._kept.append(kept)
@@ -260,6 +310,7 @@ class Communicator:
         return told if isinstance(error, (CollectiveError, MPI.Exception)) else error
 
     def _end(self, told: CollectiveError) -> CollectiveError:
+        """Tell the other ranks, and return the error that all raise. It may come from a rank that failed earlier."""
         ended = self.board.end(told, str(told))
         if self.control is not None:
             ended = self.control.end(ended, str(ended))
@@ -268,7 +319,10 @@ class Communicator:
         return ended
 
     def deal(self, tags: int) -> None:
-        """A plan has taken so many tags; it keeps its lanes where the next one gets others. Collective."""
+        """Count the tags that a new plan has taken. Collective.
+
+        Before tags run out, plans that are made later get new communicators.
+        """
         self.tags_dealt += tags
         if self.tags_dealt > TAGS // 2:
             across = None if self.across is None else self.across.Dup()
@@ -276,8 +330,11 @@ class Communicator:
             self.all_lanes.append(self.plan_lanes)
 
     def close(self) -> None:
-        """Close with the user's communicator, which is freed or renewed. Collective; blocks nowhere, as each rank may
-        do so when it likes. Messages may still be under way: what carries them goes when they have come."""
+        """Free everything, when the user's communicator is freed or renewed.
+
+        Collective, but never blocks, because each rank may free its communicator at another time. Messages may still be
+        in flight, so the communicators that carry them are freed later (`requests.leave`).
+        """
         if not self.open:
             return
         self.open = False
@@ -296,8 +353,10 @@ class Communicator:
         self._kept = []
 
     def abandon(self) -> None:
-        """Drop it, as all ranks do that are left, and none looks at it any more: others have died. MPI keeps its
-        communicators, and what it may still write to."""
+        """Give it up after ranks have died. All surviving ranks do so, and none uses it any more.
+
+        Its MPI communicators are never freed, and memory to which MPI may still write is kept for good.
+        """
         if self.open:
             self.open = False
             self.hold()
@@ -312,15 +371,17 @@ class Communicator:
             _kept_for_good.append(self._kept)
 
     def leave(self, how: int = PROGRAM_ENDED) -> None:
-        """This rank's program ends, or what the communicator is for."""
-        if self.open and self._pid == os.getpid() and not MPI.Is_finalized():  # a child that was forked is no rank
+        """Tell the other ranks that this one will make no more calls. `how`: one of `DEPARTURES`."""
+        # A forked child is not a rank.
+        if self.open and self._pid == os.getpid() and not MPI.Is_finalized():
             self.board.leave(how)
             if self.control is not None:
                 self.control.leave(how)
 
     def beside(self) -> MPI.Intracomm:
-        """See `beside`. Collective at first, blocking; the first call of all ranks comes from the other thread."""
-        if self._spare is None:  # it was made before such a thread was expected
+        """See the function `beside`. The first call is collective and blocking. All ranks make it from our thread."""
+        # None if this communicator was made before `expect_threads` was called.
+        if self._spare is None:
             self._spare = made(self.comm.Dup())
         inner: Any = self._spare.Get_attr(_key())
         if not isinstance(inner, Communicator):
@@ -331,11 +392,11 @@ class Communicator:
         return self._spare
 
     def ended(self) -> dict[int, str]:
-        """Ranks that have left, or whose process has ended; and how, as far as it is known here. Looks at messages."""
+        """Return the ranks that are known to have left or died, each with a text that says how. Reads notes."""
         return self.board.ended() | (self.control.ended() if self.control is not None else {})
 
     def _carriers(self) -> Iterator[MPI.Comm]:
-        """The communicators of its own that messages go over."""
+        """Yield the MPI communicators of its own on which messages may be in flight."""
         if self.control is not None:
             yield self.control.comm
         if self._spare is not None:
@@ -344,25 +405,31 @@ class Communicator:
             yield from (comm for comm in lanes if comm is not None)
 
     def _nodes(self, first: int) -> tuple[list[int], bool]:
-        """For each rank the lowest rank of its node; and whether some rank expects calls of another thread."""
+        """Return for each rank the lowest rank of its node, and True if any rank expects calls from a thread of ours.
+
+        `first`: the lowest rank of this node. Collective.
+        """
         everybody = np.empty((self.size, 2), np.int64)
         self.comm.Allgather(np.array([first, _threads_expected], np.int64), everybody)
         return everybody[:, 0].tolist(), bool(everybody[:, 1].any())
 
     def _across(self) -> MPI.Comm | None:
-        """The ranks with this one's place in their nodes, one a node; None where nodes differ in size. Collective."""
+        """Make the communicator of the ranks that have this rank's place in their nodes, one rank of each node.
+
+        Return None if nodes differ in size. Collective.
+        """
         if self.nodes == 1 or len({self.node_of.count(node) for node in self.node_of}) > 1:
             return None
         return made(self.comm.Split(self.board.rank, self.rank))
 
 
 def thread_name(thread: int) -> str:
-    """The name of a thread of this process by its number; "" where it has ended."""
+    """Return the name of the thread with this identifier, or "" if it has ended."""
     return next((one.name for one in threading.enumerate() if one.ident == thread), "")
 
 
 def _told(kept: Communicator, what: str, error: BaseException) -> CollectiveError:
-    """Return what all ranks raise where `what` has raised this on one."""
+    """Return the error that all ranks raise when `what` has raised `error` on this rank."""
     if isinstance(error, OutOfReach):
         return CollectiveError(unreachable(kept.board, error))
     dead = failed(kept.comm) if isinstance(error, MPI.Exception) else []
@@ -374,11 +441,11 @@ def _told(kept: Communicator, what: str, error: BaseException) -> CollectiveErro
 def communicator(
     comm: MPI.Comm | None, known_table: TuningTable | None = None, names: Sequence[int] | None = None
 ) -> Communicator:
-    """Return what is kept for `comm` (None: COMM_WORLD). The first call for a communicator is collective, blocking.
+    """Return the `Communicator` of an MPI communicator (None: COMM_WORLD).
 
-    StallError there means that a rank had not come within the limits of the environment; a later call waits on for it.
-    `known_table`, the same on all ranks, counts in the first call, in place of the user's; `names` there are its ranks
-    as sentences are to name them.
+    The first call for an MPI communicator makes it; that call is collective and blocking. It raises StallError if a
+    rank does not come within the limits of the environment. A later call goes on waiting for that rank. `known_table`
+    and `names` (see `Communicator`) have an effect in the first call only.
     """
     global _recent
     before, known = _recent
@@ -390,17 +457,20 @@ def communicator(
 
 
 def expect_threads() -> None:
-    """From now on a thread of ours makes calls beside the program's: what is made for a communicator has `beside`."""
+    """Announce that a thread of ours will make calls at the same time as the program's threads.
+
+    Communicators that are made from now on have a second one ready for it; see `beside`.
+    """
     global _threads_expected
     _threads_expected = True
 
 
 def beside(comm: MPI.Comm | None) -> MPI.Intracomm:
-    """Return a communicator of the same ranks (None: COMM_WORLD) for the calls of a thread of ours.
+    """Return a second communicator of the same ranks (None: COMM_WORLD), for the calls of a thread of ours.
 
-    Calls on one communicator come in one order on all ranks. What a thread calls beside the program comes earlier or
-    later than the program's calls on each rank, so it takes another communicator. It ends with `comm`, and `renew` of
-    that renews it.
+    All ranks must make the calls on a communicator in the same order. But on each rank the calls of our thread fall
+    between other calls of the program. So our thread uses a communicator of its own. It ends together with `comm`, and
+    renewing `comm` renews it.
     """
     return communicator(comm).beside()
 
@@ -422,12 +492,13 @@ def _found(comm: MPI.Comm, known_table: TuningTable | None, names: Sequence[int]
     if not isinstance(comm, MPI.Intracomm):
         raise MismatchError("an intercommunicator has no collectives here: merge it first")
     with _making.setdefault(comm.handle, threading.Lock()):
-        found = comm.Get_attr(_key())  # another thread may have made it meanwhile
+        # Another thread may have made it while this one waited for the lock.
+        found = comm.Get_attr(_key())
         return found if isinstance(found, Communicator) else _open(comm, found, known_table, names)
 
 
 def abandon(comm: MPI.Comm) -> None:
-    """Drop what is kept for `comm`, of whose ranks some have died, as all others do. Does not block."""
+    """Give up the `Communicator` of `comm` after ranks have died. All surviving ranks do so. Does not block."""
     found = comm.Get_attr(_key())
     if found is not None:
         if isinstance(found, Communicator):
@@ -436,10 +507,17 @@ def abandon(comm: MPI.Comm) -> None:
 
 
 def renew(comm: MPI.Comm | None = None) -> None:
-    """Begin another communicator on the same ranks, after one has ended: calls on `comm` work again. Collective,
-    blocking: all ranks of `comm` call. Plans of the old one stay over: make them anew.
+    """Make `comm` usable again after a call on it has failed.
 
-    StallError where a rank has not come within the limits of the environment; a later call waits on for it.
+    Collective and blocking: all ranks of `comm` call it. Plans that were made before stay unusable; make new ones.
+
+    Args:
+        comm: The mpi4py communicator on which calls raise CollectiveError. None stands for COMM_WORLD.
+
+    Raises:
+        StallError: A rank did not come within MPIPS_TIMEOUT_SECONDS. Calling `renew` or any collective on `comm` again
+            goes on waiting for it.
+        CollectiveError: A rank cannot come, because its program or its process has ended.
     """
     comm = MPI.COMM_WORLD if comm is None else comm
     _see_comm(comm)
@@ -447,7 +525,8 @@ def renew(comm: MPI.Comm | None = None) -> None:
     if isinstance(found, Communicator):
         found.open, found.ending.over = False, found.over or CollectiveError("it has been renewed")
         found.hold()
-        assert isinstance(comm, MPI.Intracomm)  # see `_found`
+        # `_found` has refused all others.
+        assert isinstance(comm, MPI.Intracomm)
         comm.Set_attr(_key(), _Arrival(comm, found))
     made = communicator(comm)
     made.check()
@@ -455,8 +534,12 @@ def renew(comm: MPI.Comm | None = None) -> None:
 
 
 class _Arrival:
-    """All ranks' coming to a communicator. What makes something of it, as `Dup` does, blocks in MPI, and must not
-    before all are there. A rank that gave up waiting has come all the same."""
+    """The wait for all ranks before the first call on a communicator, or before a `renew`.
+
+    MPI calls that make communicators, such as `Dup`, block without a limit until all ranks have called them. So they
+    are made only after all ranks are known to be there. It is kept as the attribute of the MPI communicator, so that a
+    later call continues the wait. A rank whose wait timed out counts as having come.
+    """
 
     limits = Limits()
     nap_after = NAP_AFTER_BETWEEN_NODES
@@ -468,34 +551,35 @@ class _Arrival:
         self._roll = Roll(comm, self._what)
 
     def wait(self) -> None:
-        """Blocking; StallError after the limit of the environment."""
+        """Wait until all ranks have come. Blocking. Raises StallError after the limit of the environment."""
         self.limits = limits()
         drive(until(self._roll.request.Test), self, self._what)
 
     def look(self, waited: float) -> None:
-        """There is no generation yet that could end, but what is renewed knows whose program has ended."""
+        """Raise CollectiveError if a rank cannot come any more."""
+        # There is no new generation yet that could end. But the old one, which is renewed, knows who has left it.
         for rank, how in (self.old.ended() if self.old is not None else {}).items():
             raise CollectiveError(f"rank {rank} cannot come to renew: {how}")
         self._roll.look(waited)
 
     def late(self) -> list[int]:
-        """See `Roll`."""
         return self._roll.late()
 
     def close(self) -> None:
-        """MPI completes a barrier under way by itself."""
+        """Do nothing: MPI completes the exchange by itself. Called when the user's communicator is freed."""
 
 
 def _open(
     comm: MPI.Intracomm, arrival: _Arrival | None, known_table: TuningTable | None, names: Sequence[int] | None
 ) -> Communicator:
-    """Wait for all ranks, from where an earlier call gave up, and make what is kept."""
+    """Wait for all ranks, and make the `Communicator`. `arrival`: the wait that an earlier call gave up."""
     if arrival is None:
         arrival = _Arrival(comm)
         comm.Set_attr(_key(), arrival)
     arrival.wait()
     old = arrival.old
-    if old is not None:  # all have come: nobody touches its memory any more
+    if old is not None:
+        # All ranks have come to `renew`, so no rank touches the memory of the old communicator any more.
         old.open = True
         old.close()
         names = old.names
@@ -506,7 +590,13 @@ def _open(
 
 
 def _node_memory(comm: MPI.Intracomm) -> tuple[MPI.Comm, NodeMemory, list[int]]:
-    """The ranks that share memory with this one, their areas, and their numbers; this rank alone where they cannot."""
+    """Make the communicator of the ranks that share memory with this one, and map their areas. Collective.
+
+    If any of these ranks cannot map another's area, each rank counts as a node of its own.
+
+    Returns:
+        The communicator, the areas, and the numbers of its ranks in `comm`.
+    """
     node = made(comm.Split_type(MPI.COMM_TYPE_SHARED))
     memory = open_memory(node)
     if memory is None:
@@ -521,7 +611,13 @@ def _node_memory(comm: MPI.Intracomm) -> tuple[MPI.Comm, NodeMemory, list[int]]:
 
 
 def open_memory(node: MPI.Comm, fenced: bool = not ORDERED_STORES) -> NodeMemory | None:
-    """Collective over `node`: one area each. None, on every rank, when some rank cannot map another's area."""
+    """Make this rank's area of shared memory and map those of the others. Collective over `node`.
+
+    Returns None on every rank if any rank cannot map another's area.
+
+    Args:
+        fenced: Use MPI_Win_sync as memory fence around signals, for processors that may reorder stores.
+    """
     clear()
     mine = arena.empty(area_bytes(node.size), np.uint8)
     mine[:SLOTS_AT] = mine[ROWS_AT:] = 0
@@ -541,7 +637,8 @@ def open_memory(node: MPI.Comm, fenced: bool = not ORDERED_STORES) -> NodeMemory
         assert isinstance(node, MPI.Intracomm)
         fence = MPI.Win.Create(np.zeros(8, np.uint8), comm=node)
         fence.Lock_all(MPI.MODE_NOCHECK)
-    areas[node.rank] = mine  # keeps it alive
+    # This array keeps the area alive; an attached one would not.
+    areas[node.rank] = mine
     return NodeMemory(
         node.rank,
         areas,
@@ -555,7 +652,10 @@ def open_memory(node: MPI.Comm, fenced: bool = not ORDERED_STORES) -> NodeMemory
 
 
 def _attach(places: Sequence[Region]) -> tuple[list[NDArray[np.uint8]], int | None]:
-    """All areas, and the file of the first; fewer where one cannot be mapped."""
+    """Return all areas, and a descriptor of the file that has the first rank's area, for `Poison`.
+
+    If an area cannot be mapped the list is empty. If that file cannot be opened, the descriptor is None.
+    """
     try:
         first = os.open(f"/proc/{places[0].pid}/fd/{places[0].fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
@@ -567,7 +667,7 @@ def _attach(places: Sequence[Region]) -> tuple[list[NDArray[np.uint8]], int | No
 
 
 def _cores(node: MPI.Comm) -> int:
-    """On how many the ranks of a node may run, all together; collective over it."""
+    """Return the number of cores that the ranks of a node may use together. Collective over `node`."""
     cores = np.zeros(MOST_CORES, np.uint8)
     cores[[core for core in os.sched_getaffinity(0) if core < MOST_CORES]] = 1
     node.Allreduce(MPI.IN_PLACE, cores, MPI.MAX)
@@ -577,13 +677,18 @@ def _cores(node: MPI.Comm) -> int:
     return bound_cores(int(np.count_nonzero(cores)), known)
 
 
+# Open this rank's page already at import. A rank that ends before its first collective then leaves word that it has
+# ended, and others do not wait for it.
 if MPI.Is_initialized() and not MPI.Is_finalized():
-    tracing.begin(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)  # so that others hear of its end, also before a collective
+    tracing.begin(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
 
 
 @atexit.register
 def leave_all(but: Collection[MPI.Comm] = ()) -> None:
-    """Tell others that this rank's program ends; not those of the communicators `but`, which are needed yet."""
+    """Tell the other ranks of all communicators, except those of `but`, that this rank's program ends.
+
+    A store that closes at exit still needs the other ranks, so it keeps its communicators until then.
+    """
     needed = [comm.Get_attr(_key()) for comm in but if comm != MPI.COMM_NULL]
     for kept in list(_alive):
         if kept not in needed:

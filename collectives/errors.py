@@ -1,4 +1,4 @@
-"""Exceptions of collectives, and at which line of the user's program they are shown."""
+"""Exceptions of collectives, and the line of the user's program at which errors and warnings are shown."""
 
 from __future__ import annotations
 
@@ -17,41 +17,43 @@ E = TypeVar("E", bound=BaseException)
 
 
 class CollectiveError(RuntimeError):
-    """The communicator is over: every rank raises the same sentence. `collectives.renew` begins another."""
+    """The communicator is over. Every rank raises the same sentence. `collectives.renew` starts a new one."""
 
-    of_caller = True  # the sentence tells all: no line of ours is to be shown beside it
+    # see `of_caller` below
+    of_caller = True
 
 
 class MismatchError(CollectiveError, ValueError):
-    """Ranks called with arguments that do not fit together."""
+    """Ranks made different calls, or the same call with different arguments."""
 
 
 class StallError(CollectiveError, TimeoutError):
-    """A wait exceeded ``timeout_seconds``; the sentence names the operation and the ranks that have not come."""
+    """A wait took longer than ``timeout_seconds``. The sentence names the operation and the ranks that are missing."""
 
 
+# An error travels between ranks as an index into this tuple, and a sentence.
 KINDS: tuple[type[CollectiveError], ...] = (CollectiveError, MismatchError, StallError)
-"""What travels between ranks is a place in this tuple, and a sentence."""
 
 
 def kind_of(error: BaseException) -> int:
-    """The place in `KINDS` of what the other ranks are to raise for this rank's error."""
+    """Return the index in `KINDS` of the error that the other ranks raise for this rank's error."""
     return next((n for n, kind in reversed([*enumerate(KINDS)]) if isinstance(error, kind)), 0)
 
 
 def given_up(rank: int, what: str, error: BaseException) -> CollectiveError:
-    """Return what all ranks raise where `what` has raised this on one."""
+    """Return the error that all ranks raise when `what` has raised `error` on this rank."""
     if isinstance(error, CollectiveError):
         return error
     reason = f": {error}" if str(error) else ""
     sentence = f"rank {rank} has given up {what}: {type(error).__name__}{reason}"
-    return CollectiveError(sentence.encode(errors="replace").decode())  # file names may hold what no text can
+    # File names with undecodable bytes hold surrogates, which cannot be encoded.
+    return CollectiveError(sentence.encode(errors="replace").decode())
 
 
 def without_mpi(error: BaseException) -> str:
-    """The sentence for what `from mpi4py import MPI` raises where there is no MPI's library; "" for other errors.
+    """Return a sentence if `error` is what `from mpi4py import MPI` raises without an MPI library, and "" otherwise.
 
-    mpi4py's wheels raise a RuntimeError of seven lines, and a build from source the linker's ImportError.
+    Wheels of mpi4py raise a RuntimeError of seven lines. A build from source raises the linker's ImportError.
     """
     text = str(error)
     unlinked = "libmpi" in text and "cannot open shared object file" in text
@@ -61,24 +63,30 @@ def without_mpi(error: BaseException) -> str:
 
 
 def ranks(numbers: Sequence[int]) -> str:
-    """Ranks as a sentence names them."""
+    """Format rank numbers for a sentence: "rank 3", "ranks 0, 2"."""
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def of_caller(error: E) -> E:
-    """Mark an error as the caller's. Where nobody catches it, it is shown with the caller's lines alone, and once for
-    all ranks that have its sentence. `CollectiveError` is marked as a class."""
+    """Mark an error as caused by the caller, and return it.
+
+    If nobody catches such an error, its traceback shows only the lines of the user's program, and it is printed once
+    for all ranks that raise the same sentence. `CollectiveError` is marked as a class.
+    """
     error.of_caller = True  # type: ignore[attr-defined]
     return error
 
 
 def is_ours(frame: FrameType) -> bool:
-    """Return whether a frame runs code of these packages."""
+    """True if a frame runs code of our packages."""
     return _module(frame).partition(".")[0] == "mpips"
 
 
 def warn(sentence: str) -> None:
-    """A RuntimeWarning at the user's line; at the line that calls this where there is none, as in a thread of ours."""
+    """Issue a RuntimeWarning at the line of the user's program that called us.
+
+    In a thread of our own there is no such line. The warning then shows the line that calls this function.
+    """
     level = 2
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_ours(frame):
@@ -92,12 +100,12 @@ def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
+# names in other libraries -> our names
 ELSEWHERE = {"lr": "learning_rate", "eps": "epsilon", "betas": "beta1", "avg": "mean", "average": "mean"}
-"""What other libraries call a thing, and what it is called here."""
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """ " (did you mean 'x'?)", to stand behind a word that is not known; "" where no known one is like it."""
+    """Return " (did you mean 'x'?)", to stand after an unknown word, or "" if no known word is similar."""
     if not isinstance(word, str):
         return ""
     names, own = list(known), ELSEWHERE.get(word.lower())
@@ -106,12 +114,12 @@ def did_you_mean(word: object, known: Iterable[str]) -> str:
 
 
 class Uncopied:
-    """Base of what belongs to this process: copies and pickles of it are refused."""
+    """Base class of objects that belong to this process. They refuse to be copied or pickled."""
 
     __slots__ = ()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise TypeError: called by `copy` and `pickle`."""
+        """Raise TypeError. `copy` and `pickle` call this."""
         raise of_caller(
             TypeError(
                 f"{type(self).__name__} objects cannot be copied or pickled: they hold memory and communicators of "

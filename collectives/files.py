@@ -1,7 +1,7 @@
-"""A file that is there whole or not at all, whatever ends the program, and that goes through no link of others.
+"""Write a file as a whole or not at all, however the program ends, and never through a link that is in its place.
 
-It is made beside its place, as `NAME.RANDOM.part`, and renamed. Who makes one holds a lock on it: what a kill has left
-has none, and the next file of the same name removes it.
+A new file is written as `NAME.RANDOM.part` in the same folder, and renamed at the end. Its maker holds a lock on it. So
+an unfinished file without a lock was left by a killed process, and the next file of the same name removes it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ import time
 from typing import Any
 
 NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+# An unfinished file's name begins with at most this many bytes of the final name. File systems allow 255 in all.
 LONGEST = 220
-"""Bytes of a file's name that the unfinished file's name repeats: file systems allow 255."""
+# An unfinished file without a lock counts as abandoned at this age. Younger ones may not be locked yet.
 ABANDONED_SECONDS = 2.0
-"""An unfinished file without a lock that is as old has been left by a kill: its maker would have locked it by now."""
+# names of standard output and the like, which are written in place
 STREAMS = ("/dev/std", "/dev/fd/", "/proc/")
-"""Names of standard output and its like, which are written in place."""
+# errors of a folder that accepts no new files, although an existing file in it may be writable
 NO_NEW_FILE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
-"""Errors of a folder that takes no new file, though a file that is there may be written."""
 
 
 class NewFile:
-    """A file that is being made: write to `fd`, and `finish` puts it at `path`; `abandon` leaves what is there.
+    """A file that is being written. Write to `fd`; then `finish` puts it at `path`, or `abandon` drops it.
 
-    It has the mode of the user's own file that it replaces, else that of the umask. A link at `path` is replaced, not
-    followed. Raises OSError where no such file can be made: `path` is a folder, a device or a pipe, or its folder is
-    not there.
+    If it replaces a file of the same user it has the mode of that file, and otherwise that of the umask. A link at
+    `path` is replaced, not followed. Raises OSError if no such file can be made: `path` is a folder, a device or a
+    pipe, or its folder does not exist.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -44,16 +44,21 @@ class NewFile:
         _see_folder(folder)
         self._folder, start = folder or ".", os.fsdecode(os.fsencode(name)[:LONGEST])
         remove_abandoned(self._folder, re.escape(start), ABANDONED_SECONDS)
-        mode, self._ended = _mode_of(self.path), False
+        mode = _mode_of(self.path)
+        # True once `finish` or `abandon` has begun
+        self._ended = False
         self._unfinished, self.fd = _made(os.path.join(self._folder, start), 0o666 if mode is None else mode)
-        with contextlib.suppress(OSError):  # a file system without locks keeps what a kill leaves
+        # Not all file systems have locks. Without them the unfinished files of killed processes stay.
+        with contextlib.suppress(OSError):
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if mode is not None:
             os.fchmod(self.fd, mode)
 
     def finish(self) -> None:
-        """Put the file in place, where it stays whatever happens to the machine. Blocks until the disk has it. OSError
-        where it cannot be there: what was at its place still is."""
+        """Put the file at `path`. Blocks until the disk has it, so it survives a crash of the machine.
+
+        If this raises OSError before the file is renamed, the file that was at `path` is unchanged.
+        """
         self._ended = True
         try:
             os.fsync(self.fd)
@@ -70,7 +75,7 @@ class NewFile:
             os.close(folder)
 
     def abandon(self) -> None:
-        """Leave what was at `path` as it was. Once `finish` has begun: nothing."""
+        """Drop the file and leave `path` as it was. Does nothing once `finish` has begun."""
         if not self._ended:
             self._ended = True
             self._remove()
@@ -82,9 +87,9 @@ class NewFile:
 
 
 def write(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file as a whole; OSError where it cannot be. Blocking.
+    """Write a file, so that it is there as a whole or not at all. Blocking. Raises OSError if that fails.
 
-    Devices, pipes and standard output are written as they are, and so is a file in a folder that takes no new one.
+    Devices, pipes and standard output are written in place, and so is a file in a folder that accepts no new files.
     """
     name = os.fspath(path)
     if name.startswith(STREAMS) or (os.path.exists(name) and not os.path.isfile(name)):
@@ -104,7 +109,7 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def write_picture(path: str | os.PathLike[str], figure: Any, dpi: float | str = "figure") -> None:
-    """Draw a figure of matplotlib into a file, in the format that its name ends in. Blocking; OSError as in `write`."""
+    """Draw a figure of matplotlib into a file, in the format that the name's suffix tells. Otherwise as `write`."""
     name = os.fspath(path)
     if not (ending := os.path.splitext(name)[1]):
         name, ending = f"{name}.png", ".png"
@@ -114,7 +119,7 @@ def write_picture(path: str | os.PathLike[str], figure: Any, dpi: float | str = 
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all bytes at the place where a file stands. Blocking; OSError where the disk does not take them."""
+    """Write all bytes at the current position of an open file. Blocking. Raises OSError."""
     left = memoryview(data)
     while len(left):
         left = left[os.write(fd, left) :]
@@ -129,7 +134,7 @@ def _write_in_place(name: str, data: bytes, flags: int) -> None:
 
 
 def _made(start: str, mode: int) -> tuple[str, int]:
-    """Return a file of a new name that nobody can guess, and its descriptor."""
+    """Make a file whose name begins with `start` and cannot be guessed. Return its name and descriptor."""
     while True:
         name = f"{start}.{secrets.token_hex(8)}.part"
         with contextlib.suppress(FileExistsError):
@@ -137,7 +142,7 @@ def _made(start: str, mode: int) -> tuple[str, int]:
 
 
 def _mode_of(path: str) -> int | None:
-    """Return the mode of the user's own file; None where there is none, or it is another user's."""
+    """Return the mode of a regular file of this user, or None if there is no such file."""
     try:
         there = os.lstat(path)
     except OSError:
@@ -146,7 +151,7 @@ def _mode_of(path: str) -> int | None:
 
 
 def _see_folder(folder: str) -> None:
-    """OSError where it is not there, which says why."""
+    """Raise OSError, with the reason, if a folder does not exist."""
     above = folder
     while above and not os.path.lexists(above):
         above = os.path.dirname(above)
@@ -157,8 +162,12 @@ def _see_folder(folder: str) -> None:
 
 
 def remove_abandoned(folder: str, names: str, seconds: float = 0.0) -> None:
-    """Remove what kills have left of the user's files whose names match, at least so long ago. What somebody is still
-    writing stays."""
+    """Remove unfinished files of this user that killed processes have left. Files that are still being written stay.
+
+    Args:
+        names: A regular expression for the names of the files that were to be written.
+        seconds: The least age of files that are removed.
+    """
     unfinished = re.compile(rf"(?:{names})\.[0-9a-f]{{16}}\.part")
     with contextlib.suppress(OSError):
         for name in filter(unfinished.fullmatch, os.listdir(folder)):
@@ -168,7 +177,8 @@ def remove_abandoned(folder: str, names: str, seconds: float = 0.0) -> None:
                 try:
                     there = os.fstat(fd)
                     if there.st_uid == os.geteuid() and time.time() - there.st_mtime >= seconds:
-                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: it is being written
+                        # Raises BlockingIOError, an OSError, if the file is still being written.
+                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         os.unlink(path)
                 finally:
                     os.close(fd)

@@ -1,6 +1,7 @@
-"""Many unlike arrays in one allreduce, each summed across ranks: small ones packed together, large ones where they are.
+"""Several different arrays in one allreduce, each reduced by itself: small ones packed, large ones in place.
 
-On one node all arrays are reduced in the same two meetings. Between nodes, arrays of one type travel as one vector.
+On one node the ranks meet twice in all, however many arrays there are. Between nodes, all arrays of a type travel as
+one vector.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ from mpips.collectives.node.program import copy
 from mpips.collectives.runner import chosen, make_runner, ways
 from mpips.collectives.schedule.model import cut
 
+# On one node, arrays of up to this size are copied into a common vector. Larger ones are reduced in place.
 PACKED_BYTES = 64 << 10
-"""On one node, arrays of up to so many bytes are copied beside each other; larger ones are reduced where they lie."""
 
 
 @dataclass(frozen=True)
 class GroupCall(Call):
-    """A call of many arrays; `n` counts bytes."""
+    """A `grouped_allreduce` as ranks compare it. `n` counts the bytes of all arrays."""
 
+    # their sizes and types, and the operation, in words
     arrays: str = ""
 
     def described(self) -> str:
@@ -38,12 +40,20 @@ class GroupCall(Call):
 
 
 class Packed:
-    """Runs what reduces packed arrays, between copies there and back."""
+    """A runner that packs arrays into common vectors, lets other runners reduce those, and unpacks the results.
+
+    Args:
+        runners: One for each vector; on one node a single one for all.
+        into: The copies into the vectors.
+        back: The copies out of them.
+    """
 
     holds = True
 
     def __init__(self, runners: Sequence[Runner], into: Sequence[Step], back: Sequence[Step]) -> None:
-        self._runners, self._into, self._back = runners, into, back
+        self._runners = runners
+        self._into = into
+        self._back = back
         self.fast: Callable[[], int] = self._fast if len(runners) == 1 else not_begun
 
     def steps(self) -> Iterator[None]:
@@ -77,7 +87,7 @@ def compile_group(
     label: str = "",
     blocks: Sequence[Any] | None = None,
 ) -> tuple[Call, Runner]:
-    """The call, and what carries it out. ValueError or TypeError where the arguments are bad. Local."""
+    """Check the arguments of a `grouped_allreduce` and compile it. Local. Raises ValueError or TypeError."""
     sources, targets = _flats(x, out)
     kept = _kept(sources, blocks)
     for source in sources:
@@ -118,7 +128,7 @@ def _flats(x: Sequence[Any], out: Sequence[Any] | None) -> tuple[list[Flat], lis
 
 
 def _kept(sources: Sequence[Flat], blocks: Sequence[Any] | None) -> list[tuple[Flat, ...]]:
-    """For each array where this rank's block of its result goes, too."""
+    """Return for each array its entry of `blocks` as a vector in a tuple, or () if it is None."""
     kept: list[tuple[Flat, ...]] = []
     for i, (source, block) in enumerate(zip(sources, blocks or [None] * len(sources), strict=True)):
         if block is None:
@@ -135,11 +145,11 @@ def _kept(sources: Sequence[Flat], blocks: Sequence[Any] | None) -> list[tuple[F
 
 
 class OverlapError(ValueError):
-    """A result would go into a part of another array, or of its own, before that has been read."""
+    """A result would overwrite part of an array that is still to be read."""
 
 
 class _Pair(NamedTuple):
-    """An array, where its result goes, and where this rank's block of it goes, too."""
+    """An array, the array for its result, and those into which this rank's block of the result is copied too."""
 
     source: Flat
     target: Flat
@@ -147,13 +157,18 @@ class _Pair(NamedTuple):
 
 
 def _apart(pairs: Sequence[tuple[Flat, Flat]], kept: Sequence[tuple[Flat, ...]]) -> list[_Pair]:
-    """The arrays, each once: one that is there twice, as tied weights are, is reduced once. OverlapError where a result
-    goes into a part of another array, or of its own."""
+    """Drop repeated arrays: an array that is passed twice, as tied weights are, is reduced once.
+
+    Raises OverlapError if a result would overwrite part of another array, or of its own source.
+    """
+    # pair -> the first number under which it was passed; pair -> all blocks to be kept of it
     once: dict[tuple[Flat, Flat], int] = {}
     every: dict[tuple[Flat, Flat], tuple[Flat, ...]] = {}
     for number, pair in enumerate(pairs):
         once.setdefault(pair, number)
         every[pair] = (*every.get(pair, ()), *kept[number])
+    # (start, stop, number, is written) of all memory in use. In address order, each must begin after those before it
+    # have ended, unless both are only read.
     extents = []
     for (source, target), number in once.items():
         extents.append((target.address, target.address + _nbytes(target), number, True))
@@ -178,7 +193,9 @@ def _on_node(home: Communicator, call: GroupCall, op: str, pairs: Sequence[_Pair
     packs = _pack(home, few, arena.empty)
     packed = [flat for flat, _, _ in packs]
     parts += [part_of(_call(home, flat, op, "shared_memory", call.label), home.rank, flat, flat) for flat in packed]
-    if not parts or (len(parts) == 1 and not packs):  # of one alone no block is kept
+    # Slots and stages copy nothing to `blocks`. They serve only calls of a single array, so a single array gets an
+    # empty one beside it.
+    if not parts or (len(parts) == 1 and not packs):
         empty = user_arrays.flat(np.empty(0, np.float32), "x", True)
         parts.append(part_of(_call(home, empty, op, "shared_memory", call.label), home.rank, empty, empty))
     executor = Executor(home.board, call.text, parts, ways(home, home.size))
@@ -206,7 +223,7 @@ def _call(home: Communicator, flat: Flat, op: str, algorithm: str, label: str) -
 def _pack(
     home: Communicator, pairs: Sequence[_Pair], allocate: Callable[[int, Any], Vector]
 ) -> list[tuple[Flat, list[Step], list[Step]]]:
-    """For each type one vector that holds the arrays of that type, and the copies into it and back."""
+    """Return a vector for each element type, which holds all arrays of the type, and the copies into it and out."""
     packs = []
     for dtype in dict.fromkeys(pair.source.dtype for pair in pairs):
         alike = [pair for pair in pairs if pair.source.dtype == dtype]

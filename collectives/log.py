@@ -1,13 +1,14 @@
-"""The log of a job: a line for each transition of a rank, which says who speaks and where in its work it is.
+"""The log of a job: a line for each event of a rank, with the rank's number and its place in the work.
 
-Modules get their loggers from `get`, below "mpips". A program that configures `logging` itself gets its warnings like
-any others, and the rest where it is asked for, as below or by `logging.getLogger("mpips").setLevel(logging.INFO)`. They
-carry `rank`, `role`, `generation` and `step`, and the message begins with the rank.
+Modules get their loggers from `get`. Their names begin with "mpips". A program that configures `logging` itself sees
+our warnings among its own. It sees the other records if it asks for them, by the variables below or by
+`logging.getLogger("mpips").setLevel(logging.INFO)`. Records have the attributes `rank`, `role`, `generation` and
+`step`, and their messages begin with the rank.
 
-`MPIPS_LOG=info` (or debug, warning) shows them without such a configuration, on standard error. `MPIPS_LOG_DIR` writes
-them to a folder instead, a file for each rank, and `MPIPS_LOG_FORMAT=json` makes each line a JSON object.
-`mpips run --log`, `--log-dir` and `--log-format` set these, with a folder of each job's own (`folder_of_job`), and
-`merge` joins its files by time when the job has ended.
+Without such a configuration, `MPIPS_LOG=info` (or debug, warning) shows the records on standard error. `MPIPS_LOG_DIR`
+writes them into a folder instead, with a file for each rank, and `MPIPS_LOG_FORMAT=json` makes each line a JSON object.
+`mpips run --log`, `--log-dir` and `--log-format` set these variables. They give each job a folder of its own
+(`folder_of_job`), and `merge` joins its files by time when the job has ended.
 """
 
 from __future__ import annotations
@@ -31,32 +32,36 @@ from mpips.collectives.recorder.own import place
 LEVEL_VARIABLE, FOLDER_VARIABLE, FORMAT_VARIABLE = "MPIPS_LOG", "MPIPS_LOG_DIR", "MPIPS_LOG_FORMAT"
 LEVELS = ("debug", "info", "warning")
 FORMATS = ("text", "json")
+# the name, without its suffix, of the file with the lines of all ranks
 MERGED = "job"
-"""The name of the file that holds all ranks' lines, without its suffix."""
 SUFFIXES = {"text": ".log", "json": ".jsonl"}
 
 
 class Stamped(logging.LogRecord):
-    """A record with the place that `_stamp` has written on it; `said`: the message without it."""
+    """A log record with the attributes that `_stamp` adds. They are those of `recorder.own.place`."""
 
     rank: int
     role: str
     generation: int
     step: int
+    # the message without the rank
     said: str
+    # seconds since this module was imported
     since: float
-    """Seconds since this process has begun to log."""
 
 
 _began = time.monotonic()
 
 
 class LogError(ValueError):
-    """A variable of the log that names no level or format."""
+    """MPIPS_LOG or MPIPS_LOG_FORMAT has an unknown value."""
 
 
 def chosen(environment: Mapping[str, str] = os.environ) -> tuple[str, str, str]:
-    """Return the level ("" where none is asked for), the folder and the format. LogError for an unknown word."""
+    """Read the variables of the log. Return (level, folder, format); a level of "" asks for nothing.
+
+    Raises LogError for an unknown word.
+    """
     level = environment.get(LEVEL_VARIABLE, "").strip().lower()
     form = environment.get(FORMAT_VARIABLE, "").strip().lower() or FORMATS[0]
     folder = environment.get(FOLDER_VARIABLE, "")
@@ -67,7 +72,7 @@ def chosen(environment: Mapping[str, str] = os.environ) -> tuple[str, str, str]:
 
 
 def get(name: str) -> logging.Logger:
-    """Return the logger of this name, which is "mpips" or begins with "mpips."."""
+    """Return the logger with this name, which must be "mpips" or begin with "mpips."."""
     _configure_once()
     logger = logging.getLogger(name)
     if _stamp not in logger.filters:
@@ -79,35 +84,41 @@ def get(name: str) -> logging.Logger:
 def _configure_once() -> None:
     try:
         configure()
-    except LogError:  # whoever reads the options of the job says so
+    except LogError:
+        # The code that reads the options of the job reports it.
         return
 
 
 @cache
 def begin_rank(size: int) -> None:
-    """Say once that this process is a rank of so many, and at its end that it ends."""
+    """Log once that this process is one of `size` ranks, and log its end when it exits."""
     logger, pid = get("mpips.rank"), os.getpid()
     logger.info("rank begins, of %d: process %d on %s", size, pid, socket.gethostname())
 
     def end() -> None:
-        if os.getpid() == pid:  # a fork of a rank is none
+        # A forked child is not a rank.
+        if os.getpid() == pid:
             logger.info("rank ends")
 
     atexit.register(end)
 
 
+# the level that `configure` has set last
 _set = [logging.NOTSET]
-"""The level that `configure` has set last."""
 
 
 def configure(environment: Mapping[str, str] = os.environ) -> None:
-    """Show and write what the environment asks for, and no more what it asked for before. LogError as of `chosen`."""
+    """Set up the log as the environment asks, in place of an earlier configuration by this function.
+
+    Raises LogError as `chosen`.
+    """
     level, folder, form = chosen(environment)
     root = logging.getLogger("mpips")
     for handler in [one for one in root.handlers if isinstance(one, (Terminal, Folder))]:
         root.removeHandler(handler)
-    if root.level in (logging.NOTSET, _set[0]):  # else the program has set it
-        # Unless it is asked for, a program that logs at INFO has none of these lines among its own.
+    # A level that the program has set stays. Otherwise only warnings are logged unless the environment asks for more: a
+    # program that logs at INFO should not find our lines among its own.
+    if root.level in (logging.NOTSET, _set[0]):
         _set[0] = getattr(logging, (level or "warning").upper())
         root.setLevel(_set[0])
     if not level:
@@ -120,7 +131,7 @@ def configure(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def _stamp(record: logging.LogRecord) -> bool:
-    """Write on a record who speaks, and where in its work that is."""
+    """Add to a record which rank logs it, and where in its work that rank is. A filter that drops nothing."""
     if place.rank < 0:
         place.rank = _rank()
         place.name = place.name or (f"rank {place.rank}" if place.rank >= 0 else "")
@@ -139,7 +150,7 @@ def _stamp(record: logging.LogRecord) -> bool:
 
 
 def _rank() -> int:
-    """Return this process' rank of the job; -1 while MPI does not run."""
+    """Return this process' rank in the job, or -1 while MPI does not run. Does not start MPI."""
     module = sys.modules.get("mpi4py.MPI")
     if module is None or not module.Is_initialized() or module.Is_finalized():
         return -1
@@ -147,16 +158,18 @@ def _rank() -> int:
 
 
 def _time(record: logging.LogRecord) -> str:
-    """Return when a record was made, in UTC, so that lines of several hosts are in order."""
+    """Format the time of a record in UTC, so that lines of several hosts can be sorted."""
     microseconds = int(record.created % 1 * 1e6)
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{microseconds:06d}Z"
 
 
 class TextLines(logging.Formatter):
-    """A line for people: time, who, where, seconds, which part of mpips, and the message; more lines are indented."""
+    """Formats records for people: time, rank, its place in the work, seconds, logger, and message.
+
+    Further lines of a message are indented.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record."""
         record = cast("Stamped", record)
         where = [record.role] if record.role else []
         where += [f"generation {record.generation}"] if record.generation >= 0 else []
@@ -170,10 +183,13 @@ class TextLines(logging.Formatter):
 
 
 class JsonLines(logging.Formatter):
-    """A JSON object a line: time, level, logger, host, pid, rank, role, generation, step, seconds, message, error."""
+    """Formats each record as a JSON object on a line of its own.
+
+    The keys are time, level, logger, host, pid, rank, role, generation, step, seconds, message and error. Keys whose
+    values are unknown are left out. A process that is not a rank may have "process" in place of "rank".
+    """
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record; what is not known is left out."""
         record = cast("Stamped", record)
         found = {
             "time": _time(record),
@@ -193,14 +209,13 @@ class JsonLines(logging.Formatter):
 
 
 class Terminal(logging.StreamHandler[TextIO]):
-    """Standard error, unless the program has configured `logging` itself: then that shows the records."""
+    """Writes records to standard error, unless the program has configured `logging` itself and shows them there."""
 
     def __init__(self, level: int) -> None:
         super().__init__()
         self.setLevel(level)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record."""
         others = [one for one in logging.getLogger("mpips").handlers if not isinstance(one, (Terminal, Folder))]
         if not logging.getLogger().handlers and not others:
             self.stream = sys.stderr
@@ -208,17 +223,20 @@ class Terminal(logging.StreamHandler[TextIO]):
 
 
 class Folder(logging.Handler):
-    """A file of this process in a folder, which is made where it is not there. It opens with the first record."""
+    """Writes records to this process' file in a folder. The folder and the file are made for the first record."""
 
     def __init__(self, folder: str, suffix: str) -> None:
         super().__init__()
-        self._folder, self._suffix = Path(folder), suffix
+        self._folder = Path(folder)
+        self._suffix = suffix
+        # descriptor of the open file, and the name of the process for which it was opened
         self._file = -1
         self._name = ""
+        # True once a record could not be written
         self._lost = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record, at one go. Where that fails, say so once, and go on without."""
+        """Write a record with a single system call. If that fails, say so once, and write no more records."""
         if self._lost:
             return
         try:
@@ -244,14 +262,16 @@ class Folder(logging.Handler):
 
 
 def folder_of_job(folder: str | os.PathLike[str]) -> str:
-    """Return the folder, in this one, of the job that this process starts; others have other names."""
+    """Return a path within `folder` for the log of the job that this process starts. No other job has the same."""
     began = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     return os.path.join(folder, f"{began}-{socket.gethostname()}-{os.getpid()}")
 
 
 def merge(folder: str | os.PathLike[str], form: str) -> Path | None:
-    """Join the files of a job's folder by time into one that is new, and return it; None where there is nothing.
-    OSError as of files."""
+    """Join the log files of a job's folder into a new file, ordered by time.
+
+    Return the new file, or None if there are no log files. Raises OSError, also if the new file exists already.
+    """
     suffix = SUFFIXES[form]
     target = Path(folder) / f"{MERGED}{suffix}"
     parts = sorted(Path(folder).glob(f"*{suffix}"))
@@ -265,7 +285,7 @@ def merge(folder: str | os.PathLike[str], form: str) -> Path | None:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield time and text of each record of a file; lines that begin with no time belong to the one before."""
+    """Yield (time, text) of each record of a file. Lines that do not begin with a time belong to the record before."""
     when, text = "", ""
     with open(path, encoding="utf-8", errors="replace") as lines:
         for line in lines:

@@ -1,18 +1,22 @@
-"""This machine: cores, memory and caches that a process may use, addresses of loaded programs, peers of sockets.
+"""This machine: cores, memory and caches that a process may use, fixed code addresses, and peers of sockets.
 
-Cores are those of this process' affinity, or of the CPU quotas of its control groups if they are less.
+**Cores** are those of this process' affinity, or those that the CPU quotas of its control groups allow, if these are
+fewer.
 
-Copies: glibc's memcpy, which NumPy's copies end in, writes around the caches when a copy is longer than 3/4 of the last
-one: what lands there will not be found in it anyway, and lines that are only overwritten need not be fetched first. On
-EPYC several versions take that cache for the sum of all on the socket, 384 MiB for 32, so that no copy is ever long. In
-a virtual machine the kernel does, too: 480 MiB for 2 cores of a Xeon, where copies of more than 32 MiB found nothing in
-it and took twice as long as past it. A setting of glibc sends long copies past the caches.
+**Copies.** NumPy's copies end in glibc's memcpy. It writes past the caches if a copy is longer than 3/4 of the last
+cache: that much data would not stay in the cache anyway, and the cache lines that it overwrites need not be fetched
+first. But on EPYC, several versions of glibc count the caches of all cores of a socket together, 384 MiB instead of 32,
+so that no copy counts as long. In a virtual machine the kernel does the same: it reported 480 MiB for 2 cores of a
+Xeon, where copies of more than 32 MiB found nothing in the cache and took twice as long as copies past it. A setting of
+glibc corrects this (`choose_long_copies`).
 
-Addresses: a core remembers branches by their addresses. Where several ranks share one, and each is at addresses of its
-own, each finds at its turn that the core has learned the others' branches. So such ranks start at fixed addresses.
+**Addresses.** A core predicts branches by their addresses. If several ranks share a core and have their code at
+different addresses, the core has learned the branches of the others whenever a rank gets its turn. So ranks that share
+cores are started with fixed addresses (`fix_addresses`).
 
-Peers: sockets without a name in any folder, and some folders, are open to all users of a machine. The kernel says who
-is at the other end of a Unix socket, so nobody can claim to be another. A process that listens admits `ours` alone.
+**Peers.** Abstract Unix sockets, and sockets in some folders, are open to all users of a machine. The kernel tells
+which process is at the other end of a Unix socket, and it cannot lie about that. A process that listens admits only
+processes of its own user (`Peer.ours`).
 """
 
 from __future__ import annotations
@@ -33,34 +37,44 @@ from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
 ROOT = Path("/")
-UNLIMITED = sys.maxsize >> 12 << 12  # of memory, as cgroups v1 have it
+# the memory limit that cgroups v1 report when there is no limit
+UNLIMITED = sys.maxsize >> 12 << 12
+# environment variables by which launchers tell the number of ranks on this machine
 LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
-CREDENTIALS = struct.Struct("iII")  # as of SO_PEERCRED
+# what SO_PEERCRED returns: pid, user, group
+CREDENTIALS = struct.Struct("iII")
 TUNABLES, THRESHOLD = "GLIBC_TUNABLES", "glibc.cpu.x86_non_temporal_threshold"
-SYSCONF_LEVEL3 = 194  # _SC_LEVEL3_CACHE_SIZE; Python has no name for it
+# _SC_LEVEL3_CACHE_SIZE, for which Python has no name
+SYSCONF_LEVEL3 = 194
+# No process can count on more than this of a last-level cache, because other processes fill it too. Where the cache is
+# larger, copies past it lose almost nothing (measured on a Xeon with 480 MiB).
 LARGEST_CACHE = 32 << 20
-"""Bytes of a last cache that one process can count on, as others fill it, too; copies past a larger one lose nothing
-worth mention, as was seen on a Xeon of 480 MiB."""
-LEVEL3 = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # as the kernel has it, "32768K"
+# the size of the last-level cache in words of the kernel, such as "32768K"
+LEVEL3 = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 
 class Quota(NamedTuple):
-    """The whole cores that a control group allows all its processes together, and which group that is."""
+    """The whole cores that a control group allows all its processes together."""
 
     cores: int
+    # the inode of the group's folder
     group: int
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Return the number of cores that this process may use: those of its affinity, or of its quota if they are less."""
+    """Return the number of cores that this process may use, by its affinity and its CPU quota.
+
+    `root`, here and below: the folder that has /proc and the mounted control groups. Tests pass another one.
+    """
     found = find_quota(root)
     return bound_cores(len(os.sched_getaffinity(0)), [found] if found else [])
 
 
 def bound_cores(cores: int, quotas: Sequence[Quota | None]) -> int:
-    """Return how many of `cores` the processes with these quotas may use together; a process without one has no bound.
+    """Return how many of `cores` several processes may use together.
 
-    Processes of one group share its quota.
+    `quotas` has the quota of each process. Processes of the same group share its quota. If a process has none (None),
+    there is no bound.
     """
     known = [quota for quota in quotas if quota]
     if not known or len(known) < len(quotas):
@@ -69,10 +83,11 @@ def bound_cores(cores: int, quotas: Sequence[Quota | None]) -> int:
 
 
 def find_quota(root: Path = ROOT) -> Quota | None:
-    """Return the smallest quota of this process' control groups and their parents; None where there is none.
+    """Return the smallest CPU quota of this process' control groups and their parents, or None if there is none.
 
-    Quotas are rounded down, but for less than one core. Ranks that wait keep looking: those on a part of a core use the
-    quota up, and then the kernel stops all ranks of the group until the next period.
+    Quotas are rounded down to whole cores, but to at least one. They are not rounded up, because ranks that wait keep
+    polling: they would use up the last part of a core, and then the kernel stops all ranks of the group until the next
+    period.
     """
     found = []
     for folder in _find_groups(root, "cpu"):
@@ -84,8 +99,10 @@ def find_quota(root: Path = ROOT) -> Quota | None:
 
 
 def _read_quota(folder: Path) -> tuple[int, int]:
-    """Return microseconds of processor time in a period, by cgroups v2 or v1; -1 or ValueError where there is no
-    bound."""
+    """Return (processor time allowed in a period, length of the period) in microseconds, from cgroups v2 or v1.
+
+    Without a bound v1 has -1 as the time, and v2 the word "max", which raises ValueError.
+    """
     if (folder / "cpu.max").exists():
         spent, period = (folder / "cpu.max").read_text().split()
         return int(spent), int(period)
@@ -93,7 +110,7 @@ def _read_quota(folder: Path) -> tuple[int, int]:
 
 
 def _find_groups(root: Path, controller: str) -> Iterator[Path]:
-    """Yield the folders of this process' control groups that may bound its "cpu" or "memory", and of their parents."""
+    """Yield the folders of this process' control groups for `controller` ("cpu" or "memory"), and their parents."""
     with suppress(OSError):
         lines = (root / "proc/self/cgroup").read_text().splitlines()
         paths = {controllers: path for _, controllers, path in (line.split(":", 2) for line in lines if line)}
@@ -108,7 +125,10 @@ def _find_groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _walk_up(top: Path, mounted: str, path: str) -> Iterator[Path]:
-    """Yield the group's folder and its parents up to `top`, where the group `mounted` is; `top` where it is outside."""
+    """Yield the folder of the control group `path`, and its parents up to `top`.
+
+    `top` is the folder at which the group `mounted` is mounted. A group outside of it is not visible: then yield `top`.
+    """
     group = PurePosixPath(path)
     inside = group.relative_to(mounted) if group.is_relative_to(mounted) and ".." not in group.parts else None
     folder = top / inside if inside else top
@@ -119,25 +139,25 @@ def _walk_up(top: Path, mounted: str, path: str) -> Iterator[Path]:
 
 
 def total_memory(root: Path = ROOT) -> int:
-    """Return bytes of memory and swap for all processes here: the machine's, or those of its control groups where they
-    are less."""
+    """Return the bytes of memory and swap, used and free, as limited by the machine and the control groups."""
     found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = [limit.most for limit in _memory_limits(root)]
     return min([found, *limits]) + _numbers(root / "proc/meminfo").get("SwapTotal:", 0) * 1024
 
 
 def free_memory(root: Path = ROOT) -> int:
-    """Return bytes that processes here can still take without swap: the machine's, or a control group's if less."""
+    """Return the free memory in bytes, without swap, as limited by the machine and this process' control groups."""
     available = _numbers(root / "proc/meminfo").get("MemAvailable:", sys.maxsize >> 10) * 1024
     return min([available, *(limit.most - limit.taken for limit in _memory_limits(root))])
 
 
 def free_swap(root: Path = ROOT) -> int:
-    """Return bytes of swap that processes here can still take: the machine's, or a control group's if less."""
+    """Return the free swap in bytes, as limited by the machine and by this process' control groups."""
     free = [_numbers(root / "proc/meminfo").get("SwapFree:", 0) * 1024]
     for folder in _memory_groups(root):
         if (read_number(folder / "memory.limit_in_bytes") or sys.maxsize) < UNLIMITED:
-            return 0  # v1 bounds swap together with memory: what of it is left is not known here
+            # v1 limits memory and swap together, so the free swap is not known.
+            return 0
         most, taken = (read_number(folder / f"memory.swap.{name}") for name in ("max", "current"))
         if most is not None and taken is not None:
             free.append(most - taken)
@@ -145,18 +165,19 @@ def free_swap(root: Path = ROOT) -> int:
 
 
 def open_memory(nbytes: int = 0) -> int:
-    """Open a file without a name whose bytes lie in memory, and go with its last descriptor: memfd_create. Other
-    processes reach it by /proc/PID/fd.
+    """Open a file without a name that is in memory, by memfd_create. Other processes open it by /proc/PID/fd.
 
-    Containers may deny that call. Then the file lies in /dev/shm, or among temporary files, where there is room for
-    `nbytes`. OSError where there is no such place: that of memfd_create, with what else was tried.
+    Its memory is freed with the last descriptor and mapping. Containers may deny memfd_create. Then the file is made in
+    /dev/shm or in the folder for temporary files, if there is room for `nbytes`. If there is no such place, raise the
+    OSError of memfd_create, with what else was tried.
     """
     try:
         return os.memfd_create("collectives", os.MFD_CLOEXEC)
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
             raise
-        import tempfile  # which takes longer to import than all else here, and is seldom needed
+        # Imported here because it is seldom needed, and takes longer to import than all other modules here.
+        import tempfile
 
         tried = []
         for find in (lambda: "/dev/shm", tempfile.gettempdir):
@@ -175,20 +196,21 @@ def open_memory(nbytes: int = 0) -> int:
 
 
 def free_room(fd: int) -> int:
-    """Return bytes that a file of `open_memory` can still take: of memory and swap, and of its file system."""
+    """Return the bytes by which a file of `open_memory` can still grow, by memory, swap and its file system."""
     system, free = os.fstatvfs(fd), free_memory() + free_swap()
     return min(free, system.f_bavail * system.f_frsize) if system.f_blocks else free
 
 
 class _MemoryLimit(NamedTuple):
-    """Bytes that a control group may take, and that it has taken but for files that were not read of late."""
+    """The memory limit of a control group."""
 
     most: int
+    # bytes in use, without cached file contents that were not read recently: the kernel drops those when needed
     taken: int
 
 
 def _memory_limits(root: Path) -> Iterator[_MemoryLimit]:
-    """Yield the limits of this process' control groups and their parents, of cgroups v2 and v1."""
+    """Yield the memory limits of this process' control groups and their parents, from cgroups v2 and v1."""
     for folder in _memory_groups(root):
         for most, taken, files in (
             ("memory.max", "memory.current", "inactive_file"),
@@ -207,7 +229,7 @@ def _memory_groups(root: Path) -> list[Path]:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Return the numbers of a file of the kernel that has one behind a name on each line; none where it is missing."""
+    """Read a file of the kernel with lines "name number". Return an empty dict if the file is missing."""
     try:
         lines = [line.split() for line in path.read_text().splitlines()]
     except OSError:
@@ -216,12 +238,15 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def count_local_ranks() -> int:
-    """Return ranks of the job on this machine, as the launcher says; 1 where there is none or it does not say."""
+    """Return the number of ranks of the job on this machine, by the launcher's variables; 1 without them."""
     return next((int(os.environ[name]) for name in LOCAL_SIZES if name in os.environ), 1)
 
 
 def check_memory(words: str, nbytes: int, arrays: int, ranks: int = 1) -> None:
-    """ValueError where `ranks` ranks of this machine cannot each hold so many arrays of `nbytes`; `words` asked for."""
+    """Raise ValueError if `ranks` ranks of this machine cannot each hold `arrays` arrays of `nbytes`.
+
+    `words` names in the error what has asked for the arrays, such as an option.
+    """
     needed, held = nbytes * arrays * ranks, total_memory()
     if needed > held:
         each = f"{arrays} array{'s' * (arrays > 1)} of {nbytes:,} bytes"
@@ -233,7 +258,7 @@ def check_memory(words: str, nbytes: int, arrays: int, ranks: int = 1) -> None:
 
 
 def read_number(path: str | Path) -> int | None:
-    """Return the whole number in a file of the kernel; None where there is no such file, or no limit in it."""
+    """Return the number in a file of the kernel, or None if there is no such file or it has a word such as "max"."""
     try:
         text = Path(path).read_text().strip()
     except OSError:
@@ -242,10 +267,10 @@ def read_number(path: str | Path) -> int | None:
 
 
 def choose_long_copies(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable that sends copies of 3/4 of the last cache, 24 MiB at most, past it in a process started
-    here.
+    """Return environment variables that make a new process copy past the caches from the right size on.
 
-    Nothing where glibc does so by itself, is not there, or was told already.
+    That size is 3/4 of the last cache, but at most 24 MiB; see the module's docstring. The result is empty if glibc
+    would do so by itself, if there is no glibc, or if `environment` has such a setting already.
     """
     try:
         real = int(LEVEL3.read_text().strip().removesuffix("K")) << 10
@@ -255,11 +280,14 @@ def choose_long_copies(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def past_caches(environment: Mapping[str, str]) -> int:
-    """Return bytes from which on copies of a process that was started with this environment go past the caches;
-    `sys.maxsize` where that is not known."""
+    """Return the size in bytes from which copies go past the caches, in a process started with this environment.
+
+    Return `sys.maxsize` if that is not known.
+    """
     for setting in environment.get(TUNABLES, "").split(":"):
         name, _, value = setting.partition("=")
-        with suppress(ValueError):  # which glibc ignores, too
+        # glibc ignores a value that is not a number, too.
+        with suppress(ValueError):
             if name == THRESHOLD and int(value, 0) > 0:
                 return int(value, 0)
     believed = _read_believed_cache()
@@ -267,7 +295,7 @@ def past_caches(environment: Mapping[str, str]) -> int:
 
 
 def _read_believed_cache() -> int:
-    """Return bytes of the last cache as glibc has it; 0, or less, where it does not know, or is not there."""
+    """Return the size of the last cache that glibc assumes; 0 or less if it does not know, or if there is no glibc."""
     try:
         return os.sysconf(SYSCONF_LEVEL3) if "CS_GNU_LIBC_VERSION" in os.confstr_names else 0
     except (OSError, ValueError):
@@ -275,7 +303,7 @@ def _read_believed_cache() -> int:
 
 
 def correct_threshold(believed: int, real: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the same from the cache's bytes as glibc and as the kernel have them."""
+    """As `choose_long_copies`, for a cache of `believed` bytes according to glibc and `real` ones by the kernel."""
     given = environment.get(TUNABLES, "")
     counts = min(real, LARGEST_CACHE)
     if not 0 < counts < believed or THRESHOLD in given:
@@ -284,9 +312,9 @@ def correct_threshold(believed: int, real: int, environment: Mapping[str, str]) 
 
 
 def fix_addresses() -> tuple[str, ...]:
-    """Return what a command begins with, so that its processes all load their code at the same addresses.
+    """Return the words to put before a command, so that all its processes load their code at the same addresses.
 
-    Empty where the machine has no such command, or, as containers may, forbids it.
+    Return () if this machine has no such command, or forbids it, as containers may.
     """
     setarch = shutil.which("setarch")
     if setarch is None:
@@ -300,12 +328,12 @@ def fix_addresses() -> tuple[str, ...]:
 
 
 def read_stat(pid: int) -> list[bytes]:
-    """Return what the kernel says of a process behind its name: its state, its parent, and more; OSError without it."""
+    """Return the fields of /proc/PID/stat after the name: the state, the parent, and so on. OSError without process."""
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
 
 
 def find_carriers(variable: str) -> Iterator[int]:
-    """Yield the processes with this variable, as NAME=VALUE, in their environment, as far as it may be read."""
+    """Yield the processes that have `variable` ("NAME=VALUE") in their environment, as far as it may be read."""
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if variable.encode() in (place / "environ").read_bytes().split(b"\0"):
@@ -313,27 +341,29 @@ def find_carriers(variable: str) -> Iterator[int]:
 
 
 class Peer(NamedTuple):
-    """The process at the other end, as this process sees it: 0 where it is of a PID namespace that is out of sight."""
+    """The process at the other end of a Unix socket."""
 
+    # 0 if it is in a PID namespace that this process cannot see
     pid: int
     user: int
 
     @property
     def ours(self) -> bool:
-        """Return whether it belongs to the user of this process."""
+        """True if it belongs to the user of this process."""
         return self.user == os.geteuid()
 
 
 def find_peer(line: socket.socket) -> Peer:
-    """Return who made this connection, or, on the side that made it, who listens."""
+    """Return the process that made this connection, or on its own side, the process that listens."""
     pid, user, _ = CREDENTIALS.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     return Peer(pid, user)
 
 
 def find_readable(files: Iterable[int], seconds: float | None = None) -> list[int]:
-    """Return the descriptors that can be read or have ended; wait for one, so many seconds at most.
+    """Wait until a descriptor can be read or has ended, at most for `seconds`. Return all such descriptors.
 
-    `select.select` refuses numbers above 1023, which a launcher of many hosts has."""
+    `select.select` would refuse numbers above 1023, which a launcher of many hosts has.
+    """
     poll = select.poll()
     for file in files:
         poll.register(file, select.POLLIN)

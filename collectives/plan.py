@@ -1,10 +1,10 @@
-"""Plans: collectives compiled once and run many times, for themselves or behind one-shot calls, which find them again.
+"""Plans: collectives compiled once and run many times, by users or by one-shot calls, which find them again.
 
-What they do and take, and what goes wrong, is told by the one-shot calls (`collectives.api`).
+The docstrings of the one-shot calls (`collectives.api`) describe arguments, results and errors.
 
-`PlanCache` finds the plan of a one-shot call by the identity of the array, or by where the arrays lie. Its plans hold
-no array of the user's: they know addresses. An array, or a list of them, that is made anew for each call and lies where
-an earlier one lay finds the plan of that one. What plans hold of their own is bounded.
+`PlanCache` finds the plan of a one-shot call by the identities of its arrays, or by their addresses. Plans in the cache
+know only addresses and keep no user array alive. So a program that makes a new array for each call finds the old plan
+if the new array has the address of the earlier one. The number of cached plans and their work memory are bounded.
 """
 
 from __future__ import annotations
@@ -47,29 +47,40 @@ from mpips.collectives.tensor.compile import compile_tensor
 
 
 class Plan(Uncopied):
-    """One collective over fixed arrays. `plan()` runs it and gives back the result; or `start()`, then `test()` now and
-    then beside compute, then `wait()`. Arrays must stay unchanged between start and wait. All ranks start their plans
-    in the same order."""
+    """One collective, compiled for fixed arrays, to be run many times. Made by `collectives.plan`.
+
+    `plan()` runs it, blocks, and returns the result. To compute while it runs, call `start()`, then `test()` now and
+    then, and at last `wait()`. Do not touch the arrays between `start()` and `wait()`. All ranks must run and start
+    their plans in the same order.
+    """
 
     def __init__(self, home: Communicator, call: Call, runner: Runner, in_place: bool) -> None:
-        self.call, self.runner, self._bare = call, runner, runner
-        self._home, self._in_place = home, in_place
+        self.call = call
+        # what runs the call: `_bare`, or a Timed around it
+        self.runner = runner
+        self._bare = runner
+        self._home = home
+        self._in_place = in_place
         self._arrays: Array = None
         self._result: Array = None
+        # the run that start() has begun and wait() has not ended yet
         self._operation: Started | None = None
-        self._freed = self._retired = False
+        self._freed = False
+        # True if free() was called during a started run: wait() then frees the plan
+        self._retired = False
+        # True if started runs of this plan must take turns with others; see keep()
         self._exclusive = True
         self._line = recorder.user_line(sys._getframe(1))
         recorder.add_timeable(self)
 
     def set_timed(self, every: bool) -> None:
-        """Time every run from now on, or only where it takes long; see `recorder.own.trace`."""
+        """Record the times of every run from now on, or only if the vectors are long. See `recorder.own.trace`."""
         timed = (every or self.call.nbytes >= recorder.LONG_BYTES) and not self._freed
         if timed != isinstance(self.runner, Timed):
             self.runner = Timed(self._home, self.call, self._bare, self._line) if timed else self._bare
 
     def __call__(self) -> Array:
-        """Run to the end. Blocking."""
+        """Run the collective and return its result. Collective and blocking."""
         home = self._home
         if home.caller != (thread := get_ident()):
             home.change_caller(thread, self.call.text)
@@ -86,11 +97,12 @@ class Plan(Uncopied):
         return self._result
 
     def go_on(self, code: int) -> None:
-        """Run to the end from where the fast path has left it."""
+        """Finish a run after the fast path has returned `code`, which is MET or NOT_BEGUN."""
         home, runner = self._home, self.runner
         if code != MET:
             self._check()
-            if self._operation is not None and not self._exclusive:  # its requests are under way
+            # The persistent requests of a plan over messages can serve only one run at a time.
+            if self._operation is not None and not self._exclusive:
                 raise of_caller(CollectiveError(f"{self.call.text} was started: wait for it first"))
         with home.failing(self.call.text, self):
             if code == MET:
@@ -103,18 +115,24 @@ class Plan(Uncopied):
                 home.run(runner.steps(), self.call.text)
 
     def start(self, *arrays: Array) -> None:
-        """Begin to run, and return as soon as there is something to wait for. `arrays`: those of a plan that does not
-        hold on to its own."""
+        """Start a run and return as soon as it would have to wait. Collective; does not block.
+
+        `arrays` keeps the arrays of the call alive during the run, if the plan itself does not hold them.
+        """
         self._check()
         if self._operation is not None:
             raise of_caller(CollectiveError(f"{self.call.text} was started twice: wait for it first"))
-        kept = arrays or self._arrays  # also of a plan that is forgotten before it is done
+        # The run holds the arrays itself, because the program may drop the plan before the run is done.
+        kept = arrays or self._arrays
         with self._home.entered(self.call.text), self._home.failing(self.call.text, self, kept):
             self._operation = Started(self.call.text, self.runner.steps(), self._exclusive, kept)
             begin(self._home, self._operation)
 
     def test(self) -> bool:
-        """Move on as far as possible without waiting; True when done. `wait` must still be called."""
+        """Advance the started run as far as possible without blocking.
+
+        Returns True once the run is done. `wait()` must still be called then.
+        """
         operation = self._started()
         if not operation.done:
             self._home.check()
@@ -126,7 +144,7 @@ class Plan(Uncopied):
         return operation.done
 
     def wait(self) -> Array:
-        """Finish what `start` began and give back the result. Blocking."""
+        """Finish the run that `start` began and return the result. Blocking."""
         operation, self._operation = self._started(), None
         if not operation.done:
             self._home.check()
@@ -137,15 +155,18 @@ class Plan(Uncopied):
         return self._result
 
     def keep(self, x: Array, out: Array) -> None:
-        """Hold on to the arrays, so that the plan can run as long as it lives. It has tags of its own, so that between
-        nodes its messages may be under way beside those of others."""
+        """Keep the arrays alive as long as the plan. Called for plans that the user has made.
+
+        Such a plan has its own message tags. So between nodes its messages can be in flight at the same time as those
+        of other plans, and it need not take turns.
+        """
         own_tags = isinstance(self._bare, Over) and self._bare.moves_by(MessagePlan)
         self._exclusive = self._home.control is None or not own_tags
         self._arrays = (x, out)
         self._result = self.result_of(x, out)
 
     def result_of(self, x: Array, out: Array) -> Array:
-        """Return where the result is: out, or x, or this rank's block of x."""
+        """Return the array that has the result: out, x, or this rank's block of x."""
         if not self._in_place:
             return out
         if self.call.kind != "reduce_scatter":
@@ -155,25 +176,28 @@ class Plan(Uncopied):
 
     @property
     def algorithm(self) -> str:
-        """Return what `auto` came out as."""
+        """The algorithm in use, also if the plan was made with "auto" or "reproducible"."""
         return self.call.algorithm
 
     @property
     def predicted_seconds(self) -> float | None:
-        """Return what the fitted cost model expects; None where there is no model for the algorithm."""
-        from mpips.collectives.simulator.simulate import predict_seconds  # here alone, as it loads the simulator
+        """The time that the fitted cost model predicts for a run, or None if it has no model of the algorithm."""
+        # Imported here, because nothing else in this module needs the simulator.
+        from mpips.collectives.simulator.simulate import predict_seconds
 
         way = self._bare.way if isinstance(self._bare, Executor) else ""
         return predict_seconds(self._home.table, self.call, self._home.nodes, way)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of its work vectors, or somewhat more."""
+        """An upper estimate of the memory of its work vectors, in bytes."""
         return self.call.nbytes if self.runner.holds else 0
 
     def free(self) -> None:
-        """Give back what the plan holds of MPI, and its arrays, as soon as what was started is over. Local; the plan
-        cannot run any more."""
+        """Free the plan's MPI requests and drop its arrays. The plan cannot run any more. Local.
+
+        If a run is under way, this happens at the end of `wait()`.
+        """
         if self._operation is not None:
             self._retired = True
         elif not self._freed:
@@ -204,10 +228,13 @@ def plan(
     root: int = 0,
     label: str = "",
 ) -> Plan:
-    """Compile a collective over these arrays, to be run many times. Collective, blocking: ranks compare arguments here.
+    """Compile a collective over these arrays, to be run many times.
 
-    `kind` is the name of a one-shot call ("allreduce", "reduce_scatter", "allgather", "broadcast", "reduce",
-    "alltoall"); arguments, results and errors are those of this call, see `allreduce`.
+    Collective and blocking: the ranks compare their arguments here. The plan keeps the arrays alive.
+
+    Args:
+        kind: "allreduce", "reduce_scatter", "allgather", "broadcast", "reduce" or "alltoall". The other arguments, the
+            results and the errors are those of the call with this name; see `allreduce`.
     """
     home = communicator(comm)
     home.check()
@@ -216,14 +243,15 @@ def plan(
         made = compile_plan(home, kind, x, op, algorithm, out, root, tags, label)
     made.keep(x, out)
     agree(home, "plan of " + made.call.text)
-    home.deal(tags.count)  # by all ranks, as they have just met
+    # All ranks do this for the same plan, because they have just agreed on it.
+    home.deal(tags.count)
     return made
 
 
 def compile_plan(
     home: Communicator, kind: str, x: Array, op: str, algorithm: str, out: Array, root: int, tags: Tags, label: str = ""
 ) -> Plan:
-    """A plan, where the arguments are good; ValueError or TypeError where they are not. Local."""
+    """Check the arguments of a call and compile a plan for it. Local. Raises ValueError or TypeError."""
     if isinstance(x, (list, tuple)) or arrays.is_device(x) or arrays.is_device(out):
         make, schedule = partial(make_runner, home), partial(build_schedule, home)
         tensor, body = compile_tensor(home, kind, x, op, algorithm, out, root, label, tags, make, schedule)
@@ -266,13 +294,14 @@ def _call(
     return Call(kind, n, x.dtype, reduction, draft.root, chosen(home, draft, algorithm), home.size, label)
 
 
+# bounds of a PlanCache: plans, bytes of their work vectors, entries in `by_identity`
 MOST_PLANS = 256
-MOST_BYTES = 256 << 20  # of work vectors
+MOST_BYTES = 256 << 20
 MOST_IDENTITIES = 1024
 
 
 class Entry(NamedTuple):
-    """A plan, and the array for which it was found last."""
+    """A cached plan of one array, with the array for which it was found last."""
 
     plan: Plan
     x: weakref.ref[Any]
@@ -282,7 +311,7 @@ class Entry(NamedTuple):
 
 
 class Several(NamedTuple):
-    """A plan of many arrays, and those for which it was found last."""
+    """A cached plan of several arrays, with the arrays for which it was found last."""
 
     plan: Plan
     arrays: list[weakref.ref[Any]]
@@ -290,7 +319,7 @@ class Several(NamedTuple):
     dtypes: list[Any]
 
     def holds(self, arrays: Sequence[Any]) -> bool:
-        """Return whether it is the plan of these arrays, whose identities are the same."""
+        """True if the plan is for these arrays. Their identities match already, but may have been reused."""
         return (
             all(map(is_, [ref() for ref in self.arrays], arrays))
             and [one.size for one in arrays] == self.sizes
@@ -299,26 +328,36 @@ class Several(NamedTuple):
 
 
 def identity(call: tuple[Any, ...], every: Sequence[Any], arrays: int) -> tuple[Any, ...]:
-    """Under what a plan of many arrays, of which so many are sources, is found."""
+    """Return the key of `PlanCache.by_identity` for a plan of several arrays.
+
+    `every` has the source arrays first. `arrays` is their number.
+    """
     return (call, arrays, tuple(map(id, every)))
 
 
 class PlanCache:
-    """The plans of one communicator. A plan says how many `held_bytes` its work vectors take, and can be freed."""
+    """The plans of a communicator's one-shot calls. When it is full, it frees the plan that was not used for longest.
+
+    `by_identity` is a dict that `api` looks into first. Its keys have the `id` of the arrays; this cache maintains it.
+    """
 
     def __init__(self, by_identity: dict[Any, Any]) -> None:
-        """`by_identity` is kept up to date, for who looks there first."""
         self.by_identity = by_identity
+        # by the addresses of the arrays; the plan used last is at the end
         self._by_place: OrderedDict[Hashable, Plan] = OrderedDict()
         self._held = 0
 
     def find(self, call: tuple[Hashable, ...], x: Array, out: Array, make: Callable[[], Plan]) -> Plan:
-        """The plan of a call with these arrays: `call` says all else. One that is made is kept."""
+        """Return the plan of a call with these arrays. If there is none yet, `make` makes it, and it is cached.
+
+        `call` holds everything else that a plan depends on.
+        """
         key: Hashable
         try:
             key = (*call, place(x), place(out))
             made = self._by_place.get(key)
-        except TypeError:  # something is no array, or is no word and cannot be hashed: `make` says which
+        except TypeError:
+            # An argument is not an array, or cannot be hashed. `make` raises a TypeError that names it.
             key = None
         if key is None:
             return make()
@@ -337,12 +376,12 @@ class PlanCache:
         return made
 
     def free(self) -> None:
-        """Give back what all plans hold."""
+        """Free all plans."""
         while self._by_place:
             self._drop()
 
     def _know_again(self, call: tuple[Hashable, ...], plan: Plan, x: list[Any], out: Array) -> None:
-        """Find the plan of these NumPy arrays by their identities from now on."""
+        """Let `api` find the plan of these arrays by their identities, if all of them are NumPy arrays."""
         every = x if out is None else [*x, *out]
         if every and all(isinstance(one, np.ndarray) for one in every):
             refs, sizes, dtypes = zip(*((weakref.ref(one), one.size, one.dtype) for one in every))
@@ -358,12 +397,13 @@ class PlanCache:
     def _drop(self) -> None:
         _, plan = self._by_place.popitem(last=False)
         self._held -= plan.held_bytes
-        self.by_identity.clear()  # which may hold it too
+        # Some of its entries may be of this plan. It fills up again with the next calls.
+        self.by_identity.clear()
         plan.free()
 
 
 def place(x: Array) -> Hashable:
-    """Return the address, size and type of an array, or of each of a list."""
+    """Return the address, size and type of an array, or of each array of a list, as a hashable key."""
     if isinstance(x, np.ndarray):
         return x.__array_interface__["data"], x.size, x.dtype, x.flags.c_contiguous
     if x is None:

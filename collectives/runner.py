@@ -1,7 +1,7 @@
-"""Runners carry a call out: by shared memory, over messages, or by MPI's own collectives; at once or beside compute.
+"""Runners run a compiled call: by shared memory, messages or MPI's own collectives; at once, or during compute.
 
-`make_runner` picks and compiles one. `Started` is an operation beside compute: its steps are taken in the order in
-which operations were started.
+`make_runner` compiles a call for the way that its algorithm asks for. `Started` is an operation that runs while the
+program computes. Started operations advance in the order in which they were started.
 """
 
 from __future__ import annotations
@@ -25,21 +25,36 @@ from mpips.collectives.schedule import catalog
 from mpips.collectives.schedule.model import Schedule
 
 UNEVEN = "hierarchical needs nodes with equal numbers of ranks, neighbours in rank: choose another algorithm, or auto"
+# Up to this size "reproducible" uses recursive_doubling, which takes fewer steps than halving_doubling but sends the
+# whole vector in each.
 DOUBLING_BYTES = 32 << 10
-"""Up to here recursive_doubling, of which every step takes the whole vector, is taken for faster than halving."""
-LOOKS = 4  # for notes: MPICH finds in one what the one before has fetched
-ALWAYS = ("ring", "binomial", "direct")  # between nodes, one of these serves any call
+# How often to look for notes before a call of MPI's own. With MPICH a look finds only what the look before it fetched.
+LOOKS = 4
+# Each call between nodes is served by at least one of these.
+ALWAYS = ("ring", "binomial", "direct")
 
 
 class Over:
-    """A body whose ranks first see that all are in the same call: on the board of a node, or by notes between nodes."""
+    """A runner that compares the ranks' calls, and runs a body if all are in the same call.
+
+    Ranks of one node compare on its board, before the body runs. Between nodes the body runs at once, and notes between
+    nodes find ranks whose calls differ (`network.control`). It has no fast path.
+
+    Args:
+        text: The call in words.
+        sees: False if the body itself compares the ranks' calls.
+    """
 
     holds = True
 
     def __init__(self, home: Communicator, text: str, body: Body, sees: bool = True) -> None:
-        """`sees`: False where the body does so itself."""
-        self._home, self._text, self._body, self._sees = home, text, body, sees
-        self._put, self._token = -DESCRIPTORS, 0
+        self._home = home
+        self._text = text
+        self._body = body
+        self._sees = sees
+        # this rank's descriptor of the call: its running number on the board, and its token
+        self._put = -DESCRIPTORS
+        self._token = 0
         self.fast: Callable[[], int] = not_begun
 
     def steps(self) -> Iterator[None]:
@@ -49,10 +64,11 @@ class Over:
         return self._met() if home.control is None else home.control.operation(self._text, self._between())
 
     def moves_by(self, kind: type) -> bool:
-        """Return whether the body is of that kind."""
+        """True if the body is of this class."""
         return isinstance(self._body, kind)
 
     def rest(self) -> Iterator[None]:
+        # `fast` never returns MET.
         raise AssertionError(MET)
 
     def free(self) -> None:
@@ -61,7 +77,9 @@ class Over:
     def _between(self) -> Iterator[None]:
         control = self._home.control
         if isinstance(self._body, NativePlan) and control is not None:
-            for _ in range(LOOKS):  # nobody carries through what others have given up before this one came
+            # If the other ranks have already given this call up, their notes are here: raise now. They carry MPI's
+            # collective through only for ranks that were in it at that time, so for this rank it would never end.
+            for _ in range(LOOKS):
                 control.look(0.0)
         yield from self._body.run()
 
@@ -79,15 +97,20 @@ class Over:
 
 
 class Timed:
-    """A runner whose runs are recorded with their times (`recorder.ring`)."""
+    """A runner that records the times of another runner's runs (`recorder.ring`)."""
 
     def __init__(self, home: Communicator, call: Call, runner: Runner, line: str) -> None:
-        self._home, self.runner, self.holds = home, runner, runner.holds
+        """`line`: the line of the user's program that made the plan."""
+        self._home = home
+        self.runner = runner
+        self.holds = runner.holds
         operation, _, subject = call.described().partition(" of ")
         subject = f"{call.label}: {subject}" if call.label else subject
         lane = home.board.marks.identity
         self._form = form(lane, operation, subject, call.nbytes, call.n, call.dtype.name, line=line)
-        self._ring, self._sequence = recorder.ring, 0
+        # the record that `fast` has begun and not ended, and the ring that has it; 0 if there is none
+        self._ring = recorder.ring
+        self._sequence = 0
         self.fast: Callable[[], int] = self._fast
 
     def _fast(self) -> int:
@@ -102,7 +125,8 @@ class Timed:
 
     def steps(self) -> Iterator[None]:
         ring, sequence = self._ring, self._sequence
-        if sequence:  # `fast` has begun it
+        if sequence:
+            # `fast` has begun the record and returned NOT_BEGUN.
             self._sequence = 0
         else:
             ring = recorder.ring
@@ -124,7 +148,7 @@ class Timed:
 
 
 def make_runner(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) -> Runner:
-    """Compile a call; local. ValueError where the algorithm does not serve the call."""
+    """Compile a call. Local. Raises ValueError if the algorithm does not support it."""
     if call.algorithm == "shared_memory":
         if home.nodes > 1:
             raise ValueError(f"shared_memory serves ranks of one node, but these are on {home.nodes}: use auto")
@@ -133,7 +157,7 @@ def make_runner(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) 
 
 
 def make_body(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) -> Body:
-    """Compile what goes over messages; local. ValueError where the algorithm does not serve the call."""
+    """Compile a call over messages or by MPI's own collective. Local. Raises ValueError as `make_runner`."""
     if call.algorithm == "native":
         if reason := native.why_not(call):
             raise ValueError(reason)
@@ -153,13 +177,13 @@ def make_body(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) ->
 
 
 def ways(home: Communicator, ranks: int) -> Ways:
-    """Return which vectors go which way between so many ranks of a node."""
+    """Return the sizes at which vectors between `ranks` ranks of a node change to another kind of program."""
     slots = home.table.slot_limits(ranks, home.board.memory.crowded)
     return Ways(slots.always, slots.ordinary, home.table.cross_memory_from(ranks))
 
 
 def chosen(home: Communicator, draft: Call, algorithm: str) -> str:
-    """The algorithm that a name asks for; the same on all ranks."""
+    """Return the algorithm that the user's name for it stands for in this call. The same on all ranks."""
     if not isinstance(algorithm, str):
         raise TypeError(f"algorithm {algorithm!r} is of type {type(algorithm).__name__}: pass a name, such as 'auto'")
     if algorithm == "auto":
@@ -168,7 +192,7 @@ def chosen(home: Communicator, draft: Call, algorithm: str) -> str:
 
 
 def choose(home: Communicator, call: Call) -> str:
-    """Return what `auto` means for the call; the same on all ranks."""
+    """Return the algorithm that `auto` stands for in this call. The same on all ranks."""
     if home.nodes == 1:
         return "shared_memory"
     name = home.table.best_between(call.kind, home.nodes, home.size, call.nbytes)
@@ -180,10 +204,11 @@ def choose(home: Communicator, call: Call) -> str:
 
 
 def choose_reproducible(home: Communicator, call: Call) -> str:
-    """Return what `reproducible` means for the call; the same on all ranks.
+    """Return the algorithm that `reproducible` stands for in this call. The same on all ranks.
 
-    Shared memory adds in the order of the ranks. Between nodes recursive_doubling and halving_doubling add along one
-    tree where p is 2^m; for other p only the latter serves. Nodes with several ranks add inside first.
+    Shared memory adds in the order of the ranks. Between nodes, recursive_doubling and halving_doubling add along the
+    same tree if the number of ranks is a power of two. For other numbers only halving_doubling will do. If nodes have
+    several ranks, each node first adds in its shared memory.
     """
     if call.kind != "allreduce":
         raise ValueError(f"reproducible serves allreduce, not {call.kind}: choose auto")
@@ -196,8 +221,11 @@ def choose_reproducible(home: Communicator, call: Call) -> str:
 
 
 def build_schedule(home: Communicator, call: Call) -> Schedule:
-    """The schedule of a call by an algorithm of the catalogue; `hierarchical` without `local` takes the ranks of each
-    node, which must be as many on all nodes and neighbours. ValueError where the algorithm does not serve the call."""
+    """Build the schedule of a call whose algorithm is in the catalogue. Raises ValueError if it does not support it.
+
+    `hierarchical` without the parameter `local` groups ranks by node. Then all nodes must have the same number of
+    ranks, and the ranks of a node must be consecutive.
+    """
     name, parameters = catalog.parse(call.algorithm)
     catalog.see_serves(call.kind, name, call.more_algorithms(home.nodes))
     if name == "hierarchical" and "local" not in parameters:
@@ -207,28 +235,38 @@ def build_schedule(home: Communicator, call: Call) -> Schedule:
     return catalog.build(call.kind, name, call.p, call.root, **parameters)
 
 
-LOOK_SECONDS = 1e-3  # between two looks for the end of the generation of a rank that tests what it has started
-MOST_BESIDE = 1.0  # seconds between two looks that count as waiting: a rank that computes for longer does not wait
+# How often a rank that tests a started run checks whether the generation has ended.
+LOOK_SECONDS = 1e-3
+# At most this much of the time between two tests counts as waiting. In longer intervals the rank was computing.
+MOST_BESIDE = 1.0
 
 
 class Started:
-    """A started run of a plan: `what` is the call, `arrays` are those that must stay while it is under way. Those that
-    are `exclusive` take turns; others run beside them."""
+    """A started run of a plan.
+
+    Args:
+        what: The call in words.
+        steps: The run. It yields whenever it has to wait.
+        exclusive: Exclusive runs take turns: each begins when the one before it is done. Others run at the same time.
+        arrays: Kept alive until the run is done.
+    """
 
     def __init__(self, what: str, steps: Iterator[None], exclusive: bool, arrays: object = None) -> None:
-        self.what, self.exclusive, self.done = what, exclusive, False
+        self.what = what
+        self.exclusive = exclusive
+        self.done = False
+        # seconds for which this rank has waited, as far as its tests show
         self.waited = 0.0
-        """Seconds through which this rank has tested it in vain."""
         self._arrays = arrays
         self._steps = steps
         self._looked = 0.0
 
     def step(self) -> None:
-        """Move it, as far as it goes without waiting."""
+        """Advance the run as far as possible without blocking."""
         self.done = next(self._steps, self) is self
 
     def due(self) -> bool:
-        """Return whether to look for the end of the generation again."""
+        """True if it is time to check again whether the generation has ended. Updates `waited`."""
         now = time.monotonic()
         since = now - self._looked
         if since < LOOK_SECONDS:
@@ -240,14 +278,15 @@ class Started:
 
 
 def begin(home: Communicator, operation: Started) -> None:
-    """Begin an operation: it moves until there is something to wait for."""
+    """Start an operation and advance it until it has to wait."""
     home.started.append(operation)
     home.hold()
     advance(home)
 
 
 def advance(home: Communicator) -> None:
-    """Move all that has been started, as far as it goes without waiting."""
+    """Advance all started operations as far as possible without blocking."""
+    # True once an exclusive operation before this one in the list is not done
     taken = False
     for operation in list(home.started):
         if operation.exclusive and taken:
@@ -262,7 +301,10 @@ def advance(home: Communicator) -> None:
 
 
 def agree(home: Communicator, text: str) -> None:
-    """`Communicator.agree`, behind what has been started: the words of a node serve one operation at a time."""
+    """As `Communicator.agree`, but on one node after all started operations.
+
+    The words of a node's board serve a single operation at a time.
+    """
     if home.control is not None or not home.started:
         home.agree(text)
         return
@@ -273,7 +315,7 @@ def agree(home: Communicator, text: str) -> None:
 
 
 def finish(home: Communicator, operation: Started) -> None:
-    """Run until `operation`, and with it what it has to wait for, is done. Blocking."""
+    """Run all started operations until `operation` is done. Blocking."""
 
     def steps() -> Iterator[None]:
         while not operation.done:

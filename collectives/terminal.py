@@ -1,8 +1,8 @@
-"""The terminal, for all commands: progress, tables, files that options name, numbers and sizes in words, Ctrl-C.
+"""The terminal, for all commands: progress, tables, files that options name, parsing and printing sizes, Ctrl-C.
 
-A table has one style, in which no number and no name is cut, however narrow the terminal. A command whose standard
-output cannot be written goes on, writes its files, and says so once, at its end. Rich is imported when it prints:
-`mpips --help` does without.
+All tables have the same style, in which no number and no name is cut, however narrow the terminal is. If a command
+cannot write to its standard output, it goes on, writes its files, and says so once at its end. Rich is imported only
+when it is needed for printing, so that `mpips --help` is fast.
 """
 
 from __future__ import annotations
@@ -29,15 +29,21 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+# environment variables by which launchers tell a process its rank
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-CODE_FILE = "_MPIPS_CODE_FILE"  # names the file that is to hold the exit code of `leave`
-INTERRUPTED = 130  # the exit code after Ctrl-C, as of shells
+# the variable with the path of the file into which `leave` writes the exit code
+CODE_FILE = "_MPIPS_CODE_FILE"
+# the exit code of shells after Ctrl-C
+INTERRUPTED = 130
+# the width of printed text if the output is not a terminal
 PLAIN_WIDTH = 160
 PICTURES = (".png", ".pdf", ".svg")
 FOLDER = "cannot be written: that names a folder, not a file"
-HEADER_WIDTH = 9  # letters after which a number's header goes on below
-NAME_WIDTH = 24  # letters of a name that stay on one line
-UNBOUNDED = 10_000  # columns
+# the width at which headers of number columns wrap
+HEADER_WIDTH = 9
+# names up to this length do not wrap
+NAME_WIDTH = 24
+UNBOUNDED = 10_000
 UNITS = {
     "": 1,
     "B": 1,
@@ -50,15 +56,15 @@ UNITS = {
     "GIB": 2**30,
     "TIB": 2**40,
 }
+# the largest size that is accepted, so that counts of bytes fit 64-bit integers
 MOST_BYTES = 10**18
-"""Bytes, so that counts of them fit 64-bit integers."""
 
 
 def console(stderr: bool = False) -> Console:
-    """Return a console with colours where a terminal reads it, and plain text, not cut at 80 columns, everywhere
-    else.
+    """Return a console: with colours on a terminal, and otherwise with plain text that is not cut at 80 columns.
 
-    A rank writes to a pipe or a pseudo-terminal of its launcher, which tells nothing of where the text goes: plain.
+    A rank always writes plain text. It writes to a pipe or a pseudo-terminal of its launcher, and so cannot know
+    whether the text ends up on a terminal.
     """
     from rich.console import Console
 
@@ -72,9 +78,10 @@ def console(stderr: bool = False) -> Console:
 
 @contextmanager
 def show_progress(title: str, total: int, shown: bool = True) -> Iterator[Callable[[str], None]]:
-    """Give `begin(what)`, to be called before each of `total` steps.
+    """Show the progress of `total` steps on standard error: a bar on a terminal, and lines elsewhere.
 
-    It shows a bar on a terminal, else lines, on standard error. Only the rank with `shown` says anything.
+    Gives the function `begin(what)`, to be called before each step. `shown` is True on the rank that shows the progress
+    and False on all others.
     """
     from rich.progress import Progress
 
@@ -91,10 +98,10 @@ def show_progress(title: str, total: int, shown: bool = True) -> Iterator[Callab
 
 
 def show_table(table: Table, terminal: Console | None = None) -> None:
-    """Print a table on standard output, or on `terminal`, in the one style.
+    """Print a table on standard output, or on `terminal`, in the common style.
 
-    Columns of numbers are those that are justified to the right. Where the terminal is narrower than numbers and names,
-    it wraps the lines. Title and caption stand above and below, and wrap as text.
+    Columns that are justified to the right count as numbers. If the terminal is narrower than the numbers and names, it
+    wraps the lines. Title and caption are printed above and below as ordinary text.
     """
     from rich import box
     from rich.console import Console
@@ -114,7 +121,8 @@ def show_table(table: Table, terminal: Console | None = None) -> None:
         table.padding = (0, 0, 0, 0)
     if title:
         terminal.print(title)
-    width = max(terminal.width, Measurement.get(terminal, unbounded, table).minimum)  # Rich cuts what does not fit
+    # Rich would cut what does not fit, so let it print on a console that is wide enough.
+    width = max(terminal.width, Measurement.get(terminal, unbounded, table).minimum)
     wide = Console(file=terminal.file, width=width, highlight=False, force_terminal=terminal.is_terminal)
     wide.print(table, crop=False)
     if note:
@@ -122,20 +130,20 @@ def show_table(table: Table, terminal: Console | None = None) -> None:
 
 
 def format_examples(*lines: str) -> str:
-    """Return the epilog of a click command: each example on a line of its own."""
+    """Return an epilog for a click command that shows each example on a line of its own."""
     title = "Example:" if len(lines) == 1 else "Examples:"
     return "\n".join(["\b", title, *(f"  {line}" for line in lines)])
 
 
 def is_first() -> bool:
-    """Return whether this process was started alone, or as rank 0 of several: told without MPI."""
+    """True if this process is rank 0, or was started alone. Does not start MPI."""
     return next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") == "0"
 
 
 class Interruptible(click.Command):
-    """A command that ends with the exit code of shells after Ctrl-C; rank 0 alone says so.
+    """A command that ends with the exit code of shells after Ctrl-C. Only rank 0 prints that it was interrupted.
 
-    Where its standard output cannot be written it works to its end, says so and has exit code 1.
+    If its standard output cannot be written, it still runs to its end, says so, and has exit code 1.
     """
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -152,12 +160,13 @@ class Interruptible(click.Command):
 
 
 class InterruptibleGroup(Interruptible, click.Group):
-    """Such a command, with commands of its own; it says which one is near to a name that is none."""
+    """An interruptible command with subcommands. For an unknown subcommand it suggests a similar one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0] not in self.commands and not ctx.resilient_parsing:  # a shell that completes a line is told nothing
+        # resilient_parsing: a shell is completing a command line, and must not see an error.
+        if args[0] not in self.commands and not ctx.resilient_parsing:
             near = difflib.get_close_matches(args[0], self.commands, 1)
             meant = f"Did you mean {near[0]!r}?" if near else f"There are {', '.join(self.commands)}."
             ctx.fail(f"No such command {args[0]!r}. {meant}")
@@ -166,7 +175,10 @@ class InterruptibleGroup(Interruptible, click.Group):
 
 @contextmanager
 def without_signals() -> Iterator[None]:
-    """Threads that are started in the block, and those that they start, hear no signals: the main thread does."""
+    """A context for starting threads that receive no signals, nor do the threads that they start.
+
+    Signals then go to the main thread.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         yield
@@ -175,9 +187,9 @@ def without_signals() -> Iterator[None]:
 
 
 class RankedCommand(Interruptible):
-    """A command of which every rank of a job sees the same words: rank 0 alone says what is wrong with them.
+    """A command that every rank of a job runs with the same arguments. Only rank 0 prints errors.
 
-    A click.ClickException is one that all ranks raise, or rank 0 when the others have nothing more to do with it.
+    A click.ClickException must be raised by all ranks, or by rank 0 when the others no longer depend on it.
     """
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -194,9 +206,10 @@ class RankedCommand(Interruptible):
 
 
 def leave(code: int) -> NoReturn:
-    """End a command with an exit code, once it is said why; for all ranks, or for rank 0 when the others are done.
+    """End a command with an exit code. All ranks call it, or rank 0 when the others are done.
 
-    mpirun would add a banner to a code other than 0. So `mpips ... --ranks` is told the code, where it has asked.
+    mpirun prints a banner if a process ends with another code than 0. So `mpips ... --ranks`, which has started mpirun,
+    passes the path of a file (CODE_FILE). If there is one, the code goes into the file, and the process ends with 0.
     """
     asked = os.environ.get(CODE_FILE)
     if asked and code:
@@ -207,15 +220,15 @@ def leave(code: int) -> NoReturn:
 
 
 def is_rank() -> bool:
-    """Return whether a launcher started this process, as one of several."""
+    """True if a launcher started this process as a rank of a job."""
     return any(name in os.environ for name in RANK_VARIABLES)
 
 
 class OutFile(click.Path):
-    """A file to be written, in a folder that is there: refused before the work is done, not after it.
+    """An option that names a file to be written. A file that cannot be written is refused before the work begins.
 
-    Ranks do not look: only one of them writes, and others may be on hosts where the folder is not. With `dash`, "-"
-    stands for the screen.
+    Ranks do not check this, because only one of them writes, and the folder may not exist on the hosts of the others.
+    With `dash`, "-" stands for the screen.
     """
 
     def __init__(self, dash: bool = False) -> None:
@@ -235,7 +248,7 @@ class OutFile(click.Path):
 
 
 class Picture(OutFile):
-    """A picture to be drawn, which takes matplotlib."""
+    """An option that names a picture to be drawn. It is refused if matplotlib is not installed."""
 
     def convert(self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = super().convert(value, param, ctx)
@@ -250,7 +263,7 @@ class Picture(OutFile):
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around the writing of a file that an option names: click.ClickException with a sentence where that fails."""
+    """A context for writing a file that an option names. It turns OSError into a click.ClickException."""
     try:
         yield
     except OSError as error:
@@ -262,19 +275,21 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that an option names, in UTF-8; click.ClickException with a sentence where that fails."""
+    """Write a file that an option names, in UTF-8. Raises click.ClickException."""
     with writing(path):
         files.write(path, text.encode())
 
 
 def write_json(path: Path, content: object) -> None:
-    """Write a file that an option names, as JSON for people; click.ClickException with a sentence where that fails."""
+    """Write a file that an option names, as indented JSON. Raises click.ClickException."""
     write_text(path, json.dumps(content, indent=1) + "\n")
 
 
 def describe_unwritable(name: str | os.PathLike[str]) -> str | None:
-    """Return what to say, behind its name, of a file that cannot be written; None where nothing forbids it. Writes
-    nothing."""
+    """Return the reason why a file cannot be written, or None if it probably can. Writes nothing.
+
+    The text is meant to stand after the file's name.
+    """
     path = Path(name)
     if _names_folder(name) or path.is_dir():
         return FOLDER
@@ -286,12 +301,12 @@ def describe_unwritable(name: str | os.PathLike[str]) -> str | None:
 
 
 def _names_folder(name: str | os.PathLike[str]) -> bool:
-    """Return whether this is a folder's name, also of one that is not there. `Path` forgets a slash at its end."""
+    """True if the name ends in a slash or in ".", and so can only name a folder. `Path` would drop that ending."""
     return os.path.basename(name) in ("", os.curdir)
 
 
 class Seconds(click.ParamType):
-    """A time above zero, or, with `zero`, not below it."""
+    """An option with a number of seconds, above 0, or, with `zero`, at least 0."""
 
     name = "seconds"
 
@@ -310,7 +325,7 @@ class Seconds(click.ParamType):
 
 
 class Whole(click.IntRange):
-    """A whole number of at least so many, refused in our own words."""
+    """An option with a whole number within bounds. Its errors are in our own words."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
@@ -321,7 +336,7 @@ class Whole(click.IntRange):
 
 
 class WholeList(click.ParamType):
-    """Whole numbers of at least 1, commas between: a tuple of int."""
+    """An option with whole numbers of at least 1, separated by commas. Its value is a tuple of int."""
 
     name = "numbers"
 
@@ -338,7 +353,7 @@ class WholeList(click.ParamType):
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Return host and port of "[HOST:]PORT"; without a host the loopback. click.UsageError for what is none."""
+    """Parse "[HOST:]PORT" into host and port. The default host is 127.0.0.1. Raises click.UsageError."""
     host, _, port = text.rpartition(":")
     if not port.isdecimal():
         raise click.UsageError(f"{text!r} is no address: write PORT or HOST:PORT")
@@ -348,7 +363,10 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def parse_bytes(text: str) -> int:
-    """Return 4096 for "4096", "4KiB" or "4 kib", 4,000,000 for "4MB". ValueError for others, or above `MOST_BYTES`."""
+    """Parse a size: "4096", "4KiB" and "4 kib" are 4096, and "4MB" is 4,000,000. Raises ValueError.
+
+    Sizes above `MOST_BYTES` are refused.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if not match or match.group(2).upper() not in UNITS:
         raise ValueError(f"{text!r} is no size: write 4096, 4KiB, 4MiB, 1GiB, 1TiB or 4MB")
@@ -359,9 +377,10 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """Return sizes in bytes: "1KiB,4MiB", "1KiB:64MiB" in steps of 4, "1KiB:64MiB:2" in steps of 2, or both.
+    """Parse a list of sizes and ranges of sizes into bytes. Raises ValueError.
 
-    A list may hold ranges: "8,1KiB:64MiB".
+    "1KiB,4MiB" is a list. In the range "1KiB:64MiB" each size is 4 times the one before, in "1KiB:64MiB:2" twice. A
+    list may have both: "8,1KiB:64MiB".
     """
     return [size for part in text.split(",") for size in _parse_range(part)]
 
@@ -383,8 +402,10 @@ def _parse_range(text: str) -> list[int]:
 
 
 def parse_counts(text: str, itemsize: int, element: str) -> list[int]:
-    """Return the sizes of `parse_sizes` in elements of so many bytes; ValueError for one that is no whole number of
-    them."""
+    """Parse sizes as `parse_sizes`, and return them as numbers of elements.
+
+    Raises ValueError if a size is not a multiple of `itemsize`. `element` names the element type in that error.
+    """
     sizes = parse_sizes(text)
     for size in sizes:
         if size < itemsize or size % itemsize:
@@ -396,7 +417,7 @@ def parse_counts(text: str, itemsize: int, element: str) -> list[int]:
 
 
 def show_bytes(nbytes: int) -> str:
-    """Return "4 MiB" for 4194304, "548 MB" for 548000000, and the number of bytes where no unit divides it."""
+    """Format a size exactly, in the unit with the fewest digits: "4 MiB" for 4194304, "548 MB" for 548000000."""
     binary = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
     units = (*binary, (10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (1, "B"))
     fitting = [f"{nbytes // unit} {name}" for unit, name in units if nbytes >= unit and nbytes % unit == 0]
@@ -404,7 +425,7 @@ def show_bytes(nbytes: int) -> str:
 
 
 def split_words(text: str) -> list[str]:
-    """Return the comma-separated words of `text`, not split inside brackets: "ring,bcube(n=2,k=2)"."""
+    """Split a text at commas, except within brackets: "ring,bcube(n=2,k=2)" has two words."""
     words, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")
@@ -417,13 +438,18 @@ def split_words(text: str) -> list[str]:
 
 @contextmanager
 def keep_stdout() -> Iterator[None]:
-    """Around a command: one sentence on standard error, and exit code 1 for 0, where its output has been lost. A
-    standard output that was closed from the start is the null device."""
-    if isinstance(sys.stdout, _KeptStdout):  # the command around this one tells
+    """A context that lets a command run to its end although its standard output cannot be written.
+
+    Then it prints a sentence on standard error, and turns exit code 0 into 1. A standard output that was closed from
+    the start is replaced by the null device.
+    """
+    # A command within another one: the outer one reports lost output.
+    if isinstance(sys.stdout, _KeptStdout):
         yield
         return
     if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 it takes the descriptor that was closed
+        # This takes the descriptor number that was closed.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         os.set_inheritable(sys.stdout.fileno(), True)
     kept = _KeptStdout(sys.stdout)
     sys.stdout, code = kept, 1  # type: ignore[assignment]
@@ -447,11 +473,14 @@ def keep_stdout() -> Iterator[None]:
 
 
 class _KeptStdout:
-    """A stream that turns into the null device once it cannot be written; `lost` says why. A pipe that nobody reads any
-    more is no such case: there a command ends."""
+    """A text stream that goes to the null device once it cannot be written. `lost` is the reason then, and else "".
+
+    If the reader of a pipe has gone (BrokenPipeError), the command ends instead.
+    """
 
     def __init__(self, stream: TextIO) -> None:
-        self.stream, self.lost = stream, ""
+        self.stream = stream
+        self.lost = ""
 
     def write(self, text: str) -> int:
         self.trying(lambda: self.stream.write(text))
@@ -470,8 +499,9 @@ class _KeptStdout:
             self.drop()
 
     def drop(self) -> None:
-        """Send the stream's buffer to the null device, or the interpreter would fail with it."""
-        with suppress(OSError):  # a stream without a descriptor
+        """Send the stream's buffer to the null device. Otherwise the interpreter would fail to flush it at exit."""
+        # A stream without a descriptor raises OSError.
+        with suppress(OSError):
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, self.stream.fileno())
             os.close(nothing)

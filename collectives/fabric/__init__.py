@@ -1,1 +1,1 @@
-"""The ground that ranks of one node share: arrays, words by which they meet, one way to wait, the generation's end."""
+"""What ranks of a node share: memory for arrays, words by which they meet, the wait loop, the generation's end."""

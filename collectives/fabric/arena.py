@@ -1,11 +1,12 @@
 """Arrays that every process of the node can read and write in place.
 
-`empty` takes memory from *segments*: sparse files in memory (memfd) of this process, mapped shared. A peer on the same
-node opens ``/proc/<pid>/fd/<fd>`` and maps the same pages, so no call here is collective, nothing has a name in a file
-system and nothing outlives the processes. Each segment is twice as large as the one before, so few are needed, and a
-peer maps each of them once. Pages are touched when an array is made, as far as they are free, in huge pages where the
-kernel offers them; pages of freed arrays are kept for the next array, up to `IDLE_BYTES`, and given back to the system
-beyond that.
+`empty` takes memory from *segments*: sparse memory files (memfd) of this process, mapped as shared. Another process of
+the node opens ``/proc/<pid>/fd/<fd>`` and maps the same pages. So no call here is collective, nothing has a name in a
+file system, and nothing outlives the processes. Each segment is twice as large as the one before, up to a limit. So
+there are few segments, and other processes map each of them once.
+
+Pages are touched when an array is made, in huge pages if the kernel has them, and never more of them than are free. The
+pages of freed arrays are kept for later arrays, up to `IDLE_BYTES`; beyond that they go back to the system.
 """
 
 from __future__ import annotations
@@ -34,23 +35,28 @@ if TYPE_CHECKING:
 
 ALIGNMENT = 64
 HUGE_PAGE = 2 << 20
-FIRST_BYTES = 256 << 20  # of the first segment: every rank of a node maps it, and `ulimit -v` counts addresses
-SEGMENT_BYTES = 4 << 30  # of the fifth, and of later ones
+# The size of the first segment. It is not larger, because every rank of the node maps it, and `ulimit -v` counts mapped
+# addresses, used or not.
+FIRST_BYTES = 256 << 20
+# the size of the fifth segment and of all later ones
+SEGMENT_BYTES = 4 << 30
+# Long copies use Intel's `rep movsb`. It copies byte by byte if the target begins 1 to 63 bytes above the source,
+# modulo this.
 COPY_PERIOD = 4 << 30
-"""Intel's `rep movsb`, in which long copies end, goes byte by byte where the target begins 1 to 63 bytes above the
-source modulo this."""
+# how much memory of freed arrays a segment keeps
 IDLE_BYTES = 512 << 20
+# Bytes that all ranks of a node together may touch between two looks at the free memory, and the least for each rank.
 SEEN_BYTES = 64 << 20
-"""Bytes that all ranks of a node together may touch between two looks at the memory that is free."""
 LEAST_SEEN_BYTES = 8 << 20
+# If memfd is denied, files for arrays that grow go into a folder with at least this much room.
 SPARSE_BYTES = 128 << 20
-"""What a folder should have free for arrays that grow, where they cannot lie in memory without one."""
+# constants of Linux that Python's mmap does not have
 _MADV_REMOVE = 9
 _MADV_POPULATE_WRITE = 23
 
 
 class Region(NamedTuple):
-    """A place of bytes, in terms any process of the node can follow: five integers, fit for a message."""
+    """An interval of bytes in a file of a process, which any process of the node can map. Five integers."""
 
     pid: int
     fd: int
@@ -60,22 +66,27 @@ class Region(NamedTuple):
 
 
 def segment_bytes(nbytes: int, before: int = 0) -> int:
-    """Return the bytes of a segment for an array of `nbytes`, where `before` segments are there: huge pages, and no
-    multiple of 256 MiB, so that not even several, mapped side by side, are one of 4 GiB.
+    """Return the size of a new segment for an array of `nbytes`, if there are `before` segments already.
 
-    Else what is mapped below another array, which NumPy begins 16 bytes behind a page, would lie where a copy between
-    their beginnings takes 4 to 9 times as long (see COPY_PERIOD).
+    The size is a multiple of the huge page, but not of 256 MiB, so that even several segments that are mapped next to
+    each other do not add up to 4 GiB. The reason is COPY_PERIOD. NumPy's own long arrays begin 16 bytes behind a page.
+    If a segment lay a multiple of 4 GiB below such an array, a copy from the start of the segment to that array would
+    take 4 to 9 times as long.
     """
     size = max(min(FIRST_BYTES << before, SEGMENT_BYTES), -(-nbytes // HUGE_PAGE) * HUGE_PAGE)
     return size if size % FIRST_BYTES else size + HUGE_PAGE
 
 
 class _FreeList:
-    """Half-open free intervals of one segment; best fit, neighbours merge. What is taken tells what is free where an
-    interrupt has come between two steps of either."""
+    """The free intervals of a segment. Takes the smallest that fits, and merges adjacent ones.
+
+    Ctrl-C may come in the middle of `take` or `give`, and leave the index of free intervals inconsistent. Then the
+    index is built anew from `_taken`, which changes in a single step.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
+        # start -> length of the intervals in use
         self._taken: dict[int, int] = {}
         self._mend()
 
@@ -98,6 +109,7 @@ class _FreeList:
             raise
 
     def _mend(self) -> None:
+        """Build the index of free intervals anew."""
         self._by_size: list[tuple[int, int]] = []
         self._end_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
@@ -139,12 +151,13 @@ class _FreeList:
 
 
 class _Segment:
-    """One file in memory of this process, mapped whole. `nbytes`: of the array for which it is made."""
+    """A memory file of this process, mapped as a whole. `nbytes`: the size of the array for which it is made."""
 
     def __init__(self, size: int, nbytes: int) -> None:
         self.fd = open_memory(nbytes)
+        # Stay below `ulimit -f`, if the array fits. Without a limit, `most` is negative.
         most = resource.getrlimit(resource.RLIMIT_FSIZE)[0] // mmap.PAGESIZE * mmap.PAGESIZE
-        size = most if nbytes <= most < size else size  # -1 is no limit
+        size = most if nbytes <= most < size else size
         try:
             os.ftruncate(self.fd, size)
         except BaseException:
@@ -155,15 +168,15 @@ class _Segment:
         self.base = np.frombuffer(self.map, np.uint8).ctypes.data
         self.size = size
         self.free = _FreeList(size)
-        # bytes of free intervals whose pages are kept
+        # bytes of free intervals that still have their pages
         self.idle = 0
-        # whether it lies in a file system that may be full though the node has memory
+        # True if it is in a file system, which may be full although the node has free memory
         self.bounded = os.fstatvfs(self.fd).f_blocks > 0
-        # bytes that may be touched before the next look at what is free
+        # bytes that may be touched before the next look at the free memory
         self._sure = 0
 
     def allocate(self, nbytes: int) -> int | None:
-        """The offset of an array whose pages are there; None where no interval is long enough."""
+        """Reserve an interval and touch its pages. Return its offset, or None if no free interval is long enough."""
         offset = self.free.take(nbytes)
         if offset is None:
             return None
@@ -180,18 +193,24 @@ class _Segment:
         return offset
 
     def _touch(self, offset: int, nbytes: int) -> None:
-        """Touch the pages step by step, and look at what is free before each step.
+        """Touch the pages in steps, and look at the free memory before each step. Raise OSError if it is too little.
 
-        Memory that is not there is no error of the kernel's: it ends a process, perhaps another's. And one look at the
-        beginning does not do: 1. 10 GiB are free. 2. Each of two ranks asks for 6 GiB, and sees that they are there.
-        3. Both touch them. So each looks again on the way, and sees what the other has touched meanwhile.
+        When memory runs out the kernel does not return an error. It kills a process, perhaps another one. A single look
+        at the beginning would not be enough:
+
+        1. 10 GiB are free.
+        2. Two ranks ask for 6 GiB each. Both see that there is enough.
+        3. Both touch their pages, and memory runs out.
+
+        With a look before each step, each rank sees what the other has touched in the meantime.
         """
         if nbytes - self.idle <= self._sure:
             self._sure -= max(0, nbytes - self.idle)
             _populate(self.map, offset, nbytes)
             return
         step = max(LEAST_SEEN_BYTES, SEEN_BYTES // count_local_ranks())
-        others = min(SEEN_BYTES, nbytes // 8)  # what ranks touch between a look of this one and its step
+        # allowance for what other ranks touch between this rank's look and its step
+        others = min(SEEN_BYTES, nbytes // 8)
         idle, end, self._sure = self.idle, offset + nbytes, 0
         while offset < end:
             needed, free = end - offset - idle + others, free_room(self.fd)
@@ -210,15 +229,17 @@ class _Segment:
         self._remove(offset, nbytes)
 
     def _remove(self, offset: int, nbytes: int) -> None:
-        """Give whole pages back to the system."""
+        """Give the huge pages that lie within the interval back to the system."""
         start, end = -(-offset // HUGE_PAGE) * HUGE_PAGE, (offset + nbytes) // HUGE_PAGE * HUGE_PAGE
         if end > start:
-            with contextlib.suppress(OSError):  # a file system of temporary files may keep them
+            # Some file systems cannot give pages back. Then the memory stays in use.
+            with contextlib.suppress(OSError):
                 self.map.madvise(_MADV_REMOVE, start, end - start)
 
 
 def _no_memory(nbytes: int, error: OSError) -> MemoryError:
-    if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):  # what to do is told there
+    # These come from machine.open_memory, whose sentence says what to do.
+    if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
         return of_caller(MemoryError(f"no memory for {nbytes} bytes of node-shared array: {error.strerror}"))
     cure = f"ask for less, or give the job fewer ranks on a node{_limit_of_addresses()}"
     cure = _limit_of_files(error) or cure
@@ -230,7 +251,7 @@ def _lacks(free: int) -> OSError:
 
 
 def _limit_of_files(error: OSError) -> str:
-    """Return what to do about `ulimit -f`, where that is the cause: it bounds files in memory, too."""
+    """Return advice about `ulimit -f` if it has caused this error, or "". The limit also applies to memory files."""
     if error.errno != errno.EFBIG:
         return ""
     most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
@@ -238,7 +259,7 @@ def _limit_of_files(error: OSError) -> str:
 
 
 def _limit_of_addresses() -> str:
-    """Return what to say of `ulimit -v` where it is set: it counts what ranks map of each other, used or not."""
+    """Return advice about `ulimit -v` if it is set, or "". It counts all mapped addresses, used or not."""
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     return "" if most == resource.RLIM_INFINITY else f", or raise ulimit -v, which is {most / 2**30:.1f} GiB here"
 
@@ -247,10 +268,13 @@ class _Arena:
     """All segments of this process."""
 
     def __init__(self) -> None:
+        # in the order of their addresses
         self.segments: list[_Segment] = []
         self.bases: list[int] = []
+        # Segments smaller than this are not used for new arrays; see `in_one_segment`.
         self.least = 0
         self._lock = threading.Lock()
+        # freed arrays that `_drain` is still to take back
         self._released: collections.deque[tuple[_Segment, int, int]] = collections.deque()
 
     def allocate(self, nbytes: int) -> tuple[_Segment, int]:
@@ -262,8 +286,9 @@ class _Arena:
                 offset = segment.allocate(nbytes)
                 if offset is not None:
                     return segment, offset
+            # Check this before a segment is made for an array that will not fit.
             free = free_memory() + free_swap()
-            if nbytes > free:  # before there is a segment for it
+            if nbytes > free:
                 raise _no_memory(nbytes, _lacks(free))
             try:
                 segment = _Segment(segment_bytes(max(nbytes, self.least), len(self.segments)), nbytes)
@@ -277,8 +302,11 @@ class _Arena:
             return segment, offset
 
     def release(self, segment: _Segment, offset: int, nbytes: int) -> None:
-        """Called by the garbage collector, perhaps inside `allocate`: queue, and work only if the lock is free. It is
-        taken by `with`, which gives it back whenever an interrupt comes."""
+        """Queue the memory of a freed array, and take it back now if the lock is free.
+
+        The garbage collector calls this at any moment, even within `allocate` in the same thread. To wait for the lock
+        there would be a deadlock. `with` releases the lock even if Ctrl-C comes at any moment.
+        """
         self._released.append((segment, offset, nbytes))
         if not self._lock.locked():
             with self._lock:
@@ -298,11 +326,12 @@ class _Arena:
 
 
 _arena = _Arena()
+# (pid, fd, inode) -> a segment of another process, mapped as long as any array over it lives
 _attached: weakref.WeakValueDictionary[tuple[int, int, int], NDArray[np.uint8]] = weakref.WeakValueDictionary()
 
 
 def _forget_after_fork() -> None:
-    """A child must not hand out its parent's free memory."""
+    """Start with an empty arena in a forked child: the parent's free memory is still the parent's."""
     global _arena
     _arena = _Arena()
 
@@ -311,13 +340,19 @@ os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32, comm: MPI.Comm | None = None) -> NDArray[Any]:
-    """An uninitialised C-contiguous array in node-shared memory, aligned to 64 bytes, with its pages touched.
+    """Make an uninitialised array in memory that the ranks of the node share.
 
-    Local, not collective; returns at once.  The memory is freed with the array and its last view.  ``comm`` is the
-    communicator the array is meant for: a communicator of one rank has nobody to share with and gets ordinary memory.
-    Raises MemoryError, before it takes any, where the array is larger than what is free on the node (limits of control
-    groups count), and where the node denies such memory; ValueError or TypeError, as `numpy.empty`, for what is no
-    shape or dtype; TypeError for a dtype of Python objects.
+    Collectives and stores read and write such an array where it is, without copies. It is C-contiguous and aligned to
+    64 bytes, and its pages are touched already. The call is local and does not block. The memory is freed when the
+    array and its last view are gone.
+
+    Args:
+        comm: The communicator that the array is meant for. If it has only one rank, the array is in ordinary memory.
+
+    Raises:
+        MemoryError: The array is larger than the free memory of the node (limits of control groups count), or the node
+            denies shared memory. No memory was taken.
+        ValueError, TypeError: The shape or dtype is bad, as in `numpy.empty`, or the dtype holds Python objects.
     """
     dimensions, dtype = _dimensions(shape), _type(dtype)
     if comm is not None and comm.Get_size() == 1:
@@ -330,13 +365,15 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32, comm: MPI
 
 
 def in_one_segment() -> None:
-    """From now on this process's arrays lie in one segment, as large as the node's memory: who has mapped it once
-    reaches them all, and does so when this process has ended."""
+    """Put all arrays of this process from now on into one segment, as large as the node's memory.
+
+    A process that has mapped the segment can reach all arrays in it, also after this process has ended.
+    """
     _arena.least = max(SEGMENT_BYTES, os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE)
 
 
 def _dimensions(shape: Any) -> tuple[int, ...]:
-    """A tuple of what NumPy takes for a shape, else its error, with what to do."""
+    """Return a shape as a tuple. Raise NumPy's error, with what to do, if it is not a shape."""
     try:
         return np.broadcast_shapes(shape)
     except (TypeError, ValueError) as error:
@@ -356,7 +393,7 @@ def _type(dtype: DTypeLike) -> np.dtype[Any]:
 
 
 def locate(array: NDArray[Any]) -> Region | None:
-    """The region that holds a C-contiguous array or view made by `empty`; None for any other array."""
+    """Return the region of a C-contiguous array or view made by `empty`, or None for any other array."""
     address = array.__array_interface__["data"][0]
     segment = _arena.find(address)
     if segment is None or not array.flags.c_contiguous:
@@ -365,17 +402,17 @@ def locate(array: NDArray[Any]) -> Region | None:
 
 
 def region_of(array: NDArray[Any]) -> Region:
-    """The region of an array that was made by `empty`."""
+    """Return the region of an array that was surely made by `empty`."""
     region = locate(array)
     assert region is not None
     return region
 
 
 def attach(region: Region) -> NDArray[np.uint8]:
-    """The bytes of a region of this or another process of the node, for reading and writing.
+    """Map a region of this or another process of the node, for reading and writing. Return its bytes.
 
-    The peer's segment stays mapped while any array over it lives.  Raises CollectiveError when the process or its
-    segment cannot be reached (another node or container, another user, or already gone).
+    The segment stays mapped as long as any array over it lives. Raises CollectiveError if the process or its segment
+    cannot be reached: it is on another node or in another container, belongs to another user, or has ended.
     """
     whole = segment(region)
     part = whole[region.offset : region.offset + region.nbytes]
@@ -388,7 +425,7 @@ def attach(region: Region) -> NDArray[np.uint8]:
 
 
 def segment(region: Region) -> NDArray[np.uint8]:
-    """All bytes of the segment that a region lies in. It is mapped, and raises, as in `attach`; no page is touched."""
+    """Map the whole segment of a region and return its bytes. As `attach`, but touches no pages."""
     key = region[:3]
     whole = _attached.get(key)
     if whole is None:
@@ -410,7 +447,7 @@ def _open(region: Region) -> NDArray[np.uint8]:
 
 
 def _descriptor(region: Region) -> int:
-    """Return a descriptor of the file that a region lies in."""
+    """Open the file of a region. Raise CollectiveError if it cannot be opened, or is another file by now."""
     path = f"/proc/{region.pid}/fd/{region.fd}"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -425,19 +462,21 @@ def _descriptor(region: Region) -> int:
 def _open_sparse() -> int:
     try:
         return open_memory(SPARSE_BYTES)
-    except OSError:  # a store without tables needs no room here
+    except OSError:
+        # No folder has that much room. A store without tables needs none, so take any.
         return open_memory()
 
 
 class SparseFile:
-    """Arrays that grow, in one file of this process's memory: they take memory where they are written, no array moves.
+    """A memory file of this process, for arrays that grow. Memory is used only for pages that are written.
 
-    Each array is mapped by itself, so the file may be far longer than the node's memory. Who has it open reaches all
-    arrays by their offsets, also when this process has ended: `opened` opens that of another process of the node.
+    So an array can be made as long as it may ever become, and never has to move. Each array is mapped by itself, and
+    the file may be far longer than the node's memory. Another process of the node opens the file by `opened`, and
+    reaches all arrays by their offsets, also after this process has ended.
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        """`fd`: of a file that is there, which is taken over; None: a new one."""
+        """`fd`: an open file that this object takes over. None: make a new file."""
         try:
             self._fd = _open_sparse() if fd is None else fd
         except OSError as error:
@@ -447,23 +486,26 @@ class SparseFile:
 
     @classmethod
     def opened(cls, region: Region) -> SparseFile:
-        """Open the file of another process. CollectiveError where it cannot be reached, as `attach`."""
+        """Open the file of another process. Raise CollectiveError as `attach`."""
         return cls(_descriptor(region))
 
     @property
     def region(self) -> Region:
-        """Return where others find the file; its offset and bytes say nothing."""
+        """The file as other processes find it. Offset and size are 0."""
         return Region(os.getpid(), self._fd, self._inode, 0, 0)
 
     @property
     def room(self) -> int:
-        """Return the bytes that its file system leaves it: the node's memory is not looked at."""
+        """The free bytes of its file system. Does not look at the node's memory."""
         system = os.fstatvfs(self._fd)
         return system.f_bavail * system.f_frsize if system.f_blocks else sys.maxsize
 
     def zeros(self, shape: tuple[int, ...], dtype: DTypeLike) -> tuple[NDArray[Any], int]:
-        """Return a new array of zeros, and its offset in the file. Its memory goes with it, for all. MemoryError where
-        there are no addresses for it."""
+        """Make an array of zeros. Return it and its offset in the file.
+
+        When the array is freed its memory is given back, even if other processes have mapped it. Raises MemoryError if
+        this process cannot map that many addresses.
+        """
         offset = os.fstat(self._fd).st_size
         nbytes = max(1, -(-math.prod(shape) * np.dtype(dtype).itemsize // mmap.PAGESIZE)) * mmap.PAGESIZE
         try:
@@ -481,14 +523,15 @@ class SparseFile:
         return array, offset
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Return an array that is there, by its offset. OSError where there are no addresses for it."""
+        """Map an array that was made by `zeros`, here or in another process. Raise OSError if it cannot be mapped."""
         nbytes = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
         return np.ndarray(shape, dtype, buffer=mmap.mmap(self._fd, nbytes, offset=offset))
 
 
 def _map(fd: int, size: int) -> mmap.mmap:
     mapping = mmap.mmap(fd, size)
-    with contextlib.suppress(OSError):  # a kernel without huge pages is only slower
+    # Without huge pages everything works, but slower.
+    with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
 
@@ -500,5 +543,6 @@ def _populate(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
     try:
         mapping.madvise(_MADV_POPULATE_WRITE, start, end - start)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # EINVAL: a kernel before 5.14 cannot; the first use touches them
+        # EINVAL: this kernel is older than 5.14 and does not know the call. Then the first use touches the pages.
+        if error.errno != errno.EINVAL:
             raise

@@ -1,20 +1,24 @@
-"""The board of a node: ranks on one node meet by words in shared memory, and see there that one has failed.
+"""The board of a node: its ranks meet by words in shared memory, and learn there that one has failed.
 
-An operation starts when all ranks have *entered* it. A rank enters by one 8-byte store: the number of the operation
-<< 32 | a token for what it brings. It has met the others when all words of the row bear that number; a token that it
-does not know stands for a descriptor, which it reads and compares. In the operation, ranks meet again after *phases*.
+An operation starts when all ranks have *entered* it. The words of all ranks form a row. A rank enters by storing one
+8-byte word there: the number of the operation << 32 | a token that stands for its call and its arrays. All ranks have
+entered when all words of the row have that number. If a token is unknown, the rank reads the descriptor that it stands
+for, and compares the calls. Within an operation, ranks meet again after each *phase*. The steps of an operation:
 
-    publish   what others are to see (a vector in a slot, a descriptor) is written first
-    meet      one store to `entries`, then looks at the row until it is complete
-    take      what the others have put is read
-    poison    the flag is set; this rank's entry becomes OUT, which completes no row; whoever waits looks at the flag
+    publish   write everything that other ranks will read: a vector in a slot, a descriptor
+    meet      store one word to `entries`, then read the row until it is complete
+    take      read what the other ranks have written
+    poison    after a failure: set the flag, and replace this rank's word by OUT, with which no row is ever complete, so
+              that ranks that wait go on to look at the flag
 
-One flag and one sentence tell all ranks that one has failed (`Poison`; between nodes: `network.control`). The first to
-fail writes them, and every wait looks at the flag. A file lock makes sure that the first sentence stays; a process that
-dies with the lock gives it back. A rank that has ended without a word is seen by its process (`Peers`).
+A flag and a sentence tell all ranks of the node that one has failed (`Poison`; between nodes: `network.control`). The
+first rank to fail writes them, and every wait looks at the flag. A file lock makes sure that the first sentence stays.
+The kernel releases the lock of a process that dies. A rank that died without writing anything is noticed by its process
+(`Peers`).
 
-A rank can enter operation i + 2 only after all have entered i + 1, hence two rows and two slots suffice. There is no
-MPI here: the tests run this code with words that hand over to another rank at each access, in every order.
+A rank can enter operation i + 2 only after all ranks have entered i + 1. So two rows and two slots, used in turn, are
+enough. There is no MPI here: the tests run this code with words that switch to another rank at each access, in every
+order.
 """
 
 from __future__ import annotations
@@ -56,30 +60,42 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ORDER = sys.byteorder
-NUMBERS = (1 << 32) - 1  # operations are counted modulo 2^32
-OUT = (1 << 64) - 1  # the entry of a rank that has left the generation
+# operations are counted modulo 2^32
+NUMBERS = (1 << 32) - 1
+# the word of a rank that has left the generation
+OUT = (1 << 64) - 1
 OUT_TOKEN = OUT & NUMBERS
-SPINS_ALONE, SPINS_SHARED = 64, 1  # looks before giving way: ranks have cores of their own, or share them
-MOST_LOOKS = 256  # looks after that, before the wait loop takes over
+# reads of the row before a rank yields its core: if it has a core of its own, and if ranks share cores
+SPINS_ALONE, SPINS_SHARED = 64, 1
+# reads after that, before the wait loop takes over
+MOST_LOOKS = 256
 LOOK_AT_PEERS_SECONDS = 0.05
+# the longest time that a rank that fails waits until no other touches its arrays
 LEAVING_SECONDS = 5.0
-SETTLE_SECONDS = 1e-3  # a processor may hold a store back behind a later load, but not for so long
+# A processor may delay a store behind a later load, but never for this long.
+SETTLE_SECONDS = 1e-3
 
 
-TEXT_AT = 16  # of a sentence in the poison
+# where the sentence begins in the poison
+TEXT_AT = 16
 
 
 class Poison:
-    """The flag of one generation. `memory`: POISON_BYTES that all ranks of the node map; `fd`: the file that holds
-    them."""
+    """The flag and the sentence by which the ranks of a node learn that their generation has ended.
+
+    Args:
+        memory: POISON_BYTES that all ranks of the node map.
+        fd: The file that this memory belongs to. Its lock protects the sentence.
+    """
 
     def __init__(self, memory: NDArray[np.uint8], fd: int) -> None:
-        self._memory, self._fd = memory, fd
+        self._memory = memory
+        self._fd = fd
+        # Word 0: 0 while the generation lives, then 1 + the index of the error in `KINDS`. Word 1: length of the text.
         self.flag = memory[:TEXT_AT].data.cast("B").cast(WORD)
-        """One word: 0 while the generation lives, then 1 + the place of the error in `KINDS`."""
 
     def spread(self, error: BaseException, sentence: str) -> CollectiveError:
-        """End the generation with this sentence, unless another has ended it. The error that all ranks raise."""
+        """End the generation with this sentence, unless it has ended already. Return the error that all ranks raise."""
         with self._locked():
             if not self.flag[0]:
                 text = sentence.encode(errors="replace")[: POISON_BYTES - TEXT_AT]
@@ -89,7 +105,8 @@ class Poison:
             return self._error()
 
     def error(self) -> CollectiveError:
-        """Return what all ranks raise once the flag is set. The lock orders memory, on any processor."""
+        """Return the error that all ranks raise. The flag must be set."""
+        # Taking the lock also orders memory accesses, on any processor.
         with self._locked():
             return self._error()
 
@@ -107,35 +124,43 @@ class Poison:
 
 
 class Ending:
-    """End a generation for all ranks: once, with the sentence that all take, which `tell` returns."""
+    """Ends a generation once.
+
+    `tell` tells the other ranks of an error. It returns the error that all ranks raise, which is that of the first rank
+    to fail.
+    """
 
     def __init__(self, tell: Callable[[CollectiveError], CollectiveError]) -> None:
         self._tell = tell
+        # the error that every call raises once the generation has ended, or None
         self.over: CollectiveError | None = None
-        """What every call raises since the generation has ended here."""
 
     def end(self, told: CollectiveError) -> CollectiveError:
-        """End it, unless it has ended, and return what all raise. An interrupt meanwhile is raised after that."""
+        """End the generation unless it has ended already. Return the error that all ranks raise.
+
+        If Ctrl-C interrupts this, the other ranks are told all the same before KeyboardInterrupt is raised.
+        """
         if self.over is None:
             self.over = told
             try:
                 self.over = self._tell(told)
-            except KeyboardInterrupt:  # once more: the others must hear
+            except KeyboardInterrupt:
                 self.over = self._tell(told)
                 raise
         return self.over
 
 
 class Peers:
-    """Tell whether processes of this node are still there. One file descriptor a process, for all generations."""
+    """Finds out which processes of this node have ended."""
 
+    # process -> its pidfd, for all generations, so that each process takes up a single file descriptor
     _known: dict[int, int] = {}  # noqa: RUF012
 
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids
 
     def ended(self, rank: int) -> bool:
-        """Return whether the rank's process has ended; False where this system cannot tell."""
+        """True if the rank's process has ended. False if this system cannot tell."""
         pid = self._pids[rank]
         fd = self._known.get(pid)
         if fd is None:
@@ -151,58 +176,74 @@ class Peers:
 
 
 class Board:
-    """The words of one generation as one rank sees them. `names`: the node's ranks as the user counts them."""
+    """The words of one generation, as one rank of the node sees them.
+
+    `names`: the numbers by which sentences name the node's ranks.
+    """
 
     nap_after = NAP_AFTER_ON_NODE
 
     def __init__(self, memory: NodeMemory, names: Sequence[int], limits: Limits) -> None:
-        self.memory, self.rank, self.size = memory, memory.rank, memory.size
-        self.names, self.limits = tuple(names), limits
+        self.memory = memory
+        self.rank = memory.rank
+        self.size = memory.size
+        self.names = tuple(names)
+        self.limits = limits
         self.descriptors = Descriptors(memory.descriptors, memory.rank, names)
         self.poison = Poison(memory.poison, memory.poison_fd)
         self.entries, self.progress = memory.rows
+        # shows other processes in which operation this rank is
         self.marks = Marks(memory.identity)
-        """Where another process sees in which operation this rank is."""
         self.fence = memory.fence
+        # A row is read as one large integer. `ones` times a number is the row in which every word is that number, and
+        # `numbers` masks the operations' numbers in a row.
         self.ones = sum(1 << 64 * rank for rank in range(self.size))
-        """Times a number: that number once for each rank, as in a row read at once."""
         self.numbers = self.ones * NUMBERS << 32
+        # the operation that this rank has entered last
         self.number = 0
-        """The operation that this rank has entered last."""
+        # phases that this rank has finished, over all operations
         self.phase = 0
-        """Phases that this rank has finished, over all operations."""
+        # `lent` is the last operation for which this rank has lent its arrays to others. They have finished with the
+        # arrays when they have signalled phase `last_phase`.
         self.last_phase = 0
-        """The phase with which others touch the arrays no more that this rank has lent them,"""
         self.lent = 0
-        """in this operation."""
+        # Fast paths may begin only with a descriptor that was put after this one; see `hold`.
         self.spent = -DESCRIPTORS
-        """Only a descriptor that was put after this one may be brought by a fast path."""
         self.spins = SPINS_SHARED if memory.crowded else SPINS_ALONE
+        # A fast path reads a row this often before it enters the wait loop. After `spins` reads it yields between them.
         self.looks = range(self.spins + MOST_LOOKS)
-        """A fast path looks so many times, and gives way after `spins` of them, before the wait loop takes over."""
-        self._held = self._carrying = False
+        self._held = False
+        # True while this rank carries out an operation over messages
+        self._carrying = False
+        # when to look at the other processes again
         self._due = 0.0
         self._peers = Peers(memory.pids)
+        # Raises if the enclosing generation has ended. Every look at this generation calls it.
         self.beyond: Callable[[float], None] | None = None
-        """Raises where the generation has ended within which this one lies; every look at this one looks there, too."""
 
     def publish(
         self, descriptor: Descriptor, many: NDArray[np.int64] | None = None, place: ArrayPlace | None = None
     ) -> int:
-        """Put a descriptor into this rank's area; its token. See `Descriptors.publish`."""
+        """Put a descriptor into this rank's area and return its token. See `Descriptors.publish`."""
         token = self.descriptors.publish(descriptor, many, place)
         self.marks.name(token, descriptor.text)
         self.hold(self._held)
         return token
 
     def hold(self, held: bool) -> None:
-        """From here on no operation may begin by a fast path, or each may again."""
+        """Forbid operations to begin by a fast path, or permit it again.
+
+        No descriptor is put after number sys.maxsize, so all fast paths return NOT_BEGUN. Otherwise only those do whose
+        descriptor has been overwritten.
+        """
         self._held = held
         self.spent = sys.maxsize if held else self.descriptors.put - DESCRIPTORS
 
     def enter(self, token: int, lends: bool = False) -> None:
-        """Say: I am in the next operation, with this token. All I wrote before is visible to who sees it. `lends`:
-        others may touch this rank's arrays from here on, until each has finished one phase."""
+        """Enter the next operation with this token. A rank that sees it also sees everything written before.
+
+        `lends`: other ranks may touch this rank's arrays from now on, until each has finished one phase.
+        """
         self.number = number = self.number + 1 & NUMBERS
         if lends:
             self.last_phase, self.lent = self.phase + 1, number
@@ -211,24 +252,26 @@ class Board:
         self.entries[number & 1][self.rank] = self.marks.word[0] = number << 32 | token
 
     def met(self) -> Iterator[None]:
-        """Until all have entered this operation; with what, `tokens` says."""
+        """Wait, in steps, until all ranks have entered this operation. `tokens` then tells with which tokens."""
         while not self._complete():
             yield
         if self.fence is not None:
             self.fence()
 
     def meet(self, row: memoryview, wanted: int, what: str) -> bool:
-        """Until all have entered this operation, after `looks` have not seen it. Blocking. Whether they bring the
-        tokens of `wanted`."""
+        """Wait until all ranks have entered this operation. Return True if `row` is `wanted` then. Blocking.
+
+        Fast paths call this when `looks` reads were not enough. `what` names the call in errors.
+        """
         drive(until(self._complete), self, what)
         return int.from_bytes(row, ORDER) == wanted
 
     def tokens(self) -> tuple[int, ...]:
-        """With what each rank has entered; valid after a meeting, until this rank enters again."""
+        """Return the token of each rank. Valid after a meeting, until this rank enters the next operation."""
         return tuple(word & NUMBERS for word in self.entries[self.number & 1])
 
     def read(self, tokens: Sequence[int]) -> list[Descriptor]:
-        """The descriptors of all ranks, or MismatchError, the same on all, where the calls do not fit together."""
+        """Return the descriptors of all ranks. Raise MismatchError, the same on all ranks, if their calls differ."""
         if OUT_TOKEN in tokens:
             raise self.poison.error()
         found = [self.descriptors.read(rank, token, _attach) for rank, token in enumerate(tokens)]
@@ -236,20 +279,20 @@ class Board:
         return found
 
     def agreed(self, text: str) -> Iterator[None]:
-        """MismatchError on every rank unless all bring the same text."""
+        """Raise MismatchError on every rank unless all pass the same text. Yields whenever it has to wait."""
         self.enter(self.publish(Descriptor(text)))
         yield from self.met()
         self.read(self.tokens())
 
     def signal(self) -> None:
-        """Say: I have finished one more phase."""
+        """Tell the other ranks that this one has finished a phase."""
         self.phase += 1
         if self.fence is not None:
             self.fence()
         self.progress[self.phase & 1][self.rank] = self.phase
 
     def followed(self) -> Iterator[None]:
-        """Until all others have finished as many phases as this rank."""
+        """Wait, in steps, until all ranks have finished as many phases as this one."""
         row, finished = self.progress[self.phase & 1], self.phase * self.ones
         while int.from_bytes(row, ORDER) != finished:
             yield
@@ -257,22 +300,25 @@ class Board:
             self.fence()
 
     def follow(self, row: memoryview, finished: int, what: str) -> None:
-        """As `followed`, after `looks` have not seen it. Blocking."""
+        """As `followed`, but blocking. Fast paths call this when `looks` reads were not enough."""
         drive(self.followed(), self, what)
 
     def carried_out(self, steps: Iterator[None]) -> Iterator[None]:
-        """Do what ranks do over messages once they have met here. It is seen who has not ended it."""
+        """Run the steps of an operation over messages, for which the ranks have met here.
+
+        The board notes the end of these steps, so that others can tell which ranks are late.
+        """
         self._carrying = True
         yield from steps
         self._carrying = False
         self.memory.words[self.rank][FINISHED] = self.number
 
     def late(self) -> list[int]:
-        """Ranks of the user's communicator that have not come as far as this one."""
+        """Return the names of the ranks that are not as far as this one."""
         return [self.names[rank] for rank in self._late()]
 
     def look(self, waited: float) -> None:
-        """Raise where the generation has ended, or a rank that is waited for has."""
+        """Raise if the generation has ended, or a rank for which this one waits has died or left."""
         if self.poison.flag[0] and self._late():
             raise self.poison.error()
         if self.beyond is not None and self._late():
@@ -281,13 +327,19 @@ class Board:
             return
         self._due = now + LOOK_AT_PEERS_SECONDS
         ended = [rank for rank in self._late() if self.memory.words[rank][LEFT] or self._peers.ended(rank)]
-        if ended and ended[0] in self._late():  # looked at again: its last word may have come just now
+        # Check again that it is late, because of this race:
+        # 1. This rank computes the list of late ranks. Rank 1 is in it.
+        # 2. Rank 1 writes its word, leaves, and ends.
+        # 3. This rank sees that rank 1 has ended, though it has done its part.
+        if ended and ended[0] in self._late():
             how = DEPARTURES[self.memory.words[ended[0]][LEFT]]
             raise CollectiveError(f"rank {self.names[ended[0]]} is needed, and {how}")
 
     def hear(self, waited: float = 0.0) -> None:
-        """Raise where the generation has ended, or a process of the node has. For a rank that waits for no word
-        here."""
+        """Raise if the generation has ended, or if a process of the node has died without leaving.
+
+        For a rank that does not wait for a word of this board.
+        """
         if self.poison.flag[0]:
             raise self.poison.error()
         if self.beyond is not None:
@@ -300,15 +352,20 @@ class Board:
                 raise CollectiveError(f"rank {self.names[rank]} is needed, and {DEPARTURES[0]}")
 
     def end(self, error: BaseException, sentence: str) -> CollectiveError:
-        """End the generation for all ranks of the node; what they raise. Blocks, for LEAVING_SECONDS at most, until
-        nobody touches this rank's arrays any more."""
+        """End the generation for all ranks of the node. Return the error that they raise.
+
+        Blocks until no other rank touches this rank's arrays, but at most for LEAVING_SECONDS.
+        """
         told = self.poison.spread(error, sentence)
         self.hold(True)
         said = max(row[self.rank] for row in self.progress)
         lending = self.lent == self.number and said < self.last_phase
-        if lending or not self._complete():  # else all have what they need for this operation
+        # If the row is complete, and this rank has done its phase with lent arrays or has lent none, the other ranks
+        # have all they need for this operation. Then let them complete it.
+        if lending or not self._complete():
             self.entries[self.number & 1][self.rank] = OUT
-        self.progress[self.phase + 1 & 1][self.rank] = OUT  # more than any phase: this rank touches nobody's arrays
+        # OUT is greater than any phase, so others see that this rank touches their arrays no more.
+        self.progress[self.phase + 1 & 1][self.rank] = OUT
         if self.fence is not None:
             self.fence()
         time.sleep(SETTLE_SECONDS)
@@ -318,24 +375,27 @@ class Board:
         return told
 
     def shared(self, number: int) -> bool:
-        """Return whether all ranks are in that operation, the last one here, with the same call, and none has left it
-        before all had come."""
+        """True if all ranks have entered this operation with the same call, and none left before all had entered.
+
+        It must be the last operation of this rank.
+        """
         try:
             return number == self.number and self._complete() and bool(self.read(self.tokens()))
         except CollectiveError:
             return False
 
     def ended(self) -> dict[int, str]:
-        """Ranks of the user's communicator on this node that have left, or whose process has ended; and how."""
+        """Return the ranks of this node that have left or died: name -> how, in words."""
         words = self.memory.words
         gone = [rank for rank in range(self.size) if words[rank][LEFT] or self._peers.ended(rank)]
         return {self.names[rank]: DEPARTURES[words[rank][LEFT]] for rank in gone}
 
     def leave(self, how: int = PROGRAM_ENDED) -> None:
-        """Say that this rank comes no more."""
+        """Tell the other ranks that this one will enter no more operations. `how`: a key of `DEPARTURES`."""
         self.memory.words[self.rank][LEFT] = how
 
     def _complete(self) -> bool:
+        """True if all ranks have entered this operation."""
         row = int.from_bytes(self.entries[self.number & 1], ORDER)
         return row & self.numbers == self.number * self.ones << 32
 
@@ -347,8 +407,11 @@ class Board:
         return [rank for rank in others if entries[rank] >> 32 != self.number or progress[rank] != self.phase]
 
     def _touching(self) -> bool:
-        """Return whether another may still touch this rank's arrays: all have come to the same operation, and it is not
-        through with it. Who has not come by now will not find this rank there."""
+        """True if another rank may still touch this rank's arrays.
+
+        Ranks touch lent arrays only after all have entered. This rank's word is OUT by now. So if a rank has not
+        entered yet, no rank will ever see a complete row.
+        """
         if self.lent != self.number:
             return False
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -362,7 +425,7 @@ class Board:
 
 
 def unreachable(board: Board, error: OutOfReach) -> str:
-    """The sentence for all ranks where this one could not reach a process."""
+    """Return the sentence for the case that this rank could not reach the memory of another process."""
     other = board.names[board.memory.pids.index(error.pid)]
     why = os.strerror(error.errno)
     return f"rank {board.names[board.rank]} cannot reach the memory of rank {other} any more: {why}"

@@ -1,8 +1,9 @@
-"""Deaths of ranks: how MPI tells of them, and how ranks make communicators though any of them may die meanwhile.
+"""Deaths of ranks: how MPI reports them, and how ranks make communicators while any of them may die.
 
-MPI tells of deaths where it has ULFM: Open MPI under `mpirun --with-ft ulfm`. Then a death ends no job. A
-message to or from the dead raises MPI.Exception, and so does a probe of any source until the death is acknowledged. A
-collective may raise on some ranks and wait for ever on others, until one of them revokes its communicator (`Making`).
+Only an MPI with ULFM tells of deaths: Open MPI under `mpirun --with-ft ulfm`. There the death of a process does not end
+the job. A message to or from a dead rank raises MPI.Exception, and so does a probe for messages of any source until the
+death is acknowledged. A collective may raise on some ranks and wait for ever on others, until a rank revokes the
+communicator (`Making`).
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from mpips.collectives.clock import Clock
 
 C = TypeVar("C", bound=MPI.Comm)
 WATCH_SECONDS = 4e-3
+# how long it takes a rank at most to give up making a communicator after its parent was revoked
 MAKING_SECONDS = 0.02
-"""So soon a rank has left the making of a communicator whose parent was revoked."""
+# how long after an error to wait for MPI to tell of the death that may have caused it
 DEATH_SECONDS = 1.0
-"""So long after an error the death that may have caused it is waited for."""
+# Open MPI's mpirun sets this variable if it is asked to let other processes live after a death.
 ENABLED = "OMPI_MCA_mpi_ft_enable"
-"""What mpirun of Open MPI sets where it is asked to let others live."""
 _DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 
 
 @cache
 def able() -> bool:
-    """Return whether the MPI of this job tells of deaths, and other processes outlive them."""
+    """True if the MPI of this job tells of deaths, and other processes survive them."""
     return os.environ.get(ENABLED, "").lower() in ("1", "true") and "Open MPI" in MPI.Get_library_version()
 
 
 def failed(comm: MPI.Comm) -> list[int]:
-    """Ranks of a communicator whose processes have ended, as far as MPI knows here. Does not block."""
+    """Return the ranks of a communicator that MPI here knows to be dead. Does not block."""
     if not able():
         return []
     group = comm.Get_failed()
@@ -50,32 +51,42 @@ def failed(comm: MPI.Comm) -> list[int]:
 
 
 def deaths(comm: MPI.Comm) -> list[int]:
-    """Return the dead after an error that a death may have caused: MPI hears of it a little later. Blocks for
-    DEATH_SECONDS at most."""
+    """Return the dead ranks after an error that a death may have caused, or an empty list.
+
+    MPI may learn of the death a little later than of the error. So this waits for it, for DEATH_SECONDS at most.
+    """
     clock = Clock()
     while not (found := failed(comm)) and clock.seconds() < DEATH_SECONDS:
-        MPI.COMM_SELF.Iprobe()  # it hears of nothing but within calls
+        # MPI makes progress only within calls.
+        MPI.COMM_SELF.Iprobe()
         time.sleep(1e-3)
     return found
 
 
 def is_death(error: BaseException) -> bool:
-    """Return whether MPI says by this error that a process has ended."""
+    """True if MPI raised this error because a process has ended."""
     return isinstance(error, MPI.Exception) and able() and error.Get_error_class() in _DEATHS
 
 
 class Making:
-    """A context in which ranks make communicators of `comm` and meet on them, though any of them may die meanwhile.
+    """A context in which ranks make communicators from `comm`, although any of them may die meanwhile.
 
-    As soon as somebody has died, or `break_off` is called, every communicator made within is revoked: whoever waits on
-    one raises MPI.Exception. One at a time in a process; MPI_THREAD_MULTIPLE is needed.
+    As soon as a rank has died, or `break_off` is called, `comm` and every communicator made in the context are revoked.
+    Then ranks that wait on one of them raise MPI.Exception. A thread watches for deaths, so this needs
+    MPI_THREAD_MULTIPLE. A process can be in one such context at a time.
     """
 
+    # the context that this process is in
     present: Making | None = None
 
     def __init__(self, comm: MPI.Comm) -> None:
-        self._comm, self._made, self.broken = comm, [comm], False
-        self._lock, self._over = threading.Lock(), threading.Event()
+        self._comm = comm
+        # `comm`, and all communicators that were made from it
+        self._made = [comm]
+        # True once they are revoked
+        self.broken = False
+        self._lock = threading.Lock()
+        self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mpips deaths", daemon=True)
 
     def __enter__(self) -> Making:
@@ -91,21 +102,23 @@ class Making:
         Making.present = None
 
     def add(self, comm: MPI.Comm) -> None:
-        """One more has been made."""
+        """Note a new communicator, so that it is revoked with the others."""
         with self._lock:
             self._made.append(comm)
             if self.broken:
                 _revoke(comm)
 
     def break_off(self) -> None:
-        """Nobody is to wait on any of them any more."""
+        """Revoke all communicators, so that no rank waits on one of them any more."""
         with self._lock:
             if not self.broken:
                 self.broken = True
                 *earlier, last = self._made
                 for comm in reversed(earlier):
                     _revoke(comm)
-                if earlier:  # others may be making it yet: Open MPI crashes where it is revoked meanwhile
+                # Open MPI crashes if the last communicator is revoked while another rank is still making it. After its
+                # parent was revoked, that rank gives up within MAKING_SECONDS.
+                if earlier:
                     time.sleep(MAKING_SECONDS)
                 _revoke(last)
 
@@ -117,12 +130,16 @@ class Making:
 
 
 def made(comm: C) -> C:
-    """A communicator that has just been made: where ranks may die meanwhile it is broken off with the others."""
+    """Return a communicator that has just been made. In a `Making` context it will be revoked with the others.
+
+    Code that may run in such a context passes every new communicator through this.
+    """
     if Making.present is not None:
         Making.present.add(comm)
     return comm
 
 
 def _revoke(comm: MPI.Comm) -> None:
-    with suppress(MPI.Exception):  # it may have been freed, or be freed just now
+    # MPI raises if the communicator has been freed.
+    with suppress(MPI.Exception):
         comm.Revoke()

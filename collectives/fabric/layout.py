@@ -1,22 +1,23 @@
-"""Layout of a node's shared memory: each rank writes an area that the others read; descriptors of what ranks bring.
+"""Layout of a node's shared memory: each rank has an area that the others read; descriptors of calls and arrays.
 
-In the area of a rank lie
-  words     `FINISHED`: the last operation that the rank has carried out over messages; `LEFT`: how it has left
-            (`DEPARTURES`), 0 while it is there; `CLOSED`: one byte for each rank, that it reads this area no
-            more;
-  poison    in the first rank's area: the end of the generation (`board.Poison`);
-  descriptors  what a token stands for (`Descriptors`);
-  slots     two buffers, used in turn, for the vectors of small calls;
-  stages    buffers through which ordinary arrays pass, block by block.
+The area of a rank holds
 
-In the first rank's area lie the words that all ranks look at again and again, side by side, so that one look takes in
-all of them: `entries` and `progress`, two rows of each, used in turn (`board`).
+  words        `FINISHED`: the last operation that the rank has carried out over messages. `LEFT`: how the rank has left
+               (`DEPARTURES`), 0 until then. From `CLOSED_AT` on: a byte for each rank, 1 once it has stopped reading
+               this area;
+  poison       used in the first rank's area only: how the generation has ended (`board.Poison`);
+  descriptors  what the rank's tokens stand for (`Descriptors`);
+  slots        two buffers, used in turn, for the vectors of small calls;
+  stages       buffers through which arrays in private memory pass, block by block.
 
-A descriptor holds the text of the call, a digest of it, and where the rank's arrays are. A rank that sees a token which
-it does not know reads the descriptor; so bindings need no message.
+The first rank's area also holds the words that all ranks read again and again: `entries` and `progress`, two rows of
+each, used in turn (`board`). The words of a row are adjacent, so that a single read takes in all of them.
 
-Order of memory: x86 keeps stores in order and loads in order, so data written before a signal is there when the signal
-is. On other processors `MPI_Win_sync` is the fence on both sides of each signal.
+A descriptor holds the text of a call, a digest of the text, and the places of the rank's arrays. A rank that sees an
+unknown token reads the descriptor. So ranks learn about each other's arrays without messages.
+
+Order of memory: x86 keeps stores in order and loads in order, so a rank that sees a signal also sees all data written
+before it. On other processors `MPI_Win_sync` is called as a fence before and after each signal.
 """
 
 from __future__ import annotations
@@ -36,27 +37,32 @@ from mpips.collectives.recorder.ring import WORD
 
 POISON_BYTES = 4096
 PROGRAM_ENDED, CLOSED = 1, 2
+# the word `LEFT` of a rank that has gone -> how it went
 DEPARTURES = {0: "its process has ended", PROGRAM_ENDED: "its program has ended", CLOSED: "it has closed its store"}
-"""How a rank has left, by the word that it has written before."""
+# descriptors that an area has room for
 DESCRIPTORS = 512
 DESCRIPTOR_BYTES = 1024
 HEAD_WORDS = 16
 HEAD_BYTES = HEAD_WORDS * 8
 TEXT_BYTES = DESCRIPTOR_BYTES - HEAD_BYTES
-LAST_TOKEN = (1 << 32) - DESCRIPTORS  # then tokens begin anew, each at the same place of the area; higher ones are none
+# After this token they start again at 1. It is a multiple of DESCRIPTORS, so each token keeps its place in the area.
+# Higher numbers are never tokens.
+LAST_TOKEN = (1 << 32) - DESCRIPTORS
 DIFFERENT = "the ranks call different collectives, and must call the same"
+# words of the places of x and out
 PLACE_WORDS = 12
 
 
 class ArrayPlace(NamedTuple):
-    """The place of an array of a rank: five integers as `arena.Region` has them, all 0 where it is not shared, and its
-    address. The address is in the rank's own memory, 0 where others cannot reach it."""
+    """The place of a rank's array. Other ranks can reach it as shared memory, by its address, or not at all."""
 
+    # as in `arena.Region`; all 0 if the array is not in shared memory
     pid: int = 0
     fd: int = 0
     inode: int = 0
     offset: int = 0
     nbytes: int = 0
+    # the address in the rank's own memory, or 0 if other processes cannot read or write there
     address: int = 0
 
     @property
@@ -65,30 +71,43 @@ class ArrayPlace(NamedTuple):
 
 
 class Descriptor(NamedTuple):
-    """The call that a rank brings, and for each array of it where x and where out is."""
+    """The call that a rank makes, and the places of its arrays."""
 
+    # at most TEXT_BYTES of the call in words
     text: str
+    # (x, out) of each array
     places: tuple[tuple[ArrayPlace, ArrayPlace], ...] = ()
+    # of the whole text
     digest: int = 0
-    """Of the whole text, of which the descriptor holds TEXT_BYTES."""
 
 
 class Descriptors:
-    """The descriptors in the areas of all ranks, of which this rank puts its own. `names`: the ranks in the user's
-    communicator."""
+    """The descriptors of all ranks of the node. This rank writes its own and reads those of the others.
+
+    `names`: the numbers by which sentences name the node's ranks.
+    """
 
     def __init__(self, areas: Sequence[NDArray[np.uint8]], rank: int, names: Sequence[int]) -> None:
-        self._areas, self._rank, self.names = areas, rank, tuple(names)
+        self._areas = areas
+        self._rank = rank
+        self.names = tuple(names)
+        # Descriptors that this rank has put so far. Each stays readable until DESCRIPTORS more have been put.
         self.put = 0
-        """Descriptors that this rank has put. One stays readable until DESCRIPTORS more have been put."""
+        # (rank, token) -> descriptor
         self._known: dict[tuple[int, int], Descriptor] = {}
+        # token -> places, which must stay in memory as long as the descriptor is readable
         self._many: dict[int, NDArray[np.int64]] = {}
 
     def publish(
         self, descriptor: Descriptor, many: NDArray[np.int64] | None = None, place: ArrayPlace | None = None
     ) -> int:
-        """Put a descriptor there and give back its token. The places of more than one array lie in `many`, which the
-        others find at `place`."""
+        """Write a descriptor into this rank's area and return its token.
+
+        Args:
+            many: The places of the arrays in shared memory, if there is more than one array: they do not fit into the
+                area.
+            place: Where other ranks find `many`.
+        """
         token = self.put % LAST_TOKEN + 1
         self.put += 1
         whole = descriptor.text.encode()
@@ -110,11 +129,14 @@ class Descriptors:
         return token
 
     def readable(self, put: int) -> bool:
-        """Return whether the descriptor that was the `put`th of this rank is still there."""
+        """True if the descriptor with this running number has not been overwritten. It must be this rank's own."""
         return put > self.put - DESCRIPTORS
 
     def read(self, rank: int, token: int, attach: Callable[[ArrayPlace], NDArray[np.uint8]]) -> Descriptor:
-        """Return what that token of a rank stands for. CollectiveError if DESCRIPTORS more were put meanwhile."""
+        """Return the descriptor of a rank's token. Raise CollectiveError if it has been overwritten.
+
+        `attach` maps the places of a call of several arrays.
+        """
         known = self._known.get((rank, token))
         if known is None:
             area, at = self._areas[rank], token % DESCRIPTORS * DESCRIPTOR_BYTES
@@ -130,7 +152,7 @@ class Descriptors:
         return known
 
     def compare(self, descriptors: Sequence[Descriptor]) -> None:
-        """MismatchError, the same on all ranks, unless all descriptors are of the same call."""
+        """Raise MismatchError, the same on all ranks, unless all descriptors are of the same call."""
         if any(descriptor.digest != descriptors[0].digest for descriptor in descriptors):
             texts = {name: descriptor.text for name, descriptor in zip(self.names, descriptors)}
             raise MismatchError(disagreement(texts))
@@ -141,7 +163,7 @@ class Descriptors:
 
     @staticmethod
     def _before(token: int) -> int:
-        """The token whose place this one takes."""
+        """Return the token whose descriptor this one overwrites."""
         return (token - 1 - DESCRIPTORS) % LAST_TOKEN + 1
 
 
@@ -151,12 +173,12 @@ def _pairs(words: Sequence[int]) -> tuple[tuple[ArrayPlace, ArrayPlace], ...]:
 
 
 def digest(text: bytes) -> int:
-    """Return what ranks compare in place of the text."""
+    """Return a number of 8 bytes that ranks compare instead of the text."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def disagreement(texts: Mapping[int, str]) -> str:
-    """The sentence for ranks that call with different arguments."""
+    """Return the sentence for ranks that call with different arguments. `texts`: rank -> its call in words."""
     by_text: dict[str, list[int]] = {}
     for rank in sorted(texts):
         by_text.setdefault(texts[rank], []).append(rank)
@@ -180,14 +202,24 @@ ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386
 
 
 class Rows(NamedTuple):
-    """Words of all ranks side by side, a word each: those of even and of odd operations, of even and of odd phases."""
+    """The rows of a node: a word of each rank, for even and odd operations, and for even and odd phases."""
 
     entries: tuple[memoryview, memoryview]
     progress: tuple[memoryview, memoryview]
 
 
 class NodeMemory:
-    """The areas of a node's ranks, as rank `rank` of them sees them. `pids`: their processes."""
+    """The areas of all ranks of a node, as one of them sees them.
+
+    Args:
+        rank: The rank that sees them, counted on the node.
+        pids: The processes of the ranks.
+        cores: How many cores the ranks may use together.
+        reachable: True if every rank can reach the private memory of all others (`process_memory`).
+        fence: An MPI window for memory fences, or None if the processor keeps stores in order.
+        poison_fd: The file of the first rank's area.
+        identity: A number of this memory, the same on all ranks of the node.
+    """
 
     def __init__(
         self,
@@ -201,15 +233,16 @@ class NodeMemory:
         poison_fd: int,
         identity: int = 1,
     ) -> None:
-        self.rank, self.size, self.areas, self.pids = rank, len(areas), areas, pids
+        self.rank = rank
+        self.size = len(areas)
+        self.areas = areas
+        self.pids = pids
+        # True if ranks share cores. Then each meeting costs context switches.
         self.crowded = self.size > cores
-        """Whether ranks share cores: each meeting then costs as many switches."""
+        # True if each rank has a second core, for communication while it computes
         self.roomy = 2 * self.size <= cores
-        """Whether each rank has a core for communication beside the one on which it computes."""
         self.identity = identity
-        """The same number on all ranks of the node, and no other memory's."""
         self.reachable = reachable
-        """Whether every rank can reach the others' own memory (`process_memory`)."""
         self.poison_fd = poison_fd
         self.words = [area[:LINE_BYTES].data.cast("B").cast(WORD) for area in areas]
         rows = areas[0][ROWS_AT : area_bytes(self.size)].reshape(4, -1)[:, : self.size * 8]
@@ -218,11 +251,12 @@ class NodeMemory:
         self.fence: Callable[[], None] | None = None if fence is None else fence.Sync
         self._window = fence
         self._buffers: list[NDArray[np.uint8]] = []
+        # The stages of a rank hold two blocks for each rank. Blocks are whole pages where that is possible.
         grain = 4096 if self.size <= STAGE_BYTES // 4096 else LINE_BYTES
         self.block_bytes = min(BLOCK_BYTES, STAGE_BYTES // self.size // grain * grain)
 
     def turn(self) -> list[int]:
-        """The other ranks, nearest right neighbour first, so that not all read the same memory at once."""
+        """Return the other ranks, starting after this one, so that not all ranks read the same memory at once."""
         return [(self.rank + i) % self.size for i in range(1, self.size)]
 
     @property
@@ -234,28 +268,31 @@ class NodeMemory:
         return [area[DESCRIPTORS_AT:SLOTS_AT] for area in self.areas]
 
     def slot(self, rank: int, parity: int) -> NDArray[np.uint8]:
-        """Return where `rank` puts its vector of an even, or odd, operation."""
+        """Return the slot of a rank. `parity`: 0 for even operations, 1 for odd ones."""
         start = SLOTS_AT + parity * SLOT_BYTES
         return self.areas[rank][start : start + SLOT_BYTES]
 
     def stage_in(self, rank: int, parity: int, owner: int) -> NDArray[np.uint8]:
-        """Return where `rank` puts its share of what `owner` is to reduce."""
+        """Return the stage into which `rank` copies its input for `owner` to reduce."""
         start = STAGES_AT + (parity * self.size + owner) * self.block_bytes
         return self.areas[rank][start : start + self.block_bytes]
 
     def stage_out(self, rank: int, third: int) -> NDArray[np.uint8]:
-        """Return where `rank` puts what it has reduced."""
+        """Return the stage into which `rank` writes its results. Three are used in turn."""
         start = STAGES_AT + 2 * STAGE_BYTES + third * BLOCK_BYTES
         return self.areas[rank][start : start + self.block_bytes]
 
     def buffers(self, nbytes: int) -> list[NDArray[np.uint8]]:
-        """Two buffers of this rank for the operation under way, whichever it is; for all of them the same."""
+        """Return two private buffers for the operation under way. All operations share them."""
         if not self._buffers:
             self._buffers = [np.empty(nbytes, np.uint8) for _ in range(2)]
         return self._buffers
 
     def close(self) -> None:
-        """Collective where a fence window exists. The area stays until all others have closed: they may still read."""
+        """Give the areas up. Collective if there is a fence.
+
+        Other ranks may still read this rank's area, so it stays in memory until all of them have closed too.
+        """
         for area in self.areas:
             area[CLOSED_AT + self.rank] = 1
         os.close(self.poison_fd)
@@ -266,21 +303,21 @@ class NodeMemory:
             self._window.Free()
 
     def abandon(self) -> None:
-        """Leave an operation when nobody reads this rank's area any more."""
+        """Give the areas up when no other rank uses this rank's area any more. Not collective."""
         os.close(self.poison_fd)
 
 
 def area_bytes(size: int) -> int:
-    """Return the bytes of a rank's area on a node of so many ranks."""
+    """Return the size of a rank's area on a node of `size` ranks."""
     return ROWS_AT + 4 * (-(-size * 8 // LINE_BYTES) * LINE_BYTES)
 
 
+# closed, but other ranks may still read this rank's area
 _closed: list[NodeMemory] = []
-"""Whose areas others may still read."""
 
 
 def clear() -> None:
-    """Forget closed areas that all ranks have left."""
+    """Free the closed areas that all ranks have stopped reading."""
     _closed[:] = [
         memory for memory in _closed if not memory.areas[memory.rank][CLOSED_AT : CLOSED_AT + memory.size].all()
     ]

@@ -1,7 +1,8 @@
 """Copies between the private memories of two processes of a node, made by the kernel.
 
-Linux copies to and from another process's memory where that process might be traced (process_vm_readv and
-process_vm_writev, "cross memory attach"). Every page costs the kernel a look, and no memory need be shared beforehand.
+Linux copies to and from the memory of any process that this process would be allowed to trace, by the system calls
+process_vm_readv and process_vm_writev ("cross memory attach"). No memory need be shared beforehand, but the kernel
+spends time on every page.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class _Extent(ctypes.Structure):
 
 
 def _kernel_copy(name: str) -> Any:
-    """The system call of that name, or None where the C library has none."""
+    """Return the function of the C library with this name, or None if it has none."""
     function = getattr(_LIBC, name, None)
     if function is not None:
         extents, count = ctypes.c_void_p, ctypes.c_ulong
@@ -41,19 +42,24 @@ _READ, _WRITE = _kernel_copy("process_vm_readv"), _kernel_copy("process_vm_write
 
 
 class OutOfReach(CollectiveError):
-    """The kernel does not copy from or to a process."""
+    """The kernel refuses to copy from or to a process."""
 
     def __init__(self, pid: int, number: int):
         super().__init__(f"cannot reach the memory of process {pid}: {os.strerror(number)}")
-        self.pid, self.errno = pid, number
+        self.pid = pid
+        self.errno = number
 
 
 class Move:
-    """A copy between `here` in this process and `there` in process `pid`. The call begins soon, as all that the kernel
-    asks for lies ready."""
+    """A copy between address `here` in this process and address `there` in process `pid`. Calling it makes the copy.
+
+    All arguments of the system call are prepared in advance. Preparing them at each call took as long as the call.
+    """
 
     def __init__(self, call: Callable[..., int], pid: int, here: int, there: int, nbytes: int):
-        self._call, self.pid, self._nbytes = call, pid, nbytes
+        self._call = call
+        self.pid = pid
+        self._nbytes = nbytes
         self._extents = (_Extent * 2)(_Extent(here, nbytes), _Extent(there, nbytes))
         mine = ctypes.addressof(self._extents)
         self._arguments = pid, mine, 1, mine + ctypes.sizeof(_Extent), 1, 0
@@ -64,7 +70,7 @@ class Move:
             self._go_on(moved)
 
     def _go_on(self, moved: int) -> None:
-        """The rest, where the kernel stops on the way, as it does after 2 GiB."""
+        """Copy the rest, after the kernel has copied only a part. It stops after 2 GiB, for instance."""
         here, there = (extent.base for extent in self._extents)
         done = moved
         while moved > 0 and done < self._nbytes:
@@ -76,26 +82,30 @@ class Move:
 
 
 def fetch(to: NDArray[Any], pid: int, address: int) -> Move:
-    """The copy that fills `to` with what lies at that address of another process."""
+    """Return the copy from an address of another process into `to`."""
     return Move(_READ, pid, to.__array_interface__["data"][0], address, to.nbytes)
 
 
 def deliver(source: NDArray[Any], pid: int, address: int) -> Move:
-    """The copy that puts `source` at that address of another process."""
+    """Return the copy of `source` to an address of another process."""
     return Move(_WRITE, pid, source.__array_interface__["data"][0], address, source.nbytes)
 
 
 def open_to_all(node: MPI.Comm) -> bool:
-    """Return whether every rank of the node can reach every other's memory: one answer for all. Collective, blocking.
+    """True if every rank of the node can reach the memory of every other. The same on all ranks. Collective, blocking.
 
-    Where only a parent may trace a process (Yama), ranks permit it to what their launcher started, if that helps.
+    With Yama only a parent may trace a process. Then each rank permits it to its launcher and the processes that the
+    launcher has started, which includes the other ranks.
     """
     return node.size > 1 and (_all_reach(node) or (_all_restricted(node) and _all_reach(node)))
 
 
 def place(array: NDArray[Any], written: bool = False) -> int:
-    """The array's address; 0 where the kernel cannot copy from it, or not to it though it is to be `written`, as is so
-    of a device's memory. Found out on its first and last byte, which stay as they are."""
+    """Return the address of an array, or 0 if the kernel cannot copy from it, for example from memory of a device.
+
+    If it is to be `written`, the kernel must be able to copy to it too. This copies the first and the last byte to find
+    out, and leaves them unchanged.
+    """
     pid, begin, word = os.getpid(), int(array.__array_interface__["data"][0]), np.zeros(1, np.uint8)
     here = word.ctypes.data
     try:
@@ -116,7 +126,7 @@ def _all_reach(node: MPI.Comm) -> bool:
 
 
 def _reads(pid: int, address: int, secret: int) -> bool:
-    """Return whether the word there is the secret, so that the process is who it should be."""
+    """True if the process has the secret at that address. In another PID namespace the pid is that of a stranger."""
     word = np.zeros(1, np.int64)
     try:
         Move(_READ, pid, word.ctypes.data, address, word.nbytes)()
@@ -126,14 +136,14 @@ def _reads(pid: int, address: int, secret: int) -> bool:
 
 
 def _all_restricted(node: MPI.Comm) -> bool:
-    """Return whether all ranks are restricted to their parents and have permitted more."""
+    """True if Yama restricts all ranks to their parents, and all have now permitted more. Collective."""
     to_parents = read_number("/proc/sys/kernel/yama/ptrace_scope") == 1
     permitted = to_parents and _LIBC.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0) == 0
     return _everybody(node, permitted)
 
 
 def _everybody(node: MPI.Comm, good: bool) -> bool:
-    """Return whether it is so on all ranks."""
+    """True if `good` is true on all ranks. Collective."""
     least = np.array([good], np.int64)
     node.Allreduce(MPI.IN_PLACE, least, MPI.MIN)
     return bool(least[0])

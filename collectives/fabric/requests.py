@@ -1,21 +1,28 @@
-"""MPI requests and tags of messages; communicators that are given back once all their messages have come.
+"""MPI requests and tags of messages; communicators that are freed once all their messages have arrived.
 
-**Tags** of a plan's messages are the same on all ranks, and others than those of plans in flight beside it.
+**Tags.** The tags of a plan's messages are the same on all ranks, and differ from those of plans that may be in flight
+at the same time.
 
-**Requests.** Persistent ones serve the buffers that a vector is cut into. Requests under way when an error ended their
-operation are kept, with their memory, until MPI is through with them. Receives are cancelled. Sends end when the owner
-of their communicator gives it back and drops what was sent on it.
+**Requests.** Vectors are sent and received by persistent requests. If an error ends an operation while requests are in
+flight, they and their memory are kept until MPI has finished with them. Receives are cancelled. Sends complete when the
+owner of their communicator gives it up, because every rank then receives and drops what was sent on it.
 
-**MPI's own collectives** cannot be cancelled (`Collectives`). A rank that gives one up carries it through: MPI touches
-the arrays of others, too, for as long as one rank has not made it. Where that cannot be, its communicator is not freed.
+**The MPI library's own collectives** cannot be cancelled (`Collectives`). As long as a rank has not completed one, MPI
+may also touch the arrays of the others. So a rank that gives one up carries it through first. If that is impossible,
+its communicator is never freed.
 
-**Communicators** are freed only after every message that was sent on them has come. MPI gives the number of a freed
-communicator to a later one, and a late message then counts as the later one's. With Open MPI a real message of the same
-sender then waits for ever; MPICH keeps even those that came before and that nobody received. Messages of one sender on
-one communicator are received in the order in which they were sent. So a rank that has received a last one from every
-rank has received all. With it each says how many of MPI's own collectives it has begun there: messages of those cannot
-be received, so that one which not all have begun keeps its communicator for good. Numbers are scarce: MPICH has 2,048
-in a process. A later `sweep` frees what cannot go at once.
+**Communicators** are freed only after every message that was sent on them has arrived. The reason:
+
+1. Communicator A is freed while a message on it is still in flight.
+2. MPI gives A's number to a new communicator B.
+3. The late message counts as one on B. With Open MPI the real message of that sender then waits for ever. MPICH even
+   keeps messages that had arrived on A before and that nobody received.
+
+The messages of a sender on a communicator arrive in the order in which they were sent. So each rank sends a last
+message to every other, and a rank that has received all last messages has received everything. The last message also
+says how many of MPI's own collectives the sender has begun on the communicator. We cannot receive the messages of
+those, so if the numbers differ, the communicator is never freed. Otherwise numbers must be given back, because they are
+scarce: MPICH has 2,048 in a process. What cannot be freed at once is freed by a later `sweep`.
 """
 
 from __future__ import annotations
@@ -38,38 +45,44 @@ from mpips.collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive
 from mpips.collectives.recorder import own as recorder
 
 FIRST_TAG = 16
-LEAST_TAG = 32767  # the highest tag on the poorest MPI
-TAGS = 8000  # of plans; MPI promises 32,767 at least
+# the highest tag that every MPI must have
+LEAST_TAG = 32767
+# number of tags for plans; one-shot calls have all above
+TAGS = 8000
 
 
 def last_tag() -> int:
-    """The highest tag of this MPI, which nothing else is sent with."""
+    """Return the highest tag of this MPI. Only the last messages on a communicator use it."""
     return int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG)
 
 
 class Lanes(NamedTuple):
-    """The communicators of messages: that of all ranks, and that of the ranks with this one's place in their nodes. The
-    second is None where nodes differ in size."""
+    """The MPI communicators that messages go over."""
 
     comm: MPI.Intracomm
+    # The ranks that have this rank's place in their nodes, one of each node. None if nodes differ in size.
     across: MPI.Comm | None
 
 
 class Tags:
-    """The tags of one plan. `first` counts the tags that were dealt on these lanes before, on all ranks alike.
+    """The tags of one plan.
 
-    None is a one-shot call: nothing of its sort is ever in flight beside it, so what a text of it makes is enough.
-    Ranks whose calls differ then do not take each other's messages, and `control` finds out why they wait. All tags
-    that plans leave serve for that: Open MPI has 2^31, and MPICH 2^29.
+    `first` is the number of tags that earlier plans have taken on these lanes. It is the same on all ranks.
+
+    For a one-shot call `first` is None. No two one-shot calls are in flight at the same time, so their tags need not
+    differ, and are made from a hash of the call's text. Then ranks whose calls differ do not take each other's messages
+    for their own: they wait, and `control` finds out why. Open MPI has 2^31 tags and MPICH 2^29, so such hashes seldom
+    collide.
     """
 
     def __init__(self, lanes: Lanes, first: int | None = None):
-        self.lanes, self._first = lanes, first
+        self.lanes = lanes
+        self._first = first
+        # number of tags taken
         self.count = 0
-        """How many were taken."""
 
     def take(self, count: int, text: str) -> list[int]:
-        """All tags of the plan, one for each lane. ValueError where there are not so many."""
+        """Return a tag for each of `count` schedule lanes. Called once. Raises ValueError if there are too many."""
         if count > TAGS:
             raise ValueError(f"{text} has {count} lanes, and there are tags for {TAGS}: choose fewer rings")
         self.count = count
@@ -81,22 +94,24 @@ class Tags:
 
 MESSAGE_BYTES = 4 << 20
 CARRY_SECONDS = 1e-4
-COMING_SECONDS = 0.5  # in which a rank that came before it could hear of the end is seen, on busy cores too
+# How long a rank that gives a collective up waits for the others to enter it. A rank that enters it without knowing
+# that it was given up does so within this time, even if cores are busy.
+COMING_SECONDS = 0.5
+# When `_left` has this many requests, look for those that are complete.
 LOOK_AT = 64
 _look_at = LOOK_AT
-"""At so many requests in `_left` those that are over are dropped."""
+# id -> a request that nobody waits for. Several threads add and remove.
 _left: dict[int, MPI.Request] = {}
-"""By identity; threads add to it and take from it."""
 _looking = Lock()
+# unfinished collectives of MPI, with their communicators
 _collectives: list[tuple[MPI.Request, MPI.Comm]] = []
-"""MPI's own, which it goes on with on their communicators."""
 
 
 class Roll:
-    """All ranks' coming to a communicator, nobody waiting for it here. Each sends each other one byte, so that it is
-    known who is late; a barrier would say nothing of that. Making it is collective, and does not block.
+    """A non-blocking barrier that knows which ranks are late.
 
-    `what` the ranks come to, as sentences name it.
+    Each rank sends a byte to each other rank. MPI's own barrier would not tell which ranks have come. Making a Roll is
+    collective and does not block. `what` names the event for which the ranks meet, in errors.
     """
 
     limits = Limits()
@@ -104,8 +119,12 @@ class Roll:
 
     def __init__(self, comm: MPI.Intracomm, what: str) -> None:
         size = comm.Get_size()
-        self._comm, self._what = comm, what
-        self._looked, self._gone = 0.0, set[int]()
+        self._comm = comm
+        self._what = what
+        # when `look` last looked for ranks that have ended, and which it found
+        self._looked = 0.0
+        self._gone = set[int]()
+        # the bytes that have come, by rank
         self._come, counts, places = np.zeros(size, np.uint8), [1] * size, list(range(size))
         self._mine = np.ones(size, np.uint8)
         self.request: MPI.Request = comm.Ialltoallv(
@@ -113,37 +132,40 @@ class Roll:
         )
 
     def wait(self, limits: Limits) -> None:
-        """Wait until all have come. StallError after the limit, CollectiveError where one cannot come any more; this
-        rank has come all the same, and MPI still writes here."""
+        """Wait until all ranks have come. Blocking.
+
+        Raises StallError after the limit, and CollectiveError if a rank cannot come any more. This rank counts as
+        having come even then, and MPI may still write to this object. So it is kept in `_rolls`.
+        """
         self.limits = limits
         _rolls.append(self)
         drive(until(self.request.Test), self, self._what)
         _rolls.remove(self)
 
     def late(self) -> list[int]:
-        """Return the ranks that have not come, as far as is known. Local."""
+        """Return the ranks that have not come, as far as this rank knows. Local."""
         return np.flatnonzero(self._come == 0).tolist()
 
     def look(self, waited: float) -> None:
-        """CollectiveError where the program of a rank that has not come has ended, as the folder of the job says on
-        this host."""
+        """Raise CollectiveError if the program of a late rank has ended. The job's folder on this host tells that."""
         if self._looked < waited < self._looked + recorder.LASTING_SECONDS:
             return
         self._looked = waited
         late = self.late()
         in_job = dict(zip(ranks_of_job(self._comm, late), late))
         gone = {in_job[rank] for rank in recorder.find_ended(list(in_job))}
-        for rank in sorted(gone & self._gone):  # one that had come, and gave up, is heard between two looks
+        # Only a rank that was gone at the last look too: if it came, gave up and ended, its byte arrives in between.
+        for rank in sorted(gone & self._gone):
             raise CollectiveError(f"{self._what}: rank {rank} is needed, and its program has ended")
         self._gone = gone
 
 
+# rolls that ranks wait for, and rolls that they gave up
 _rolls: list[Roll] = []
-"""Those that are waited for, and those that were given up."""
 
 
 def ranks_of_job(comm: MPI.Intracomm, ranks: Sequence[int]) -> list[int]:
-    """Return these ranks of a communicator as COMM_WORLD counts them."""
+    """Return the ranks in COMM_WORLD of these ranks of `comm`."""
     mine, all_ = comm.Get_group(), MPI.COMM_WORLD.Get_group()
     try:
         return MPI.Group.Translate_ranks(mine, ranks, all_)
@@ -152,33 +174,43 @@ def ranks_of_job(comm: MPI.Intracomm, ranks: Sequence[int]) -> list[int]:
         all_.Free()
 
 
+# a non-blocking collective of MPI, and its arguments
 Begin: TypeAlias = "tuple[Callable[..., MPI.Request], tuple[Any, ...]]"
-"""A call of MPI's own that does not block, and its arguments."""
 
 
 class Collectives:
-    """MPI's own collectives on one communicator, a row of them at a time."""
+    """Runs the MPI library's own collectives on one communicator, a row of them after another."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self.comm, self.number = comm, -1
+        self.comm = comm
+        # the number of the board's operation in which the ranks have met for this row, or -1
+        self.number = -1
+        # (collectives begun before this row, the row, the check after its first, the requests of those begun). A single
+        # attribute, so that it changes in one step whenever Ctrl-C comes.
         self._row: tuple[int, Sequence[Begin], Callable[[], None] | None, list[MPI.Request]] = (0, (), None, [])
-        """How many were begun before this row; the row; what sees, after its first, that all may go on; requests."""
 
     @property
     def begun(self) -> int:
-        """Return the number of operations that this rank has begun, over all rows."""
+        """The number of collectives that this rank has begun, over all rows."""
         return self._row[0] + len(self._row[3])
 
     def enter(self, row: Sequence[Begin], see: Callable[[], None] | None = None, number: int = -1) -> None:
-        """From here on the row is this one, of which nothing is begun yet. `see` raises, after the first, where ranks
-        have come to unlike rows; without it they have met, in the operation of this number."""
+        """Set the next row. Nothing of it is begun yet.
+
+        Args:
+            see: Called after the first collective of the row. It raises if the ranks have come with different rows.
+                None: the ranks have met on the board and compared their calls.
+            number: The number of that meeting.
+        """
         self.number = -1
         self._row = self.begun, row, see, []
         self.number = number
 
     def step(self) -> bool:
-        """Go on with the row as far as possible without waiting, from wherever an interrupt has left it; True when all
-        is done."""
+        """Advance the row as far as possible without blocking. Return True when all of it is complete.
+
+        It can be called again after Ctrl-C has interrupted it at any point.
+        """
         _, row, see, requests = self._row
         while not requests or requests[-1].Test():
             if len(requests) == len(row):
@@ -186,12 +218,15 @@ class Collectives:
             if see is not None and len(requests) == 1:
                 see()
             call, arguments = row[len(requests)]
-            requests.extend(starmap(call, [arguments]))  # no interrupt comes between the call and its request
+            # `extend` and `starmap` run in C, so Ctrl-C cannot come between the call and the storing of its request.
+            requests.extend(starmap(call, [arguments]))
         return False
 
     def carry_through(self, hopeless: Callable[[], object], seconds: float) -> None:
-        """Go on with a row that this rank gives up, if all have come to it, until MPI touches its arrays no more, or it
-        is `hopeless`, or so much time has passed. Blocking."""
+        """Complete a row that this rank gives up, so that MPI stops touching the ranks' arrays. Blocking.
+
+        Stops early if not all ranks have come to the row, if `hopeless()` is true, or after `seconds`.
+        """
         _, _, see, requests = self._row
         clock = Clock()
         while see is None or requests:
@@ -200,32 +235,33 @@ class Collectives:
                     break
             except (MPI.Exception, CollectiveError):
                 break
+            # Not all ranks have come. Those that come later hear first that the communicator is over.
             if see is not None and len(requests) == 1 and clock.seconds() > COMING_SECONDS:
-                break  # not all have come, and who comes later hears that it is over
+                break
             time.sleep(CARRY_SECONDS)
         self.keep()
 
     def keep(self) -> None:
-        """Hold on to what is under way until MPI is through with it."""
+        """Keep unfinished collectives, and so their arrays, until MPI has finished them."""
         _collectives.extend((request, self.comm) for request in self._row[3] if not over(request))
 
 
 class Receive(MPI.Prequest):
-    """A persistent request that receives, which can be cancelled."""
+    """A persistent receive. Unlike sends, receives can be cancelled."""
 
 
 def receives(comm: MPI.Comm, vector: Vector, source: int, tag: int) -> list[MPI.Prequest]:
-    """Requests that receive a vector."""
+    """Make the persistent requests that receive a vector."""
     return [Receive(comm.Recv_init(piece, source, tag)) for piece in pieces(vector)]
 
 
 def sends(comm: MPI.Comm, vector: Vector, target: int, tag: int) -> list[MPI.Prequest]:
-    """Requests that send a vector."""
+    """Make the persistent requests that send a vector."""
     return [comm.Send_init(piece, target, tag) for piece in pieces(vector)]
 
 
 def release(requests: Sequence[MPI.Prequest]) -> None:
-    """Give persistent requests back to MPI, but for those under way, whose memory MPI may still write to."""
+    """Free persistent requests. Those in flight are cancelled if they can be, and kept until they are complete."""
     for request in requests:
         if over(request):
             request.Free()
@@ -236,9 +272,10 @@ def release(requests: Sequence[MPI.Prequest]) -> None:
 
 
 def keep(requests: Iterable[MPI.Request]) -> None:
-    """Hold on to requests that nobody waits for, and so to their memory, until MPI is through with them.
+    """Keep requests that nobody waits for, and so their memory, until they are complete.
 
-    MPICH keeps a communicator for as long as one was not seen to be over."""
+    They are tested now and then, because MPICH does not free a communicator before each of its requests was tested.
+    """
     global _look_at
     _left.update((id(request), request) for request in requests)
     if len(_left) >= _look_at:
@@ -247,14 +284,15 @@ def keep(requests: Iterable[MPI.Request]) -> None:
 
 
 def unfinished(comm: MPI.Comm) -> bool:
-    """Return whether MPI still goes on with a collective on `comm`."""
+    """True if a collective of MPI that was given up is still running on `comm`."""
     _collectives[:] = [kept for kept in _collectives if not over(kept[0])]
     return any(comm == other for _, other in _collectives)
 
 
 def outstanding() -> bool:
-    """Return whether MPI may still touch memory of what nobody waits for."""
-    if not _looking.locked():  # else another thread looks: two must not test one request
+    """Drop requests that are complete. Return True if any are left, so that MPI may still touch their memory."""
+    # Two threads must not test the same request. If another thread is at it, its result will do.
+    if not _looking.locked():
         with _looking:
             _collectives[:] = [kept for kept in _collectives if not over(kept[0])]
             for request in list(_left.values()):
@@ -264,7 +302,7 @@ def outstanding() -> bool:
 
 
 def over(request: MPI.Request) -> bool:
-    """Return whether MPI is through with a request that nobody waits for, as it is where the other process has died."""
+    """True if a request is complete. A request that failed, because the other process has died, counts as complete."""
     try:
         return bool(request.Test())
     except MPI.Exception:
@@ -272,6 +310,7 @@ def over(request: MPI.Request) -> bool:
 
 
 def _given_back(request: MPI.Request) -> bool:
+    """Free a persistent request if it is complete. Return True if the request is complete."""
     ended = over(request)
     if ended and isinstance(request, MPI.Prequest):
         request.Free()
@@ -279,14 +318,16 @@ def _given_back(request: MPI.Request) -> bool:
 
 
 def pieces(vector: Vector) -> list[list[Any]]:
-    """Buffers of MESSAGE_BYTES at most, as bytes, which every element type is."""
+    """Cut a vector into MPI buffers of at most MESSAGE_BYTES. They have type MPI.BYTE, which suits all elements."""
     raw = vector.view(np.uint8)
     return [[raw[at : at + MESSAGE_BYTES], MPI.BYTE] for at in range(0, raw.size, MESSAGE_BYTES)]
 
 
 def received(comm: MPI.Comm, tag: int) -> tuple[int, bytes] | None:
-    """The next message with this tag: of whom, and its bytes; None where none has come. What the dead have sent may be
-    lost. Does not block."""
+    """Receive the next message with this tag. Return its sender and its bytes, or None if no message has come.
+
+    Does not block. Messages from ranks that have died may be lost.
+    """
     status = MPI.Status()
     while True:
         try:
@@ -303,15 +344,15 @@ def received(comm: MPI.Comm, tag: int) -> tuple[int, bytes] | None:
 
 
 def send(comm: MPI.Comm, data: Any, to: int, tag: int) -> MPI.Request:
-    """Isend to a rank that lives; what the dead were to get is over at once. Does not block.
+    """Start a send. If the rank is known to be dead, nothing is sent, and the request is complete. Does not block.
 
-    Open MPI 5.0's own MPI_Isend crashes on the third message to a rank of another node that has died.
+    Open MPI 5.0 would crash in the third MPI_Isend to a rank of another node that has died.
     """
     return MPI.REQUEST_NULL if to in failed(comm) else comm.Isend(data, to, tag)
 
 
 def tell(comm: MPI.Comm, data: bytes | bytearray, ranks: Sequence[int], tag: int) -> None:
-    """Send bytes to ranks, but to the dead. Does not block, and nobody waits for it."""
+    """Send bytes to all of these ranks that are alive. Does not block, also if they never receive."""
     sent = []
     for rank in ranks:
         try:
@@ -326,20 +367,33 @@ DRAIN_SECONDS = 2e-4
 
 
 class Parting:
-    """A communicator that this rank has said its last on, as every other does. All receives that were posted on it must
-    be over, or given up. `kept` stays until all have done so; `begun` of MPI's own collectives were begun here."""
+    """A communicator that its ranks give up, each by sending a last message to all others. See the module's docstring.
+
+    All receives that were posted on it must be complete or given up.
+
+    Args:
+        kept: Kept alive until the communicator is freed.
+        begun: How many of MPI's own collectives this rank has begun on it.
+    """
 
     def __init__(self, comm: MPI.Comm, kept: object = None, begun: int = 0) -> None:
-        self._comm, self._tag, self.kept = comm, last_tag(), kept
-        self._last, self._unlike = begun.to_bytes(8, "little"), False
+        self._comm = comm
+        self._tag = last_tag()
+        self.kept = kept
+        # the last message
+        self._last = begun.to_bytes(8, "little")
+        # True if ranks have begun different numbers of collectives
+        self._unlike = False
         others = (rank for rank in range(comm.Get_size()) if rank != comm.Get_rank())
+        # True once it is freed, or will never be. It is not freed if a rank has died: nobody knows whether a message of
+        # that rank is still to come.
         self._freed = bool(failed(comm))
-        """Or it is never freed: what the dead have sent cannot be told from what they have not."""
+        # last messages that have not come
         self._missing = 0 if self._freed else comm.Get_size() - 1
         self._sends = [] if self._freed else [comm.Isend(self._last, rank, self._tag) for rank in others]
 
     def heard(self) -> bool:
-        """Drop what has come. Whether all that was sent to this rank has; does not block."""
+        """Receive and drop messages, without blocking. Return True once everything sent to this rank has come."""
         status = MPI.Status()
         while self._missing:
             message = self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)
@@ -353,8 +407,10 @@ class Parting:
         return bool(MPI.Request.Testall(self._sends))
 
     def free(self) -> bool:
-        """Give it back, if all has come, and MPI itself does not go on with an operation on it. Whether it is gone, or
-        stays for good."""
+        """Free the communicator if all messages have come and MPI runs no collective on it. Does not block.
+
+        Returns True if it is freed, or if it is never to be freed.
+        """
         try:
             if not self._freed and self.heard() and (self._unlike or not unfinished(self._comm)):
                 self._freed = True
@@ -367,31 +423,39 @@ class Parting:
         return self._freed
 
 
+# communicators that this rank has left; the last messages are not sent yet
 _retired: list[tuple[MPI.Comm, object, int]] = []
-"""What has been left, and nothing was said of it yet."""
+# communicators on which messages are still to come
 _partings: list[Parting] = []
-"""What has been left, and not all of it has come."""
+# objects to keep as long as MPI may touch memory of an operation that has failed
 _limbo: list[object] = []
-"""What stays as long as MPI may touch memory of an operation that has failed."""
 
 
 def leave(comm: MPI.Comm, kept: object = None, begun: int = 0) -> None:
-    """Give `comm` back, as all its ranks do, each when it likes: in the next `sweep` that finds it drained. Sends
-    nothing here: MPICH, which may call this when it frees something, holds a lock meanwhile. `begun`: see `Parting`."""
+    """Leave a communicator. All its ranks do so, each at any time. A later `sweep` frees it. Does not block.
+
+    Nothing is sent here, because MPICH may call this while it frees something else, and holds a lock then. `kept` and
+    `begun`: see `Parting`.
+    """
     _retired.append((comm, kept, begun))
 
 
 def sweep(seconds: float = 0.0) -> bool:
-    """Give back what has been left. Whether all is gone; blocks until then, for so many seconds at most."""
+    """Free the communicators that were left and whose messages have come. Return True if none remains.
+
+    Blocks until then, but at most for `seconds`.
+    """
     clock = Clock()
     while True:
         while _retired:
             _partings.append(Parting(*_retired.pop(0)))
         for parting in list(_partings):
-            if parting.free():  # which may leave others, which were kept for it
+            # Freeing it may call `leave` for other communicators that were attached to it.
+            if parting.free():
                 _partings.remove(parting)
                 _limbo.append(parting.kept)
-        if not outstanding():  # MPICH frees what waited for the last of them, which may leave others, too
+        # With MPICH a communicator goes only now, when the last of its requests was tested. That may call `leave` too.
+        if not outstanding():
             _limbo.clear()
         if _retired:
             continue
@@ -401,8 +465,11 @@ def sweep(seconds: float = 0.0) -> bool:
 
 
 def part(comm: MPI.Comm) -> None:
-    """Free `comm`, and drop what was sent on it and not received. Collective, blocking until all ranks have come: not
-    for where MPI itself frees something. Where MPI goes on with an operation on it, it is freed by a later `sweep`."""
+    """Free a communicator, and drop messages that were sent on it and not received.
+
+    Collective, and blocks until all ranks have come, so MPI must not call it while it frees something. If MPI still
+    runs a collective on it, a later `sweep` frees it.
+    """
     parting = Parting(comm)
     while not parting.heard():
         time.sleep(DRAIN_SECONDS)

@@ -1,7 +1,8 @@
-"""Tasks: work that has to wait now and then, as generators, and how several run side by side. No I/O.
+"""Tasks: generators for work that has to wait now and then, and functions that run several at once. No I/O.
 
-A task yields whenever it has to wait: True where it has gone on since it last did, False or None where it has not. Who
-runs it looks again soon, or sleeps a little. Its result is what it returns. Errors pass through as they are.
+A task yields whenever it has to wait: True if it has advanced since its last yield, False or None if not. The caller
+then advances it again soon, or sleeps a little first. The result of a task is the value that it returns. Its exceptions
+are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ Task = Generator[bool | None, None, T]
 
 
 def goes_on(task: Task[T]) -> bool:
-    """Advance a task to its next wait; whether it is not over yet."""
+    """Advance a task to its next wait. Return False once it is over."""
     for _ in task:
         return True
     return False
 
 
 def together(tasks: Iterable[Task[Any]], most: int = sys.maxsize) -> Task[None]:
-    """Run tasks from first to last, `most` of them side by side, until all are over. The first failure is raised at
-    once, and the others are closed."""
+    """Run tasks until all are over, at most `most` of them at a time, starting them from first to last.
+
+    The first exception is raised at once, and all other tasks are closed.
+    """
     waiting = list(tasks)
     return waiting[0] if len(waiting) == 1 else _together(waiting[::-1], most)
 
@@ -56,10 +59,10 @@ def in_turn(*tasks: Task[Any]) -> Task[None]:
 
 
 def kept(task: Task[T], results: list[T]) -> Task[None]:
-    """Run a task, and put its result into `results`."""
+    """Run a task and append its result to `results`."""
     results.append((yield from task))
 
 
 def nothing() -> Task[None]:
-    """A task that is over at once."""
+    """Do nothing, as a task that is over at once."""
     yield from ()

@@ -1,7 +1,7 @@
-"""The one wait loop: look, give way, nap, look for the end of the generation, warn, time out.
+"""The one wait loop: poll, yield the core, sleep, check whether the generation has ended, warn, time out.
 
-A wait that is short never comes here: who waits looks a few times by itself. `drive` runs what is to be waited for as
-steps, and asks a `Generation` now and then whether there is still anybody to wait for.
+Short waits never come here: callers first look a few times by themselves. `drive` runs an operation as steps, and now
+and then asks a `Generation` whether the ranks that it waits for can still come.
 """
 
 from __future__ import annotations
@@ -15,40 +15,51 @@ from mpips.collectives.clock import Clock
 from mpips.collectives.errors import StallError, ranks, warn
 from mpips.collectives.recorder import own as recorder
 
-SPINS = 16  # steps before the first yield
-LOOK_SECONDS = 1e-4  # between two looks around; yields are not counted, as each may cost a slice of a busy core
-LOOK_NAPS = 16  # and at least so many naps
-NAP_SECONDS = (1e-4, 3e-4)  # the shortest and the longest sleep between two steps, in between a share of the wait
+# steps before the loop first yields the core
+SPINS = 16
+# Time between two calls of Generation.look, but at least LOOK_NAPS sleeps. It is measured by the clock, not in yields,
+# because on a busy core each yield may take a whole time slice.
+LOOK_SECONDS = 1e-4
+LOOK_NAPS = 16
+# A sleep between two steps takes NAP_SHARE of the wait until then, within these bounds.
+NAP_SECONDS = (1e-4, 3e-4)
 NAP_SHARE = 0.02
-NAP_AFTER_ON_NODE, NAP_AFTER_BETWEEN_NODES = 2e-2, 2e-3  # seconds of waiting after which a rank sleeps between steps
+# After this time of waiting a rank sleeps between steps, and does not only yield its core.
+NAP_AFTER_ON_NODE, NAP_AFTER_BETWEEN_NODES = 2e-2, 2e-3
 
 
 LONGER = "for longer waits raise the timeout (timeout_seconds, MPIPS_TIMEOUT_SECONDS, or timeout= of a PyTorch group)"
 
 
 class Limits(NamedTuple):
-    """Seconds after which a wait warns, and raises StallError (0: never). Time in which the process was stopped does
-    not count (`Clock`)."""
+    """The time after which a wait warns, and the time after which it raises StallError (0: never).
+
+    Time in which the process was stopped does not count (`Clock`).
+    """
 
     stall_seconds: float = 60.0
     timeout_seconds: float = 300.0
 
 
 class Generation(Protocol):
-    """The questions that a waiting rank asks while it waits."""
+    """The group of ranks to which a waiting rank belongs, as `drive` sees it."""
 
     limits: Limits
+    # seconds of waiting after which to sleep between steps
     nap_after: float
 
     def look(self, waited: float) -> None:
-        """Raise where the generation has ended, or a rank that is waited for comes no more."""
+        """Raise if the generation has ended, or if a rank for which this one waits cannot come any more.
+
+        `waited`: seconds since the wait began.
+        """
 
     def late(self) -> Sequence[int]:
-        """The ranks that are waited for, as far as that is known."""
+        """Return the ranks for which this one waits, as far as it knows."""
 
 
 def limits() -> Limits:
-    """From MPIPS_STALL_SECONDS and MPIPS_TIMEOUT_SECONDS. ValueError where these are no numbers."""
+    """Read MPIPS_STALL_SECONDS and MPIPS_TIMEOUT_SECONDS. Raise ValueError if one is not a number."""
     usual = Limits()
     return Limits(
         _seconds("MPIPS_STALL_SECONDS", usual.stall_seconds), _seconds("MPIPS_TIMEOUT_SECONDS", usual.timeout_seconds)
@@ -64,8 +75,15 @@ def _seconds(name: str, usual: float) -> float:
 
 
 def drive(steps: Iterator[None], generation: Generation, what: str, spins: int = SPINS) -> None:
-    """Run the steps of `what` to their end. Between steps there is something to wait for. StallError after the limit;
-    else what the steps, or the generation, raise."""
+    """Run the steps of an operation to their end. Blocking.
+
+    Raises StallError after the limit of the generation, and whatever the steps or the generation raise.
+
+    Args:
+        steps: The operation. It yields whenever it has to wait.
+        what: The operation in words, for warnings and errors.
+        spins: The number of steps before the first yield of the core.
+    """
     start = due = nap = written = 0.0
     warned = False
     try:
@@ -93,18 +111,19 @@ def drive(steps: Iterator[None], generation: Generation, what: str, spins: int =
                     warn(_sentence(what, waited, generation))
                 see_in_time(what, waited, generation)
     finally:
-        if due > start + LOOK_SECONDS:  # it has looked around: shorter waits do not count
+        # Count the wait only if it was long enough for a look. Shorter ones are not worth the time.
+        if due > start + LOOK_SECONDS:
             recorder.waited(time.monotonic() - start, bool(written))
 
 
 def until(ready: Callable[[], object]) -> Iterator[None]:
-    """Steps that end when it is so."""
+    """Yield until `ready()` is true."""
     while not ready():
         yield
 
 
 def see_in_time(what: str, waited: float, generation: Generation) -> None:
-    """StallError where that is longer than a wait may last."""
+    """Raise StallError if a wait has lasted longer than the generation permits."""
     if 0 < generation.limits.timeout_seconds < waited:
         raise StallError(f"{_sentence(what, generation.limits.timeout_seconds, generation)}; {LONGER}")
 

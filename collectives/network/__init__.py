@@ -1,1 +1,1 @@
-"""Collectives between nodes: messages of a schedule, two levels, the MPI's own calls."""
+"""Collectives between nodes: schedules over messages, a form with two levels, and MPI's own collectives."""

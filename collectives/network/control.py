@@ -1,11 +1,13 @@
 """Short notes between nodes: a rank has failed, or calls differ. Within a node the board says so.
 
-Operations are numbered. A rank that has waited `SPEAK_SECONDS` tells all others which operation it is in. Who hears of
-an operation that it knows by another name answers with that name, so every rank gets all names and raises the same
-MismatchError. A rank that ends the generation tells all others why. Where several do so at once, all take the sentence
-of the earliest operation, then of the lowest rank: each listens `SETTLE_SECONDS` longer before it raises.
+As long as all goes well nothing is sent. Every rank numbers its operations.
 
-While all is well nothing is sent.
+A rank that has waited for `SPEAK_SECONDS` tells all others in which operation it is. A rank that knows the operation
+with this number by another name answers with that name. So every rank gets all names and raises the same MismatchError.
+
+A rank that ends the generation tells all others why. Several ranks may do so at the same time. So each rank listens for
+another `SETTLE_SECONDS` before it raises, and then all raise the sentence of the earliest operation, or among those the
+sentence of the lowest rank.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from mpips.collectives.fabric.wait import Limits
 
 SPEAK_SECONDS = 0.05
 SETTLE_SECONDS = 0.15
-NAMES_SECONDS = 0.5  # to wait for the names of all ranks once two are known to differ
+# how long to wait for the names of all ranks once two are known to differ
+NAMES_SECONDS = 0.5
+# how many past operations a rank remembers by name
 HISTORY = 64
 LOOK_FOR_DEATHS_SECONDS = 0.02
 IN_OPERATION, OVER, LEFT = 0, 1, 2
@@ -32,35 +36,61 @@ _TAG = 1
 
 
 class Note(msgspec.Struct, array_like=True, order=True):
-    """A note of a rank: in which operation it is (`text` names it), why the generation is over (`kind` is a place in
-    `KINDS`), or that it has left after that operation (`kind` tells how). Of notes of an end, the first in order
-    counts."""
+    """A message of `Control`. Notes are ordered by their fields: of several notes of sort OVER the first counts."""
 
+    # of the operation
     number: int
+    # the sender
     rank: int
+    # IN_OPERATION: the sender is in this operation. OVER: it has ended the generation. LEFT: it has left after this
+    # operation.
     sort: int
+    # IN_OPERATION: the name of the operation. OVER: the sentence.
     text: str = ""
+    # OVER: the index of the error in `KINDS`. LEFT: a key of `DEPARTURES`.
     kind: int = 0
 
 
 class Control:
-    """The notes of one generation. `comm` is used for nothing else; `names`: its ranks as the user counts them."""
+    """Sends and receives the notes of one generation.
+
+    Args:
+        comm: A communicator that is used for nothing else.
+        names: The numbers by which sentences name its ranks.
+    """
 
     def __init__(self, comm: MPI.Intracomm, limits: Limits, names: Sequence[int]) -> None:
-        self.comm, self._rank, self._size, self._names = comm, comm.rank, comm.size, names
+        self.comm = comm
+        self._rank = comm.rank
+        self._size = comm.size
+        self._names = names
         self.limits = limits
+        # the operation that this rank has begun last
         self.number = 0
-        """The operation that this rank has begun last."""
+        # operation -> its name on this rank
         self._mine: dict[int, str] = {}
+        # operation -> rank -> its name there, from notes
         self._heard: dict[int, dict[int, str]] = {}
+        # operations of which this rank has told the others
         self._told: set[int] = set()
+        # operations of this rank that are under way
         self._open: set[int] = set()
+        # rank -> its note that it has left
         self._left: dict[int, Note] = {}
+        # all notes that end the generation
         self._over: list[Note] = []
-        self._settled = self._differs = self._due = 0.0
+        # until when to listen for other notes of the end; 0 before the first
+        self._settled = 0.0
+        # since when names are known to differ; 0 before that
+        self._differs = 0.0
+        # when to look for deaths again
+        self._due = 0.0
 
     def operation(self, text: str, steps: Iterator[None]) -> Iterator[None]:
-        """The steps of one operation, numbered; every rank begins the same operations in the same order."""
+        """Run the steps of an operation, and number it.
+
+        Every rank begins the same operations in the same order. `text` names the operation.
+        """
         number = self._begin(text)
         try:
             yield from steps
@@ -70,7 +100,10 @@ class Control:
         self._end(number)
 
     def _named(self, number: int) -> Iterator[None]:
-        """This operation has failed: MismatchError with what all ranks call, where that is because they differ."""
+        """After an operation has failed, find out whether the ranks made different calls. If so, raise MismatchError.
+
+        It names the calls of all ranks. The error of the operation itself, perhaps one of MPI, does not.
+        """
         self._tell(number)
         until = time.monotonic() + NAMES_SECONDS
         while len(self._heard.get(number, ())) < self._size - 1 and time.monotonic() < until:
@@ -80,7 +113,7 @@ class Control:
             self._compare(number)
 
     def agreed(self, text: str) -> Iterator[None]:
-        """MismatchError on every rank unless all bring the same text."""
+        """Raise MismatchError on every rank unless all pass the same text. Yields whenever it has to wait."""
         number = self._begin(text)
         self._tell(number)
         while len(self._heard.get(number, ())) < self._size - 1:
@@ -90,7 +123,10 @@ class Control:
         self._compare(number)
 
     def look(self, waited: float) -> None:
-        """Speak up after a while, hear what others say, and raise if it does not fit."""
+        """Read the notes that have come, and send one if this rank has waited for some time. `waited`: seconds.
+
+        Raises if the generation has ended, if calls differ, or if a rank is needed that has left or died.
+        """
         self._hear()
         if waited > SPEAK_SECONDS:
             for number in sorted(self._open - self._told):
@@ -100,29 +136,30 @@ class Control:
         for number in sorted(self._heard):
             self._compare(number)
         self._see_deaths()
+        # A rank that has left after a later operation is not needed in the open ones.
         gone = [rank for rank, note in self._left.items() if self._open and note.number < min(self._open)]
         if gone:
             first = min(gone)
             raise CollectiveError(f"rank {self._names[first]} is needed, and {DEPARTURES[self._left[first].kind]}")
 
     def late(self) -> Sequence[int]:
-        """Ranks that have not said that they are in the present operation."""
+        """Return the names of the ranks that have not said that they are in the present operation."""
         heard = self._heard.get(self.number, {})
         return [self._names[rank] for rank in range(self._size) if rank != self._rank and rank not in heard]
 
     @property
     def over(self) -> bool:
-        """Return whether a rank has ended the generation."""
+        """True if this rank knows that the generation has ended."""
         return bool(self._over)
 
     def ended(self) -> dict[int, str]:
-        """Ranks that have said that they have left; and how."""
+        """Return the ranks that are known to have left or died: name -> how, in words."""
         self._hear()
         dead = {self._names[rank]: DEPARTURES[0] for rank in failed(self.comm)}
         return dead | {self._names[rank]: DEPARTURES[note.kind] for rank, note in self._left.items()}
 
     def end(self, error: BaseException, sentence: str) -> CollectiveError:
-        """End the generation for all ranks; what they raise. Blocks for SETTLE_SECONDS."""
+        """End the generation for all ranks. Return the error that they raise. Blocks for SETTLE_SECONDS."""
         if not self._over:
             note = Note(min(self._open, default=self.number + 1), self._rank, OVER, sentence, kind_of(error))
             self._over.append(note)
@@ -130,7 +167,7 @@ class Control:
         return self._settle()
 
     def leave(self, how: int = PROGRAM_ENDED) -> None:
-        """Say that this rank comes no more. Waits for nobody."""
+        """Tell the other ranks that this one begins no more operations. Does not block."""
         self._send(Note(min(self._open, default=self.number + 1) - 1, self._rank, LEFT, kind=how))
 
     def _begin(self, text: str) -> int:
@@ -152,6 +189,7 @@ class Control:
             self._told.discard(number)
 
     def _hear(self) -> None:
+        """Read all notes that have come. Answer those about operations that this rank knows."""
         while (message := received(self.comm, _TAG)) is not None:
             note = msgspec.msgpack.decode(message[1], type=Note)
             if note.sort == OVER:
@@ -172,7 +210,7 @@ class Control:
         tell(self.comm, msgspec.msgpack.encode(note), others, _TAG)
 
     def _see_deaths(self) -> None:
-        """CollectiveError where a process has ended without a word."""
+        """Raise CollectiveError if MPI knows that a rank has died which has not left before."""
         if (now := time.monotonic()) >= self._due:
             self._due = now + LOOK_FOR_DEATHS_SECONDS
             for rank in failed(self.comm):
@@ -180,7 +218,10 @@ class Control:
                     raise CollectiveError(f"rank {self._names[rank]} is needed, and {DEPARTURES[0]}")
 
     def _compare(self, number: int) -> None:
-        """MismatchError where others know this operation by another name; once all have named it, or after a while."""
+        """Raise MismatchError if other ranks know this operation by another name.
+
+        It raises once all ranks have named the operation, or after NAMES_SECONDS, so that the sentence has all names.
+        """
         mine = self._mine.get(number)
         if mine is None or all(text == mine for text in self._heard[number].values()):
             return
@@ -190,7 +231,7 @@ class Control:
             raise MismatchError(disagreement({self._names[rank]: text for rank, text in texts.items()}))
 
     def _settle(self) -> CollectiveError:
-        """Wait for notes of an end that come at the same time; what all ranks raise."""
+        """Wait for notes of the end that others sent at about the same time. Return the error that all ranks raise."""
         self._settled = self._settled or time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < self._settled:
             self._hear()

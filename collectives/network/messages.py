@@ -1,17 +1,19 @@
-"""Schedules over messages: persistent MPI requests, the vector they work in, and two levels for nodes of several ranks.
+"""Schedules over messages: persistent MPI requests, their work vector, and two levels for nodes of several ranks.
 
-**One level** (`MessagePlan`). Each lane runs through its steps on its own, so that several are in flight. Lanes of
-unlike `turn` take the wire one after the other, and one adds what it got while the next is on the wire. In a step all
-messages start together. What comes in to be added is received beside and added when all has come, in the order of the
-ranks (`schedule.model`). A receive goes beside too where the same step sends from the same place.
+**One level** (`MessagePlan`). Each lane of the schedule runs through its steps independently, so that several are in
+flight. Lanes with different `turn` use the network one after another: while the messages of a lane are under way, the
+lane before it adds what it has received. All messages of a step start together. Values that are to be added go to
+separate memory, and are added in the order of the ranks when all have come (`schedule.model`). Values also go to
+separate memory if the same step sends from their place.
 
-One request carries `MESSAGE_BYTES` at most, which keeps counts far below 2^31, and below the sizes from which Open MPI
-asks the receiver first: that makes a TCP connection half-duplex.
+A request carries at most `MESSAGE_BYTES`. This keeps counts far below 2^31. It also stays below the size at which Open
+MPI asks the receiver before it sends, which makes a TCP connection half-duplex.
 
-**Two levels** (`TwoLevelPlan`): the schedule of `collectives.schedule.hierarchical`, its two inner stages run on loads
-and stores. A node's vectors are reduce-scattered in its shared memory. Each rank's slice is allreduced over messages
-among the ranks with the same place in their nodes. An allgather in shared memory ends it. The vector passes in
-segments, so that one is between the nodes while the next is summed inside.
+**Two levels** (`TwoLevelPlan`). The schedule of `collectives.schedule.hierarchical`, with the two stages within a node
+in shared memory. The ranks of a node first reduce-scatter their vectors in shared memory. Then each rank's slice is
+allreduced over messages, between the ranks that have the same place in their nodes. At last an allgather in shared
+memory distributes the results. The vector passes through this in segments, so that a segment is between the nodes while
+the next one is summed within them.
 """
 
 from __future__ import annotations
@@ -34,28 +36,35 @@ from mpips.collectives.schedule.model import NOBODY, RankStep, Schedule, cut, ex
 
 class _Step(NamedTuple):
     requests: list[MPI.Prequest]
+    # what to do with values that were received in separate memory: add or copy them to their places
     landings: list[Step]
-    """The use of messages that were received beside their places: they are added or copied there."""
 
 
 class MessagePlan:
-    """One call compiled to persistent requests, with a tag for each lane. Making it is local."""
+    """The body of a call over messages, compiled to persistent requests. Making it is local.
+
+    `tags`: a tag for each lane of the schedule.
+    """
 
     def __init__(self, comm: MPI.Comm, call: Call, schedule: Schedule, x: Flat, out: Flat, tags: Sequence[int]):
         self._call = call
         self._space = Workspace(call, comm.rank, x, out)
-        self._comm, self._schedule = comm, schedule
+        self._comm = comm
+        self._schedule = schedule
         program = schedule.program(comm.rank)
+        # the steps of each lane
         self._lanes = [[self._compile(lane, step, tags[lane]) for step in steps] for lane, steps in enumerate(program)]
+        # (lane, step) of all lanes in order, if lanes use the network in turn; else empty
         self._queue = self._in_turn(program) if len({lane.turn for lane in schedule.lanes}) > 1 else []
 
     def run(self) -> Iterator[None]:
-        """The operation, in steps between which there is something to wait for."""
+        """Run the call. Yields whenever it has to wait."""
         self._space.begin()
         yield from self._one_by_one() if self._queue else self._side_by_side()
         self._space.end()
 
     def _side_by_side(self) -> Iterator[None]:
+        """Run all lanes at the same time."""
         lanes = [self._run_lane(steps) for steps in self._lanes]
         while lanes:
             lanes = [lane for lane in lanes if next(lane, self) is not self]
@@ -63,12 +72,16 @@ class MessagePlan:
                 yield
 
     def _one_by_one(self) -> Iterator[None]:
-        """Run lanes in turn: a lane's step goes on the wire when the one before it has left. Meanwhile what that one
-        has brought is added."""
+        """Run lanes in turn.
+
+        A step starts its messages when those of the step before it are complete. While they are under way, it adds what
+        the step before has received.
+        """
         landings: list[Step] = []
         lane_before = -1
         for lane, step in self._queue:
-            if lane == lane_before:  # it may need its own sums
+            # A step may send the sums of the step before it in the same lane, so those come first.
+            if lane == lane_before:
                 perform(landings)
                 landings = []
             MPI.Prequest.Startall(step.requests)
@@ -79,7 +92,7 @@ class MessagePlan:
         perform(landings)
 
     def free(self) -> None:
-        """Give the requests back to MPI."""
+        """Free its MPI requests."""
         for steps in self._lanes:
             for step in steps:
                 release(step.requests)
@@ -93,7 +106,7 @@ class MessagePlan:
             perform(landings)
 
     def _in_turn(self, program: tuple[tuple[RankStep, ...], ...]) -> list[tuple[int, _Step]]:
-        """(lane, step) of all lanes: step by step, and within a step by turn."""
+        """Return (lane, step) of all lanes, ordered by the step's number and then by the lane's turn."""
         order = [
             (step.number, self._schedule.lanes[lane].turn, lane, i)
             for lane, steps in enumerate(program)
@@ -102,10 +115,12 @@ class MessagePlan:
         return [(lane, self._lanes[lane][i]) for _, _, lane, i in sorted(order)]
 
     def _compile(self, lane: int, step: RankStep, tag: int) -> _Step:
+        """Make the requests of a step, and the steps that add or copy what it receives."""
         comm, offsets = self._comm, self._schedule.offsets(self._call.n, lane)
         sent = [extent(offsets, r.send) for r in step.rounds if r.send_to != NOBODY]
         requests: list[MPI.Prequest] = []
         landings: list[Step] = []
+        # interval of the vector -> rank -> its values that are added there
         added: dict[tuple[int, int], dict[int, Vector]] = {}
         for round_ in step.rounds:
             if round_.receive_from != NOBODY:
@@ -132,14 +147,20 @@ class MessagePlan:
 
 
 class Workspace:
-    """`vector` holds the whole vector: out where that is one, else memory from `allocate`, so that x stays as it is. In
-    alltoall it is out, whose blocks arrive by `Call.arrival`, and `source` is what the blocks are sent from."""
+    """The vector that a call over messages works in.
+
+    A schedule needs memory for the whole vector, and x must stay unchanged. So `vector` is `out`, if the result on this
+    rank is the whole vector, and otherwise memory from `allocate`. Messages are sent from `source`, which is the same
+    memory, except in alltoall: there blocks are sent from x or a copy of it, and arrive in out (`Call.arrival`).
+    """
 
     def __init__(
         self, call: Call, rank: int, x: Flat, out: Flat, allocate: Callable[[int, Any], Vector] = np.empty
     ) -> None:
-        self._call, self._rank = call, rank
-        self._x, self._out = x.vector(), out.vector()
+        self._call = call
+        self._rank = rank
+        self._x = x.vector()
+        self._out = out.vector()
         self._in_place = x == out
         whole = call.kind == "alltoall" or (self._out.size == call.n and (call.kind != "reduce" or rank == call.root))
         self.vector = self._out if self._in_place or whole else allocate(call.n, call.dtype)
@@ -153,7 +174,7 @@ class Workspace:
         self._scale = scale(self._result, call.p) if mean else []
 
     def begin(self) -> None:
-        """Bring in this rank's part."""
+        """Copy this rank's input to its place in the vector."""
         call = self._call
         own = slice(*call.block(self._rank))
         if call.kind == "alltoall":
@@ -165,7 +186,7 @@ class Workspace:
             np.copyto(self.vector[own] if call.kind == "allgather" else self.vector, self._x)
 
     def end(self) -> None:
-        """Take out the result, when nobody else reads the vector any more."""
+        """Complete the result, and copy it to `out` if it is not there already."""
         call = self._call
         if call.kind == "reduce" and self._rank != call.root:
             return
@@ -174,22 +195,28 @@ class Workspace:
             np.copyto(self._out, self._result)
 
     def arriving(self, start: int, stop: int, chunks: tuple[int, int]) -> Vector:
-        """Return where elements [start, stop) of the vector, which are `chunks`, come in."""
+        """Return the memory that receives elements [start, stop), which are the chunks `chunks` of the schedule."""
         if self._call.kind != "alltoall":
             return self.vector[start:stop]
         first, last = (self._call.arrival(self._rank, chunk) for chunk in (chunks[0], chunks[1] - 1))
         return self._out[first[0] : last[1]]
 
 
+# starts a call on the node and returns its steps
 Steps: TypeAlias = "Callable[[], Iterator[None]]"
 SEGMENT_BYTES = 1 << 20
 MOST_SEGMENTS = 8
 
 
 class TwoLevelPlan:
-    """One allreduce compiled for this rank, the one at `place` of the `local` ranks of its node; all nodes hold equally
-    many. `on_node` compiles a call between them, and gives back what makes its steps. `between` names the algorithm
-    over messages. Making it is local."""
+    """The body of an allreduce over nodes that all have the same number of ranks. Making it is local.
+
+    Args:
+        place: This rank's place among the ranks of its node.
+        local: The number of ranks on each node.
+        on_node: Compiles a call between the ranks of the node.
+        between: The algorithm over messages.
+    """
 
     def __init__(
         self,
@@ -229,7 +256,8 @@ class TwoLevelPlan:
             )
 
     def run(self) -> Iterator[None]:
-        """The operation, in steps between which there is something to wait for."""
+        """Run the call. Yields whenever it has to wait."""
+        # allreduces between nodes that are under way
         crossing: deque[Iterator[None]] = deque()
         for segment in self._segments:
             yield from _beside(segment.scatter(), crossing)
@@ -240,12 +268,14 @@ class TwoLevelPlan:
             yield from _beside(segment.gather(), crossing)
 
     def free(self) -> None:
-        """Give the requests back to MPI."""
+        """Free its MPI requests."""
         for segment in self._segments:
             segment.across.free()
 
 
 class _Segment(NamedTuple):
+    """The three stages of a segment: within the node, between nodes, and within the node again."""
+
     scatter: Steps
     across: MessagePlan
     gather: Steps
@@ -256,7 +286,7 @@ def _part(flat: Flat, start: int, stop: int) -> Flat:
 
 
 def _beside(steps: Iterator[None], crossing: Iterable[Iterator[None]]) -> Iterator[None]:
-    """`steps`, moving what is under way between the nodes whenever there is something to wait for, and at the end."""
+    """Run `steps`, and advance the operations `crossing` whenever it has to wait, and at the end."""
     for _ in steps:
         _move(crossing)
         yield

@@ -1,8 +1,9 @@
-"""The MPI's own collectives, behind the same interface.
+"""The MPI library's own collectives, with the same interface as all other bodies of calls.
 
-The non-blocking calls are used, which can be polled: a rank that never comes would hold the others in a blocking one
-for ever. MPI works on the user's arrays, so a call that all have met for is carried through also by who gives it up
-(`requests.Collectives`). Counts past 2^31 go in parts. Serves all kinds but only element types that MPI can reduce.
+It uses MPI's non-blocking calls and polls them, because in a blocking one a rank that never comes would hold up the
+others for ever. MPI works on the users' arrays. So once all ranks have met for a call, a rank that gives it up still
+carries it through (`requests.Collectives`). Counts above 2^31 are cut into several calls. All kinds of calls are
+supported, but reductions only of element types that MPI can reduce.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from mpips.collectives.fabric.requests import Begin, Collectives
 from mpips.collectives.kernels.sums import Step, perform
 
 MOST_ELEMENTS = 1 << 28
-MOST_BYTES = (1 << 31) - 1  # where elements go as bytes: an int of C counts no further
+# the limit if elements are counted as bytes: MPI's counts are C ints
+MOST_BYTES = (1 << 31) - 1
 
 
 def why_not(call: Call) -> str | None:
-    """The reason why MPI cannot serve the call, or None."""
+    """Return the reason why MPI cannot run the call, or None if it can."""
     if call.operation is not None and mpi_type(call.dtype) is None:
         return f"MPI has no type that it can reduce for {call.dtype.name}: choose another algorithm, or auto"
     if call.kind in ("reduce_scatter", "allgather", "alltoall") and call.n > (most := _most(call)):
@@ -34,24 +36,36 @@ def why_not(call: Call) -> str | None:
 
 
 def _most(call: Call) -> int:
-    """Return how many elements one call of MPI takes."""
+    """Return the largest number of elements of a single MPI call."""
     return MOST_ELEMENTS if call.operation is not None else min(MOST_ELEMENTS, MOST_BYTES // call.dtype.itemsize)
 
 
 class NativePlan:
-    """One call by MPI's own collective. `met`: ranks meet on a board, where they `enter` it, and have compared their
-    calls when it runs."""
+    """The body of a call by MPI's own collective.
+
+    `met`: True if the ranks meet on a board and compare their calls there. They call `enter` before that meeting.
+    Otherwise an allreduce of a digest of the call compares them first.
+    """
 
     def __init__(self, own: Collectives, call: Call, x: Flat, out: Flat, met: bool):
-        self._own, self._comm, self._call = own, own.comm, call
-        self._x, self._out, self._in_place = x.vector(), out.vector(), x == out
+        self._own = own
+        self._comm = own.comm
+        self._call = call
+        self._x = x.vector()
+        self._out = out.vector()
+        self._in_place = x == out
+        # In place, these two kinds send from a copy of x.
         self._copy = self._x.copy() if self._in_place and call.kind in ("alltoall", "reduce_scatter") else None
+        # The maximum over all ranks of (number, -number) is again (number, -number) only if all numbers are equal.
         number = digest(call.text.encode()) >> 1
-        self._mine, self._words = (number, -number), np.zeros(2, np.int64)
+        self._mine = (number, -number)
+        self._words = np.zeros(2, np.int64)
         compare: list[Begin] = [(self._comm.Iallreduce, (MPI.IN_PLACE, self._words, MPI.MAX))]
-        self._met, alone = met, own.comm.size == 1
+        self._met = met
+        alone = own.comm.size == 1
         self._row = [*([] if met or alone else compare), *self._calls()]
         self._see = None if met or alone else self._compare
+        # copies to make before the collective
         self._before: list[Step] = []
         if self._copy is not None:
             self._before = [(np.copyto, (self._copy, self._x))]
@@ -61,12 +75,12 @@ class NativePlan:
         self._after = scale(self._result(), call.p) if mean else []
 
     def enter(self, number: int = -1) -> None:
-        """Be in the call, which is the operation of this number on the board where ranks meet there."""
+        """Enter the call. If the ranks meet on a board, `number` is the number of the operation there."""
         perform(self._before)
         self._own.enter(self._row, self._see, number)
 
     def run(self) -> Iterator[None]:
-        """The operation, in steps between which there is something to wait for. Ranks that have met have entered."""
+        """Run the call. Yields whenever it has to wait. Ranks that have met on a board have entered it before."""
         if not self._met:
             self._words[:] = self._mine
             self.enter()
@@ -75,14 +89,15 @@ class NativePlan:
         perform(self._after)
 
     def _compare(self) -> None:
-        """MismatchError where ranks come with unlike calls, which MPI need not survive: Open MPI frees memory twice."""
+        """Raise MismatchError if the ranks' calls differ. MPI may crash in such calls: Open MPI frees memory twice."""
         if self._words[0] != -self._words[1]:
             raise MismatchError(DIFFERENT)
 
     def free(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: it owns no MPI objects."""
 
     def _result(self) -> Vector:
+        """Return the memory of this rank's result, which a mean divides by the number of ranks."""
         if self._call.kind == "reduce" and self._comm.rank != self._call.root:
             return self._out[:0]
         if self._call.kind == "reduce_scatter" and self._in_place:
@@ -94,6 +109,7 @@ class NativePlan:
         return [self._call_of(slice(at, at + most)) for at in range(0, max(1, self._call.n), most)]
 
     def _call_of(self, part: slice) -> Begin:
+        """Return the MPI call for a part of the vector. Kinds with blocks are never cut into parts (see `why_not`)."""
         comm, call, in_place = self._comm, self._call, self._in_place
         op = call.operation.mpi if call.operation is not None else None
         datatype = mpi_type(call.dtype) if op is not None else MPI.BYTE

@@ -1,18 +1,19 @@
-"""Carry out, line by line, a call that is made again on one node: put, enter, meet, take; or phases and meetings.
+"""Run a call on one node, compiled for its arrays: put, enter, meet, take; or phases with meetings.
 
-Four programs (`program`) carry a call out; all ranks pick the same, by what they bring:
+There are four kinds of programs (`program`). All ranks choose the same kind, by the arrays that all of them pass:
 
-slots         small vectors;
-direct        arrays in node-shared memory;
-cross memory  large arrays in memory of each rank's own, where the kernel copies between processes;
-stages        other arrays, and where ranks bring unlike ones.
+slots         for small vectors;
+direct        for arrays in node-shared memory;
+cross memory  for large arrays in private memory, if the kernel copies between the processes;
+stages        for all other arrays, and if ranks pass arrays in different kinds of memory.
 
-All of them add in the order of the ranks, so a sum's bits depend neither on the program, nor on the vector's length,
-nor on the element's place in it.
+All of them add in the order of the ranks. So the bits of a sum depend neither on the program, nor on the length of the
+vector, nor on the place of the element in it.
 
-Before it, `api` finds the plan by the array's identity. The first run reads the others' descriptors and binds a program
-to the arrays. From then on `fast` carries the call out in one straight-line function, as long as the others bring what
-they brought; else it says so, and `steps` or `rest` goes on.
+`api` finds the plan by the identity of the array, and the plan runs its executor. The first run reads the descriptors
+of the other ranks and compiles a program for the arrays of all ranks. After that `fast` runs the call in one
+straight-line function, as long as the other ranks pass the same arrays again. Otherwise it returns how far it came, and
+`steps` or `rest` does the remaining work.
 """
 
 from __future__ import annotations
@@ -48,36 +49,37 @@ from mpips.collectives.node.program import (
     slot_takes,
 )
 
+# Results of `fast`. DONE: the call is complete. NOT_BEGUN: run `steps`. MET: all ranks have entered; run `rest`.
 DONE, NOT_BEGUN, MET = 0, 1, 2
-"""What `fast` gives back: all is done; `steps` is to do it; all have met, and `rest` is to do it."""
+# modes of an array, and their names in the tuning table
 SLOTS, SHARED, CROSS, STAGES = range(4)
 WAYS = ("slots", "direct", "cross_memory", "stages")
 NOWHERE = (ArrayPlace(), ArrayPlace())
 
 
 class Ways(NamedTuple):
-    """The ways of vectors by their bytes; the same on all ranks."""
+    """The sizes in bytes at which vectors change from one kind of program to another. The same on all ranks."""
 
+    # the largest vector in slots, whatever its memory
     slots: int
-    """Up to here any arrays go through slots."""
+    # the largest vector in slots if it is in private memory
     ordinary_slots: int
-    """Up to here ordinary arrays do."""
+    # the smallest vector in private memory that the kernel copies between processes, if it permits that
     cross_memory: int
-    """From here on ordinary arrays go by copies between processes, where the kernel permits them."""
 
 
 class Part(NamedTuple):
-    """One array of a call: x and out hold this rank's part of the whole vector (`Call.extent_of_x`)."""
+    """One array of a call. x and out are this rank's parts of the whole vector (`Call.extent_of_x`)."""
 
     call: Call
     x: Window
     out: Window
+    # Vectors into which this rank's block of the result is copied too. Only in calls of several arrays.
     kept: tuple[Vector, ...] = ()
-    """Vectors into which this rank's block of the result goes, too; where a call has several parts."""
 
 
 def part_of(call: Call, rank: int, x: Flat, out: Flat, kept: Sequence[Flat] = ()) -> Part:
-    """The part of a call that lies at these addresses on this rank."""
+    """Make the Part for arrays at these addresses of this rank."""
     in_place = x == out
     return Part(
         call,
@@ -88,31 +90,41 @@ def part_of(call: Call, rank: int, x: Flat, out: Flat, kept: Sequence[Flat] = ()
 
 
 class Executor:
-    """One call compiled for the ranks of a board: of one array, or of several that are reduced side by side. Making it
-    is local."""
+    """The runner of a call between the ranks of a node. Making it is local.
+
+    Args:
+        text: The call in words, as ranks compare it.
+        parts: The arrays of the call. Several arrays are reduced in the same phases.
+    """
 
     holds = False
 
     def __init__(self, board: Board, text: str, parts: Sequence[Part], ways: Ways) -> None:
-        self._board, self._memory, self._text, self._parts, self._ways = board, board.memory, text, parts, ways
+        self._board = board
+        self._memory = board.memory
+        self._text = text
+        self._parts = parts
+        self._ways = ways
+        # this rank's descriptor: its running number on the board, and its token
         self._put = -DESCRIPTORS
         self._token = 0
+        # the tokens of all ranks for which `_program` is compiled
         self._tokens: tuple[int, ...] | None = None
+        # The mode that this rank proposes for each array. The program depends on those of all ranks.
         self.modes = [self._mode(part) for part in parts]
-        """How this rank means to go with each array."""
         for part, mode in zip(parts, self.modes):
             call = part.call
             if call.operation is not None:
                 many = 2 if mode == CROSS else call.p
                 sums.prepare(call.operation.into, call.dtype, many, call.nbytes, call.operation.is_mean)
+        # True if other ranks may touch this rank's arrays, in the first phase
         self._lends = any(mode in (SHARED, CROSS) for mode in self.modes)
-        """Whether others may touch this rank's arrays, in the first phase."""
         self._program = Program()
         self._puts = self._brought()
         self.fast: Callable[[], int] = not_begun
 
     def steps(self) -> Iterator[None]:
-        """The operation from its beginning, in steps between which there is something to wait for."""
+        """Run the whole call. Yields whenever it has to wait."""
         board = self._board
         if not board.descriptors.readable(self._put):
             self._publish()
@@ -122,7 +134,7 @@ class Executor:
         yield from self.rest()
 
     def rest(self) -> Iterator[None]:
-        """The operation from where all have met."""
+        """Run the call from the point where all ranks have entered it. Yields whenever it has to wait."""
         board = self._board
         tokens = board.tokens()
         if tokens != self._tokens:
@@ -136,16 +148,18 @@ class Executor:
         perform(program.last[board.number & 1])
 
     def free(self) -> None:
-        """There is nothing of MPI to give back."""
+        """Do nothing: it has no MPI objects."""
 
     @property
     def way(self) -> str:
-        """Return how this rank means to go, as `tuner.table` names it."""
+        """The mode that this rank proposes for its first array, as `tuner.table` names it."""
         return WAYS[self.modes[0]]
 
     def _mode(self, part: Part) -> int:
+        """Return the mode for an array, by its size and its memory."""
         call, ways = part.call, self._ways
-        moving = call.kind == "alltoall" and same(part.x.vector, part.out.vector)  # nobody may read it meanwhile
+        # An alltoall in place overwrites x, so other ranks must not read x itself.
+        moving = call.kind == "alltoall" and same(part.x.vector, part.out.vector)
         located = arena.locate(part.x.vector) and arena.locate(part.out.vector)
         if len(self._parts) > 1:
             return SHARED if located else CROSS
@@ -160,7 +174,7 @@ class Executor:
         return self._memory.reachable and call.nbytes >= self._ways.cross_memory
 
     def _brought(self) -> Turns:
-        """Return what this rank puts before it enters, whatever the others bring."""
+        """Return the steps that this rank takes before it enters. They do not depend on the other ranks' arrays."""
         call, x, out, _ = self._parts[0]
         if self.modes == [SLOTS]:
             return slot_puts(self._memory, call, x, 0), slot_puts(self._memory, call, x, 1)
@@ -169,6 +183,7 @@ class Executor:
         return NOTHING
 
     def _publish(self) -> None:
+        """Put a descriptor of this rank's arrays on the board."""
         places = tuple(self._places(part, mode) for part, mode in zip(self._parts, self.modes))
         many = place = None
         if len(places) > 1:
@@ -179,7 +194,11 @@ class Executor:
         self._put = self._board.descriptors.put
 
     def _places(self, part: Part, mode: int) -> tuple[ArrayPlace, ArrayPlace]:
-        """Return where the others find this rank's x and out; nowhere where these go through slots or stages."""
+        """Return where other ranks find this rank's x and out, or NOWHERE if they go through slots or stages.
+
+        An array that is written must be writable for other processes too. The x of the root of an in-place broadcast is
+        also its out, but nobody writes to it.
+        """
         if mode in (SLOTS, STAGES):
             return NOWHERE
         call, x, out = part.call, part.x.vector, part.out.vector
@@ -191,16 +210,18 @@ class Executor:
         return x_place._replace(address=x_at), out_place._replace(address=out_at)
 
     def _bind(self, tokens: tuple[int, ...]) -> None:
-        """The ranks' arrays are others than last time: read their descriptors and compile anew."""
+        """Read the descriptors of these tokens, and compile a program for the arrays that all ranks pass now."""
         self._tokens, self.fast = None, not_begun
         descriptors = self._board.read(tokens)
         programs = [self._compile(number, descriptors) for number in range(len(self._parts))]
         self._program = programs[0] if len(programs) == 1 else merged(programs)
         self._tokens = tokens
+        # The fast path has no fences: it relies on a processor that keeps stores in order.
         if self._board.fence is None:
             self.fast = self._fast(tokens)
 
     def _compile(self, number: int, descriptors: Sequence[Descriptor]) -> Program:
+        """Compile the program of one array. All ranks come to the same kind, because they see the same descriptors."""
         part, memory = self._parts[number], self._memory
         places = [descriptor.places[number] for descriptor in descriptors]
         if all(x.shared and out.shared for x, out in places):
@@ -211,11 +232,12 @@ class Executor:
             return crossing_program(memory, *part, places)
         if len(self._parts) > 1:
             raise CollectiveError(f"array {number} of {self._text} lies where other ranks cannot reach it: pass a copy")
+        # Ranks that proposed another mode have not staged their first block before they entered.
         unlike = any(x.shared or x.address for x, _ in places) or self.modes[number] == SLOTS
         return StagePipeline(memory, *part[:3]).program(restage=unlike)
 
     def _fast(self, tokens: tuple[int, ...]) -> Callable[[], int]:
-        """The call as one straight-line function, while the others bring these tokens."""
+        """Return the call as one straight-line function. It is valid as long as the ranks enter with these tokens."""
         others = int.from_bytes(array("Q", tokens), ORDER)
         bound, program = _Bound(self._board, self._text, self._put, self._token, others), self._program
         if self.modes == [SLOTS] and not self._program.phases:
@@ -234,28 +256,46 @@ def _region(vector: Vector) -> ArrayPlace:
 
 
 def not_begun() -> int:
-    """The fast path of what has none."""
+    """The `fast` of runners without a fast path."""
     return NOT_BEGUN
 
 
 class _Bound(NamedTuple):
-    """The knowledge of a fast path: this rank brings `token`, as the `put`th that it has put. The others bring the
-    words `others`, side by side."""
+    """The values for which a fast path is compiled."""
 
     board: Board
     text: str
+    # this rank's descriptor: its running number on the board, and its token
     put: int
     token: int
+    # the tokens of all ranks, as a row of the board read as one integer
     others: int
 
 
+# The functions below return a `fast`. They bind everything to local variables and repeat the same lines of code,
+# because attribute look-ups and calls would cost what the fast path saves. Each begins by returning NOT_BEGUN in three
+# rare cases: this rank's descriptor has been overwritten, fast paths are held (both: `board.spent`), or the number of
+# the operation wraps around.
+
+
 def _sum_of_scalars(bound: _Bound, few: Scalars) -> Callable[[], int]:
+    """Return a fast path that sums one or two floats through slots."""
     board, text, put, token, others = bound
-    rank, ones, order, read, meet = board.rank, board.ones << 32, ORDER, int.from_bytes, board.meet
+    rank = board.rank
+    ones = board.ones << 32
+    order = ORDER
+    read = int.from_bytes
+    meet = board.meet
     even, odd = zip(board.entries, few.mine, few.first, few.second, few.more)
-    spins, looks, numbers = board.spins, board.looks, board.numbers
-    turns, x, two, mark = (even, odd), few.x, len(few.x) == 2, board.marks.word
-    out: Any = few.out  # floats, which memoryviews of them take
+    spins = board.spins
+    looks = board.looks
+    numbers = board.numbers
+    turns = even, odd
+    x = few.x
+    two = len(few.x) == 2
+    mark = board.marks.word
+    # typed as Any, because a type checker does not know that these memoryviews hold floats
+    out: Any = few.out
 
     def fast() -> int:
         number = board.number + 1
@@ -266,7 +306,9 @@ def _sum_of_scalars(bound: _Bound, few: Scalars) -> Callable[[], int]:
         if two:
             mine[1] = x[1]
         board.number = number
+        # Enter the operation. Other ranks read this rank's slot from here on.
         row[rank] = mark[0] = number << 32 | token
+        # Wait until all words of the row have this number and the known tokens. One read takes in the whole row.
         entered = number * ones
         wanted = entered + others
         if read(row, order) != wanted:
@@ -275,6 +317,7 @@ def _sum_of_scalars(bound: _Bound, few: Scalars) -> Callable[[], int]:
                 if seen == wanted:
                     break
                 if look >= spins:
+                    # All ranks have entered, but some with another token.
                     if seen & numbers == entered:
                         return MET
                     sched_yield()
@@ -294,6 +337,7 @@ def _sum_of_scalars(bound: _Bound, few: Scalars) -> Callable[[], int]:
 
 
 def _mean_of_scalars(summed: Callable[[], int], few: Scalars, ranks: int) -> Callable[[], int]:
+    """Return a fast path that runs `summed`, a sum of one or two floats, and divides the result."""
     out: Any = few.out
 
     def fast() -> int:
@@ -307,12 +351,21 @@ def _mean_of_scalars(summed: Callable[[], int], few: Scalars, ranks: int) -> Cal
 
 
 def _straight(bound: _Bound, puts: Turns, last: Turns, lends: bool) -> Callable[[], int]:
+    """Return a fast path that puts, enters, waits until all ranks have entered, and takes."""
     board, text, put, token, others = bound
-    rank, ones, order, read, meet = board.rank, board.ones << 32, ORDER, int.from_bytes, board.meet
-    turns, spins, looks, numbers = tuple(zip(board.entries, puts, last)), board.spins, board.looks, board.numbers
+    rank = board.rank
+    ones = board.ones << 32
+    order = ORDER
+    read = int.from_bytes
+    meet = board.meet
+    turns = tuple(zip(board.entries, puts, last))
+    spins = board.spins
+    looks = board.looks
+    numbers = board.numbers
     mark = board.marks.word
 
     def fast() -> int:
+        # The same lines as in `_sum_of_scalars`.
         number = board.number + 1
         if put <= board.spent or number > NUMBERS:
             return NOT_BEGUN
@@ -345,9 +398,17 @@ def _straight(bound: _Bound, puts: Turns, last: Turns, lends: bool) -> Callable[
 
 
 def _in_phases(bound: _Bound, enter: Callable[[], int], program: Program) -> Callable[[], int]:
-    board, text = bound.board, bound.text
-    rank, order, read = board.rank, ORDER, int.from_bytes
-    progress, finished, follow, spins, looks = board.progress, board.ones, board.follow, board.spins, board.looks
+    """Return a fast path that runs the phases of a program, each with a meeting, after `enter`."""
+    board = bound.board
+    text = bound.text
+    rank = board.rank
+    order = ORDER
+    read = int.from_bytes
+    progress = board.progress
+    finished = board.ones
+    follow = board.follow
+    spins = board.spins
+    looks = board.looks
     phases, (even, odd) = program.phases, program.last
 
     def fast() -> int:

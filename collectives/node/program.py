@@ -1,23 +1,23 @@
-"""Programs over a node's shared memory: steps between meetings, in four ways, which `executor` chooses and carries out.
+"""Programs over a node's shared memory: steps between meetings, of four kinds, which `executor` chooses and runs.
 
-**Slots.** Every rank puts its small vector into its slot, all meet, and each takes what it wants. One meeting. A sum of
-one or two floats is done by Python's own numbers, where NumPy's call takes longer to begin than the additions take.
-Storing each sum rounds it to the elements' type: Python adds in double precision, and a float32 sum rounded from there
-has the same bits as one of float32 (a double has more than twice as many digits and two).
+**Slots.** Every rank copies its small vector into its slot, all ranks meet once, and each reads what it needs from the
+slots. One or two floats are added as Python floats, because a call of NumPy takes longer to start than the additions
+take. The result has NumPy's bits: Python adds in double precision, storing a sum rounds it to float32, and a double has
+more than twice the digits of a float32 plus two, so rounding twice equals rounding once.
 
-**Stages.** Blocks of ordinary arrays pass through stages small enough for the cache, in a pipeline, one meeting a
-block. While block k is reduced, k + 1 is staged and k - 1 copied out.
+**Stages.** Blocks of arrays in private memory pass through shared buffers that are small enough for the cache. It is a
+pipeline with one meeting for each block: while block k is reduced, block k + 1 is copied in and block k - 1 copied out.
 
-**Node-shared arrays** (`shared_program`): the owner of a piece reads it everywhere and writes finished blocks into the
-readers' arrays. It is the peer-to-peer parameter server of the BML paper (section 2), run on loads and stores. Rank r
-owns block r of the vector, and reduces it block by block so that a block stays in cache. n/p elements are read from
-each source and written to each reader, with no copy beside. Two meetings. In alltoall every rank copies its blocks from
-the others.
+**Node-shared arrays** (`shared_program`). Rank r owns block r of the vector. It reads that block from all ranks'
+arrays, reduces it in pieces that stay in the cache, and writes finished pieces into the arrays of all ranks that want
+them. So n/p elements are read from each source and written to each reader, without any other copy, in two meetings.
+This is the peer-to-peer parameter server of the BML paper (section 2) with loads and stores. In alltoall every rank
+copies its blocks from the arrays of the others.
 
-**Large ordinary arrays** (`crossing_program`): the owner fetches the sources' parts block by block into a buffer that
-its cache holds, reduces them, and delivers the finished block, still in its cache, into the readers' arrays. Against
-stages, an element is copied once less on either side of the sum, but every page costs the kernel a look. In alltoall
-every rank fetches its blocks.
+**Large arrays in private memory** (`crossing_program`). As before, but the kernel copies. The owner fetches the parts
+of the sources piece by piece into a buffer that fits its cache, reduces them, and delivers the finished piece, still in
+its cache, into the readers' arrays. Stages would copy each element once more before and after the sum; in exchange the
+kernel spends time on every page here. In alltoall every rank fetches its blocks.
 """
 
 from __future__ import annotations
@@ -36,14 +36,17 @@ from mpips.collectives.fabric.process_memory import Move, deliver, fetch
 from mpips.collectives.kernels import sums
 from mpips.collectives.kernels.sums import Step
 
+# Steps of even operations, and of odd ones. They differ because slots are used in turn.
 Turns: TypeAlias = "tuple[Sequence[Step], Sequence[Step]]"
 NOTHING: Turns = ((), ())
-BLOCK_BYTES = 256 << 10  # of what is reduced in place, at a time
-SHORT_BYTES = 128 << 10  # up to here bytes are copied without `numpy.copyto`, which begins later but lets threads run
+# the size of the pieces that are reduced in place
+BLOCK_BYTES = 256 << 10
+# Up to this size a memoryview copies, and above it `numpy.copyto`, which takes longer to start but releases the GIL.
+SHORT_BYTES = 128 << 10
 
 
 class Window(NamedTuple):
-    """A part of the whole vector that is somewhere in memory: elements [first, first + vector.size)."""
+    """A part of the whole vector in memory: the elements [first, first + vector.size)."""
 
     vector: Vector
     first: int = 0
@@ -53,23 +56,26 @@ class Window(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Work before this rank says it is done with the phase, and work after that needs nobody."""
+    """The work of a rank between two meetings."""
 
+    # steps before this rank signals that it has finished the phase
     before: tuple[Step, ...]
+    # steps after the signal, which other ranks need not wait for
     after: tuple[Step, ...] = ()
 
 
 class Program(NamedTuple):
-    """The steps of a rank in one operation, bound to its arrays and the others'."""
+    """The steps of a rank in one operation, bound to its own arrays and those of the other ranks."""
 
+    # Run after all ranks have entered. Each phase ends with a meeting. Ranks touch the arrays of other ranks only in
+    # the first phase.
     phases: tuple[Phase, ...] = ()
-    """Once all have entered; each ends with a meeting. Ranks touch each other's arrays in the first alone."""
+    # run at the end, after the last meeting
     last: Turns = NOTHING
-    """At the end, where there is nobody to meet any more: of even and of odd operations."""
 
 
 def merged(programs: Sequence[Program]) -> Program:
-    """Programs of the same number of phases as one: what they do in a phase is done in one."""
+    """Merge programs phase by phase. They have the same number of phases, and no steps at the end."""
     phases = tuple(
         Phase(tuple(s for phase in every for s in phase.before), tuple(s for phase in every for s in phase.after))
         for every in zip(*(program.phases for program in programs))
@@ -78,7 +84,7 @@ def merged(programs: Sequence[Program]) -> Program:
 
 
 def copy(to: Vector, source: Vector) -> Iterator[Step]:
-    """A copy, where there is anything to copy."""
+    """Yield the step that copies `source` to `to`, or nothing if that would change nothing."""
     if not to.size or same(to, source):
         return
     if to.nbytes <= SHORT_BYTES:
@@ -88,7 +94,10 @@ def copy(to: Vector, source: Vector) -> Iterator[Step]:
 
 
 def combine(call: Call, parts: Sequence[Vector], total: Vector, scratch: Vector) -> Iterator[Step]:
-    """total = the reduction of all parts in their order, of which one may be `total` itself; `scratch` is as long."""
+    """Yield the steps that set `total` to the reduction of all parts, in their order.
+
+    One of the parts may be `total` itself. `scratch` has the size of a part.
+    """
     if not total.size:
         return
     if len(parts) == 1:
@@ -99,16 +108,19 @@ def combine(call: Call, parts: Sequence[Vector], total: Vector, scratch: Vector)
         yield from sums.steps(call.operation.into, parts, total, scratch, divisor, call.nbytes)
 
 
-MOST_SCALARS = 2  # elements, 8 bytes of float32
+# the largest number of elements that are added as Python floats
+MOST_SCALARS = 2
 MOST_BYTES = SLOT_BYTES
 
 
 class Scalars(NamedTuple):
-    """A sum of a few floats: `x` to `mine`, then `out` = the sum of all parts in their order, for both parities."""
+    """The memory of a sum of one or two floats. Pairs are for even and odd operations."""
 
     x: memoryview
     out: memoryview
+    # this rank's slots
     mine: tuple[memoryview, memoryview]
+    # the slots of ranks 0, 1, and all others
     first: tuple[memoryview, memoryview]
     second: tuple[memoryview, memoryview]
     more: tuple[tuple[memoryview, ...], tuple[memoryview, ...]]
@@ -116,7 +128,7 @@ class Scalars(NamedTuple):
 
 
 def slot_puts(memory: NodeMemory, call: Call, x: Window, parity: int) -> tuple[Step, ...]:
-    """Return what this rank brings, into its slot."""
+    """Return the steps that copy this rank's input into its slot. `parity`: 0 for even operations, 1 for odd ones."""
     start, stop = 0, call.n
     if call.kind == "broadcast" and memory.rank != call.root:
         return ()
@@ -126,7 +138,7 @@ def slot_puts(memory: NodeMemory, call: Call, x: Window, parity: int) -> tuple[S
 
 
 def slot_takes(memory: NodeMemory, call: Call, x: Window, out: Window, parity: int) -> tuple[Step, ...]:
-    """Return what this rank wants, from the slots to `out`."""
+    """Return the steps that set `out` from the slots of all ranks."""
     slots = [_slot(memory, call, rank, parity) for rank in range(memory.size)]
     steps: list[Step] = []
     if call.operation is not None:
@@ -146,7 +158,7 @@ def slot_takes(memory: NodeMemory, call: Call, x: Window, out: Window, parity: i
 
 
 def slot_scalars(memory: NodeMemory, call: Call, x: Window, out: Window) -> Scalars | None:
-    """The call as a sum of a few floats; None where it is none, or where this rank does not take all of it."""
+    """Return the memory of a sum of one or two floats, or None if the call is anything else."""
     adds = call.operation is not None and call.operation.name in ("sum", "mean")
     known = call.dtype.char in "fd" and call.dtype.isnative and x.vector.flags.aligned and out.vector.flags.aligned
     if call.kind != "allreduce" or not adds or not known or not 0 < call.n <= MOST_SCALARS or call.p == 1:
@@ -169,24 +181,35 @@ def _slot(memory: NodeMemory, call: Call, rank: int, parity: int) -> Window:
 
 
 def _summed(memory: NodeMemory, call: Call) -> tuple[int, int]:
-    """The elements of the reduction that this rank takes."""
+    """Return the interval of the result that this rank computes."""
     if call.kind == "reduce" and memory.rank != call.root:
         return 0, 0
     return call.block(memory.rank) if call.kind == "reduce_scatter" else (0, call.n)
 
 
 class StagePipeline:
-    """The pipeline of one rank. Block k of owner q is part k of q's piece of the vector."""
+    """The program by stages of one rank.
+
+    Each rank owns a piece of the vector, which is cut into blocks. "Block k of owner q" is block k of q's piece.
+
+    Stages are reused: two for input (by k % 2) and three for results (by k % 3). In phase k a rank reduces block k from
+    input stage k % 2 and fills input stage (k + 1) % 2. Results need three, because a rank may still copy block k - 1
+    out after its signal, while faster ranks write block k + 1.
+    """
 
     def __init__(self, memory: NodeMemory, call: Call, x: Window, out: Window):
-        self._memory, self._call, self._x, self._out = memory, call, x, out
+        self._memory = memory
+        self._call = call
+        self._x = x
+        self._out = out
+        # elements of a block
         self._block = max(1, memory.block_bytes // call.dtype.itemsize)
         self._pieces = [self._piece(owner) for owner in range(memory.size)]
         self._count = max(-(-(stop - start) // self._block) for start, stop in self._pieces)
         self._scratch = np.empty(min(self._block, call.n), call.dtype)
 
     def program(self, restage: bool) -> Program:
-        """`restage`: some rank may have come without its first block staged."""
+        """Return the program. `restage`: a rank may have entered without copying its first blocks in."""
         phases = [Phase(self.puts(0))] if restage else []
         alltoall = self._call.kind == "alltoall"
         for k in range(self._count):
@@ -199,7 +222,7 @@ class StagePipeline:
         return Program(tuple(phases), (last, last))
 
     def puts(self, k: int) -> tuple[Step, ...]:
-        """My share of block k of every other owner, into my stage."""
+        """Return the steps that copy this rank's input for block k of every other owner into its stages."""
         call, memory = self._call, self._memory
         steps: list[Step] = []
         for owner in memory.turn():
@@ -209,7 +232,7 @@ class StagePipeline:
         return tuple(steps)
 
     def _reduces(self, k: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        """Block k of mine into the stage, and from there to my own out."""
+        """Return the steps that reduce block k of this rank, and those that copy the result to its own out."""
         call, memory = self._call, self._memory
         start, stop = self._range(memory.rank, k)
         wanted = call.readers(memory.rank)
@@ -230,7 +253,7 @@ class StagePipeline:
         return tuple(combine(call, parts, total, total)), home
 
     def _takes(self, k: int) -> tuple[Step, ...]:
-        """Block k of every other owner, into my out."""
+        """Return the steps that copy block k of every other owner to this rank's out."""
         call, memory = self._call, self._memory
         steps: list[Step] = []
         if k < 0:
@@ -245,7 +268,7 @@ class StagePipeline:
         return tuple(steps)
 
     def _arrivals(self, k: int) -> Iterator[Step]:
-        """alltoall: block k of what every rank, and this one too, has for me."""
+        """Yield the steps of alltoall that copy block k from every rank, including this one, to out."""
         memory, (begin, _) = self._memory, self._call.block(self._memory.rank)
         start, stop = self._range(memory.rank, k)
         for source in [memory.rank, *memory.turn()]:
@@ -257,7 +280,7 @@ class StagePipeline:
                 yield from copy(to, self._stage(memory.stage_in(source, k % 2, memory.rank), stop - start))
 
     def _piece(self, owner: int) -> tuple[int, int]:
-        """A broadcast has nothing to reduce: the root owns it all."""
+        """Return the interval that a rank owns. In a broadcast the root owns the whole vector."""
         if self._call.kind == "broadcast":
             return (0, self._call.n) if owner == self._call.root else (self._call.n, self._call.n)
         return self._call.block(owner)
@@ -278,7 +301,12 @@ def shared_program(
     kept: Sequence[Vector],
     places: Sequence[tuple[ArrayPlace, ArrayPlace]],
 ) -> Program:
-    """Return what this rank does, once all have come with arrays at these places. Its block goes into `kept`, too."""
+    """Compile the program of this rank for node-shared arrays.
+
+    Args:
+        kept: Vectors into which this rank's block of the result is copied too.
+        places: For each rank the places of its x and its out.
+    """
     xs, outs = [x] * memory.size, [out] * memory.size
     for rank in memory.turn():
         x_place, out_place = places[rank]
@@ -313,7 +341,7 @@ def _attach(place: ArrayPlace) -> Vector:
 
 
 class _Far(NamedTuple):
-    """A part of the vector in another process: elements from `first` on lie at `address`."""
+    """A part of the vector in another process. Element `first` is at `address`."""
 
     pid: int
     address: int
@@ -332,8 +360,7 @@ def crossing_program(
     kept: Sequence[Vector],
     places: Sequence[tuple[ArrayPlace, ArrayPlace]],
 ) -> Program:
-    """One rank's part of a call, in which it touches the others' arrays, where these places say they are. Its block
-    goes into `kept`, too."""
+    """Compile the program of this rank for large arrays in private memory. Arguments as in `shared_program`."""
     reached = _Reached(memory, call, x, out, places)
     if call.kind == "alltoall":
         return Program((Phase(tuple(reached.arrivals()), tuple(reached.own())),))
@@ -341,11 +368,18 @@ def crossing_program(
 
 
 class _Reached:
+    """The arrays of all ranks in a crossing program, and the steps over them."""
+
     def __init__(
         self, memory: NodeMemory, call: Call, x: Window, out: Window, places: Sequence[tuple[ArrayPlace, ArrayPlace]]
     ):
-        self._call, self._rank, self._order = call, memory.rank, [memory.rank, *memory.turn()]
-        self._x, self._out, self._buffers = x, out, memory.buffers(BLOCK_BYTES)
+        self._call = call
+        self._rank = memory.rank
+        self._order = [memory.rank, *memory.turn()]
+        self._x = x
+        self._out = out
+        self._buffers = memory.buffers(BLOCK_BYTES)
+        # rank -> its x, its out
         self._xs: dict[int, _Far] = {}
         self._outs: dict[int, _Far] = {}
         for rank in memory.turn():
@@ -355,10 +389,12 @@ class _Reached:
             self._outs[rank] = _Far(pid, out_place.address, call.extent_of_out(rank, in_place)[0], size)
 
     def steps(self, kept: Sequence[Vector]) -> Iterator[Step]:
+        """Yield the steps that make this rank's block of the result and deliver it."""
         call, rank = self._call, self._rank
         start, end = call.block(rank)
         block = max(1, BLOCK_BYTES // call.dtype.itemsize)
-        size = block * call.dtype.itemsize if call.operation is not None else 0  # elements of any size are only copied
+        # Only reductions need buffers. Other calls may have elements of any size, even larger than a buffer.
+        size = block * call.dtype.itemsize if call.operation is not None else 0
         buffers = [buffer[:size].view(call.dtype) for buffer in self._buffers]
         readers = [reader for reader in self._order if reader in call.readers(rank) and not self._has_it(reader)]
         for first in range(start, end, block):
@@ -374,19 +410,21 @@ class _Reached:
                 yield from copy(vector[first:last], total)
 
     def _has_it(self, reader: int) -> bool:
-        """Return whether the piece comes from that very place, as in a broadcast in place it does on the root."""
+        """True if the reader's out is the source of this piece, as on the root of an in-place broadcast."""
         far = reader != self._rank and self._call.sources(self._rank) == [reader]
         return far and self._xs[reader] == self._outs[reader]
 
     def _place(self, first: int, last: int, buffer: Vector) -> Vector:
-        """Return where this rank makes its piece of the result."""
+        """Return the vector in which this rank makes a piece of the result."""
         if self._call.sources(self._rank) == [self._rank]:
             return self._x.part(first, last)
         return self._out.part(first, last) if self._rank in self._call.readers(self._rank) else buffer[: last - first]
 
     def _combined(self, first: int, last: int, total: Vector, buffers: Sequence[Vector]) -> Iterator[Step]:
-        """total = the sources' parts, in the order of the ranks; this rank's own may be `total`, so that is written
-        last."""
+        """Yield the steps that set `total` to the reduction of the sources' parts, in the order of the ranks.
+
+        This rank's own part may be `total` itself, so only the last step writes to `total`.
+        """
         sources, operation = self._call.sources(self._rank), self._call.operation
         if len(sources) == 1:
             if sources != [self._rank]:
@@ -403,21 +441,21 @@ class _Reached:
                 so_far = to
 
     def _part(self, source: int, first: int, last: int, buffer: Vector) -> Generator[Step, None, Vector]:
-        """Returns the source's part, which the steps fetch into the buffer if it is another's."""
+        """Yield the step that fetches the source's part into the buffer, if it is another rank's. Return the part."""
         if source == self._rank:
             return self._x.part(first, last)
         yield from _moved(fetch, buffer, *self._xs[source].at(first))
         return buffer
 
     def arrivals(self) -> Iterator[Step]:
-        """alltoall: what all others have for this rank."""
+        """Yield the steps of alltoall that fetch the blocks of all other ranks for this one."""
         start, _ = self._call.block(self._rank)
         for source in self._order[1:]:
             to = self._out.part(*self._call.arrival(self._rank, source))
             yield from _moved(fetch, to, *self._xs[source].at(start))
 
     def own(self) -> Iterator[Step]:
-        """alltoall: what this rank has for itself."""
+        """Yield the step of alltoall that copies this rank's block for itself."""
         to = self._call.arrival(self._rank, self._rank)
         return copy(self._out.part(*to), self._x.part(*self._call.block(self._rank)))
 
