@@ -240,7 +240,7 @@ MUTATIONS = (
     Mutation(
         "a row takes over what an undone round has left of optimizer's state in its place",
         "mpips/tables/journal.py",
-        "            array[before : int(words[ROWS])] = 0  # as where no row has lain\n",
+        "            array[before : int(words[ROWS])] = 0\n",
         "",
         ((0, "tests/unit/mpips/tables/test_journal.py"), *TABLES),
     ),
