@@ -26,8 +26,9 @@ LOG = log.get("mpips.jax")
 TARGET = "mpips_call"
 # The version of the interface for which this is written. What XLA added later is not read.
 MAJOR, MINOR = 0, 1
-# from the header: types of an extension (metadata) and of a stage (execute), and an error code (aborted)
-METADATA, EXECUTE, ABORTED = 1, 3, 10
+# from the header: the type of an extension that asks for metadata, and the code of the error "aborted"
+METADATA = 1
+ABORTED = 10
 # combinations of addresses for which a site keeps its arrays
 MOST_PLACES = 64
 # Calls whose arrays have at most this many bytes are copied into arrays of our own. XLA moves small buffers at every

@@ -193,8 +193,6 @@ class Shard:
     kept: Array | None = None
     # between nodes: blocks that the server has asked for
     credits: list[int] = field(default_factory=list)
-    # not used at present
-    sending: int = -1
     # between nodes: number of pushes that the server has read
     told: int = 0
     # in an asynchronous store: number of pushes in it, while the server holds it unchanged for this worker

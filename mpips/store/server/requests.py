@@ -70,7 +70,7 @@ class Requests:
             request = frames.decode_request(body[frame.aux :].data)
         except msgspec.MsgspecError as error:
             text = f"{self._name}: a request cannot be read: {error}: run the same version of mpips on all ranks"
-            line.post_body(text.encode(), Op.ANSWER, token=frame.token, flags=1)
+            line.post_body(text.encode(), Op.ANSWER, token=frame.token, flags=frames.REFUSED)
             return False
         for service in self.services:
             if isinstance(request, service.requests):

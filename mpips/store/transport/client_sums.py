@@ -122,10 +122,6 @@ class ClientSums:
         receives = [self._receive(slices[source], source, tag) for source in sources]
         yield from self._all(receives, [self._send(slices[rank], (rank + i) % size, tag) for i in range(1, size)])
 
-    def swap(self, mine: Array, theirs: Array, to: int, source: int, tag: int) -> Task[None]:
-        """Send `mine` to one member and receive `theirs`, of the same size, from another."""
-        yield from self._all([self._receive(theirs, source, tag)], [self._send(mine, to, tag)])
-
     def _all(self, receives: Sequence[MPI.Request], sends: Sequence[MPI.Request] = ()) -> Task[None]:
         return self._under_way.begin(receives, sends).wait()
 
