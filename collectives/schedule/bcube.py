@@ -95,7 +95,7 @@ def over(kind: str, radices: tuple[int, ...], lanes: int, name: str) -> Schedule
 
 
 def build(kind: str, p: int, n: int = 0, k: int = 0, depth: int = 1) -> Schedule:
-    """Build BML over n^k = p ranks. `shape` completes n and k; `depth` (1 to `MOST_LANES`) matters in allreduce only."""
+    """Build BML over n^k = p ranks. `shape` completes n and k. `depth`, 1 to `MOST_LANES`, is for allreduce only."""
     if not 1 <= depth <= MOST_LANES:
         raise ValueError(f"bcube needs a depth of 1 to {MOST_LANES}, not {depth}")
     n, k = shape(p, n, k)
