@@ -1,1 +1,1 @@
-"""`mpips bench`: one harness, one report, a case for each collective."""
+"""`mpips bench`: times collectives. `case` has what is timed, `harness` times it, `report` shows the results."""
