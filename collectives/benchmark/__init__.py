@@ -1,1 +1,1 @@
-"""`mpips bench`: times collectives. `case` has what is timed, `harness` times it, `report` shows the results."""
+"""`mpips bench`: times collectives. `case` makes the calls to time, `harness` times them, `report` shows the times."""

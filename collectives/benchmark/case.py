@@ -49,7 +49,7 @@ class Candidate(NamedTuple):
         algorithm: Its name.
         array: The kind of its arrays, "ordinary" or "empty".
         run: The call to time.
-        check: Runs the call once with known values, and returns the number of wrong elements on all ranks.
+        check: Runs the call once with known values. Returns the number of wrong elements of all ranks together.
         close: Frees its resources.
         predicted: The seconds that a call should take, or None.
     """
@@ -134,9 +134,9 @@ class Case:
         return Candidate("one_shot", array, call, self._check(call, source, result), lambda: None, None)
 
     def copy(self) -> Callable[[], object]:
-        """Return a call in which every rank copies as many bytes from one ordinary array to another.
+        """Return a call in which every rank copies n elements from one ordinary array to another.
 
-        Its time is what memory and cores allow.
+        The time of a collective is compared with it (`FLOOR_SHARE`).
         """
         comm, to, source = self.comm, self._zeros(self.n, "ordinary"), self._zeros(self.n, "ordinary")
 

@@ -1,4 +1,4 @@
-"""Compiles the source of a kernel with Numba, and keeps the machine code in a folder. Import it only if Numba exists.
+"""Compiles a kernel with Numba, and keeps its machine code in a folder. Imported only if Numba is installed.
 
 Numba's own cache keeps code beside a module's file and trusts every file that it finds there. So kernels have files of
 their own, which are checked before use (`_File`).

@@ -262,7 +262,7 @@ class _Engine:
             self._thread.join(LONGEST_EXIT_SECONDS)
 
     def before_fork(self) -> None:
-        """Wait until the thread does not compile, but at most `LONGEST_FORK_SECONDS`.
+        """Wait until the thread is not compiling, but at most `LONGEST_FORK_SECONDS`.
 
         Otherwise the child could get half imported modules of Numba, and locks of Numba or LLVM that nobody releases.
         """
@@ -362,7 +362,7 @@ def _giving_way(stopped: threading.Event) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(path: Path, stopped: threading.Event) -> Iterator[None]:
-    """Hold the lock of a file within a block. A killed process releases it, and a forked one does not inherit it.
+    """Hold the lock of a file within a block. A killed process releases it, and a forked child does not inherit it.
 
     The block runs without the lock if the file system has no locks, the folder is read-only, or another process holds
     the lock for longer than `LONGEST_LOCK_SECONDS`.

@@ -83,7 +83,7 @@ def compiled(
 
     Args:
         types: The types of its arguments, separated by ", ". `stored` is the element type of the first array, and
-            `wide` the type in which it is computed with.
+            `wide` the type in which kernels compute with its elements.
         dtypes: The dtypes of the first array for which the kernel may be compiled.
         constants: Words in the source of the function, and the numbers that replace them.
     """

@@ -158,7 +158,7 @@ def beside(suffix: str) -> Path | None:
 
 
 def who() -> dict[str, Any]:
-    """Return a copy of the page's `identity`: rank, size, host, program, and role and member once they are known."""
+    """Return a copy of the identity on the page: rank, size, host and program, and later role and member."""
     return dict(_identity)
 
 
@@ -301,7 +301,7 @@ def find_ended(ranks: Sequence[int]) -> list[int]:
 
 @cache
 def _process_began() -> float:
-    """Return the Unix time at which this process started. No rank of its job can have ended before that."""
+    """Return the Unix time at which this process started. All ranks of its job end later, because MPI starts later."""
     ticks = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 

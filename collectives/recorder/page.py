@@ -74,20 +74,29 @@ AT = {name: number for number, name in enumerate(HEAD)}
 # size of each JSON area, and the offsets of the areas
 TEXT_BYTES = 4096
 IDENTITY, WAITS, END, NOTES, COMMUNICATORS, LOAD, TABLES = (TEXT_BYTES * number for number in range(1, 8))
-LANES, TOKENS, TOKEN_BYTES = 64, 64, 256
+LANES = 64
+# tokens of a lane whose texts are kept, and the bytes of a text
+TOKENS = 64
+TOKEN_BYTES = 256
 # Each lane has a cache line of its own; it holds the mark and the lane's identity.
 LANE_WORDS = 8
 MARKS = TEXT_BYTES * 8
 # Numbers of a table. A server writes the first six (see Table.stats). A worker writes the others: the rows that it has
 # pushed, asked servers for and read in place, and its pushes for which a server had no memory.
 TABLE = ("rows", "bytes", "updates", "evicted", "refused", "counted", "pushed", "asked", "in_place", "refused_pushes")
-MOST_TABLES, TABLE_WORDS = 64, 16
+MOST_TABLES = 64
+TABLE_WORDS = 16
 NUMBERS_AT = MARKS + LANES * LANE_WORDS * 8
-RING, RING_RECORDS = NUMBERS_AT + MOST_TABLES * TABLE_WORDS * 8, 256
+RING = NUMBERS_AT + MOST_TABLES * TABLE_WORDS * 8
+RING_RECORDS = 256
 RING_BYTES = HEAD_BYTES + RING_RECORDS * RECORD_BYTES
-CHUNKS, CHUNK_BYTES = TEXT_BYTES // 2, 4096
+# offset of the bytes that tell for each chunk of texts whether it has memory
+CHUNKS = TEXT_BYTES // 2
+CHUNK_BYTES = 4096
 TEXTS = -(-(RING + RING_BYTES) // CHUNK_BYTES) * CHUNK_BYTES
-POOL, POOL_TOKENS = 1 << 31, 4096
+# Tokens above POOL are shared by all lanes. The texts of the last POOL_TOKENS of them are kept.
+POOL = 1 << 31
+POOL_TOKENS = 4096
 NAMES = TEXTS + LANES * TOKENS * TOKEN_BYTES
 PAGE_BYTES = NAMES + POOL_TOKENS * TOKEN_BYTES
 # A page never allocates more than 1 / PART of the free memory at a time.
@@ -171,6 +180,7 @@ class Page:
         while len(raw := encode(content)) > JSON_BYTES:
             content = content[:-1] if isinstance(content, list) else dict([*content.items()][1:])
         at = area // 8
+        # The sequence number is odd during the write; readers then ignore the area.
         self.words[at] += 1
         self.words[at + 1] = len(raw)
         self._map[area + _TEXT.size : area + _TEXT.size + len(raw)] = raw
@@ -218,6 +228,7 @@ class Page:
         at = _token_at(lane, token)
         if not self._has_memory(at):
             return
+        # Token 0 during the write: a reader finds that the text is not the one of the token it looks for.
         self._map[at : at + _TOKEN.size] = _TOKEN.pack(0, 0)
         self._map[at + _TOKEN.size : at + _TOKEN.size + len(raw)] = raw
         self._map[at : at + _TOKEN.size] = _TOKEN.pack(token, len(raw))

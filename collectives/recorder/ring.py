@@ -103,6 +103,7 @@ class Ring:
         with self._lock:
             self._sequence = sequence = self._sequence + 1
             at = HEAD_BYTES + sequence % self.slots * RECORD_BYTES
+            # Sequence number 0 during the write, so that readers drop the record.
             self._words[at >> 3] = 0
             self._bytes[at + _FORM_AT : at + RECORD_BYTES] = form
             now = time.monotonic_ns()

@@ -293,6 +293,7 @@ def folded(stage: Stage, p: int, q: int, chunks: int) -> Stage:
 
 
 def _fold(stage: Stage, extra: int, whole: Interval, rank: Index) -> Steps:
+    # Among the paired ranks, the even ones retire during the stage, and the odd ones take part for both.
     paired = rank < 2 * extra
     retired, active = paired & (rank % 2 == 0), paired & (rank % 2 == 1)
     to_active, to_retired = where(retired, rank + 1, NOBODY), where(active, rank - 1, NOBODY)

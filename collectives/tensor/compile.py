@@ -153,6 +153,7 @@ def _call(
 ) -> TensorCall:
     if kind == "alltoall":
         raise ValueError("alltoall of a list of vectors has no meaning: call it for each vector")
+    # All checks depend on shapes, types and options only, and send nothing.
     types = {v.dtype for v in [*x, *out]}
     if len({v.n for v in x}) > 1 or len({v.n for v in out}) > 1 or len(types) > 1:
         raise ValueError(
@@ -248,6 +249,7 @@ class Fused:
             spreads: list[Ticket] = []
             lanes = [self._run_lane(steps, spreads) for steps in self._lanes]
             while lanes:
+                # `self` marks the end of a lane here: lanes themselves never yield it.
                 lanes = [lane for lane in lanes if next(lane, self) is not self]
                 if lanes:
                     yield
