@@ -179,7 +179,7 @@ TERMS: dict[tuple[str, str], Callable[..., Terms]] = {
 
 
 def _multi_ring(p: int, nbytes: float, costs: Costs, rings: int = 2) -> float:
-    # The docstring of schedule.multi_ring derives these formulas.
+    # The docstring of schedule.multi_ring explains these formulas.
     chunk = nbytes / (rings * p)
     wire, add = costs.far.alpha + chunk * costs.far.beta, chunk * costs.gamma
     if p == 1:
