@@ -1,1 +1,1 @@
-"""`mpips bench`: one harness, one report, a case for each collective."""
+"""`mpips bench`: times collectives. `case` makes the calls to time, `harness` times them, `report` shows the times."""

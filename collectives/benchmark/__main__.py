@@ -1,8 +1,8 @@
-"""`mpips bench allreduce` and its like: time collectives over the ranks of a job, beside the MPI's own best call.
+"""`mpips bench COLLECTIVE`: times a collective over the ranks of a job, and the MPI's own best call beside it.
 
     mpips bench COLLECTIVE -n P        or: mpirun -n P python -m collectives.benchmark COLLECTIVE
 
-What is asked for is checked before anything starts.
+`check` checks all options before anything starts.
 """
 
 from __future__ import annotations
@@ -41,16 +41,19 @@ from mpips.collectives.terminal import (
 )
 
 BESIDE_MPI = "beside the MPI's own best call in the same run. Times are of one call on the slowest rank."
+# the commands and their help
 CASES = {
     **{kind: f"Time {kind} over the ranks of the job, {BESIDE_MPI}" for kind in BUS_FACTOR},
     "pt2pt": "Time a ping-pong of ranks 0 and 1 by size.",
     "iallreduce": "Measure how much of an allreduce hides behind compute of the same length, as the OSU benchmarks do.",
 }
-"""What each measures."""
-PLANS = ("auto", "shared_memory", "native")  # algorithms outside the catalog
-ONE_SHOTS = ("one_shot", "gloo")  # that cannot be started and waited for
+# algorithms outside the catalog
+PLANS = ("auto", "shared_memory", "native")
+# algorithms that are only a blocking call, without a separate start and wait
+ONE_SHOTS = ("one_shot", "gloo")
 ARRAYS = ("ordinary", "empty")
 
+# options of every command
 PARAMETERS: tuple[click.Parameter, ...] = (
     click.Option(
         ["--sizes"], default="1KiB:64MiB", show_default=True, help="A list of sizes and of ranges MIN:MAX[:FACTOR]."
@@ -69,11 +72,10 @@ PARAMETERS: tuple[click.Parameter, ...] = (
     click.Option(["--csv", "csv_path"], type=OutFile(), help="Write the rows as CSV."),
     click.Option(["--plot", "plot_path"], type=Picture(), help="Draw time and bandwidth (PNG)."),
 )
-"""Of every case."""
 
 
 class _Cases(RankedCommand, click.Group):
-    """The cases, each a command of which every rank sees the same words."""
+    """The group of commands, one for each case. Every rank of a job gets the same command line."""
 
 
 command = _Cases("bench", help="Time a collective over the ranks of the job.")
@@ -92,7 +94,7 @@ def run(
     csv_path: Path | None,
     plot_path: Path | None,
 ) -> None:
-    """Run the command of a case."""
+    """Run the command of a case. The arguments are those of the command line."""
     comm = MPI.COMM_WORLD
     wanted = check(
         comm.size, collective=collective, sizes=sizes, algorithms=algorithms, arrays=arrays, dtype=dtype, op=op
@@ -137,7 +139,7 @@ def run(
 
 
 def _collective(case: Case, algorithms: list[str], arrays: list[str], seconds: float, checked: bool) -> list[Row]:
-    """Return rows of one size: the MPI's best first, then every algorithm on every kind of array."""
+    """Measure one size. Return a row for the MPI's best call, and one for every algorithm with every kind of array."""
     native = case.mpi()
     chosen = list(_candidates(case, algorithms, arrays))
     try:
@@ -175,14 +177,15 @@ def _candidates(case: Case, algorithms: list[str], arrays: list[str]) -> Iterabl
                 raise click.UsageError(str(error)) from None
 
 
-SLICES = 32  # how often the computing thread looks after the communication
+# number of slices of the compute; after each, the computing thread lets the communication go on
+SLICES = 32
 
 
 def measure_overlap(comm: MPI.Comm, algorithm: str, x: np.ndarray, array: str, budget_s: float) -> OverlapRow:
-    """Return the overlap of an allreduce of `x` in place with compute that lasts as long. Collective and blocking.
+    """Measure the overlap of an allreduce of `x` in place with compute of the same length. Collective and blocking.
 
-    As the OSU benchmarks have it: 100 x (1 - (overall - compute) / pure communication) percent, where `overall` is the
-    time of start, compute and wait together. The row is the same on every rank.
+    The overlap is defined as in the OSU benchmarks: 100 x (1 - (overall - compute) / pure communication) percent, where
+    `overall` is the time of start, compute and wait together. The row is the same on every rank.
     """
     plan = compiled("allreduce", x, comm, algorithm=algorithm)
     try:
@@ -234,7 +237,7 @@ for _name, _measures in CASES.items():
 
 
 class BenchmarkWords(NamedTuple):
-    """The words of the command line, understood."""
+    """The options of the command line, parsed and checked."""
 
     dtype: np.dtype[Any]
     counts: list[int]
@@ -245,7 +248,11 @@ class BenchmarkWords(NamedTuple):
 def check(
     ranks: int, *, collective: str, sizes: str, algorithms: str, arrays: str, dtype: str, op: str, **_: Any
 ) -> BenchmarkWords:
-    """Return what the command line means for that many ranks; click.UsageError where it cannot be. Starts no MPI."""
+    """Parse and check the options for a number of ranks. Does not start MPI.
+
+    Raises:
+        click.UsageError: An option is wrong, or the arrays do not fit into memory.
+    """
     try:
         element = _element(dtype)
         if collective in (*REDUCING, "iallreduce"):
@@ -269,7 +276,7 @@ def check(
     for name in names:
         if reason := _refusal(collective, name, ranks):
             raise click.UsageError(f"--algorithms {name}: {reason}")
-    # of each kind of array those of the larger buffer's size, and the two of the bare copy
+    # The arrays as large as the larger buffer: one or two of each kind, and the two of the bare copy.
     arrays_of_all = 2 + len(set(kinds)) * (2 if collective in ("reduce", "alltoall") else 1)
     _fits(sizes, largest, 1 if collective == "iallreduce" else arrays_of_all)
     return BenchmarkWords(element, counts, names, kinds)
@@ -293,8 +300,9 @@ def _refusal(collective: str, algorithm: str, ranks: int) -> str | None:
     if name not in catalog.names(kind):
         choices = [other for other in others if other != "gloo" or kind in GLOO_KINDS]
         return f"{name!r} is no algorithm for {collective}: choose one of {', '.join([*choices, *catalog.names(kind)])}"
+    # The number of ranks on a node becomes known only in the job.
     if name == "hierarchical" and "local" not in parameters:
-        return None  # the ranks of a node are known in the job alone
+        return None
     return catalog.serves(kind, algorithm, ranks)
 
 

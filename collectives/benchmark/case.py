@@ -1,7 +1,7 @@
-"""One size of one collective: its arrays, the callables to time, their rivals, and the check of what they give.
+"""One size of one collective: its arrays, the callables to time, their rivals, and the check of their results.
 
-What each rank puts in is exact in every dtype, and another value at every position. The rivals are the MPI's own
-collectives, and gloo's where PyTorch is installed.
+The rivals are the MPI's own collectives, and gloo's if PyTorch is installed. For the check, ranks contribute whole
+numbers that differ from position to position, and whose results are exact in every dtype if that is possible.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ MPI_NAME = "MPI"
 
 IN_PLACE = ("allreduce", "broadcast")
 
+# (bytes that must be read + bytes that must be written) / (2 x bytes), for each rank. A copy of `bytes` bytes reads and
+# writes that many. An allreduce in place reads the p vectors once and writes them once. A reduce_scatter writes only
+# one vector in all, and an allgather reads only one. A broadcast in place reads one vector and writes p - 1.
 FLOOR_SHARE: dict[str, Callable[[int], float]] = {
     "allreduce": lambda p: 1.0,
     "reduce_scatter": lambda p: (1 + 1 / p) / 2,
@@ -37,13 +40,19 @@ FLOOR_SHARE: dict[str, Callable[[int], float]] = {
     "broadcast": lambda p: 1 / 2,
     "reduce": lambda p: (1 + 1 / p) / 2,
 }
-"""(bytes that must be read + bytes that must be written) / (2 x bytes), a rank. To copy `bytes` bytes is to read and
-to write as many. An allreduce in place reads the p vectors once and writes them once; a reduce_scatter writes one in
-all, an allgather reads one, a broadcast in place reads one and writes p - 1."""
 
 
 class Candidate(NamedTuple):
-    """A way to do the collective: what to time, and the wrong elements it leaves (None: not checked)."""
+    """One way to run a collective.
+
+    Attributes:
+        algorithm: Its name.
+        array: The kind of its arrays, "ordinary" or "empty".
+        run: The call to time.
+        check: Runs the call once with known values. Returns the number of wrong elements of all ranks together.
+        close: Frees its resources.
+        predicted: The seconds that a call should take, or None.
+    """
 
     algorithm: str
     array: str
@@ -55,7 +64,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A collective of `n` elements of `dtype` in its larger buffer, on every rank of `comm`."""
+    """A collective over the ranks of `comm`, whose larger buffer has `n` elements of `dtype`."""
 
     kind: str
     op: str
@@ -66,12 +75,15 @@ class Case:
 
     @property
     def bounds(self) -> list[int]:
-        """Rank r's block is elements bounds[r] .. bounds[r+1]."""
+        """The bounds of the ranks' blocks: rank r has the elements bounds[r] <= i < bounds[r+1]."""
         return [int(cut(self.n, self.comm.size, r)) for r in range(self.comm.size + 1)]
 
     def arrays(self, array: str) -> tuple[NDArray[Any], NDArray[Any]]:
-        """(source, result) of zeros, the same array where the collective works in place. All candidates get the same:
-        which pages an array has, and how they share the caches, is luck that must meet all alike."""
+        """Return (source, result), filled with zeros. They are the same array if the collective works in place.
+
+        All candidates get the same arrays, because the pages of an array, and how they share the caches, are a matter
+        of luck.
+        """
         if array not in self._arrays:
             self._arrays[array] = self._make(array)
         return self._arrays[array]
@@ -94,7 +106,11 @@ class Case:
         return x
 
     def plan(self, algorithm: str, array: str) -> Candidate:
-        """Our own plan. Collective; ValueError where the algorithm does not serve this case."""
+        """Return our own plan as a candidate. Collective.
+
+        Raises:
+            ValueError: The algorithm does not serve this case.
+        """
         source, result = self.arrays(array)
         out = None if self.kind in IN_PLACE else result
         plan = compiled(self.kind, source, self.comm, op=self.op, algorithm=algorithm, out=out)
@@ -102,14 +118,14 @@ class Case:
         return Candidate(algorithm, array, plan, check, plan.free, plan.predicted_seconds)
 
     def mpi(self) -> list[Candidate]:
-        """Return the MPI's own blocking and non-blocking call, on ordinary arrays."""
+        """Return the MPI's own blocking and non-blocking call as candidates, on ordinary arrays."""
         source, result = self.arrays("ordinary")
         blocks = [int(b) for b in np.diff(self.bounds)]
         calls = mpi_calls(self.kind, self.op, self.comm, source, result, blocks)
         return [Candidate(MPI_NAME, "ordinary", call, lambda: 0, lambda: None, None) for call in calls]
 
     def one_shot(self, function: Callable[..., Any], array: str) -> Candidate:
-        """`auto` through the one-shot call `function`, which finds its plan anew each time."""
+        """Return a one-shot call such as api.allreduce as a candidate. It looks its plan up in each call."""
         source, result = self.arrays(array)
         keywords: dict[str, Any] = {} if self.kind in IN_PLACE else {"out": result}
         if self.kind in REDUCING:
@@ -118,32 +134,37 @@ class Case:
         return Candidate("one_shot", array, call, self._check(call, source, result), lambda: None, None)
 
     def copy(self) -> Callable[[], object]:
-        """Return all ranks copy as many bytes from one ordinary array to another, and meet: what memory and cores
-        allow. Without the meeting, ranks that share a core would each be timed while it is theirs alone."""
+        """Return a call in which every rank copies n elements from one ordinary array to another.
+
+        The time of a collective is compared with it (`FLOOR_SHARE`).
+        """
         comm, to, source = self.comm, self._zeros(self.n, "ordinary"), self._zeros(self.n, "ordinary")
 
         def copy() -> None:
             np.copyto(to, source)
+            # Without a barrier, each of several ranks that share a core would be timed while it has the core alone.
             comm.Barrier()
 
         return copy
 
     def gloo(self) -> Candidate:
-        """Return PyTorch's gloo on an ordinary array, in place."""
+        """Return PyTorch's gloo as a candidate, in place on an ordinary array."""
         source, result = self.arrays("ordinary")
         call = gloo_call(self.kind, self.op, self.comm, source)
-        op = "sum" if self.op == "mean" else self.op  # gloo has no mean; dividing is not timed
+        # gloo has no mean, so it only sums; the time of the division is left out.
+        op = "sum" if self.op == "mean" else self.op
         check = replace(self, op=op)._check(call, source, result)
         return Candidate("gloo", "ordinary", call, check, lambda: None, None)
 
     def _check(self, run: Callable[[], object], source: NDArray[Any], result: NDArray[Any]) -> Callable[[], int]:
-        """Return what fills the source, runs, compares, and leaves zeros again."""
+        """Return a function that fills the source, runs the call, counts wrong elements, and sets zeros again."""
         comm, rank = self.comm, self.comm.rank
 
         def check() -> int:
             whole = contribution(self.op, rank, self.n, self.dtype, comm.size)
             own = slice(self.bounds[rank], self.bounds[rank + 1])
-            result.fill(1)  # as another candidate may have left what is right
+            # Another candidate may have left the right result here.
+            result.fill(1)
             source[...] = whole[own] if self.kind == "allgather" else whole
             run()
             relevant = self.kind != "reduce" or rank == 0
@@ -159,22 +180,29 @@ class Case:
         return check
 
 
-PRIME = 251  # a shift by any number of elements that is no multiple of it is noticed
+# The period of the contributions. A prime, so that a shift of a result is noticed unless it is a multiple of 251.
+PRIME = 251
 
 
 def contribution(op: str, rank: int, n: int, dtype: np.dtype[Any], p: int) -> NDArray[Any]:
-    """Return the n elements that `rank` of p puts in: small whole numbers.
-
-    So the result over p ranks is exact where it can be.
-    """
+    """Return the n elements that a rank contributes: whole numbers so small that the result is exact if possible."""
     span = 2 if op == "prod" else max(2, min(PRIME, _exact_limit(dtype) // max(1, p)))
     index = np.arange(n, dtype=np.int64)
     return (((index + 7 * rank) % PRIME) % span + (op == "prod")).astype(dtype)
 
 
 def expected(kind: str, op: str, rank: int, p: int, n: int, dtype: np.dtype[Any], bounds: list[int]) -> NDArray[Any]:
-    """Return what `rank` must hold at the end of collective `kind`; `n` elements go in on every rank, `bounds` cuts n
-    in p."""
+    """Return the result that a rank must have after a collective.
+
+    Args:
+        kind: The collective.
+        op: The reduction.
+        rank: The rank.
+        p: The number of ranks.
+        n: The number of elements of the larger buffer.
+        dtype: The type of the elements.
+        bounds: The bounds of the ranks' blocks (`Case.bounds`).
+    """
     own = slice(bounds[rank], bounds[rank + 1])
     if kind == "allgather":
         parts = [contribution(op, r, n, dtype, p)[bounds[r] : bounds[r + 1]] for r in range(p)]
@@ -199,7 +227,7 @@ def _reduce(op: str, p: int, n: int, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 
 def count_wrong(result: NDArray[Any], wanted: NDArray[Any]) -> int:
-    """Return how many elements differ: exactly for integers, by more than two units in the last place for floats."""
+    """Return the number of wrong elements. Integers must be equal, floats within two units in the last place."""
     if result.shape != wanted.shape:
         return max(result.size, wanted.size)
     if result.dtype.kind in "iu":
@@ -211,7 +239,7 @@ def count_wrong(result: NDArray[Any], wanted: NDArray[Any]) -> int:
 
 
 def _exact_limit(dtype: np.dtype[Any]) -> int:
-    """Whole numbers up to this one are exact in the dtype."""
+    """Return the number up to which all whole numbers are exact in the dtype."""
     if dtype.kind in "iu":
         return int(np.iinfo(dtype).max)
     return {"float16": 2**11, "bfloat16": 2**8, "float32": 2**24}.get(dtype.name, 2**53)
@@ -220,7 +248,8 @@ def _exact_limit(dtype: np.dtype[Any]) -> int:
 OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
 GLOO_KINDS = ("allreduce", "broadcast")
 GLOO_ATTEMPTS = 3
-GLOO_SECONDS = 60.0  # for a collective; rank 0 waits as long for the others to join
+# limit for a collective, and for rank 0's wait for the others to join
+GLOO_SECONDS = 60.0
 
 RivalCall = Callable[[], object]
 
@@ -228,11 +257,15 @@ RivalCall = Callable[[], object]
 def mpi_calls(
     kind: str, op: str, comm: MPI.Comm, source: NDArray[Any], out: NDArray[Any], blocks: list[int]
 ) -> list[RivalCall]:
-    """Return the blocking and the non-blocking call of the MPI for `kind`: from `source` to `out` (one array: in
-    place).
+    """Return the blocking and the non-blocking call of the MPI, or an empty list if it does not know the dtype.
 
-    `blocks` are the elements of each rank's block (reduce_scatter, allgather, alltoall). An empty list where the MPI
-    cannot reduce the dtype.
+    Args:
+        kind: The collective.
+        op: The reduction.
+        comm: The ranks.
+        source: The array to read.
+        out: The array to write; the same as `source` in place.
+        blocks: The elements of each rank's block (for reduce_scatter, allgather and alltoall).
     """
     mpi_op = OPS[op]
     try:
@@ -267,7 +300,10 @@ def why_no_gloo(kind: str, dtype: np.dtype[Any]) -> str | None:
 
 
 def gloo_call(kind: str, op: str, comm: MPI.Comm, out: NDArray[Any]) -> RivalCall:
-    """Return PyTorch's collective over gloo on the memory of `out`. Collective: the first call joins the ranks."""
+    """Return a call of PyTorch's collective over gloo, on the memory of `out`.
+
+    Collective: the first time, it makes the process group.
+    """
     import torch
     import torch.distributed as dist
 
@@ -282,12 +318,12 @@ def gloo_call(kind: str, op: str, comm: MPI.Comm, out: NDArray[Any]) -> RivalCal
 
 
 def join_gloo(comm: MPI.Comm) -> str:
-    """Make PyTorch's gloo process group of the ranks of `comm`, over the loopback. Collective.
+    """Make PyTorch's gloo process group of the ranks of `comm`, over the loopback interface. Collective.
 
-    A port that was free may be taken by another process before gloo binds it.
+    It is tried several times, because another process may take the port before gloo binds it.
 
     Returns:
-        Why there is none after some attempts, the same on all ranks; "" where there is one.
+        "" if there is a group, otherwise the reason of the failure, the same on all ranks.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     refusal = ""
@@ -299,7 +335,7 @@ def join_gloo(comm: MPI.Comm) -> str:
 
 
 def _try_gloo(comm: MPI.Comm) -> str:
-    """Try once; return why it failed on this rank, or ""."""
+    """Try once to make the group. Return the reason of the failure on this rank, or ""."""
     import torch.distributed as dist
 
     port = 0
@@ -311,7 +347,8 @@ def _try_gloo(comm: MPI.Comm) -> str:
     try:
         dist.init_process_group("gloo", address, limit, comm.size, comm.rank)
         dist.barrier()
-    except RuntimeError as error:  # DistNetworkError and others are among them
+    except RuntimeError as error:
+        # DistNetworkError is a RuntimeError
         if dist.is_initialized():
             dist.destroy_process_group()
         return f"gloo on rank {comm.rank}: {str(error).splitlines()[0]}"
@@ -319,7 +356,7 @@ def _try_gloo(comm: MPI.Comm) -> str:
 
 
 def leave_gloo(comm: MPI.Comm) -> None:
-    """Undo `join_gloo`, when nobody has anything under way. Collective."""
+    """Destroy the process group that `join_gloo` has made. Collective; no operation may be in progress."""
     import torch.distributed as dist
 
     comm.Barrier()

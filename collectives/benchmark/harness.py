@@ -1,10 +1,11 @@
-"""Time callables in turns, so that every ratio comes from one run: short calls of all ranks, long steps of contenders.
+"""Times several callables in turns, so that they can be compared within one run: short calls, or long steps.
 
-`measure`: a sample is the mean time of one call over a short batch, on the slowest rank. In every round all candidates
-have a turn, a barrier before each, in an order drawn anew: what a call finds in the caches depends on the one before.
+`measure` is for short calls that all ranks make. A sample is the mean time of a call in a short batch, on the slowest
+rank. In every round each candidate has a turn, after a barrier. The order is random in each round, because a call finds
+in the caches what the call before it has left there.
 
-`compare_steps`: contenders take turns for a share of a second, and may be rank 0 alone while the others sleep. What
-changes slowly on a machine then favours none.
+`compare_steps` is for long steps, which all ranks or only rank 0 may take. The contenders take turns that last a
+fraction of a second, so that slow changes of the machine affect all of them alike.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ from mpi4py import MPI
 
 from mpips.collectives.kernels import engine
 
-BATCH_SECONDS = 2e-3  # long beside the time between a barrier's first rank and its last, and beside a call of which the
-# caches hold what the candidate before has left
+# The duration of a batch. It is long compared with the time in which the ranks leave a barrier, and with the first call
+# of a batch, which still finds the data of the candidate before in the caches.
+BATCH_SECONDS = 2e-3
 WARM_CALLS = 10
-SETTLE_SECONDS = 60.0  # for kernels that the calls have asked for
+# longest wait for kernels that the calls have requested
+SETTLE_SECONDS = 60.0
 LEAST_SAMPLES = 5
 MOST_SAMPLES = 200
 
 
 class Timing(NamedTuple):
-    """Seconds of one call: fastest sample, median, 99th percentile; and the number of samples."""
+    """The seconds of one call: fastest sample, median and 99th percentile; and the number of samples."""
 
     least: float
     median: float
@@ -37,15 +40,18 @@ class Timing(NamedTuple):
 
 
 def measure(comm: MPI.Comm, candidates: Sequence[Callable[[], object]], budget_s: float) -> list[Timing]:
-    """Return timings of the candidates, equal on every rank. Collective and blocking, for about `budget_s` seconds in
-    all."""
+    """Time candidates in turns. Collective and blocking, for about `budget_s` seconds in all.
+
+    Return the timing of each candidate, the same on every rank.
+    """
     if not candidates:
         return []
     batch = [_batch(comm, run) for run in candidates]
     cost = sum(seconds * calls for seconds, calls in batch)
     rounds = int(min(MOST_SAMPLES, max(LEAST_SAMPLES, budget_s / max(cost, 1e-9))))
     local = np.zeros((len(candidates), rounds))
-    orders = np.random.default_rng(0)  # the same on all ranks
+    # seeded, because all ranks must draw the same orders
+    orders = np.random.default_rng(0)
     for turn in range(rounds):
         for which in orders.permutation(len(candidates)):
             local[which, turn] = _sample(comm, candidates[which], batch[which][1])
@@ -55,7 +61,7 @@ def measure(comm: MPI.Comm, candidates: Sequence[Callable[[], object]], budget_s
 
 
 def _batch(comm: MPI.Comm, run: Callable[[], object]) -> tuple[float, int]:
-    """Return (seconds of one call, calls a batch), after warming up; agreed over all ranks."""
+    """Warm a candidate up. Return the seconds of a call and the number of calls in a batch, the same on all ranks."""
     for _ in range(WARM_CALLS):
         run()
     engine.settle(SETTLE_SECONDS)
@@ -77,9 +83,19 @@ def _sample(comm: MPI.Comm, run: Callable[[], object], calls: int) -> float:
 
 
 def ping_pong(comm: MPI.Comm, x: np.ndarray[Any, Any], budget_s: float, other: int = 1) -> dict[str, Timing]:
-    """Return one-way times between ranks 0 and `other`, of "blocking" and of "persistent" messages.
+    """Time messages between rank 0 and rank `other`. Collective and blocking; the other ranks only wait.
 
-    Half of the round trip counts. Collective: the other ranks only wait. ValueError with one rank.
+    Args:
+        comm: The ranks.
+        x: The message. It is overwritten by the message that comes back.
+        budget_s: The seconds to spend.
+        other: The partner of rank 0.
+
+    Returns:
+        The one-way times (half of the round trip) of "blocking" and of "persistent" messages.
+
+    Raises:
+        ValueError: There is only one rank.
     """
     if comm.size < 2:
         raise ValueError("a point-to-point case needs two ranks: start it with --ranks 2")
@@ -112,7 +128,7 @@ def ping_pong(comm: MPI.Comm, x: np.ndarray[Any, Any], budget_s: float, other: i
 
 
 class Contender(NamedTuple):
-    """A step, and whether all ranks take it or rank 0 alone while the others sleep."""
+    """A step to time. If `everyone` is False, only rank 0 takes it, while the other ranks sleep."""
 
     name: str
     step: Callable[[], object]
@@ -120,7 +136,10 @@ class Contender(NamedTuple):
 
 
 def take_turns(turns: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, np.ndarray]:
-    """Return seconds that each turn says it took, in each of `rounds` rounds. Every other round goes backwards."""
+    """Call every turn once in each of `rounds` rounds, in the reverse order in every other round.
+
+    Return for each turn the seconds that it has returned.
+    """
     times: dict[str, list[float]] = {name: [] for name in turns}
     for number in range(rounds):
         for name in list(turns)[:: -1 if number % 2 else 1]:
@@ -129,15 +148,17 @@ def take_turns(turns: Mapping[str, Callable[[], float]], rounds: int) -> dict[st
 
 
 def time_call(step: Callable[[], object]) -> float:
-    """Return how long one call takes."""
+    """Return the seconds that one call takes."""
     start = time.perf_counter()
     step()
     return time.perf_counter() - start
 
 
 def compare_steps(contenders: list[Contender], comm: MPI.Comm, seconds: float, rounds: int) -> dict[str, np.ndarray]:
-    """Return seconds of a step of each contender in each of `rounds` rounds, which take about `seconds` in all. Of a
-    round the slowest rank counts. Collective."""
+    """Time the steps of contenders in turns. Collective and blocking, for about `seconds` in all.
+
+    Return for each contender the seconds of a step in each of `rounds` rounds, on the slowest rank of that round.
+    """
     share = seconds / rounds / len(contenders)
     steps = {each.name: _count_steps(each, comm, share) for each in contenders}
     times = take_turns({each.name: partial(_time_steps, each, comm, steps[each.name]) for each in contenders}, rounds)
@@ -145,7 +166,7 @@ def compare_steps(contenders: list[Contender], comm: MPI.Comm, seconds: float, r
 
 
 def _count_steps(each: Contender, comm: MPI.Comm, seconds: float) -> int:
-    """Return how many steps take about this long, after a warm-up."""
+    """Warm a contender up, and return the number of steps that take about `seconds`."""
     _time_steps(each, comm, 3)
     count = np.array([max(1, int(3 * seconds / _time_steps(each, comm, 3)))], np.int64)
     comm.Bcast(count)
@@ -153,7 +174,7 @@ def _count_steps(each: Contender, comm: MPI.Comm, seconds: float) -> int:
 
 
 def _time_steps(each: Contender, comm: MPI.Comm, steps: int) -> float:
-    """Return seconds of so many steps, of the slowest rank."""
+    """Return the seconds that `steps` steps take on the slowest rank."""
     _meet(comm)
     start = time.perf_counter()
     if each.everyone or comm.rank == 0:
@@ -166,7 +187,7 @@ def _time_steps(each: Contender, comm: MPI.Comm, steps: int) -> float:
 
 
 def _meet(comm: MPI.Comm) -> None:
-    """Meet all ranks; those that wait sleep, and leave the cores and the memory to those that compute."""
+    """Wait for all ranks. Ranks that wait sleep, and so leave cores and memory to those that compute."""
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(0.0005)

@@ -1,4 +1,4 @@
-"""Rows of results as a table, JSON, CSV and a picture."""
+"""The results of a benchmark: rows, shown as a table or written as JSON, CSV or a picture."""
 
 from __future__ import annotations
 
@@ -20,18 +20,25 @@ from mpips.collectives.machine import usable_cores
 from mpips.collectives.schedule.model import BUS_FACTOR
 from mpips.collectives.terminal import show_bytes, show_table, write_json, write_text, writing
 
-FLOOR_BYTES = 1 << 20  # below, a call is no matter of bytes
+# The floor is not shown for fewer bytes, because the time of such calls does not depend much on their bytes.
+FLOOR_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a result; times in microseconds, rates in 10^9 bytes a second.
+    """One line of a result. Times are in microseconds, rates in 10^9 bytes a second.
 
-    `algbw` is bytes / median time; `busbw` is `algbw` times the share of the bytes that each rank's link must carry, as
-    nccl-tests define it, so that it can be held against the hardware's rate. `vs_native` is the median of the MPI's own
-    best call, measured alternately in the same run, over this median: above 1 is faster than the MPI. `floor_us` is the
-    time to read and write the bytes that the collective must, at the speed of a copy by all ranks in the same run
-    (`collectives.benchmark.case.FLOOR_SHARE`); a copy that finds its target in the cache can be above that speed.
+    Attributes:
+        algbw_GBps: Bytes / median time.
+        busbw_GBps: `algbw_GBps` times the share of the bytes that each rank's link must carry, as nccl-tests defines
+            it. It can be compared with the rate of the hardware.
+        wrong: The number of wrong elements; None if they were not checked.
+        vs_native: The median of the MPI's own best call, measured in turns in the same run, divided by this median. If
+            it is above 1, this is faster than the MPI.
+        predicted_us: The time that the tuning table predicts; None if it is unknown.
+        floor_us: The time to read and write the bytes that the collective must read and write
+            (`collectives.benchmark.case.FLOOR_SHARE`), at the speed of a copy by all ranks in the same run. A
+            collective that finds its target in the cache can be faster.
     """
 
     collective: str
@@ -68,7 +75,22 @@ class Row:
         predicted: float | None = None,
         floor: float | None = None,
     ) -> Row:
-        """Return the row of n elements in the time t; all times in seconds."""
+        """Make a row from timings in seconds.
+
+        Args:
+            kind: The collective.
+            dtype: The type of the elements.
+            op: The reduction, or "none".
+            ranks: The number of ranks.
+            n: The number of elements.
+            algorithm: The name of the algorithm.
+            array: The kind of the arrays, "ordinary" or "empty".
+            t: The time of a call.
+            wrong: The number of wrong elements, if they were checked.
+            native: The time of the MPI's own best call.
+            predicted: The predicted seconds of a call.
+            floor: The seconds of the bare copies.
+        """
         nbytes = n * dtype.itemsize
         algbw = nbytes / t.median / 1e9
         busbw = algbw * BUS_FACTOR.get(kind, lambda p: 1.0)(ranks)
@@ -95,8 +117,14 @@ class Row:
 
 @dataclass(frozen=True)
 class OverlapRow:
-    """Median microseconds of start + compute + wait, of the compute alone, of the communication alone; and the share
-    of the communication that was hidden."""
+    """The overlap of a collective with compute, in one line. Times are medians.
+
+    Attributes:
+        overall_us: The time of start, compute and wait together.
+        compute_us: The time of the compute alone.
+        pure_us: The time of the collective alone.
+        overlap_percent: The share of the collective that was hidden behind the compute.
+    """
 
     collective: str
     algorithm: str
@@ -111,7 +139,7 @@ class OverlapRow:
 
 
 def machine() -> dict[str, Any]:
-    """Return where and on what the figures were measured."""
+    """Return the software and hardware on which the figures were measured."""
     return {
         "mpi": MPI.Get_library_version().split("\n")[0].strip("\0 ,"),
         "numpy": np.__version__,
@@ -128,7 +156,7 @@ COLUMNS = (
 
 
 def print_table(rows: Sequence[Row], title: str) -> None:
-    """Print the rows as a table for people, on standard output; it fits 80 columns."""
+    """Print rows as a table on standard output. It fits into 80 columns."""
     first = rows[0]
     what = f"{title}, {first.dtype}" + ("" if first.op == "none" else f", {first.op}")
     checked = any(row.wrong is not None for row in rows)
@@ -156,7 +184,7 @@ def print_table(rows: Sequence[Row], title: str) -> None:
 
 
 def print_overlap(rows: Sequence[OverlapRow], title: str) -> None:
-    """Print the rows as a table for people."""
+    """Print rows as a table on standard output."""
     caption = "overall: compute and the call together. pure comm.: the call alone. overlap: its share that compute hid."
     table = Table(title=title, caption=caption)
     for name in ("size", "algorithm", "array", "overall us", "compute us", "pure comm. us", "overlap %"):
@@ -168,13 +196,13 @@ def print_overlap(rows: Sequence[OverlapRow], title: str) -> None:
 
 
 def write_rows(rows: Sequence[Any], path: Path) -> None:
-    """Write the rows, of any dataclass, as a JSON list at `path`, each with the machine it was measured on."""
+    """Write rows (of any dataclass) as a JSON list. Each row also has the machine, as `on`."""
     where = machine()
     write_json(path, [asdict(row) | {"on": where} for row in rows])
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """Write the rows as comma-separated values with a header at `path`."""
+    """Write rows as comma-separated values with a header."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, fieldnames=list(asdict(rows[0])))
     writer.writeheader()
@@ -183,7 +211,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Draw median time and bus bandwidth by size, a line for each algorithm and kind of array, as a PNG at `path`."""
+    """Draw median time and bus bandwidth over size as a PNG, with a line for each algorithm and kind of array."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.2), layout="constrained")

@@ -1,1 +1,1 @@
-"""Compiled kernels: small loops over arrays, by Numba where it is there; NumPy gives the same bits where it is not."""
+"""Compiled kernels: small loops over arrays, compiled by Numba. Without Numba, NumPy computes the same bits."""

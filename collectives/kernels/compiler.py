@@ -1,6 +1,7 @@
-"""Turn a kernel's text into machine code with Numba, and keep that in a folder. Imported where Numba is there only.
+"""Compiles a kernel with Numba, and keeps its machine code in a folder. Imported only if Numba is installed.
 
-Numba keeps code beside a module's file, and takes what lies there for sound; a kernel has a file of its own (`_File`).
+Numba's own cache keeps code beside a module's file and trusts every file that it finds there. So kernels have files of
+their own, which are checked before use (`_File`).
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ from mpips.collectives import log
 LOG = log.get("mpips.kernels")
 _HALF, _FLOAT = llvmlite.ir.HalfType(), llvmlite.ir.FloatType()
 _DIGEST = hashlib.sha256().digest_size
+# Identifies this version of the functions below, whose code is part of kernels. Part of the name of a kernel's file.
 _OWN = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-"""Names the conversions, which kernels take in."""
 _INT16, _INT32 = llvmlite.ir.IntType(16), llvmlite.ir.IntType(32)
+# An intrinsic: the types of its result and arguments, and the function that writes its code.
 Typed: TypeAlias = "tuple[Signature, Callable[..., Value]]"
-"""Of an intrinsic: the types of its result and arguments, and what writes its code."""
 
 
-# To colour a message Numba would put other streams in the place of sys.stdout and sys.stderr meanwhile, and write to
-# standard output when the process ends.
+# Switch off Numba's coloured messages. For each of them Numba would replace sys.stdout and sys.stderr for a moment, and
+# it would write to standard output at the end of the process.
 setattr(errors, "ColorShell", contextlib.nullcontext)  # noqa: B010
 
 
 class Source(NamedTuple):
-    """A kernel to compile: the text of a function `kernel`, and the types of its arguments."""
+    """A kernel to compile: the source of a function named `kernel`, and the types of its arguments."""
 
     name: str
     text: str
@@ -56,19 +57,20 @@ class Source(NamedTuple):
 
 
 def place(kernel: Source, folder: Path) -> Path:
-    """Return the file of a kernel: for this text, processor, Python and Numba."""
+    """Return the path of a kernel's file. The name is a hash of source, processor, and versions of Python and Numba."""
     machine = cpu_target.target_context.codegen().magic_tuple()
     here = (kernel.text, kernel.types, machine, sys.version_info[:2], numba.__version__, llvmlite.__version__, _OWN)
     return folder / f"{hashlib.sha256(repr(here).encode()).hexdigest()[:24]}.kernel"
 
 
 def compiled(kernel: Source, path: Path | None) -> Callable[..., Any]:
-    """Return the kernel's function, from a file where it is kept there; else compile it, and try to keep it.
+    """Return the function of a kernel: load it from its file, or compile it and try to save it there.
 
-    Blocking, about half a second where it is not kept. Raises what Numba raises for a text that it cannot compile.
+    Blocking: to compile takes about half a second. Raises Numba's errors if the source cannot be compiled.
     """
+    # On such a processor, LLVM would call a library function that does not exist.
     if "float16(" in kernel.text.replace("bfloat16(", "") and not _converts_float16():
-        raise RuntimeError("this processor does not convert float16")  # LLVM would call a function that is not there
+        raise RuntimeError("this processor does not convert float16")
     space: dict[str, Any] = {"__name__": __name__, "np": np, **CONVERSIONS}
     exec(compile(kernel.text, f"<{kernel.name}>", "exec"), space)
     dispatcher = njit(error_model="numpy", nogil=True, fastmath=False, boundscheck=False)(space["kernel"])
@@ -80,10 +82,14 @@ def compiled(kernel: Source, path: Path | None) -> Callable[..., Any]:
 
 
 class _File(caching.NullCache):
-    """A dispatcher's cache: one kernel's machine code, with a checksum, as changed code may do anything."""
+    """The cache of a dispatcher: a file with the machine code of one kernel.
+
+    The file has a checksum, because damaged code could do anything, and counts only if no other user can write to it.
+    """
 
     def __init__(self, name: str, path: Path) -> None:
-        self._name, self._path = name, path
+        self._name = name
+        self._path = path
 
     def load_overload(self, sig: Signature, target_context: BaseContext) -> CompileResult | None:
         try:
@@ -97,7 +103,8 @@ class _File(caching.NullCache):
             return CompileResult._rebuild(target_context, *pickle.loads(kept[_DIGEST:]))
         except FileNotFoundError:
             return None
-        except Exception as error:  # whatever pickle and LLVM say of another version's file
+        except Exception as error:
+            # pickle and LLVM may raise anything for a damaged file, or one of another version
             LOG.info("kernel %s is compiled anew: %s: %s", self._name, self._path, error)
             return None
 
@@ -109,7 +116,8 @@ class _File(caching.NullCache):
             part.write_bytes(hashlib.sha256(payload).digest() + payload)
             part.replace(self._path)
             LOG.info("kernel %s is kept in %s", self._name, self._path)
-        except Exception as error:  # a full disk, a read-only folder, what cannot be pickled
+        except Exception as error:
+            # for example a full disk, a read-only folder, or code that cannot be pickled
             LOG.info("kernel %s is not kept: %s: %s", self._name, type(error).__name__, error)
             with contextlib.suppress(OSError):
                 part.unlink()
@@ -122,14 +130,14 @@ def _converts_float16() -> bool:
 
 
 def _type(text: str) -> types.Type:
-    """Return Numba's type of an argument."""
+    """Return Numba's type for the type of an argument, such as "const float32[]"."""
     element = getattr(types, text.removeprefix("const ").removesuffix("[]"))
     return types.Array(element, 1, "C", readonly=text.startswith("const ")) if text.endswith("[]") else element
 
 
 @intrinsic
 def widen_float16(typingctx: Context, bits: types.Type) -> Typed:
-    """Return the float32 of a float16's bits."""
+    """Convert the bits of a float16 to a float32."""
 
     def code(context: BaseContext, builder: IRBuilder, signature: Signature, args: Sequence[Value]) -> Value:
         half = builder.bitcast(args[0], _HALF)
@@ -140,7 +148,7 @@ def widen_float16(typingctx: Context, bits: types.Type) -> Typed:
 
 @intrinsic
 def narrow_float16(typingctx: Context, x: types.Type) -> Typed:
-    """Return the bits of the float16 that is nearest to a float32, ties to even."""
+    """Convert a float32 to the bits of the nearest float16, ties to even."""
 
     def code(context: BaseContext, builder: IRBuilder, signature: Signature, args: Sequence[Value]) -> Value:
         return builder.bitcast(builder.fptrunc(args[0], _HALF), _INT16)
@@ -150,7 +158,7 @@ def narrow_float16(typingctx: Context, x: types.Type) -> Typed:
 
 @intrinsic
 def float_of(typingctx: Context, bits: types.Type) -> Typed:
-    """Return the float32 of these 32 bits."""
+    """Return the float32 that has these 32 bits."""
 
     def code(context: BaseContext, builder: IRBuilder, signature: Signature, args: Sequence[Value]) -> Value:
         return builder.bitcast(args[0], _FLOAT)
@@ -170,13 +178,13 @@ def bits_of(typingctx: Context, x: types.Type) -> Typed:
 
 @njit(inline="always")
 def widen_bfloat16(bits: np.uint16) -> np.float32:
-    """Return the float32 of a bfloat16's bits."""
+    """Convert the bits of a bfloat16 to a float32."""
     return float_of(np.uint32(np.uint32(bits) << np.uint32(16)))
 
 
 @njit(inline="always")
 def narrow_bfloat16(x: np.float32) -> np.uint16:
-    """Return the bits of the bfloat16 that is nearest to a float32, ties to even; a NaN stays one."""
+    """Convert a float32 to the bits of the nearest bfloat16, ties to even. A NaN stays a NaN."""
     bits = bits_of(x)
     rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     nan = (bits >> np.uint32(16)) | np.uint32(0x40)
@@ -185,7 +193,10 @@ def narrow_bfloat16(x: np.float32) -> np.uint16:
 
 @intrinsic
 def sum_of_128(typingctx: Context, array: types.Type, start: types.Type) -> Typed:
-    """Return the sum of 128 elements from `start` on in NumPy's order: of eight columns, then of neighbours."""
+    """Return the sum of the 128 elements from `start` on, added in NumPy's order.
+
+    NumPy takes them as 16 rows of 8, sums each column, and then adds neighbouring sums.
+    """
 
     def code(context: BaseContext, builder: IRBuilder, signature: Signature, args: Sequence[Value]) -> Value:
         columns = llvmlite.ir.VectorType(context.get_value_type(array.dtype), 8)
@@ -205,7 +216,7 @@ def sum_of_128(typingctx: Context, array: types.Type, start: types.Type) -> Type
 
 @njit(inline="always")
 def mixed64(word: np.uint64) -> np.uint64:
-    """Return a hash of a uint64, one to one (SplitMix64's finalizer)."""
+    """Return a hash of a uint64, different for every value (the finalizer of SplitMix64)."""
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return word ^ (word >> np.uint64(31))
@@ -213,7 +224,7 @@ def mixed64(word: np.uint64) -> np.uint64:
 
 @intrinsic
 def prefetch(typingctx: Context, array: types.Type, index: types.Type) -> Typed:
-    """Let the processor fetch the cache line of an element, which may lie anywhere."""
+    """Tell the processor to fetch the cache line of an element. The index may be out of bounds."""
 
     def code(context: BaseContext, builder: IRBuilder, signature: Signature, args: Sequence[Value]) -> Value:
         data = make_array(array)(context, builder, args[0]).data
@@ -229,6 +240,7 @@ def prefetch(typingctx: Context, array: types.Type, index: types.Type) -> Typed:
     return types.none(array, types.intp), code
 
 
+# the functions that the source of a kernel may call
 CONVERSIONS: dict[str, Any] = {
     "widen_float16": widen_float16,
     "narrow_float16": narrow_float16,
@@ -240,4 +252,3 @@ CONVERSIONS: dict[str, Any] = {
     "mixed64": mixed64,
     "prefetch": prefetch,
 }
-"""Functions that a kernel's text may call."""

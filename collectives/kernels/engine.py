@@ -1,11 +1,13 @@
-"""Compile kernels in the background, from a cache on disk; `Kernel.call` is None until one is there, and NumPy serves.
+"""Compiles kernels in the background, with a cache on disk. Until a kernel is compiled, NumPy does its work.
 
-A kernel is the text of a Python function, `kernel`, of 1-D contiguous arrays and numbers, with the types of these:
-"float32[]", "const float32[]" (only read), "int64". Who uses one gives the same bits without it, so nobody waits: one
-thread of the process compiles what is asked for, in turn, once NumPy has done enough in its place. Ranks that share the
-cache's folder compile each kernel once: who has its lock does, the others read what that one has saved.
+A kernel is the source of a Python function named `kernel`, whose arguments are 1-D contiguous arrays and numbers, with
+their types: "float32[]", "const float32[]" (only read), "int64". Callers can compute the same bits by NumPy, so nobody
+waits for a kernel. One thread of the process compiles the kernels that were requested, one after the other. It starts
+when NumPy has done enough work in place of kernels. Ranks that share the folder of the cache compile each kernel once:
+one rank gets the kernel's lock and compiles, and the others read the file that it has saved.
 
-`MPIPS_KERNELS=numba` compiles at once, `numpy` never. No fast-math is used, so LLVM contracts and reorders nothing.
+`MPIPS_KERNELS=numba` compiles at once, `MPIPS_KERNELS=numpy` never. Fast-math is off, so LLVM does not contract or
+reorder operations.
 """
 
 from __future__ import annotations
@@ -35,47 +37,58 @@ VARIABLE = "MPIPS_KERNELS"
 FOLDER_VARIABLE = "MPIPS_KERNELS_FOLDER"
 ENGINES = ("numba", "numpy")
 NOT_INSTALLED = "Numba is not installed: pip install 'mpips[fast]'"
+# colour codes in Numba's messages
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-"""In Numba's messages."""
+# At its end, a process waits this long for the kernel that it is compiling, because LLVM must not be interrupted.
 LONGEST_EXIT_SECONDS = 30.0
-"""How long the end of a process waits for the kernel that it is compiling: LLVM may not be left in the middle."""
+# A fork waits this long for the kernel that is being compiled. Otherwise Numba's locks would be held in the child,
+# which may use Numba, too.
 LONGEST_FORK_SECONDS = 10.0
-"""How long a fork waits for the kernel that is being compiled: a child may use Numba, whose locks would be held."""
+# After this long a wait for another process, which may have been stopped, this one compiles the kernel as well.
 LONGEST_LOCK_SECONDS = 60.0
-"""After so long a wait for another process, which may have been stopped, this one compiles the kernel, too."""
 LOOK_SECONDS = 0.05
 MOST_LETTERS = 300
+# Kernels are compiled after NumPy has processed this many elements in their place. A kernel saves about 5 ns for each
+# element, and loading Numba takes 0.5 s.
 ENOUGH = 100_000_000
-"""Elements after which kernels are compiled: a kernel saves about 5 ns of each, and it takes 0.5 s to load Numba."""
+# A call counts as at least this many elements, because a NumPy call takes some 20 us longer than a kernel's.
 CALL = 4096
-"""Elements that a call counts at least: NumPy's calls take some 20 us more than one of a kernel."""
+# While Numba is loaded or compiles, other threads, which serve requests, wait at most this long for the interpreter.
 SWITCH_SECONDS = 0.0001
-"""How long other threads, which serve, wait for the interpreter while Numba is loaded and compiles."""
 
 
 class Kernel:
-    """A function to compile."""
+    """A function that is compiled, or will be, or cannot be. `failure` says why it cannot be."""
 
     def __init__(self, name: str, source: str, types: tuple[str, ...]) -> None:
-        self.name, self.source, self.types = name, source, types
+        self.name = name
+        self.source = source
+        self.types = types
         self.compiled: Callable[..., Any] | None = None
+        # the reason why the kernel never will be compiled
         self.failure = ""
-        """Why it never will be there."""
 
     @property
     def call(self) -> Callable[..., Any] | None:
-        """Return what runs it, `call(*arrays)`; None until it is compiled, and for ever where it cannot be."""
+        """The function to call with the arrays. None until it is compiled, and for ever if it cannot be."""
         return None if _engine.numpy_only else self.compiled
 
     def call_for(self, elements: int) -> Callable[..., Any] | None:
-        """Return `call`; where it is None NumPy does these elements, which counts for beginning to compile."""
+        """Return `call`. If it is None, the caller uses NumPy, and `elements` count towards the start of compiling."""
         if self.compiled is None and not self.failure:
             _engine.count(elements)
         return self.call
 
 
 class Status(NamedTuple):
-    """The engine that serves, the reason, the folder of kernels ("" where they are not kept), and why there is none."""
+    """The engine in use.
+
+    Attributes:
+        engine: "numba" or "numpy".
+        reason: Why this engine is in use.
+        folder: The folder of compiled kernels, or "" if they are not kept.
+        unkept: Why they are not kept.
+    """
 
     engine: str
     reason: str
@@ -84,7 +97,7 @@ class Status(NamedTuple):
 
 
 def chosen(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the engine that the environment asks for: numba or numpy; ValueError for another word."""
+    """Return the engine that `MPIPS_KERNELS` asks for, "numba" or "numpy". Raises ValueError for another word."""
     word = environment.get(VARIABLE, "").strip().lower()
     if word not in ("", *ENGINES):
         raise ValueError(f"{VARIABLE}={word!r} names no engine: give {' or '.join(ENGINES)}, or leave it unset")
@@ -92,7 +105,11 @@ def chosen(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def status() -> Status:
-    """Return which engine serves, and why; ValueError where the environment names none. Imports Numba."""
+    """Return the engine in use, with the reason. Imports Numba, unless NumPy was chosen.
+
+    Raises:
+        ValueError: `MPIPS_KERNELS` names no engine.
+    """
     if why := _not_wanted() or _unusable():
         return Status("numpy", why, "", "")
     folder, unkept = cache_folder()
@@ -100,7 +117,7 @@ def status() -> Status:
 
 
 def _not_wanted() -> str:
-    """Return why nothing needs to be imported, as NumPy serves in any case; else ""."""
+    """Return the reason to use NumPy that is known without an import of Numba, or ""."""
     if chosen() == "numpy":
         return f"{VARIABLE}=numpy"
     if "numba" not in sys.modules and importlib.util.find_spec("numba") is None:
@@ -109,27 +126,28 @@ def _not_wanted() -> str:
 
 
 def _unusable() -> str:
-    """Import Numba; return why it cannot compile in this process, else ""."""
+    """Import Numba. Return the reason why it cannot compile in this process, or ""."""
     try:
         import numba
 
         from mpips.collectives.kernels import compiler  # noqa: F401
-    except Exception as error:  # of another package, which may be broken
+    except Exception as error:
+        # any exception, because an installation of Numba may be broken in any way
         return f"Numba cannot be loaded: {_in_a_line(error)}"
     return "NUMBA_DISABLE_JIT is set" if numba.config.DISABLE_JIT else ""
 
 
 def _in_a_line(error: Exception) -> str:
-    """Return what an error says, of which Numba's take many lines."""
+    """Return an error as one line of at most `MOST_LETTERS` letters. Errors of Numba have many lines."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= MOST_LETTERS else f"{text[:MOST_LETTERS]} ..."
 
 
 def cache_folder() -> tuple[Path | None, str]:
-    """Return the folder of compiled kernels: $MPIPS_KERNELS_FOLDER, else kernels in mpips' part of the user's cache.
+    """Return the folder of compiled kernels and "", or None and the reason why there is none.
 
-    It is made where it is not there. None, and why, where it cannot be, or where others than its owner, who is this
-    user or root, can write to it: what lies there is run.
+    The folder is `MPIPS_KERNELS_FOLDER`, or mpips/kernels in the user's cache folder. It is made if it does not exist.
+    Its files are executed, so it must belong to this user or root, and nobody else may have permission to write to it.
     """
     given = os.environ.get(FOLDER_VARIABLE)
     home = os.path.expanduser("~")
@@ -162,11 +180,16 @@ class _Engine:
         self._settled = threading.Condition(self._lock)
         self._compiling = threading.RLock()
         self._thread: threading.Thread | None = None
-        self._left = 0  # kernels that are asked for and not there yet
-        self._elements = 0  # that NumPy has done in place of kernels
+        # kernels that were requested and are neither compiled nor failed
+        self._left = 0
+        # elements that NumPy has processed in place of kernels
+        self._elements = 0
 
     def kernel(self, name: str, source: str, types: Sequence[str]) -> Kernel:
-        """Return the kernel of that text and types, asking for it where it is new. Not blocking; raises nothing."""
+        """Return the kernel of a source and types, and request its compilation if it is new.
+
+        Does not block, and raises no errors: a kernel that cannot be compiled has a `failure`.
+        """
         found = self._kernels.get((source, tuple(types)))
         return found if found is not None else self._ask(Kernel(name, source, tuple(types)))
 
@@ -177,7 +200,8 @@ class _Engine:
                 return found
             try:
                 kernel.failure = "no kernel is compiled any more" if self._stopped.is_set() else _not_wanted()
-            except ValueError as error:  # a word that names no engine
+            except ValueError as error:
+                # MPIPS_KERNELS names no engine
                 self._give_up(error)
             if kernel.failure:
                 return kernel
@@ -195,34 +219,35 @@ class _Engine:
         LOG.warning("NumPy serves instead of compiled kernels: %s", error)
 
     def count(self, elements: int) -> None:
-        """Count elements that NumPy does in place of a kernel; begin to compile once they are enough."""
+        """Count elements that NumPy processes in place of a kernel. Begin to compile when there are enough."""
         if self._thread is None:
             self._elements += max(elements, CALL)
             if self._elements >= ENOUGH:
                 self.begin()
 
     def begin(self) -> None:
-        """Compile what was asked for, and from now on what is. Not blocking."""
+        """Start the thread that compiles the kernels requested so far and later. Does not block."""
         with self._lock:
             if self._thread is not None or self._stopped.is_set():
                 return
             thread = threading.Thread(target=self._run, name="mpips kernels", daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # no more threads
+            except RuntimeError as error:
+                # the system allows no more threads
                 self._give_up(error)
                 return
             atexit.register(self.stop)
             self._thread = thread
 
     def in_use(self) -> bool:
-        """Return whether this process has begun to compile kernels, so that one more costs little."""
+        """True if this process has begun to compile kernels. Then another kernel costs little."""
         return self._thread is not None
 
     def settle(self, seconds: float) -> bool:
-        """Compile all kernels that were asked for; wait until they are there, or have failed.
+        """Compile all requested kernels, and wait until they are compiled or have failed.
 
-        Return False where that takes longer.
+        Return False if that takes longer than `seconds`.
         """
         if self._left:
             self.begin()
@@ -230,23 +255,25 @@ class _Engine:
             return self._settled.wait_for(lambda: self._left == 0, seconds)
 
     def stop(self) -> None:
-        """Compile no more; wait for the one that is being compiled."""
+        """Compile no further kernels, and wait for the one that is being compiled."""
         self._stopped.set()
         self._wanted.put(None)
         if self._thread is not None:
             self._thread.join(LONGEST_EXIT_SECONDS)
 
     def before_fork(self) -> None:
-        """Wait until no module of Numba is half imported, and none of its locks and LLVM's is held."""
+        """Wait until the thread is not compiling, but at most `LONGEST_FORK_SECONDS`.
+
+        Otherwise the child could get half imported modules of Numba, and locks of Numba or LLVM that nobody releases.
+        """
         self._held = self._compiling.acquire(timeout=LONGEST_FORK_SECONDS)
 
     def after_fork_in_parent(self) -> None:
-        """Let the thread go on."""
         if self._held:
             self._compiling.release()
 
     def after_fork_in_child(self) -> None:
-        """Go on without the thread: what is compiled stays, no more follows."""
+        """Continue without the thread, which a fork does not copy. Compiled kernels stay; no others will follow."""
         left = self._left
         self._begin()
         self._stopped = threading.Event()
@@ -275,7 +302,8 @@ class _Engine:
                 if not kernel.failure:
                     kernel.compiled = self._compiled(kernel, folder)
                     LOG.info("kernel %s is there after %.2f s", kernel.name, time.perf_counter() - begun)
-            except Exception as error:  # of LLVM, or of Numba for a text that it cannot compile
+            except Exception as error:
+                # from LLVM, or from Numba for a source that it cannot compile
                 kernel.failure = COLOURS.sub("", f"{type(error).__name__}: {error}")
                 LOG.info("kernel %s is left to NumPy: %s", kernel.name, kernel.failure)
             with self._settled:
@@ -283,7 +311,7 @@ class _Engine:
                 self._settled.notify_all()
 
     def _compiled(self, kernel: Kernel, folder: Path | None) -> Callable[..., Any]:
-        """Return a kernel's compiled function, from the cache or by compiling it now."""
+        """Return the function of a kernel, from the cache, or compiled now under the kernel's lock."""
         from mpips.collectives.kernels import compiler
 
         source = compiler.Source(kernel.name, kernel.source, kernel.types)
@@ -296,20 +324,27 @@ class _Engine:
 
 
 class _EndOfImports:
-    """Ends what its thread imports once the process ends: Numba has hundreds of modules. First in `sys.meta_path`."""
+    """A finder in `sys.meta_path` that breaks off the imports of its thread when the process ends.
+
+    Numba has hundreds of modules, and the process should not have to wait for all of them.
+    """
 
     def __init__(self, stopped: threading.Event) -> None:
-        self._stopped, self._thread = stopped, threading.get_ident()
+        self._stopped = stopped
+        self._thread = threading.get_ident()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
-        """Find nothing."""
+        """Find nothing, so that the other finders are asked. Raise ImportError when the process ends."""
         if self._stopped.is_set() and threading.get_ident() == self._thread:
             raise ImportError("the process ends")
 
 
 @contextlib.contextmanager
 def _giving_way(stopped: threading.Event) -> Iterator[None]:
-    """Let other threads have the interpreter more often, of which Numba takes half a second; end imports at the end."""
+    """Within a block, let other threads have the interpreter more often, and break off imports when the process ends.
+
+    Numba needs the interpreter for half a second.
+    """
     before, end = sys.getswitchinterval(), _EndOfImports(stopped)
     sys.setswitchinterval(min(before, SWITCH_SECONDS))
     ours = sys.getswitchinterval()
@@ -317,18 +352,23 @@ def _giving_way(stopped: threading.Event) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # somebody else has set a list of his own
+        # ValueError: the program has replaced the list meanwhile.
+        with contextlib.suppress(ValueError):
             sys.meta_path.remove(end)
-        if sys.getswitchinterval() == ours:  # else the user has chosen one
+        # If the interval differs, the program has set it meanwhile.
+        if sys.getswitchinterval() == ours:
             sys.setswitchinterval(before)
 
 
 @contextlib.contextmanager
 def _locked(path: Path, stopped: threading.Event) -> Iterator[None]:
-    """Hold a lock that neither a killed process keeps nor a forked one.
+    """Hold the lock of a file within a block. A killed process releases it, and a forked child does not inherit it.
 
-    No lock where the file system has none, the folder is read-only, or another process keeps it for too long.
-    RuntimeError where this process ends before.
+    The block runs without the lock if the file system has no locks, the folder is read-only, or another process holds
+    the lock for longer than `LONGEST_LOCK_SECONDS`.
+
+    Raises:
+        RuntimeError: This process ends before it gets the lock.
     """
     fd = -1
     clock = Clock()
@@ -345,7 +385,7 @@ def _locked(path: Path, stopped: threading.Event) -> Iterator[None]:
 
 
 def _lock(fd: int) -> bool:
-    """Lock a file if no other process has it; False where one has."""
+    """Lock a file. Return False if another process has the lock."""
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -357,7 +397,7 @@ def _lock(fd: int) -> bool:
 
 @contextlib.contextmanager
 def numpy_only() -> Iterator[None]:
-    """Let NumPy serve in a block, in all threads of this process: for tests and benchmarks, which compare both."""
+    """Use no kernels within a block, in all threads of this process. For tests and benchmarks that compare both."""
     before, _engine.numpy_only = _engine.numpy_only, True
     try:
         yield

@@ -1,10 +1,10 @@
-"""A kernel as a function in a module: its text is compiled for the dtype of its first array, and calling it runs that.
+"""A decorator that makes a kernel of a function. The kernel is compiled for the dtype of its first argument.
 
     @compiled("stored[], const wide[]")
     def scale(out, factors): ...
 
-An array of 16-bit numbers comes as uint16; `widen` and `narrow` convert its elements. Calling a kernel returns 0 where
-it cannot run, and has changed nothing then; one that runs returns something else.
+The kernel gets an array of float16 or bfloat16 as uint16; `widen` and `narrow` convert its elements. A call returns 0
+if the kernel cannot run, and then nothing has been changed. A kernel that runs must return another number.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ import numpy as np
 
 from mpips.collectives.kernels import engine
 
+# dtype of the first array -> dtype in which a kernel computes
 WIDE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
-"""Dtypes of arrays that kernels know, and what they reckon in."""
 
 
 class Compiled:
-    """A function, compiled for each dtype of its first array."""
+    """A function that is compiled for each dtype of its first array."""
 
     def __init__(
         self, function: Callable[..., Any], types: str, dtypes: tuple[str, ...], constants: Mapping[str, int]
     ) -> None:
-        self._name, self._types, self._dtypes = function.__name__, types, dtypes
+        self._name = function.__name__
+        self._types = types
+        self._dtypes = dtypes
         try:
             text = inspect.getsource(function)
-        except OSError:  # an installation without sources
+        except OSError:
+            # Without sources in the installation, there are no kernels.
             text, self._dtypes = "", ()
         text = text[text.find("def ") :].replace(f"def {self._name}(", "def kernel(", 1)
         for constant, value in constants.items():
@@ -40,7 +43,7 @@ class Compiled:
         self._kernels: dict[np.dtype, engine.Kernel | None] = {}
 
     def prepare(self, dtype: np.dtype) -> engine.Kernel | None:
-        """Ask for the kernel of this dtype, so that it is there in time; None where there is none."""
+        """Request the kernel for a dtype, so that it is compiled in time. Return None if kernels do not support it."""
         if dtype not in self._kernels:
             name = dtype.name if dtype.isnative else ""
             self._kernels[dtype] = self._kernel(name) if name in self._dtypes else None
@@ -54,32 +57,42 @@ class Compiled:
         return engine.kernel(f"{self._name} of {dtype}", text, types)
 
     def ready(self, array: np.ndarray) -> bool:
-        """Return whether the kernel is there for such arrays; where it is not, NumPy does this one's elements."""
+        """True if the kernel is compiled for the dtype of an array.
+
+        If it is not, the caller uses NumPy, and the elements of the array count towards the start of compilation.
+        """
         kernel = self.prepare(array.dtype)
         return kernel is not None and kernel.call_for(array.size) is not None
 
     def __call__(self, array: np.ndarray, *rest: np.ndarray | int) -> int:
-        """Return what the kernel does; 0 where it is not there, or not for such arrays."""
+        """Run the kernel and return its result. Return 0 if it is not compiled, or cannot take these arrays."""
         kernel = self.prepare(array.dtype)
         if kernel is None or (call := kernel.call_for(array.size)) is None:
             return 0
         try:
             return int(call(array.view(np.uint16) if array.itemsize == 2 else array, *rest))
-        except TypeError:  # before it runs: arrays that are not aligned or contiguous, or of other dtypes
+        except TypeError:
+            # Numba raises it before the kernel runs, for arrays that are not aligned or contiguous, or of other dtypes.
             return 0
 
 
 def compiled(
     types: str, dtypes: tuple[str, ...] = tuple(WIDE), constants: Mapping[str, int] = MappingProxyType({})
 ) -> Callable[[Callable[..., Any]], Compiled]:
-    """Make a kernel of a function; a decorator. In `types` the first array's elements are `stored`, and reckoned with
-    as `wide`. `constants`: words of its text, and the numbers that they stand for."""
+    """Decorate a function to make it a kernel.
+
+    Args:
+        types: The types of its arguments, separated by ", ". `stored` is the element type of the first array, and
+            `wide` the type in which kernels compute with its elements.
+        dtypes: The dtypes of the first array for which the kernel may be compiled.
+        constants: Words in the source of the function, and the numbers that replace them.
+    """
     return lambda function: Compiled(function, types, dtypes, constants)
 
 
 def widen(x: Any) -> Any:
-    """Stand for a conversion from the dtype of a kernel's first array."""
+    """Convert from the dtype of a kernel's first array. Only for use in kernels, whose compiler replaces it."""
 
 
 def narrow(x: Any) -> Any:
-    """Stand for a conversion to the dtype of a kernel's first array."""
+    """Convert to the dtype of a kernel's first array. Only for use in kernels, whose compiler replaces it."""

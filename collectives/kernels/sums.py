@@ -1,10 +1,11 @@
-"""Reduce several vectors to one, element by element, in one pass over memory: compiled where that pays, else by NumPy.
+"""Reduces several vectors to one, element by element, in one pass: by a compiled kernel if that pays, else by NumPy.
 
-Vectors combine from the first to the last, and every partial result rounds to their dtype, as NumPy's calls one after
-another do, so the bits are the same. NaN payloads are open.
+Vectors are combined from the first to the last, and every partial result is rounded to their dtype, as in a sequence of
+NumPy calls. So kernels and NumPy give the same bits, except that NaN payloads may differ.
 
-NumPy adds float16 and bfloat16 one element at a time: 60 and 7 times slower than compiled code. Two vectors of float32
-or float64 it adds as fast, but it makes a pass for each more, and one for a mean.
+NumPy adds float16 and bfloat16 one element at a time, which is 60 and 7 times slower than compiled code. It adds two
+vectors of float32 or float64 as fast as a kernel, but it needs another pass over memory for each further vector, and
+one for the division of a mean.
 """
 
 from __future__ import annotations
@@ -19,46 +20,50 @@ from mpips.collectives.arrays import Vector, same
 from mpips.collectives.kernels import engine
 from mpips.collectives.kernels.quiet import quietly
 
+# a function and its arguments
 Step: TypeAlias = "tuple[Callable[..., Any], tuple[Any, ...]]"
-"""A function and its arguments."""
+# Most vectors that one kernel reads. More vectors are reduced in several steps.
 MOST_PARTS = 8
-"""Vectors that one kernel reads; more are reduced in steps."""
+# A kernel reduces this many elements before it writes them, so that the result may overwrite one of the vectors.
 TILE = 1024
-"""Elements that are reduced before they are written, so that the result may lie where one of the vectors does."""
+# NumPy sums pieces of this size. The running sum, which it reads again for every vector, then stays in a core's own
+# cache together with a piece of one vector.
 PIECE_BYTES = 384 << 10
-"""Bytes of a sum that NumPy reads again for every vector: in a core's own cache beside as many of one."""
+# The reductions that are compiled. minimum and maximum are not: whether 0 or -0 is smaller depends on NumPy's version.
 SIGNS: dict[Any, str] = {np.add: "+", np.multiply: "*"}
-"""Of compiled reductions. Which zero is the minimum of 0 and -0 is a matter of NumPy's version: that stays NumPy's."""
 
 
 class Limit(NamedTuple):
-    """The least reductions for which a kernel is asked: passes that NumPy makes, and bytes of a vector."""
+    """The smallest reductions for which a kernel pays: passes that NumPy would make, and bytes of a vector."""
 
     passes: int
     nbytes: int
 
 
+# smallest vectors that add_parts() sums by a kernel, for 16-bit and for wider elements
 LEAST_BYTES = 4 << 10
 LEAST_WIDER_BYTES = 512 << 10
 _16_BIT = Limit(1, LEAST_BYTES)
 _WIDER = Limit(2, 64 << 10)
+# The smallest reductions that are worth a kernel. (A compiled kernel alone is faster than NumPy from 64 elements on.)
+# It saves 60 us to 1 ms in each call with float16 vectors of 64 KiB. With float32 vectors it saves a tenth to a third
+# of a call between 64 KiB and 4 MiB and nothing beyond, which is no reason to load Numba (see `pays`).
 LIMITS = {"float16": _16_BIT, "bfloat16": _16_BIT, "float32": _WIDER, "float64": _WIDER}
-"""A kernel itself wins from 64 elements on. float16 vectors of 64 KiB save 60 us to 1 ms in every call; float32 vectors
-save a tenth to a third of a call between 64 KiB and 4 MiB, and nothing beyond: no reason to load Numba for them."""
 
 
 def perform(steps: Sequence[Step]) -> None:
-    """Take the steps, one after the other."""
+    """Run steps, one after the other."""
     for function, arguments in steps:
         function(*arguments)
 
 
 def add_parts(parts: Sequence[Vector], out: Vector) -> None:
-    """Set `out` to the sum of one or more 1-D arrays of its size and dtype, from first to last, now.
+    """Set `out` to the sum of one or more 1-D arrays of its size and dtype, added from first to last.
 
-    `out` may be the first of them, but not overlap another.
+    `out` may be the first of them, but must not overlap another.
     """
-    if len(parts) == 2 and out.itemsize > 2:  # as fast as a kernel
+    # NumPy adds two of them as fast as a kernel.
+    if len(parts) == 2 and out.itemsize > 2:
         quietly(np.add, parts[0], parts[1], out)
         return
     group, others = parts[:MOST_PARTS], parts[MOST_PARTS:]
@@ -69,7 +74,8 @@ def add_parts(parts: Sequence[Vector], out: Vector) -> None:
 
 
 def _add_now(parts: Sequence[Vector], out: Vector) -> None:
-    """Sum by a kernel where that pays, although its arguments are looked at again in every call; else by NumPy."""
+    """Sum up to `MOST_PARTS` vectors by a kernel, if that pays, or by NumPy."""
+    # The limit is higher than in LIMITS, because here the arguments of the kernel are checked in every call.
     least = LEAST_BYTES if out.itemsize == 2 else LEAST_WIDER_BYTES
     if out.nbytes >= least and pays(np.add, out.dtype, len(parts), out.nbytes) and isinstance(out, np.ndarray):
         call = _call(_kernel(np.add, out.dtype.name, len(parts)), out)
@@ -87,7 +93,10 @@ def _add_now(parts: Sequence[Vector], out: Vector) -> None:
 
 
 def pays(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: int, mean: bool = False) -> bool:
-    """Return whether a kernel is worth asking for, to reduce `parts` vectors of so many bytes each."""
+    """True if a kernel pays for a reduction of `parts` vectors of `nbytes` bytes each.
+
+    Kernels for wider elements than 16 bits pay only if this process compiles kernels anyway.
+    """
     limit = _limit(dtype)
     if limit is None or combine not in SIGNS or not (dtype.itemsize == 2 or engine.in_use()):
         return False
@@ -95,17 +104,18 @@ def pays(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: 
 
 
 def _call(kernel: engine.Kernel, out: Vector) -> Callable[..., Any] | None:
-    """Return what runs a kernel; None until it is there."""
+    """Return the function of a kernel, or None until it is compiled. Only 16-bit elements count towards compilation."""
     return kernel.call_for(out.size) if out.itemsize == 2 else kernel.call
 
 
+# cached, because dtype.name takes 2 us each time
 @functools.cache
-def _limit(dtype: np.dtype[Any]) -> Limit | None:  # NumPy makes the name anew each time, in 2 us
+def _limit(dtype: np.dtype[Any]) -> Limit | None:
     return LIMITS.get(dtype.name) if dtype.isnative else None
 
 
 def prepare(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: int, mean: bool = False) -> None:
-    """Ask for the kernels of such a reduction where they pay, so that they are there in time. Not blocking."""
+    """Request the kernels of a reduction, if they pay, so that they are compiled in time. Does not block."""
     if pays(combine, dtype, parts, nbytes, mean):
         _kernel(combine, dtype.name, min(parts, MOST_PARTS))
         if parts > MOST_PARTS and (rest := (parts - 1) % (MOST_PARTS - 1)):
@@ -123,10 +133,13 @@ def steps(
     """Return calls, bound to these arrays, that set `out` to the reduction of `parts`, divided by `divisor`.
 
     Args:
-        combine: what NumPy's (first, second, result) does, such as np.add.
-        parts: one or more 1-D arrays of the size and dtype of `out`, which may be one of them.
-        scratch: an array at least as long, used where `out` may not be written early; None: made where needed.
-        nbytes: of the whole vectors, where these are blocks of them.
+        combine: The reduction, called as combine(first, second, result), such as np.add.
+        parts: One or more 1-D arrays of the size and dtype of `out`.
+        out: The array for the result. It may be one of `parts`.
+        scratch: An array at least as long as `out`, for partial results that must not overwrite a part. If it is None,
+            it is allocated when needed.
+        divisor: The number of vectors for a mean, otherwise 1.
+        nbytes: The bytes of a whole vector, if the arrays are blocks of vectors.
     """
     whole = out.nbytes if nbytes is None else nbytes
     known = pays(combine, out.dtype, len(parts), whole, divisor != 1)
@@ -142,7 +155,10 @@ def steps(
 
 
 def _early(out: Vector, unread: Sequence[Vector], scratch: Vector | None) -> tuple[Vector, Vector | None]:
-    """Return where a partial result goes: to `out` unless that is one of the vectors still unread; and the scratch."""
+    """Return the array for a partial result, and the scratch array (or None).
+
+    A partial result goes to `out`, unless that is one of the vectors that have not been read yet.
+    """
     if not any(same(later, out) for later in unread):
         return out, scratch
     scratch = np.empty_like(out) if scratch is None else scratch
@@ -152,7 +168,7 @@ def _early(out: Vector, unread: Sequence[Vector], scratch: Vector | None) -> tup
 def _pairs(
     combine: Callable[..., Any], parts: Sequence[Vector], out: Vector, scratch: Vector | None, divisor: int
 ) -> list[Step]:
-    """Return NumPy's calls, one for each vector after the first."""
+    """Return a reduction as NumPy calls, one for each vector after the first."""
     made: list[Step] = []
     first = parts[0]
     for index, part in enumerate(parts[1:], 2):
@@ -169,7 +185,7 @@ def _pairs(
 def _one_pass(
     combine: Callable[..., Any], parts: Sequence[Vector], out: Vector, scratch: Vector | None, divisor: int
 ) -> Step:
-    """Return what runs the kernel, or NumPy's calls until it is there."""
+    """Return a step that runs a kernel, or NumPy calls as long as the kernel is not compiled."""
     kernel, by_numpy = _kernel(combine, out.dtype.name, len(parts)), _pairs(combine, parts, out, scratch, divisor)
     arguments = _arguments(parts, out, divisor)
 
@@ -183,7 +199,6 @@ def _one_pass(
 
 
 def _arguments(parts: Sequence[Vector], out: Vector, divisor: int) -> tuple[Any, ...]:
-    """Return the arguments of a kernel."""
     arrays, wide = [out, *parts], np.float64 if out.itemsize == 8 else np.float32
     if out.itemsize == 2:
         arrays = [array.view(np.uint16) for array in arrays]
@@ -191,7 +206,7 @@ def _arguments(parts: Sequence[Vector], out: Vector, divisor: int) -> tuple[Any,
 
 
 def _alike(part: Vector, out: Vector) -> bool:
-    """Return whether a kernel can read `part` and write `out`, neither of which it looks at again."""
+    """True if a kernel can read `part` and write `out`. The kernel itself does not check them."""
     flags = part.flags
     return (
         part.ndim == 1
@@ -211,7 +226,7 @@ def _kernel(combine: Callable[..., Any], dtype: str, parts: int) -> engine.Kerne
 
 
 def text(sign: str, dtype: str, parts: int) -> str:
-    """Return the text of the kernel `(out, parts..., divisor)`."""
+    """Return the source of a kernel with the arguments (out, parts..., divisor)."""
     widen, narrow = (f"widen_{dtype}", f"narrow_{dtype}") if "16" in dtype else ("", "")
     names = [f"p{i}" for i in range(parts)]
     total = "p0[i]"

@@ -1,1 +1,1 @@
-"""Show others what this rank does, in memory that outlives it: `page` is its layout, `own` this process' page."""
+"""Records what each rank does, in memory that outlives it: `page` has the layout, `own` this process' page."""

@@ -1,10 +1,12 @@
-"""Chrome's trace format, which Perfetto and chrome://tracing open: events as JSON, and the file that holds them.
+"""Chrome's trace format, which Perfetto and chrome://tracing open: makes the events, and the file around them.
 
-    X           a bar on a row; the bars of a row lie beside or inside each other, which `rows` sees to
-    s, t, f     a flow: an arrow through the bars that lie at these times, from `s` by way of `t` to `f`
+Kinds of event:
+
+    X           a bar on a row; two bars of a row must be apart, or one inside the other (see `rows`)
+    s, t, f     a flow: an arrow through bars, from the one at the time of `s` by way of `t` to `f`
     M           names of processes and rows
 
-Times here are nanoseconds; the format has microseconds.
+The functions take times in nanoseconds; the format has microseconds.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ Event = dict[str, Any]
 
 
 def bar(name: str, kind: str, pid: int, tid: int, begin: float, end: float, **more: object) -> Event:
-    """Return a bar; `more`, where there is any, is shown when it is clicked."""
+    """Return a bar from `begin` to `end`. The viewer shows `more` when the bar is clicked."""
     event: Event = {
         "ph": "X",
         "name": name,
@@ -34,7 +36,7 @@ def bar(name: str, kind: str, pid: int, tid: int, begin: float, end: float, **mo
 
 
 def arrow(number: int, name: str, places: Sequence[tuple[int, int, float]]) -> list[Event]:
-    """Return a flow through bars: (pid, tid, a time inside the bar) of two or more, in their order."""
+    """Return an arrow through two or more bars, each given as (pid, tid, a time inside the bar)."""
     kinds = ["s", *"t" * (len(places) - 2), "f"]
     return [
         {"ph": kind, "id": number, "name": name, "cat": "flow", "pid": pid, "tid": tid, "ts": at / 1e3, "bp": "e"}
@@ -43,7 +45,7 @@ def arrow(number: int, name: str, places: Sequence[tuple[int, int, float]]) -> l
 
 
 def names(pid: int, process: str, threads: Mapping[int, str]) -> list[Event]:
-    """Return the names of a process and of its rows, which are shown in the order of the numbers."""
+    """Return events that name a process and its rows, and make the viewer sort them by pid and tid."""
     events = [_meta(pid, None, "process_name", name=process), _meta(pid, None, "process_sort_index", sort_index=pid)]
     for tid, thread in threads.items():
         events += [_meta(pid, tid, "thread_name", name=thread), _meta(pid, tid, "thread_sort_index", sort_index=tid)]
@@ -56,7 +58,10 @@ def _meta(pid: int, tid: int | None, what: str, **args: object) -> Event:
 
 
 def rows(spans: Sequence[tuple[float, float]]) -> list[int]:
-    """Return the row of each span, from 0: spans of a row lie apart, or one inside the other. Few rows serve."""
+    """Return a row for each span, so that two spans of a row are apart or one is inside the other.
+
+    Each span goes to the first row where it fits, in the order in which the spans begin. So few rows are needed.
+    """
     found, open_ends = [0] * len(spans), list[list[float]]()
     for index in sorted(range(len(spans)), key=lambda one: (spans[one][0], -spans[one][1])):
         begin, end = spans[index]
@@ -74,7 +79,7 @@ def rows(spans: Sequence[tuple[float, float]]) -> list[int]:
 
 
 def save(path: str | os.PathLike[str], events: Iterable[Event], about: Mapping[str, Any] | None = None) -> None:
-    """Write a trace; `about` is data of the whole. OSError as of files."""
+    """Write a trace file. `about` is data on the whole trace. Raises OSError if the file cannot be written."""
     whole: dict[str, Any] = {"traceEvents": list(events), "displayTimeUnit": "ms"}
     if about:
         whole["otherData"] = about

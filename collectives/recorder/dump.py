@@ -1,7 +1,7 @@
-"""Dumps of pages: a rank's as JSON, and a job's as files that PyTorch's analyzer of flight recorders reads.
+"""Dumps of pages: one rank's page as JSON, or a job's as files for PyTorch's flight recorder analyzer.
 
-A page outlives its process, so it is the dump where nobody has asked for files. `MPIPS_DUMP_DIR` names a folder into
-which a rank writes its page as JSON when a call fails, and upon SIGUSR2.
+Without any dump, a failure can still be examined, because a page outlives its process. `MPIPS_DUMP_DIR` names a folder
+into which a rank writes its page as JSON when a call fails, and on SIGUSR2.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 from mpips.collectives.recorder import page as pages
 
+# version of PyTorch's format
 VERSION = "2.10"
-"""Of PyTorch's format."""
 PREFIX = "rank_"
+# Our operation -> PyTorch's. Blocks of ours may differ in size, as they may in PyTorch's names that end in v.
 NAMES = {
     "allreduce": "all_reduce",
     "reduce_scatter": "reduce_scatter_v",
@@ -29,7 +30,6 @@ NAMES = {
     "alltoall": "all_to_all",
     "grouped_allreduce": "all_reduce",
 }
-"""PyTorch's names of calls. Blocks here may differ in size, as in those of PyTorch that end on v."""
 DTYPES = {
     "float32": "Float",
     "float64": "Double",
@@ -42,19 +42,20 @@ DTYPES = {
     "int64": "Long",
     "bool": "Bool",
 }
+# the text of a collective's mark, such as "allreduce of 100 float32"
 CALL = re.compile(r"(\w+) of (\d+) (\w+)")
+# an array in a text, such as "100 float32": its length, and the bits of an element (no group for bool)
 ARRAY = re.compile(r"\b(\d+) (?:bool|[a-z]+(8|16|32|64|128))\b")
-"""Elements and bits of one, of each array in a text; of a byte none."""
 GROUPED = re.compile(r"grouped_allreduce of \d+ arrays \(([^)]*)\)")
 
 
 def bytes_of(text: str) -> int:
-    """Return how many bytes a collective is about, by the text of its mark; 0 where that does not say so."""
+    """Return the bytes of the arrays that the text of a mark names, or 0 if it names none."""
     return sum(int(count) * int(bits or 8) // 8 for count, bits in ARRAY.findall(text))
 
 
 class Collective(NamedTuple):
-    """One collective of a rank, by what is known of it. Times are Unix time in nanoseconds, 0 where unknown."""
+    """What is known about one collective of a rank. Times are Unix time in nanoseconds, 0 if unknown."""
 
     number: int
     operation: str
@@ -69,10 +70,13 @@ class Collective(NamedTuple):
 
 
 def read_rank(path: Path) -> dict[str, Any] | None:
-    """Return all that a page holds, as JSON takes it; None where it is no page. OSError as of files.
+    """Return the content of a page as values that JSON can hold, or None if the file is not a page.
 
-    Times of `records` are Unix time in nanoseconds. `lanes` are what the rank has begun last in each communicator and
-    store; `records` the calls that were timed.
+    `lanes` has the call that the rank began last in each communicator and store. `records` has the timed calls, with
+    times as Unix time in nanoseconds.
+
+    Raises:
+        OSError: The file cannot be read.
     """
     seen = pages.read(path)
     if seen is None:
@@ -95,13 +99,21 @@ def read_rank(path: Path) -> dict[str, Any] | None:
 
 
 def write_rank(page: Path, folder: Path) -> Path | None:
-    """Write a page as `rank-N.json` into a folder, at one go; return the file, None where it is no page. OSError."""
+    """Write a page atomically as `rank-N.json` into a folder. Return that path, or None if the file is not a page.
+
+    Raises:
+        OSError: The page cannot be read, or the folder cannot be written.
+    """
     found = read_rank(page)
     return None if found is None else write_json(folder / f"rank-{found.get('rank', page.stem)}.json", found)
 
 
 def write_json(path: Path, content: object) -> Path:
-    """Write a file of JSON at one go, and the folder that it lies in. OSError as of files."""
+    """Write a JSON file atomically. Its folder is made if it does not exist.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     return _write(path, json.dumps(content, indent=1).encode())
 
 
@@ -117,9 +129,17 @@ def _write(path: Path, content: bytes) -> Path:
 
 
 def write_for_pytorch(ranks: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Write files `rank_N` of what `read_rank` returns of a job's ranks, for `torchfrtrace`. OSError as of files.
+    """Write files `rank_N` that PyTorch's `torchfrtrace` reads.
 
-    Of each communicator they hold the calls that all ranks which have come so far know: those with times, and the last.
+    A call is known if it was timed, or was the last of its rank in the communicator. A call is left out if a rank has
+    come past it and does not know it: the analyzer would take it for a call which that rank has never made.
+
+    Args:
+        ranks: What `read_rank` has returned for each rank of the job.
+        folder: The folder to write to.
+
+    Raises:
+        OSError: A file cannot be written.
     """
     calls = {rank["rank"]: _calls(rank) for rank in ranks}
     groups = sorted({group for found in calls.values() for group in found})
@@ -136,12 +156,12 @@ def write_for_pytorch(ranks: Sequence[Mapping[str, Any]], folder: Path) -> list[
     ]
 
 
+# a communicator: its ranks, and the number of communicators of the same ranks that were made before it
 Group = tuple[tuple[int, ...], int]
-"""The ranks of a communicator, and how many of the same ranks were made before it."""
 
 
 def _calls(rank: Mapping[str, Any]) -> dict[Group, dict[int, Collective]]:
-    """Return the collectives of a rank by communicator and number."""
+    """Return the collectives that are known of a rank: communicator -> number -> collective."""
     groups: dict[int, Group] = {
         int(identity): (tuple(map(int, one["ranks"].split(","))), one["place"])
         for identity, one in rank["communicators"].items()
@@ -181,7 +201,10 @@ def _calls(rank: Mapping[str, Any]) -> dict[Group, dict[int, Collective]]:
 
 
 def _as_pytorch(rank: int, calls: Mapping[Group, Mapping[int, Collective]], groups: Sequence[Group]) -> dict[str, Any]:
-    """Return a rank's dump as PyTorch pickles it. `groups`: all of the job, in one order on all ranks."""
+    """Return the object that PyTorch would pickle for a rank.
+
+    `groups`: all communicators of the job. The order is the same for all ranks, because it gives them their names.
+    """
     mine = [group for group in groups if rank in group[0]]
     names = {group: str(groups.index(group)) for group in mine}
     config, status = {}, {}

@@ -1,6 +1,7 @@
-"""Folders of jobs: a folder for each job of this user on this machine, of its ranks' pages and its launcher's notes.
+"""Folders of jobs: one for each job of this user on this machine, with its ranks' pages and its launcher's notes.
 
-They lie in memory, so that writing costs no disk, and only this user can read them. A job that ends well leaves none.
+They lie in memory (/dev/shm), so that writing to them needs no disk, and only this user can read them. A job that ends
+well leaves no folder.
 """
 
 from __future__ import annotations
@@ -16,43 +17,48 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+# environment variable with the job's name, set by `mpips run`
 JOB = "_MPIPS_JOB"
-"""Set by `mpips run`: the job's name."""
+# Environment variables that name an allocation. Several jobs may run in one allocation at the same time.
 SCHEDULERS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")
-"""Variables that name an allocation, in which several jobs may run at the same time."""
 MEMORY = Path("/dev/shm")
-PAGE, STACKS = ".page", ".stacks"
+# suffixes of the files of a rank; the stem is its pid
+PAGE = ".page"
+STACKS = ".stacks"
+# An empty file RANK.ended says that the program of that rank has ended well.
 PROGRAM_ENDED = ".ended"
-"""Of an empty file, named by a rank of the job, which says that its program has ended well."""
-TRACE, TRACE_REQUEST = ".trace", "trace.json"
+TRACE = ".trace"
+TRACE_REQUEST = "trace.json"
 END_FILE = "end.json"
+# environment variable set by `mpips run` for a job on several hosts: the content of HOSTS_FILE, URL-quoted
 HOSTS = "_MPIPS_HOSTS"
-"""Set by `mpips run` for a job of several hosts: what goes into `HOSTS_FILE`, quoted as in an address."""
 HOSTS_FILE = "hosts.json"
+# number of folders of failed jobs to keep; older ones are removed
 KEPT_JOBS = 8
-"""Folders of jobs that have ended otherwise than well, of which the newest are kept."""
 
 
 def of_jobs() -> Path:
-    """Return the folder of this user's jobs on this machine."""
+    """Return the folder that holds the folders of this user's jobs on this machine."""
     return (MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())) / f"mpips-{os.getuid()}"
 
 
 def is_private(path: Path) -> bool:
-    """Return whether a folder is this user's, and closed to others."""
+    """True if the path is a folder (and not a link) that belongs to this user and is closed to all others."""
     found = path.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
 
 
 def job_name(environment: Mapping[str, str] = os.environ, alone: bool = False) -> str:
-    """Return the name of this process' job, which no other launch has; behind the scheduler's, where there is one.
+    """Return a name for this process' job that no other launch on the machine has.
 
-    `alone`: the job has no other process.
+    In an allocation of a scheduler, the name begins with that of the allocation. `alone`: the job has no other process.
     """
     name = environment.get(JOB, "")
     if not name:
-        name = environment.get("PMIX_NAMESPACE", "")  # each mpirun, and each srun --mpi=pmix, has another
-        if not name and "HYDI_CONTROL_FD" not in environment:  # an mpiexec in a step has the step's variables
+        # Each mpirun, and each srun --mpi=pmix, has a namespace of its own.
+        name = environment.get("PMIX_NAMESPACE", "")
+        # Not under MPICH's mpiexec: started inside a Slurm step, it passes on the variables of that step.
+        if not name and "HYDI_CONTROL_FD" not in environment:
             name = environment.get("SLURM_STEP_ID", "")
         name = name or f"p{os.getpid() if alone else _launcher()}"
         name = ".".join([*(environment[one] for one in SCHEDULERS if environment.get(one)), name])
@@ -60,7 +66,10 @@ def job_name(environment: Mapping[str, str] = os.environ, alone: bool = False) -
 
 
 def _launcher() -> int:
-    """Return the process that has started this rank: its parent, but for a script that is the rank's own."""
+    """Return the pid of the process that launched this rank.
+
+    That is its nearest ancestor that is not part of the rank itself. A wrapper script is: it has PMI_RANK, too.
+    """
     pid = os.getppid()
     with suppress(OSError):
         while b"\0PMI_RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
@@ -69,7 +78,11 @@ def _launcher() -> int:
 
 
 def make(name: str) -> Path:
-    """Make the folder of a job, and make room for it. OSError where it is not this user's alone."""
+    """Make the folder of a job if it does not exist, and then remove the oldest folders of failed jobs.
+
+    Raises:
+        OSError: The folder cannot be made, or other users have access to it.
+    """
     top = of_jobs()
     top.mkdir(mode=0o700, exist_ok=True)
     if not is_private(top):
@@ -91,14 +104,17 @@ def make(name: str) -> Path:
 
 
 def modified(path: Path) -> float:
-    """Return when a file was written last, in Unix time; 0 where another process has removed it meanwhile."""
+    """Return the Unix time at which a file was last written, or 0 if another process has removed it meanwhile."""
     with suppress(OSError):
         return path.stat().st_mtime
     return 0.0
 
 
 def forget_job(name: str) -> None:
-    """Remove what dead ranks have left of a job that has ended well. Whoever traces it removes the traces."""
+    """Remove the folder of a job that has ended well, with the files that dead ranks have left there.
+
+    Files of a trace stay: the process that traces the job removes them.
+    """
     with suppress(OSError):
         here = of_jobs() / name
         if not name or not is_private(of_jobs()):
@@ -112,22 +128,22 @@ def forget_job(name: str) -> None:
 
 
 def write_end(name: str, **known: object) -> None:
-    """Write what the launcher of a job knows of its end, beside the pages of its ranks, where there are any."""
+    """Write what the launcher knows about the end of a job into the job's folder, if there is one."""
     with suppress(OSError):
         if is_ours(of_jobs() / name):
             write(of_jobs() / name, END_FILE, json.dumps(known))
 
 
 def write_hosts(name: str, text: str) -> None:
-    """Write on which hosts a job is, and how they are reached, for who looks from the host of its launcher."""
+    """Write the hosts of a job, and how to reach them, for tools that run on the host of its launcher."""
     with suppress(OSError):
         write(make(name), HOSTS_FILE, text)
 
 
 def read_hosts(here: Path) -> dict[str, Any]:
-    """Return what is written of the hosts of a job: `names`, `launcher`, `agent`, `python`, `path`; {}: nothing.
+    """Return what `write_hosts` has written (`names`, `launcher`, `agent`, `python`, `path`), or {}.
 
-    It names a program to be run, so nothing counts but what lies in this user's own folder.
+    The file names a program to run, so it counts only in a folder that belongs to this user alone.
     """
     with suppress(OSError, ValueError):
         if here.parent == of_jobs() and is_ours(here):
@@ -137,7 +153,7 @@ def read_hosts(here: Path) -> dict[str, Any]:
 
 
 def is_ours(here: Path) -> bool:
-    """Return whether there is a folder of a job that is this user's alone."""
+    """True if the folder of a job exists, and only this user has access to it."""
     try:
         return is_private(here.parent) and is_private(here)
     except OSError:
@@ -145,12 +161,12 @@ def is_ours(here: Path) -> bool:
 
 
 def is_launched_here(here: Path) -> bool:
-    """Return whether the `mpips run` of a job of several hosts lives here; its number is the job's name."""
+    """True if the `mpips run` of a job on several hosts runs on this host. Its pid is the job's name."""
     return read_hosts(here).get("launcher") == socket.gethostname() and lives(int(here.name))
 
 
 def write(here: Path, name: str, text: str) -> None:
-    """Write a file at one go, which ranks of one host may do at the same time."""
+    """Write a file atomically, so that the ranks of a host may write it at the same time."""
     passing = here / f".{name}-{os.getpid()}"
     fd = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with open(fd, "w", encoding="utf-8") as file:
@@ -159,14 +175,16 @@ def write(here: Path, name: str, text: str) -> None:
 
 
 def lives(pid: int) -> bool:
-    """Return whether there is a process of this number."""
+    """True if there is a process with this pid."""
     return os.path.exists(f"/proc/{pid}")
 
 
 def leave(here: Path, ranks: int = 0) -> None:
-    """Remove the folder of a job in which nothing of its ranks is left; whoever is the last does.
+    """Remove the folder of a job if no page is left in it. Every rank calls this at its end.
 
-    `ranks`: so many are here. Before all have said that they ended, one may yet come that is to read it of others.
+    Args:
+        ranks: The number of ranks on this host. Until all of them have ended, their `.ended` files stay, because a
+            rank that still runs may have to read them.
     """
     with suppress(OSError):
         if not any(here.glob(f"*{PAGE}")) and not is_launched_here(here):

@@ -1,7 +1,7 @@
-"""This process' page: opened when the process is a rank, kept where it dies, removed where it ends well.
+"""This process' page: opened when the process becomes a rank, removed when it ends well, kept when it fails.
 
-It lies in the folder of its job (`folders`). Beside it a signal writes the stacks of all threads into a file.
-`MPIPS_RECORDER=0` opens none.
+The page lies in the folder of the job (`folders`). On `SIGNAL`, the stacks of all threads are written into a file
+beside it. With `MPIPS_RECORDER=0` no page is opened.
 """
 
 from __future__ import annotations
@@ -31,21 +31,26 @@ from mpips.collectives.recorder.ring import WORD, Ring, form
 
 VARIABLE = "MPIPS_RECORDER"
 DUMP_VARIABLE = "MPIPS_DUMP_DIR"
+# a signal that no other library uses; on it a rank writes the stacks of its threads into a file
 SIGNAL = int(signal.SIGRTMAX) - 6
-"""A signal that nobody else uses, and that a rank answers by the stacks of its threads."""
+# a wait that lasts this long is written to the page; while it lasts, the page is updated this often
 LASTING_SECONDS = 0.2
-"""Of a wait that is written down, and between two looks at who is late."""
+# the longest sentence that says how a rank has ended
 LONGEST_BYTES = 3800
-"""Of the sentence by which a rank ends."""
-WAITED, WAITED_TIMES = pages.AT["waited_ns"], pages.AT["waits"]
+# indexes of two words of the page's head
+WAITED = pages.AT["waited_ns"]
+WAITED_TIMES = pages.AT["waits"]
+# Packages that may call ours on behalf of the user's program: `user_line` passes over their frames.
 BETWEEN = ("mpips", "torch", "jax", "threading", "contextlib", "runpy", "mpi4py")
-"""Packages whose lines stand between a line of the user's program and a call of ours."""
 
 
 class Place:
-    """Hold who this process is in its job, and where in its work. Whoever knows writes it; -1 and "" are unknown.
+    """The rank, role, generation and training step of this process; the modules that know them set them here.
 
-    `name` is what lines of the log begin with: "rank 3", or what a process that is no rank calls itself.
+    -1 and "" mean unknown. Role, generation and step are written to the page as well.
+
+    Attributes:
+        name: The start of each log line: "rank 3", or the name of a process that is not a rank.
     """
 
     def __init__(self) -> None:
@@ -53,7 +58,7 @@ class Place:
         self.rank = self._generation = self._step = -1
 
     def take(self, role: str, member: int) -> None:
-        """Have a role from now on, as its so-manieth: the dead rank's where this one takes its place."""
+        """Take a role as its member number `member`. A rank that replaces a dead one takes that one's number."""
         _identity["member"] = member
         self.role = role
 
@@ -89,20 +94,25 @@ class Place:
             ring.end(ring.begin(form(0, "step"), step))
 
 
+# Until begin() opens a file, the page is private memory, so that callers need not ask whether there is a page.
 page = Page()
-"""Before the process is known to be a rank, in memory that nobody reads."""
 place = Place()
 _identity: dict[str, Any] = {}
 _notes: dict[str, float] = {}
+# thread id -> the wait of that thread that is on the page
 _waits: dict[int, dict[str, Any]] = {}
+# guards _waits
 _lock = threading.Lock()
+# files to remove at the end: the page, and the file for stacks
 _paths: list[Path] = []
+# identity of a communicator -> its ranks and its place among communicators of the same ranks
 _communicators: dict[int, dict[str, Any]] = {}
+# table name -> its numbers on the page
 _tables: dict[str, memoryview] = {}
 
 
 def is_wanted(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether ranks have pages. ValueError where the variable says neither."""
+    """True unless `MPIPS_RECORDER` is 0. Raises ValueError if it is neither 0, 1 nor empty."""
     word = environment.get(VARIABLE, "").strip()
     if word not in ("", "0", "1"):
         raise ValueError(f"{VARIABLE}={word!r} is unknown: give 0 for no pages, or leave it unset")
@@ -110,7 +120,11 @@ def is_wanted(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def begin(rank: int, size: int) -> None:
-    """Open this rank's page, once for the process. OSError where it cannot be: then the job goes on without."""
+    """Open this rank's page. Only the first call in a process does so.
+
+    Raises:
+        OSError: The page cannot be opened. The job can go on without it.
+    """
     global page, ring
     answer_usr2()
     if not _paths and os.environ.get(VARIABLE, "").strip() != "0":
@@ -139,12 +153,12 @@ def begin(rank: int, size: int) -> None:
 
 
 def beside(suffix: str) -> Path | None:
-    """Return where a file of this process with that suffix lies beside its page; None where it has no page."""
+    """Return the path of the page with another suffix, or None if this process has no page."""
     return _paths[0].with_suffix(suffix) if _paths else None
 
 
 def who() -> dict[str, Any]:
-    """Return what the page says of who this rank is."""
+    """Return a copy of the identity on the page: rank, size, host and program, and later role and member."""
     return dict(_identity)
 
 
@@ -158,9 +172,10 @@ def _answer_signals(path: Path) -> None:
 
 
 def answer_usr2() -> None:
-    """Write a dump upon SIGUSR2, or say why there is none, from now on; a program's own handler stays."""
+    """From now on, write a dump on SIGUSR2, or print why there is none. A handler that the program has set stays."""
     if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
-        with suppress(ValueError):  # in the main thread alone
+        # Python allows handlers to be set only in the main thread.
+        with suppress(ValueError):
             signal.signal(signal.SIGUSR2, _hear_usr2)
 
 
@@ -177,16 +192,21 @@ def _hear_usr2(*_: object) -> None:
 
 
 def _say(text: str) -> None:
-    """Write a line to standard error, which a handler of signals may do at any moment."""
+    # os.write, because a signal handler that prints may interrupt another print, which Python refuses.
     who = f"rank {_identity['rank']}" if "rank" in _identity else f"process {os.getpid()}"
     with suppress(OSError):
         os.write(2, f"mpips: {who}: {text}\n".encode())
 
 
 def fails(sentence: str, own: bool = False) -> None:
-    """Keep the page when the process ends: something has gone wrong, and this says what.
+    """Write to the page that this rank has failed, and keep the page when the process ends.
 
-    `own`: in this rank's program, and not because another rank has failed. What follows from it does not replace it.
+    Also writes a dump if `MPIPS_DUMP_DIR` is set.
+
+    Args:
+        sentence: What went wrong.
+        own: The failure began in this rank's program, and not with another rank's failure. Such a failure is not
+            replaced by later ones that follow from it.
     """
     if not own and any(_failed):
         return
@@ -199,13 +219,13 @@ def fails(sentence: str, own: bool = False) -> None:
 
 
 def exits(code: int) -> None:
-    """Say that the program has left with this code, where nothing has said why."""
+    """Write to the page that the program left with this exit code, unless a failure is written already."""
     if not _failed:
         fails(f"exit code {code}", own=True)
 
 
 def _dump() -> Path | None:
-    """Write this rank's page as JSON into the folder that the user has named; return the file, None without one."""
+    """Write this rank's page as JSON into `MPIPS_DUMP_DIR`. Return the file, or None if nothing was written."""
     folder = os.environ.get(DUMP_VARIABLE)
     if folder and _paths:
         try:
@@ -215,8 +235,8 @@ def _dump() -> Path | None:
     return None
 
 
+# for each failure, the `own` that fails() was given
 _failed: list[bool] = []
-"""Of each failure whether it is this rank's own."""
 
 
 def count_checkpoint() -> None:
@@ -225,7 +245,10 @@ def count_checkpoint() -> None:
 
 
 def add_communicator(identity: int, ranks: Sequence[int]) -> None:
-    """Say which ranks of the job a lane joins. The last `KNOWN_COMMUNICATORS` are kept, freed or not."""
+    """Write to the page which ranks of the job a communicator joins.
+
+    The page keeps the newest `KNOWN_COMMUNICATORS`, also after they are freed.
+    """
     text = ",".join(map(str, ranks))
     place = _made[text] = _made.get(text, -1) + 1
     _communicators[identity] = {"ranks": text, "place": place}
@@ -235,16 +258,17 @@ def add_communicator(identity: int, ranks: Sequence[int]) -> None:
 
 
 def count_communicators() -> int:
-    """The communicators that this process has made so far, freed or not."""
+    """Return the number of communicators that this process has made, including those freed since."""
     return sum(1 + last for last in _made.values())
 
 
+# ranks -> the number of communicators of these ranks, less 1
 _made: dict[str, int] = {}
 KNOWN_COMMUNICATORS = 32
 
 
 def goes_well() -> None:
-    """Take back what `fails` has said: the program has gone on from it."""
+    """Take back the failures that `fails` has written, because the program has recovered from them."""
     page.write(pages.END, {})
     _failed.clear()
 
@@ -252,7 +276,8 @@ def goes_well() -> None:
 def _end() -> None:
     if _failed:
         return
-    if _paths and _identity["size"] > 1:  # others may yet begin to wait for this one
+    # Other ranks may still begin to wait for this one: this file tells them that it has ended (find_ended).
+    if _paths and _identity["size"] > 1:
         with suppress(OSError):
             (_paths[0].parent / f"{_identity['rank']}{folders.PROGRAM_ENDED}").touch(0o600)
     for path in _paths:
@@ -263,25 +288,26 @@ def _end() -> None:
 
 
 def find_ended(ranks: Sequence[int]) -> list[int]:
-    """Return which of these ranks of the job say, on this host, that their program has ended."""
+    """Return those of the given ranks of the job that have ended well on this host."""
     found = []
     for rank in ranks if _paths else ():
         with suppress(OSError):
             written = (_paths[0].parent / f"{rank}{folders.PROGRAM_ENDED}").stat().st_mtime
-            if written > _process_began():  # else an earlier job of this name has left it
+            # An older file was left by an earlier job of the same name.
+            if written > _process_began():
                 found.append(rank)
     return found
 
 
 @cache
 def _process_began() -> float:
-    """Return when this process was started, in Unix time. MPI starts later, and no rank of the job ends before that."""
+    """Return the Unix time at which this process started. All ranks of its job end later, because MPI starts later."""
     ticks = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _forget() -> None:
-    """A fork of a rank is no rank."""
+    # A forked child is not a rank, and must not write to its parent's page or remove it.
     global page, ring
     page = Page()
     untrace()
@@ -294,11 +320,18 @@ def _forget() -> None:
 
 
 def note(*unnamed: object, **numbers: float) -> None:
-    """Report numbers of this rank's training, such as `step=40, loss=0.3`, to who looks from outside. Sends nothing.
+    """Report numbers of this rank's training, such as `step=40, loss=0.3`, to the tools that watch a job.
 
-    Each replaces the one of its name. `step` is shown by `mpips why` and `top`, too. A Trainer reports by itself.
-    ValueError for what is no number, and for more names than a page holds; then nothing of this call is reported.
-    TypeError for a number without a name.
+    The numbers are written into this rank's page; nothing is sent, and no other rank takes part. A number replaces
+    the earlier one of the same name. `mpips why` and `mpips top` also show `step`. A Trainer calls this by itself.
+    If a number is refused, nothing of the call is reported.
+
+    Args:
+        numbers: Values that float() takes, by name. `step` must be at least 0.
+
+    Raises:
+        ValueError: A value is not a number, or there are more names than a page holds.
+        TypeError: A number has no name.
     """
     if unnamed:
         raise TypeError(
@@ -327,23 +360,28 @@ def note(*unnamed: object, **numbers: float) -> None:
 
 
 def write_load(nbytes: int, queued: int, pushed: Mapping[str, int], **more: Any) -> None:
-    """Say how many bytes this server has taken in, by worker, and how many requests wait there.
+    """Write the load of this server to its page.
 
-    `room`: bytes that new rows of its tables may take. `rounds`: those that a quorum has closed; `missed`: by worker,
-    how many of these it was not in."""
+    Args:
+        nbytes: Bytes that the server has received.
+        queued: Requests that wait at the server.
+        pushed: Bytes received from each worker.
+        more: Any of `room` (bytes that new rows of its tables may take), `rounds` (rounds that a quorum has closed)
+            and `missed` (how many of these rounds each worker missed).
+    """
     content = {"at_ns": time.monotonic_ns(), "nbytes": nbytes, "queued": queued, "pushed": pushed, **more}
     page.write(pages.LOAD, content)
 
 
 def numbers_of(table: str) -> memoryview:
-    """Return the numbers of a table of embeddings on this rank's page, the same ones each time: see `page.TABLE`."""
+    """Return the words of the page that hold the numbers of an embedding table, in the order of `page.TABLE`."""
     if table not in _tables:
         _tables[table] = page.take_table(table)
     return _tables[table]
 
 
 def count_exchange(nbytes: int) -> None:
-    """Count an exchange of parameters that is over, of so many bytes up and down."""
+    """Count a finished exchange of parameters, in which this rank sent and received `nbytes` in all."""
     words, at = page.words, pages.AT
     words[at["exchanges"]] += 1
     words[at["exchanged_bytes"]] += nbytes
@@ -354,7 +392,13 @@ def count_exchange(nbytes: int) -> None:
 
 
 def waits(what: str, began: float, late: Sequence[int]) -> None:
-    """Write down that this thread waits for that since then (monotonic seconds), and for which ranks."""
+    """Write to the page that this thread is waiting.
+
+    Args:
+        what: The thing it waits for.
+        began: The start of the wait, in monotonic seconds.
+        late: The ranks that it waits for.
+    """
     thread, current = threading.get_ident(), threading.current_thread()
     other = "" if current is threading.main_thread() else current.name[:60]
     with _lock:
@@ -371,7 +415,7 @@ def waits(what: str, began: float, late: Sequence[int]) -> None:
 
 
 def waited(seconds: float, written: bool) -> None:
-    """Count a wait that is over; take back what `waits` has written of it."""
+    """Count a wait that is over. `written`: `waits` has put it on the page, so remove it from there."""
     words = page.words
     words[WAITED] += int(seconds * 1e9)
     words[WAITED_TIMES] += 1
@@ -382,12 +426,12 @@ def waited(seconds: float, written: bool) -> None:
 
 
 def is_users(frame: FrameType) -> bool:
-    """Return whether a frame runs code of the user's program, or of a package that it stands on."""
+    """True if a frame runs code of the user's program, or of a package that is not in `BETWEEN`."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in BETWEEN
 
 
 def user_line(frame: FrameType | None) -> str:
-    """Return the innermost line of the user's program, as "train.py:41, load_batch"; "" where there is none."""
+    """Return the innermost line of the user's program, such as "train.py:41, load_batch", or "" if there is none."""
     while frame is not None:
         if is_users(frame):
             code = frame.f_code
@@ -398,7 +442,7 @@ def user_line(frame: FrameType | None) -> str:
 
 
 def with_line(what: str, line: str) -> str:
-    """Return a text with a line of the program in one pair of parentheses behind it."""
+    """Append a line of the program to a text, in parentheses, or inside the parentheses with which the text ends."""
     if not line:
         return what
     return f"{what[:-1]}; {line})" if what.endswith(")") else f"{what} ({line})"
@@ -408,25 +452,26 @@ def with_line(what: str, line: str) -> str:
 
 
 class Timeable(Protocol):
-    """A plan, or a store: what makes calls that are timed while a trace is on, and else only where they take long."""
+    """A plan or a store: it times every call during a trace, and otherwise only the long ones."""
 
     def set_timed(self, every: bool) -> None:
-        """Time every call from now on, or only those that take long."""
+        """From now on, time every call, or only the long ones."""
 
 
+# Calls of this many bytes or more are always timed. Timing takes about 3 us, more than 1 % of a shorter call.
 LONG_BYTES = 16 << 20
-"""From here on each call is timed, which takes about 3 us: of a shorter call's time that is more than 1 %."""
+# where records go: the page's ring, or the ring that trace() was given
 ring = page.ring
-"""Where records go: into the page, or into what `trace` was given."""
 is_traced = False
 _timeable: weakref.WeakSet[Timeable] = weakref.WeakSet()
+# guards ring, is_traced and _timeable
 _timing = threading.Lock()
 
 
 def trace(into: Ring) -> None:
-    """Record every call of this process into that ring from now on, whatever it takes; the page's own ring rests.
+    """From now on, record every call of this process, short or long, into the given ring instead of the page's.
 
-    Calls that are under way may be left out. Any thread may call.
+    Calls that have already begun may be missing. May be called from any thread.
     """
     global ring, is_traced
     with _timing:
@@ -436,7 +481,7 @@ def trace(into: Ring) -> None:
 
 
 def untrace() -> None:
-    """End `trace`: nothing more is written to its ring but the ends of calls that are under way."""
+    """End `trace`. Calls that have begun still write their ends into its ring; nothing else does."""
     global ring, is_traced
     with _timing:
         ring, is_traced = page.ring, False
@@ -445,14 +490,17 @@ def untrace() -> None:
 
 
 def add_timeable(one: Timeable) -> None:
-    """Tell it from now on, as long as it lives, whether every call is timed; and now."""
+    """Call `set_timed` of a plan or store now, and whenever a trace begins or ends. It is held by a weak reference."""
     with _timing:
         _timeable.add(one)
         one.set_timed(is_traced)
 
 
 def begin_rare(operation: str, subject: str = "") -> tuple[Ring, int]:
-    """Begin to record what is rare, such as a checkpoint or a recovery; return the ring, and what its `end` takes."""
+    """Begin a record of a rare operation, such as a checkpoint or a recovery, which is recorded without a trace too.
+
+    Return the ring and the sequence number to pass to its `end`.
+    """
     into = ring
     return into, into.begin(form(0, operation, subject, line=user_line(sys._getframe(1))))
 
@@ -461,26 +509,30 @@ def begin_rare(operation: str, subject: str = "") -> tuple[Ring, int]:
 
 
 class Marks:
-    """A lane of this process: where calls put their marks, and the texts of their tokens."""
+    """The lane of one communicator or store on this process' page, in which each call leaves its mark.
+
+    If the page has no free lane, marks go into private memory.
+    """
 
     def __init__(self, identity: int) -> None:
-        self._page, self.identity = page, identity
+        self._page = page
+        self.identity = identity
         self._lane = page.take_lane(identity)
         at = Page.mark_at(max(self._lane, 0))
+        # the mark, which a call sets to 2^32 * its number + its token
         self.word = page.words[at : at + 1] if self._lane >= 0 else memoryview(bytearray(8)).cast(WORD)
-        """The mark: one word, which a call sets to 2^32 * its number + its token."""
 
     def name(self, token: int, text: str) -> None:
-        """Say what a token stands for."""
+        """Write the text for which a token of this lane stands."""
         if self._lane >= 0:
             self._page.name(self._lane, token, text)
 
     def new_token(self, text: str) -> int:
-        """Return a token that stands for this."""
+        """Return a new token for a text. Tokens from here are unique within the page, not only within the lane."""
         return self._page.new_token(text)
 
     def close(self) -> None:
-        """Give the lane back."""
+        """Give the lane back to the page."""
         if self._lane >= 0:
             self._page.give_lane(self._lane)
             self._lane = -1

@@ -1,25 +1,28 @@
 """The page of a rank: a small file in the machine's memory that says what the rank does. It outlives its process.
 
-Whoever may read the file sees there, without a word from the rank, who it is, its step, what it waits for, and the call
-that it has begun last. `Page` is the rank's side, and `read` the other side.
+A tool that can read the file learns the rank's identity, its step, the things it waits for and the calls that it began
+last, and the rank need not answer. `Page` is the rank's side; `read` is the reader's side.
 
-    head        words of 8 bytes: see `HEAD`; then a byte for each 4 KiB of texts: 1 where they have memory
-    identity    JSON: who the rank is
-    waits       JSON: what its threads wait for, since when, and for whom; only waits that last
-    end         JSON: how it has ended
+Layout, in this order:
+
+    head        8-byte words, named in `HEAD`; then one byte for each 4 KiB of texts: 1 if memory is allocated for them
+    identity    JSON: rank, role, host, program
+    waits       JSON: what each thread waits for, since when, and for which ranks; only waits that last
+    end         JSON: how the rank has ended
     notes       JSON: numbers that the program reports, such as the loss
-    lanes       JSON: which ranks a lane joins, for the communicators made last
-    load        JSON: of a server, bytes that it has taken in, from whom, and how many requests wait
-    tables      JSON: the names of the tables of embeddings that have numbers
-    marks       for each *lane*, which is a communicator or a store, one word: 2^32 * number of the call + its token
-    numbers     for each table so many words: see `TABLE`
-    ring        records with times (`ring`), of calls that take long enough
-    tokens      for each lane the texts of the tokens, `TOKENS` of them in turn
-    names       texts of tokens from `POOL` on, which stores share: there are as many as keys
+    lanes       JSON: the ranks of each of the newest communicators
+    load        JSON: for a server, the bytes received from each worker, and the number of waiting requests
+    tables      JSON: the names of the embedding tables that have numbers
+    marks       one word for each *lane* (a communicator or a store): 2^32 * number of the last call + its token
+    numbers     for each table, the words named in `TABLE`
+    ring        records with times (`ring`) of the calls that take long enough
+    tokens      for each lane, the texts of its last `TOKENS` tokens
+    names       texts of the tokens from `POOL` on; stores take their tokens here, one for each key
 
-A mark is one store of 8 bytes: all that a call of a microsecond can spare. Texts are written when a call is made for
-the first time. JSON is guarded by a sequence number, odd while it is written. A page takes 112 KiB, and memory for
-texts when they are written. MPI needs the same memory: see `allocate`.
+A call of a microsecond can afford a single 8-byte write, and that is what a mark is. The text of a call is written only
+when the call is made for the first time. JSON is guarded by a sequence number that is odd while it is being written.
+
+A page takes 112 KiB, and further memory for texts as they are written. MPI needs the same memory: see `allocate`.
 """
 
 from __future__ import annotations
@@ -37,6 +40,16 @@ from mpips.collectives.recorder import ring
 from mpips.collectives.recorder.ring import HEAD_BYTES, RECORD_BYTES, WORD, Record, Ring
 
 MAGIC, VERSION = 0x6D70697073_52, 5
+# The words of the head, in order. Times are nanoseconds of the monotonic clock, except began_ns, which is Unix time.
+#   generation, step        1 more than the value; 0 means unknown
+#   waited_ns, waits        total time and number of the waits that are over
+#   signal                  the signal on which the rank writes the stacks of its threads
+#   calls                   calls of lanes that were given back
+#   failures                how often a generation, or a communicator, has ended with an error
+#   checkpoints             checkpoints that this rank has written
+#   exchanges               exchanges of parameters (a worker trains by itself between two of them)
+#   exchange_ns             the time at which the last exchange ended
+#   exchanged_bytes         bytes that all exchanges have sent and received
 HEAD = (
     "magic",
     "version",
@@ -56,31 +69,38 @@ HEAD = (
     "exchange_ns",
     "exchanged_bytes",
 )
-"""Words of the head. Times are of the monotonic clock, but for `began_ns`. `generation` and `step` are 1 more than
-they are. `waited_ns`: how long the rank has waited in all, in `waits` waits that are over. `signal`: brings stacks.
-`calls`: of lanes that were given back. `failures`: how often a generation, or a communicator, has ended by an error.
-`checkpoints`: how many this rank has written. `exchanges`: of parameters, between which a worker trains by itself; when
-the last one was over, and the bytes of all, up and down."""
+# name of a word of the head -> its index
 AT = {name: number for number, name in enumerate(HEAD)}
+# size of each JSON area, and the offsets of the areas
 TEXT_BYTES = 4096
 IDENTITY, WAITS, END, NOTES, COMMUNICATORS, LOAD, TABLES = (TEXT_BYTES * number for number in range(1, 8))
-LANES, TOKENS, TOKEN_BYTES = 64, 64, 256
+LANES = 64
+# tokens of a lane whose texts are kept, and the bytes of a text
+TOKENS = 64
+TOKEN_BYTES = 256
+# Each lane has a cache line of its own; it holds the mark and the lane's identity.
 LANE_WORDS = 8
 MARKS = TEXT_BYTES * 8
+# Numbers of a table. A server writes the first six (see Table.stats). A worker writes the others: the rows that it has
+# pushed, asked servers for and read in place, and its pushes for which a server had no memory.
 TABLE = ("rows", "bytes", "updates", "evicted", "refused", "counted", "pushed", "asked", "in_place", "refused_pushes")
-"""Numbers of a table. Of a server, what it has: those of `Table.stats`. Of a worker, what it has done: rows that it has
-pushed, asked servers for and read in place, and pushes that a server had no memory for."""
-MOST_TABLES, TABLE_WORDS = 64, 16
+MOST_TABLES = 64
+TABLE_WORDS = 16
 NUMBERS_AT = MARKS + LANES * LANE_WORDS * 8
-RING, RING_RECORDS = NUMBERS_AT + MOST_TABLES * TABLE_WORDS * 8, 256
+RING = NUMBERS_AT + MOST_TABLES * TABLE_WORDS * 8
+RING_RECORDS = 256
 RING_BYTES = HEAD_BYTES + RING_RECORDS * RECORD_BYTES
-CHUNKS, CHUNK_BYTES = TEXT_BYTES // 2, 4096
+# offset of the bytes that tell for each chunk of texts whether it has memory
+CHUNKS = TEXT_BYTES // 2
+CHUNK_BYTES = 4096
 TEXTS = -(-(RING + RING_BYTES) // CHUNK_BYTES) * CHUNK_BYTES
-POOL, POOL_TOKENS = 1 << 31, 4096
+# Tokens above POOL are shared by all lanes. The texts of the last POOL_TOKENS of them are kept.
+POOL = 1 << 31
+POOL_TOKENS = 4096
 NAMES = TEXTS + LANES * TOKENS * TOKEN_BYTES
 PAGE_BYTES = NAMES + POOL_TOKENS * TOKEN_BYTES
+# A page never allocates more than 1 / PART of the free memory at a time.
 PART = 64
-"""The part of the free memory, one in so many, that a page takes at most at a time."""
 TOKEN_MASK = NUMBERS = (1 << 32) - 1
 _TEXT = struct.Struct("=QQ")
 _TOKEN = struct.Struct("=II")
@@ -88,25 +108,30 @@ JSON_BYTES = TEXT_BYTES - _TEXT.size
 
 
 def allocate(fd: int, offset: int, nbytes: int, part: int) -> None:
-    """Take memory for these bytes of a file. OSError where it is more than one in `part` of what is free.
+    """Allocate memory for a range of a file, so that later writes to it through a map are safe.
 
-    A write to what has no memory would be the process' end, and what is taken, MPI has no longer.
+    A write to a part without memory, when the memory file system is full, would kill the process (SIGBUS).
+
+    Raises:
+        OSError: The range is larger than 1 / `part` of the free memory. MPI needs the rest.
     """
     held = os.fstatvfs(fd)
-    if held.f_blocks and nbytes * part > held.f_bavail * held.f_frsize:  # no blocks: they are not counted
+    # f_blocks is 0 on a file system without a limit.
+    if held.f_blocks and nbytes * part > held.f_bavail * held.f_frsize:
         raise OSError(errno.ENOSPC, f"{nbytes} bytes are more than one in {part} of what is free there")
     os.posix_fallocate(fd, offset, nbytes)
 
 
 def encode(content: object) -> bytes:
-    """Return JSON as an area holds it."""
-    return json.dumps(content, ensure_ascii=False).encode(errors="backslashreplace")  # of a surrogate: JSON's escape
+    """Return the bytes of JSON that an area of a page holds."""
+    # backslashreplace turns a lone surrogate into \udxxx, which is JSON's escape for it.
+    return json.dumps(content, ensure_ascii=False).encode(errors="backslashreplace")
 
 
 class Lane(NamedTuple):
-    """The calls of one communicator or store, as another process reads them: the last one's number and text.
+    """The last call of a communicator or store, as another process reads it from the page.
 
-    Those of a store have no number: counting would cost more than all the rest.
+    Calls of a store have number 0: counting them would cost more than all the rest of the mark.
     """
 
     identity: int
@@ -115,7 +140,7 @@ class Lane(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """Hold the content of a page."""
+    """The content of a page."""
 
     head: Mapping[str, int]
     identity: Mapping[str, Any]
@@ -129,9 +154,10 @@ class Seen(NamedTuple):
 
 
 class Page:
-    """A rank's own page, in a new file, or, without one, in memory that nobody else reads.
+    """The page of this rank, for writing, in a new file or (without a path) in private memory.
 
-    OSError, and no file, where there is no room.
+    Raises:
+        OSError: There is no room for the file. It is not left behind.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -150,17 +176,21 @@ class Page:
         self.words[AT[name]] = value
 
     def write(self, area: int, content: list[Any] | dict[Any, Any]) -> None:
-        """Write JSON into an area: of a list the first members that fit, of an object the last."""
+        """Write JSON into an area. If it is too long, drop the last members of a list, or the first of a dict."""
         while len(raw := encode(content)) > JSON_BYTES:
             content = content[:-1] if isinstance(content, list) else dict([*content.items()][1:])
         at = area // 8
+        # The sequence number is odd during the write; readers then ignore the area.
         self.words[at] += 1
         self.words[at + 1] = len(raw)
         self._map[area + _TEXT.size : area + _TEXT.size + len(raw)] = raw
         self.words[at] += 1
 
     def take_table(self, name: str) -> memoryview:
-        """Return the numbers of a table, as `TABLE` names them; beyond `MOST_TABLES`, some that nobody reads."""
+        """Return words for the numbers of a new table, in the order of `TABLE`.
+
+        After `MOST_TABLES` tables, the words are private memory that nobody reads.
+        """
         if len(self._tables) == MOST_TABLES:
             return memoryview(bytearray(8 * TABLE_WORDS)).cast(WORD)
         at = NUMBERS_AT // 8 + len(self._tables) * TABLE_WORDS
@@ -169,7 +199,7 @@ class Page:
         return self.words[at : at + TABLE_WORDS]
 
     def take_lane(self, identity: int) -> int:
-        """Return the number of a lane that is free from now on for who asks; -1 where there is none."""
+        """Take a free lane for a communicator or store. Return its number, or -1 if no lane is free."""
         if not self._free:
             return -1
         lane = self._free.pop()
@@ -178,7 +208,7 @@ class Page:
         return lane
 
     def give_lane(self, lane: int) -> None:
-        """Give a lane back."""
+        """Free a lane. Its calls are added to the `calls` of the head."""
         at = self.mark_at(lane)
         self.words[AT["calls"]] += self.words[at] >> 32
         self.words[at + 1] = 0
@@ -186,26 +216,31 @@ class Page:
 
     @staticmethod
     def mark_at(lane: int) -> int:
-        """Return which word is the mark of a lane."""
+        """Return the index of the word that is the mark of a lane."""
         return MARKS // 8 + lane * LANE_WORDS
 
     def name(self, lane: int, token: int, text: str) -> None:
-        """Write what a token of a lane stands for, in the place of the token `TOKENS` before it, if there is room."""
+        """Write the text of a token of a lane, over the text of the token `TOKENS` before it.
+
+        Does nothing if no memory can be allocated for the text.
+        """
         raw = text.encode()[: TOKEN_BYTES - _TOKEN.size]
         at = _token_at(lane, token)
         if not self._has_memory(at):
             return
+        # Token 0 during the write: a reader finds that the text is not the one of the token it looks for.
         self._map[at : at + _TOKEN.size] = _TOKEN.pack(0, 0)
         self._map[at + _TOKEN.size : at + _TOKEN.size + len(raw)] = raw
         self._map[at : at + _TOKEN.size] = _TOKEN.pack(token, len(raw))
 
     def _has_memory(self, at: int) -> bool:
-        """Return whether a text can be written there, for which memory is taken where there is room."""
+        """True if a text can be written at this offset. Allocates memory for it if necessary."""
         chunk = (at - TEXTS) // CHUNK_BYTES
         if not self._map[CHUNKS + chunk]:
             if self._path is not None:
                 try:
-                    fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)  # not kept: programs close any
+                    # Opened each time, because some programs close all file descriptors that they do not know.
+                    fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
                     try:
                         allocate(fd, TEXTS + chunk * CHUNK_BYTES, CHUNK_BYTES, PART)
                     finally:
@@ -216,7 +251,7 @@ class Page:
         return True
 
     def new_token(self, text: str) -> int:
-        """Return a token that no lane has, which stands for this, until `POOL_TOKENS` others have been made."""
+        """Return a new token from the shared pool for a text. The text lasts until `POOL_TOKENS` others were made."""
         self._named += 1
         self.name(0, POOL + self._named, text)
         return POOL + self._named
@@ -242,7 +277,11 @@ def _token_at(lane: int, token: int) -> int:
 
 
 def read(path: str | os.PathLike[str]) -> Seen | None:
-    """Return what a page says; None where the file is none, or of another version. OSError as of files."""
+    """Return the content of a page, or None if the file is not a page of this version.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
     raw = Path(path).read_bytes()
     if len(raw) != PAGE_BYTES:
         return None
@@ -268,7 +307,7 @@ def read(path: str | os.PathLike[str]) -> Seen | None:
 
 
 def read_lanes(raw: bytes | mmap.mmap) -> list[Lane]:
-    """Return the lanes that the bytes of a page hold, also of a living rank's."""
+    """Return the lanes in the bytes of a page. The page may be in use."""
     lanes = []
     with memoryview(raw) as whole, whole.cast("Q") as words:
         for lane in range(LANES):
@@ -280,7 +319,7 @@ def read_lanes(raw: bytes | mmap.mmap) -> list[Lane]:
 
 
 def read_records(path: str | os.PathLike[str]) -> list[Record]:
-    """Return the whole records in the ring of a page, also of a living rank. OSError and ValueError as of `ring`."""
+    """Return the records in the ring of a page, which may be in use. Raises the errors of `ring.read_file`."""
     return ring.read_file(path, RING, RING_BYTES)
 
 
@@ -296,7 +335,8 @@ def _json(raw: bytes, area: int) -> Any:
 
 def _text(raw: bytes | mmap.mmap, lane: int, token: int) -> str:
     at = _token_at(lane, token)
-    if not raw[CHUNKS + (at - TEXTS) // CHUNK_BYTES]:  # a look at it through a map would take memory, or end this one
+    # Never touch texts without memory: a read through a map would allocate it, or kill this process if none is free.
+    if not raw[CHUNKS + (at - TEXTS) // CHUNK_BYTES]:
         return ""
     known, length = _TOKEN.unpack_from(raw, at)
     if not token or known != token:

@@ -1,8 +1,9 @@
-"""A ring of fixed records: one for each call that is timed, in any memory that others can map. One writes, many read.
+"""A ring of fixed-size records, one for each timed call. One process writes it, and others map and read it.
 
-A record is written behind its sequence number: 0 while it is written, then the number that no other record has. A
-reader takes the number before and after it copies, so that what it returns is whole. What a call always has in common
-(its name, key, bytes) is packed once, as a *form*; a record copies it and adds numbers and times.
+Each record begins with a sequence number, which is 0 while the record is being written and unique afterwards. A reader
+compares the number before and after it copies the record, and drops a record that changed meanwhile. The fields that
+are the same in every call of a plan (its name, key, bytes) are packed once, as a *form*; a record copies the form and
+adds numbers and times.
 """
 
 from __future__ import annotations
@@ -15,22 +16,28 @@ from threading import RLock, get_ident
 from typing import Literal, NamedTuple
 
 MAGIC, VERSION = 0x6D7069707352696E, 1
+# format of a memoryview of 8-byte words on 64-bit Linux; with "Q", setting a word takes 1.5 times as long
 WORD: Literal["L"] = "L"
-"""Of memoryviews: 8 bytes on 64-bit Linux. To set one as "Q" takes half as long again."""
 HEAD_BYTES, RECORD_BYTES = 64, 256
 _NUMBERS = struct.Struct("=QqQQQQ")
 _FORM = struct.Struct("=QQQq24s16s72s56s")
+# indexes of words within a record
 _NUMBER, _ROUND, _BEGUN, _ENDED = 1, 2, 4, 5
 _FORM_AT = 8 + _NUMBERS.size
 assert _FORM_AT + _FORM.size == RECORD_BYTES
 
 
 class Record(NamedTuple):
-    """One call. `number` counts the calls of its `lane`, the identity of a communicator or store; 0: not counted.
+    """One timed call.
 
-    Times are nanoseconds of the monotonic clock, 0 for what has not come. `part`: of a server's sum the first element
-    of the shard in its key, of a push or pull -1. `round`: of the key. `line`: of the program, where it made this call
-    of this plan or key for the first time.
+    Times are nanoseconds of the monotonic clock; 0 means that the call has not started, or not ended, yet.
+
+    Attributes:
+        number: The number of the call among the calls of its lane; 0 if they are not counted.
+        round: The round of the key.
+        lane: The identity of the communicator or store.
+        part: For a sum on a server, the first element of the shard within its key; -1 for a push or pull.
+        line: The line of the program that was the first to make this call of this plan or key.
     """
 
     sequence: int
@@ -51,7 +58,7 @@ class Record(NamedTuple):
 
     @property
     def state(self) -> str:
-        """Return "scheduled", "started" or "completed"."""
+        """The state as PyTorch names it: "scheduled", "started" or "completed"."""
         return "completed" if self.ended_ns else "started" if self.begun_ns else "scheduled"
 
 
@@ -65,13 +72,16 @@ def form(
     part: int = -1,
     line: str = "",
 ) -> bytes:
-    """Return what records of a call have in common; texts are cut to 24, 72, 16 and 56 bytes."""
+    """Pack the fields that all records of a call share.
+
+    Texts are cut: `operation` to 24 bytes, `subject` to 72, `dtype` to 16 and `line` to 56.
+    """
     texts = (operation.encode(), dtype.encode(), subject.encode(), line.encode())
     return _FORM.pack(lane, nbytes, elements, part, *texts)
 
 
 class Ring:
-    """Write records into a buffer, which lives as long as this; the newest replace the oldest. Any thread may write."""
+    """The writing side of a ring in a buffer. New records replace the oldest ones. Any thread may write."""
 
     def __init__(self, buffer: memoryview | mmap.mmap) -> None:
         self._bytes = memoryview(buffer).cast("B")
@@ -82,10 +92,18 @@ class Ring:
         self._lock = RLock()
 
     def begin(self, form: bytes, number: int = 0, round_: int = 0, starts: bool = True) -> int:
-        """Begin a record, of a call that starts now, or (not `starts`) is scheduled; return what `end` takes."""
+        """Begin the record of a call. Return its sequence number, which start() and end() take.
+
+        Args:
+            form: The fields that all records of the call share, from form().
+            number: The number of the call in its lane.
+            round_: The round of the key.
+            starts: True if the call starts now, False if it is only scheduled.
+        """
         with self._lock:
             self._sequence = sequence = self._sequence + 1
             at = HEAD_BYTES + sequence % self.slots * RECORD_BYTES
+            # Sequence number 0 during the write, so that readers drop the record.
             self._words[at >> 3] = 0
             self._bytes[at + _FORM_AT : at + RECORD_BYTES] = form
             now = time.monotonic_ns()
@@ -94,7 +112,13 @@ class Ring:
         return sequence
 
     def start(self, sequence: int, number: int = 0, round_: int = 0) -> None:
-        """Say that a scheduled call starts now, as this number of its lane, in this round of its key."""
+        """Write that a scheduled call starts now. Does nothing if its record has been replaced.
+
+        Args:
+            sequence: The number that begin() has returned.
+            number: The number of the call in its lane.
+            round_: The round of the key.
+        """
         word = self._at(sequence)
         with self._lock:
             if self._words[word] == sequence:
@@ -102,7 +126,7 @@ class Ring:
                 self._words[word + _BEGUN] = time.monotonic_ns()
 
     def end(self, sequence: int) -> None:
-        """Say that a call is over. Does nothing where its record has been replaced."""
+        """Write that a call is over. Does nothing if its record has been replaced."""
         word = self._at(sequence)
         with self._lock:
             if self._words[word] == sequence:
@@ -113,7 +137,10 @@ class Ring:
 
 
 def read(buffer: bytes | memoryview | mmap.mmap) -> list[Record]:
-    """Return the whole records of a ring in their order, also of one that is being written. [] where it is none."""
+    """Return the records of a ring in order. The ring may be in use: a record that is being written is left out.
+
+    Return [] if the buffer does not hold a ring.
+    """
     data = memoryview(buffer).cast("B")
     words = data[: len(data) // 8 * 8].cast("Q")
     if len(data) < HEAD_BYTES or (words[0], words[1]) != (MAGIC, VERSION):
@@ -137,8 +164,17 @@ def _record(sequence: int, raw: bytes) -> Record:
 
 
 def read_file(path: str | os.PathLike[str], offset: int = 0, nbytes: int = 0) -> list[Record]:
-    """Return the whole records of the ring that lies in a file from `offset` on (0 bytes: up to its end). OSError as
-    of files; ValueError for an empty one."""
+    """Return the records of a ring that lies in a file.
+
+    Args:
+        path: The file.
+        offset: The first byte of the ring.
+        nbytes: The length of the ring; 0 means up to the end of the file.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The file is empty.
+    """
     with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         whole = memoryview(mapped)
         part = whole[offset : offset + nbytes if nbytes else len(whole)]

@@ -1,9 +1,12 @@
-"""Trace this rank: every call with its times, in a ring in a file beside its page, which outlives the process.
+"""Traces this rank: every call with its times goes into a ring, in a file beside its page that outlives it.
 
-`mpips run --trace` asks for it by a variable, from the first call to the end. `mpips trace` asks at any time: it puts a
-request into the job's folder and sends a signal. So a rank that is not traced does nothing for it, not even a look.
+`mpips run --trace` asks for a trace of the whole job by an environment variable. `mpips trace` asks at any time: it
+puts a request into the job's folder and sends a signal. So tracing costs nothing, not even a check for requests, while
+nobody asks for it.
 
-    head    JSON: who the rank is, and which clock it reads
+Layout of the file:
+
+    head    JSON: the identity of the rank, and the clock that it reads
     ring    `ring.Ring`
 """
 
@@ -29,22 +32,27 @@ from mpips.collectives.recorder import folders, own, ring
 from mpips.collectives.recorder.page import allocate, read
 from mpips.collectives.recorder.ring import RECORD_BYTES, Record, Ring
 
+# environment variable with the bytes of each rank's ring, set by `mpips run`
 VARIABLE = "_MPIPS_TRACE"
-"""Set by `mpips run`: the bytes of each rank's ring."""
-RING_BYTES, LEAST_BYTES = 32 << 20, 1 << 20
-"""Of a rank's ring; and a half of it, and so on down to this, where all ranks' are more than half of what is free."""
-SUFFIX, REQUEST = folders.TRACE, folders.TRACE_REQUEST
+# A rank's ring. It is halved, but not below LEAST_BYTES, while the rings of all ranks exceed half of the free memory.
+RING_BYTES = 32 << 20
+LEAST_BYTES = 1 << 20
+SUFFIX = folders.TRACE
+REQUEST = folders.TRACE_REQUEST
 HEAD_BYTES = 4096
+# a signal that no other library uses; on it a rank looks for a request
 SIGNAL = int(signal.SIGRTMAX) - 7
-"""A signal that nobody else uses, upon which a rank looks for a request."""
 LOG = log.get("mpips.trace")
 _begun = False
 
 
 class RankTrace(NamedTuple):
-    """Hold what one process has recorded. `who`: as its page says, with `pid`, `thread` (the main one) and `clock`.
+    """The trace of one process.
 
-    `overwritten`: older records that newer ones have replaced.
+    Attributes:
+        who: The identity on the page of the process, with its `pid`, the id of its main `thread`, and its `clock`.
+        records: The records that are still in the ring.
+        overwritten: The number of older records that newer ones have replaced.
     """
 
     who: dict[str, Any]
@@ -53,12 +61,11 @@ class RankTrace(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """Return its rank in the job."""
         return int(self.who["rank"])
 
 
 def begin(rank: int, size: int) -> None:
-    """Open this rank's page, once for the process, and trace where the launcher has asked for it."""
+    """Open this rank's page, and begin a trace if the launcher has asked for one. Only the first call does anything."""
     global _begun
     if _begun:
         return
@@ -71,7 +78,8 @@ def begin(rank: int, size: int) -> None:
     path = own.beside(SUFFIX)
     if path is None:
         return
-    with suppress(ValueError):  # the main thread alone may
+    # Python allows handlers to be set only in the main thread.
+    with suppress(ValueError):
         if signal.getsignal(SIGNAL) == signal.SIG_DFL:
             signal.signal(SIGNAL, _hear)
             signal.siginterrupt(SIGNAL, False)
@@ -80,7 +88,7 @@ def begin(rank: int, size: int) -> None:
 
 
 def _hear(number: int, frame: FrameType | None) -> None:
-    """Look for a request, in a thread: what the signal has interrupted may hold a lock."""
+    # In a thread of its own, because the code that the signal has interrupted may hold a lock that tracing needs.
     _thread.start_new_thread(_trace_as_asked, ())
 
 
@@ -96,7 +104,7 @@ def _trace_as_asked() -> None:
 
 
 def _start(path: Path, nbytes: int) -> bool:
-    """Trace into a new file, or say why not."""
+    """Begin to trace into a new file. If it cannot be made, log a warning and return False."""
     with suppress(OSError):
         path.unlink()
     try:
@@ -112,13 +120,19 @@ def _start(path: Path, nbytes: int) -> bool:
         return False
     _describe(path)
     own.trace(Ring(memoryview(mapped)[HEAD_BYTES:]))
-    atexit.register(_describe, path)  # by then it has its role
+    # The head is written again at exit, because the rank may get its role only after the trace has begun.
+    atexit.register(_describe, path)
     return True
 
 
 def _allocate(fd: int, nbytes: int) -> int:
-    """Take memory for so many bytes, or for a half of them, and so on; return the file's length. OSError for none."""
-    part = 2 * int(own.who()["size"])  # so many ranks may do the same at this moment, and leave MPI the other half
+    """Allocate memory for a ring of `nbytes`, or a half of it, a quarter, and so on. Return the length of the file.
+
+    Raises:
+        OSError: There is no memory even for `LEAST_BYTES`.
+    """
+    # All ranks may do this at the same moment, and half of the memory must be left for MPI.
+    part = 2 * int(own.who()["size"])
     while True:
         try:
             allocate(fd, 0, HEAD_BYTES + nbytes, part)
@@ -138,17 +152,18 @@ def _describe(path: Path) -> None:
 
 
 def clock() -> str:
-    """Return a name of the monotonic clock here, which all processes have that read the same one."""
+    """Return a name for this process' monotonic clock. Two processes with the same name read the same clock."""
     boot = offset = ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    with suppress(OSError):  # of a time namespace
+    # A time namespace shifts the clock.
+    with suppress(OSError):
         offset = ".".join(Path("/proc/self/timens_offsets").read_text().splitlines()[0].split()[1:])
     return f"{boot or socket.gethostname()}.{offset or '0.0'}"
 
 
 def read_raw(folder: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yield who each process of a job on this host is, and its ring, also of those that were killed."""
+    """Yield the identity and the bytes of the ring of each traced process in a job's folder, killed ones included."""
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         with suppress(OSError, ValueError):
             with open(path, "rb") as file:
@@ -161,7 +176,7 @@ def read_raw(folder: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
 
 
 def parse(raw: Iterable[tuple[dict[str, Any], bytes]]) -> list[RankTrace]:
-    """Return what processes have recorded, by rank."""
+    """Return the traces that `read_raw` has read, sorted by rank."""
     found = []
     for who, data in raw:
         records = ring.read(data)
@@ -171,7 +186,7 @@ def parse(raw: Iterable[tuple[dict[str, Any], bytes]]) -> list[RankTrace]:
 
 
 def forget(folder: Path) -> None:
-    """Remove what `read_raw` reads: it takes memory."""
+    """Remove the files that `read_raw` reads, because they take memory."""
     for path in folder.glob(f"*{SUFFIX}"):
         with suppress(OSError):
             path.unlink()

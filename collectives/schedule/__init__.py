@@ -1,1 +1,1 @@
-"""Algorithms as data: who sends which chunk to whom in which step. One algorithm a file, named in `catalog`."""
+"""Algorithms as data: which rank sends which chunk to which rank in which step. One file each; see `catalog`."""

@@ -1,28 +1,33 @@
-"""BML on a BCube(n, k), p = n^k: the order in which ranks exchange chunks, on k lanes that keep k NICs at work.
+"""BML on a BCube(n, k) of p = n^k ranks: exchanges along one digit after another, on k lanes that keep k NICs busy.
 
 Source: BML paper (Wang et al., "BML: a high-performance, low-cost gradient synchronization algorithm for DML training",
 NeurIPS 2018), section 3.2, Algorithm 1 and figure 4.
 
-Steps: lane t (the paper's thread t) cuts its 1/k of the vector into p chunks and takes the levels t, t+1, ..., t+k-1
-mod k. In step w of the aggregation a rank exchanges with its n-1 neighbours of that level: each pair splits what is
-still theirs by the neighbour's digit of that level, so that a rank is left with 1/n of what it had, summed over n
-times as many ranks. After k steps it holds one chunk summed over all. The broadcast goes the same way back.
+A rank is a number of k digits to base n. Its neighbours of level l are the n-1 ranks that differ from it in digit l
+only.
 
-Chunks of lane t are numbered by the digits of their owner, digit t first, then t+1, ...; so what a rank still holds is
-always one interval, each step cuts it in n, and every message is one contiguous block. In reduce_scatter and allgather,
-where chunk r must be rank r's block, there is one lane, which takes the levels from the highest down.
+Steps: lane t (the paper's thread t) cuts its 1/k of the vector into p chunks and takes the levels t, t+1, ..., t+k-1
+mod k. In step w of the aggregation a rank splits the chunks that it still holds into n parts, gives each of its
+neighbours of that level the part with the neighbour's digit, and receives n-1 times the part with its own digit. That
+leaves it with 1/n of its chunks, summed over n times as many ranks. After k steps it holds one chunk, summed over all
+ranks. The broadcast goes the same way back.
+
+Chunks of lane t are numbered by the digits of their owner, digit t first, then t+1, and so on. So the chunks that a
+rank still holds are always one interval, each step cuts it into n, and every message is one contiguous block. In
+reduce_scatter and allgather chunk r must be rank r's block; so they have one lane, which takes the levels from the
+highest down.
 
 n = 3, k = 2, rank 0 (digits 0,0); (partner, chunks sent), aggregation | broadcast:
 
     lane 0:  (1,3-5) (2,6-8)   (3,1) (6,2) | (3,0) (6,0)   (1,0-2) (2,0-2)
     lane 1:  (3,3-5) (6,6-8)   (1,1) (2,2) | (1,0) (2,0)   (3,0-2) (6,0-2)
 
-Cost, on BCube(n, k): 2k(n-1) alpha + 2(p-1)/(kp) n_bytes beta + (p-1)/p n_bytes gamma: on the wire 1/k of the ring's.
-On one NIC the bytes of the lanes add up, to the ring's, in k(n-1) rather than p-1 messages. Limits: p = n^k, or any
-product of radices through `over`. Memory: (n-1)/n of a lane's share, for each lane.
+Cost, on BCube(n, k): 2k(n-1) alpha + 2(p-1)/(kp) n_bytes beta + (p-1)/p n_bytes gamma. Each NIC sends 1/k of the bytes
+that the ring sends. With only one NIC the lanes together send as many bytes as the ring, in k(n-1) instead of p-1
+messages. Limits: p = n^k, or any product of radices through `over`. Memory: (n-1)/n of a lane's share, for each lane.
 
-depth: every thread's share is cut into so many lanes with the same order of levels. While one of them goes from step to
-step, and ranks wait for the slowest of their neighbours, another one's messages fill the link.
+With `depth` d, the share of every thread is cut into d lanes with the same order of levels. While ranks wait for the
+slowest neighbour between two steps of one lane, messages of another lane fill the link.
 """
 
 from __future__ import annotations
@@ -36,20 +41,25 @@ KINDS = ("allreduce", "reduce_scatter", "allgather")
 
 
 def reduce_scatter(radices: tuple[int, ...], order: tuple[int, ...], rank: Index) -> Steps:
-    """Aggregation: the chunk with the rank's digits is complete on it. `radices[l]` is the size of digit l, the least
-    significant first; `order` names the levels as they are taken."""
+    """Aggregate: each rank ends up with the sum of the chunk that has its digits.
+
+    Args:
+        radices: The radix of each digit, the least significant digit first.
+        order: The levels (digits), in the order in which they are taken.
+        rank: A rank, or all ranks.
+    """
     for w in range(len(order)):
         yield Step(radices[order[w]] - 1, partial(_exchange, radices, order, w, rank, True))
 
 
 def allgather(radices: tuple[int, ...], order: tuple[int, ...], rank: Index) -> Steps:
-    """Broadcast: the way back, level by level in the reverse order."""
+    """Broadcast: send the chunks back, level by level in the reverse order."""
     for w in reversed(range(len(order))):
         yield Step(radices[order[w]] - 1, partial(_exchange, radices, order, w, rank, False))
 
 
 def _exchange(radices: tuple[int, ...], order: tuple[int, ...], w: int, rank: Index, aggregate: bool, i: int) -> Round:
-    """Round i of step w: with the neighbours i+1 digits away, to the right and to the left."""
+    """Return round i of step w: send to the neighbour whose digit is i+1 higher, receive from the one i+1 lower."""
     level = order[w]
     n, stride = radices[level], prod(radices[:level])
     size = prod(radices[later] for later in order[w + 1 :])
@@ -65,8 +75,14 @@ def _exchange(radices: tuple[int, ...], order: tuple[int, ...], w: int, rank: In
 
 
 def over(kind: str, radices: tuple[int, ...], lanes: int, name: str) -> Schedule:
-    """Return the exchange over digits of any sizes (least significant first), as on a fat-tree's slots, edges and
-    pods."""
+    """Build the exchange over digits with any radices, such as the slots, edges and pods of a fat-tree.
+
+    Args:
+        kind: One of `KINDS`.
+        radices: The radix of each digit, the least significant digit first. Their product is the number of ranks.
+        lanes: The number of lanes of an allreduce. The other kinds have one lane.
+        name: The name of the schedule.
+    """
     levels = len(radices)
     if kind == "allreduce":
         orders = [tuple((t + w) % levels for w in range(levels)) for t in range(lanes)]
@@ -79,7 +95,7 @@ def over(kind: str, radices: tuple[int, ...], lanes: int, name: str) -> Schedule
 
 
 def build(kind: str, p: int, n: int = 0, k: int = 0, depth: int = 1) -> Schedule:
-    """BML over n^k = p ranks; n and k as in `shape`, depth from 1 to `MOST_LANES` (it counts in allreduce only)."""
+    """Build BML over n^k = p ranks. `shape` completes n and k. `depth`, 1 to `MOST_LANES`, is for allreduce only."""
     if not 1 <= depth <= MOST_LANES:
         raise ValueError(f"bcube needs a depth of 1 to {MOST_LANES}, not {depth}")
     n, k = shape(p, n, k)
@@ -88,13 +104,17 @@ def build(kind: str, p: int, n: int = 0, k: int = 0, depth: int = 1) -> Schedule
 
 
 def shape(p: int, n: int = 0, k: int = 0) -> tuple[int, int]:
-    """n and k with n^k = p. What is 0 is inferred; with neither, k is the least of 2, 3, ... that fits. ValueError
-    where nothing fits."""
+    """Return n and k with n^k = p. A value of 0 is computed; if both are 0, k is the smallest of 2, 3, ... that fits.
+
+    Raises:
+        ValueError: No n and k fit.
+    """
     if not n and not k:
         return _least_levels(p)
     n = n or round(p ** (1 / k))
     k = k or next(k for k in range(1, p + 1) if n**k >= p or n == 1)
-    if n ** min(k, p.bit_length()) != p:  # 2^bit_length is above p already
+    # 2^bit_length is above p already; so a huge k is refused, too, without computing a huge power.
+    if n ** min(k, p.bit_length()) != p:
         raise ValueError(f"bcube(n={n},k={k}) is for {n}^{k} ranks, not for {p}: choose n and k with n^k = {p}")
     return n, k
 

@@ -1,6 +1,6 @@
-"""All algorithms by name: which collectives each serves, its parameters, and how its schedule is built.
+"""All algorithms by name: the collectives that each serves, its parameters, and a call that builds its schedule.
 
-An algorithm is named as in "ring", or with parameters as in "multi_ring(rings=4)", "bcube(n=3,k=2)" or
+An algorithm is written as "ring", or with parameters as "multi_ring(rings=4)", "bcube(n=3,k=2)" or
 "hierarchical(local=4,between=ring)". To add one, write a file like `ring`, import it here and give it a line in
 `ALGORITHMS`; docs/how-to/add-an-algorithm.md has an example.
 """
@@ -25,6 +25,8 @@ from mpips.collectives.schedule import (
 )
 from mpips.collectives.schedule.model import KINDS, Schedule, parse
 
+# Each module has KINDS, the collectives that it serves, and build(kind, p, **parameters), which raises ValueError if p
+# or a parameter does not fit. Modules do not import each other: `_composed` passes them what they need of others.
 ALGORITHMS: dict[str, ModuleType] = {
     "ring": ring,
     "multi_ring": multi_ring,
@@ -35,22 +37,21 @@ ALGORITHMS: dict[str, ModuleType] = {
     "bcube": bcube,
     "hierarchical": hierarchical,
 }
-"""Each module has KINDS, the collectives it serves, and build(kind, p, **parameters), which raises ValueError where p
-or a parameter does not fit. What it is made of, of another module, is given to it (`_composed`)."""
+# arguments of build() by which `_composed` and `_hierarchical` pass parts of other algorithms; users cannot give them
 PARTS = ("single", "exchange", "tree", "inside")
 
 ROOTED = ("broadcast", "reduce")
 
 
 def names(kind: str) -> tuple[str, ...]:
-    """The algorithms that serve `kind`."""
+    """Return the algorithms that serve `kind`."""
     if kind not in KINDS:
         raise ValueError(f"unknown collective {kind!r}: choose one of {', '.join(KINDS)}")
     return tuple(name for name, module in ALGORITHMS.items() if kind in module.KINDS)
 
 
 def see_serves(kind: str, name: str, others: Sequence[str] = ()) -> None:
-    """ValueError with the choices, `others` and what is here, where no algorithm of this name serves `kind`."""
+    """Raise ValueError if no algorithm of this name serves `kind`. The error lists `others` and the algorithms."""
     if name not in names(kind):
         known = "does not serve" if name in ALGORITHMS else "is no algorithm for"
         choices = [*others, *names(kind)]
@@ -58,7 +59,10 @@ def see_serves(kind: str, name: str, others: Sequence[str] = ()) -> None:
 
 
 def see_named(kind: str, algorithm: str) -> None:
-    """ValueError where no algorithm of this name and parameters serves `kind`, with any number of ranks."""
+    """Raise ValueError if no algorithm of this name serves `kind`, or it has no such parameters.
+
+    Does not check whether the algorithm fits a number of ranks.
+    """
     name, given = parse(algorithm)
     see_serves(kind, name)
     _refuse_unknown(name, given)
@@ -67,9 +71,19 @@ def see_named(kind: str, algorithm: str) -> None:
 
 
 def build(kind: str, algorithm: str, p: int, root: int = 0, **parameters: Any) -> Schedule:
-    """The schedule of `algorithm` for `kind` over p ranks. Parameters may be written in the name or given by keyword;
-    `root` counts in broadcast and reduce only. ValueError with the reason and the choices for an unknown name or
-    parameter, a kind that it does not serve, or a p that does not fit."""
+    """Build the schedule of an algorithm.
+
+    Args:
+        kind: The collective, such as "allreduce".
+        algorithm: The name, with or without parameters.
+        p: The number of ranks.
+        root: The root; used in broadcast and reduce only.
+        parameters: Parameters that are not written in `algorithm`.
+
+    Raises:
+        ValueError: The name or a parameter is unknown, or the algorithm does not serve `kind` or does not fit p. The
+            error gives the reason and the choices.
+    """
     name, written = parse(algorithm)
     see_serves(kind, name)
     given = {**parameters, **written}
@@ -82,7 +96,7 @@ def build(kind: str, algorithm: str, p: int, root: int = 0, **parameters: Any) -
 
 
 def _composed(kind: str, name: str, p: int) -> dict[str, Any]:
-    """The parts of an algorithm that are another's."""
+    """Return the arguments of an algorithm's build() that are parts of other algorithms."""
     if name == "multi_ring":
         return {"single": ring.build(kind, p)}
     if name == "halving_doubling":
@@ -93,7 +107,7 @@ def _composed(kind: str, name: str, p: int) -> dict[str, Any]:
 
 
 def serves(kind: str, algorithm: str, p: int, **parameters: Any) -> str | None:
-    """None where `build` would succeed, else its sentence."""
+    """Return None if `build` would succeed, and otherwise the text of its error."""
     try:
         build(kind, algorithm, p, **parameters)
     except ValueError as refusal:

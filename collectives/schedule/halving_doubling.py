@@ -1,20 +1,21 @@
-"""Halving and doubling: bytes as few as the ring's in few steps; also Rabenseifner's algorithm.
+"""Halving and doubling, also called Rabenseifner's algorithm: as few bytes as the ring, in few steps.
 
 Source: Rabenseifner, "Optimization of collective reduction operations" (2004); Thakur, Rabenseifner and Gropp,
-"Optimization of collective communication operations in MPICH" (2005). Here for other p than 2^m too without a fold,
-by the exchange of `bcube` over digits of unlike sizes.
+"Optimization of collective communication operations in MPICH" (2005). Other p than 2^m are served too, and mostly
+without a fold, by the exchange of `bcube` over digits of different sizes.
 
-Steps: the digits of a rank are those to the prime factors of p. The reduce-scatter takes one digit after the other: the
-ranks that differ in it only split what they hold among themselves (in halves where the factor is 2), the nearest ranks
-first; the allgather goes the same way back. Where p has a prime factor above 7, which would make for many messages, the
-ranks are first folded to the next number below that has none, as in `recursive_doubling`.
+Steps: a rank is written as a number whose digits have the prime factors of p as their radices. The reduce-scatter takes
+one digit after the other: the ranks that differ in this digit only split the chunks that they hold among themselves (in
+halves if the factor is 2). The nearest ranks come first. The allgather goes the same way back. A prime factor above 7
+would cost many messages; then the ranks are first folded to the next smaller number that has no such factor, as in
+`recursive_doubling`.
 
-p = 4, (partner, chunks) that rank 0 sends:  (1,2-3) (2,1) | (2,0) (1,0-1)
+p = 4, the (partner, chunks) that rank 0 sends:  (1,2-3) (2,1) | (2,0) (1,0-1)
 p = 6, the same:  (1,3-5) | (2,1) (4,2) || (2,0) (4,0) | (1,0-2)
 
 Cost, with q the number of ranks after the fold and s the sum of (factor - 1) over its prime factors (m for q = 2^m):
-2s alpha + 2(q-1)/q n beta + (q-1)/q n gamma; with a fold 2 alpha + 2 n beta + n gamma more. reduce_scatter and
-allgather cost half of alpha and beta.
+2s alpha + 2(q-1)/q n beta + (q-1)/q n gamma; a fold adds 2 alpha + 2 n beta + n gamma. reduce_scatter and allgather
+cost half of alpha and beta.
 Limits: allreduce any p, the others p without a prime factor above 7. Memory: (f-1)/f of a vector, f the first factor.
 """
 
@@ -29,7 +30,7 @@ PRIMES = (2, 3, 5, 7)
 
 
 def factors(p: int) -> tuple[int, ...]:
-    """The prime factors of p up to 7, ascending; their product is p where it has no other."""
+    """Return the prime factors of p up to 7, in ascending order."""
     found = []
     for prime in PRIMES:
         while p % prime == 0:
@@ -39,7 +40,7 @@ def factors(p: int) -> tuple[int, ...]:
 
 
 def core(p: int) -> int:
-    """The largest number up to p that has no prime factor above 7."""
+    """Return the largest number up to p that has no prime factor above 7."""
     rest = p
     for factor in factors(p):
         rest //= factor
@@ -47,8 +48,10 @@ def core(p: int) -> int:
 
 
 def build(kind: str, p: int, exchange: Callable[[str, tuple[int, ...], int, str], Schedule]) -> Schedule:
-    """allreduce over any p; reduce_scatter and allgather over p without a prime factor above 7. `exchange` is that of
-    `bcube` over digits."""
+    """Build allreduce over any p; reduce_scatter or allgather over p without a prime factor above 7.
+
+    `exchange` is `bcube.over`.
+    """
     chunks = core(p)
     if kind != "allreduce" and p != chunks:
         raise ValueError(f"halving_doubling serves {kind} on p without a prime factor above 7, not on {p}: choose ring")

@@ -1,19 +1,20 @@
-"""Hierarchical: sum inside each node, then each rank takes its slice between nodes, then gather inside.
+"""Hierarchical: sum inside each node, then sum each rank's slice between nodes, then gather inside each node.
 
-Source: the two-level scheme of MPI libraries, with every rank of a node at work between nodes rather than one leader.
+Source: the two-level scheme of MPI libraries, except that all ranks of a node communicate between nodes, and not only
+one leader.
 
-Steps, ranks numbered node by node, `local` ranks a node: (1) reduce-scatter inside the node by `direct`, after which
-local rank i holds slice i of the node's sum; (2) the allreduce `between` of slice i among the i-th ranks of all
-nodes; (3) allgather inside the node by `direct`. Each lane of `between` becomes a lane, whose chunks are `local`
-slices of its chunks.
+Steps, with ranks numbered node by node and `local` ranks on each node: (1) a reduce-scatter inside the node by
+`direct`, after which local rank i holds slice i of the node's sum; (2) the allreduce `between` of slice i among the
+i-th ranks of all nodes; (3) an allgather inside the node by `direct`. Each lane of `between` with c chunks becomes a
+lane of `local` slices of c chunks each.
 
-p = 4, local = 2, between ring; slices of 2 chunks; (partner, chunks) that rank 0 sends:
+p = 4, local = 2, between ring, so slices of 2 chunks; the (partner, chunks) that rank 0 sends:
 
     (1,2-3) | (2,1) (2,0) | (1,0-1)
 
 Cost: inside, with the node's own alpha and beta, 2(l-1) alpha + 2(l-1)/l n beta + (l-1)/l n gamma, l = local;
-between, the chosen algorithm's over p/l ranks and n/l bytes.
-Limits: `local` divides p; ranks of a node are neighbours. Memory: (l-1)/l n, or what `between` needs.
+between, the cost of the chosen algorithm over p/l ranks and n/l bytes.
+Limits: `local` divides p, and the ranks of a node have adjacent numbers. Memory: (l-1)/l n, or what `between` needs.
 """
 
 from __future__ import annotations
@@ -26,8 +27,15 @@ KINDS = ("allreduce",)
 
 
 def build(kind: str, p: int, local: int, between: Schedule, inside: tuple[Schedule, Schedule]) -> Schedule:
-    """allreduce over nodes of `local` ranks; `between` is the allreduce among the p/local ranks of one slice, `inside`
-    the reduce-scatter and the allgather of a node."""
+    """Build an allreduce over nodes of `local` ranks.
+
+    Args:
+        kind: "allreduce".
+        p: The number of ranks.
+        local: The number of ranks on each node.
+        between: The allreduce among the p/local ranks that hold the same slice.
+        inside: The reduce-scatter and the allgather among the ranks of a node.
+    """
     if local < 1 or p % local or between.p != p // local:
         raise ValueError(
             f"hierarchical(local={local}) with {between} between the nodes does not fit {p} ranks: every node must "

@@ -2,21 +2,21 @@
 
     schedule  p ranks, a kind (allreduce, ...), and lanes.
     lane      an equal share of the vector, cut into chunks, and a sequence of steps. Lanes touch different elements,
-              so they may run beside each other.
-    step      a set of rounds that do not depend on each other: all may be in flight at once. The next step of the lane
-              starts, on a rank, when that rank has finished all rounds of this one. What a step sends is what the
-              chunks held when the step began.
+              so they may run at the same time.
+    step      a set of rounds that do not depend on each other: all may be in flight at once. A rank starts the next
+              step of the lane when it has finished all rounds of this one. A step sends the values that the chunks
+              held when the step began.
     round     a rank sends one interval of chunks to at most one partner, and receives one interval of chunks from at
-              most one partner, to add to its own or to copy over it. Round i of step s of lane l on the sender is
-              round i of step s of lane l on the receiver.
+              most one partner, either to add it to its own or to overwrite its own. Round i of step s of lane l on the
+              sender is round i of step s of lane l on the receiver.
 
-The steps of a lane are a function of the rank in plain arithmetic. The same text takes an int (an executor wants the
-few rounds of one rank) and `numpy.arange(p)` (proof and simulator want all ranks at once).
+The steps of a lane are computed from the rank by plain arithmetic. The same code takes an int (an executor needs the
+few rounds of one rank) or `numpy.arange(p)` (proof and simulator need all ranks at once).
 
-In every kind but alltoall sender and receiver name the same chunks. In alltoall the sender names blocks of its input
-and the receiver blocks of its output, and the block that a rank keeps is no message.
+The sender and the receiver of a round name the same chunks, except in alltoall: there the sender names blocks of its
+input and the receiver blocks of its output. The block that a rank keeps for itself is not a message.
 
-Ranks are counted from the root in broadcast and reduce, and `Schedule.steps` turns them into real ones.
+Stages of broadcast and reduce count ranks from the root; `Schedule.steps` turns these numbers into real ranks.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 KINDS = ("allreduce", "reduce_scatter", "allgather", "broadcast", "reduce", "alltoall")
+# busbw / algbw over p ranks, as nccl-tests defines it in doc/PERFORMANCE.md. The `bytes` of algbw are those of the
+# larger buffer.
 BUS_FACTOR: dict[str, Callable[[int], float]] = {
     "allreduce": lambda p: 2 * (p - 1) / p,
     "reduce_scatter": lambda p: (p - 1) / p,
@@ -40,12 +42,12 @@ BUS_FACTOR: dict[str, Callable[[int], float]] = {
     "broadcast": lambda p: 1.0,
     "reduce": lambda p: 1.0,
 }
-"""busbw / algbw over p ranks, as nccl-tests define it (doc/PERFORMANCE.md there); `bytes` is the larger buffer."""
 NOBODY = -1
-MOST_LANES = 1024  # more make no collective faster
+# more lanes do not make any collective faster
+MOST_LANES = 1024
 
+# an int (one rank), or an int64 array with one entry for each rank (all ranks at once)
 Index: TypeAlias = Any
-"""An int (one rank) or an int64 array with one entry for each rank (all ranks at once)."""
 
 
 class Interval(NamedTuple):
@@ -56,17 +58,24 @@ class Interval(NamedTuple):
 
 
 class Round(NamedTuple):
-    """One exchange. A partner of NOBODY means none, and then its interval has no meaning."""
+    """One exchange: an interval to send and an interval to receive.
+
+    Attributes:
+        send_to: The rank to send to. With NOBODY nothing is sent, and `send` means nothing.
+        send: The chunks to send.
+        receive_from: The rank to receive from. With NOBODY nothing is received, and `receive` means nothing.
+        receive: The chunks to receive.
+        add: True if the values received are added (by the operation of the collective), False if they overwrite.
+    """
 
     send_to: Index
     send: Interval
     receive_from: Index
     receive: Interval
     add: bool
-    """True: what comes in is added (the operation of the collective); False: it replaces what was there."""
 
     def over(self, p: int) -> Round:
-        """Return the round with every field spread over p ranks."""
+        """Return the round with every field as an array over p ranks."""
 
         def spread(field: Index) -> Index:
             return np.broadcast_to(np.asarray(field, dtype=np.int64), (p,))
@@ -82,7 +91,7 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """`count` rounds, each made when asked for, so that a step of p - 1 rounds, for all ranks, takes little memory."""
+    """A step of `count` rounds. Each is made on request, because p - 1 rounds over all p ranks take much memory."""
 
     count: int
     make: Callable[[int], Round]
@@ -99,14 +108,20 @@ class Step:
 
 
 Steps: TypeAlias = Iterator[Step]
+# gives the steps of a rank (an int), or of all ranks (an array)
 Stage: TypeAlias = Callable[[Index], Steps]
-"""From the rank (an int, or all ranks) to the steps it takes."""
 
 
 @dataclass(frozen=True)
 class Lane:
-    """A share of the vector and the steps that serve it. Lanes of one `turn` use the wire together; a lane of turn 1
-    takes each of its steps after the same step of turn 0, and so on: while one is on the wire the other adds."""
+    """A share of the vector, and the steps that reduce or move it.
+
+    Attributes:
+        chunks: The number of chunks of the share.
+        stage: Gives the steps of a rank.
+        turn: Lanes with the same turn use the wire together. Each step of a lane with turn 1 comes after the same step
+            of the lanes with turn 0, and so on, so that one lane adds while another is on the wire.
+    """
 
     chunks: int
     stage: Stage
@@ -114,7 +129,7 @@ class Lane:
 
 
 class RankStep(NamedTuple):
-    """One step as one rank takes it: its number among all steps of the lane, and the rounds in which the rank acts."""
+    """One step of one rank: its number among all steps of the lane, and the rounds in which this rank takes part."""
 
     number: int
     rounds: tuple[Round, ...]
@@ -122,7 +137,7 @@ class RankStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A collective of `kind` over ranks 0 .. p-1; `name` holds the algorithm and its parameters."""
+    """A collective of `kind` over ranks 0 .. p-1. `name` has the algorithm with its parameters."""
 
     kind: str
     name: str
@@ -141,7 +156,7 @@ class Schedule:
         return f"{self.kind} {self.name} p={self.p}{root}"
 
     def steps(self, lane: int, rank: Index) -> Steps:
-        """The steps of `lane` for `rank` (an int, or numpy.arange(p)), with real ranks as partners."""
+        """Return the steps of a lane for a rank (an int, or numpy.arange(p)), with real ranks as partners."""
         stage = self.lanes[lane].stage
         if self.root == 0:
             return stage(rank)
@@ -149,7 +164,7 @@ class Schedule:
         return (step.map(change) for step in stage((rank - self.root) % self.p))
 
     def program(self, rank: int) -> tuple[tuple[RankStep, ...], ...]:
-        """For each lane, the steps in which `rank` acts, all fields ints: what an executor compiles."""
+        """Return for each lane the steps in which a rank takes part, with ints in all fields. Executors compile it."""
         return tuple(tuple(self._acts(lane, int(rank))) for lane in range(len(self.lanes)))
 
     def _acts(self, lane: int, rank: int) -> Iterator[RankStep]:
@@ -159,8 +174,10 @@ class Schedule:
                 yield RankStep(index, rounds)
 
     def offsets(self, n: int, lane: int) -> NDArray[np.int64]:
-        """Return where the chunks of `lane` begin in a vector of n elements: chunks + 1 numbers, from the lane's first
-        to one past its last. Chunks may be empty."""
+        """Return the element at which each chunk of a lane begins in a vector of n elements, and the end of the last.
+
+        These are chunks + 1 numbers. Chunks may be empty.
+        """
         chunks = np.arange(self.lanes[lane].chunks + 1, dtype=np.int64)
         first, last = cut(n, len(self.lanes), lane), cut(n, len(self.lanes), lane + 1)
         offsets: NDArray[np.int64] = first + cut(last - first, len(chunks) - 1, chunks)
@@ -168,7 +185,11 @@ class Schedule:
 
 
 def parse(algorithm: str) -> tuple[str, dict[str, Any]]:
-    """("bcube", {"n": 3, "k": 2}) from "bcube(n=3,k=2)"; ValueError where it is not so written."""
+    """Split "bcube(n=3,k=2)" into ("bcube", {"n": 3, "k": 2}).
+
+    Raises:
+        ValueError: The text is not written like this.
+    """
     match = re.fullmatch(r"(\w+)(?:\(((?:\w+=\w+[,\s]*)*)\))?", algorithm.strip())
     if not match:
         raise ValueError(f"algorithm {algorithm!r} is not written as name or name(parameter=value, ...)")
@@ -178,21 +199,27 @@ def parse(algorithm: str) -> tuple[str, dict[str, Any]]:
 
 
 def extent(offsets: NDArray[np.int64], interval: Interval) -> tuple[int, int]:
-    """First element of an interval of one rank, and one past its last; `offsets` as from `Schedule.offsets`."""
+    """Return the elements [first, stop) of an interval of one rank. `offsets` comes from `Schedule.offsets`."""
     return int(offsets[interval.start]), int(offsets[interval.stop])
 
 
 def overlap(extent: tuple[int, int], others: Iterable[tuple[int, int]]) -> bool:
-    """Return whether elements [start, stop) share one with any of the others."""
+    """True if the elements [start, stop) overlap any of the others."""
     return any(max(extent[0], start) < min(extent[1], stop) for start, stop in others)
 
 
 def in_rank_order(rank: int, terms: Iterable[int]) -> list[tuple[int, int]]:
-    """Additions (to, of) that leave with `rank` the sum of its own vector and those of other ranks in `terms`, as if
-    added from the lowest rank up.
+    """Order the additions on `rank` so that the sum has the same bits as if ranks were added from the lowest up.
 
-    So the bits of an element do not depend on who owns it. x + y is y + x bit by bit; where several come before
-    `rank`, they are added to each other first.
+    So the bits of an element do not depend on the rank that sums it. The vectors of lower ranks are added to each
+    other first, and then to that of `rank`; this is allowed because x + y has the same bits as y + x.
+
+    Args:
+        rank: The rank that sums; its own vector is part of the sum.
+        terms: The other ranks whose vectors are summed.
+
+    Returns:
+        Pairs (to, of) of ranks, in order: add the vector of rank `of` to that of rank `to`. The sum ends up in `rank`.
     """
     first, *before = sorted(term for term in terms if term < rank) or [rank]
     own = [] if first == rank else [(rank, first)]
@@ -200,35 +227,45 @@ def in_rank_order(rank: int, terms: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def cut(n: int, parts: int, part: Index) -> Index:
-    """First element of `part` when n elements are cut into `parts` parts whose sizes differ by one at most, the larger
-    first; `part == parts` gives n. Rank r's block in reduce_scatter and allgather is [cut(n,p,r), cut(n,p,r+1))."""
+    """Return the first element of a part when n elements are cut into `parts` parts; `part == parts` gives n.
+
+    Sizes differ by one at most, larger parts first. Rank r's block in reduce_scatter and allgather is
+    [cut(n,p,r), cut(n,p,r+1)).
+    """
     size, larger = divmod(n, parts)
     return part * size + where(part < larger, part, larger)
 
 
 def where(condition: Index, a: Index, b: Index) -> Index:
-    """`a if condition else b`, for ints and for arrays."""
+    """Return `a if condition else b`, element by element if the condition is an array."""
     return np.where(condition, a, b) if isinstance(condition, np.ndarray) else a if condition else b
 
 
 def one(index: Index, count: Index = 1) -> Interval:
-    """`count` chunks from chunk `index` on."""
+    """Return the interval of `count` chunks that begins with chunk `index`."""
     return Interval(index, index + count)
 
 
 def single(round_: Round) -> Step:
-    """A step of one round."""
+    """Return a step of one round."""
     return Step(1, lambda _: round_)
 
 
 def series(*stages: Stage) -> Stage:
-    """One stage after another: allreduce = series(reduce-scatter, allgather)."""
+    """Join stages, one after the other, such as reduce-scatter and allgather into allreduce."""
     return lambda rank: chain.from_iterable(stage(rank) for stage in stages)
 
 
 def within(stage: Stage, member: Index, name: Callable[[Index], Index], size: int = 1, first: Index = 0) -> Steps:
-    """The steps of a group's stage as steps of the whole: `member` is the number that the rank has in its group and
-    `name` gives back a member's rank; each chunk of the group is `size` chunks of the whole, from `first` on."""
+    """Run a stage within a group of ranks: return its steps with the ranks and chunks of the whole schedule.
+
+    Args:
+        stage: A stage over the members of the group, numbered from 0.
+        member: The number of this rank within its group.
+        name: Gives the rank of a member.
+        size: Chunks of the whole schedule for each chunk of the stage.
+        first: The chunk of the whole schedule at which chunk 0 of the stage begins.
+    """
 
     def interval(part: Interval) -> Interval:
         return Interval(first + part.start * size, first + part.stop * size)
@@ -241,11 +278,22 @@ def within(stage: Stage, member: Index, name: Callable[[Index], Index], size: in
 
 
 def folded(stage: Stage, p: int, q: int, chunks: int) -> Stage:
-    """An allreduce over p ranks from `stage`, which is one over q <= p <= 2q ranks, in a lane of so many chunks."""
+    """Make an allreduce over p ranks of one over q ranks, where q <= p <= 2q.
+
+    The first 2(p - q) ranks form pairs. The even rank of a pair gives its vector to the odd one before the stage, and
+    gets the result after it.
+
+    Args:
+        stage: The allreduce over q ranks.
+        p: The number of ranks.
+        q: The number of ranks that take part in `stage`.
+        chunks: The number of chunks of the lane.
+    """
     return partial(_fold, stage, p - q, Interval(0, chunks)) if p > q else stage
 
 
 def _fold(stage: Stage, extra: int, whole: Interval, rank: Index) -> Steps:
+    # Among the paired ranks, the even ones retire during the stage, and the odd ones take part for both.
     paired = rank < 2 * extra
     retired, active = paired & (rank % 2 == 0), paired & (rank % 2 == 1)
     to_active, to_retired = where(retired, rank + 1, NOBODY), where(active, rank - 1, NOBODY)
@@ -262,7 +310,7 @@ def _standing_by(retired: Index, r: Round) -> Round:
 
 
 def _renamed(name: Callable[[Index], Index], r: Round) -> Round:
-    """Return the round between other ranks; NOBODY stays nobody."""
+    """Replace the partners of a round by `name` of them. NOBODY stays NOBODY."""
     return r._replace(
         send_to=where(r.send_to == NOBODY, NOBODY, name(r.send_to)),
         receive_from=where(r.receive_from == NOBODY, NOBODY, name(r.receive_from)),

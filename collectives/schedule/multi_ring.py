@@ -2,16 +2,16 @@
 
 Source: MXNET-MPI paper, section 6.3.2 and figure 9.
 
-Steps: each of the r lanes is a `ring` over 1/r of the vector. Step s of lane l+1 takes the wire after step s of lane l,
-and lane l adds meanwhile; a single ring must wait for its own sum before it can send it on.
+Steps: each of the r lanes is a `ring` over 1/r of the vector. Step s of lane l+1 uses the wire after step s of lane l,
+and lane l adds meanwhile. A single ring leaves the wire idle while it adds, because it must send the sum on.
 
-p = 3, r = 2, time to the right (a, b the lanes' messages, A, B their sums):
+p = 3, r = 2; time goes to the right; a and b are messages of the two lanes, A and B their sums:
 
     wire:  a0 b0 a1 b1 a2 b2 a3 b3        a0, a1: reduce-scatter; a2, a3: allgather
     sums:     A0 B0 A1 B1
 
-Cost, with the message w = alpha + n/(rp) beta and the sum g = n/(rp) gamma of one step of a lane: where g <= w, all
-sums hide behind other rings' messages and 2(p-1) r w is left; else the sums bound it:
+Cost, where a step of a lane takes w = alpha + n/(rp) beta for its message and g = n/(rp) gamma for its sum: if g <= w,
+all sums are hidden behind messages of other rings, and the cost is 2(p-1) r w. Otherwise the sums dominate, and it is
 (p-1) r g + ((p-2) r + 2) w.
 Limits: any p, 1 <= r <= MOST_LANES. Memory: one chunk, n/(r p), for each lane.
 """
@@ -26,7 +26,7 @@ KINDS = ("allreduce",)
 
 
 def build(kind: str, p: int, single: Schedule, rings: int = 2) -> Schedule:
-    """allreduce over `rings` rings of p ranks, in turn; `single` is the ring's schedule."""
+    """Build an allreduce over `rings` rings of p ranks that take turns. `single` is the schedule of one ring."""
     if not 1 <= rings <= MOST_LANES:
         raise ValueError(f"multi_ring needs 1 to {MOST_LANES} rings, not {rings}")
     lanes = tuple(replace(single.lanes[0], turn=turn) for turn in range(rings))

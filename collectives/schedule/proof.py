@@ -1,21 +1,21 @@
-"""Proves a schedule before it runs, and names the fault: an unmatched message, a race, a lost or doubled summand.
+"""Proves a schedule without running it, or names the fault: an unmatched message, a race, a lost or doubled summand.
 
-Tests prove every schedule of the catalogue; a call does not. `check` runs the schedule symbolically: in place of
-numbers every chunk of every rank holds the set of ranks whose contributions are in it. It raises ScheduleError, naming
-lane, step, round, rank and chunk, at the first
+Tests prove every schedule of the catalogue; calls do not check theirs. `check` executes the schedule symbolically:
+instead of numbers, every chunk of every rank holds the set of ranks whose contributions are in it. It raises
+ScheduleError, with lane, step, round, rank and chunk, at the first
 
-- message without its counterpart: partners that do not name each other, intervals that differ, or that leave the lane;
-- race: a chunk that is copied over while another round of the same step sends, adds to or copies over it too;
-- contribution that is added a second time, lost under a copy, or sent by a rank that holds nothing yet;
-- rank that at the end lacks what the kind promises.
+- message without a counterpart: partners that do not name each other, intervals that differ or lie outside the lane;
+- race: a chunk that one round overwrites while another round of the same step sends, adds to or overwrites it;
+- contribution that is added twice, lost by an overwrite, or sent by a rank that holds nothing yet;
+- rank that ends without a result that the kind promises.
 
-No deadlock follows from the first point: every round has both its ends at the same place (lane, step, round) of the two
-ranks' programs, and all rounds of a step are in flight together. Take the unfinished step with the least number: both
-ends of each of its rounds are posted, so it finishes.
+The first point implies that there is no deadlock. Every round has both its ends at the same place (lane, step, round)
+of the two ranks' programs, and all rounds of a step are in flight together. Take the unfinished step with the lowest
+number: both ends of each of its rounds are posted, so it finishes.
 
-A set is a bit mask of 64 ranks. Beyond 64 ranks the sets are first replaced by sums modulo 2^64 of one random number a
-rank: a sum that is right by chance has a probability of about 2^-63. Only when a sum is wrong do the masks run, 64
-ranks at a time, to name the fault.
+A set is a bit mask of 64 ranks. For more than 64 ranks, the sets are first replaced by sums modulo 2^64 of one random
+number for each rank: the probability that a wrong sum looks right is about 2^-63. Only if a sum is wrong, the masks
+run, 64 ranks at a time, to name the fault.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GROUP = 64
 
 
 class ScheduleError(ValueError):
-    """A schedule that does not do what its kind promises; the text says where."""
+    """Raised for a schedule that breaks the promise of its kind. The text says where."""
 
 
 class _Place(NamedTuple):
@@ -48,7 +48,11 @@ class _Place(NamedTuple):
 
 
 def check(schedule: Schedule) -> None:
-    """Raise ScheduleError unless `schedule` keeps the promise of its kind. Time and memory grow as p x chunks."""
+    """Prove that a schedule keeps the promise of its kind. Memory grows with p x chunks.
+
+    Raises:
+        ScheduleError: It does not.
+    """
     if schedule.kind in ("reduce_scatter", "allgather", "alltoall"):
         chunks = tuple(lane.chunks for lane in schedule.lanes)
         if chunks != (schedule.p,):
@@ -63,7 +67,7 @@ def check(schedule: Schedule) -> None:
 
 
 def _run_masks(schedule: Schedule, lane: int, first: int) -> None:
-    """Follow the contributions of ranks first .. first+63 exactly."""
+    """Execute a lane with sets: follow the contributions of ranks first .. first+63 exactly."""
     ranks = np.arange(schedule.p)
     inside = (ranks >= first) & (ranks < first + GROUP)
     weight = np.where(inside, np.uint64(1) << ((ranks - first) % GROUP).astype(np.uint64), np.uint64(0))
@@ -86,7 +90,7 @@ def _run_masks(schedule: Schedule, lane: int, first: int) -> None:
 
 
 def _run_sums(schedule: Schedule, lane: int) -> None:
-    """Follow random sums; on a wrong one let the masks say where."""
+    """Execute a lane with random sums. If a sum is wrong, run the masks to find the fault."""
     weight = np.random.default_rng(0).integers(0, 2**64, schedule.p, dtype=np.uint64)
     state, goal = _initial(schedule, lane, weight), _final(schedule, lane, weight, weight.sum(dtype=np.uint64))
     for _, r, have, come, cells in _walk(schedule, lane, state):
@@ -99,7 +103,7 @@ def _run_sums(schedule: Schedule, lane: int) -> None:
 
 
 def _run_alltoall(schedule: Schedule, lane: int) -> None:
-    """Block d of rank r's input must become block r of rank d's output, each once."""
+    """Check that block d of rank r's input becomes block r of rank d's output, exactly once."""
     p = schedule.p
     came = np.eye(p, dtype=bool)
     for step_index, step in enumerate(schedule.steps(lane, np.arange(p))):
@@ -130,7 +134,7 @@ def _initial(schedule: Schedule, lane: int, weight: Masks) -> Masks:
 
 
 def _final(schedule: Schedule, lane: int, weight: Masks, total: np.uint64) -> list[tuple[int, int, Masks | np.uint64]]:
-    """For each rank the chunks [begin, end) that are promised to it, and what they must hold."""
+    """Return for each rank the chunks [begin, end) that the kind promises to it, and the values they must hold."""
     p, chunks, root = schedule.p, schedule.lanes[lane].chunks, schedule.root
     if schedule.kind == "allreduce":
         return [(0, chunks, total)] * p
@@ -170,12 +174,20 @@ def _members(mask: np.uint64, first: int) -> list[int]:
 
 
 class _Cells:
-    """The chunks `part` of every rank in `rows`, as a two-dimensional block of state; all intervals have one length.
-    Where they lie on multiples of the length, whole blocks are moved at once."""
+    """An interval of chunks of each of several ranks, all of the same length, as a two-dimensional part of the state.
+
+    Args:
+        state: One row for each rank, one column for each chunk.
+        rows: The ranks.
+        start: The first chunk of each rank's interval.
+        length: The number of chunks of each interval.
+    """
 
     def __init__(self, state: Masks, rows: Array, start: Array, length: int):
-        self.rows, self.start = rows, start
+        self.rows = rows
+        self.start = start
         chunks = state.shape[1]
+        # If all intervals begin at multiples of their length, numpy can index whole intervals, which is faster.
         if chunks % length == 0 and not (start % length).any():
             self.view: NDArray[Any] = state.reshape(-1, length)
             self.index: NDArray[Any] = rows * (chunks // length) + start // length
@@ -190,19 +202,23 @@ class _Cells:
         self.view[self.index] = values
 
     def first(self, wrong: NDArray[np.bool_]) -> tuple[int, int]:
-        """Rank and chunk of the first wrong cell."""
+        """Return the rank and the chunk of the first wrong cell."""
         row, column = np.argwhere(wrong)[0]
         return int(self.rows[row]), int(self.start[row] + column)
 
 
 def _walk(schedule: Schedule, lane: int, state: Masks) -> Iterator[tuple[_Place, Round, Masks, Masks, _Cells]]:
-    """Round by round, and length by length: what the receivers have, what comes in, and where to put the outcome."""
+    """Yield the messages of a lane in order, those of one round and one length together.
+
+    Each item is (place, round, values that the receivers hold, values that they receive, cells to put the result in).
+    """
     p, chunks = state.shape
     for step_index, step in enumerate(schedule.steps(lane, np.arange(p))):
         rounds = [_matched(_Place(schedule, lane, step_index, i), r.over(p)) for i, r in enumerate(step)]
         _no_race(schedule, lane, step_index, rounds, chunks)
         moves = []
-        for index, r in enumerate(rounds):  # all sends are read before anything is written
+        # A step sends the values from before the step: so all sends are read here, before the caller writes anything.
+        for index, r in enumerate(rounds):
             place = _Place(schedule, lane, step_index, index)
             receivers = np.flatnonzero(r.receive_from != NOBODY)
             lengths = (r.receive.stop - r.receive.start)[receivers]
@@ -216,7 +232,7 @@ def _walk(schedule: Schedule, lane: int, state: Masks) -> Iterator[tuple[_Place,
 
 
 def _matched(place: _Place, r: Round) -> Round:
-    """The round, after proof that each message has both its ends, inside the lane."""
+    """Check that each message of a round has a sender and a receiver that agree, then return the round."""
     _ends(place, "sends", "to", r.send_to, r.send, r.receive_from)
     _ends(place, "receives", "from", r.receive_from, r.receive, r.send_to)
     rank = np.flatnonzero(r.receive_from != NOBODY)
@@ -232,7 +248,16 @@ def _matched(place: _Place, r: Round) -> Round:
 
 
 def _ends(place: _Place, verb: str, word: str, partner: Array, part: Interval, back: Array) -> None:
-    """Partners exist and name each other; intervals lie in the lane and are not empty."""
+    """Check one side of a round: partners exist and name each other; intervals lie in the lane and are not empty.
+
+    Args:
+        place: The round.
+        verb: "sends" or "receives", for the error.
+        word: "to" or "from", for the error.
+        partner: The partner of each rank.
+        part: The interval of each rank.
+        back: The partner of each rank on the other side of the round, which must name it back.
+    """
     chunks = place.schedule.lanes[place.lane].chunks
     rank = np.flatnonzero(partner != NOBODY)
     other, start, stop = partner[rank], part.start[rank], part.stop[rank]
@@ -252,9 +277,11 @@ def _ends(place: _Place, verb: str, word: str, partner: Array, part: Interval, b
 
 
 def _no_race(schedule: Schedule, lane: int, step: int, rounds: list[Round], chunks: int) -> None:
-    """Nothing else may touch, in the same step, the chunks that a round copies over. Each (rank, chunk) is one place
-    on a line, so that all ranks' intervals are sorted together: the copies that begin before an interval's end are
-    those that end before its begin, unless one overlaps it."""
+    """Check that no round of a step touches chunks that another round of the step overwrites.
+
+    Each (rank, chunk) is a point on one line, so that the intervals of all ranks can be sorted together. An interval is
+    overlapped if more overwrites begin before its end than end before its begin.
+    """
     line = np.arange(schedule.p) * (chunks + 1)
 
     def along(r: Round, part: Interval, partner: Array) -> tuple[Array, Array]:

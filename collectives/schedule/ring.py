@@ -1,13 +1,13 @@
-"""Ring, also called the bucket algorithm: each rank passes chunks to the right; fewest bytes, most steps.
+"""Ring, also called the bucket algorithm: each rank passes chunks to its right. Fewest bytes, most steps.
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009); MXNET-MPI
 paper, section 6.2.
 
-Steps: p chunks, everybody sends to the right and receives from the left. In step s of the reduce-scatter (s = 0..p-2)
-rank r sends chunk r-s-1 and adds chunk r-s-2, both mod p, so that after the last step it holds all of chunk r. In step
-s of the allgather it sends chunk r-s and copies chunk r-s-1.
+Steps: there are p chunks; every rank sends to its right and receives from its left. In step s of the reduce-scatter
+(s = 0..p-2) rank r sends chunk r-s-1 and adds to chunk r-s-2, both mod p, so that after the last step its chunk r has
+the whole sum. In step s of the allgather it sends chunk r-s and overwrites chunk r-s-1.
 
-p = 3, chunk that is sent in each step:
+p = 3, the chunk sent in each step:
 
     rank 0:  2  1 |  0  2
     rank 1:  0  2 |  1  0
@@ -18,7 +18,7 @@ reduce-scatter and then a binomial gather.
 
 Cost, allreduce: 2(p-1) alpha + 2(p-1)/p n beta + (p-1)/p n gamma; each half of it costs half the alpha and beta.
 broadcast, m = ceil(log2 p): (m + p-1) alpha + 2(p-1)/p n beta; reduce the same + (p-1)/p n gamma.
-Limits: any p. Memory: one chunk, n/p, to receive what is to be added.
+Limits: any p. Memory: one chunk, n/p, to receive a chunk before it is added.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from mpips.collectives.schedule.model import Index, Lane, Round, Schedule, Stage
 
 
 def reduce_scatter(p: int, rank: Index) -> Steps:
-    """Chunk r is complete on rank r."""
+    """Sum the vectors: chunk r of the sum ends up on rank r."""
     for s in range(p - 1):
         yield single(_shift(p, rank, send=(rank - s - 1) % p, receive=(rank - s - 2) % p, add=True))
 
 
 def allgather(p: int, rank: Index) -> Steps:
-    """Chunk r goes from rank r to everybody."""
+    """Send chunk r of rank r to all ranks."""
     for s in range(p - 1):
         yield single(_shift(p, rank, send=(rank - s) % p, receive=(rank - s - 1) % p, add=False))
 
@@ -49,8 +49,10 @@ KINDS = ("reduce_scatter", "allgather", "allreduce", "broadcast", "reduce")
 
 
 def build(kind: str, p: int, root: int = 0, tree: Callable[[int, Index], Steps] | None = None) -> Schedule:
-    """allreduce, reduce_scatter or allgather over a ring of p ranks; broadcast with the `tree` that scatters before it,
-    reduce with the one that gathers after it."""
+    """Build any of `KINDS` over a ring of p ranks.
+
+    `tree` is needed for broadcast, which begins with its scatter, and for reduce, which ends with its gather.
+    """
     stages: list[Stage] = []
     if kind == "broadcast" and tree:
         stages = [partial(tree, p)]

@@ -1,1 +1,1 @@
-"""The time of an algorithm on a network: by formula, by clocks of all ranks, by flows on shared links."""
+"""Predicts the time of an algorithm on a network: `cost` by formula, `simulate` by clocks of all ranks."""

@@ -1,4 +1,4 @@
-"""`mpips sim`: how long a collective would take on a network that one does not have."""
+"""`mpips sim`: predicts the time of a collective on a network that need not exist."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ from mpips.collectives.terminal import (
 )
 
 TIME = Seconds(zero=True)
-MOST_RANKS = 1 << 20  # whose clocks and links fit into memory
-MANY = 2048  # ranks from which a run may take long enough for a progress bar
+# With more ranks, clocks and links might not fit into memory.
+MOST_RANKS = 1 << 20
+# From this number of ranks on, a simulation may take long enough for a progress bar.
+MANY = 2048
 
 
 @click.command(cls=Interruptible)
@@ -167,7 +169,8 @@ def _figure5(nbytes: int, rate: float, json_path: Path | None, plot_path: Path |
     )
     for title in ("simulated", "paper's text", "over BML on BCube"):
         table.add_column(title, justify="right")
-    best = {row.ranks: row.seconds for row, _ in rows}  # the last of each size is BML on BCube
+    # The last row of each size is BML on BCube, and overwrites the others.
+    best = {row.ranks: row.seconds for row, _ in rows}
     for row, said in rows:
         name = {"direct": "parameter server"}.get(row.algorithm, "BML")
         ratio = f"{row.seconds / best[row.ranks]:.2f}"

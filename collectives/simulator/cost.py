@@ -1,11 +1,11 @@
-"""Predict how long each algorithm takes by a formula: the alpha-beta-gamma model, and its fit.
+"""Predicts the time of each algorithm by a formula: the alpha-beta-gamma model, and the fit of alpha and beta.
 
-A message of b bytes takes alpha + b beta, adding b bytes takes b gamma. A rank sends and receives at the same time
-(full duplex), starts the messages of a lane one after the other, and has one wire for all lanes, except in `bcube`,
-whose k lanes have a wire each. `simulate.simulate` gives the same times step by step, on any network; the tests compare
-the two.
+A message of b bytes takes alpha + b beta; to add b bytes takes b gamma. A rank sends and receives at the same time
+(full duplex), and starts the messages of a lane one after the other. It has one wire for all lanes, except in `bcube`,
+where each of the k lanes has its own. `simulate.simulate` computes the same times step by step, on any network; the
+tests compare the two.
 
-`fit` is the project's one fit of alpha and beta: from (bytes, seconds) to a `LinkCost`.
+`fit` computes alpha and beta from measured (bytes, seconds). All parts of the project use it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpips.collectives.schedule.model import parse
 
 
 class LinkCost(NamedTuple):
-    """alpha: seconds a message; beta: seconds a byte."""
+    """The cost of messages on a link: alpha seconds for each message, and beta seconds for each byte."""
 
     alpha: float
     beta: float
@@ -30,7 +30,7 @@ FREE = LinkCost(0.0, 0.0)
 
 
 class Costs(NamedTuple):
-    """The links between nodes (far) and inside a node (near), and gamma: seconds to add a byte."""
+    """The costs of messages between nodes (far) and inside a node (near), and of additions (gamma: seconds a byte)."""
 
     far: LinkCost
     near: LinkCost
@@ -38,10 +38,20 @@ class Costs(NamedTuple):
 
 
 def closed_form(kind: str, algorithm: str, p: int, nbytes: float, costs: Costs, **parameters: Any) -> float:
-    """Return the closed form of `kind` by `algorithm`, written as in the catalogue, of nbytes bytes over p ranks.
+    """Return the seconds of a collective by its formula.
 
-    Each rank is on a node of its own (costs.far), but in hierarchical, whose `local` ranks share one (costs.near).
-    ValueError as `catalog.build`, and where there is none.
+    Each rank is on a node of its own (costs.far). Only in hierarchical, `local` ranks share a node (costs.near).
+
+    Args:
+        kind: The collective, such as "allreduce".
+        algorithm: The name, with or without parameters, as in the catalogue.
+        p: The number of ranks.
+        nbytes: The size of the vector in bytes.
+        costs: The costs of messages and additions.
+        parameters: Parameters that are not written in `algorithm`.
+
+    Raises:
+        ValueError: There is no formula for the algorithm, or its parameters do not fit p.
     """
     name, written = parse(algorithm)
     parameters = {**parameters, **written}
@@ -56,29 +66,34 @@ def closed_form(kind: str, algorithm: str, p: int, nbytes: float, costs: Costs, 
 
 
 def has_form(kind: str, name: str) -> bool:
-    """Return whether the algorithm of this name, without its parameters, has a closed form for `kind`."""
+    """True if there is a formula for the algorithm of this name (without parameters) for `kind`."""
     return (kind, name) in TERMS or (kind == "allreduce" and name in ("multi_ring", "hierarchical"))
 
 
 def fit(points: Sequence[tuple[float, float]]) -> LinkCost:
-    """Return alpha and beta of t = alpha + b beta from measured (bytes, seconds), t > 0.
+    """Fit alpha and beta of t = alpha + b beta to measured (bytes, seconds), with t > 0.
 
-    The sum of the relative errors |model - t| / t is made least, so that 8 bytes count as much as 64 MiB and one bad
-    point counts little; neither number comes out negative.
+    The fit minimizes the sum of the relative errors |model - t| / t. So 8 bytes count as much as 64 MiB, and a single
+    bad point counts little. Neither alpha nor beta is ever negative.
+
+    Raises:
+        ValueError: All measurements are of one size.
     """
     if len({size for size, _ in points}) < 2:
         raise ValueError(f"a fit needs measurements of at least two sizes, but got {sorted(points)}")
     size, time = np.array(points, dtype=np.float64).T
-    design = np.stack([1 / time, size / time], axis=1)  # relative: want design @ (alpha, beta) = 1
+    # Divided by the time, so that errors are relative: the aim is design @ (alpha, beta) = 1.
+    design = np.stack([1 / time, size / time], axis=1)
     weight = np.ones(len(time))
-    for _ in range(50):  # least absolute values by reweighted least squares
+    # Iteratively reweighted least squares, which converges to least absolute errors.
+    for _ in range(50):
         alpha, beta = _not_negative(design * weight[:, None], weight)
         weight = 1 / np.sqrt(np.maximum(np.abs(design @ (alpha, beta) - 1), 1e-6))
     return LinkCost(alpha, beta)
 
 
 def _not_negative(design: np.ndarray, target: np.ndarray) -> tuple[float, float]:
-    """Least squares in two unknowns, each at least 0."""
+    """Solve least squares in two unknowns that must not be negative."""
     both = np.linalg.lstsq(design, target, rcond=None)[0]
     if (both >= 0).all():
         return float(both[0]), float(both[1])
@@ -88,7 +103,7 @@ def _not_negative(design: np.ndarray, target: np.ndarray) -> tuple[float, float]
 
 
 class Terms(NamedTuple):
-    """The counts of alpha, n beta and n gamma in a time; n is the size of the vector in bytes."""
+    """A time as a sum: `alpha` x alpha + `beta` x n beta + `gamma` x n gamma, for a vector of n bytes."""
 
     alpha: float
     beta: float
@@ -98,7 +113,7 @@ class Terms(NamedTuple):
         return Terms(*(mine + theirs for mine, theirs in zip(self, other)))
 
     def seconds(self, nbytes: float, link: LinkCost, gamma: float) -> float:
-        """Return the time for a vector of nbytes bytes."""
+        """Return the time in seconds for a vector of `nbytes` bytes."""
         return self.alpha * link.alpha + nbytes * (self.beta * link.beta + self.gamma * gamma)
 
 
@@ -115,7 +130,7 @@ def _part(p: int) -> float:
 
 
 def _folded(p: int, q: int, terms: Terms) -> Terms:
-    """With the way from p ranks to q and back, where they differ."""
+    """Add the cost of folding p ranks to q ranks and back, if p and q differ."""
     return terms if p == q else terms + Terms(2, 2, 1)
 
 
@@ -138,6 +153,8 @@ def _bcube_one_lane(p: int, n: int = 0, k: int = 0, depth: int = 1) -> Terms:
     return Terms(k * (n - 1), _part(p), _part(p))
 
 
+# (kind, algorithm) -> its terms. Two algorithms are missing: multi_ring, whose time is not a sum of such terms, and
+# hierarchical, which uses two kinds of links.
 TERMS: dict[tuple[str, str], Callable[..., Terms]] = {
     ("allreduce", "ring"): lambda p: Terms(2 * (p - 1), 2 * _part(p), _part(p)),
     ("allreduce", "direct"): lambda p: Terms(2 * (p - 1), 2 * _part(p), _part(p)),
@@ -159,11 +176,10 @@ TERMS: dict[tuple[str, str], Callable[..., Terms]] = {
     ("reduce", "binomial"): lambda p: Terms(_ceil(p), _ceil(p), _ceil(p)),
     ("alltoall", "direct"): lambda p: Terms(p - 1, _part(p), 0),
 }
-"""What is left out: multi_ring, which is no sum of terms, and hierarchical, which uses two kinds of links."""
 
 
 def _multi_ring(p: int, nbytes: float, costs: Costs, rings: int = 2) -> float:
-    """See the head of `schedule.multi_ring`."""
+    # The docstring of schedule.multi_ring explains these formulas.
     chunk = nbytes / (rings * p)
     wire, add = costs.far.alpha + chunk * costs.far.beta, chunk * costs.gamma
     if p == 1:

@@ -1,15 +1,17 @@
-"""Predict how long an algorithm takes on a topology by simulating it, a ring on a fat-tree for one.
+"""Predicts the time of an algorithm on a topology by simulation, for example of a ring on a fat-tree.
 
-The simulation keeps the clocks of all ranks, step by step, vectorised. A message starts when both its ends have reached
-the step it belongs to. Every message costs its two ends alpha, one after the other within a lane. The messages of one
-step, of all lanes of one turn, share the links: one that crosses links l takes the largest (bytes of all messages on l)
-/ (rate of l). Switches never block, links are full duplex, and relays in a BCube pass messages on as they come. Then
-the rank adds what came in, gamma a byte, for all those lanes together; while it does, lanes of the next turn may be on
-the wire. Ranks that share a host reach each other through memory, where each rank has a way in and a way out of rate
-1 / near.beta.
+The simulation advances the clocks of all ranks step by step. A message starts when both its ends have reached the step
+that it belongs to. Every message costs alpha at both its ends, and the messages of a lane pay it one after the other.
+The messages of one step, of all lanes of one turn, share the links: a message takes as long as the slowest link l on
+its way, which takes (bytes of all messages on l) / (rate of l). Switches never block, links are full duplex, and relays
+in a BCube forward messages without delay.
 
-Sharing is exact where the messages of a step start together, as they do in all symmetric algorithms, and otherwise on
-the safe side.
+Then each rank adds the values received in all those lanes, which takes gamma a byte. Meanwhile, lanes of the next turn
+may use the wire. Ranks on the same host reach each other through memory, where each rank has an input and an output
+with a rate of 1 / near.beta.
+
+The sharing is exact if the messages of a step start together, as they do in all symmetric algorithms. Otherwise the
+predicted time is too long rather than too short.
 """
 
 from __future__ import annotations
@@ -29,14 +31,23 @@ from mpips.collectives.schedule.model import NOBODY, Schedule, Step, parse
 from mpips.collectives.simulator.cost import FREE, Costs, LinkCost, closed_form, has_form
 from mpips.collectives.simulator.topology import BCube, FatTree, Topology, star
 
-if TYPE_CHECKING:  # a simulation loads no MPI
+# Imported for types only, because a simulation must run without MPI.
+if TYPE_CHECKING:
     from mpips.collectives.call import Call
     from mpips.collectives.tuner.table import TuningTable
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One simulated collective; times in seconds."""
+    """The simulated time of one collective.
+
+    Attributes:
+        bytes: The size of the vector.
+        seconds: The simulated time.
+        closed_form: The time by formula, in seconds. None if there is no formula, or if it assumes other links than
+            those of the topology.
+        busiest_link_bytes: The bytes over the link that carries most.
+    """
 
     topology: str
     collective: str
@@ -45,15 +56,15 @@ class Prediction:
     bytes: int
     seconds: float
     closed_form: float | None
-    """None where there is none, or where its wires are not those of the topology."""
     busiest_link_bytes: float
 
 
 def schedule_on(network: Topology, kind: str, algorithm: str, per_host: int = 1) -> Schedule:
-    """Return the schedule that suits the network.
+    """Return the schedule of an algorithm, with the parameters that are not given taken from the network.
 
-    `bcube` without parameters takes n and k from a BCube, and slots, edges and pods as the digits of a fat-tree, in one
-    lane, as the host has one NIC (BML paper, section 3.3). `hierarchical` without `local` takes the ranks of each host.
+    `bcube` without parameters takes n and k from a BCube. On a fat-tree it uses the slot, edge and pod of a host as its
+    digits, in one lane, because a host has one NIC (BML paper, section 3.3). `hierarchical` without `local` uses the
+    number of ranks on each host.
     """
     name, written = parse(algorithm)
     p = network.hosts * per_host
@@ -78,11 +89,26 @@ def predict(
     per_host: int = 1,
     progress: Callable[[float], None] | None = None,
 ) -> Prediction:
-    """Simulate one collective; the parameters are those of `simulate`."""
+    """Simulate one collective, and compute its closed form if that applies to the network.
+
+    Args:
+        network: The topology.
+        kind: The collective, such as "allreduce".
+        algorithm: The name of the algorithm, with or without parameters.
+        nbytes: The size of the vector in bytes.
+        alpha: Seconds for a message between hosts.
+        gamma: Seconds to add a byte.
+        near: The cost of a message inside a host.
+        per_host: The number of ranks on each host.
+        progress: Called during the simulation with the share (0 to 1) that is done.
+
+    Raises:
+        ValueError: The algorithm is unknown, or does not fit the collective or the network.
+    """
     schedule = schedule_on(network, kind, algorithm, per_host)
     run = simulate(schedule, network, nbytes, alpha, gamma, near, progress=progress)
     form = None
-    # closed forms give each rank one wire into a network that never blocks, and `bcube` one for each level
+    # The closed forms assume a network that never blocks, and one wire for each rank; bcube's, one wire for each level.
     name = schedule.name.partition("(")[0]
     if isinstance(network, BCube) and network.k > 1:
         fits = schedule.name == f"bcube(n={network.n},k={network.k})" and kind == "allreduce"
@@ -96,9 +122,16 @@ def predict(
 
 
 def figure5(nbytes: int, rate: float) -> list[tuple[Prediction, float]]:
-    """BML paper, figure 5: parameter server (direct) and BML on fat-tree and BCube with 16 and with 1,024 servers. With
-    each prediction what the text says of it, seconds: 2(N-1)/N TF on a fat-tree for both (sections 2 and 3.3), 1/k of
-    that for BML on BCube (3.2), and double BML's for the parameter server on BCube (3.3: "it will double the GST")."""
+    """Simulate figure 5 of the BML paper, and return each prediction with the seconds that the paper's text gives.
+
+    The figure compares the parameter server (`direct`) with BML (`bcube`), on a fat-tree and on a BCube, with 16 and
+    with 1,024 servers. The text gives 2(N-1)/N TF for both on a fat-tree (sections 2 and 3.3), 1/k of that for BML on a
+    BCube (3.2), and twice BML's time for the parameter server on a BCube (3.3: "it will double the GST").
+
+    Args:
+        nbytes: The size of the vector in bytes.
+        rate: Bytes a second of every link.
+    """
     rows = []
     for cube, tree in ((BCube(4, 2, rate), FatTree(4, rate)), (BCube(32, 2, rate), FatTree(16, rate))):
         flat = 2 * (tree.hosts - 1) / tree.hosts * nbytes / rate
@@ -118,14 +151,17 @@ Places = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Run:
-    """The result of a simulation."""
+    """The result of a simulation.
+
+    Attributes:
+        seconds: The time at which the last rank is done.
+        clocks: The time at which each rank is done, in seconds.
+        link_bytes: The bytes over each link of the topology.
+    """
 
     seconds: float
-    """When the last rank is done."""
     clocks: Reals
-    """When each rank is done, seconds."""
     link_bytes: Reals
-    """Bytes over each link of the topology."""
 
 
 def simulate(
@@ -138,11 +174,20 @@ def simulate(
     itemsize: int = 4,
     progress: Callable[[float], None] | None = None,
 ) -> Run:
-    """Run `schedule` over the hosts of `topology`, as many ranks on each as p / hosts gives, numbered host by host.
+    """Simulate a schedule on the hosts of a topology. Each host has p / hosts ranks, numbered host by host.
 
-    The vector has nbytes bytes, in elements of `itemsize`. alpha, in seconds, counts between hosts, near.alpha and
-    near.beta inside; the links' rates are the topology's; gamma in seconds a byte. `progress` is told the share that is
-    done. ValueError where the ranks do not fill the hosts.
+    Args:
+        schedule: The schedule.
+        topology: The network; it gives the rates of the links.
+        nbytes: The size of the vector in bytes.
+        alpha: Seconds for a message between hosts.
+        gamma: Seconds to add a byte.
+        near: The cost of a message inside a host.
+        itemsize: Bytes of an element. Chunks consist of whole elements.
+        progress: Called during the simulation with the share (0 to 1) that is done.
+
+    Raises:
+        ValueError: The number of ranks is not a multiple of the number of hosts.
     """
     if schedule.p % topology.hosts:
         raise ValueError(f"{schedule} does not fill {topology.name}: p must be a multiple of {topology.hosts} hosts")
@@ -162,7 +207,7 @@ def simulate(
 
 @dataclass
 class _LaneClock:
-    """A lane while it runs: where its chunks begin, in bytes, and when each rank may start its next step."""
+    """A lane during the simulation: the byte at which each chunk begins, and the time when each rank is ready."""
 
     index: int
     turn: int
@@ -171,7 +216,7 @@ class _LaneClock:
 
 
 class _Message(NamedTuple):
-    """All messages of one round: rank `source[i]` sends nbytes[i] to rank target[i]."""
+    """All messages of one round: rank source[i] sends nbytes[i] to rank target[i]."""
 
     source: Places
     target: Places
@@ -180,17 +225,24 @@ class _Message(NamedTuple):
 
 
 class _Cluster:
-    """Links, clocks of wires and processors, and the routes between ranks."""
+    """The state of a simulation: links, clocks of wires and processors, and the routes between ranks."""
 
     def __init__(self, schedule: Schedule, topology: Topology, costs: Costs, nbytes: int, itemsize: int):
         p = schedule.p
         self.ranks = np.arange(p)
-        self.topology, self.costs = topology, costs
+        self.topology = topology
+        self.costs = costs
+        # ranks on each host
         self.share = p // topology.hosts
+        # Links: those of the topology, then for each rank an output to memory, then for each rank an input from memory.
         memory = np.full(2 * p, 1 / costs.near.beta if costs.near.beta else np.inf)
         self.rates = np.concatenate([topology.link_rates, memory])
+        # bytes over each link so far
         self.carried = np.zeros(len(self.rates))
-        self.processor, self.wire_out, self.wire_in = np.zeros(p), np.zeros(p), np.zeros(p)
+        # for each rank, the time until which its processor, its output and its input are busy
+        self.processor = np.zeros(p)
+        self.wire_out = np.zeros(p)
+        self.wire_in = np.zeros(p)
         self.in_turn = len({lane.turn for lane in schedule.lanes}) > 1
         self.routes = _Routes(self._route, limit=64 << 20)
         self.lanes = []
@@ -219,7 +271,14 @@ class _Cluster:
                 lane.ready = np.where(adding, done, lane.ready)
 
     def _exchange(self, lane: _LaneClock, step: Step, busy: Reals, added: Reals) -> Reals:
-        """Return when each rank has sent and received all of the step; what it must add is counted up in `added`."""
+        """Return the time at which each rank has sent and received everything of a step of a lane.
+
+        Args:
+            lane: The lane.
+            step: The step.
+            busy: For each link, the time that it takes for all messages of this turn.
+            added: The bytes that each rank must add; those of this step are added to it.
+        """
         out, come = np.zeros(len(self.ranks)), np.zeros(len(self.ranks))
         done = lane.ready.copy()
         for m in self._messages(lane, step):
@@ -250,7 +309,10 @@ class _Cluster:
             yield _Message(source, r.send_to[source], nbytes, r.add)
 
     def _route(self, source: Places, target: Places) -> list[tuple[Places, Any]]:
-        """Yield (links, which messages cross them), hop by hop; `which` is a slice where all do."""
+        """Return the routes of several messages, hop by hop, as (links, messages) pairs.
+
+        `messages` are the indexes of the messages that cross a link in this hop, and `links` the link of each of them.
+        """
         here, there = source // self.share, target // self.share
         links = list(self.topology.route(here, there))
         ways = len(self.topology.link_rates)
@@ -269,10 +331,11 @@ class _Cluster:
 
 
 class _Routes:
-    """Remembers the routes of rounds seen before: most algorithms repeat a few patterns of partners."""
+    """A cache of routes, up to `limit` bytes. It pays because most algorithms repeat a few patterns of partners."""
 
     def __init__(self, find: Callable[[Places, Places], list[tuple[Places, Any]]], limit: int):
-        self.find, self.room = find, limit
+        self.find = find
+        self.room = limit
         self.known: dict[tuple[bytes, int], list[tuple[Places, Any]]] = {}
 
     def __call__(self, message: _Message) -> list[tuple[Places, Any]]:
@@ -288,8 +351,14 @@ class _Routes:
 
 
 def predict_seconds(table: TuningTable, call: Call, nodes: int, way: str = "") -> float | None:
-    """Return what a call should take; None where nothing is known of its algorithm. `way` is how shared memory serves
-    it: "slots", "stages", "cross_memory" or "direct"."""
+    """Return the seconds that a call should take, or None if there are no measurements of its algorithm.
+
+    Args:
+        table: The costs of this machine.
+        call: The call.
+        nodes: The number of nodes of the job.
+        way: The way of a call through shared memory: "slots", "stages", "cross_memory" or "direct".
+    """
     if call.p == 1:
         return 0.0
     if call.algorithm == "shared_memory":
@@ -297,20 +366,25 @@ def predict_seconds(table: TuningTable, call: Call, nodes: int, way: str = "") -
         if not known:
             return None
         line = known[min(known, key=lambda ranks: abs(ranks - call.p))]
-        share = 1.0 if call.kind == "allreduce" else 0.5  # of reading and writing all
+        # The table has the cost of an allreduce. The other kinds are taken to read and write half as much.
+        share = 1.0 if call.kind == "allreduce" else 0.5
         return line.alpha + share * line.beta * call.nbytes
     far, near = (LinkCost(line.alpha, line.beta) for line in (table.far, table.near))
     try:
         return simulate_on_job(call.kind, call.algorithm, call.nbytes, call.p, nodes, Costs(far, near, table.gamma))
-    except ValueError:  # native, and nodes of unlike size
+    except ValueError:
+        # raised for "native", which is not a schedule, and for nodes with different numbers of ranks
         return None
 
 
 def simulate_on_job(kind: str, algorithm: str, nbytes: int, p: int, nodes: int, costs: Costs) -> float:
-    """Return seconds of a call in a job of p ranks on `nodes` equal nodes.
+    """Return the simulated seconds of a call in a job of p ranks on `nodes` equal nodes.
 
-    Its schedule is simulated on one switch between the nodes, each with one wire (costs.far), and memory inside them
-    (costs.near). ValueError as `catalog.build`, and where p is no multiple of nodes.
+    Between the nodes there is one switch, with one wire to each node (costs.far); inside a node there is memory
+    (costs.near).
+
+    Raises:
+        ValueError: p is not a multiple of `nodes`, or `catalog.build` refuses the algorithm.
     """
     if p % nodes:
         raise ValueError(f"{p} ranks on {nodes} nodes: every node must hold the same number of them")

@@ -1,14 +1,14 @@
-"""Networks (star, fat-tree, BCube): hosts, switches and links, a host's address, and the links of a message.
+"""Networks (star, fat-tree, BCube): their hosts, switches and links, and the links that a message crosses.
 
-    star(n)       n hosts on one switch. Also stands for any network that never blocks, seen from its hosts.
+    star(n)       n hosts on one switch. It also models any network that never blocks.
     fattree(k)    k^3/4 hosts under k-port switches in three layers: k pods of k/2 edge and k/2 aggregation switches,
                   (k/2)^2 cores (Al-Fares, Loukissas, Vahdat, 2008).
     bcube(n, k)   n^k hosts with k NICs each; the NIC of level l joins the n hosts whose addresses differ in digit l
                   only (Guo et al., 2009; BML paper, section 3.1). star(n) has the links of bcube(n, 1).
 
-One object serves the simulator (links and routes), the launcher (a rank's address) and the emulated cluster (which
-hosts have which NICs on which switches). Hosts are numbered 0 .. hosts-1, switches 0 .. len(switches)-1. Links are
-directed, one for each direction of a cable, and numbered; all arithmetic works on an int and on arrays alike.
+One object serves the simulator (links and routes), the launcher (the address of a rank) and the emulated cluster (the
+switch of each NIC). Hosts are numbered 0 .. hosts-1, and switches 0 .. len(switches)-1. Links are numbered, too, and
+directed: a cable has one link for each direction. Methods that take an `Index` work on an int and on an array alike.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from numpy.typing import NDArray
 
 from mpips.collectives.schedule.model import NOBODY, Index, where
 
+# bytes a second of a 10 Gbit/s link; the default rate
 TEN_GIGABIT = 1.25e9
-"""Bytes a second of a 10 Gbit/s link, the rate where none is given."""
 MOST_HOSTS = 1 << 20
 
 
 class Nic(NamedTuple):
-    """A network card: the host it is in, its level (0 where a host has one card), the switch at its other end."""
+    """A network card: its host, its level (0 if hosts have only one card), and the switch to which it is connected."""
 
     host: int
     level: int
@@ -38,7 +38,7 @@ class Nic(NamedTuple):
 
 
 class Link(NamedTuple):
-    """One direction of a cable. Ends are written "h3" for host 3 and the switch's name; rate in bytes a second."""
+    """One direction of a cable, with its rate in bytes a second. An end is "h3" for host 3, or the name of a switch."""
 
     source: str
     target: str
@@ -48,7 +48,14 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class BCube:
-    """BCube(n, k), or a star where `shape` says so. `rate` is that of every link, or of each level's links."""
+    """BCube(n, k), or a star if `shape` is "star".
+
+    Attributes:
+        n: Ports of each switch.
+        k: Levels, which are also the NICs of each host.
+        rate: Bytes a second of every link, or a tuple with the rate of each level.
+        shape: "bcube" or "star".
+    """
 
     n: int
     k: int
@@ -96,20 +103,24 @@ class BCube:
         return np.tile(np.array(self._rates, dtype=np.float64), 2 * self.hosts)
 
     def switch(self, host: Index, level: int) -> Index:
-        """Return the switch of a host's NIC at `level`: the address without digit `level`, counted after the lower
-        levels."""
+        """Return the switch of a host's NIC at a level.
+
+        Within a level, switches are numbered by the host's address without the digit of that level. Lower levels come
+        first.
+        """
         above, below = host // self.n ** (level + 1), host % self.n**level
         return level * self.n ** (self.k - 1) + above * self.n**level + below
 
     def neighbours(self, host: int, level: int) -> tuple[int, ...]:
-        """Return the other hosts on the switch of that level."""
+        """Return the other hosts on a host's switch at a level."""
         first = host - self._digit(host, level) * self.n**level
         return tuple(h for h in range(first, first + self.n ** (level + 1), self.n**level) if h != host)
 
     def next_hop(self, host: int, target: int) -> tuple[int, int]:
-        """Return the level and the neighbour to which `host` hands what is meant for `target`.
+        """Return the level and the neighbour to which a host sends a message for `target`.
 
-        Digits are set right from the highest level down, each at a neighbour, which is `target` itself or relays.
+        Each hop corrects one digit of the address, from the highest level down. The neighbour is `target` itself, or a
+        relay.
         """
         for level in reversed(range(self.k)):
             here, there = self._digit(host, level), self._digit(target, level)
@@ -138,9 +149,16 @@ class BCube:
 
 @dataclass(frozen=True)
 class FatTree:
-    """Fat-tree of k-port switches. A message climbs only as far as it must; the aggregation switch is chosen by the
-    target's slot and the core by the target's edge switch, as the two-level tables of the fat-tree paper do, so that
-    all-to-all traffic loads every link alike. Link levels: 0 host-edge, 1 edge-aggregation, 2 aggregation-core."""
+    """A fat-tree of k-port switches. Link levels: 0 host-edge, 1 edge-aggregation, 2 aggregation-core.
+
+    A message climbs only as far as it must. The target's slot selects the aggregation switch, and the target's edge
+    switch selects the core, as in the two-level tables of the fat-tree paper. So all-to-all traffic loads every link
+    alike.
+
+    Attributes:
+        k: Ports of each switch.
+        rate: Bytes a second of every link.
+    """
 
     k: int
     rate: float = TEN_GIGABIT
@@ -193,8 +211,9 @@ class FatTree:
     def route(self, source: Index, target: Index) -> tuple[Index, ...]:
         half, hosts = self.k // 2, self.hosts
         pod, slot, edge = target // half // half, target % half, target // half % half
-        far = source // half != target // half  # other edge switch
-        farther = source // half // half != pod  # other pod
+        # far: the edge switches differ; farther: the pods differ
+        far = source // half != target // half
+        farther = source // half // half != pod
         up_edge, down_edge = source // half * half + slot, target // half * half + slot
         up_core, down_core = (source // half // half * half + slot) * half + edge, (pod * half + slot) * half + edge
         differ = source != target
@@ -208,20 +227,18 @@ class FatTree:
         )
 
 
+# A network. Every class has these members:
+#   name                    as `parse` reads it, for example "bcube:3,2"
+#   hosts, radices          the number of hosts; the radix of each digit of an address, most significant digit first
+#   levels, nics            the number of NICs of each host; all NICs, sorted by host, then by level
+#   switches                the names of the switches
+#   links, link_rates       the links, in the order of their numbers; their rates in bytes a second
+#   route(source, target)   the links from a host to another, in order; NOBODY fills up routes that are shorter
 Topology: TypeAlias = BCube | FatTree
-"""What every network offers:
-
-    name                  as `parse` reads it, for example "bcube:3,2"
-    hosts, radices        how many hosts, and the size of each digit of an address, most significant first
-    levels, nics          NICs of each host, and all of them, by host, then by level
-    switches              their names
-    links, link_rates     a link's number is its place here; rates in bytes a second
-    route(source, target) the links from host to host, in order; NOBODY where a pair needs fewer than the longest route
-"""
 
 
 def address(topology: Topology, host: int) -> tuple[int, ...]:
-    """Return a host's digits, most significant first: (v_{k-1}, ..., v_0) in BCube; (pod, edge, slot) in fat-trees."""
+    """Return the address of a host: digits (v_{k-1}, ..., v_0) in a BCube, (pod, edge, slot) in a fat-tree."""
     digits = []
     for radix in reversed(topology.radices):
         host, digit = divmod(host, radix)
@@ -230,7 +247,7 @@ def address(topology: Topology, host: int) -> tuple[int, ...]:
 
 
 def host_at(topology: Topology, digits: tuple[int, ...]) -> int:
-    """Return the host with these digits."""
+    """Return the host with an address, as `address` returns it."""
     host = 0
     for radix, digit in zip(topology.radices, digits, strict=True):
         host = host * radix + digit
@@ -243,7 +260,7 @@ def hop_links(topology: Topology, source: int, target: int) -> list[int]:
 
 
 def star(n: int, rate: float = TEN_GIGABIT) -> BCube:
-    """n hosts with one NIC each on one switch that never blocks."""
+    """Return a network of n hosts with one NIC each, on one switch that never blocks."""
     return BCube(n, 1, rate, "star")
 
 
@@ -251,7 +268,11 @@ RATES = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 
 
 def parse_rate(text: str) -> float:
-    """Return bytes a second of "100mbit" or "1.5gbit". ValueError says how to write it."""
+    """Return the bytes a second of a rate such as "100mbit" or "1.5gbit".
+
+    Raises:
+        ValueError: The text is not a rate. The error says how to write one.
+    """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip().lower())
     if not found or float(found[1]) == 0:
         raise ValueError(f"unknown rate {text!r}: write a number and kbit, mbit or gbit, as 100mbit")
@@ -259,8 +280,16 @@ def parse_rate(text: str) -> float:
 
 
 def parse(text: str, rate: float = TEN_GIGABIT) -> Topology:
-    """Return the network written as "star:9", "bcube:3,2" or "fattree:4", of at most `MOST_HOSTS`; rate in bytes a
-    second. ValueError says what is wrong and how to write it."""
+    """Return the network that is written as "star:9", "bcube:3,2" or "fattree:4".
+
+    Args:
+        text: The network.
+        rate: Bytes a second of every link.
+
+    Raises:
+        ValueError: The text is not a network, or the network has more than `MOST_HOSTS` hosts. The error says how to
+            write one.
+    """
     kind, _, rest = text.strip().lower().partition(":")
     numbers = [int(part) if part.strip().isdecimal() else -1 for part in rest.split(",")]
     if (kind, len(numbers)) not in (("star", 1), ("fattree", 1), ("bcube", 2)) or min(numbers) < 1:

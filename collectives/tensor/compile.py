@@ -1,15 +1,16 @@
-"""Compilation of a collective on a list of arrays: arguments checked, algorithm chosen, runner fused or staged.
+"""Compiles a collective on a list of arrays: checks arguments, chooses an algorithm, makes a fused or staged runner.
 
-Fused   What comes in is added to all vectors of the worker in one pass, while other messages are on the wire.
+Fused   A received chunk is added to all vectors of the worker in one pass, while other messages are on the wire.
         Source: MXNET-MPI paper, sections 6.3.1 and 6.3.2 and figure 9. The rings go through host memory only, as on
-        the paper's nodes, where the network does not reach the GPUs. A chunk is reduced over the vectors when that is
-        first needed: before it is first sent, or when the first message for it has come (message and vectors in one
-        pass). A chunk that is complete is spread to the vectors while the lanes go on. Lanes (the rings of
-        `multi_ring`) run beside each other: while one lane's vectors are being reduced, the messages of another are
-        on the wire. Memory: one vector on the host, and what one step of each lane receives.
-Staged  Reduce the worker's vectors into one host vector, run any plan between the workers there, spread. With a ring
-        it is the paper's omp_ring-IBMGpu (section 7.3 c). The host vector is node-shared, so that ranks of one node
-        copy nothing beside. Memory: one vector on the host, two where x and out differ in length.
+        the paper's nodes, where the network does not reach the GPUs. A chunk is reduced over the vectors as late as
+        possible: before it is sent for the first time, or when the first message for it arrives (message and vectors in
+        one pass). A complete chunk is copied to the vectors while the lanes go on. Lanes (the rings of `multi_ring`)
+        run at the same time: while the vectors of one lane are reduced, messages of another are on the wire. Memory:
+        one vector on the host, and the chunks that one step of each lane receives.
+Staged  Reduces the worker's vectors into one host vector, runs any plan between the workers there, and copies the
+        result to the vectors. With a ring it is the paper's omp_ring-IBMGpu (section 7.3 c). The host vector is
+        node-shared, so that ranks of one node need no further copies. Memory: one vector on the host, or two if x and
+        out differ in length.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ from mpips.collectives.schedule.model import NOBODY, Interval, RankStep, Schedul
 from mpips.collectives.tensor import cuda_kernels
 from mpips.collectives.tensor.vectors import NO_MEMORY, HostVectors, Ticket, VectorPlace, Vectors, place, running, until
 
+# Between nodes, `auto` runs multi_ring on tensors of this size or more. For smaller ones, a single message for each
+# rank and step is cheaper.
 FUSED_BYTES = 64 << 10
-"""Between nodes, `auto` runs multi_ring on tensors from this size on; below, one message a rank and step is cheaper."""
+# algorithms of an allreduce that go through one host vector -> the algorithm that runs between host vectors
 THROUGH_HOST = {"shared_memory": "shared_memory", "native": "native", "host_ring": "ring"}
-"""Algorithms of an allreduce that go through one host vector, and what runs there."""
 
 
 @dataclass(frozen=True)
 class TensorCall(Call):
-    """A call in which every rank brings `vectors` vectors."""
+    """A call on tensors, to which every rank brings `vectors` vectors."""
 
     vectors: int = 1
 
@@ -49,8 +51,10 @@ class TensorCall(Call):
 
     @property
     def staged(self) -> bool:
-        """Return whether a flat plan runs between host vectors. It sees that all are in the call; else the caller does,
-        before it runs the runner."""
+        """True if a plan runs between host vectors.
+
+        That plan checks that all ranks are in the same call. Otherwise the caller must check it before a run.
+        """
         return self.kind != "allreduce" or self.algorithm in THROUGH_HOST
 
     def more_algorithms(self, nodes: int) -> list[str]:
@@ -58,12 +62,14 @@ class TensorCall(Call):
         return [*others, *(["host_ring"] if self.kind == "allreduce" else [])]
 
     def between(self) -> TensorCall:
-        """Return what runs between the host vectors of the ranks. They still compare the text of the whole call."""
+        """Return the call that runs between the host vectors of the ranks."""
         name = THROUGH_HOST.get(self.algorithm, self.algorithm)
         reduction = self.operation
-        if reduction is not None and reduction.is_mean:  # divided once, by all vectors
+        # The runner divides once, by the number of all vectors of all ranks.
+        if reduction is not None and reduction.is_mean:
             reduction = operation("sum", self.dtype)
         inner = replace(self, algorithm=name, operation=reduction)
+        # Ranks compare the text of their calls, and it must be that of the whole call.
         object.__setattr__(inner, "text", self.text)
         return inner
 
@@ -81,14 +87,28 @@ def compile_tensor(
     make_runner: Callable[[Call, Flat, Flat, Tags], Runner],
     build_schedule: Callable[[Call], Schedule],
 ) -> tuple[TensorCall, Body]:
-    """Return the call of `kind` on the vectors `x`, a list or one device array, into `out` (None: in place), and what
-    moves and adds.
+    """Return a collective on the vectors of `x`, as a call and the body that runs it. Local: nothing is sent.
 
-    The vectors of x and out have one dtype. Those of x have one size, those of out one size, and there are as many of
-    each. They may lie on GPUs, on the host, or some here and some there. Local: nothing is sent. ValueError or
-    TypeError with the reason where the arguments are bad. The arrays are held by address only: the caller keeps them
-    alive while an operation runs. `make_runner` compiles a call on one host vector a rank; its ranks see first that all
-    are in the same call.
+    The vectors of x and out have one dtype. Those of x have one size, and so have those of out, and there are as many
+    in x as in out. Each may be on a GPU or on the host. The caller must keep the arrays alive while an operation runs.
+
+    Args:
+        home: The communicator of the ranks.
+        kind: The collective, such as "allreduce".
+        x: A list of vectors, or one device array.
+        op: The reduction, such as "sum". Ignored by kinds that do not reduce.
+        algorithm: The name of the algorithm, or "auto".
+        out: The vectors that get the result; None means in place.
+        root: The root of a broadcast or reduce.
+        label: The name of the call in logs and errors.
+        tags: Gives the MPI tags of the messages.
+        make_runner: Compiles a call on one host vector for each rank. Its runner checks that all ranks are in the same
+            call.
+        build_schedule: Builds the schedule of a call.
+
+    Raises:
+        TypeError: x or out has something that is not an array.
+        ValueError: The arguments do not fit each other. The error says why.
     """
     in_place = out is None
     given, taken = _listed(x), _listed(x if in_place else out)
@@ -100,11 +120,13 @@ def compile_tensor(
     on_gpu = any(v.device is not None for v in [*sources, *targets])
     if on_gpu and call.operation is not None:
         cuda_kernels.see_serves(call.operation.ufunc.__name__, call.dtype.name)
-    if call.operation is None:  # the first vector is what the worker gives
+    # Without a reduction, the worker contributes its first vector.
+    if call.operation is None:
         sources = sources[:1]
     vectors: Vectors
     if on_gpu:
-        from mpips.collectives.tensor.cuda import CudaVectors  # needs CuPy
+        # imported only here, because it needs CuPy
+        from mpips.collectives.tensor.cuda import CudaVectors
 
         vectors = CudaVectors(sources, targets, "add" if call.operation is None else call.operation.ufunc.__name__)
     else:
@@ -131,6 +153,7 @@ def _call(
 ) -> TensorCall:
     if kind == "alltoall":
         raise ValueError("alltoall of a list of vectors has no meaning: call it for each vector")
+    # All checks depend on shapes, types and options only, and send nothing.
     types = {v.dtype for v in [*x, *out]}
     if len({v.n for v in x}) > 1 or len({v.n for v in out}) > 1 or len(types) > 1:
         raise ValueError(
@@ -156,7 +179,7 @@ def _call(
 
 
 def _auto(home: Communicator, kind: str, nbytes: int) -> str:
-    """The algorithm that `auto` means; the same on all ranks."""
+    """Return the algorithm that `auto` stands for. All ranks get the same."""
     if home.nodes == 1:
         return "shared_memory"
     return "multi_ring" if kind == "allreduce" and nbytes >= FUSED_BYTES else "host_ring"
@@ -184,44 +207,49 @@ def _flat(vector: Vector) -> Flat:
 
 
 class _Landing(NamedTuple):
-    """A message has come: `fresh` extents meet the vectors for the first time."""
+    """A message that must be added after it has been received."""
 
+    # the element at which the message begins
     start: int
+    # receive buffer
     beside: Vector
+    # (start, stop, fresh) parts of it; fresh: the worker's vectors are not in the host vector yet, and are added too
     extents: list[tuple[int, int, bool]]
 
 
 class _Step(NamedTuple):
+    # parts (start, stop) to reduce over the worker's vectors before this step sends them
     fills: list[tuple[int, int]]
-    """Extents to be reduced over the worker's vectors before this step may send them."""
     requests: list[MPI.Prequest]
     landings: list[_Landing]
+    # parts that are complete after this step
     arrivals: list[tuple[int, int]]
-    """Extents that are complete after this step."""
 
 
 class Fused:
-    """An allreduce of a tensor by a schedule."""
+    """An allreduce of a tensor by a schedule, fused with the reduction over the worker's vectors."""
 
     def __init__(self, comm: MPI.Comm, call: Call, schedule: Schedule, vectors: Vectors, tags: Tags):
-        self._call, self._vectors = call, vectors
+        self._call = call
+        self._vectors = vectors
         self._is_mean = call.operation is not None and call.operation.is_mean
         self._work = vectors.host(call.n)
         self._lanes: list[list[_Step]] = []
+        # parts that this rank completes itself, not by receiving them; they are copied to the vectors at the end
         self._rest: list[tuple[int, int]] = []
-        """Extents that no message completes: spread at the end."""
+        # parts that are in no message, because there is only one worker; they are reduced at the end
         self._unfilled: list[tuple[int, int]] = []
-        """Extents that no message needs, where there is one worker: reduced at the end."""
         taken = tags.take(len(schedule.lanes), call.text)
         for lane, steps in enumerate(schedule.program(comm.rank)):
             self._compile_lane(comm, schedule.offsets(call.n, lane), steps, taken[lane])
 
     def run(self) -> Iterator[None]:
-        """The operation, in steps between which there is something to wait for."""
+        """Run the operation. It yields whenever it would have to wait."""
         with running(self._vectors):
             spreads: list[Ticket] = []
             lanes = [self._run_lane(steps, spreads) for steps in self._lanes]
             while lanes:
+                # `self` marks the end of a lane here: lanes themselves never yield it.
                 lanes = [lane for lane in lanes if next(lane, self) is not self]
                 if lanes:
                     yield
@@ -234,7 +262,7 @@ class Fused:
             yield from until(*spreads)
 
     def free(self) -> None:
-        """Give the requests back to MPI, and the memory."""
+        """Free the MPI requests and the memory."""
         for steps in self._lanes:
             for step in steps:
                 release(step.requests)
@@ -249,7 +277,9 @@ class Fused:
                 yield
             for landing in step.landings:
                 yield from until(*self._add(landing))
-            if not self._is_mean:  # what arrives may have to be sent on, and must not be divided before
+            # For a mean, all parts are divided and copied at the end. A part that arrives here may have to be sent on,
+            # and must not be divided before that.
+            if not self._is_mean:
                 spreads += [self._spread(start, stop) for start, stop in step.arrivals]
 
     def _gather(self, start: int, stop: int) -> Ticket:
@@ -305,19 +335,36 @@ class Fused:
 
 
 class StagedTensor:
-    """Any plan between the workers: `inner` works from `x` to `out`, the same in place."""
+    """A collective on a tensor by a plan between host vectors.
+
+    Args:
+        call: The call.
+        vectors: The vectors of this worker.
+        inner: Runs the plan between the ranks, from `x` to `out`.
+        x: The host vector that the plan reads.
+        out: The host vector that the plan writes; `x` if it works in place.
+        gives: True if the vectors of this rank contribute.
+        takes: True if the vectors of this rank get the result.
+    """
 
     def __init__(self, call: Call, vectors: Vectors, inner: Runner, x: Vector, out: Vector, gives: bool, takes: bool):
-        """`gives` and `takes` say whether this rank's vectors go in, and whether they get the result."""
-        self._call, self._vectors, self._inner = call, vectors, inner
-        self._x, self._out, self._gives, self._takes = x, out, gives, takes
+        self._call = call
+        self._vectors = vectors
+        self._inner = inner
+        self._x = x
+        self._out = out
+        self._gives = gives
+        self._takes = takes
 
     def run(self) -> Iterator[None]:
-        """The operation, in steps between which there is something to wait for. The inner plan counts as called."""
+        """Run the operation. It yields whenever it would have to wait.
+
+        The steps of the inner plan are made at once, when this is called, because that counts as the plan's call.
+        """
         return self._steps(self._inner.steps())
 
     def free(self) -> None:
-        """Give back what the inner plan holds, and the memory."""
+        """Free the inner plan and the memory."""
         self._inner.free()
         self._x = self._out = NO_MEMORY
         self._vectors.free()
@@ -330,13 +377,14 @@ class StagedTensor:
             yield from inner
             if not self._takes:
                 return
-            if operation is not None and operation.is_mean:  # the inner plan has summed
+            # The inner plan has only summed (TensorCall.between).
+            if operation is not None and operation.is_mean:
                 perform(scale(self._out, self._call.p * vectors.count))
             yield from until(vectors.spread(0, self._out.size, self._out))
 
 
 def _runs(offsets: NDArray[np.int64], interval: Interval, wanted: Vector) -> list[tuple[int, int]]:
-    """The longest extents of elements inside the interval of chunks, all of whose chunks are wanted."""
+    """Return the longest runs of elements, as (start, stop), in wanted chunks of an interval."""
     found: list[tuple[int, int]] = []
     for chunk in range(int(interval.start), int(interval.stop)):
         start, stop = int(offsets[chunk]), int(offsets[chunk + 1])

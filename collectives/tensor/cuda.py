@@ -1,22 +1,22 @@
-"""GPU vectors by CuPy: who waits for which stream, and pinned host memory. `cuda_kernels` adds them.
+"""GPU vectors by CuPy: streams and their order, and pinned host memory. The kernels are in `cuda_kernels`.
 
-One kernel adds an incoming host chunk and all vectors of the worker in one pass, and writes the sum to host memory. The
-host's pages are pinned and mapped, so the kernel reads and writes them over the bus while other chunks are copied (the
-paper's IBMGpu, section 7.3). With vectors on several GPUs each GPU does its share of the chunk and reads the others'
-vectors over the direct links, so these GPUs need peer access to each other.
+One kernel adds a received chunk in host memory and all vectors of the worker in one pass, and writes the sum to host
+memory. The host's pages are pinned and mapped, so the kernel reads and writes them over the bus while other chunks are
+copied (the paper's IBMGpu, section 7.3). If vectors are on several GPUs, each GPU reduces its share of the chunk and
+reads the vectors of the others over the direct links. So these GPUs need peer access to each other.
 
-A list may also hold host arrays. Those that are given are copied to pinned memory when an operation begins, and those
-that take the result are written by the host.
+A list may also contain host arrays. Sources among them are copied to pinned memory when an operation begins, and
+targets among them are written by the host.
 
-**Streams.** A kernel on one GPU reads the vectors of the others. So *each* of our streams waits for *every* device's
-user streams before an operation: the current stream of CuPy in this thread, that of torch where torch uses CUDA, and
-the legacy default stream, which itself waits for every blocking stream. Work on another non-blocking stream is its
-owner's to finish. At the end the host waits: no operation ends before its tickets are done. What the user queues later,
-on whatever stream, therefore runs later.
+**Streams.** A kernel on one GPU reads the vectors of the others. So before an operation *each* of our streams waits for
+the user's streams of *every* device: the current stream of CuPy in this thread, the current stream of torch if torch
+uses CUDA, and the legacy default stream, which itself waits for every blocking stream. Users must synchronize other
+non-blocking streams themselves. At its end an operation waits on the host until its tickets are done. So work that the
+user queues later, on any stream, runs later.
 
-**Pinned memory.** Pinning takes long, so memory that is given back is kept, up to `KEEP_BYTES`. It is node-shared, so
-that the other ranks of the node read it too. It is pinned on a device that the caller's vectors lie on: no other gets a
-context by it.
+**Pinned memory.** Pinning is slow, so memory that is given back is kept for the next use, up to `KEEP_BYTES`. It is
+node-shared, so that the other ranks of the node can read it too. It is pinned on a device that has vectors of the
+caller, because pinning opens a context on the device.
 """
 
 from __future__ import annotations
@@ -41,25 +41,28 @@ from mpips.collectives.schedule.model import cut
 from mpips.collectives.tensor import cuda_kernels
 from mpips.collectives.tensor.vectors import Ticket, VectorPlace
 
+# How many seconds an operation that was broken off waits for its kernels. They may wait for work of the user that waits
+# for another rank, and the failure of that rank may be the reason why the operation was broken off.
 PATIENCE = 10.0
-"""Seconds that an operation which was broken off waits for its kernels. They wait for what the user has queued, and
-that may wait for another rank, which is perhaps why the operation was broken off."""
+# Host memory on which kernels may still work after PATIENCE seconds. It is kept for ever, so that no one else gets it.
 _LEFT: list[list[Vector]] = []
-"""Host memory that kernels may still work on after so long. No other operation gets it."""
 
 
 class CudaVectors:
-    """Vectors of one worker, at least one of them on a GPU. `operation` is a NumPy ufunc's name, of `cuda_kernels`."""
+    """The vectors of one worker, at least one of them on a GPU. `operation` is one of `cuda_kernels.OPERATIONS`."""
 
     def __init__(self, sources: Sequence[VectorPlace], targets: Sequence[VectorPlace], operation: str):
-        self.n, self.count, self.dtype = sources[0].n, len(sources), sources[0].dtype
+        self.n = sources[0].n
+        self.count = len(sources)
+        self.dtype = sources[0].dtype
         self._operation = operation
         devices = list(dict.fromkeys(p.device for p in [*sources, *targets] if p.device is not None))
         _see_peers(devices)
         self._streams = Streams(devices)
         self._pinned: list[Vector] = []
+        # The GPUs that share the reductions: those that have sources.
         self._reducing = tuple(dict.fromkeys(s.device for s in sources if s.device is not None)) or tuple(devices)
-        """The GPUs that share the sums: those that hold what is given."""
+        # for each source on the host: its copy in pinned memory, and the source
         self._given = [(self.host(s.n), s.vector()) for s in sources if s.device is None]
         pinned = iter([vector.ctypes.data for vector, _ in self._given])
         self._sources = [s if s.device is not None else s.moved(next(pinned)) for s in sources]
@@ -99,7 +102,7 @@ class CudaVectors:
         return self._streams.ticket([_on(target) for target in self._targets])
 
     def _reduce(self, device: int, parts: Sequence[int], out: int, n: int) -> None:
-        """Queue out = the reduction of n elements at each of these addresses; of one vector that is a copy."""
+        """Queue a reduction of n elements at each of the addresses `parts` into `out`. For one part it is a copy."""
         if len(parts) == 1:
             self._streams.copy(device, out, parts[0], n * self.dtype.itemsize)
         elif n:
@@ -108,7 +111,7 @@ class CudaVectors:
                 _kernel(self._operation, self.dtype.name, len(parts))((blocks,), (threads,), (*parts, out, n))
 
     def _shares(self, n: int) -> Iterator[tuple[int, int, int]]:
-        """(device, first, last): which part of n elements each GPU reduces."""
+        """Yield (device, first, last): each GPU and its part of n elements to reduce."""
         parts = len(self._reducing)
         for number, device in enumerate(self._reducing):
             yield device, int(cut(n, parts, number)), int(cut(n, parts, number + 1))
@@ -116,7 +119,7 @@ class CudaVectors:
 
 @cache
 def _kernel(operation: str, dtype: str, count: int) -> Any:
-    """The kernel, built at its first use and kept by the process."""
+    """Return a kernel. It is built at its first use and kept by the process."""
     return cp.RawKernel(cuda_kernels.source(operation, dtype, count), cuda_kernels.name(operation, dtype, count))
 
 
@@ -126,7 +129,7 @@ def _on(place: VectorPlace) -> int:
 
 
 def _see_peers(devices: Sequence[int]) -> None:
-    """Let each GPU read the others; ValueError where one cannot."""
+    """Enable peer access between all GPUs, or raise ValueError if a GPU cannot read another."""
     runtime = cp.cuda.runtime
     for device in devices:
         for other in devices:
@@ -142,23 +145,25 @@ def _see_peers(devices: Sequence[int]) -> None:
                         raise
 
 
-NAP = 1e-4  # seconds
-BY_ADDRESS = 4  # cudaMemcpyDefault: the addresses say which way
+# seconds between two looks at work that runs
+NAP = 1e-4
+# cudaMemcpyDefault: CUDA finds the direction of a copy by the addresses
+BY_ADDRESS = 4
 
 
 class Streams:
-    """One stream of ours on each of the devices, for all operations of the process."""
+    """The streams on which this package works: one on each device, shared by all operations of the process."""
 
     def __init__(self, devices: Iterable[int]):
         self._own = {device: _own(device) for device in devices}
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """The GPUs, by CUDA's numbers."""
+        """The GPUs, as numbered by CUDA."""
         return tuple(self._own)
 
     def after_user(self) -> None:
-        """Let what follows on any of our streams come after what the user has queued on any of the devices."""
+        """Make later work on any of our streams wait for the work that the user has queued on any of the devices."""
         events = [_event(device, stream) for device in self._own for stream in _users(device)]
         for device, own in self._own.items():
             with cp.cuda.Device(device):
@@ -167,7 +172,7 @@ class Streams:
 
     @contextmanager
     def on(self, device: int) -> Iterator[None]:
-        """Make our stream of the device the current one."""
+        """Make our stream of a device the current stream, within a block."""
         with cp.cuda.Device(device), self._own[device]:
             yield
 
@@ -178,7 +183,7 @@ class Streams:
                 cp.cuda.runtime.memcpyAsync(to, source, nbytes, BY_ADDRESS, self._own[device].ptr)
 
     def ticket(self, devices: Sequence[int]) -> Callable[[], bool]:
-        """Done when all that is queued by now on our streams of these devices has run."""
+        """Return a ticket for all work that is queued now on our streams of these devices."""
         left = [_event(device, self._own[device]) for device in devices]
 
         def done() -> bool:
@@ -189,7 +194,7 @@ class Streams:
         return done
 
     def drained(self, seconds: float) -> bool:
-        """Wait, no longer than this, until all that is queued on our streams has run; False where it has not."""
+        """Wait until all work on our streams has run. Return False if it takes longer than `seconds`."""
         if all(own.done for own in self._own.values()):
             return True
         ticket, end = self.ticket(self.devices), time.monotonic() + seconds
@@ -207,7 +212,7 @@ def _own(device: int) -> Any:
 
 
 def _event(device: int, stream: Any) -> Any:
-    """An event behind what is queued on the stream by now."""
+    """Return an event that happens when all work that is queued now on a stream has run."""
     with cp.cuda.Device(device):
         event = cp.cuda.Event(disable_timing=True)
         event.record(stream)
@@ -215,7 +220,7 @@ def _event(device: int, stream: Any) -> Any:
 
 
 def _users(device: int) -> Iterable[Any]:
-    """The user's streams on a device."""
+    """Return the streams on which the user may have queued work of a device."""
     streams = [cp.cuda.Stream.null, cp.cuda.get_current_stream(device)]
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -223,25 +228,27 @@ def _users(device: int) -> Iterable[Any]:
     return {stream.ptr: stream for stream in streams}.values()
 
 
+# most unused pinned memory to keep
 KEEP_BYTES = 256 << 20
-"""Pinned memory that nobody uses is kept up to here."""
-PORTABLE_MAPPED = 1 | 2  # cudaHostRegisterPortable | cudaHostRegisterMapped
-SAME_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
+# cudaHostRegisterPortable | cudaHostRegisterMapped
+PORTABLE_MAPPED = 1 | 2
+# cudaDevAttrCanUseHostPointerForRegisteredMem
+SAME_POINTER = 91
 PAGE = mmap.PAGESIZE
 
 
 class Slab(NamedTuple):
-    """Whole pages that are pinned: a page can be pinned only once."""
+    """A piece of pinned memory. It consists of whole pages, because a page can be pinned only once."""
 
+    # the array that owns the pages
     memory: Vector
-    """Owns the pages."""
     address: int
     nbytes: int
     device: int
 
 
 class PinnedPool:
-    """Pinned memory of one process. A vector's memory comes back when its last view has gone."""
+    """The pinned memory of one process. The memory of a vector comes back when its last view is gone."""
 
     def __init__(self, keep_bytes: int = KEEP_BYTES):
         self._keep_bytes = keep_bytes
@@ -251,37 +258,41 @@ class PinnedPool:
 
     @property
     def idle_bytes(self) -> int:
-        """Return what is pinned and used by nobody."""
+        """Bytes of pinned memory that are not in use."""
         return sum(slab.nbytes for slab in self._idle)
 
     def take(self, n: int, dtype: np.dtype[Any], device: int) -> Vector:
-        """n uninitialised elements that every GPU reaches by their host address, once `device` has been seen to.
+        """Return n uninitialised elements that every GPU can access by their host address.
 
-        ValueError where it cannot; MemoryError where the node has no memory left.
+        Raises:
+            ValueError: `device` cannot access host memory by its host address.
+            MemoryError: The node has no memory left.
         """
         with self._lock:
             self._settle()
             slab = self._find(n * dtype.itemsize) or _pin(n * dtype.itemsize, device)
         vector = Flat(slab.address, n, dtype).vector()
-        weakref.finalize(vector, self._give, slab).atexit = False  # at exit the driver unpins
+        # Not at exit, because then the driver unpins all memory.
+        weakref.finalize(vector, self._give, slab).atexit = False
         return vector
 
     def _give(self, slab: Slab) -> None:
-        """Called by the garbage collector, perhaps inside `take`: queue, and work only if the lock is free."""
+        # The garbage collector may call this while this thread is inside take() and has the lock. So the slab only goes
+        # into a queue, which the next holder of the lock empties.
         self._returned.append(slab)
         if not self._lock.locked():
             with self._lock:
                 self._settle()
 
     def _settle(self) -> None:
-        """Keep what has come back, and unpin the oldest beyond the limit."""
+        """Keep the slabs that have come back, and unpin the oldest while there are more than `KEEP_BYTES`."""
         while self._returned:
             self._idle.append(self._returned.popleft())
         while self._idle and self.idle_bytes > self._keep_bytes:
             _unpin(self._idle.pop(0))
 
     def _find(self, nbytes: int) -> Slab | None:
-        """The smallest slab that holds so much, and not more than twice as much."""
+        """Take the smallest idle slab that fits, or None. A slab of more than twice the size does not count."""
         fitting = [slab for slab in self._idle if nbytes <= slab.nbytes <= max(PAGE, 2 * nbytes)]
         if not fitting:
             return None
@@ -291,7 +302,6 @@ class PinnedPool:
 
 
 POOL = PinnedPool()
-"""The pool of this process."""
 
 
 def _pin(nbytes: int, device: int) -> Slab:

@@ -1,12 +1,12 @@
-"""The kernels that add GPU vectors, in CUDA.
+"""The CUDA kernels that reduce several GPU vectors to one.
 
-`source` writes a kernel for an operation, an element type and a number of vectors. It needs no CUDA header. It computes
-what `collectives.kernels.sums` does on the host, so a list of vectors gives one result wherever it lies:
+`source` writes a kernel for an operation, an element type and a number of vectors. It needs no CUDA header. The result
+has the same bits as that of `collectives.kernels.sums` on the host, so it does not matter where vectors are:
 
-- Vectors combine from the first to the last, and every partial result rounds to the element type. A sum of float16 or
-  bfloat16 vectors therefore rounds after every addition, as sums on the host do.
-- minimum and maximum keep a NaN of either side, as NumPy's do. Which zero wins, +0 or -0, is open, as in NumPy.
-- Sums and products of integers wrap, as NumPy's do: they are taken unsigned, where C++ defines overflow.
+- Vectors are combined from the first to the last, and every partial result is rounded to the element type. So a sum of
+  float16 or bfloat16 vectors is rounded after every addition, as on the host.
+- minimum and maximum return NaN if either side is NaN, as NumPy does. Of +0 and -0 either may win, as in NumPy.
+- Sums and products of integers wrap, as NumPy's do. They are computed unsigned, because C++ defines only that overflow.
 
 NaN payloads are not specified.
 """
@@ -16,19 +16,25 @@ from __future__ import annotations
 from typing import NamedTuple
 
 THREADS = 256
-MOST_BLOCKS = 2048  # beyond them a thread takes several elements
+# With more elements than this many blocks have threads, a thread computes several elements.
+MOST_BLOCKS = 2048
 
+# names of NumPy's ufuncs
 OPERATIONS = ("add", "multiply", "minimum", "maximum")
-"""The reductions, by the names of NumPy's ufuncs."""
 
 
 class Element(NamedTuple):
-    """An element type in C++: `stored` in vectors, and the type in which sums and products are taken."""
+    """An element type in C++.
+
+    Attributes:
+        stored: The type of elements in vectors.
+        computed: The type in which sums and products are computed.
+        widen: For types without arithmetic, the source of widen(stored) -> float and narrow(float) -> stored.
+    """
 
     stored: str
     computed: str
     widen: str = ""
-    """Functions widen(stored) -> float and narrow(float) -> stored, for types without arithmetic of their own."""
 
 
 FLOAT16 = """
@@ -54,6 +60,7 @@ static __device__ unsigned short narrow(float x) {
 }
 """
 
+# NumPy's name of an element type -> the type in C++
 ELEMENTS = {
     "float16": Element("unsigned short", "float", FLOAT16),
     "bfloat16": Element("unsigned short", "float", BFLOAT16),
@@ -68,7 +75,6 @@ ELEMENTS = {
     "uint32": Element("unsigned int", "unsigned int"),
     "uint64": Element("unsigned long long", "unsigned long long"),
 }
-"""The element types that kernels reduce, by NumPy's names."""
 
 KERNEL = """
 static __device__ {stored} combine({stored} a, {stored} b) {{
@@ -86,14 +92,17 @@ extern "C" __global__ void {name}({inputs}, {stored}* out, long long n) {{
 
 
 def name(operation: str, dtype: str, count: int) -> str:
-    """The kernel's name, as the source spells it."""
+    """Return the name of a kernel in its source."""
     return f"collectives_{operation}_{dtype}_{count}"
 
 
 def source(operation: str, dtype: str, count: int) -> str:
-    """CUDA C++ of `name(...)(v0, ..., out, n)`: out = the reduction of `count` vectors of n elements, in one pass.
+    """Return CUDA C++ of a kernel (v0, ..., out, n) that reduces `count` vectors of n elements to `out` in one pass.
 
-    `out` may be one of the vectors. Pure. ValueError where no kernel serves the operation or the element type.
+    `out` may be one of the vectors.
+
+    Raises:
+        ValueError: There is no kernel for the operation or the element type.
     """
     see_serves(operation, dtype)
     element = ELEMENTS[dtype]
@@ -107,7 +116,7 @@ def source(operation: str, dtype: str, count: int) -> str:
 
 
 def see_serves(operation: str, dtype: str) -> None:
-    """ValueError with the choices where no kernel serves the operation or the element type."""
+    """Raise ValueError, with the choices, if there is no kernel for the operation or the element type."""
     if operation not in OPERATIONS:
         raise ValueError(f"no kernel computes {operation!r}: choose one of {', '.join(OPERATIONS)}")
     if dtype not in ELEMENTS:
@@ -115,17 +124,18 @@ def see_serves(operation: str, dtype: str) -> None:
 
 
 def grid(n: int) -> tuple[int, int]:
-    """Blocks, and threads of each, for n elements."""
+    """Return the number of blocks, and of threads in a block, for n elements."""
     return max(1, min(MOST_BLOCKS, -(-n // THREADS))), THREADS
 
 
 def _combine(operation: str, element: Element) -> str:
-    """The body of combine(a, b)."""
+    """Return the body of combine(a, b)."""
     computed, stored = element.computed, element.stored
     if operation in ("minimum", "maximum"):
         sign = "<" if operation == "minimum" else ">"
         x, y = ("widen(a)", "widen(b)") if element.widen else ("a", "b")
-        return f"return {x} {sign} {y} || {x} != {x} ? a : b;"  # a NaN differs from itself
+        # x != x is true for a NaN only
+        return f"return {x} {sign} {y} || {x} != {x} ? a : b;"
     sign = "+" if operation == "add" else "*"
     if element.widen:
         return f"return narrow(widen(a) {sign} widen(b));"

@@ -1,12 +1,12 @@
-"""Vectors of one worker: where they lie, what an algorithm may do with them, and how NumPy does it (GPUs: `cuda`).
+"""The vectors of one worker: the operations that algorithms need (`Vectors`), by NumPy here and on GPUs in `cuda`.
 
 A tensor is a group of vectors of one length and type, one for each GPU of the worker, that is reduced as a single
-object (MXNET-MPI paper, section 6.1). A method may return before its work is done. What is still running is told by a
-*ticket*: a function that says, without blocking, whether it is done. The method is GpuStart in figure 9 of the paper,
-the ticket GpuWait.
+object (MXNET-MPI paper, section 6.1). A method may return before its work is done. Then it returns a *ticket*, a
+function that tells without blocking whether the work is done. In figure 9 of the paper the method is GpuStart, and the
+ticket GpuWait.
 
-`place` tells where an array of the user's lies: on the host or on a GPU, of what type, writable or not. Places are
-addresses. They keep no array alive: whoever calls a collective does.
+`place` finds the address and type of a user's array on the host or on a GPU. A place does not keep the array alive; the
+caller of a collective must.
 """
 
 from __future__ import annotations
@@ -24,49 +24,58 @@ from mpips.collectives.fabric import arena
 from mpips.collectives.kernels import sums
 
 Ticket: TypeAlias = Callable[[], bool]
+# replaces host memory that was given back
 NO_MEMORY: Vector = np.empty(0)
-"""In place of host memory that was given back."""
 
 
 class Vectors(Protocol):
-    """`count` source vectors of `n` elements of `dtype`, and the targets (the same ones when in place)."""
+    """The `count` source vectors of a worker, with `n` elements of `dtype` each, and its target vectors.
+
+    In an operation in place, the targets are the sources.
+    """
 
     n: int
     count: int
     dtype: np.dtype[Any]
 
     def host(self, n: int) -> Vector:
-        """Node-shared host memory for n elements, fast to move to and from the vectors. It lives as long as views."""
+        """Return node-shared host memory for n elements, from which copies to the vectors are fast.
+
+        It lives as long as a view of it.
+        """
         ...
 
     def begin(self) -> None:
-        """Order what the user has queued on the vectors before what follows."""
+        """Begin an operation. All work that the user has queued on the vectors comes before it."""
         ...
 
     def finish(self) -> None:
-        """Wait until nothing runs on the vectors any more. Where something never ends, its host memory stays taken."""
+        """Wait until no work runs on the vectors. If work does not end, the host memory that it uses is not reused."""
         ...
 
     def free(self) -> None:
-        """Forget the vectors, and give back the memory made for them."""
+        """Release the vectors, and the host memory made for them."""
         ...
 
     def gather(self, start: int, stop: int, incoming: Vector | None, out: Vector) -> Ticket:
-        """out = the reduction of `incoming` and elements [start, stop) of all sources; both on the host."""
+        """Reduce `incoming` (if given) and elements [start, stop) of all sources into `out`.
+
+        `incoming` and `out` are on the host.
+        """
         ...
 
     def spread(self, start: int, stop: int, source: Vector) -> Ticket:
-        """Elements [start, stop) of all targets = `source`, on the host."""
+        """Copy `source`, on the host, to elements [start, stop) of all targets."""
         ...
 
 
 def done() -> bool:
-    """The ticket of what is finished when the method returns."""
+    """A ticket for work that is done when the method returns."""
     return True
 
 
 def until(*tickets: Ticket) -> Iterator[None]:
-    """Give way until all tickets are done."""
+    """Yield until all tickets are done."""
     for ticket in tickets:
         while not ticket():
             yield
@@ -74,7 +83,10 @@ def until(*tickets: Ticket) -> Iterator[None]:
 
 @contextmanager
 def running(vectors: Vectors) -> Iterator[None]:
-    """An operation on the vectors. However it ends, nothing of it runs on memory that serves another one afterwards."""
+    """Run an operation on the vectors as a block, between begin() and finish().
+
+    However the block ends, none of its work touches memory that another operation gets afterwards.
+    """
     vectors.begin()
     try:
         yield
@@ -83,12 +95,16 @@ def running(vectors: Vectors) -> Iterator[None]:
 
 
 class HostVectors:
-    """Vectors in host memory. Every method is finished when it returns. Arrays are held by address only."""
+    """Vectors in host memory. Every method has done its work when it returns. Does not keep the user's arrays alive."""
 
     def __init__(self, sources: Sequence[VectorPlace], targets: Sequence[VectorPlace], combine: Callable[..., Any]):
-        self._sources, self._targets = [s.vector() for s in sources], [t.vector() for t in targets]
+        self._sources = [s.vector() for s in sources]
+        self._targets = [t.vector() for t in targets]
         self._combine = combine
-        self.n, self.count, self.dtype = sources[0].n, len(sources), sources[0].dtype
+        self.n = sources[0].n
+        self.count = len(sources)
+        self.dtype = sources[0].dtype
+        # gather() reduces the sources without and with an incoming vector.
         for incoming in (0, 1):
             sums.prepare(combine, self.dtype, incoming + self.count, self.n * self.dtype.itemsize)
 
@@ -117,14 +133,14 @@ class HostVectors:
         return done
 
 
+# library -> attribute of its `device` with the number of the GPU: array.device.id, tensor.device.index
 _ORDINALS = {"cupy": "id", "torch": "index"}
-"""Where an array of the library says which GPU it is on: array.device.id, tensor.device.index."""
+# libraries whose arrays must not be written, although their interface does not say so
 _READ_ONLY = ("jax", "jaxlib")
-"""Libraries whose arrays must not be written, though their interface does not say so."""
 
 
 class VectorPlace(NamedTuple):
-    """The beginning of a vector of n elements, and its GPU; `device` None is host memory."""
+    """The address of a vector of n elements, and its GPU. `device` is None in host memory."""
 
     address: int
     n: int
@@ -132,23 +148,30 @@ class VectorPlace(NamedTuple):
     device: int | None
 
     def at(self, element: int) -> int:
-        """The address of an element."""
+        """Return the address of an element."""
         return self.address + element * self.dtype.itemsize
 
     def moved(self, address: int) -> VectorPlace:
-        """Return the elements as they stand elsewhere."""
+        """Return a place with the same elements at another address."""
         return self._replace(address=address)
 
     def vector(self) -> Vector:
-        """A NumPy view of a place on the host."""
+        """Return a NumPy view. The place must be on the host."""
         return Flat(self.address, self.n, self.dtype).vector()
 
 
 def place(x: Array, name: str, written: bool) -> VectorPlace:
-    """Return where a C-contiguous array of any shape lies; it must be writable if it is `written`.
+    """Return the place of a C-contiguous array of any shape. Local.
 
-    Takes NumPy's arrays, what has `__array_interface__` or DLPack on the host (torch), and what has
-    `__cuda_array_interface__` (CuPy, torch, Numba). Local. TypeError or ValueError with what to do instead.
+    Args:
+        x: An array of NumPy, an array on the host with `__array_interface__` or DLPack (torch), or an array with
+            `__cuda_array_interface__` (CuPy, torch, Numba).
+        name: The name of the array in errors.
+        written: True if the array will be written.
+
+    Raises:
+        TypeError: x is not such an array.
+        ValueError: x is not contiguous, or is read-only and `written`. The error says what to do instead.
     """
     if not arrays.is_device(x):
         return VectorPlace(*arrays.flat(arrays.host(x, name), name, written), None)
@@ -159,13 +182,17 @@ def place(x: Array, name: str, written: bool) -> VectorPlace:
         raise ValueError(f"{name} of shape {shape} is not C-contiguous: pass a contiguous copy")
     if written and (read_only or _library(x) in _READ_ONLY):
         raise ValueError(f"{name} is read-only, and the result goes there: pass a writable array or out=")
+    # An empty array has no memory on any device.
     if n == 0:
-        return VectorPlace(0, 0, dtype, None)  # has no memory on any device
+        return VectorPlace(0, 0, dtype, None)
     return VectorPlace(int(address), n, dtype, _device(x, int(address)))
 
 
 def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int) -> bool:
-    """Return whether elements lie as C puts them. No strides say so; that of an axis of one place says nothing."""
+    """True if an array with these strides (in bytes) is C-contiguous.
+
+    In the array interface, strides of None mean C-contiguous. The stride of an axis of length 1 does not matter.
+    """
     if strides is None or 0 in shape:
         return True
     wanted = (itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
@@ -177,7 +204,7 @@ def _library(x: Array) -> str:
 
 
 def _dtype(x: Array, typestr: str) -> np.dtype[Any]:
-    """bfloat16 has no letter in the interface, so its name is asked for."""
+    # The array interface has no letter for bfloat16, so it is recognized by the name of the dtype.
     if not str(getattr(x, "dtype", "")).endswith("bfloat16"):
         return np.dtype(typestr)
     try:
@@ -188,7 +215,7 @@ def _dtype(x: Array, typestr: str) -> np.dtype[Any]:
 
 
 def _device(x: Array, address: int) -> int:
-    """The GPU that holds the array: as its library says, else CUDA, whose answer may open a context on another GPU."""
+    # The library is asked first, because the question to CUDA may open a context on another GPU.
     if ordinal := _ORDINALS.get(_library(x)):
         return int(getattr(x.device, ordinal))
     import cupy

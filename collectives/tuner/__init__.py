@@ -1,1 +1,1 @@
-"""The choice of a way for each call on this machine: the table that decides, and the command that measures it."""
+"""Chooses the fastest way for a call on this machine: `table` decides, and the command in `tune` measures the table."""

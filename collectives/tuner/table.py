@@ -1,12 +1,13 @@
-"""The table of limits that decides which way a call goes, by its kind, bytes and ranks: what `auto` picks.
+"""The table from which `auto` chooses a way for each call, by its kind, bytes and number of ranks.
 
-`node.executor` applies it on one node, where arrays in node-shared memory go direct; `runner` between nodes.
+`node.executor` uses it on one node, where arrays in node-shared memory always go direct, and `runner` between nodes.
 
-`mpips tune` (`collectives.tuner.tune`) writes it to the user's cache folder; without one the shipped values serve.
-What they say of one node was measured on two cores of an AMD EPYC, the ways by the kernel's copies apart, which are
-guesses. What they say of several nodes (SHIPPED_BETWEEN, `far`) is a guess after the closed forms. Rank 0's table
-counts for all ranks of a communicator, so that all pick the same. By its costs `simulator.simulate.predict_seconds`
-tells how long a call should take.
+`mpips tune` (`collectives.tuner.tune`) writes a table to the user's cache folder. Without such a table the values below
+are used. Those for one node were measured on two cores of an AMD EPYC, except the times of the kernel's copies, which
+are guesses. Those for several nodes (SHIPPED_BETWEEN, `far`) are guesses from the closed forms.
+
+All ranks of a communicator use rank 0's table, because they must choose the same way. With its costs,
+`simulator.simulate.predict_seconds` predicts the time of a call.
 """
 
 from __future__ import annotations
@@ -28,29 +29,34 @@ from mpips.collectives import files
 from mpips.collectives.errors import CollectiveError, warn
 from mpips.collectives.schedule.model import KINDS
 
+# check(kind, algorithm): raises ValueError if there is no such algorithm for the kind
 See: TypeAlias = "Callable[[str, str], None]"
-"""ValueError where no algorithm of the second name serves the kind of the first."""
 EVERYTHING = 1 << 62
+# the ways of an allreduce on one node
 WAYS = "slots", "stages", "cross_memory", "direct"
-"""Of an allreduce on one node."""
 
 
 class Range(msgspec.Struct, frozen=True):
-    """Vectors of up to `most` bytes, and what serves them best."""
+    """The fastest algorithm for vectors of up to `most` bytes."""
 
     most: int
     algorithm: str
 
 
 class LinearCost(msgspec.Struct, frozen=True):
-    """seconds = alpha + beta bytes."""
+    """The cost of b bytes: alpha + beta b seconds."""
 
     alpha: float
     beta: float
 
 
 class Slots(msgspec.Struct, frozen=True):
-    """Largest vectors, in bytes, that pass through slots: of any arrays, and of ordinary ones on all ranks."""
+    """The largest vectors, in bytes, that pass through slots.
+
+    Attributes:
+        always: The limit for arrays of any kind.
+        ordinary: The limit if all ranks have ordinary arrays. It is at least `always`.
+    """
 
     always: int
     ordinary: int
@@ -61,12 +67,12 @@ SHIPPED_SLOTS: dict[int, Slots] = {
     4: Slots(16 << 10, 64 << 10),
     8: Slots(8 << 10, 16 << 10),
 }
+# Limits of slots if ranks share cores: bytes of a rank's vector, and of all vectors together. Slots save barriers, and
+# barriers are then so slow that it pays to read that many bytes instead.
 CROWDED = 64 << 10, 512 << 10
-"""Bytes of a rank, and of all together. Where ranks share cores, the meetings that slots save cost more than reading
-as many."""
+# Measured with 2 and 4 ranks on two cores. If other work empties the caches between calls, the kernel's copies are
+# faster from some 256 KiB on.
 SHIPPED_CROSS_MEMORY = 4 << 20
-"""Measured with 2 and 4 ranks on two cores. Where other work has emptied the caches between calls, the kernel's copies
-are faster from some 256 KiB on."""
 SHIPPED_MEMORY: dict[str, LinearCost] = {
     "slots 2": LinearCost(1.1e-6, 7.4e-11),
     "slots 4": LinearCost(6.5e-6, 2.8e-10),
@@ -88,17 +94,17 @@ SHIPPED_BETWEEN: dict[str, tuple[Range, ...]] = {
 
 
 class TuningTable(msgspec.Struct, frozen=True):
-    """Measurements of this machine, by the number of ranks (of one node, or NODESxRANKS between nodes).
+    """Measurements of this machine.
 
-    On one node:
-    `slots`          vectors of up to so many bytes pass through slots (see `Slots`);
-    `cross_memory`   ordinary arrays go by the kernel's copies between processes, and not through stages, where the
-                     whole vector has at least so many bytes;
-    `memory`         "WAY RANKS" -> time of an allreduce by slots, stages, cross_memory or direct.
-    Between nodes:
-    `between`        "KIND NODESxRANKS" -> algorithms by size.
-    Both:
-    `near`, `far`, `gamma`   cost of a message inside a node and between nodes, and of adding a byte.
+    Attributes:
+        slots: On one node: number of ranks -> limits of vectors that pass through slots.
+        cross_memory: On one node: number of ranks -> bytes of the whole vector from which on ordinary arrays are copied
+            between processes by the kernel, and do not pass through stages.
+        between: Between nodes: "KIND NODESxRANKS" -> algorithms by size.
+        memory: On one node: "WAY RANKS" -> cost of an allreduce by that way (one of `WAYS`).
+        near: The cost of a message inside a node.
+        far: The cost of a message between nodes.
+        gamma: The seconds to add a byte.
     """
 
     slots: dict[int, Slots] = {}
@@ -110,8 +116,10 @@ class TuningTable(msgspec.Struct, frozen=True):
     gamma: float = 5e-11
 
     def slot_limits(self, ranks: int, crowded: bool) -> Slots:
-        """Return the largest vectors that go through slots; `crowded` where ranks share cores, which a measurement
-        knows."""
+        """Return the limits of vectors that pass through slots.
+
+        `crowded`: ranks share cores. It matters only if this number of ranks was not measured on this machine.
+        """
         if ranks in self.slots:
             return self.slots[ranks]
         if crowded:
@@ -120,26 +128,35 @@ class TuningTable(msgspec.Struct, frozen=True):
         return SHIPPED_SLOTS[min(SHIPPED_SLOTS, key=lambda known: abs(known - ranks))]
 
     def cross_memory_from(self, ranks: int) -> int:
-        """Return the bytes of the whole vector from which on ordinary arrays go by the kernel's copies between
-        processes, whether ranks share cores or not."""
+        """Return the size of the whole vector, in bytes, from which on the kernel copies ordinary arrays.
+
+        It copies them directly between processes. The limit is the same whether ranks share cores or not.
+        """
         return self.cross_memory.get(ranks, SHIPPED_CROSS_MEMORY)
 
     def best_between(self, kind: str, nodes: int, ranks: int, nbytes: int) -> str:
-        """Return the algorithm for ranks on several nodes."""
+        """Return the fastest algorithm for a call of ranks on several nodes."""
         ranges = self.between.get(f"{kind} {nodes}x{ranks}", SHIPPED_BETWEEN[kind])
         return next(entry.algorithm for entry in ranges if nbytes <= entry.most)
 
 
 def path() -> Path:
-    """Return where the user's table is kept: $XDG_CACHE_HOME/mpips/collectives.json, by default under ~/.cache."""
-    home = Path(os.path.expanduser("~"))  # "~" for a user without one
+    """Return the path of the user's table: $XDG_CACHE_HOME/mpips/collectives.json, by default under ~/.cache."""
+    # For a user without a home folder, expanduser returns "~".
+    home = Path(os.path.expanduser("~"))
     caches = os.environ.get("XDG_CACHE_HOME") or (home if home.is_absolute() else Path("/nonexistent")) / ".cache"
     return Path(caches) / "mpips" / "collectives.json"
 
 
 def load(see: See) -> TuningTable:
-    """Return the user's table, or the shipped one where `tune` has not run; CollectiveError where the file is spoilt.
-    `see` is `schedule.catalog.see_named`."""
+    """Return the user's table, or the shipped one if `mpips tune` has not run.
+
+    Args:
+        see: `schedule.catalog.see_named`.
+
+    Raises:
+        CollectiveError: The file cannot be read, or is damaged.
+    """
     file = path()
     try:
         return _checked(msgspec.json.decode(file.read_bytes(), type=TuningTable), see)
@@ -150,7 +167,7 @@ def load(see: See) -> TuningTable:
 
 
 def _checked(table: TuningTable, see: See) -> TuningTable:
-    """Return the same; ValueError where an entry is none that `tune` writes."""
+    """Return the table, or raise ValueError if it has an entry that `mpips tune` would not write."""
     for ranks, limit in (*((ranks, slots.always) for ranks, slots in table.slots.items()), *table.cross_memory.items()):
         if ranks < 1 or not 0 <= limit <= EVERYTHING:
             raise ValueError(f"of {ranks} ranks it says {limit} bytes")
@@ -174,7 +191,7 @@ def _checked(table: TuningTable, see: See) -> TuningTable:
 
 
 def usable(see: See) -> TuningTable:
-    """Return the user's table; where its file is spoilt, a RuntimeWarning and the shipped one: nobody needs a cache."""
+    """Return the user's table. If its file is damaged, warn and return the shipped one: a cache must not stop a job."""
     try:
         return load(see)
     except CollectiveError as error:
@@ -183,7 +200,7 @@ def usable(see: See) -> TuningTable:
 
 
 def save(table: TuningTable) -> Path:
-    """Write the table for later runs; gives back where. CollectiveError where it cannot be written."""
+    """Write a table for later runs. Return its path, or raise CollectiveError if it cannot be written."""
     file = path()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -194,7 +211,7 @@ def save(table: TuningTable) -> Path:
 
 
 def see_writable() -> None:
-    """Make the folder that `save` writes to; CollectiveError where it cannot be written."""
+    """Make the folder that `save` writes to. Raise CollectiveError if the table cannot be written there."""
     file = path()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -211,7 +228,14 @@ def _unwritable(file: Path, error: OSError) -> CollectiveError:
 
 
 def shared(comm: MPI.Comm, read: Callable[[], TuningTable]) -> TuningTable:
-    """Rank 0's table, as `read` there gives it, on every rank, or its CollectiveError. Collective, blocking."""
+    """Return rank 0's table on every rank. Collective and blocking.
+
+    Args:
+        read: Reads the table; called on rank 0 only.
+
+    Raises:
+        CollectiveError: `read` has raised it on rank 0. All ranks raise the same error.
+    """
     message = b""
     if comm.rank == 0:
         try:

@@ -1,11 +1,12 @@
-"""`mpips tune`: measures which way is fastest here, and writes the table that `auto` reads.
+"""`mpips tune`: measures which way is fastest on this machine, and writes the table that `auto` reads.
 
     mpips tune --ranks P        or: mpirun -n P python -m collectives.tuner.tune
 
-On one node it measures up to which size vectors should pass through slots, from which size on ordinary arrays should go
-by the kernel's copies between processes, and how long each way takes. Between nodes it measures which algorithm is
-fastest, for every kind and size. On both it measures what a message costs (alpha, beta) and an addition (gamma). The
-results join those of other numbers of ranks in the user's table (`collectives.tuner.table`).
+On one node it measures three things: the size up to which vectors should pass through slots, the size from which on
+ordinary arrays should be copied between processes by the kernel (process_vm_readv), and the time of each way. Between
+nodes it measures the fastest algorithm for every kind and size. On one node and between nodes it measures the cost of a
+message (alpha, beta) and of an addition (gamma). The results are added to the user's table, which may have results for
+other numbers of ranks (`collectives.tuner.table`).
 """
 
 from __future__ import annotations
@@ -40,23 +41,24 @@ SLOT_SIZES = tuple(1 << e for e in range(11, 18))
 CROSS_SIZES = tuple(1 << e for e in range(24, 15, -1))
 LINE_SIZES = tuple(1 << e for e in range(16, 25, 2))
 BETWEEN_SIZES = tuple(1 << e for e in range(6, 25, 3))
-SLOTS_WIN = 0.97  # by more than noise
+# Slots win if they take at most this share of the time of stages, so that noise does not decide.
+SLOTS_WIN = 0.97
+# The kernel's copies win if they take at most this many times as long as stages. In a benchmark, stages find their
+# arrays in the cache in every call; between other work they would not.
 COPIES_WIN = 1.5
-"""The kernel's copies win where they take at most so many times as long as stages: call after call, stages find their
-arrays in the cache, and between other work they would not."""
 
 Begin = Callable[[str], None]
 
 
 def opened(comm: MPI.Comm, known: TuningTable) -> MPI.Comm:
-    """Return a communicator of the same ranks, on which calls go as this table says. Collective, blocking."""
+    """Return a new communicator of the same ranks whose calls use the given table. Collective and blocking."""
     made = comm.Dup()
     communicator(made, known_table=known)
     return made
 
 
 def check(ranks: int, *, dry_run: bool, **_: Any) -> None:
-    """click.ClickException, before anything is measured, where the result could not be kept."""
+    """Raise click.ClickException, before anything is measured, if the result could not be saved."""
     if not dry_run:
         with _told():
             table.see_writable()
@@ -86,7 +88,7 @@ def command(seconds: float, dry_run: bool) -> None:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """End the command in one sentence where something cannot be done."""
+    """Within a block, end the command with the sentence of a CollectiveError, without a traceback."""
     try:
         yield
     except CollectiveError as error:
@@ -94,8 +96,11 @@ def _told() -> Iterator[None]:
 
 
 def _known(dry_run: bool) -> TuningTable:
-    """Return the table to go on from: the shipped one where the user's is spoilt. CollectiveError where it cannot be
-    kept."""
+    """Return the table to start from: the user's table, or the shipped one if the user's file is damaged.
+
+    Raises:
+        CollectiveError: The table must be saved, and cannot be.
+    """
     if not dry_run:
         table.see_writable()
     try:
@@ -106,9 +111,18 @@ def _known(dry_run: bool) -> TuningTable:
 
 
 def tuned(comm: MPI.Comm, known: TuningTable, seconds: float, begin: Begin = lambda what: None) -> TuningTable:
-    """Return the known table with this number of ranks measured anew; `begin` hears of parts. Collective, blocking."""
-    node_of = communicator(comm).node_of  # of each rank the lowest rank of its node
-    x, y = np.zeros(1 << 16, np.float32), np.zeros(1 << 16, np.float32)  # in the cache, and added again and again
+    """Measure, and return the known table with new results for this number of ranks. Collective and blocking.
+
+    Args:
+        comm: The ranks to measure with.
+        known: The table to change.
+        seconds: The time to spend on each size.
+        begin: Called with the name of each part when it begins.
+    """
+    # rank -> the lowest rank of its node
+    node_of = communicator(comm).node_of
+    # small enough to stay in the cache while they are added again and again
+    x, y = np.zeros(1 << 16, np.float32), np.zeros(1 << 16, np.float32)
     changes: dict[str, Any] = {"gamma": measure(MPI.COMM_SELF, [lambda: np.add(x, y, x)], 0.05)[0].median / x.nbytes}
     if len(set(node_of)) == 1:
         slots, cross_memory, lines = _on_one_node(comm, seconds, begin)
@@ -126,7 +140,7 @@ def tuned(comm: MPI.Comm, known: TuningTable, seconds: float, begin: Begin = lam
 
 
 def forced(ranks: int) -> dict[str, TuningTable]:
-    """Return, for each way of ordinary arrays on one node, a table that sends all vectors that way."""
+    """Return a table for each way of ordinary arrays on one node, which makes all vectors go that way."""
     largest, none = Slots(SLOT_SIZES[-1], SLOT_SIZES[-1]), Slots(0, 0)
     return {
         "slots": TuningTable(slots={ranks: largest}, cross_memory={ranks: EVERYTHING}),
@@ -136,11 +150,14 @@ def forced(ranks: int) -> dict[str, TuningTable]:
 
 
 def _on_one_node(comm: MPI.Comm, seconds: float, begin: Begin) -> tuple[Slots, int, dict[str, LinearCost]]:
-    """Return up to where slots win, from where on the kernel's copies do, and lines through the times of every way."""
+    """Measure on one node.
+
+    Return the sizes up to which slots win, the size from which on the kernel's copies win, and the cost of each way.
+    """
     ways = {name: opened(comm, one) for name, one in forced(comm.size).items()}
 
     def wins(way: str, shared: bool, share: float, size: int) -> bool:
-        """Return whether a way is better than stages; of node-shared arrays, which take none, than direct."""
+        """True if a way takes at most `share` of the time of stages (or of direct, for node-shared arrays)."""
         times = _times(comm, [ways[way], ways["stages"]], size, shared, seconds)
         return times[0] <= times[1] * share
 
@@ -167,7 +184,10 @@ def _on_one_node(comm: MPI.Comm, seconds: float, begin: Begin) -> tuple[Slots, i
 
 
 def edge(sizes: Iterable[int], wins: Callable[[int], bool], otherwise: int) -> int:
-    """Return the last of the sizes at which something wins, going along them until it has lost twice in a row."""
+    """Return the last size at which something wins, or `otherwise` if it never does.
+
+    Sizes are tried in order, until something has lost twice in a row.
+    """
     last, losses = otherwise, 0
     for size in sizes:
         last, losses = (size, 0) if wins(size) else (last, losses + 1)
@@ -177,14 +197,14 @@ def edge(sizes: Iterable[int], wins: Callable[[int], bool], otherwise: int) -> i
 
 
 def _times(comm: MPI.Comm, homes: Sequence[MPI.Comm], size: int, shared: bool, seconds: float) -> list[float]:
-    """Return median seconds of an allreduce of so many bytes on each of the communicators."""
+    """Return the median seconds of an allreduce of `size` bytes on each of several communicators."""
     x = empty(size // 4, np.float32, homes[0]) if shared else np.empty(size // 4, np.float32)
     x.fill(0)
     return _timed(comm, [compiled("allreduce", x, home) for home in homes], seconds)
 
 
 def _timed(comm: MPI.Comm, plans: Sequence[Plan], seconds: float) -> list[float]:
-    """Return their median seconds; free them."""
+    """Return the median seconds of each plan, and free the plans."""
     try:
         return [timing.median for timing in measure(comm, plans, seconds)]
     finally:
@@ -193,7 +213,7 @@ def _timed(comm: MPI.Comm, plans: Sequence[Plan], seconds: float) -> list[float]
 
 
 def _between(comm: MPI.Comm, node_of: list[int], seconds: float, begin: Begin) -> dict[str, tuple[Range, ...]]:
-    """Return the fastest algorithm of every kind for each size; neighbouring sizes with one answer make one range."""
+    """Measure between nodes: return the fastest algorithm for each kind, by ranges of sizes."""
     found = {}
     alike = len({node_of.count(node) for node in node_of}) == 1
     for kind in KINDS:
@@ -211,8 +231,10 @@ def _between(comm: MPI.Comm, node_of: list[int], seconds: float, begin: Begin) -
 
 
 def ranges(winners: Sequence[tuple[int, str]]) -> tuple[Range, ...]:
-    """Return ranges from (size, best algorithm), sizes ascending: between two sizes the change is at their geometric
-    mean."""
+    """Make ranges of (size, best algorithm) pairs in ascending order.
+
+    Where the algorithm changes, the limit is the geometric mean of the two sizes.
+    """
     found = []
     for (size, name), (following, other) in pairwise(winners):
         if name != other:
@@ -230,7 +252,7 @@ def _plan(kind: str, n: int, comm: MPI.Comm, algorithm: str) -> Plan:
 
 
 def _measure_message(comm: MPI.Comm, other: int, seconds: float) -> LinearCost:
-    """Return alpha and beta from a ping-pong of ranks 0 and `other`."""
+    """Measure alpha and beta of messages between ranks 0 and `other`."""
     sizes = (8, 1 << 12, 1 << 16, 1 << 20, 1 << 22)
     times = [ping_pong(comm, np.zeros(size, np.uint8), seconds, other)["blocking"].median for size in sizes]
     return LinearCost(*fit(list(zip(sizes, times))))
