@@ -114,7 +114,7 @@ def _stands(
     culprits = _culprits(ranks, waits, missing)
     steps = [one.step for one in ranks if one.step >= 0 and (one.rank in waits or one.rank in culprits)]
     step = f" in step {min(steps)}" if steps else ""
-    begin = f"{head} stands since {_seconds(seconds)}{step}: {'; '.join(waiting)}"
+    begin = f"{head} has been stuck for {_seconds(seconds)}{step}: {'; '.join(waiting)}"
     if not culprits:
         ahead = _lanes_ahead(ranks, waits)
         if len({wait.what for wait in waits.values()}) == 1 and len(ahead) < 2:

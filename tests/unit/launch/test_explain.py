@@ -61,7 +61,7 @@ def waiting(*others: Rank, **differs: Any) -> list[Rank]:
 
 
 BEGIN = (
-    "job 4711 (train.py, 3 ranks) stands since 83 s in step 412: ranks 0, 1 wait in pushpull of key 'w' (train.py:41), "
+    "job 4711 (train.py, 3 ranks) has been stuck for 83 s in step 412: ranks 0, 1 wait in pushpull of key 'w' (train.py:41), "
     "for "
 )
 
@@ -231,7 +231,7 @@ def test_last_calls_of_several_lanes_have_no_order(lanes: list[tuple[int, int, s
 
 def test_the_step_is_that_of_the_ranks_that_are_named() -> None:
     ranks = [rank(0, waits=WAITS, size=4), rank(1, waits=WAITS, size=4), rank(2, step=411, size=4), rank(3, step=3)]
-    assert "stands since 83 s in step 411: ranks 0, 1" in explain("1", ranks).sentence
+    assert "has been stuck for 83 s in step 411: ranks 0, 1" in explain("1", ranks).sentence
 
 
 @pytest.mark.parametrize(
