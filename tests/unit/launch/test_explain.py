@@ -61,8 +61,8 @@ def waiting(*others: Rank, **differs: Any) -> list[Rank]:
 
 
 BEGIN = (
-    "job 4711 (train.py, 3 ranks) has been stuck for 83 s in step 412: ranks 0, 1 wait in pushpull of key 'w' (train.py:41), "
-    "for "
+    "job 4711 (train.py, 3 ranks) has been stuck for 83 s in step 412: ranks 0, 1 wait in pushpull of key 'w' "
+    "(train.py:41), for "
 )
 
 
