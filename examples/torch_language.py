@@ -2,8 +2,8 @@
 
 mpips run -w 4 examples/torch_language.py --steps 100
 
-The text comes with Python (`pydoc_data.topics`). Every rank reads other places of it. The loss is that of the next
-letter, in nats: it begins as if all letters were equally likely.
+The text comes with Python (`pydoc_data.topics`). Every rank reads other places of it. The loss is that of predicting
+the next letter, in nats. It begins near the loss of guessing among equally likely letters.
 """
 
 import argparse
@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 import mpips.torch
 
+# number of letters that the model sees at a time
 LENGTH = 64
-"""Letters that the model sees at a time."""
 
 
 class Language(nn.Module):
-    """Letters in, the next letter's logits out; each place looks at those before it alone."""
+    """A causal transformer from letters to the logits of the next letter."""
 
     def __init__(self, letters: int, width: int = 64, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Language(nn.Module):
 
 
 def letters() -> tuple[Tensor, int]:
-    """The text as numbers, and how many letters there are."""
+    """Return the text as numbers, and the size of its alphabet."""
     text = "\n".join(topics[name] for name in sorted(topics))
     alphabet = {letter: number for number, letter in enumerate(sorted(set(text)))}
     return torch.tensor([alphabet[letter] for letter in text]), len(alphabet)
