@@ -1,4 +1,4 @@
-"""Shared by the examples: the handwritten digits, a network of two layers, a worker's batches, and its progress report.
+"""Shared by the examples: handwritten digits, a network of two layers, a worker's batches, a progress report.
 
 The network is written out in NumPy, so that a training loop shows everything that happens: `forward`, `backward`, and
 the calls of the store.
