@@ -27,7 +27,8 @@ class Network:
         shapes = [[(inputs, outputs), (outputs,)] for inputs, outputs in pairwise(sizes)]
         self.flat_parameters, self.layers, self.layer_elements = lay_out(shapes, empty=mpips.empty)
         self.flat_gradients, self.slopes, _ = lay_out(shapes, empty=mpips.empty)
-        self.parameters, self.gradients = [self.flat_parameters], [self.flat_gradients]
+        self.parameters = [self.flat_parameters]
+        self.gradients = [self.flat_gradients]
         rng = np.random.default_rng(0)
         for weight, bias in self.layers:
             weight[:] = rng.normal(0, np.sqrt(2 / len(weight)), weight.shape)

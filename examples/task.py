@@ -97,7 +97,8 @@ class Network:
     def forward(self, x: np.ndarray) -> np.ndarray:
         """Return the scores, (samples, outputs), of x, (samples, inputs)."""
         weight1, bias1, weight2, bias2 = self.parameters
-        self._x, self._hidden = x, np.maximum(x @ weight1 + bias1, 0)
+        self._x = x
+        self._hidden = np.maximum(x @ weight1 + bias1, 0)
         self._scores: np.ndarray = self._hidden @ weight2 + bias2
         return self._scores
 
@@ -128,9 +129,12 @@ class Task:
     """One worker's view of the task: its model, its batches, and the report of its progress."""
 
     def __init__(self, mode: str, kv: Any, settings: Settings) -> None:
-        self.mode, self.kv, self.settings = mode, kv, settings
+        self.mode = mode
+        self.kv = kv
+        self.settings = settings
         self.x, self.y, self.test_x, self.test_y = digits(settings.dtype)
         self.model = Network(self.x.shape[1], settings.hidden, 10, settings.dtype, settings.seed)
+        # the loss of each batch of the current epoch
         self._losses: list[float] = []
 
     def epochs(self) -> Iterator[int]:

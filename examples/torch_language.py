@@ -25,7 +25,8 @@ class Language(nn.Module):
 
     def __init__(self, letters: int, width: int = 64, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
-        self.letters, self.places = nn.Embedding(letters, width), nn.Embedding(LENGTH, width)
+        self.letters = nn.Embedding(letters, width)
+        self.places = nn.Embedding(LENGTH, width)
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.out = nn.Linear(width, letters)

@@ -67,7 +67,9 @@ class Factors(nn.Module):
 
     def __init__(self, users: nn.Module, films: nn.Module, mean: float) -> None:
         super().__init__()
-        self.users, self.films, self.mean = users, films, nn.Parameter(torch.tensor(mean))
+        self.users = users
+        self.films = films
+        self.mean = nn.Parameter(torch.tensor(mean))
 
     def forward(self, users: Tensor, films: Tensor) -> Tensor:
         mine, its = self.users(users), self.films(films)
@@ -82,8 +84,11 @@ class Towers(nn.Module):
 
     def __init__(self, users: nn.Module, films: nn.Module, genres: nn.Module, ratings: Ratings, dim: int) -> None:
         super().__init__()
-        self.users, self.films, self.genres = users, films, genres
-        self.ratings, self.mean = ratings, nn.Parameter(ratings.stars.mean())
+        self.users = users
+        self.films = films
+        self.genres = genres
+        self.ratings = ratings
+        self.mean = nn.Parameter(ratings.stars.mean())
         self.user_tower = nn.Sequential(nn.Linear(dim, 32), nn.ReLU(), nn.Linear(32, 16))
         self.film_tower = nn.Sequential(nn.Linear(2 * dim, 32), nn.ReLU(), nn.Linear(32, 16))
 

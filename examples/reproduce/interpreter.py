@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-# prints those of its arguments that are not importable modules
+# a program that prints which of its arguments are modules that it cannot import
 LOOK = "import sys, importlib.util as i; print(*(name for name in sys.argv[1:] if not i.find_spec(name)))"
 
 

@@ -239,7 +239,8 @@ def _fill(file: TensorFile, network: Network, flats: dict[str, np.ndarray]) -> N
     """Read this rank's slices. `flats`: prefix of tensor names -> array to fill, laid out as the flat parameters."""
     for prefix, flat in flats.items():
         for index, (name, view) in enumerate(zip(MLP(*network.specification).names, network.views(flat))):
-            if view.size:  # an idle rank holds an empty slice
+            # With more ranks than neurons, some slices are empty.
+            if view.size:
                 rows, *columns = _place(network.splits[index // 2], index)
                 put(file.get(f"{prefix}{name}", rows)[(slice(None), *columns)], view)
 

@@ -450,9 +450,10 @@ class Network:
     ) -> None:
         """Compute the gradients of a layer's inputs and weights.
 
-        If the input gradient or the weight gradient has to be sent, it is computed first: it travels while the other is
-        computed.
+        The gradient that has to be sent is computed first, so that it travels while the second one is computed.
         """
+        # Between model ranks, the input gradient of a layer cut by columns is summed. Between batch ranks, weight
+        # gradients are summed; they are sent now if there is `progress`.
         if layer and self.splits[layer].kind == "columns":
             assert self._exchange is not None
             self._input_gradient(layer, space, progress)

@@ -394,8 +394,8 @@ class LossScale:
     adapts: if gradients overflow float16, the update is skipped and the scale halved. After `GROWTH` good updates in a
     row it doubles.
 
-    Ranks with the same slice see the same sums, so they decide alike. The ranks of one model hold different slices, so
-    they sum whether any of them saw an overflow.
+    Ranks with the same slice see the same sums, so they make the same decision. The ranks of one model hold different
+    slices, so they sum the number of ranks that saw an overflow.
 
     Source: Micikevicius et al., "Mixed precision training" (2018), section 3.2.
     """
@@ -419,9 +419,11 @@ class LossScale:
         self._bad[0] = not np.isfinite(np.dot(gradients, gradients))
         self._ask.run()
         if self._bad[0]:
-            self.scale, self.good = max(self.scale / 2, LEAST_SCALE), 0
+            self.scale = max(self.scale / 2, LEAST_SCALE)
+            self.good = 0
             return False
         self.good += 1
         if self.good >= GROWTH:
-            self.scale, self.good = min(self.scale * 2, MOST_SCALE), 0
+            self.scale = min(self.scale * 2, MOST_SCALE)
+            self.good = 0
         return True

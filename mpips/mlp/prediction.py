@@ -236,7 +236,8 @@ class MuteExchange:
     """A `ModelExchange` and `StepProgress` for slice 0 without other ranks. It exchanges nothing and records events."""
 
     def __init__(self, parts: int) -> None:
-        self.parts, self.part = parts, 0
+        self.parts = parts
+        self.part = 0
         self.begin()
 
     def begin(self) -> None:
@@ -279,14 +280,22 @@ def trace(
     cut: Sequence[tuple[int, int, int]] = (),
     beside: bool = False,
 ) -> list[StepEvent]:
-    """Return the events of a step of slice 0 of `model` on `samples` samples of a minibatch of `whole`.
+    """Time steps of slice 0, and return the events of a step. Local: nothing is sent.
 
-    Updated by the buckets of `cut`. `beside` messages, as between nodes, it computes in blocks and notes gradients.
-    Medians of at least three steps after one, which add up to the median step; local, nothing is sent.
+    Times are medians over at least three steps, after one step that warms up. They are scaled so that they add up to
+    the median step.
+
+    Args:
+        model: Number of slices of the network.
+        samples: Samples of this rank in a minibatch.
+        whole: Samples of the whole minibatch.
+        cut: The buckets by which weights are updated, as `buckets` returns them. Empty: all weights at once.
+        beside: Compute the backward pass in blocks and record gradients, as if messages were sent during it.
     """
     mute = MuteExchange(model)
     network = Network(specification, mute, mode, np.zeros)
-    weights = network.flat_parameters.copy()  # updated in place of the network's, which so stays sane
+    # The optimizer updates a copy: its updates are no training, and could make the network's weights infinite.
+    weights = network.flat_parameters.copy()
     state = optimizer.init(weights)
     rng = np.random.default_rng(0)
     dtype = working_dtype(specification.dtype)
@@ -309,18 +318,28 @@ def trace(
         spent += sum(event.compute for event in mute.events)
     times = np.array([[event.compute for event in events] for events in steps[1:]])
     middle = np.median(times, axis=0)
-    middle *= np.median(times.sum(axis=1)) / max(middle.sum(), 1e-12)  # where ranks share cores, they are interrupted
+    # If ranks share cores, some events are interrupted in each step, and medians of events leave these times out.
+    middle *= np.median(times.sum(axis=1)) / max(middle.sum(), 1e-12)
     return [event._replace(compute=seconds) for event, seconds in zip(steps[0], middle.tolist())]
 
 
 def replay(
     events: Sequence[StepEvent], model: int, link: LinkCost, itemsize: int, reductions: dict[int, float], spans: Spans
 ) -> float:
-    """Return the seconds of a step with messages between `model` ranks over `link`, of elements of `itemsize` bytes.
+    """Return the seconds of a step if messages are sent at its events.
 
-    `reductions`: seconds of each bucket's sum, by the layer that completes it. Messages beside computation share one
-    link, first come, first served; the others are waited for.
+    Messages that travel during computation share one link, first come, first served. For other messages the computation
+    waits.
+
+    Args:
+        events: The computation, as `trace` returns it.
+        model: Number of model ranks.
+        link: Alpha and beta between model ranks.
+        itemsize: Bytes of an element that model ranks send.
+        reductions: Layer -> seconds of the sum of the bucket that this layer completes.
+        spans: The communicators whose messages travel during computation.
     """
+    # now: time of the computation; free: when the link is free; needed: when the sum that was begun is done
     now = free = needed = 0.0
     arrivals: dict[int, float] = {}
     for kind, number, compute in events:

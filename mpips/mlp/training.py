@@ -68,7 +68,7 @@ class Trained(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """How to train. All ranks must choose alike."""
+    """How to train. All ranks must make the same choices."""
 
     mesh: Mesh | str
     optimizer: Optimizer

@@ -5,7 +5,7 @@
 Every row has the time of the paper's formula (full link rate, no latency), the time that the simulator predicts for
 this network, and the measured time. The two networks take turns, round by round, and times are medians over the rounds.
 Compute is emulated: ranks sleep for a given time per sample. BML runs two lanes (depth=2): while the ranks wait for
-each other between two steps of one lane, the messages of the other lane are on the wire. The MPI library's own
+each other between two steps of a lane, the messages of the second lane are on the wire. The MPI library's own
 allreduce is measured, too, with its default algorithm and with every algorithm that can be chosen.
 """
 

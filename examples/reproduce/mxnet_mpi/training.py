@@ -2,9 +2,9 @@
 
 The time of an epoch is predicted as the compute time of the workers, measured without messages, plus the exchanges of
 the epoch. An exchange takes as long as the links allow (`predicted.exchange`). There are two predictions: with push and
-pull overlapped, and one after the other, as the modes call them. Servers answer some chunks early, so the measured time
-lies between the two. It may be off by some percent: seconds are those of worker 0, whose last exchange need not be the
-last of all, and Python takes some time between the exchanges.
+pull overlapped, and with the pull after the push, as the modes call them. Servers answer some chunks early, so the
+measured time lies between the two. It may be off by some percent: seconds are those of worker 0, whose last exchange
+need not be the last of all, and Python takes some time between the exchanges.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def computing(name: str, hidden: int) -> float:
 
 
 class Epoch(NamedTuple):
-    """The predicted seconds of an epoch: with push and pull overlapped, and with one after the other."""
+    """The predicted seconds of an epoch: with push and pull overlapped, and with the pull after the push."""
 
     overlapped: float
     in_turn: float

@@ -465,7 +465,8 @@ class OverlapJob:
 
     def sleep_for(self, seconds: float, shares: np.ndarray) -> None:
         """Set the compute seconds of all layers together, and each layer's share of them."""
-        self.forward, self.backward = seconds * FORWARD * shares, seconds * (1 - FORWARD) * shares
+        self.forward = seconds * FORWARD * shares
+        self.backward = seconds * (1 - FORWARD) * shares
 
     def compute_forward(self, layer: int) -> None:
         time.sleep(self.forward[layer - 1])

@@ -1,4 +1,4 @@
-"""iBatch, a rival of the optimum: the faster result of its Algorithms 1 and 2. And all strategies by name.
+"""iBatch, a rival of the optimum: the faster result of its Algorithms 1 and 2; and a table of all strategies.
 
 Both algorithms walk along the layers, and end a batch where the communication of batch k + 1 just exceeds the
 computation of batch k (Eq. 5). Algorithm 1 begins at the front (l_1, l_2, ..), Algorithm 2 at the back (l_{N-1},

@@ -2,7 +2,7 @@
 
     python -m examples.reproduce.store.beside_mxnet [--rounds 3] [--environment FOLDER] [--json FILE]
 
-The program makes an environment for MXNet (numpy 1.23.5, mxnet 1.9.1, from the package registry) if there is none yet.
+The program makes an environment for MXNet (numpy 1.23.5, mxnet 1.9.1, from the package registry) unless it exists.
 For each setting it starts MXNet and mpips jobs in turn, several times, and compares medians of medians. If MXNet cannot
 be installed, it says why and exits with code 0.
 """

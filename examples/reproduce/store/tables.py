@@ -5,7 +5,7 @@
 All contenders take turns in one job, with the same ids on the same workers. They train by Adagrad, torchrec by row-wise
 Adagrad. A row counts each time that an id names it, on each worker. A sample takes as long as its slowest worker, and
 the result is the median over the rounds. The first column of each contender is a lookup, the second is gradients until
-the rows are updated, and the third is both one after the other, as in a training step.
+the rows are updated, and the third is a lookup and then gradients, as in a training step.
 
 The bound is what the memory allows. It is the number of bytes that every implementation has to move, over the bytes
 that all workers together can copy in a second. A lookup moves ids, rows written to the worker, and each distinct row

@@ -132,7 +132,7 @@ def reasons(report: dict[str, Any]) -> list[str]:
 
 
 def paper(algorithm: str, hosts: int) -> str:
-    """Return what the paper's text says of an algorithm's time over multi_ring's, or "" if it says nothing.
+    """Return the paper's value for an algorithm's time over multi_ring's, as text, or "" if it gives none.
 
     It draws figures 17 to 19 and says that its ring is the fastest. Figure 20 has 4 and more hosts.
     """

@@ -60,7 +60,8 @@ class Reg:
     """The paper's reg: reduce to the host, MPI_Iallreduce and spread, in a pipeline."""
 
     def __init__(self, comm: MPI.Comm, vectors: list[Any]) -> None:
-        self._comm, host = comm, np.empty_like(vectors[0])
+        self._comm = comm
+        host = np.empty_like(vectors[0])
         size = max(1, PART_BYTES // host.itemsize)
         parts = [slice(start, start + size) for start in range(0, host.size, size)]
         self._parts = [([vector[part] for vector in vectors], host[part]) for part in parts]
@@ -83,7 +84,9 @@ class VectorRing:
     """A ring through all vectors of all workers."""
 
     def __init__(self, comm: MPI.Comm, vectors: list[Any]) -> None:
-        self._comm, self._vectors, self._members = comm, vectors, comm.size * len(vectors)
+        self._comm = comm
+        self._vectors = vectors
+        self._members = comm.size * len(vectors)
         longest = -(-vectors[0].size // self._members)
         self._outgoing, self._incoming = (np.empty(longest, vectors[0].dtype) for _ in range(2))
 

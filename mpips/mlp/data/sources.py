@@ -335,7 +335,9 @@ class SyntheticSource(DataSource):
         if min(rows, features, targets) < 1:
             raise TrainingError(f"synthetic data of {rows} x {features} -> {targets}: each must be at least 1")
         self.name = f"synthetic {rows:,} x {features} -> {targets}"
-        self.rows, self.features, self.targets = rows, features, targets
+        self.rows = rows
+        self.features = features
+        self.targets = targets
         largest = 8 * max(features * targets, _BLOCK_ROWS * (features + targets))
         try:
             check_memory(f"synthetic data of {rows} x {features} -> {targets}", largest, 2)

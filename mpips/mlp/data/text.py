@@ -91,7 +91,8 @@ class TextSource(DataSource):
         # True if the first column is the index of a data frame and is left out
         self._index = False
         if not any(number_of(field) is not None for field in fields) if header is None else header:
-            self._names, self._begin = fields, after
+            self._names = fields
+            self._begin = after
             self._index = self._width > 2 and bool(_INDEX.fullmatch(fields[0])) and all(fields[1:])
             self._check_names({""} if header else _MISSING_NAMES)
         targets = [self._column(column) for column in target] or [self._width - 1]
@@ -107,7 +108,8 @@ class TextSource(DataSource):
             raise TrainingError(f"{path} has {self._width} columns, of which some must be features, not targets")
         # the columns that are read, in the order of a row
         self._columns = inputs + targets
-        self.features, self.targets = len(inputs), len(targets)
+        self.features = len(inputs)
+        self.targets = len(targets)
         # first byte of each line of the part, and the byte after it
         self._starts = self._stops = np.empty(0, np.int64)
         # label -> class number, once numbered
@@ -183,7 +185,8 @@ class TextSource(DataSource):
         return found
 
     def number(self, labels: Sequence[str]) -> None:
-        self.classes, self._numbers = len(labels), {label: number for number, label in enumerate(labels)}
+        self.classes = len(labels)
+        self._numbers = {label: number for number, label in enumerate(labels)}
 
     def columns(self) -> str:
         """Describe in words which columns are predicted from which, and how the file separates them."""
