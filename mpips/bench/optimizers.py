@@ -49,7 +49,7 @@ Step = Callable[[], Any]
 
 
 class Case(NamedTuple):
-    """The result of timing one update. Times are ms, medians over the repeats; None if there is no such engine."""
+    """The result of timing one update. Times are milliseconds, medians over the repeats; None if an engine is missing."""
 
     optimizer: str
     elements: int

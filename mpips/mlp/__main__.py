@@ -137,7 +137,7 @@ class _Run:
         self.servers = Servers(o.servers, o.clients, o.averaging, o.every, o.alpha, comm) if o.servers else None
 
     def run(self) -> None:
-        """Serve on the servers, and train on all other ranks."""
+        """On a server, serve until the end. On all other ranks, train."""
         threads = self.options.threads or max(1, usable_cores() // train_options.place_on_node(self.comm)[1])
         with threadpool_limits(threads, user_api="blas"):
             if self.servers is None:

@@ -250,7 +250,7 @@ class ModelExchange(Protocol):
         """Gather `full` (neurons, samples): every rank has written its `interval` of rows. Blocking."""
 
     def sum(self, array: np.ndarray) -> None:
-        """Replace an array of the forward pass by its sum over the ranks. Blocking."""
+        """Replace an array of the forward pass by its sum over the ranks, in place. Blocking."""
 
     def start_sum(self, array: np.ndarray) -> None:
         """Begin to replace an array of the backward pass by its sum. It may not be touched before `wait` returns."""
@@ -363,7 +363,7 @@ class Network:
             self.parameters[2 * layer + 1][...] = self.xp.asarray(parameters[2 * layer + 1][rows])
 
     def _arrays(self, samples: int) -> list[LayerArrays]:
-        """Return each layer's arrays for a step of `samples` samples. Memory grows when a step is the largest yet."""
+        """Return each layer's arrays for a step of `samples` samples. A step larger than all before allocates memory."""
         if samples in self._spaces:
             return self._spaces[samples]
         if samples > self._capacity:

@@ -149,7 +149,7 @@ class Sum:
             self._plan = plan("allreduce", array if self._half is None else self._half, comm)
 
     def start(self) -> None:
-        """Start the sum and return."""
+        """Start the sum without waiting for it."""
         if self._plan:
             begin = perf_counter()
             if self._half is not None:
@@ -160,7 +160,7 @@ class Sum:
             self._clock.add(self._phase, begin)
 
     def test(self) -> bool:
-        """Progress the sum without waiting. Return True if none is under way any more."""
+        """Progress the sum without waiting. Return True if it is done, or was not started."""
         if self._plan and self._under_way and self._plan.test():
             self._under_way = False
             self._clock.arrived()
@@ -419,11 +419,9 @@ class LossScale:
         self._bad[0] = not np.isfinite(np.dot(gradients, gradients))
         self._ask.run()
         if self._bad[0]:
-            self.scale = max(self.scale / 2, LEAST_SCALE)
-            self.good = 0
+            self.scale, self.good = max(self.scale / 2, LEAST_SCALE), 0
             return False
         self.good += 1
         if self.good >= GROWTH:
-            self.scale = min(self.scale * 2, MOST_SCALE)
-            self.good = 0
+            self.scale, self.good = min(self.scale * 2, MOST_SCALE), 0
         return True

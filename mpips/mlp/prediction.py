@@ -104,7 +104,7 @@ def predict_all(
 def predict(
     specification: Specification, batch: int, mesh: Mesh, optimizer: Optimizer, mode: str = "pairs"
 ) -> MeshPrediction:
-    """Predict a step with minibatches of `batch` samples on this mesh, from measurements on it. Collective."""
+    """Measure this mesh, and predict a step on it with minibatches of `batch` samples. Collective."""
     sizes, samples, comm = specification.sizes, interval(batch, mesh.batch, 0)[1], mesh.comm
     spans = spans_nodes(mesh)
     narrow = [specification.dtype == "mixed" and each for each in spans]

@@ -185,7 +185,7 @@ class Servers:
         return ElasticUpdate(self._store, group, network, mesh, optimizer, clock, beside, self)
 
     def close(self) -> None:
-        """Let the servers end. Collective over the workers. Without this call it is done when the process ends."""
+        """Let the servers end. Collective over the workers. If it is not called, the end of the process does it."""
         if self._store is not None:
             self._store.close()
 
@@ -194,7 +194,7 @@ class Servers:
 
 
 def servers_misfit(servers: int, clients: int, batch: int, model: int, ranks: int) -> str | None:
-    """Return an error message if the job does not have the ranks that this takes, else None."""
+    """Return an error message if the job does not have the number of ranks that these roles need, else None."""
     needed = clients * batch * model + servers
     if min(servers, clients, batch, model) < 1 or needed != ranks:
         return (

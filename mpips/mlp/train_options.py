@@ -1,4 +1,4 @@
-"""Check the options of `mpips train` before anything starts, in the launcher and on every rank; and read them."""
+"""The options of `mpips train`: checks before anything starts, in the launcher and on every rank, and parsing."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def check(ranks: int, **options: Any) -> None:
 
 
 def check_words(ranks: int, **options: Any) -> None:
-    """Check like `check`, but without files, which ranks may see differently: all ranks raise, or none."""
+    """Like `check`, but without looking at files, which ranks may see differently. So all ranks raise, or none."""
     try:
         for problem in _problems(ranks, SimpleNamespace(**options)):
             raise TrainingError(problem)
@@ -71,7 +71,7 @@ def check_words(ranks: int, **options: Any) -> None:
 
 
 def _problems(ranks: int, o: SimpleNamespace) -> Iterator[str]:
-    """Yield error messages about options that make no job. Some errors are raised as ValueError instead."""
+    """Yield an error message for each problem of the options. Some problems raise ValueError instead."""
     widths(o.hidden)
     optimizer_of(o)
     shape = None if o.grid_text == "auto" else parse(o.grid_text)

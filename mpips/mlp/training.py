@@ -59,7 +59,7 @@ def hidden_of(epochs: Sequence[EpochResult]) -> float | None:
 
 
 class Trained(NamedTuple):
-    """What `train` returns."""
+    """The result of `train`."""
 
     # equal on every rank
     epochs: list[EpochResult]
@@ -68,7 +68,7 @@ class Trained(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """How to train. All ranks must make the same choices."""
+    """The arguments of `train` that say how to train. They must be the same on all ranks."""
 
     mesh: Mesh | str
     optimizer: Optimizer
@@ -79,7 +79,7 @@ class Choices(NamedTuple):
     servers: Servers | None
 
     def arguments(self, model: MLP | Network) -> dict[str, object]:
-        """Return name -> value of these choices and of the network's specification, for `alike`."""
+        """Return name -> value of these choices and of the network's specification, for `mesh.alike`."""
         return arguments_of(model.specification, self.optimizer, self.mode) | {
             "array module": model.xp.__name__,
             "mesh": self.mesh,

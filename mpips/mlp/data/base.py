@@ -79,7 +79,7 @@ class DataSource:
         raise NotImplementedError
 
     def columns(self) -> str:
-        """Describe in words which columns are predicted from which."""
+        """Describe the columns in words: "8 features -> 1 target"."""
         targets = "a class" if self.classes is not None else counted(self.targets, "target")
         return f"{counted(self.features, 'feature')} -> {targets}"
 

@@ -189,7 +189,7 @@ class TextSource(DataSource):
         self._numbers = {label: number for number, label in enumerate(labels)}
 
     def columns(self) -> str:
-        """Describe in words which columns are predicted from which, and how the file separates them."""
+        """Describe the columns and their delimiter in words: "column 1 (a) -> column 2 (b) (names from line 1)"."""
         inputs, targets = self._columns[: self.features], self._columns[self.features :]
         head = f"names from line {self._first_number}" if any(self._names) else "no line of names"
         if self._delimiter != ",":
