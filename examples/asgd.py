@@ -17,7 +17,7 @@ def main(options: Settings) -> Task:
     task = Task(mode(options.kind, "ASGD"), kv, options)
     model, keys = task.model, task.model.names
     kv.init(keys, model.parameters)
-    # A push is the sum over a client's workers. The servers shall update by their mean.
+    # A push is the sum over a client's workers. The servers should update by their mean.
     rescale = len(kv.layout.clients) / kv.num_workers
     kv.set_optimizer(SGD(options.learning_rate, momentum=options.momentum, rescale=rescale))
     kv.pull(keys, model.parameters)

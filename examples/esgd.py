@@ -25,7 +25,7 @@ def main(options: Settings) -> Task:
     kv.set_optimizer(Elastic1(options.alpha))
     kv.pull(keys, model.parameters)
     elastic2 = Updater(Elastic2(options.alpha), model.parameters)
-    # A gradient is the mean over a worker's batch. The allreduce gives their sum, and the update shall use their mean.
+    # A gradient is the mean over a worker's batch. The allreduce gives their sum; the update needs their mean.
     rescale = 1 / client.Get_size()
     sgd = Updater(SGD(options.learning_rate, momentum=options.momentum, rescale=rescale), model.parameters)
     iteration = 0

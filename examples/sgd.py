@@ -18,7 +18,7 @@ def main(options: Settings) -> Task:
     model, keys = task.model, task.model.names
     kv.init(keys, model.parameters)
     kv.pull(keys, model.parameters)
-    # A gradient is the mean over a worker's batch. The store gives their sum, and the update shall use their mean.
+    # A gradient is the mean over a worker's batch. The store gives their sum; the update needs their mean.
     rescale = 1 / kv.num_workers
     sgd = Updater(SGD(options.learning_rate, momentum=options.momentum, rescale=rescale), model.parameters)
     for epoch in task.epochs():

@@ -221,7 +221,7 @@ def command(
             over = found[3] / floor_s if floor_s else None
             rows.append(StoreRow(*roles, array, keys, 4 * n, *found, floor_s, over))
     first = kv.rank == 0
-    # Before files are written: if that fails on rank 0, no rank waits for it.
+    # Close before writing files: if rank 0 fails to write, the other ranks do not wait for it.
     kv.close()
     if first:
         show_table(build_table(rows))

@@ -49,7 +49,7 @@ Step = Callable[[], Any]
 
 
 class Case(NamedTuple):
-    """The result of timing one update. Times are milliseconds, medians over the repeats; None if an engine is missing."""
+    """The result of timing one update. Times are in ms, medians over the repeats; None if an engine is missing."""
 
     optimizer: str
     elements: int

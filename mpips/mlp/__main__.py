@@ -124,7 +124,7 @@ check = train_options.check
 
 
 class _Run:
-    """One call of the command, whose options have been checked."""
+    """A run of the command. Its options have been checked."""
 
     def __init__(self, comm: MPI.Intracomm, o: SimpleNamespace) -> None:
         self.comm: MPI.Comm = comm

@@ -363,7 +363,7 @@ class Network:
             self.parameters[2 * layer + 1][...] = self.xp.asarray(parameters[2 * layer + 1][rows])
 
     def _arrays(self, samples: int) -> list[LayerArrays]:
-        """Return each layer's arrays for a step of `samples` samples. A step larger than all before allocates memory."""
+        """Return each layer's arrays for a step of `samples` samples. Allocates if no step was this large before."""
         if samples in self._spaces:
             return self._spaces[samples]
         if samples > self._capacity:

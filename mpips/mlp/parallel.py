@@ -126,8 +126,8 @@ class Sum:
     """An allreduce of one array over `comm`, in place, that can be run any number of times.
 
     Run it blocking by `run`, or by `start`, `test` and `wait`. Making one is collective. On one node, an array made by
-    `collectives.empty` is summed where it lies, without messages. An empty array needs no sum, and no call does
-    anything.
+    `collectives.empty` is summed where it lies, without messages. If the array is empty or there is one
+    rank, no call does anything.
 
     Args:
         half: Send float16.

@@ -318,7 +318,7 @@ def trace(
         spent += sum(event.compute for event in mute.events)
     times = np.array([[event.compute for event in events] for events in steps[1:]])
     middle = np.median(times, axis=0)
-    # If ranks share cores, some events are interrupted in each step, and medians of events leave these times out.
+    # If ranks share cores, other events are interrupted in each step, and the medians of events leave these times out.
     middle *= np.median(times.sum(axis=1)) / max(middle.sum(), 1e-12)
     return [event._replace(compute=seconds) for event, seconds in zip(steps[0], middle.tolist())]
 

@@ -27,7 +27,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A value that the paper states, beside ours."""
+    """A value that the paper states, and our value."""
 
     what: str
     paper: float

@@ -260,7 +260,7 @@ def command(
     check(MPI.COMM_WORLD.size, **asked)
     wanted = OverlapWords(**asked)
     job, found = run(wanted)
-    # Before files are written: if that fails on rank 0, no rank waits for it.
+    # Close before writing files: if rank 0 fails to write, the other ranks do not wait for it.
     job.kv.close()
     if job.kv.rank:
         return

@@ -67,7 +67,7 @@ def work(folder: Path, kind: str) -> None:
 
 
 def truths(folder: Path) -> dict[int, tuple[int, int]]:
-    """Return worker's process -> (number of the last operation begun, number of the last ended)."""
+    """Return a dict from a worker's process to the numbers of the operations that it last began and last ended."""
     found = {int(path.stem): np.fromfile(path, np.uint64, 2).tolist() for path in folder.glob("*.truth")}
     return {pid: (words[0], words[1]) for pid, words in found.items() if len(words) == 2}
 

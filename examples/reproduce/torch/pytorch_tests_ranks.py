@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 WORLD = MPI.COMM_WORLD
 BACKEND, LINES, SECONDS, AFTER, WORD = sys.argv[1:]
-# The tests that PyTorch has for gloo are run.
+# By BACKEND, PyTorch chooses the tests that it has for gloo.
 os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(WORLD.size), "RANK": str(WORLD.rank)}
 for folder in ("barrier", "test_dir", "init_dir"):
     Path(os.environ["TEMP_DIR"], folder).mkdir(exist_ok=True)

@@ -242,7 +242,7 @@ def _moments(table: np.ndarray, comm: MPI.Comm) -> tuple[np.ndarray, np.ndarray]
 def open_everywhere(
     open_source: Callable[[], DataSource], comm: MPI.Comm, way: str = "auto", labels: Sequence[str] | None = None
 ) -> Opened:
-    """Open the source on rank 0, then on the other ranks if all shall read and can. Collective.
+    """Open the source on rank 0, then on the other ranks if all are to read and can. Collective.
 
     Rank 0 checks a file as a whole. The other ranks look only at the rows that they will read.
 
