@@ -1,9 +1,9 @@
-"""Actors that read while learners write: an actor takes the newest parameters whenever there are newer ones.
+"""Actors that read while learners write: an actor pulls the parameters whenever the servers have newer ones.
 
 mpips run --servers 2 --workers 4 examples/actors.py
 
-Learners make asynchronous SGD (figure 7). The last worker is an actor: it never pushes, and nobody waits for it. Here
-it classifies the test images, as a service would; an actor of reinforcement learning would play with what it has read.
+Learners run asynchronous SGD (figure 7). The last worker is an actor: it never pushes, and no learner waits for it.
+Here it classifies the test images, as a service would. In reinforcement learning it would play with the newest policy.
 """
 
 import sys
@@ -28,7 +28,8 @@ def act(task: Task, kv: mpips.KVStore, last: int) -> None:
     """Classify with the newest parameters until the learners have pushed `last` times."""
     model, keys = task.model, task.model.names
     versions = [-1] * len(keys)
-    kv.barrier()  # with the learners' first epoch
+    # task.epochs() of the learners begins with this barrier, too.
+    kv.barrier()
     while min(versions) < last:
         before, versions = versions, kv.pull(keys, model.parameters, newer_than=versions)
         if versions != before:

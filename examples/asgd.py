@@ -3,8 +3,8 @@
 mpips run --servers 2 --clients 2 --workers 4 examples/asgd.py --kind mpi_async
 mpips run --servers 2 --workers 4 examples/asgd.py --kind dist_async
 
-mpi_async (mpi-ASGD): inside, a client is synchronous; its master pushes the sum and waits for no other client.
-dist_async (dist-ASGD): every worker pushes its own gradient and waits for nobody.
+mpi_async (mpi-ASGD): the workers of a client sum their gradients; the master pushes the sum without waiting for others.
+dist_async (dist-ASGD): every worker pushes its own gradient and waits for no other worker.
 """
 
 import mpips
@@ -17,7 +17,8 @@ def main(options: Settings) -> Task:
     task = Task(mode(options.kind, "ASGD"), kv, options)
     model, keys = task.model, task.model.names
     kv.init(keys, model.parameters)
-    rescale = len(kv.layout.clients) / kv.num_workers  # a push is the sum over a client's workers
+    # A push is the sum over a client's workers. The servers should update by their mean.
+    rescale = len(kv.layout.clients) / kv.num_workers
     kv.set_optimizer(SGD(options.learning_rate, momentum=options.momentum, rescale=rescale))
     kv.pull(keys, model.parameters)
     for epoch in task.epochs():

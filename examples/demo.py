@@ -1,4 +1,4 @@
-"""Every way to train, one after the other, each as its own job: live progress, a table, a picture, a JSON file.
+"""Runs every mode of training, each as a job of its own, and writes a table, a picture and a JSON file.
 
 python examples/demo.py --out out
 """
@@ -29,24 +29,26 @@ from picture import SERIAL, draw
 from words import number
 
 HERE = Path(__file__).resolve().parent
+# test accuracy that every mode must reach
 TARGET = 0.95
-"""Test accuracy that every mode must reach."""
+# number of training images; importing `task`, which loads them, would start MPI in this process
 IMAGES = 1437
-"""To train on; `task.digits` would start MPI."""
 FILES = ("demo.png", "demo.json")
 PLOT = "pip install matplotlib (or, in a clone, '.[plot]')"
+# One compute thread for each process, because the ranks share the cores. The serial run gets one, too.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-"""One compute thread a process, also of the serial run: the ranks share the cores."""
 
 
 class Mode(NamedTuple):
-    """One way to train: its example, and the roles it needs."""
+    """A mode of training: its example, and the roles it needs."""
 
     name: str
     script: str
+    # the example's --kind, if it has one
     kind: str = ""
     servers: bool = True
     clients: bool = False
+    # False if it runs as one process, without a launcher
     launched: bool = True
 
 
@@ -62,15 +64,19 @@ MODES = (
 )
 
 
-EXPIRED = 124  # the code of `timeout` where the limit was reached
+# exit code of `timeout` when the limit was reached
+EXPIRED = 124
 
 
 class JobError(RuntimeError):
-    """A mode's job ended with an error; the message holds what it printed."""
+    """A job ended with an error. The message has what it printed."""
 
 
 def command(mode: Mode, options: argparse.Namespace) -> list[str]:
-    """The command that a user would type for this mode; the serial run has the mini-batch of all workers."""
+    """Return the command that a user would type for this mode.
+
+    The mini-batch of the serial run is as large as that of all workers together.
+    """
     workers = options.workers if mode.launched else 1
     batch = options.batch_size * (1 if mode.launched else options.workers)
     script = [str(HERE / mode.script), "--lines", "1", "--epochs", str(options.epochs), "--batch-size", str(batch)]
@@ -85,7 +91,7 @@ def command(mode: Mode, options: argparse.Namespace) -> list[str]:
 
 
 def epochs(argv: list[str], limit: float) -> Iterator[dict[str, Any]]:
-    """Run a job and yield what it reports, an epoch at a time. Raises JobError where it fails or takes too long."""
+    """Run a job and yield its report of each epoch. Raise JobError if it fails or takes longer than `limit` seconds."""
     with tempfile.TemporaryFile("w+") as errors:
         job = subprocess.Popen(
             ["timeout", str(limit), *argv], stdout=subprocess.PIPE, stderr=errors, text=True, env=ENVIRONMENT
@@ -107,7 +113,7 @@ def epochs(argv: list[str], limit: float) -> Iterator[dict[str, Any]]:
 
 
 class Board:
-    """The table on the screen, a row a mode."""
+    """The table on the screen, with a row for each mode."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -135,7 +141,7 @@ class Board:
 
 
 def summary(mode: Mode, records: list[dict[str, Any]], options: argparse.Namespace, wall: float) -> dict[str, Any]:
-    """A mode's entry in demo.json. `seconds` is training alone, `job_seconds` the whole job with its start."""
+    """Return a mode's entry in demo.json. `seconds` is training alone, `job_seconds` the whole job with its start."""
     last = records[-1]
     return {
         "mode": mode.name,
@@ -153,7 +159,7 @@ def summary(mode: Mode, records: list[dict[str, Any]], options: argparse.Namespa
 
 
 def read(given: list[str] | None = None) -> argparse.Namespace:
-    """The options; what cannot be is refused before anything starts."""
+    """Parse the options. Refuse what cannot work before any job starts."""
     positive = number(int, 1)
     parser = argparse.ArgumentParser(description="Train on handwritten digits in every mode.")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of demo.png and demo.json")
@@ -184,16 +190,15 @@ def read(given: list[str] | None = None) -> argparse.Namespace:
 
 
 class Terminated(BaseException):
-    """SIGTERM: as Ctrl-C, it ends the job that runs."""
+    """Raised on SIGTERM, so that it ends the running job as Ctrl-C does."""
 
 
 def terminate(*_: object) -> NoReturn:
-    """The handler of SIGTERM."""
     raise Terminated
 
 
 def main() -> int:
-    """The exit code: 0 where every mode reaches the target, 130 after Ctrl-C, 143 after SIGTERM."""
+    """Return the exit code: 0 if every mode reaches the target, 130 after Ctrl-C, 143 after SIGTERM, else 1."""
     options = read()
     signal.signal(signal.SIGTERM, terminate)
     try:
@@ -207,7 +212,7 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run all modes; 0 where every one reaches the target."""
+    """Run all modes. Return 0 if every mode reaches the target and both files are written, else 1."""
     console, board, results = Console(), Board(options), []
     with Live(board, console=console, refresh_per_second=8) if console.is_terminal else nullcontext():
         for mode in MODES:
@@ -232,7 +237,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def write(results: list[dict[str, Any]], title: str, out: Path) -> list[Path]:
-    """Those of the two files that could be written; of the others standard error says why not."""
+    """Write the two files and return those that could be written. For the others, print the reason on stderr."""
     written = []
     for path in (out / name for name in FILES):
         try:

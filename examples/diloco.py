@@ -1,12 +1,12 @@
-"""A small transformer that learns Python's own documentation by DiLoCo: workers talk once in 25 steps, through deaths.
+"""DiLoCo: a small transformer learns Python's documentation. Workers exchange every 25 steps, and survive deaths.
 
 mpips run -w 4 -s 1 --spares 1 examples/diloco.py --steps 300
 mpips run -w 4 examples/diloco.py --every 50 --fragments 2 --delay 5
 mpips run -w 4 -s 1 examples/diloco.py --quorum 3 --grace-seconds 0.2 --step-seconds 0.05 --slow 3
 mpips chaos --faults 4 --every 10 -- mpips run -w 4 -s 1 --spares 4 examples/diloco.py --steps 1000
 
-The model and its text are those of torch_language.py. Every worker reads other places of the text. The loss is that of
-the next letter in a part that nobody trains on, by the outer parameters, in nats.
+The model and its text are those of torch_language.py. Every worker reads other places of the text. The loss that is
+printed is that of the outer parameters, in nats for a letter, on a part of the text that no worker trains on.
 """
 
 import argparse
@@ -19,30 +19,30 @@ import mpips.chaos
 import mpips.torch
 from torch_language import LENGTH, Language, letters
 
+# number of windows in the part of the text that no worker trains on
 TESTED = 32
-"""Windows of the part that nobody trains on."""
 
 
 def loss_at(model: nn.Module, text: Tensor, starts: Tensor) -> Tensor:
-    """Return the loss of the next letter in windows of the text."""
+    """Return the loss of predicting the next letter, in the windows of the text that begin at `starts`."""
     batch = text[starts[:, None] + torch.arange(LENGTH + 1)]
     return nn.functional.cross_entropy(model(batch[:, :-1]).transpose(1, 2), batch[:, 1:])
 
 
 def parts(text: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the text to train on, and the part to test with."""
+    """Split the text into the part to train on and the part to test with."""
     cut = len(text) * 19 // 20
     return text[:cut], text[cut:]
 
 
 def test_loss(model: nn.Module, test: Tensor) -> float:
-    """Return the loss on windows that lie side by side over the whole part."""
+    """Return the loss on windows that are spread evenly over the test part."""
     with torch.no_grad():
         return loss_at(model, test, torch.linspace(0, len(test) - LENGTH - 1, TESTED).long()).item()
 
 
 def batch_of(step: int, rank: int, text: Tensor, batch_size: int) -> Tensor:
-    """Return where the windows of a worker's step begin: a spare that takes its place reads the same."""
+    """Return the starts of a worker's windows in a step. A spare that takes its place gets the same ones."""
     places = torch.Generator().manual_seed(1000 * step + rank)
     return torch.randint(len(text) - LENGTH, (batch_size,), generator=places)
 

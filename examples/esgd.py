@@ -1,9 +1,9 @@
-"""Elastic SGD (figure 8): a client does SGD of its own; now and then it and the servers' centre attract each other.
+"""Elastic SGD (figure 8): each client runs SGD by itself. Sometimes it and the servers' centre move together.
 
 mpips run --servers 2 --clients 2 --workers 4 examples/esgd.py --kind mpi_async
 mpips run --servers 2 --workers 4 examples/esgd.py --kind dist_async
 
-mpi_async (mpi-ESGD): a client's workers are equal, as they sum their gradients in every iteration.
+mpi_async (mpi-ESGD): a client's workers sum their gradients in every iteration, so their parameters stay equal.
 dist_async (dist-ESGD): every worker is its own client.
 """
 
@@ -25,7 +25,8 @@ def main(options: Settings) -> Task:
     kv.set_optimizer(Elastic1(options.alpha))
     kv.pull(keys, model.parameters)
     elastic2 = Updater(Elastic2(options.alpha), model.parameters)
-    rescale = 1 / client.Get_size()  # each gradient is the mean over a worker's batch, the allreduce gives their sum
+    # A gradient is the mean over a worker's batch. The allreduce gives their sum; the update needs their mean.
+    rescale = 1 / client.Get_size()
     sgd = Updater(SGD(options.learning_rate, momentum=options.momentum, rescale=rescale), model.parameters)
     iteration = 0
     for epoch in task.epochs():
@@ -33,8 +34,9 @@ def main(options: Settings) -> Task:
             model.forward(x)
             model.backward(y)
             if iteration % options.interval == 0:
+                # The push sums over the client's workers, so each pushes its share of the client's parameters.
                 for center, parameter in zip(centers, model.parameters):
-                    np.multiply(parameter, rescale, out=center)  # the push sums over the client's workers
+                    np.multiply(parameter, rescale, out=center)
                 kv.push(keys, centers)
                 kv.pull(keys, centers)
                 elastic2.update(centers)

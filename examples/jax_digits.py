@@ -19,7 +19,7 @@ Weights = dict[str, Any]
 
 
 def begin(hidden: int = 128) -> Weights:
-    """Two dense layers."""
+    """Return the first weights of two dense layers."""
     first, second = jax.random.split(jax.random.key(0))
     return {
         "w1": jax.random.normal(first, (64, hidden)) / 8,
@@ -46,14 +46,16 @@ def main(epochs: int, batch_size: int, learning_rate: float) -> None:
 
     @jax.jit
     def step(weights: Weights, state: Any, x: jax.Array, y: jax.Array) -> tuple[Weights, Any]:
-        gradients = mpips.jax.allreduce(jax.grad(loss)(weights, x, y))  # the mean over all ranks
+        # the mean over all ranks
+        gradients = mpips.jax.allreduce(jax.grad(loss)(weights, x, y))
         updates, state = optimizer.update(gradients, state)
         return optax.apply_updates(weights, updates), state
 
     mixed, begun = np.random.default_rng(0), time.perf_counter()
     steps = len(x) // (ranks * batch_size)
     for epoch in range(1, epochs + 1):
-        order = mixed.permutation(len(x))  # alike on all ranks, so that nobody trains on another's images
+        # The order is the same on all ranks, so that no two ranks train on the same image.
+        order = mixed.permutation(len(x))
         for batch in order[: steps * ranks * batch_size].reshape(steps, ranks, batch_size)[:, rank]:
             weights, state = step(weights, state, x[batch], y[batch].astype(np.int32))
         if rank == 0:

@@ -1,4 +1,4 @@
-"""A model of one's own, whose exchange goes on beside its compute: Trainer(..., overlap="auto").
+"""A model of your own whose gradients travel during its computation: Trainer(..., overlap="auto").
 
 mpips run --servers 1 --workers 4 examples/overlap.py --trace trace.json --profile job.json
 mpips plan job.json
@@ -17,24 +17,30 @@ Array = np.ndarray
 
 
 class Network:
-    """Layers with a ReLU between them. All it does for overlap: flat arrays, and a word at every layer."""
+    """Dense layers with a ReLU between them.
+
+    Two things make overlap possible: the parameters and gradients are views of flat arrays, and the passes call
+    `before` and `ready` at every layer.
+    """
 
     def __init__(self, *sizes: int) -> None:
         shapes = [[(inputs, outputs), (outputs,)] for inputs, outputs in pairwise(sizes)]
         self.flat_parameters, self.layers, self.layer_elements = lay_out(shapes, empty=mpips.empty)
         self.flat_gradients, self.slopes, _ = lay_out(shapes, empty=mpips.empty)
-        self.parameters, self.gradients = [self.flat_parameters], [self.flat_gradients]
+        self.parameters = [self.flat_parameters]
+        self.gradients = [self.flat_gradients]
         rng = np.random.default_rng(0)
         for weight, bias in self.layers:
             weight[:] = rng.normal(0, np.sqrt(2 / len(weight)), weight.shape)
             bias[:] = 0
 
     def forward(self, x: Array, before: Hook | None = None) -> tuple[list[Array], Array]:
-        """What every layer is given, and what the last one says."""
+        """Return the input of every layer, and the scores, which the last layer gives."""
         given = []
         for layer, (weight, bias) in enumerate(self.layers):
+            # Tell that the parameters of this layer are used from here on.
             if before:
-                before(layer)  # its parameters are used from here on
+                before(layer)
             given.append(x if not layer else np.maximum(x, 0))
             x = given[-1] @ weight + bias
         return given, x
@@ -52,8 +58,9 @@ class Network:
             slope.sum(axis=0, out=bias_slope)
             if layer:
                 slope = slope @ self.layers[layer][0].T * (given[layer] > 0)
+            # Tell that the gradients of this layer are complete, and its parameters are no longer used.
             if ready:
-                ready(layer)  # its gradients are there, and its parameters are used no more
+                ready(layer)
         return float(loss)
 
     def accuracy(self, x: Array, y: Array) -> float:
@@ -61,7 +68,7 @@ class Network:
 
 
 def main(kind: str, overlap: str, epochs: int, profile: str = "", trace: str = "") -> float:
-    """The test accuracy after training."""
+    """Train, and return the test accuracy."""
     kv = mpips.create(kind)
     x, y, *test = digits("float32")
     trainer = mpips.Trainer(Network(64, 256, 64, 10), kv, "sgd", learning_rate=0.05, momentum=0.9, overlap=overlap)

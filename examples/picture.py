@@ -1,4 +1,4 @@
-"""The demo's picture: test accuracy against seconds of training, one line a mode."""
+"""The demo's picture: test accuracy against seconds of training, with a line for each mode."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = {"SGD": "#2b6cb0", "ASGD": "#dd6b20", "ESGD": "#2f855a", "MPI": "#805ad5", "serial": "#1a202c"}
+# the least accuracy shown
 LOWEST = 0.8
 SERIAL = (
     "serial: one process alone, with the mini-batch of all workers; the network is so small that sharing the work "
@@ -21,7 +22,7 @@ SERIAL = (
 
 
 def style(mode: str) -> dict[str, Any]:
-    """A colour for the algorithm; dashed where every worker is its own client, dotted for the serial reference."""
+    """Return the style of a mode's line: a colour for its algorithm, dashed for dist modes, dotted for serial."""
     algorithm = mode.replace(" ", "-").split("-")[-1]
     if mode == "serial":
         return {"color": COLOURS[algorithm], "linestyle": ":", "linewidth": 2.2, "zorder": 5}
@@ -29,7 +30,7 @@ def style(mode: str) -> dict[str, Any]:
 
 
 def draw(results: Sequence[dict[str, Any]], target: float, title: str, path: Path) -> None:
-    """Write the picture as PNG; ModuleNotFoundError where matplotlib is missing."""
+    """Write the picture as PNG. Raise ModuleNotFoundError if matplotlib is missing."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5.2), layout="constrained")
@@ -47,7 +48,7 @@ def label(result: dict[str, Any]) -> str:
 
 
 def decorate(axes: Axes, target: float, title: str) -> None:
-    """Axes, the target, and the legend, which doubles as a table."""
+    """Draw the axes, the target, and the legend, which is also a table of the results."""
     axes.axhline(target, color="#a0aec0", linewidth=1)
     axes.annotate(
         f"target {target}",

@@ -1,4 +1,4 @@
-"""pure MPI (section 4.2.4): no servers, one allreduce an iteration, the optimizer runs on every worker.
+"""Pure MPI (section 4.2.4): no servers, one allreduce in each iteration, and the optimizer on every worker.
 
 mpips run --workers 4 examples/pure_mpi.py
 """

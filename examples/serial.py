@@ -1,4 +1,4 @@
-"""Serial SGD, one process and no servers: the program that every synchronous mode must equal.
+"""Serial SGD in one process. Every synchronous mode must give the same results as this program.
 
 python examples/serial.py
 """

@@ -1,10 +1,10 @@
-"""Synchronous SGD (figure 6): gradients are pushed, their sum is pulled, and all workers update alike.
+"""Synchronous SGD (figure 6): gradients are pushed, their sum is pulled, and all workers make the same update.
 
 mpips run --servers 2 --clients 2 --workers 4 examples/sgd.py --kind mpi_sync
 mpips run --servers 2 --workers 4 examples/sgd.py --kind dist_sync
 
 mpi_sync (mpi-SGD): the workers of a client sum their gradients, and its master pushes the sum.
-dist_sync (dist-SGD): every worker pushes its own.
+dist_sync (dist-SGD): every worker pushes its own gradient.
 """
 
 import mpips
@@ -18,7 +18,8 @@ def main(options: Settings) -> Task:
     model, keys = task.model, task.model.names
     kv.init(keys, model.parameters)
     kv.pull(keys, model.parameters)
-    rescale = 1 / kv.num_workers  # each gradient is the mean over a worker's batch, the store gives their sum
+    # A gradient is the mean over a worker's batch. The store gives their sum; the update needs their mean.
+    rescale = 1 / kv.num_workers
     sgd = Updater(SGD(options.learning_rate, momentum=options.momentum, rescale=rescale), model.parameters)
     for epoch in task.epochs():
         for x, y in task.batches(epoch):

@@ -1,10 +1,10 @@
-"""Synchronous SGD that goes on when processes are killed, and notes its accuracy for `mpips chaos`.
+"""Synchronous SGD that survives killed processes, and records its accuracy for `mpips chaos`.
 
 mpips chaos --faults 3 --every 10 --reference --picture out.png -- \\
     mpips run --servers 2 --workers 4 --spares 3 examples/survive.py --epochs 30 --sample-seconds 0.004
 
-A gradient depends on parameters, step, rank and number of workers alone. So a spare in a dead worker's place computes
-what that would have computed, and the curve has the same bits.
+A gradient depends on nothing but the parameters, the step, the rank and the number of workers. So a spare that takes
+a dead worker's place computes the same gradient as the dead worker would have, and the curve is the same bit for bit.
 """
 
 import time
@@ -16,18 +16,20 @@ from task import Network, Settings, digits, settings
 
 
 class Batches:
-    """The mini-batches of a training run, each by its step; every epoch has another order."""
+    """The mini-batches of a training run, by step. Every epoch has another order of the images."""
 
     def __init__(self, options: Settings) -> None:
         self.x, self.y, self.test_x, self.test_y = digits(options.dtype)
-        self.size, self.seed, self.epochs = options.batch_size, options.seed, options.epochs
+        self.size = options.batch_size
+        self.seed = options.seed
+        self.epochs = options.epochs
 
     def steps(self, workers: int) -> int:
-        """Steps of all epochs."""
+        """Return the number of steps of all epochs."""
         return self.epochs * self._of_epoch(workers)
 
     def at(self, step: int, rank: int, workers: int) -> tuple[np.ndarray, np.ndarray]:
-        """x and y of a worker in a step."""
+        """Return x and y of a worker in a step."""
         epoch, turn = divmod(step, self._of_epoch(workers))
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.x))
         start = (turn * workers + rank) * self.size
@@ -39,7 +41,7 @@ class Batches:
 
 
 def one_step(options: Settings, batches: Batches, model: Network, kv: mpips.KVStore, step: int) -> None:
-    """Gradients of this worker's batch to the servers, parameters back."""
+    """Push the gradients of this worker's batch, and pull the parameters."""
     mpips.chaos.note(step, model.accuracy(batches.test_x, batches.test_y))
     x, y = batches.at(step, kv.rank, kv.num_workers)
     model.forward(x)
@@ -68,6 +70,7 @@ def main(options: Settings) -> float:
             rank = kv.rank
             kv.close()
             break
+        # A process has died. recover() waits until a spare has its place, and tells the step from which to go on.
         except mpips.StoreError:
             step = kv.recover().step
     if rank == 0:

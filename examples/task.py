@@ -1,6 +1,7 @@
-"""What the examples share: handwritten digits, a network of two layers, a worker's batches, the report of its progress.
+"""Shared by the examples: handwritten digits, a network of two layers, a worker's batches, a progress report.
 
-The network is written out, so that a loop shows all that happens: `forward`, `backward`, and what the store does.
+The network is written out in NumPy, so that a training loop shows everything that happens: `forward`, `backward`, and
+the calls of the store.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ DTYPES = ("float32", "float64")
 
 @dataclass(frozen=True)
 class Settings:
-    """The numbers of a run; every one is also an argument of the examples (--batch-size 32)."""
+    """The settings of a run. Each is also an option of the examples, such as --batch-size 32."""
 
     epochs: int = 40
     batch_size: int = 16
     learning_rate: float = 0.05
     momentum: float = 0.9
     hidden: int = 256
+    # ESGD: the share of their distance by which a client and the centre move towards each other
     alpha: float = 0.5
-    """How strongly a client and the centre attract each other (ESGD)."""
+    # ESGD: iterations from one such exchange to the next
     interval: int = 64
-    """Iterations from one attraction to the next (ESGD)."""
     seed: int = 0
     dtype: str = "float32"
+    # seconds that a worker sleeps for each sample, to emulate the computation of a larger model
     sample_seconds: float = 0.0
-    """Seconds that a worker sleeps for each sample, as a larger model would compute."""
+    # 1: report each epoch as a line of JSON instead of in words
     lines: int = 0
-    """1: print an epoch as a line of JSON instead of words."""
+    # the kind of store, if an example has a choice
     kind: str = ""
-    """The store, where an example has a choice."""
 
 
 def settings(*kinds: str) -> Settings:
-    """The settings of the command line. `kinds`: what --kind may be, the default first; without them there is none."""
+    """Parse the command line. `kinds` are the choices of --kind, the default first; without them there is no --kind."""
     parser = Parser(description="Train a small network on handwritten digits.")
     for field in fields(Settings):
         flag = "--" + field.name.replace("_", "-")
@@ -62,8 +63,11 @@ def settings(*kinds: str) -> Settings:
 
 
 def digits(dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """x and y of 1,437 images to train on, x and y of 360 to test with; x is (samples, 64) in [0, 1], y in 0..9."""
-    # scikit-learn's own file; importing the package would cost every rank a second of CPU.
+    """Return x and y of 1,437 training images, then x and y of 360 test images.
+
+    x is (samples, 64) with values in [0, 1], y (samples,) with values 0 to 9.
+    """
+    # Read scikit-learn's file without importing the package, which would take a second of CPU time on every rank.
     sklearn = importlib.util.find_spec("sklearn")
     if sklearn is None or sklearn.origin is None:
         raise ImportError("the digits come with scikit-learn: pip install scikit-learn")
@@ -75,9 +79,9 @@ def digits(dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 class Network:
-    """softmax(relu(x @ weight1 + bias1) @ weight2 + bias2), its gradients in memory that the node's processes share.
+    """softmax(relu(x @ weight1 + bias1) @ weight2 + bias2). Its gradients lie in memory that the node shares.
 
-    `names`, `parameters`, `gradients`: lists in one order; the arrays stay where they are.
+    `names`, `parameters` and `gradients` are lists in the same order. The arrays are updated in place.
     """
 
     def __init__(self, inputs: int, hidden: int, outputs: int, dtype: str, seed: int) -> None:
@@ -91,14 +95,18 @@ class Network:
             weight[:] = rng.normal(0, np.sqrt(2 / len(weight)), weight.shape)
 
     def forward(self, x: np.ndarray) -> np.ndarray:
-        """Scores (samples, outputs) of x (samples, inputs)."""
+        """Return the scores, (samples, outputs), of x, (samples, inputs)."""
         weight1, bias1, weight2, bias2 = self.parameters
-        self._x, self._hidden = x, np.maximum(x @ weight1 + bias1, 0)
+        self._x = x
+        self._hidden = np.maximum(x @ weight1 + bias1, 0)
         self._scores: np.ndarray = self._hidden @ weight2 + bias2
         return self._scores
 
     def backward(self, y: np.ndarray) -> None:
-        """After `forward`: `loss` becomes the mean cross-entropy against classes y (samples,), `gradients` its own."""
+        """Set `loss` to the mean cross-entropy against the classes y, (samples,), and `gradients` to its gradient.
+
+        Call it after `forward`.
+        """
         weight1, bias1, weight2, bias2 = self.gradients
         chances = np.exp(self._scores - self._scores.max(axis=1, keepdims=True))
         chances /= chances.sum(axis=1, keepdims=True)
@@ -113,34 +121,39 @@ class Network:
         np.sum(slope, axis=0, out=bias1)
 
     def accuracy(self, x: np.ndarray, y: np.ndarray) -> float:
-        """Share of the samples whose largest score is the class y (samples,)."""
+        """Return the share of the samples that `forward` classifies as y, (samples,)."""
         return float((self.forward(x).argmax(axis=1) == y).mean())
 
 
 class Task:
-    """One worker's view of the task: its model, its batches, its report."""
+    """One worker's view of the task: its model, its batches, and the report of its progress."""
 
     def __init__(self, mode: str, kv: Any, settings: Settings) -> None:
-        self.mode, self.kv, self.settings = mode, kv, settings
+        self.mode = mode
+        self.kv = kv
+        self.settings = settings
         self.x, self.y, self.test_x, self.test_y = digits(settings.dtype)
         self.model = Network(self.x.shape[1], settings.hidden, 10, settings.dtype, settings.seed)
+        # the loss of each batch of the current epoch
         self._losses: list[float] = []
 
     def epochs(self) -> Iterator[int]:
-        """Numbers of the epochs, from 1; each is reported when its loop is done."""
+        """Yield the numbers of the epochs, from 1, after a barrier. Each is reported when its loop is done."""
         self.kv.barrier()
         seconds = 0.0
         for epoch in range(1, self.settings.epochs + 1):
             self._losses.clear()
             start = time.perf_counter()
             yield epoch
-            seconds += time.perf_counter() - start  # of training alone, without the report
+            # training alone, without the report
+            seconds += time.perf_counter() - start
             self._report(epoch, seconds)
 
     def batches(self, epoch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """This worker's x (batch_size, 64) and y (batch_size,) of every mini-batch; every epoch has another order.
+        """Yield this worker's x, (batch_size, 64), and y, (batch_size,), of every mini-batch.
 
-        A mini-batch is the batches of all workers, worker after worker. All have equally many; the rest is left out.
+        A mini-batch consists of the batches of all workers, one after another. All workers have the same number of
+        batches, and images that are left over are not used. Every epoch has another order.
         """
         size, workers, rank = self.settings.batch_size, self.kv.num_workers, self.kv.rank
         if size * workers > len(self.x):
@@ -170,5 +183,5 @@ class Task:
 
 
 def mode(kind: str, algorithm: str) -> str:
-    """The paper's name: mpi_sync and SGD are mpi-SGD."""
+    """Return the paper's name of a mode: "mpi-SGD" for mpi_sync and SGD."""
     return f"{kind.partition('_')[0]}-{algorithm}"

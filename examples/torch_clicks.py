@@ -1,10 +1,11 @@
-"""Clicks on advertisements by a network like DLRM: ids of a power law are rows of a table, numbers go through layers.
+"""Predicts clicks on advertisements by a network like DLRM, whose embeddings are rows of a table on servers.
 
 mpips run -w 4 -s 2 examples/torch_clicks.py
 mpips run -w 4 -s 2 examples/torch_clicks.py --kind dist_async
 
-Impressions are made up: 6 features with ids from ten million each, the pages that the user has seen before (a bag), and
-4 numbers. A click depends on all of them by weights that only the generator knows.
+The data are made up. An impression has 6 features, each an id out of ten million; the pages that the user has seen
+before (a bag of ids); and 4 numbers, which go through dense layers. Ids follow a power law. A click depends on all of
+these by weights that only the generator knows.
 """
 
 import argparse
@@ -23,27 +24,33 @@ FEATURES, NUMBERS, SEEN, IDS = 6, 4, 5, 10_000_000
 
 
 class Batch(NamedTuple):
-    """Ids (n, FEATURES), pages seen (of impression k from offsets[k] on), numbers (n, NUMBERS), and clicks (n,)."""
+    """n impressions."""
 
+    # (n, FEATURES)
     ids: Tensor
+    # pages seen before; those of impression k begin at offsets[k]
     pages: Tensor
     offsets: Tensor
+    # (n, NUMBERS)
     numbers: Tensor
+    # (n,), 0 or 1
     clicks: Tensor
 
 
 def hidden(ids: np.ndarray) -> np.ndarray:
-    """What an id adds to a click's log odds, within [-1, 1]: nobody but the generator knows it."""
+    """Return what an id adds to the log odds of a click, in [-1, 1). The network has to learn it."""
     return ((ids * 0x9E3779B1) % 65536) / 32768 - 1
 
 
 def batch(seed: int, size: int, exponent: float) -> Batch:
-    """Make up impressions."""
+    """Make up `size` impressions."""
     random = np.random.default_rng(seed)
-    ids = random.zipf(exponent, (size, FEATURES)) % IDS + np.arange(FEATURES) * IDS  # one table: features lie apart
+    # All features share one table, so each has an interval of ids of its own.
+    ids = random.zipf(exponent, (size, FEATURES)) % IDS + np.arange(FEATURES) * IDS
     counts = random.integers(0, SEEN + 1, size)
     offsets = np.cumsum(counts) - counts
-    pages = random.zipf(exponent, counts.sum()) % IDS - IDS  # below those of the features
+    # below the ids of the features
+    pages = random.zipf(exponent, counts.sum()) % IDS - IDS
     numbers = random.standard_normal((size, NUMBERS)).astype(np.float32)
     odds = hidden(ids).sum(1) + numbers[:, 0] * numbers[:, 1] - 1
     odds += np.bincount(np.repeat(np.arange(size), counts), hidden(pages), size)
@@ -52,13 +59,17 @@ def batch(seed: int, size: int, exponent: float) -> Batch:
 
 
 def layers(*widths: int) -> nn.Sequential:
-    """Linear layers with ReLU between them."""
+    """Return linear layers with a ReLU between them."""
     pairs = [(nn.Linear(one, other), nn.ReLU()) for one, other in pairwise(widths)]
     return nn.Sequential(*[module for pair in pairs for module in pair][:-1])
 
 
 class Clicks(nn.Module):
-    """Products of all pairs of embeddings, and of what the numbers give, go through layers (DLRM, arXiv:1906.00091)."""
+    """A network like DLRM (arXiv:1906.00091).
+
+    Its parts are the embeddings, and the output of dense layers for the numbers. The parts and the products of all
+    pairs of them go through further layers.
+    """
 
     def __init__(self, table: mpips.Table) -> None:
         super().__init__()
@@ -77,17 +88,18 @@ class Clicks(nn.Module):
 
 
 def area(scores: Tensor, clicks: Tensor) -> float:
-    """The area under the ROC curve: how often a click scores above none."""
+    """Return the area under the ROC curve: how often an impression with a click scores above one without."""
     ranks = scores.argsort().argsort().double() + 1
     ones = clicks.sum().double()
     return float((ranks[clicks > 0].sum() - ones * (ones + 1) / 2) / (ones * (len(clicks) - ones)))
 
 
 def main(kind: str, steps: int, size: int, dim: int, exponent: float) -> float:
-    """Train; the area under the ROC curve on impressions that were not trained on."""
+    """Train. Return the area under the ROC curve on impressions that were not trained on."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    kv = mpips.create(kind)  # servers stay in here until the workers have closed
+    # Servers stay in this call until the workers have closed the store.
+    kv = mpips.create(kind)
     table = kv.table("ids", dim, init=mpips.uniform(0.05), optimizer="row_adagrad", learning_rate=0.05)
     net = Clicks(table)
     forward = mpips.torch.DataParallel(net)
@@ -102,7 +114,8 @@ def main(kind: str, steps: int, size: int, dim: int, exponent: float) -> float:
         loss.backward()
         rows.step()
         following = batch(1 + kv.rank + step * kv.num_workers, size, exponent)
-        net.features.prefetch(following.ids)  # travels while the layers are updated
+        # The rows of the next batch travel while the layers are updated.
+        net.features.prefetch(following.ids)
         net.seen.prefetch(following.pages)
         dense.step()
         if step % 50 == 0 or step == steps:

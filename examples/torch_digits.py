@@ -3,7 +3,7 @@
 mpips run -w 4 examples/torch_digits.py --way ddp             torch's DistributedDataParallel on the backend "mpips"
 mpips run -w 4 examples/torch_digits.py --way data-parallel   mpips.torch.DataParallel, which plans its buckets
 mpips run -s 1 -w 4 examples/torch_digits.py --way sync       a parameter server: gradients in, parameters out
-mpips run -s 1 -w 4 examples/torch_digits.py --way async      the same, and no worker waits for another
+mpips run -s 1 -w 4 examples/torch_digits.py --way async      the same, but no worker waits for another
 """
 
 import argparse
@@ -20,13 +20,13 @@ WAYS = ("ddp", "data-parallel", "sync", "async")
 
 
 def network() -> nn.Module:
-    """Two convolutions and a dense layer for images of 8 x 8."""
+    """Return a network of two convolutions and a dense layer, for images of 8 x 8 pixels."""
     convolutions = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()]
     return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(32 * 64, 10))
 
 
 def tensors() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images to train on and their digits, images to test with and theirs."""
+    """Return the training images and their digits, then the test images and their digits."""
     x, y, test_x, test_y = (torch.from_numpy(array) for array in digits("float32"))
     return x.view(-1, 1, 8, 8), y.long(), test_x.view(-1, 1, 8, 8), test_y.long()
 
@@ -51,12 +51,13 @@ def main(way: str, epochs: int, batch_size: int, learning_rate: float) -> None:
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int, batch_size: int, rank: int, workers: int
 ) -> None:
-    """The loop that every way shares."""
+    """Train and report the accuracy of every epoch. All ways share this loop."""
     x, y, test_x, test_y = tensors()
     mixed = torch.Generator().manual_seed(0)
     begun = time.perf_counter()
     for epoch in range(1, epochs + 1):
-        order = torch.randperm(len(x), generator=mixed)  # alike on all ranks, so that nobody trains on another's images
+        # The order is the same on all ranks, so that no two ranks train on the same image.
+        order = torch.randperm(len(x), generator=mixed)
         mine = order[: len(x) // workers * workers][rank::workers]
         for batch in mine.split(batch_size):
             optimizer.zero_grad()

@@ -2,8 +2,8 @@
 
 mpips run -w 4 examples/torch_language.py --steps 100
 
-The text comes with Python (`pydoc_data.topics`). Every rank reads other places of it. The loss is that of the next
-letter, in nats: it begins as if all letters were equally likely.
+The text comes with Python (`pydoc_data.topics`). Every rank reads other places of it. The loss is that of predicting
+the next letter, in nats. It begins near the loss of guessing among equally likely letters.
 """
 
 import argparse
@@ -16,16 +16,17 @@ from torch import Tensor, nn
 
 import mpips.torch
 
+# number of letters that the model sees at a time
 LENGTH = 64
-"""Letters that the model sees at a time."""
 
 
 class Language(nn.Module):
-    """Letters in, the next letter's logits out; each place looks at those before it alone."""
+    """A causal transformer from letters to the logits of the next letter."""
 
     def __init__(self, letters: int, width: int = 64, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
-        self.letters, self.places = nn.Embedding(letters, width), nn.Embedding(LENGTH, width)
+        self.letters = nn.Embedding(letters, width)
+        self.places = nn.Embedding(LENGTH, width)
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.out = nn.Linear(width, letters)
@@ -37,7 +38,7 @@ class Language(nn.Module):
 
 
 def letters() -> tuple[Tensor, int]:
-    """The text as numbers, and how many letters there are."""
+    """Return the text as numbers, and the size of its alphabet."""
     text = "\n".join(topics[name] for name in sorted(topics))
     alphabet = {letter: number for number, letter in enumerate(sorted(set(text)))}
     return torch.tensor([alphabet[letter] for letter in text]), len(alphabet)

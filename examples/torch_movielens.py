@@ -1,4 +1,4 @@
-"""Film ratings (MovieLens 100k) by a factorisation or two towers, whose embeddings are tables on servers.
+"""Predicts film ratings (MovieLens 100k) by a factorisation or two towers. Their embeddings are tables on servers.
 
 mpips run -w 4 -s 1 examples/torch_movielens.py                    a factorisation: users times films
 mpips run -w 4 -s 1 examples/torch_movielens.py --model towers     a network for users, one for films and their genres
@@ -27,7 +27,7 @@ RULE: dict[str, Any] = {"optimizer": "adagrad", "learning_rate": 0.05}
 
 
 class Ratings(NamedTuple):
-    """Users, films and ratings; of each film its genres, `genres[first[film] : first[film + 1]]`."""
+    """The ratings (user, film, stars), and the genres of each film: `genres[first[film] : first[film + 1]]`."""
 
     users: Tensor
     films: Tensor
@@ -37,18 +37,19 @@ class Ratings(NamedTuple):
 
 
 def read(data: str) -> Ratings:
-    """Read a wheel of recbole, a folder with its files, or, where `data` is empty, an installed recbole."""
+    """Read the ratings from a wheel of recbole, a folder with its files, or, if `data` is "", the installed package."""
     ratings = [line.split("\t") for line in lines(data, "ml-100k.inter")]
     users, films, stars = (torch.tensor([float(row[column]) for row in ratings]) for column in range(3))
     described = {int(row[0]): row[3].split() for row in (line.split("\t") for line in lines(data, "ml-100k.item"))}
     names = [described.get(film, []) for film in range(int(films.max()) + 1)]
-    genres = [zlib.crc32(name.encode()) for each in names for name in each]  # any int64 is an id
+    # Any int64 can be the id of a row.
+    genres = [zlib.crc32(name.encode()) for each in names for name in each]
     first = torch.tensor([0, *(len(each) for each in names)]).cumsum(0)
     return Ratings(users.long(), films.long(), stars, torch.tensor(genres, dtype=torch.int64), first)
 
 
 def lines(data: str, name: str) -> list[str]:
-    """Return the lines of a file behind its heading."""
+    """Return the lines of a file, without its heading."""
     found = None if data else importlib.util.find_spec("recbole")
     folder = Path(data) if found is None else Path(str(found.origin)).parents[1] / FOLDER
     if not data and found is None:
@@ -62,11 +63,13 @@ def lines(data: str, name: str) -> list[str]:
 
 
 class Factors(nn.Module):
-    """A rating is the mean, plus biases of user and film, plus the product of their factors."""
+    """Predicts a rating as the mean, plus biases of the user and the film, plus the product of their factors."""
 
     def __init__(self, users: nn.Module, films: nn.Module, mean: float) -> None:
         super().__init__()
-        self.users, self.films, self.mean = users, films, nn.Parameter(torch.tensor(mean))
+        self.users = users
+        self.films = films
+        self.mean = nn.Parameter(torch.tensor(mean))
 
     def forward(self, users: Tensor, films: Tensor) -> Tensor:
         mine, its = self.users(users), self.films(films)
@@ -74,12 +77,18 @@ class Factors(nn.Module):
 
 
 class Towers(nn.Module):
-    """A rating is the product of what two networks make of the user and of the film with its genres."""
+    """Predicts a rating as the mean plus the product of two networks' outputs.
+
+    One network sees the user, the second one the film and its genres.
+    """
 
     def __init__(self, users: nn.Module, films: nn.Module, genres: nn.Module, ratings: Ratings, dim: int) -> None:
         super().__init__()
-        self.users, self.films, self.genres = users, films, genres
-        self.ratings, self.mean = ratings, nn.Parameter(ratings.stars.mean())
+        self.users = users
+        self.films = films
+        self.genres = genres
+        self.ratings = ratings
+        self.mean = nn.Parameter(ratings.stars.mean())
         self.user_tower = nn.Sequential(nn.Linear(dim, 32), nn.ReLU(), nn.Linear(32, 16))
         self.film_tower = nn.Sequential(nn.Linear(2 * dim, 32), nn.ReLU(), nn.Linear(32, 16))
 
@@ -92,13 +101,13 @@ class Towers(nn.Module):
 
 
 def batches(count: int, size: int, epoch: int, rank: int, workers: int) -> Iterator[Tensor]:
-    """One worker's batches of an epoch: every rating goes to one worker, and all have equally many batches."""
+    """Yield a worker's batches of an epoch. A rating goes to one worker; all have the same number of batches."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch))
     yield from order[: count // workers * workers][rank::workers].split(max(1, size // workers))
 
 
 def error(model: nn.Module, ratings: Ratings, which: Tensor) -> float:
-    """The root of the mean squared error."""
+    """Return the root of the mean squared error."""
     with torch.no_grad():
         guess = model(ratings.users[which], ratings.films[which])
         return float((guess - ratings.stars[which]).pow(2).mean().sqrt())
@@ -115,7 +124,10 @@ def train(
     workers: int,
     prefetch: Callable[[Tensor], None] = lambda batch: None,
 ) -> list[tuple[float, float]]:
-    """Train; after each epoch the error on ratings that were not trained on, and seconds since the beginning."""
+    """Train. Return, for each epoch, the error on ratings that were not trained on and the seconds since the start.
+
+    `prefetch` is called with the next batch before the update.
+    """
     mixed = torch.randperm(len(ratings.stars), generator=torch.Generator().manual_seed(1))
     test, seen = mixed[: len(mixed) // 10], mixed[len(mixed) // 10 :]
     begun, found = time.perf_counter(), []
@@ -137,11 +149,12 @@ def train(
 
 
 def main(model: str, data: str, epochs: int, size: int, dim: int) -> float:
-    """Train with tables; the last error."""
+    """Train with tables, and return the last error."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     ratings = read(data)
-    kv = mpips.create("dist_sync")  # servers stay in here until the workers have closed
+    # Servers stay in this call until the workers have closed the store.
+    kv = mpips.create("dist_sync")
     users, films = (mpips.torch.Embedding(kv.table(name, dim, **RULE)) for name in ("users", "films"))
     net: nn.Module = Factors(users, films, float(ratings.stars.mean()))
     if model == "towers":

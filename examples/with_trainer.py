@@ -1,9 +1,9 @@
-"""Any of the modes without writing its loop: the store decides which, `mpips.Trainer` does the rest.
+"""Any mode of training without writing its loop: the kind of store decides the mode, `mpips.Trainer` does the rest.
 
 mpips run --servers 1 --clients 2 --workers 4 examples/with_trainer.py --kind mpi_async --elastic 1
 mpips run --servers 1 --workers 4 examples/with_trainer.py --kind dist_sync --checkpoints out/digits
 
-A job that was killed goes on from its last checkpoint when it is started again.
+A job that was killed continues from its last checkpoint when it is started again.
 """
 
 import mpips
@@ -17,11 +17,12 @@ BATCH_SIZE = 16
 
 
 def main(kind: str, elastic: bool, epochs: int, checkpoints: str = "") -> float:
-    """The test accuracy after training."""
+    """Train, and return the test accuracy."""
     kv = mpips.create(kind)
     x, y, *test = digits("float32")
     model = MLP((64, 256, 10), loss="softmax", empty=mpips.empty)
-    steps = epochs * (len(x) // (BATCH_SIZE * kv.num_workers))  # the rate falls along half a cosine over all steps
+    # The learning rate falls along half a cosine over all steps.
+    steps = epochs * (len(x) // (BATCH_SIZE * kv.num_workers))
     trainer = mpips.Trainer(
         model,
         kv,

@@ -1,4 +1,4 @@
-"""What examples take from the command line, refused with a sentence where it cannot be."""
+"""Command-line parsing for the examples, with one error message for all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collectives.terminal import describe_unwritable, is_first
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of which rank 0 alone tells what it says on every rank."""
+    """An argument parser for MPI programs: every rank parses, and only rank 0 prints errors and help."""
 
     def error(self, message: str) -> NoReturn:
         if is_first():
@@ -23,8 +23,12 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def check_files(self, options: argparse.Namespace, *names: str) -> None:
-        """Refuse on every rank, before the work, what rank 0 could not write. Collective over COMM_WORLD."""
-        from mpi4py import MPI  # a program that starts jobs does without
+        """Exit on every rank if rank 0 could not write one of the files in these options. Collective over COMM_WORLD.
+
+        Call it before the work.
+        """
+        # Not at the top of the file: demo.py, which starts jobs, must not start MPI itself.
+        from mpi4py import MPI
 
         files = {f"--{name} {getattr(options, name)}": getattr(options, name) for name in names}
         said = {words: describe_unwritable(file) for words, file in files.items() if file}
@@ -34,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def number(kind: type, least: float) -> Callable[[str], float]:
-    """A number of the command line that is not below `least`."""
+    """Return a parser of an option's value: a number of this kind that is at least `least`."""
 
     def read(text: str) -> float:
         try:

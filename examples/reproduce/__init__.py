@@ -1,1 +1,1 @@
-"""The papers' figures again, and measurements beside rivals: a folder each. What they share lies here."""
+"""Reproductions of the papers' figures, and measurements beside rivals. Each has a folder; this one has shared code."""

@@ -1,13 +1,13 @@
-"""Simulate mixed traffic: flows that wait for each other and share links max-min fairly.
+"""A simulator of mixed traffic: flows that wait for each other and share links max-min fairly.
 
-A flow starts `delay` seconds after all the flows in `after` have ended. Flows that are under way share the links
-max-min fairly: all rates grow together until a link is full; the flows over that link keep theirs, the others grow on
-(Bertsekas and Gallager, "Data Networks", section 6.5.2). Flows from one host to another go one after the other, in
-the order in which they may start, as messages on one connection do. `run_flows` moves from one start or end to the
-next.
+A flow starts `delay` seconds after all the flows in `after` have ended. Active flows share the links max-min fairly:
+all rates grow together until a link is full. The flows over that link keep their rate, and the others grow further
+(Bertsekas and Gallager, "Data Networks", section 6.5.2). Flows between the same two hosts run one after another, in
+the order in which they may start, like messages on one connection. `run_flows` advances from one start or end of a
+flow to the next.
 
-`collectives.simulator.simulate` is hundreds of times faster where all is one schedule. Here many collectives and
-exchanges with servers overlap.
+`collectives.simulator.simulate` is hundreds of times faster, but it can only run one schedule. Here many collectives
+and exchanges with servers overlap.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collectives.simulator.topology import Topology
 
 
 class Flow(NamedTuple):
-    """nbytes from one host to another; between a host and itself it takes no time but the delay."""
+    """nbytes from one host to another. Between a host and itself it takes no time except the delay."""
 
     source: int
     target: int
@@ -35,13 +35,13 @@ class Flow(NamedTuple):
 
 
 class Traffic:
-    """A list of flows under construction; a flow's number is its place."""
+    """A list of flows under construction. The number of a flow is its index."""
 
     def __init__(self) -> None:
         self.flows: list[Flow] = []
 
     def add(self, source: int, target: int, nbytes: float, after: Sequence[int] = (), delay: float = 0.0) -> int:
-        """Add one flow; gives its number."""
+        """Add a flow, and return its number."""
         self.flows.append(Flow(source, target, nbytes, tuple(after), delay))
         return len(self.flows) - 1
 
@@ -54,12 +54,18 @@ class Traffic:
         alpha: float = 0.0,
         gamma: float = 0.0,
     ) -> list[list[int]]:
-        """Add a collective over ranks that live on `hosts`; rank r begins when the flows after[r] have ended.
+        """Add a collective over ranks on `hosts`. Rank r begins when the flows in after[r] have ended.
 
-        A rank sends when its own last step is done, whether or not the receiver is as far: the receiver buffers.
+        A rank sends when its own last step is done, even if the receiver is not ready: the receiver buffers.
+
+        Args:
+            nbytes: Bytes of each rank's vector.
+            hosts: The host of each rank.
+            alpha: Seconds that each message takes to start.
+            gamma: Seconds to add a byte.
 
         Returns:
-            For each rank the flows whose end is its end.
+            For each rank, the flows with whose end the rank is done.
         """
         p, lanes = schedule.p, range(len(schedule.lanes))
         begin = [list(flows) for flows in after] if after else [[] for _ in hosts]
@@ -74,7 +80,7 @@ class Traffic:
     def _step(
         self, step: Step, chunk: float, wait: list[list[int]], busy: _Busy, alpha: float, gamma: float
     ) -> list[list[int]]:
-        """Return one step of one lane: what each rank's next step of the lane must wait for."""
+        """Add one step of one lane. Return, for each rank, the flows that its next step of the lane waits for."""
         p = len(busy.hosts)
         touched: list[list[int]] = [[] for _ in range(p)]
         summed = [0.0] * p
@@ -97,19 +103,22 @@ class Traffic:
 
 
 class _Busy(NamedTuple):
-    """The flows that a rank's wire and processor are busy with while the flows of a collective are made."""
+    """What each rank is busy with, while the flows of a collective are made."""
 
+    # rank -> host
     hosts: Sequence[int]
+    # rank -> the last flow that it sends, and the last that stands for additions
     wire: list[list[int]]
     processor: list[list[int]]
+    # True if the lanes of the schedule take turns, so that a rank sends one flow at a time
     in_turn: bool
 
 
 def play_flows(schedule: Schedule, topology: Topology, nbytes: float, alpha: float = 0.0, gamma: float = 0.0) -> float:
-    """Return seconds of one collective, one rank a host, message by message.
+    """Simulate one collective message by message, with one rank on each host. Return its seconds.
 
-    Unlike in `simulate`, ranks that are ready early send early, and take their share of the links. For tens of ranks:
-    the time to play grows with the square of the number of messages.
+    Unlike in `simulate`, ranks that are ready early send early, and take their share of the links. This is for tens of
+    ranks: the run time grows with the square of the number of messages.
     """
     traffic = Traffic()
     traffic.collective(schedule, nbytes, range(schedule.p), alpha=alpha, gamma=gamma)
@@ -117,7 +126,7 @@ def play_flows(schedule: Schedule, topology: Topology, nbytes: float, alpha: flo
 
 
 def run_flows(flows: Sequence[Flow], topology: Topology) -> NDArray[np.float64]:
-    """Return when each flow ends, in seconds. ValueError where flows wait for each other in a circle."""
+    """Return the time at which each flow ends, in seconds. Raise ValueError if flows wait for each other in a cycle."""
     network = _Network(flows, topology)
     ends = np.full(len(flows), np.inf)
     left = np.array([flow.nbytes for flow in flows], dtype=np.float64)
@@ -144,21 +153,28 @@ def run_flows(flows: Sequence[Flow], topology: Topology) -> NDArray[np.float64]:
 
 
 class _Line:
-    """The order of starts: when all that a flow waits for has ended, its delay is over, and the connection is free."""
+    """Decides when flows start.
+
+    A flow starts when all flows that it waits for have ended, its delay is over, and its connection is free.
+    """
 
     def __init__(self, flows: Sequence[Flow]):
         self.flows = flows
+        # number of flows that each flow still waits for
         self.waiting = [len(set(flow.after)) for flow in flows]
+        # the flows that wait for each flow
         self.followers: list[list[int]] = [[] for _ in flows]
         for number, flow in enumerate(flows):
             for before in set(flow.after):
                 self.followers[before].append(number)
+        # heap of (time, flow) for flows that wait only for their delay
         self.starts = [(flow.delay, number) for number, flow in enumerate(flows) if not self.waiting[number]]
         heapq.heapify(self.starts)
+        # (source, target) -> flows of this connection, the active one first
         self.connection: dict[tuple[int, int], deque[int]] = {}
 
     def ready(self, now: float, done: Sequence[int]) -> list[int]:
-        """Return the flows that start now: those first in line where the flows in `done` ended, and new ones."""
+        """Return the flows that start now. The flows in `done` have just ended and free their connections."""
         begin = []
         for number in done:
             queue = self.connection[self.flows[number][:2]]
@@ -178,7 +194,7 @@ class _Line:
         return begin
 
     def ended(self, number: int, now: float) -> None:
-        """Count down those that wait for the flow."""
+        """Tell the flows that wait for this one that it has ended."""
         for follower in self.followers[number]:
             self.waiting[follower] -= 1
             if not self.waiting[follower]:
@@ -196,7 +212,7 @@ class _Network:
         self.capacity = np.where(used == NOBODY, np.inf, topology.link_rates[used])
 
     def rates(self, active: Sequence[int]) -> NDArray[np.float64]:
-        """Return bytes a second of each active flow."""
+        """Return the rate of each active flow, in bytes a second."""
         route = self.route[:, active]
         rate, open_ = np.zeros(len(active)), np.ones(len(active), dtype=bool)
         room = self.capacity.copy()

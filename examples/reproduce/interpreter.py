@@ -1,4 +1,4 @@
-"""An interpreter of another environment, as an option of a command."""
+"""A click type for the Python of another environment."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import Any
 
 import click
 
+# a program that prints which of its arguments are modules that it cannot import
 LOOK = "import sys, importlib.util as i; print(*(name for name in sys.argv[1:] if not i.find_spec(name)))"
 
 
 class Interpreter(click.ParamType):
-    """A Python that has some packages; `how` says how to make an environment with it where there is none."""
+    """A Python that has the packages. `how` tells the user how to make such an environment."""
 
     name = "python"
 
     def __init__(self, how: str, *packages: str) -> None:
-        self._how, self._packages = how, packages
+        self._how = how
+        self._packages = packages
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         if shutil.which(value) is None:

@@ -1,9 +1,10 @@
-"""An allreduce of JAX arrays by who carries it out: mpips.jax, mpi4jax where it is installed, and JAX's own by gloo.
+"""Times an allreduce of JAX arrays by mpips.jax, by mpi4jax if it is installed, and by JAX's own over gloo.
 
     mpips run -w 2 -m examples.reproduce.jax_allreduce [--sizes 8B,1KiB] [--json FILE]
 
-All contenders take turns in one job, with `jit`. "alone" is a program that is one allreduce; "in a loop" is one of ten
-in a row inside a program, of which one counts: there what JAX takes to start a program hardly counts.
+All contenders take turns in one job, with `jit`. "alone" is the time of a program that does one allreduce. "in a loop"
+is a tenth of the time of a program that does ten in a row: so it hardly includes the time that JAX takes to start a
+program.
 """
 
 import importlib.util
@@ -38,7 +39,7 @@ Arrays = Callable[[jax.Array], jax.Array]
 
 
 class Row(NamedTuple):
-    """One contender at one size; seconds of an allreduce, of the slowest rank, the median of the rounds."""
+    """One contender at one size. Times are seconds of an allreduce on the slowest rank, medians over the rounds."""
 
     nbytes: int
     ranks: int
@@ -48,12 +49,12 @@ class Row(NamedTuple):
 
 
 def looped(allreduce: Arrays) -> Arrays:
-    """Return ten in a row."""
+    """Return a function that does LOOP allreduces in a row. Halving keeps the numbers from overflowing."""
     return lambda x: jax.lax.fori_loop(0, LOOP, lambda _, y: allreduce(y) * 0.5, x)
 
 
 def step_by_gloo(program: Callable[[Arrays], Arrays], x: jax.Array) -> Callable[[], object]:
-    """Return a step of JAX's own collectives, over one device of each process."""
+    """Return a step that runs `program` with JAX's own allreduce, over one device of each process."""
     mesh = jax.make_mesh((MPI.COMM_WORLD.size,), ("rank",))
     spec = jax.sharding.PartitionSpec("rank")
 
@@ -66,13 +67,13 @@ def step_by_gloo(program: Callable[[Arrays], Arrays], x: jax.Array) -> Callable[
 
 
 def step_by(allreduce: Arrays, program: Callable[[Arrays], Arrays], x: jax.Array) -> Callable[[], object]:
-    """Return a step of a library whose allreduce is a function of a rank's own array."""
+    """Return a step that runs `program` with a library's allreduce, a function of the rank's own array."""
     run = jax.jit(program(allreduce))
     return lambda: jax.block_until_ready(run(x))
 
 
 def contenders(program: Callable[[Arrays], Arrays], x: jax.Array) -> list[Contender]:
-    """Return a step of everyone who is here."""
+    """Return the contenders that are installed, each with a step that runs `program`."""
     steps = {"mpips": step_by(lambda y: mpips.jax.allreduce(y, "sum"), program, x)}
     if importlib.util.find_spec("mpi4jax"):
         import mpi4jax
@@ -83,7 +84,7 @@ def contenders(program: Callable[[Arrays], Arrays], x: jax.Array) -> list[Conten
 
 
 def measure(nbytes: int, rounds: int, seconds: float) -> list[Row]:
-    """All contenders at one size. Collective."""
+    """Time all contenders at one size. Collective."""
     x = jax.numpy.ones(max(1, nbytes // 4), np.float32)
     alone = compare_steps(contenders(lambda allreduce: allreduce, x), MPI.COMM_WORLD, seconds / 2, rounds)
     loops = compare_steps(contenders(looped, x), MPI.COMM_WORLD, seconds / 2, rounds)
@@ -94,7 +95,7 @@ def measure(nbytes: int, rounds: int, seconds: float) -> list[Row]:
 
 
 def table(rows: list[Row]) -> Table:
-    """The rows, in microseconds."""
+    """Build the table of the rows, in microseconds."""
     view = Table(title=f"an allreduce of float32 on {rows[0].ranks} ranks, us")
     for column in ("size", "by", "alone", "in a loop"):
         view.add_column(column, justify="left" if column == "by" else "right")

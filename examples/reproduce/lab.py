@@ -17,17 +17,23 @@ from launch.lab import client
 from launch.lab.kernel import find_missing
 from launch.lab.layout import lay_out
 
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # hosts share the cores
+# the emulated hosts share the cores
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 ROOT = Path(__file__).resolve().parents[2]
-MTU_PAYLOAD, MTU_FRAME = 8948, 9014  # TCP payload of a full frame, and the frame as the rate limiter counts it
-ACKNOWLEDGEMENT = 66  # bytes of a frame without payload, one for every two full frames the other way
+# TCP payload of a full frame, and the size of the frame as the rate limiter counts it
+MTU_PAYLOAD, MTU_FRAME = 8948, 9014
+# bytes of a frame without payload; one is sent for every two full frames that arrive
+ACKNOWLEDGEMENT = 66
+# share of a link's rate that is left for payload when both directions are busy
 EFFICIENCY = MTU_PAYLOAD / (MTU_FRAME + ACKNOWLEDGEMENT / 2)
-"""Of a link's rate, what is left for payload when both directions are busy."""
 
 
 @contextmanager
 def networks(topologies: Mapping[str, str], rate: float) -> Iterator[dict[str, str]]:
-    """Labs for the length of the block, {key: name of the lab} for {key: topology}; rate in bytes a second."""
+    """Make labs for the block. Give key -> topology, and get key -> name of the lab.
+
+    `rate` is that of every link, in bytes a second. SystemExit if labs cannot be made on this machine.
+    """
     lacking = find_missing()
     if lacking:
         raise SystemExit("no lab can be made here:\n" + "\n".join(f"  - {line}" for line in lacking))
@@ -48,7 +54,18 @@ def ask(
     environment: Mapping[str, str] | None = None,
     limit: float = 200,
 ) -> Any:
-    """What rank 0 of ``python -m module REQUEST ANSWER``, on ``ranks`` hosts of lab ``name``, wrote as JSON."""
+    """Run ``python -m module REQUEST ANSWER`` on hosts of a lab, and return what rank 0 wrote as its answer.
+
+    Args:
+        name: The lab.
+        ranks: Number of hosts. Each runs one rank.
+        module: A measuring program, see `rank`.
+        request: What the program shall do.
+        limit: Seconds after which the job is ended.
+
+    Raises:
+        SystemExit: If the job fails. The message has what it printed.
+    """
     with tempfile.TemporaryDirectory() as folder:
         question, answer = Path(folder, "request.json"), Path(folder, "answer.json")
         question.write_text(json.dumps(request))

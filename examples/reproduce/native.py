@@ -1,7 +1,7 @@
-"""The MPI's own allreduce for comparison: as it comes, and with each algorithm that its user can force on it.
+"""The MPI library's own allreduce, for comparison: with its default algorithm, and with each that a user can choose.
 
-A variant's variables choose the algorithm of the blocking and of the non-blocking call; `schedule` sends the same
-messages, and by it a variant's time is predicted.
+Environment variables choose the algorithm of the blocking and the non-blocking call (`Variant`). `schedule` gives the
+same messages as a schedule, from which the time of a variant is predicted.
 """
 
 from __future__ import annotations
@@ -18,28 +18,31 @@ BY_HALVES, WHOLE = "rabenseifner, fold by halves", "rabenseifner, fold by whole"
 
 
 class Variant(NamedTuple):
-    """A way to let the MPI do it; `blocking` and `immediate` name what MPI_Allreduce and MPI_Iallreduce send, for
-    `schedule`."""
+    """A choice of the MPI library's algorithms."""
 
     name: str
+    # environment variables that choose it
     variables: dict[str, str]
+    # names, for `schedule`, of what MPI_Allreduce and MPI_Iallreduce send
     blocking: str
     immediate: str
 
 
 def schedule(name: str, p: int) -> Schedule:
-    """The schedule of a variant over p ranks: an algorithm of the catalogue, or Rabenseifner's as MPIs fold it."""
+    """Return the schedule over p ranks: of an algorithm of the catalogue, or Rabenseifner's as MPI libraries run it."""
     if name in (BY_HALVES, WHOLE):
         return rabenseifner.build(p, name.rpartition(" ")[2])
     return catalog.build("allreduce", name, p)
 
 
 DEFAULT = "as it comes"
-OPEN_MPI = (  # algorithm, its numbers in coll/tuned and coll/libnbc
+# (name, number in coll/tuned, number in coll/libnbc, blocking, immediate)
+OPEN_MPI = (
     ("ring", "4", "1", "ring", "ring"),
     ("rabenseifner", "6", "3", BY_HALVES, BY_HALVES),
     ("recursive doubling", "3", "4", "recursive_doubling", "recursive_doubling"),
 )
+# (name, MPICH's name, blocking)
 MPICH = (
     ("ring", "ring", "ring"),
     ("rabenseifner", "reduce_scatter_allgather", WHOLE),
@@ -48,10 +51,10 @@ MPICH = (
 
 
 def variants() -> list[Variant]:
-    """Those of the MPI that `mpirun` belongs to, the default first.
+    """Return the variants of the MPI library whose `mpirun` is found, the default first.
 
-    By default Open MPI 5 takes Rabenseifner's for MPI_Allreduce of large vectors between few ranks, and a binomial
-    tree for MPI_Iallreduce in place; MPICH 5 takes Rabenseifner's for both.
+    By default Open MPI 5 runs Rabenseifner's algorithm in MPI_Allreduce of large vectors between few ranks, and a
+    binomial tree in MPI_Iallreduce in place. MPICH 5 runs Rabenseifner's in both.
     """
     if find().flavour == "openmpi":
         found = [Variant(DEFAULT, {}, BY_HALVES, "binomial")]

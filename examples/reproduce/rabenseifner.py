@@ -1,11 +1,14 @@
-"""Rabenseifner's allreduce as MPIs run it: over any p, by a fold to the next power of two below. Pure.
+"""Rabenseifner's allreduce as MPI libraries run it: any p is folded to the next lower power of two. Pure.
 
-Source: Rabenseifner, "Optimization of collective reduction operations" (2004). For p = 2^m it is the catalogue's
-`halving_doubling`, which needs no fold for other p: this is a rival, to be predicted only. Of the first 2(p - 2^m)
-ranks every second one stands by while the others halve and double, and is given the result. Two ways to fold:
+Source: Rabenseifner, "Optimization of collective reduction operations" (2004). This is a rival, whose time is only
+predicted. For p = 2^m it is the catalogue's `halving_doubling`, which needs no fold for other p.
 
-    halves  (Open MPI)  a pair exchanges halves, both add; the one that will stand by sends its sum. The odd ones do.
-    whole   (MPICH)     the one that will stand by sends its vector. The even ones do.
+The first 2(p - 2^m) ranks form pairs. One rank of each pair is passive: it hands over its vector, does nothing while
+the other ranks halve and double, and receives the result. There are two ways to fold a pair:
+
+    halves  (Open MPI)  The ranks exchange halves, and each adds its half. The passive rank sends its sum. It is the
+                        odd rank.
+    whole   (MPICH)     The passive rank sends its vector. It is the even rank.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ FOLDS = ("halves", "whole")
 
 
 def build(p: int, fold: str) -> Schedule:
-    """The allreduce over p ranks; `fold` is one of `FOLDS`."""
+    """Return the schedule over p ranks. `fold` is one of `FOLDS`."""
     levels = levels_of(p)
     radices, order, q = (2,) * levels, tuple(range(levels)), 1 << levels
     core = series(partial(bcube.reduce_scatter, radices, order), partial(bcube.allgather, radices, order))

@@ -1,6 +1,6 @@
-"""What measuring programs of a lab share: their request and answer, moments at which all hosts start and end, latency.
+"""Shared by the measuring programs of a lab: request and answer, a common start and end, and latency.
 
-Such a program is started by `lab.ask` on every host, with a REQUEST and an ANSWER as its words: two files of JSON.
+`lab.ask` starts such a program on every host. Its arguments are a REQUEST and an ANSWER, two files of JSON.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-SOON = 0.02  # seconds ahead at which all ranks start: hosts of a lab share one clock
+# all ranks start at a moment this many seconds ahead; the hosts of a lab have the same clock
+SOON = 0.02
 
 
 def request() -> dict[str, Any]:
-    """What the program is asked."""
+    """Read the request."""
     asked: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     return asked
 
 
 def answer(content: dict[str, Any]) -> None:
-    """Gives the program's answer; one rank calls it."""
+    """Write the answer. One rank calls it."""
     Path(sys.argv[2]).write_text(json.dumps(content))
 
 
 def together(comm: MPI.Comm) -> float:
-    """A moment at which all ranks go on, on the clock of `time.perf_counter`. Collective."""
+    """Let all ranks go on at the same moment, and return that moment (`time.perf_counter`). Collective."""
     comm.Barrier()
     start: float = comm.bcast(time.perf_counter() + SOON)
     time.sleep(max(0.0, start - time.perf_counter()))
@@ -37,14 +38,14 @@ def together(comm: MPI.Comm) -> float:
 
 
 def asleep(comm: MPI.Comm) -> None:
-    """Wait for all ranks asleep: who is done must leave the cores, which hosts share, to those that are not."""
+    """Wait for all ranks by sleeping. Hosts share the cores, so a rank that is done must not spin. Collective."""
     done = comm.Ibarrier()
     while not done.Test():
         time.sleep(1e-3)
 
 
 def alpha(comm: MPI.Comm) -> float:
-    """Seconds of a small message between ranks 0 and 1: half a round trip, the median of 100. Collective."""
+    """Return the seconds of a small message between ranks 0 and 1: the median of 100 exchanges. Collective."""
     word, times = np.zeros(1), []
     for _ in range(100):
         start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a reproduction leaves behind: JSON, and a picture beside it. Its folder is looked at before the work is done."""
+"""The files that a reproduction writes, JSON and a picture. Their folder is checked before the work begins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collectives.terminal import describe_unwritable, write_json, writing
 
 
 class OutFolder(click.Path):
-    """A folder for JSON and pictures, which is made; refused where nothing could be written or drawn."""
+    """A click type for the folder of the results. It is made; refused if nothing could be written or drawn."""
 
     def __init__(self) -> None:
         super().__init__(file_okay=False, path_type=Path)
@@ -35,9 +35,9 @@ out_option = click.option("--out", type=OutFolder(), default="out", help="Folder
 
 
 def leave(folder: Path, name: str, report: dict[str, Any], draw: Callable[[dict[str, Any], Path], None]) -> None:
-    """NAME.json and NAME.png in a folder; says where. click.ClickException where one cannot be written.
+    """Write NAME.json and NAME.png to a folder, and print their paths. `draw` draws the report into a file.
 
-    `draw` draws the report into a file.
+    Raise click.ClickException if one cannot be written.
     """
     numbers, picture = folder / f"{name}.json", folder / f"{name}.png"
     write_json(numbers, report)

@@ -1,8 +1,9 @@
-"""Measures what each setting that `mpips run` makes is worth: one job with and without it, alternating.
+"""Measures the gain from each setting that `mpips run` makes: jobs with and without it, in turn.
 
     python -m examples.reproduce.settings [--json FILE] [--quick]
 
-docs/measurements.md shows the table. A case that this machine cannot show (another MPI, no namespaces) says why.
+docs/measurements.md has the table. A case that this machine cannot run (another MPI, no namespaces) is skipped, with
+the reason.
 """
 
 from __future__ import annotations
@@ -34,20 +35,24 @@ REPEATS = 3
 
 
 class Case(NamedTuple):
-    """A setting: what it is, ranks, what each rank does, and the words or variables that make it."""
+    """A setting, and a job that shows its gain."""
 
     name: str
     ranks: int
+    # runs on each rank and returns seconds
     work: Callable[[], float]
+    # the setting: arguments of the command line, or environment variables
     words: tuple[tuple[str, ...], ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
+    # True if the job runs on emulated hosts
     in_lab: bool = False
 
 
 def exchange() -> float:
-    """Seconds for 4 MiB each way between two ranks: two chunks sent at once, each answered with a chunk as it arrives.
+    """Return the seconds of an exchange of 4 MiB in each direction between two ranks.
 
-    That is how servers answer pushes and how an allreduce turns from summing to spreading.
+    Each rank sends two chunks at once, and another chunk for each that arrives. Servers answer pushes like this, and an
+    allreduce goes over from its sum to its gather like this.
     """
     import numpy as np
     from mpi4py import MPI
@@ -68,7 +73,7 @@ def exchange() -> float:
 
 
 def allreduce() -> float:
-    """Seconds for an allreduce of 64 KiB."""
+    """Return the seconds of an allreduce of 64 KiB."""
     import numpy as np
     from mpi4py import MPI
 
@@ -77,7 +82,7 @@ def allreduce() -> float:
 
 
 def few_bytes() -> float:
-    """Seconds for an allreduce of 8 bytes."""
+    """Return the seconds of an allreduce of 8 bytes."""
     import numpy as np
     from mpi4py import MPI
 
@@ -91,7 +96,7 @@ def few_bytes() -> float:
 
 
 def multiply() -> float:
-    """Seconds for a product of two 768 x 768 matrices on every rank at once."""
+    """Return the seconds of a product of two 768 x 768 matrices, on all ranks at the same time."""
     import numpy as np
 
     matrix = np.ones((768, 768), np.float32)
@@ -99,7 +104,7 @@ def multiply() -> float:
 
 
 def two_threads() -> float:
-    """Seconds for two threads of one rank to compute side by side, as a training and a communication thread do."""
+    """Return the seconds of two threads that compute in one rank, as a training and a communication thread do."""
     import numpy as np
 
     values = np.full((2, 1 << 16), 0.5)
@@ -119,7 +124,7 @@ def two_threads() -> float:
 
 
 def copy() -> float:
-    """Seconds to copy 64 MiB."""
+    """Return the seconds of a copy of 64 MiB."""
     import numpy as np
 
     source, target = np.ones(1 << 24, np.float32), np.zeros(1 << 24, np.float32)
@@ -127,7 +132,7 @@ def copy() -> float:
 
 
 def _median(work: Callable[[], object], count: int) -> float:
-    """Median seconds of `count` runs that all ranks start together; the slowest rank's."""
+    """Return the median seconds of `count` runs that all ranks start together, of the slowest rank."""
     from mpi4py import MPI
 
     world, times = MPI.COMM_WORLD, []
@@ -180,7 +185,7 @@ CASES = (
 
 
 def without(argv: Sequence[str], words: Sequence[Sequence[str]]) -> list[str]:
-    """`argv` less each run of words. Raises ValueError where one is not in it: like would be compared with like."""
+    """Return `argv` without these words. Raise ValueError if some are missing: two equal jobs would be compared."""
     left = list(argv)
     for run in words:
         place = next((i for i in range(len(left)) if left[i : i + len(run)] == list(run)), None)
@@ -192,7 +197,7 @@ def without(argv: Sequence[str], words: Sequence[Sequence[str]]) -> list[str]:
 
 @contextmanager
 def prepared(case: Case) -> Iterator[list[str]]:
-    """The argv of a case with its setting, and the lab it needs for as long as it runs."""
+    """Give the argv of a case with its setting. During the block the lab that it needs exists."""
     ranks = program(["-m", "examples.reproduce.settings", "--work", case.work.__name__])
     if case.in_lab:
         with client.lab(LAB, lay_out(parse(f"star:{case.ranks}", MBIT * 1e6 / 8))):
@@ -202,7 +207,7 @@ def prepared(case: Case) -> Iterator[list[str]]:
 
 
 def compare(case: Case, repeats: int) -> dict[str, object]:
-    """Medians of `repeats` runs with and without the setting, alternating, and their ratio."""
+    """Run a case `repeats` times with and without its setting, in turn. Return the row of the report."""
     if any(word.startswith("--") for run in case.words for word in run) and find().flavour != "openmpi":
         return {"setting": case.name, "skipped": "a setting of Open MPI"}
     if case.in_lab and (lacking := find_missing()):

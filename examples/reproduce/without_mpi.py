@@ -1,4 +1,4 @@
-"""Imported by a driver before what brings MPI with it: the driver is no rank, and starts no MPI."""
+"""Import this before modules that import MPI, in a program that is not a rank: then MPI is not started."""
 
 from __future__ import annotations
 

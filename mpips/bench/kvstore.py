@@ -1,11 +1,16 @@
-"""`mpips bench kvstore`: push and pull of a key of the store, or of some, by size, beside the copies that must happen.
+"""`mpips bench kvstore`: times push and pull by the size of a key, beside the memory copies that they cannot avoid.
 
-Every round pushes other values, and what comes back is looked at. With `--optimizer` servers update weights by what is
-pushed, and a worker expects the weights of as many updates of its own. The floor is the memory copies that a push and a
-pull cannot do without, timed bare: no keys, no signals, no update, only NumPy and barriers. Of n bytes, W workers and S
-servers on one node: ordinary arrays are copied into shared memory (each worker n); each server sums its n/S of all W
-contributions into its own memory; each worker copies n out. Arrays of `mpips.empty` need no copy in. Every phase is as
-long as its slowest rank takes, with all ranks at once.
+Every round pushes other values, and the values that are pulled are checked. With `--optimizer` the servers update
+weights by what is pushed, and a worker compares them with weights that it has updated itself.
+
+The floor is the time of the memory copies without which a push and a pull are impossible: no keys, no signals, no
+update, only NumPy and barriers. For n bytes, W workers and S servers on one node it has three phases:
+
+1. Each worker copies n bytes into shared memory. Arrays of `mpips.empty` need no such copy.
+2. Each server sums its n/S bytes of all W contributions into its own memory.
+3. Each worker copies n bytes out.
+
+All ranks work at the same time, and a phase takes as long as its slowest rank.
 """
 
 from __future__ import annotations
@@ -47,43 +52,51 @@ from mpips.store.create import create
 from mpips.store.options import kind_of, read, uneven
 
 ARRAYS = ("ordinary", "empty")
+# more keys than a model has; many more would fill the memory with names and arrays
 MOST_KEYS = 10_000
-"""More than a model has; names and arrays alone would fill the memory before long."""
+# number of elements of an array that are set in each round, and checked when they come back
 MARKS = 64
-"""Elements of an array that tell one round from another."""
+# seconds in which the servers have compiled their kernels
 COMPILES = 2.0
-"""Seconds in which the servers' kernels are there."""
-BLOCK_ELEMENTS = 262_144  # summed at a time, so that a block is in cache for the next contribution
+# elements that the floor sums at a time, so that the sum is in cache when the next contribution is added
+BLOCK_ELEMENTS = 262_144
 
 
 class StoreRow(NamedTuple):
-    """One case: medians over the repeats on worker 0, in seconds, of all keys, which go as one list where they are
-    more than one. `bytes`: of each key. The floor is that of `mpips.bench.kvstore`."""
+    """The result of one case. Times are seconds on worker 0, medians over the repeats, for all keys in one call."""
 
     kind: str
+    # "" without one
     optimizer: str
-    """"" without one."""
     servers: int
     workers: int
     clients: int
     masters: str
+    # one of ARRAYS
     array: str
     keys: int
+    # size of each key
     bytes: int
     repeats: int
     push_s: float
     pull_s: float
+    # a push followed by a pull
     push_pull_s: float
+    # one call of pushpull
     pushpull_s: float
+    # the floor (see the module), if it was measured, and push_pull_s / floor_s
     floor_s: float | None
     over_floor: float | None
 
 
 class StoreWords(NamedTuple):
-    """The words of the command line, understood: the kind in mpips's own word, elements a key, kinds of array."""
+    """The parsed command line."""
 
+    # the kind of store, never one of the paper's aliases
     kind: str
+    # sizes of a key, in elements
     counts: list[int]
+    # some of ARRAYS
     arrays: list[str]
     optimizer: Optimizer | None
 
@@ -102,7 +115,7 @@ def check(
     momentum: float,
     **_: Any,
 ) -> StoreWords:
-    """Return what the command line means for that many ranks; click.UsageError where it cannot be. Starts no MPI."""
+    """Parse the command line for a job of `ranks` ranks. Raise click.UsageError if it is wrong. Starts no MPI."""
     try:
         word = kind_of(kind)
         if word == "local":
@@ -117,7 +130,7 @@ def check(
         made = optimizers.create(optimizer, **({"momentum": momentum} if momentum else {})) if optimizer else None
         read({"servers": servers, "clients": clients, "masters": masters}).clients_of(word, ranks)
         counts = parse_counts(sizes, 4, "float32")
-        # a worker pushes one array and pulls into another
+        # Twice: a worker pushes one array and pulls into another.
         what = f"--sizes {sizes}{f' --keys {keys}' if keys > 1 else ''}"
         check_memory(what, 4 * keys * max(counts), 2, max(1, count_local_ranks() - servers))
     except ValueError as error:
@@ -187,7 +200,8 @@ def command(
     floors = {n: measure_floor(world, servers, 4 * n, 7) for n in counts} if plain else {}
     if world.rank == 0 and (world.size - servers) % clients:
         click.echo(uneven(world.size - servers, clients), err=True)
-    os.environ.setdefault("MPIPS_KERNELS", "numba")  # from the start: what a long job has
+    # Kernels are compiled from the start, as they are in a long job after a while.
+    os.environ.setdefault("MPIPS_KERNELS", "numba")
     kv = create(kind, servers=servers, clients=clients, masters=masters)
     if updates or kind.endswith("async"):
         kv.set_optimizer(updates or "add")
@@ -207,7 +221,8 @@ def command(
             over = found[3] / floor_s if floor_s else None
             rows.append(StoreRow(*roles, array, keys, 4 * n, *found, floor_s, over))
     first = kv.rank == 0
-    kv.close()  # before files are written: nobody waits where that fails
+    # Close before writing files: if rank 0 fails to write, the other ranks do not wait for it.
+    kv.close()
     if first:
         show_table(build_table(rows))
         if json_path:
@@ -217,7 +232,7 @@ def command(
 
 
 def build_table(rows: list[StoreRow]) -> Table:
-    """Return the rows as a table, microseconds."""
+    """Build the table of the results, in microseconds."""
     first = rows[0]
     counts = {"server": first.servers, "worker": first.workers, "client": first.clients}
     roles = ", ".join(f"{count} {role}{'s' * (count != 1)}" for role, count in counts.items())
@@ -235,7 +250,7 @@ def build_table(rows: list[StoreRow]) -> Table:
 
 
 def draw(rows: list[StoreRow], path: Path) -> None:
-    """Draw latency by size, one line for each kind of array, and the floors."""
+    """Draw latency by size, with a line for each kind of array and its floor."""
     from matplotlib.figure import Figure
 
     figure = Figure()
@@ -253,12 +268,15 @@ def draw(rows: list[StoreRow], path: Path) -> None:
 
 
 def name_keys(n: int, keys: int) -> list[str]:
-    """Return names of `keys` keys with n elements each."""
     return [f"{n} {key}" for key in range(keys)]
 
 
 def expecting(optimizer: Optimizer | None) -> Callable[[float], float]:
-    """Return what makes a pulled element of a round's sum: the sum itself, or a weight that began as 0."""
+    """Return a function from the sum that a round pushes to the value that it must pull.
+
+    Without an optimizer the value is the sum itself. With one it is a weight that begins as 0 and is updated by each
+    sum, so the function must be called once a round, in order.
+    """
     if optimizer is None:
         return lambda total: total
     weight = np.zeros(1, np.float32)
@@ -272,19 +290,25 @@ def expecting(optimizer: Optimizer | None) -> Callable[[float], float]:
 
 
 class TimedRounds:
-    """Rounds of `keys` keys with n elements each, and how long their calls took. What they bring is compared."""
+    """Timed rounds of `keys` keys with n elements each. The values that a synchronous store returns are checked.
+
+    `expect` is a function that `expecting` has made for these keys.
+    """
 
     def __init__(self, kv: KVStore, n: int, array: str, keys: int, expect: Callable[[float], float]) -> None:
-        self._kv, self._numbers, self._expect = kv, itertools.count(1), expect
+        self._kv = kv
+        self._numbers = itertools.count(1)
+        self._expect = expect
         self._values, self._outs = ([_make_array(n, array) for _ in range(keys)] for _ in range(2))
         called: list[Any] = [name_keys(n, keys), self._values, self._outs]
         self._key, self._value, self._out = called if keys > 1 else [one[0] for one in called]
+        # seconds of each push, pull and pushpull
         self.pushes: list[float] = []
         self.pulls: list[float] = []
         self.fused: list[float] = []
 
     def apart(self) -> None:
-        """Time a push, then a pull."""
+        """Run and time a round of a push and a pull."""
         number = self._begin()
         start = time.perf_counter()
         self._kv.push(self._key, self._value)
@@ -296,7 +320,7 @@ class TimedRounds:
         self._end(number)
 
     def together(self) -> None:
-        """Time a pushpull."""
+        """Run and time a round of a pushpull."""
         number = self._begin()
         start = time.perf_counter()
         self._kv.pushpull(self._key, self._value, self._out)
@@ -323,15 +347,22 @@ def _make_array(n: int, array: str) -> np.ndarray:
 def measure_rounds(
     kv: KVStore, n: int, array: str, keys: int, seconds: float, expect: Callable[[float], float]
 ) -> tuple[int, float, float, float, float]:
-    """Return repeats, and medians of push, pull, both after each other, and pushpull, of `keys` keys of n elements.
+    """Time rounds of `keys` keys with n elements each, for about `seconds`. Collective over the workers.
 
-    `expect`: of these keys, as `expecting` gives it."""
+    Args:
+        array: One of ARRAYS.
+        expect: A function that `expecting` has made for these keys.
+
+    Returns:
+        The number of repeats, and medians in seconds of push, pull, push and pull, and pushpull.
+    """
     rounds = TimedRounds(kv, n, array, keys, expect)
     for _ in range(3):
         rounds.apart()
         rounds.together()
     pushes, pulls, fused = rounds.pushes, rounds.pulls, rounds.fused
     assert kv.layout.workers is not None
+    # Worker 0 decides how many rounds all workers run.
     count = np.array([max(5, min(2000, int(seconds / 2 / (pushes[-1] + pulls[-1]))))], np.int64)
     kv.layout.workers.Bcast(count)
     repeats = int(count[0])
@@ -346,18 +377,18 @@ def measure_rounds(
 
 
 def mark(arrays: Sequence[np.ndarray], number: float) -> None:
-    """Set some elements of each array, all over it, to `number`: no two rounds push the same."""
+    """Set evenly spaced elements of each array to `number`, so that no two rounds push the same values."""
     for array in arrays:
         marked(array)[:] = number
 
 
 def marked(array: np.ndarray) -> np.ndarray:
-    """Return the elements that `mark` writes, a view."""
+    """Return a view of the elements that `mark` sets."""
     return array[:: max(1, array.size // MARKS)]
 
 
 def check_marks(arrays: Sequence[np.ndarray], number: float, what: str) -> None:
-    """RuntimeError unless the elements that `mark` writes are `number`."""
+    """Raise RuntimeError unless the elements that `mark` sets are `number`."""
     for array in arrays:
         found = marked(array)
         if wrong := found[found != number].tolist():
@@ -365,9 +396,10 @@ def check_marks(arrays: Sequence[np.ndarray], number: float, what: str) -> None:
 
 
 def measure_floor(comm: MPI.Comm, servers: int, nbytes: int, repeats: int) -> dict[str, float]:
-    """Return seconds of the floor for "ordinary" and "empty" arrays, by the processor time of the ranks.
+    """Measure the floor (see the module) of "ordinary" and "empty" arrays, in seconds. Collective over all ranks.
 
-    Medians over `repeats` of all phases in turn. Collective over all ranks.
+    A phase counts as long as its slowest rank needs the processor, or, if the ranks share cores, as long as all ranks
+    together need all cores. The result is the sum of the phases' medians over `repeats`.
     """
     rank, workers = comm.Get_rank(), comm.Get_size() - servers
     n = nbytes // 4
@@ -405,6 +437,7 @@ def measure_floor(comm: MPI.Comm, servers: int, nbytes: int, repeats: int) -> di
             mine[repeat, number] = time.thread_time() - start
     every = np.empty((comm.Get_size(), *mine.shape))
     comm.Allgather(mine, every)
+    # (repeat, phase)
     takes = np.maximum(every.max(0), every.sum(0) / usable_cores())
     medians = np.median(takes, 0).tolist()
     return {"ordinary": sum(medians), "empty": sum(medians[1:])}

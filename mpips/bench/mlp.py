@@ -1,10 +1,10 @@
-"""`mpips bench mlp`: steps of the MLP beside PyTorch's: one process, data parallel, tensor parallel.
+"""`mpips bench mlp`: times steps of the MLP beside PyTorch's, in one process, data parallel and tensor parallel.
 
     mpips bench mlp [--batch 100,1000] [--width 1024]                   one process beside PyTorch
     mpips bench mlp -n 2 --grid 2x1 --batch 1000                        speedup; beside DDP over gloo
     mpips bench mlp -n 2 --grid 1x2 --batch 1000 --width 4096           speedup of tensor parallelism
 
-PyTorch's network and step are taken alone, or with DistributedDataParallel over gloo.
+PyTorch's step runs in one process and, with data parallel ranks, with DistributedDataParallel over gloo.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Step = Callable[[], object]
 
 
 def check(ranks: int, *, grid_text: str, **_: Any) -> None:
-    """click.UsageError where the mesh is none, or not one of that many ranks. Starts no MPI."""
+    """Raise click.UsageError if --grid is not a mesh of `ranks` ranks. Starts no MPI."""
     try:
         reason = misfit(*parse(grid_text), ranks) if grid_text else None
     except ValueError as error:
@@ -104,8 +104,11 @@ def command(
 def _case(
     mesh: Mesh, width: int, batch: int, seconds: float, rounds: int, with_torch: bool, with_ddp: bool
 ) -> dict[str, float]:
-    """Return one width and batch: seconds a step of every contender, and the ratios that matter; medians over
-    rounds."""
+    """Time all contenders at one width and batch size.
+
+    Return the row for the table: width, batch, each contender's seconds for a step, and the ratios between them. Times
+    and ratios are medians over the rounds.
+    """
     sizes = (INPUTS, width, width, OUTPUTS)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, INPUTS), dtype=np.float32)
@@ -119,6 +122,10 @@ def _case(
 
 
 def _ours(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray) -> list[Contender]:
+    """Return mpips's contenders: one process, the mesh, and a network of width 1.
+
+    A step of the network of width 1 takes the time that every step spends in Python.
+    """
     alone = Mesh(1, 1, MPI.COMM_SELF)
     serial = Worker(MLP(sizes, seed=1), alone, SGD(learning_rate=1e-3))
     tiny = Worker(MLP((1, 1, 1, 1), seed=1), alone, SGD(learning_rate=1e-3))
@@ -134,7 +141,7 @@ def _ours(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray) -> l
 
 
 def _theirs(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, with_ddp: bool) -> list[Contender]:
-    """PyTorch at each of its settings; the best of them counts."""
+    """Return PyTorch's contenders, one for each of its settings. The fastest setting counts."""
     contenders = []
     for fused in (False, True):
         name = "fused" if fused else "plain"
@@ -148,9 +155,10 @@ def _theirs(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, wi
 
 
 def _ratios(times: dict[str, np.ndarray]) -> dict[str, float]:
-    """Return medians of the ratios of each round, whose contenders had the machine one after the other.
+    """Return the medians over rounds of the ratios between contenders. Of PyTorch's settings, the fastest counts.
 
-    Of a rival's settings the one with the least median counts.
+    A ratio is taken within a round, in which the contenders run one after another: so both have the machine in about
+    the same state.
     """
 
     def best(kind: str) -> np.ndarray | None:
@@ -186,9 +194,13 @@ def _show(rows: list[dict[str, float]]) -> None:
 
 
 def torch_step(sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, fused: bool, bucket_megabytes: int = 0) -> Step:
-    """Return one step of SGD on a fully connected ReLU network with mean squared error, on one thread.
+    """Return PyTorch's step of SGD on a fully connected ReLU network with mean squared error, on one thread.
 
-    With buckets it is data parallel over the process group that `join_gloo` made; x and y are this rank's samples.
+    Args:
+        x: This rank's samples.
+        fused: Use PyTorch's fused optimizer.
+        bucket_megabytes: Size of DistributedDataParallel's buckets, over the process group that `join_gloo` made.
+            0: this process alone.
     """
     import torch
 

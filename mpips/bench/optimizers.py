@@ -1,4 +1,4 @@
-"""`mpips bench optimizers`: server-side updates by NumPy, by compiled kernels and by PyTorch, one thread each."""
+"""`mpips bench optimizers`: times optimizer updates by NumPy, by compiled kernels and by PyTorch, one thread each."""
 
 from __future__ import annotations
 
@@ -31,38 +31,45 @@ CASES = (
     optimizers.AdamW(learning_rate=0.001),
 )
 
+# the optimizers whose updates by a sum of several gradients are timed, too
 SUMS = CASES[:2]
 CONTRIBUTORS = (2, 4, 8)
 SUM_ELEMENTS = (1 << 14, 1 << 18, 1 << 22, 1 << 24)
-ARRAYS = 22  # at once, where there is most: Adam's of `measure`, two copies, PyTorch's states of three settings
-LEAST_WORK = 200_000  # elements that are updated between two looks at the clock
-COMPILES = 120.0  # seconds at most
+# most arrays in memory at a time: in measure() of Adam, with two copies and PyTorch's states of three settings
+ARRAYS = 22
+# least number of elements that are updated between two looks at the clock
+LEAST_WORK = 200_000
+# most seconds to wait for a kernel to be compiled
+COMPILES = 120.0
 COUNT = Whole(1)
+# PyTorch's implementations of an optimizer
+# fused: one kernel; foreach: a call for each operation, on all arrays; default: a call for each operation and array
 SETTINGS: dict[str, dict[str, bool]] = {"fused": {"fused": True}, "foreach": {"foreach": True}, "default": {}}
-"""PyTorch's implementations: one kernel, a call an operation for all arrays, a call an operation and array."""
 Step = Callable[[], Any]
 
 
 class Case(NamedTuple):
-    """An update by a sum of gradients: medians in ms over the repeats; None for what is not there."""
+    """The result of timing one update. Times are in ms, medians over the repeats; None if an engine is missing."""
 
     optimizer: str
     elements: int
+    # number of gradients whose sum is the update's gradient
     gradients: int
     numpy_ms: float
     compiled_ms: float | None
+    # a copy of as many bytes as one pass of the update reads and writes
     copy_ms: float
-    """Of a copy of as many bytes as one pass reads and writes."""
+    # PyTorch fused, and the faster of its default and foreach
     fused_ms: float | None
     other_ms: float | None
-    """The faster one of PyTorch's default and foreach."""
+    # time of mpips (compiled if there is a kernel, else NumPy) / time of the fastest PyTorch
     ratio: float | None
-    """What serves here, to the best of PyTorch."""
+    # between the weights of mpips and PyTorch after three updates
     largest_difference: float | None
 
 
 def label(optimizer: optimizers.Optimizer) -> str:
-    """Return the optimizer's name, with its kind of momentum."""
+    """Return the optimizer's name, with its kind of momentum: "SGD nesterov"."""
     name = type(optimizer).__name__
     if isinstance(optimizer, optimizers.SGD) and optimizer.momentum:
         return f"{name} nesterov" if optimizer.nesterov else f"{name} momentum"
@@ -70,8 +77,10 @@ def label(optimizer: optimizers.Optimizer) -> str:
 
 
 def theirs(torch: ModuleType, optimizer: Any, weights: np.ndarray, gradient: np.ndarray, **setting: bool) -> Step:
-    """Return PyTorch's step for the same update, on the memory of `weights`; RuntimeError or TypeError where it has no
-    such optimizer, or no implementation of that setting."""
+    """Return PyTorch's step for the same update, in the memory of `weights`.
+
+    Raise RuntimeError or TypeError if PyTorch has no such optimizer, or not with these settings.
+    """
     parameter = torch.nn.Parameter(torch.from_numpy(weights))
     parameter.grad = torch.from_numpy(gradient)
     options: dict[str, Any] = {"lr": optimizer.learning_rate, **setting}
@@ -95,10 +104,14 @@ def theirs(torch: ModuleType, optimizer: Any, weights: np.ndarray, gradient: np.
 def measure(
     optimizer: optimizers.Equation, elements: int, repeats: int, torch: ModuleType | None, gradients: int = 1
 ) -> Case:
-    """Alternate updates by each engine, by PyTorch and copies, `repeats` times after one untimed; return medians."""
+    """Time an update by each engine and by PyTorch, and a copy of as many bytes.
+
+    They take turns, `repeats` times after one turn that does not count. Return the medians.
+    """
     rng = np.random.default_rng(0)
     weights = rng.random(elements, np.float32)
-    passes = gradients + 2 + 2 * optimizer.slots  # every array is read, and all but gradients are written
+    # Every array is read, and all but the gradients are written.
+    passes = gradients + 2 + 2 * optimizer.slots
     source, target = (np.ones(elements * passes // 2, np.float32) for _ in range(2))
     parts = [rng.random(elements, np.float32) for _ in range(gradients)]
     state, numbers = optimizer.init(weights), count(1)
@@ -114,7 +127,8 @@ def measure(
         steps["compiled"] = lambda: optimizer.update_by_sum(weights, parts, state, next(numbers))
     if torch is not None:
         for name, setting in SETTINGS.items():
-            with contextlib.suppress(RuntimeError, TypeError):  # it has none of these for this optimizer on the CPU
+            # PyTorch does not have every optimizer in every setting on the CPU.
+            with contextlib.suppress(RuntimeError, TypeError):
                 steps[name] = theirs(torch, optimizer, weights, parts[0], **setting)
     calls = max(1, LEAST_WORK // elements)
     turns = {name: partial(time_call, partial(repeat, step, calls)) for name, step in steps.items()}
@@ -137,14 +151,15 @@ def measure(
 
 
 def repeat(step: Step, calls: int) -> None:
-    """Call a step several times."""
     for _ in range(calls):
         step()
 
 
 def largest_difference(optimizer: optimizers.Equation, torch: ModuleType) -> float | None:
-    """Return how far weights are from PyTorch's after three updates of numbers in [0, 1); None where it has no such
-    optimizer."""
+    """Return the largest difference between our weights and PyTorch's after three updates of numbers in [0, 1).
+
+    Return None if PyTorch has no such optimizer.
+    """
     rng = np.random.default_rng(0)
     weights, gradient = rng.random(10_000, np.float32), rng.random(10_000, np.float32)
     other, state = weights.copy(), optimizer.init(weights)
@@ -159,7 +174,7 @@ def largest_difference(optimizer: optimizers.Equation, torch: ModuleType) -> flo
 
 
 def show_updates(cases: Sequence[Case]) -> Table:
-    """Return updates by one gradient as a table."""
+    """Build the table of updates by one gradient."""
     view = Table(
         title=f"One update of {cases[0].elements:,} float32, one thread, median ms",
         caption="copy: of as many bytes as one pass reads and writes; ratio: of the engine that serves, to the "
@@ -176,7 +191,7 @@ def show_updates(cases: Sequence[Case]) -> Table:
 
 
 def show_sums(cases: Sequence[Case]) -> Table:
-    """Return updates by sums of gradients as a table."""
+    """Build the table of updates by sums of gradients."""
     view = Table(title="Sum of several gradients and update, one thread, median ms")
     for column in ("optimizer", "elements", "gradients", "NumPy", "compiled", "copy", "times as fast"):
         view.add_column(column, justify="left" if column == "optimizer" else "right")
@@ -188,12 +203,12 @@ def show_sums(cases: Sequence[Case]) -> Table:
 
 
 def in_ms(time: float | None) -> str:
-    """Return a time with three digits, or so."""
+    """Format a time with about three digits."""
     return "-" if time is None else f"{time:.{1 if time >= 10 else 2 if time >= 1 else 3}f}"
 
 
 def load_torch() -> tuple[ModuleType | None, str]:
-    """PyTorch with one thread, or None and the reason why it is left out."""
+    """Return PyTorch, set to one thread, and its version; or None and the reason why it is left out."""
     try:
         import torch
     except ImportError as error:

@@ -5,9 +5,11 @@
     model = mpips.mlp.MLP([64, 512, data.outputs], loss="softmax", seed=1)
     trained = mpips.mlp.train(model, data, mesh, epochs=10)
 
-Source: "Batch, model and integrated parallelism for neural networks" ("the paper" in here), sections 5 to 7 and
-Algorithms 1 to 3. Its batch parallelism is data parallelism, its model parallelism tensor parallelism, its process grid
-the device mesh. Names are loaded when they are first used: `MLP` alone needs no MPI.
+Source: "Batch, model and integrated parallelism for neural networks", sections 5 to 7 and Algorithms 1 to 3. The
+modules of this package call it "the paper". What it calls batch parallelism is data parallelism, its model parallelism
+is tensor parallelism, and its process grid is the device mesh.
+
+A name is imported when it is first used, so `MLP` alone needs no MPI.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from mpips.mlp.servers import Servers
     from mpips.mlp.training import train
 
+# public name -> the module of this package that defines it
 _HOMES = {
     "ArraySource": "data.sources",
     "MLP": "perceptron",

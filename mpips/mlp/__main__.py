@@ -1,4 +1,4 @@
-"""`mpips train`: train a multi-layer perceptron on a device mesh, and show what came out of it."""
+"""`mpips train`: train a multi-layer perceptron on a device mesh, and report losses, times and memory."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ from mpips.mlp.train_options import FiniteRange
 from mpips.mlp.training import EpochResult, Trained, check_fit, hidden_of, train
 from mpips.optimizers.elastic import INTERVAL
 
+# phase -> the name that the table and the picture show
 MEANINGS = {
     "compute": "computation and updates",
     "forward": "forward gathers and sums",
@@ -113,7 +114,8 @@ def command(**given: Any) -> None:
     except Exception:
         if comm.size == 1:
             raise
-        traceback.print_exc()  # one rank's unforeseen error ends all of them: the others would wait for ever
+        # An unforeseen error on one rank must end all ranks: the others would wait for it for ever.
+        traceback.print_exc()
         sys.stderr.flush()
         comm.Abort(1)
 
@@ -122,18 +124,20 @@ check = train_options.check
 
 
 class _Run:
-    """One call of the command, whose options have been checked."""
+    """A run of the command. Its options have been checked."""
 
     def __init__(self, comm: MPI.Intracomm, o: SimpleNamespace) -> None:
         self.comm: MPI.Comm = comm
-        self.console, self.options, self.optimizer = console(), o, train_options.optimizer_of(o)
+        self.console = console()
+        self.options = o
+        self.optimizer = train_options.optimizer_of(o)
+        # True once training begins. An error before that is one of usage, and the command exits with code 2.
         self.began = False
-        """Whether steps have been taken: until then a training is refused."""
         self.xp: ModuleType = np
         self.servers = Servers(o.servers, o.clients, o.averaging, o.every, o.alpha, comm) if o.servers else None
 
     def run(self) -> None:
-        """Let servers serve, and train on all other ranks."""
+        """On a server, serve until the end. On all other ranks, train."""
         threads = self.options.threads or max(1, usable_cores() // train_options.place_on_node(self.comm)[1])
         with threadpool_limits(threads, user_api="blas"):
             if self.servers is None:
@@ -195,7 +199,8 @@ class _Run:
         o, worker, last = self.options, None, self.options.epochs
         check_fit(specification, data, mesh)
         grid = f"grid {mesh}"
-        if self.servers and self.servers.clients > 1:  # of which each is what --grid asks for
+        # `mesh` has the workers of all clients; --grid is the grid of one.
+        if self.servers and self.servers.clients > 1:
             grid = f"{self.servers.clients} clients of grid {mesh.batch // self.servers.clients}x{mesh.model}"
         if o.load_path:
             worker = checkpoint.load_checkpoint(
@@ -221,12 +226,13 @@ class _Run:
         )
         memory = self.comm.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
         problem = None if memory is None else self._report(trained, data, data_seconds, memory)
-        if o.save_path:  # neither the table nor the checkpoint is lost where another file cannot be written
+        # Save even if _report() could not write its files, and raise that error afterwards.
+        if o.save_path:
             checkpoint.save_checkpoint(str(o.save_path), trained.worker, data)
         agree(self.comm, problem)
 
     def _say_epoch(self, last: int, epoch: EpochResult) -> None:
-        """Print one line of progress; `last` is the last epoch's number."""
+        """Print a line of progress. `last` is the number of the last epoch."""
         words = [f"epoch {epoch.epoch:>{len(str(last))}}/{last}", f"train {epoch.train_loss:.6f}"]
         if epoch.test_loss is not None:
             words.append(f"test {epoch.test_loss:.6f}")
@@ -235,9 +241,11 @@ class _Run:
         self._say("  ".join([*words, f"{epoch.seconds:.2f} s"]))
 
     def _report(self, trained: Trained, data: Data, data_seconds: float, memory: list[int]) -> str | None:
-        """Print the time budget and write the files; say why one cannot be written.
+        """Print the time budget, and write the files of --json and --plot. Return an error message, or None.
 
-        Seconds of data include reading and distribution before the first epoch.
+        Args:
+            data_seconds: Seconds of reading and distributing rows before the first epoch.
+            memory: Peak bytes of each rank.
         """
         epochs, hidden = trained.epochs, hidden_of(trained.epochs)
         phases = {phase: sum(epoch.phases[phase] for epoch in epochs) for phase in PHASES}
@@ -266,9 +274,9 @@ class _Run:
         return None
 
     def _record(self, trained: Trained, data: Data) -> dict[str, Any]:
-        """Return what was trained, and its epochs, ready for JSON.
+        """Return the content of the --json file, except the totals over epochs.
 
-        `overlap` is None where nodes decided, `averaging` without servers, `every` and `alpha` without elastic ones.
+        `overlap` is None if not given, `averaging` without servers, `every` and `alpha` without elastic servers.
         """
         worker, servers = trained.worker, self.servers
         mesh, specification = worker.mesh, worker.network.specification
@@ -293,7 +301,7 @@ class _Run:
         }
 
     def _unwritable(self) -> str | None:
-        """Say why a file to come cannot be written; asked before training, of the rank that will write."""
+        """Return an error message if a file of --save, --json or --plot could not be written, else None."""
         for name in ("save", "json", "plot"):
             path = getattr(self.options, f"{name}_path")
             if path and (reason := describe_unwritable(path)):
@@ -306,7 +314,7 @@ class _Run:
 
 
 def _prediction_table(predictions: list[MeshPrediction], steps: int) -> Table:
-    """Return the predicted times of every mesh, the fastest first; `steps`: minibatches of an epoch."""
+    """Build the table of predictions. `steps` is the number of minibatches of an epoch."""
     table = Table(title="Predicted time of a step, ms")
     for column in (
         "grid",
@@ -334,9 +342,9 @@ def _prediction_table(predictions: list[MeshPrediction], steps: int) -> Table:
 
 
 def _draw(path: Path, epochs: list[EpochResult], phases: dict[str, float], title: str) -> None:
-    """Draw loss curves and the time budget, side by side. Needs matplotlib (extra `plot`).
+    """Draw the loss curves and the time budget, side by side. Needs matplotlib (extra `plot`).
 
-    click.ClickException where `path` cannot be written.
+    Raise click.ClickException if `path` cannot be written.
     """
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Write checkpoints (safetensors) of the whole network and its optimizer from any mesh, and read them on any other."""
+"""Checkpoints (safetensors) of a network and its optimizer. They can be written on one mesh and read on another."""
 
 from __future__ import annotations
 
@@ -27,26 +27,37 @@ from mpips.store.checkpoint.file import TensorFile, why, write
 from mpips.store.options import MOST
 
 T = TypeVar("T")
+# key of the header in the file's metadata
 WORD = "mpips"
-"""Of the metadata, for the header."""
+# prefix of the tensors that hold the data's scaling
 SCALING = "scaling."
+# dtypes that a tensor of a checkpoint may have
 FLOATS = re.compile(r"b?float\d+")
 LOG = log.get("mpips.mlp")
 
 
 class CheckpointHeader(msgspec.Struct):
-    """The metadata of a checkpoint. `labels` are the names of the classes, in their order; none for 0, 1, ..."""
+    """The metadata of a checkpoint."""
 
     specification: Specification
+    # `mpips.optimizers.encode` of the optimizer, in hex
     optimizer: str
+    # steps taken
     updates: int
+    # (scale, good updates since it changed) of mixed precision
     loss_scale: tuple[float, int] | None = None
+    # how the rows were dealt; None if saved without data
     rule: DealRule | None = None
+    # names of the classes 0, 1, ...; empty if they have none
     labels: tuple[str, ...] = ()
 
 
 def collect(worker: Worker) -> MLP:
-    """Return the whole trained network, on every rank. Collective over the mesh."""
+    """Return the whole trained network, on every rank, as an MLP that computes by NumPy.
+
+    Collective over the mesh; blocking. With elastic averaging the clients' networks differ, and every rank returns its
+    client's.
+    """
     model = MLP(*worker.network.specification)
     for index, target in enumerate(model.parameters):
         whole = _gather(worker, index, worker.network.flat_parameters)
@@ -57,12 +68,20 @@ def collect(worker: Worker) -> MLP:
 
 
 def save_checkpoint(path: str, worker: Worker, data: Data | None = None) -> None:
-    """Write the whole network, the optimizer with its state, and how the data were scaled and dealt. Collective over
-    the mesh.
+    """Write the whole network, the optimizer with its state, and how the data were scaled and dealt.
 
-    Layers go one after the other to rank 0, which writes the file beside `path` and renames it. Raises
-    TrainingError on every rank where the file cannot be written. Servers send what they keep of the state. With elastic
-    averaging network and state are the first client's.
+    Collective over the mesh; blocking. Layers are gathered one after another on rank 0, which must have memory for the
+    whole network and state. It writes a file beside `path` and renames it, so an old checkpoint survives a failure.
+    Servers send the optimizer state that they keep. With elastic averaging, the first client's network and state are
+    written.
+
+    Args:
+        path: The file, safetensors.
+        worker: What to save: `train(...).worker`.
+        data: The rows it was trained on. Without them, a later run can neither scale nor deal rows as this one did.
+
+    Raises:
+        TrainingError: On every rank, if the file cannot be written.
     """
     state = worker.update.fetch()
     arrays: dict[str, np.ndarray] = {}
@@ -102,9 +121,20 @@ def load_checkpoint(
     half: bool | None = None,
     servers: Servers | None = None,
 ) -> Worker:
-    """Return this rank's slice of a saved network, ready to go on training on `mesh`. Collective.
+    """Return a worker that continues training from a checkpoint: give it to `train`.
 
-    Each rank reads only its slice. `overlap`, `half`, `servers`: see `train`.
+    Collective over the mesh; blocking. The mesh may differ from the one that saved. Each rank reads only its slice.
+
+    Args:
+        path: A file that `save_checkpoint` wrote. Every rank must be able to read it.
+        mode: How model ranks cut the layers: "pairs" or "columns".
+        xp: The array module that computes: NumPy or CuPy.
+        overlap: As in `train`.
+        half: As in `train`.
+        servers: As in `train`.
+
+    Raises:
+        TrainingError: On every rank, if any rank cannot read the file or it is no such checkpoint.
     """
 
     def see(file: TensorFile) -> tuple[CheckpointHeader, Optimizer]:
@@ -131,12 +161,12 @@ def load_checkpoint(
 
 
 def read_header(path: str, comm: MPI.Comm) -> CheckpointHeader:
-    """Return the metadata of a checkpoint. Collective; TrainingError on every rank where it cannot be read."""
+    """Return the metadata of a checkpoint. Collective; every rank raises TrainingError if any cannot read it."""
     return _read(path, comm, _read_header)
 
 
 def read_scaling(path: str, comm: MPI.Comm) -> Scaling | None:
-    """Return the scaling of a checkpoint's inputs and targets; None where it was saved without data. Collective."""
+    """Return the scaling of a checkpoint's inputs and targets, or None if it was saved without data. Collective."""
 
     def get(file: TensorFile) -> Scaling | None:
         _see_tensors(file, _read_header(file))
@@ -147,7 +177,7 @@ def read_scaling(path: str, comm: MPI.Comm) -> Scaling | None:
 
 
 def _read(path: str, comm: MPI.Comm, get: Callable[[TensorFile], T]) -> T:
-    """Return what `get` reads from a checkpoint. Collective; TrainingError on every rank where one cannot read it."""
+    """Run `get` on a checkpoint on every rank. Collective; every rank raises TrainingError if any cannot read it."""
 
     def read() -> T:
         try:
@@ -160,7 +190,7 @@ def _read(path: str, comm: MPI.Comm, get: Callable[[TensorFile], T]) -> T:
 
 
 def _read_header(file: TensorFile) -> CheckpointHeader:
-    """Return the metadata; ValueError where they are not of a checkpoint of a network."""
+    """Return the metadata. Raise ValueError if the file is not a checkpoint of a network."""
     try:
         header = msgspec.json.decode(file.metadata.get(WORD, ""), type=CheckpointHeader)
         check(header.specification)
@@ -179,12 +209,13 @@ def _read_header(file: TensorFile) -> CheckpointHeader:
 
 
 def _see_tensors(file: TensorFile, header: CheckpointHeader) -> Optimizer:
-    """Return the optimizer; ValueError where the file lacks tensors of its network or of the optimizer's state."""
+    """Return the optimizer. Raise ValueError if a tensor of the network or of the optimizer's state is missing."""
     try:
         optimizer = decode(bytes.fromhex(header.optimizer))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file.path}: {error}") from error
     sizes, dtype = header.specification.sizes, working_dtype(header.specification.dtype)
+    # Refuse a header of a billion layers before making a name for each.
     if len(sizes) > len(file.tensors) + 1:
         raise ValueError(f"{file.path} has {len(file.tensors)} tensors, too few for {len(sizes)} sizes: save it anew")
     slots = len(initial(optimizer, np.zeros(1, dtype)))
@@ -205,22 +236,27 @@ def _see_tensors(file: TensorFile, header: CheckpointHeader) -> Optimizer:
 
 
 def _fill(file: TensorFile, network: Network, flats: dict[str, np.ndarray]) -> None:
-    """Read this rank's slice of arrays laid out as the flat parameters, by the prefix of their names."""
+    """Read this rank's slices. `flats`: prefix of tensor names -> array to fill, laid out as the flat parameters."""
     for prefix, flat in flats.items():
         for index, (name, view) in enumerate(zip(MLP(*network.specification).names, network.views(flat))):
-            if view.size:  # an idle rank holds an empty slice
+            # With more ranks than neurons, some slices are empty.
+            if view.size:
                 rows, *columns = _place(network.splits[index // 2], index)
                 put(file.get(f"{prefix}{name}", rows)[(slice(None), *columns)], view)
 
 
 def _place(split: Split, index: int) -> tuple[slice, ...]:
-    """Return where a rank's slice lies in parameter `index`: weights are even, biases odd."""
+    """Return the slice of parameter `index` that a rank holds. Weights have even indices, biases odd ones."""
     rows, columns = slice(*split.outputs), slice(*split.inputs)
     return (rows,) if index % 2 else (rows, columns)
 
 
 def _gather(worker: Worker, index: int, flat: np.ndarray) -> np.ndarray:
-    """Return the whole parameter `index`, at model index 0, of an array like the parameters; empty elsewhere."""
+    """Gather parameter `index` on model index 0. Collective over the model communicator.
+
+    `flat` is an array laid out as the flat parameters. The other ranks return their own copy if they hold the whole
+    parameter, else an empty array.
+    """
     network, comm, layer = worker.network, worker.mesh.model_comm, index // 2
     mine = on_host(network.views(flat)[index])
     kind = network.splits[layer].kind

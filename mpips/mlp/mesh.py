@@ -1,6 +1,7 @@
-"""The device mesh, batch x model: which rank computes which part, by its two indices, and their communicators.
+"""The device mesh of batch x model ranks: each rank's two indices, and the communicators along both directions.
 
-Source: the paper, section 7, which calls it a process grid.
+Source: the paper, section 7, which calls the mesh a process grid. The end of the module has the calls by which all
+ranks agree on an error (`agree`, `attempt`, `alike`).
 """
 
 from __future__ import annotations
@@ -24,21 +25,30 @@ T = TypeVar("T")
 class TrainingError(ValueError):
     """Training cannot start or go on: bad data, arguments that differ, a mesh that does not fit the job.
 
-    Every rank raises the same sentence. `everywhere`: every rank of the world does, so that an uncaught one needs no
-    abort and only one rank to tell.
+    All ranks of the communicator raise it with the same message.
     """
 
+    # True if every rank of the world raises it: then an uncaught one needs no abort, and only one rank prints it
     everywhere = False
 
 
 class Mesh:
-    """Rank r is at (batch index r // model, model index r % model).
+    """A device mesh of batch x model ranks. Rank r has batch index r // model and model index r % model.
 
-    The `model` ranks of one batch index hold slices of one network and see the same samples (`model_comm`, rank = model
-    index); the `batch` ranks of one model index hold the same slice and see different samples (`batch_comm`, rank
-    = batch index). Neighbouring ranks share a model: that traffic is the more frequent. Making a mesh is
-    collective over `comm`; TrainingError on every rank if they ask for different meshes, or if batch x model is not
-    the number of ranks. From then on an uncaught exception of this process ends the whole job.
+    The ranks with the same batch index hold the slices of one network and see the same samples. They form
+    `model_comm`, in which a rank's number is its model index. The ranks with the same model index hold the same slice
+    and see different samples. They form `batch_comm`, in which a rank's number is its batch index. Neighbouring ranks
+    share a model, because model ranks exchange more often than batch ranks.
+
+    Making a mesh is collective over `comm`. From then on an uncaught exception in this process ends the whole job.
+
+    Args:
+        batch: Ranks among which each minibatch is divided.
+        model: Ranks among which the network is divided.
+        comm: The ranks of the mesh. Default: COMM_WORLD.
+
+    Raises:
+        TrainingError: On every rank, if ranks ask for different meshes or batch x model is not the number of ranks.
     """
 
     def __init__(self, batch: int = 1, model: int = 1, comm: MPI.Comm | None = None) -> None:
@@ -48,7 +58,8 @@ class Mesh:
                 f"Mesh({batch!r}): a mesh is Mesh(batch=2, model=1); to have one chosen for a network call "
                 f"choose_mesh(model, batch), or train(model, open_source, mesh='auto', batch=...)"
             )
-        self.batch, self.model = int(batch), int(model)
+        self.batch = int(batch)
+        self.model = int(model)
         alike(self.comm, "Mesh", {"grid": self}, misfit(self.batch, self.model, self.comm.size))
         self.batch_index, self.model_index = divmod(self.comm.rank, self.model)
         self.model_comm = self.comm.Split(color=self.batch_index, key=self.model_index)
@@ -64,12 +75,12 @@ class Mesh:
 
 
 def factorings(ranks: int) -> list[tuple[int, int]]:
-    """Return all meshes (batch, model) of that many ranks, from pure batch to pure model parallel."""
+    """Return all (batch, model) with batch x model = `ranks`, from pure batch to pure model parallel."""
     return [(ranks // model, model) for model in range(1, ranks + 1) if ranks % model == 0]
 
 
 def parse(text: str) -> tuple[int, int]:
-    """Return (batch, model) of a text like "4x2"."""
+    """Parse a text like "4x2" into (batch, model). Raise ValueError if it is not of this form."""
     match = re.fullmatch(r"(\d+)x(\d+)", text.strip())
     if not match or "0" in match.groups():
         raise ValueError(f"grid {text!r} must be BATCHxMODEL, for instance 4x2, or auto")
@@ -77,7 +88,7 @@ def parse(text: str) -> tuple[int, int]:
 
 
 def misfit(batch: int, model: int, ranks: int) -> str | None:
-    """Say why a mesh does not fit that many ranks; None where it does."""
+    """Return an error message if batch x model is not `ranks`, else None."""
     if batch * model == ranks and batch > 0:
         return None
     fitting = ", ".join(f"{b}x{m}" for b, m in factorings(ranks))
@@ -86,24 +97,30 @@ def misfit(batch: int, model: int, ranks: int) -> str | None:
 
 
 class Spans(NamedTuple):
-    """Tells whether the ranks of any batch and of any model communicator of a mesh are on several nodes.
+    """Which communicators of a mesh span several nodes.
 
-    Then messages travel beside computation, and may be float16.
+    Where one does, its messages travel during computation, and those of a "mixed" network are float16.
     """
 
+    # True if any batch communicator of the mesh has ranks on several nodes
     batch: bool
+    # the same for the model communicators
     model: bool
 
 
 def spans_nodes(mesh: Mesh) -> Spans:
-    """Return the same on every rank, though nodes may hold ranks that the mesh does not divide evenly. Collective."""
+    """Return which communicators of the mesh span several nodes. Collective.
+
+    A rank's own two communicators may lie on one node while another rank's do not. So the answer is agreed on, and is
+    the same on every rank.
+    """
     most = np.array([nodes(mesh.batch_comm), nodes(mesh.model_comm)])
     mesh.comm.Allreduce(MPI.IN_PLACE, most, MPI.MAX)
     return Spans(*(most > 1).tolist())
 
 
 def nodes(comm: MPI.Comm) -> int:
-    """Count the nodes that the ranks are on. Collective at first use of the communicator."""
+    """Return the number of nodes that the ranks of `comm` are on. The first call for a communicator is collective."""
     return communicator(comm).nodes if comm.size > 1 else 1
 
 
@@ -111,14 +128,20 @@ def nodes(comm: MPI.Comm) -> int:
 
 
 def agree(comm: MPI.Comm, problem: str | None) -> None:
-    """Return if no rank of `comm` has a problem; otherwise raise the lowest such rank's sentence on all. Collective."""
+    """Raise TrainingError on all ranks of `comm` if any rank has a problem. Collective.
+
+    The message is that of the lowest rank with a problem.
+    """
     problems = [each for each in comm.allgather(problem) if each is not None]
     if problems:
         raise _error(comm, problems[0])
 
 
 def attempt(comm: MPI.Comm, call: Callable[[], T]) -> T:
-    """Return what `call` returns if no rank's raises TrainingError; otherwise all raise one sentence. Collective."""
+    """Run `call` on every rank and return its result. Collective.
+
+    If it raises TrainingError on any rank, all ranks raise TrainingError with the message of the lowest such rank.
+    """
     found, problem = None, None
     try:
         found = call()
@@ -131,10 +154,15 @@ def attempt(comm: MPI.Comm, call: Callable[[], T]) -> T:
 def alike(
     comm: MPI.Comm, call: str, arguments: Mapping[str, object], problem: str | None = None, noun: str = "argument"
 ) -> None:
-    """Return if all ranks of `comm` make this call with the same arguments and none has a problem with them.
+    """Raise the same TrainingError on all ranks unless they make this call with equal arguments. Collective.
 
-    Otherwise every rank raises one sentence. Arguments are compared as texts. Collective, before anything that ranks
-    must do alike.
+    Called before anything that all ranks must do in the same way.
+
+    Args:
+        call: Name of the call, for the message.
+        arguments: Name -> value. Values are compared as texts.
+        problem: This rank's error message if its arguments are wrong, else None. Any rank's is raised on all.
+        noun: What the message calls an argument.
     """
     if comm.size == 1:
         agree(comm, problem)
@@ -148,7 +176,7 @@ def alike(
 
 
 def arguments_of(specification: Specification, optimizer: Optimizer | None, mode: str | None) -> dict[str, object]:
-    """Return the arguments of an MLP, an optimizer and how layers are cut by name, as `alike` compares them."""
+    """Return name -> value of the settings of a network, its optimizer and its split mode, for `alike`."""
     found: dict[str, object] = {
         "network": "-".join(map(str, specification.sizes)),
         "activation": specification.activation,
@@ -164,7 +192,7 @@ def arguments_of(specification: Specification, optimizer: Optimizer | None, mode
 
 
 def counted(count: int, thing: str) -> str:
-    """Return a number of things in words of a sentence: "1 row", "1,797 rows"."""
+    """Format a count with its noun: "1 row", "1,797 rows"."""
     return f"{count:,} {thing}{'s'[: count != 1]}"
 
 

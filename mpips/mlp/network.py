@@ -1,16 +1,19 @@
-"""A rank's slice of a multi-layer perceptron: the columns or rows of each layer in one part, and a step on them.
+"""One rank's slice of a multi-layer perceptron: the layers cut by columns or rows, and a training step on the slice.
 
-A layer's kind says which rank of a model (`part`, its model index on the mesh) holds what of it:
+The ranks that share a model are its parts; a rank's part is its model index on the mesh. A layer is cut in one of three
+ways, its kind:
 
-- ``columns``: a rank holds some outputs of the layer (rows of its matrix). The inputs must be whole; the outputs
-  are gathered, and the gradient of the inputs is summed over the ranks (the paper's Algorithm 2).
-- ``rows``: a rank holds some inputs, exactly the outputs that it computed in the layer before, which must be cut
-  by columns and is then not gathered. The outputs are summed over the ranks; backward nothing moves.
-- ``whole``: every rank holds and computes the whole layer; nothing moves.
+- ``columns``: a rank holds some outputs of the layer (rows of its matrix). It needs all inputs. The outputs are
+  gathered, and the gradient of the inputs is summed over the ranks (the paper's Algorithm 2).
+- ``rows``: a rank holds some inputs, exactly the outputs that it computed in the layer before. That layer must be cut
+  by columns, and its outputs are then not gathered. The outputs are summed over the ranks. Nothing is sent in the
+  backward pass.
+- ``whole``: every rank holds and computes the whole layer, and nothing is sent.
 
-Everything is column-wise, (neurons, samples), as in the paper, which writes X_l in R^{d_l x B}. So a slice of neurons
-is one contiguous block: a layer writes its slice straight into the gathered array, and no collective ever needs a copy.
-No MPI in here.
+Arrays are (neurons, samples), as in the paper, which writes X_l in R^{d_l x B}. So a slice of neurons is one contiguous
+block: a layer writes its slice straight into the gathered array, and no collective needs a copy.
+
+This module does not call MPI. `ModelExchange` is what it needs from the other ranks.
 """
 
 from __future__ import annotations
@@ -28,34 +31,41 @@ from mpips.collectives.schedule.model import cut
 
 DTYPES = ("float32", "float64", "mixed")
 MODES = ("pairs", "columns")
-_FEWEST_OUTPUTS_PER_RANK = 8  # below this a gather's latency costs more than computing a last layer on every rank
+# with fewer outputs a rank, gathering the last layer takes longer than computing all of it on every rank
+_FEWEST_OUTPUTS_PER_RANK = 8
+# random numbers drawn at a time: bounds the memory for numbers that belong to other ranks' slices
 _DRAWN_ELEMENTS = 1 << 20
-_BLOCK_FLOPS = 3e7  # some 0.3 ms of a core: so often messages are moved on
-_CACHED_BYTES = 512 << 10  # of an array that is passed over more than once, half of a usual core's own cache
-_FEWEST_BLOCK_ROWS = 64  # below, a matrix product loses speed
+# flops between two polls of the messages under way: about 0.3 ms of a core
+_BLOCK_FLOPS = 3e7
+# block of an array that several functions pass over in turn: half the cache that a core usually has for itself
+_CACHED_BYTES = 512 << 10
+# a matrix product with fewer rows loses speed
+_FEWEST_BLOCK_ROWS = 64
 
+# called with the number of a layer, from 0
 LayerHook = Callable[[int], object]
-"""Called with the number of a layer, from 0."""
+# empty(count, dtype) -> 1-D memory for that many elements
 Empty = Callable[[int, np.dtype], np.ndarray]
-"""`empty(count, dtype)`: memory for that many elements."""
 
 
 class Specification(NamedTuple):
-    """Sizes are inputs, hidden widths, outputs; the seed fixes the weights.
+    """The description of a network. Two networks of one specification start from the same weights."""
 
-    dtype: "float32", "float64", or "mixed": float32 weights, sums and state, while what ranks send each other between
-    nodes is float16, under a loss scale (Micikevicius et al., Mixed precision training, 2018).
-    """
-
+    # inputs, hidden widths, outputs
     sizes: tuple[int, ...]
+    # a key of ACTIVATIONS
     activation: str
+    # a key of LOSSES
     loss: str
+    # "float32", "float64", or "mixed": weights, sums and optimizer state are float32, but what ranks send each other
+    # between nodes is float16, under a loss scale (Micikevicius et al., Mixed precision training, 2018)
     dtype: str
+    # determines the first weights
     seed: int
 
 
 def check(specification: Specification) -> None:
-    """Raise ValueError, naming the argument and the choices, unless such a network can be made."""
+    """Raise ValueError unless a network of this specification can be made. The message names the argument."""
     sizes, activation, loss, dtype, _ = specification
     if len(sizes) < 2 or any(size < 1 for size in sizes):
         raise ValueError(f"sizes {list(sizes)} must be inputs, hidden widths, outputs: at least two, all at least 1")
@@ -68,7 +78,7 @@ def check(specification: Specification) -> None:
 
 
 def working_dtype(dtype: str) -> np.dtype:
-    """Return the dtype of weights, activations and data in a network of this `dtype`."""
+    """Return the NumPy dtype of weights, activations and data. `dtype` is that of a Specification."""
     return np.dtype("float32" if dtype == "mixed" else dtype)
 
 
@@ -76,21 +86,31 @@ def working_dtype(dtype: str) -> np.dtype:
 
 
 class Split(NamedTuple):
-    """One rank's part of a layer: its kind and the intervals of outputs and inputs whose weights it holds."""
+    """One rank's part of a layer."""
 
+    # "columns", "rows" or "whole"
     kind: str
+    # intervals [start, stop) of the outputs and inputs whose weights the rank holds
     outputs: tuple[int, int]
     inputs: tuple[int, int]
-    gathered: bool  # columns only: whether the next layer needs the outputs of all ranks
+    # True if the outputs of all ranks are gathered, because the next layer needs them; only for "columns"
+    gathered: bool
 
 
 def interval(count: int, parts: int, part: int) -> tuple[int, int]:
-    """Return [start, stop) of one of `parts` slices of `count` items: lengths differ by one at most, longer first."""
+    """Return [start, stop) of slice `part` when `count` items are cut into `parts` slices.
+
+    Lengths differ by at most one, and longer slices come first.
+    """
     return cut(count, parts, part), cut(count, parts, part + 1)
 
 
 def kinds(sizes: Sequence[int], parts: int, mode: str = "pairs") -> list[str]:
-    """Return the kind of every layer: the paper's ("columns"), or pairs of columns and rows, with one sum a pair."""
+    """Return the kind of each layer when a network is cut among `parts` ranks.
+
+    Mode "columns" cuts every layer by columns, as the paper does. Mode "pairs" cuts layers by columns and rows in turn,
+    so that a pair of layers needs one sum in the forward pass. Its last layer is whole if it has few outputs.
+    """
     layers = len(sizes) - 1
     if mode not in MODES:
         raise ValueError(f"split mode {mode!r} is unknown; choose one of {', '.join(MODES)}")
@@ -105,7 +125,7 @@ def kinds(sizes: Sequence[int], parts: int, mode: str = "pairs") -> list[str]:
 
 
 def splits(sizes: Sequence[int], parts: int, part: int, mode: str = "pairs") -> list[Split]:
-    """Return what rank `part` of `parts` holds of each layer of a network of these sizes (inputs first)."""
+    """Return the slice of each layer that rank `part` of `parts` holds. `sizes` are those of a Specification."""
     chosen = kinds(sizes, parts, mode)
     result = []
     for kind, following, columns, rows in zip(chosen, [*chosen[1:], ""], sizes, sizes[1:]):
@@ -116,7 +136,7 @@ def splits(sizes: Sequence[int], parts: int, part: int, mode: str = "pairs") -> 
 
 
 def largest_slice(sizes: Sequence[int], model: int, mode: str = "pairs") -> list[int]:
-    """Return the parameters of each layer on the rank that holds the most (part 0)."""
+    """Return the number of parameters of each layer on part 0, the rank that holds most."""
     return [
         (outputs[1] - outputs[0]) * (inputs[1] - inputs[0] + 1)
         for _, outputs, inputs, _ in splits(sizes, model, 0, mode)
@@ -124,11 +144,18 @@ def largest_slice(sizes: Sequence[int], model: int, mode: str = "pairs") -> list
 
 
 def draw_weight(out: np.ndarray, specification: Specification, layer: int, first_row: int, first_column: int) -> None:
-    """Fill `out` (rows, width) with the slice at (first_row, first_column) of a layer's first matrix.
+    """Draw the first weights of a slice of a layer's matrix. Local; equal for every way to cut the network.
 
-    Element (r, c) of layer l is number ``r * columns + c`` of the random stream seeded by (seed, l), drawn uniformly
-    in float64: He et al. (2015) before a ReLU, variance 1/fan-in otherwise. A rank that holds a slice jumps to it. So
-    every mesh starts from the same matrices without sending any (the paper's model ranks drew unrelated slices).
+    Element (r, c) of layer l is number ``r * columns + c`` of the random stream seeded by (seed, l), drawn uniformly in
+    float64. Its variance is that of He et al. (2015) before a ReLU, and 1/fan-in otherwise. A rank that holds a slice
+    jumps to it in the stream. So every mesh starts from the same matrices, and none are sent. (In the paper the model
+    ranks drew unrelated slices.)
+
+    Args:
+        out: (rows, width), filled with the slice.
+        layer: From 0.
+        first_row: Row of the whole matrix at which the slice begins.
+        first_column: Column at which it begins.
     """
     (rows, width), columns = out.shape, specification.sizes[layer]
     if not rows or not width:
@@ -145,7 +172,7 @@ def draw_weight(out: np.ndarray, specification: Specification, layer: int, first
         out[start:stop] = half_width * (2.0 * values - 1.0)
 
 
-# ---- activations, in place: z becomes its activation; delta is multiplied by the derivative at y. Losses
+# ---- activations and losses
 
 
 def _relu_backward(delta: np.ndarray, y: np.ndarray, mask: np.ndarray, scratch: np.ndarray) -> None:
@@ -159,19 +186,26 @@ def _tanh_backward(delta: np.ndarray, y: np.ndarray, mask: np.ndarray, scratch: 
     np.multiply(delta, scratch, out=delta)
 
 
+# name -> (forward, backward), both in place
+# forward(z) replaces z by its activation. backward(delta, y, mask, scratch) multiplies delta by the derivative at the
+# activation y, and may overwrite mask and scratch.
 ACTIVATIONS = {
     "relu": (lambda z: np.maximum(z, 0, out=z), _relu_backward),
     "tanh": (lambda z: np.tanh(z, out=z), _tanh_backward),
 }
-"""Forward and backward by name."""
 
 
 def _l2(
     output: np.ndarray, target: np.ndarray, delta: np.ndarray, scratch: np.ndarray, scale: float, xp: ModuleType
 ) -> float:
-    """Return the sum over samples of ``1/2 |output - target|^2``; `delta` becomes its gradient times `scale`.
+    """Return the sum over samples of ``1/2 |output - target|^2``.
 
-    `target` is (samples, outputs) or, with one output, (samples,); `scratch` is overwritten.
+    Args:
+        output: (outputs, samples).
+        target: (samples, outputs), or (samples,) if there is one output.
+        delta: Overwritten with the gradient of the sum, times `scale`.
+        scratch: Overwritten.
+        xp: The array module of all arrays.
     """
     np.subtract(output, target.reshape(output.shape[::-1]).T, out=delta)
     np.square(delta, out=scratch)
@@ -183,9 +217,9 @@ def _l2(
 def _softmax(
     output: np.ndarray, target: np.ndarray, delta: np.ndarray, scratch: np.ndarray, scale: float, xp: ModuleType
 ) -> float:
-    """Return the sum over samples of the cross-entropy ``-log softmax(output)[target]``, as `_l2` does.
+    """Return the sum over samples of the cross-entropy ``-log softmax(output)[target]``.
 
-    `target` is (samples,) of class numbers; `xp` is the array module of all arrays.
+    `target` holds class numbers, (samples,). The other arguments are those of `_l2`.
     """
     samples = xp.arange(output.shape[1])
     np.subtract(output, output.max(axis=0, keepdims=True) if output.size else 0, out=scratch)
@@ -198,47 +232,50 @@ def _softmax(
     return total
 
 
+# name -> loss; "softmax" takes class numbers, "l2" takes targets
 LOSSES = {"l2": _l2, "softmax": _softmax}
-"""Softmax takes class numbers, l2 takes targets."""
 
 
 # ---- one rank's slice
 
 
 class ModelExchange(Protocol):
-    """Exchanges between the ranks that share one model."""
+    """The exchanges between the ranks that share one model. All are collective over these ranks."""
 
+    # the number of these ranks, and this rank's number among them
     parts: int
     part: int
 
     def gather(self, full: np.ndarray) -> None:
-        """Fill (neurons, samples): every rank has written its `interval` of rows and receives the others'."""
+        """Gather `full` (neurons, samples): every rank has written its `interval` of rows. Blocking."""
 
     def sum(self, array: np.ndarray) -> None:
-        """Replace a forward array by its sum over the ranks."""
+        """Replace an array of the forward pass by its sum over the ranks, in place. Blocking."""
 
     def start_sum(self, array: np.ndarray) -> None:
-        """Begin to replace a backward array by its sum over the ranks; it may not be touched before `wait`."""
+        """Begin to replace an array of the backward pass by its sum. It may not be touched before `wait` returns."""
 
     def wait(self) -> None:
-        """Wait until the array holds the sum that was begun."""
+        """Wait until the array given to `start_sum` holds the sum."""
 
 
 class StepProgress(Protocol):
-    """Sends messages while a step computes."""
+    """Sends gradients during the backward pass."""
 
     def gradient(self, layer: int) -> None:
-        """Take the gradients of a layer, which are there; its parameters may still be needed."""
+        """Called when the gradients of a layer are complete. The step may still read the layer's parameters."""
 
     def poll(self) -> None:
-        """Move messages on. Called several times a millisecond of the backward pass."""
+        """Progress the messages under way. Called several times a millisecond."""
 
 
 class LayerArrays(NamedTuple):
-    """A layer's arrays for one number of samples: outputs (all, and this rank's), their gradients, a mask, scratch."""
+    """The arrays of a layer, each (neurons, samples), for one number of samples."""
 
+    # the layer's outputs, and the rows of them that this rank computes
     full: np.ndarray
     mine: np.ndarray
+    # gradients of the outputs, and this rank's rows of them
     delta: np.ndarray
     delta_mine: np.ndarray
     mask: np.ndarray
@@ -246,13 +283,19 @@ class LayerArrays(NamedTuple):
 
 
 class Network:
-    """The layers of one rank, cut as `mode` says among the ranks of `exchange` (None: they are whole).
+    """One rank's slice of a network.
 
-    `parameters` and `gradients` are views (weight (outputs, inputs), bias (outputs,), weight, ...) of `flat_parameters`
-    and `flat_gradients`, so that one allreduce and one optimizer call serve all layers. `empty(count, dtype)` gives the
-    memory for what other ranks read (gradients, activations): NumPy's own, or memory that ranks of a node share. The
-    weights are those of the specification's seed, however the network is cut. `xp` is the array module that holds and
-    computes everything: NumPy, or CuPy, whose arrays NumPy's functions pass on to it.
+    `parameters` and `gradients` are lists of views (weight (outputs, inputs), bias (outputs,), weight, ...) into
+    `flat_parameters` and `flat_gradients`, so that one allreduce and one optimizer call serve all layers. The first
+    weights are those of the specification's seed, however the network is cut.
+
+    Args:
+        exchange: Exchanges with the other ranks of the model. None: this rank holds the whole network.
+        mode: How the layers are cut, see `kinds`.
+        empty: Allocates what other ranks read (gradients, activations): `np.empty`, or memory that the node shares.
+            Used with NumPy only.
+        xp: The array module that holds and computes everything: NumPy, or CuPy, to whose arrays NumPy's functions
+            dispatch.
     """
 
     def __init__(
@@ -264,31 +307,39 @@ class Network:
         xp: ModuleType = np,
     ) -> None:
         check(specification)
-        self.specification, self.mode, self.xp, self._exchange = specification, mode, xp, exchange
-        self.sizes, self.dtype = specification.sizes, working_dtype(specification.dtype)
+        self.specification = specification
+        self.mode = mode
+        self.xp = xp
+        self._exchange = exchange
+        self.sizes = specification.sizes
+        self.dtype = working_dtype(specification.dtype)
         self.parts, part = (1, 0) if exchange is None else (exchange.parts, exchange.part)
         self.splits = splits(self.sizes, self.parts, part, mode)
         self._activate, self._derive = ACTIVATIONS[specification.activation]
         self._loss = LOSSES[specification.loss]
         self._empty = empty if xp is np else xp.empty
         self._shapes: list[tuple[int, ...]] = []
+        # of each layer, the outputs that this rank keeps: all, unless the next layer needs only the rank's own
         self._neurons: list[int] = []
-        """Neurons of each layer whose outputs this rank keeps: all, unless the next layer wants only its own."""
         for size, (kind, outputs, inputs, gathered) in zip(self.sizes[1:], self.splits):
             rows = outputs[1] - outputs[0]
             self._shapes += [(rows, inputs[1] - inputs[0]), (rows,)]
             self._neurons.append(size if kind != "columns" or gathered else rows)
         elements = [int(np.prod(shape)) for shape in self._shapes]
+        # number of this rank's parameters of each layer; layers follow one another in the flat arrays
         self.layer_elements = [weight + bias for weight, bias in zip(elements[::2], elements[1::2])]
-        """This rank's parameters of each layer; layers lie one after the other in the flat arrays."""
         self.flat_parameters = xp.empty(sum(elements), self.dtype)
         self.flat_gradients = self._empty(sum(elements), self.dtype)
-        self.parameters, self.gradients = self.views(self.flat_parameters), self.views(self.flat_gradients)
+        self.parameters = self.views(self.flat_parameters)
+        self.gradients = self.views(self.flat_gradients)
+        # memory of each layer for `_capacity` samples, the most of any step until now
         self._capacity = -1
         self._blocks: list[tuple[np.ndarray, ...]] = []
+        # samples of a step -> views of `_blocks` for that many
         self._spaces: dict[int, list[LayerArrays]] = {}
         for layer, split in enumerate(self.splits):
             weight = self.parameters[2 * layer]
+            # A GPU's weights are drawn on the host and copied.
             drawn = weight if xp is np else np.empty(weight.shape, self.dtype)
             draw_weight(drawn, specification, layer, split.outputs[0], split.inputs[0])
             if drawn is not weight:
@@ -296,7 +347,7 @@ class Network:
             self.parameters[2 * layer + 1][...] = 0
 
     def views(self, flat: np.ndarray) -> list[np.ndarray]:
-        """Return views of an array laid out as the flat parameters (an optimizer's state): weight, bias, weight, ..."""
+        """Return views (weight, bias, weight, ...) of an array laid out as `flat_parameters`, e.g. optimizer state."""
         views, offset = [], 0
         for shape in self._shapes:
             count = int(np.prod(shape))
@@ -305,14 +356,14 @@ class Network:
         return views
 
     def copy_slices(self, parameters: Sequence[np.ndarray]) -> None:
-        """Copy this rank's slices from the parameters of the whole network."""
+        """Set the parameters of this slice from those of the whole network."""
         for layer, split in enumerate(self.splits):
             rows, columns = slice(*split.outputs), slice(*split.inputs)
             self.parameters[2 * layer][...] = self.xp.asarray(parameters[2 * layer][rows, columns])
             self.parameters[2 * layer + 1][...] = self.xp.asarray(parameters[2 * layer + 1][rows])
 
     def _arrays(self, samples: int) -> list[LayerArrays]:
-        """Return each layer's arrays for a step of `samples` samples: views of memory for the most samples so far."""
+        """Return each layer's arrays for a step of `samples` samples. Allocates if no step was this large before."""
         if samples in self._spaces:
             return self._spaces[samples]
         if samples > self._capacity:
@@ -334,7 +385,7 @@ class Network:
 
     @quiet
     def forward(self, x: np.ndarray, before: LayerHook | None = None) -> np.ndarray:
-        """Return the outputs (outputs, samples) of inputs (samples, features); they stay valid until the next step."""
+        """Return the outputs, (outputs, samples), of `x`, (samples, features). The next step overwrites them."""
         y = x.T
         for layer, (split, space) in enumerate(zip(self.splits, self._arrays(x.shape[0]))):
             if before is not None:
@@ -365,12 +416,18 @@ class Network:
         ready: LayerHook | None = None,
         progress: StepProgress | None = None,
     ) -> float:
-        """Compute forward and backward of one minibatch's part; returns the *sum* of its losses.
+        """Run the forward and backward pass on this rank's part of a minibatch. Return the *sum* of its losses.
 
-        x is (part, features), y (part, outputs) or (part,); the gradients are those of the sum of the losses divided by
-        `samples`: with the samples of the whole minibatch, summing them over the batch ranks gives the gradient of its
-        mean. `before(layer)` is called before a layer's parameters are first used, `ready(layer)` when its gradients
-        are there and its parameters are no longer needed. `progress` sends messages meanwhile.
+        The gradients are those of the sum of the losses divided by `samples`. If `samples` is the size of the whole
+        minibatch, summing the gradients over the batch ranks gives the gradient of the mean loss.
+
+        Args:
+            x: (part, features).
+            y: (part, outputs) or (part,).
+            samples: See above.
+            before: Called before a layer's parameters are first used.
+            ready: Called when a layer's gradients are complete and its parameters are no longer needed.
+            progress: Sends messages during the backward pass.
         """
         space = self._arrays(x.shape[0])
         output = self.forward(x, before)
@@ -383,7 +440,7 @@ class Network:
 
     @quiet
     def evaluate(self, x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-        """Return the sum of the losses of (x, y), and the samples with their largest output at class y (l2: 0)."""
+        """Return the sum of the losses of (x, y), and the number of samples classified correctly (0 for "l2")."""
         output, space = self.forward(x), self._arrays(len(x))[-1]
         right = float((output.argmax(axis=0) == y).sum()) if self.specification.loss == "softmax" else 0.0
         return self._loss(output, y, space.delta, space.scratch, 1.0, self.xp), right
@@ -391,7 +448,12 @@ class Network:
     def _backward_layer(
         self, layer: int, x: np.ndarray, space: list[LayerArrays], progress: StepProgress | None
     ) -> None:
-        """Compute the gradients of inputs and weights; that which has to travel first, to be on its way meanwhile."""
+        """Compute the gradients of a layer's inputs and weights.
+
+        The gradient that has to be sent is computed first, so that it travels while the second one is computed.
+        """
+        # Between model ranks, the input gradient of a layer cut by columns is summed. Between batch ranks, weight
+        # gradients are summed; they are sent now if there is `progress`.
         if layer and self.splits[layer].kind == "columns":
             assert self._exchange is not None
             self._input_gradient(layer, space, progress)
@@ -424,17 +486,18 @@ class Network:
             progress.gradient(layer)
 
     def _row_blocks(self, array: np.ndarray) -> list[slice]:
-        """Return blocks of rows that stay in a core's cache between functions; for a GPU one block."""
+        """Cut the rows into blocks that stay in a core's cache between functions; on a GPU, into one block."""
         rows, columns = array.shape
         block = max(1, _CACHED_BYTES // max(1, columns * self.dtype.itemsize)) if self.xp is np else max(1, rows)
         return [slice(start, start + block) for start in range(0, rows, block)]
 
 
 def _multiply(a: np.ndarray, b: np.ndarray, out: np.ndarray, progress: StepProgress | None) -> None:
-    """Compute out = a @ b; with `progress` in blocks of rows, between which messages are moved on."""
+    """Compute out = a @ b. With `progress`, compute it in blocks of rows and poll messages in between."""
     if progress is None:
         np.matmul(a, b, out=out)
         return
+    # 2 * b.size flops a row
     rows = max(_FEWEST_BLOCK_ROWS, int(_BLOCK_FLOPS / (2 * max(1, b.size))))
     for start in range(0, len(a), rows):
         np.matmul(a[start : start + rows], b, out=out[start : start + rows])

@@ -1,10 +1,14 @@
-"""Exchange in a step: sums of gradients between batch ranks, activations between model ranks.
+"""The exchanges of a step: sums of gradients between batch ranks, gathers and sums between model ranks.
 
 Source: the paper, section 5, Algorithm 1 (data parallelism), and section 6, Algorithm 2 (tensor parallelism, which it
-calls model parallelism). Gradients are summed in buckets of whole layers, from the last layer to the first. Beside
-computation a bucket leaves when its lowest layer's gradient is there; otherwise buckets go one by one after the
-backward pass. Both give the same numbers, bit for bit. With `half` arrays travel as float16: the array is rounded into
-a copy, the copy is summed or gathered, and everybody, the sender too, takes the result from it.
+calls model parallelism).
+
+Gradients are summed in buckets of whole layers, from the last layer to the first. With overlap, the sum of a bucket is
+started as soon as the gradient of its lowest layer is complete, and runs during the rest of the backward pass. Without
+overlap, buckets are summed one by one after the backward pass. Both give the same numbers, bit for bit.
+
+With `half`, arrays travel as float16: the array is rounded into a copy, the copy is summed or gathered, and every rank,
+the sender too, takes the result from the copy.
 """
 
 from __future__ import annotations
@@ -23,9 +27,13 @@ from mpips.mlp.network import Network, interval
 from mpips.optimizers.base import Optimizer, State
 from mpips.optimizers.equation import prepare
 
+# layers are put into a bucket until it has this size
 BUCKET_BYTES = 256 << 10
+# the loss scale of mixed precision: at the start, and its limits
 START_SCALE, LEAST_SCALE, MOST_SCALE = 2.0**10, 1.0, 2.0**24
-GROWTH = 2000  # good updates, after which the loss scale doubles
+# consecutive updates without overflow after which the loss scale doubles
+GROWTH = 2000
+# forward: gathers and sums of the forward pass; backward: sums of gradients; data: reading and distributing rows
 PHASES = ("compute", "forward", "backward", "data", "evaluate")
 
 
@@ -33,21 +41,20 @@ PHASES = ("compute", "forward", "backward", "data", "evaluate")
 
 
 class Clock:
-    """Seconds of a rank by phase: compute; forward gathers and sums; backward reductions; data (reading and
-    distribution); evaluate.
+    """The seconds that a rank has spent in each of the `PHASES`.
 
-    A phase of communication counts what computation waits for, slower ranks too. `under_way`: seconds with a message on
-    its way, whether computation goes on beside it or not.
+    A phase of communication counts the time that computation waited for it, which includes waiting for slower ranks.
     """
 
     def __init__(self) -> None:
         self.reset()
+        # messages under way, and when the first of them left
         self._messages = 0
         self._since = 0.0
 
     def reset(self) -> None:
-        """Begin to count anew."""
         self.seconds = dict.fromkeys(PHASES, 0.0)
+        # seconds with at least one message under way, whether computation waited for it or not
         self.under_way = 0.0
 
     def sent(self) -> None:
@@ -57,14 +64,14 @@ class Clock:
         self._messages += 1
 
     def arrived(self) -> None:
-        """Note that one that left is known to have arrived."""
+        """Note that a message has arrived."""
         self._messages -= 1
         if not self._messages:
             self.under_way += perf_counter() - self._since
 
     @contextmanager
     def waiting(self, phase: str) -> Iterator[None]:
-        """Count the block, which sends a message and waits for it, for `phase`."""
+        """Add the duration of the block to `phase`. The block sends a message and waits for it."""
         start = perf_counter()
         self.sent()
         yield
@@ -72,29 +79,34 @@ class Clock:
         self.add(phase, start)
 
     def add(self, phase: str, since: float) -> None:
-        """Count the time from `since` (perf_counter) to now for `phase`."""
+        """Add the time since `since`, a perf_counter(), to `phase`."""
         self.seconds[phase] += perf_counter() - since
 
     def communication(self) -> float:
-        """Return the seconds in which computation waited for communication so far."""
+        """Return the seconds that computation has waited for communication until now."""
         return self.seconds["forward"] + self.seconds["backward"]
 
 
 def hidden_share(waited: float, under_way: float) -> float | None:
-    """Return the share of the seconds with messages under way that computation did not wait for; None without any."""
+    """Return the share of communication time that was hidden behind computation, or None if nothing was sent.
+
+    Args:
+        waited: Seconds that computation waited for messages.
+        under_way: Seconds with messages under way.
+    """
     return max(0.0, 1 - waited / under_way) if under_way else None
 
 
-# ---- arrays of the host, or of a GPU
+# ---- arrays in host memory or on a GPU
 
 
 def on_host(array: np.ndarray) -> np.ndarray:
-    """Return the array, or the host's copy of one that a GPU holds."""
+    """Return the array itself, or a copy in host memory if it is on a GPU."""
     return array if isinstance(array, np.ndarray) else array.get()
 
 
 def put(source: np.ndarray, target: np.ndarray) -> None:
-    """Write target = source, which is on the host, wherever the target is."""
+    """Copy `source`, in host memory, to `target`, in host memory or on a GPU."""
     if isinstance(target, np.ndarray):
         target[...] = source
     else:
@@ -102,7 +114,7 @@ def put(source: np.ndarray, target: np.ndarray) -> None:
 
 
 def _round(array: np.ndarray, copy: np.ndarray) -> None:
-    """Write copy = array, rounded; numbers that float16 cannot hold become infinite."""
+    """Write copy = array, rounded to the dtype of the copy. Numbers too large for float16 become infinite."""
     with np.errstate(over="ignore"):
         copy[...] = on_host(array)
 
@@ -111,23 +123,33 @@ def _round(array: np.ndarray, copy: np.ndarray) -> None:
 
 
 class Sum:
-    """The in-place sum of one array over `comm`, begun by `start` and finished by `wait`, any number of times.
+    """An allreduce of one array over `comm`, in place, that can be run any number of times.
 
-    Making one is collective. Arrays made by `collectives.empty` are summed where they lie, without messages, by
-    ranks of one node. `clock` counts for `phase` what is waited for.
+    Run it blocking by `run`, or by `start`, `test` and `wait`. Making one is collective. On one node, an array made by
+    `collectives.empty` is summed where it lies, without messages. If the array is empty or there is one
+    rank, no call does anything.
+
+    Args:
+        half: Send float16.
+        phase: The phase to which `clock` adds the time waited.
     """
 
     def __init__(
         self, array: np.ndarray, comm: MPI.Comm, half: bool = False, phase: str = "backward", clock: Clock | None = None
     ) -> None:
-        self._plan, self._array, self._half = None, array, None
-        self._phase, self._clock, self._under_way = phase, clock or Clock(), False
+        self._plan = None
+        self._array = array
+        # the float16 copy that is sent
+        self._half = None
+        self._phase = phase
+        self._clock = clock or Clock()
+        self._under_way = False
         if array.size and comm.size > 1:
             self._half = collectives.empty(array.shape, np.float16, comm) if half else None
             self._plan = plan("allreduce", array if self._half is None else self._half, comm)
 
     def start(self) -> None:
-        """Begin, without waiting."""
+        """Start the sum without waiting for it."""
         if self._plan:
             begin = perf_counter()
             if self._half is not None:
@@ -138,7 +160,7 @@ class Sum:
             self._clock.add(self._phase, begin)
 
     def test(self) -> bool:
-        """Move on as far as possible without waiting; True where it has arrived, or nothing is under way."""
+        """Progress the sum without waiting. Return True if it is done, or was not started."""
         if self._plan and self._under_way and self._plan.test():
             self._under_way = False
             self._clock.arrived()
@@ -157,7 +179,6 @@ class Sum:
             self._clock.add(self._phase, begin)
 
     def run(self) -> None:
-        """Start and wait."""
         if self._plan:
             with self._clock.waiting(self._phase):
                 if self._half is not None:
@@ -167,21 +188,22 @@ class Sum:
                     put(self._half, self._array)
 
     def free(self) -> None:
-        """Give back what the sum holds."""
         if self._plan:
             self._plan.free()
 
 
 class Gather:
-    """Every rank's `interval` of the rows of one (rows, columns) array, gathered in place.
+    """An allgather of one (rows, columns) array, in place. Each rank has its `interval` of the rows.
 
-    Blocks of whole rows are the blocks that `collectives` cuts where the ranks divide the rows; else MPI gathers them.
-    Arrays of a GPU travel by a copy on the host.
+    If the number of rows is a multiple of the ranks, `collectives` gathers it; if not, MPI does, because `collectives`
+    gathers equal blocks only. An array on a GPU travels by a copy in host memory.
     """
 
     def __init__(self, array: np.ndarray, comm: MPI.Comm, half: bool = False) -> None:
         rows, columns = array.shape
-        self._comm, self._plan, self._array = comm, None, array
+        self._comm = comm
+        self._plan = None
+        self._array = array
         self._own = slice(*interval(rows, comm.size, comm.rank))
         wire = array
         if half or not isinstance(array, np.ndarray):
@@ -195,7 +217,6 @@ class Gather:
         self._buffer = [wire, counts, offsets, MPI.BYTE]
 
     def run(self) -> None:
-        """Gather; blocking."""
         if self._copy is not None:
             _round(self._array[self._own], self._copy[self._own])
         if self._plan:
@@ -210,20 +231,24 @@ class Gather:
 
 
 class TensorExchange:
-    """The exchange of one model communicator. Arrays come again every step, so what moves them is made once each.
+    """The `ModelExchange` over one model communicator.
 
-    Arrays are told apart by address and shape; the network keeps them alive. With `half` they travel as float16.
+    The same arrays are exchanged in every step, so a `Sum` or `Gather` is made for each array at its first exchange,
+    and is kept. Arrays are told apart by address and shape. This is safe because the network keeps them alive.
     """
 
     def __init__(self, comm: MPI.Comm, clock: Clock, half: bool = False) -> None:
-        self.parts, self.part = comm.size, comm.rank
-        self._comm, self._clock, self._half = comm, clock, half
+        self.parts = comm.size
+        self.part = comm.rank
+        self._comm = comm
+        self._clock = clock
+        self._half = half
+        # the sum that start_sum() has begun
         self._running: Sum | None = None
         self._sums: dict[tuple[int, tuple[int, ...]], Sum] = {}
         self._gathers: dict[tuple[int, tuple[int, ...]], Gather] = {}
 
     def gather(self, full: np.ndarray) -> None:
-        """Fill (neurons, samples) with every rank's slice of rows; blocking."""
         with self._clock.waiting("forward"):
             key = _identity(full)
             if key not in self._gathers:
@@ -231,21 +256,18 @@ class TensorExchange:
             self._gathers[key].run()
 
     def sum(self, array: np.ndarray) -> None:
-        """Sum a forward array over the ranks; blocking."""
         self._sum_of(array, "forward").run()
 
     def start_sum(self, array: np.ndarray) -> None:
-        """Begin to sum a backward array over the ranks; one at a time."""
         self._running = self._sum_of(array, "backward")
         self._running.start()
 
     def poll(self) -> None:
-        """Move on the sum that has been started."""
+        """Progress the sum that has been started, if any."""
         if self._running is not None:
             self._running.test()
 
     def wait(self) -> None:
-        """Finish the sum that has been started."""
         assert self._running is not None
         self._running.wait()
         self._running = None
@@ -258,7 +280,7 @@ class TensorExchange:
 
 
 def _identity(array: np.ndarray) -> tuple[int, tuple[int, ...]]:
-    """Return address and shape of an array of the host or of a GPU."""
+    """Return the address and shape of an array, in host memory or on a GPU."""
     interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
     return int(interface["data"][0]), array.shape
 
@@ -267,7 +289,17 @@ def _identity(array: np.ndarray) -> tuple[int, tuple[int, ...]]:
 
 
 class LocalUpdate:
-    """The optimizer runs on every rank, bucket by bucket as the sums arrive (Algorithms 1 and 3)."""
+    """Sums gradients over the batch ranks and runs the optimizer on every rank (Algorithms 1 and 3).
+
+    Weights are updated bucket by bucket, as the sums arrive. With a loss scale they are updated at once in the end,
+    because an overflow in any bucket rejects the whole update.
+
+    Args:
+        comm: The batch communicator.
+        overlap: Sum buckets during the backward pass.
+        half: Send float16.
+        scale: The loss scale of mixed precision.
+    """
 
     def __init__(
         self,
@@ -279,11 +311,13 @@ class LocalUpdate:
         half: bool = False,
         scale: LossScale | None = None,
     ) -> None:
-        self._network, self._optimizer, self._overlap = network, optimizer, overlap
+        self._network = network
+        self._optimizer = optimizer
+        self._overlap = overlap
         self.loss_scale = scale
-        """That of mixed precision."""
         self._state = optimizer.init(network.flat_parameters)
         prepare(optimizer, network.flat_parameters.dtype)
+        # layer whose gradient completes a bucket -> (slice of the flat arrays, its sum)
         self._buckets = {
             layer: (slice(start, stop), Sum(network.flat_gradients[start:stop], comm, half, "backward", clock))
             for layer, start, stop in buckets(network.layer_elements, 2 if half else network.dtype.itemsize)
@@ -291,25 +325,25 @@ class LocalUpdate:
         self._started: list[Sum] = []
 
     def gradient(self, layer: int) -> None:
-        """Send the bucket that the gradients of this layer complete; those of all layers above it are there."""
+        """Start the sum of the bucket that this layer's gradients complete, if they complete one."""
         if self._overlap and layer in self._buckets:
             _, sum_ = self._buckets[layer]
             sum_.start()
             self._started.append(sum_)
 
     def poll(self) -> None:
-        """Move on the sums that have been started."""
+        """Progress the sums that have been started."""
         while self._started and self._started[0].test():
             del self._started[0]
 
     def divisor(self, samples: int) -> float:
-        """Return the number that this rank's sum of gradients is divided by in a minibatch of `samples` samples."""
+        """Return the number by which to divide this rank's sum of gradients, in a minibatch of `samples` samples."""
         return samples if self.loss_scale is None else samples / self.loss_scale.scale
 
     def run(self, step: int) -> None:
-        """Take each bucket as its gradients become their sum over the batch ranks, and update its weights.
+        """Sum the gradients over the batch ranks, or wait for the sums, and update the weights. Collective, blocking.
 
-        `step` counts from 1. Collective, blocking.
+        `step` counts from 1.
         """
         parameters, gradients = self._network.flat_parameters, self._network.flat_gradients
         for part, sum_ in self._buckets.values():
@@ -325,19 +359,23 @@ class LocalUpdate:
             self._optimizer.update(parameters, gradients, self._state, step)
 
     def fetch(self) -> State:
-        """Return the optimizer's state, laid out as the flat parameters; valid at batch index 0. Collective."""
+        """Return the optimizer's state, laid out as the flat parameters. It is valid at batch index 0. Collective."""
         return self._state
 
     def restore(self, state: State, step: int) -> None:
-        """Go on from such a state, the same on all batch indices, after `step` updates. Collective."""
+        """Set the optimizer's state, equal on all batch indices, as it was after `step` updates. Collective."""
         for mine, array in zip(self._state, state):
             mine[...] = array
 
 
 def buckets(elements: Sequence[int], itemsize: int) -> list[tuple[int, int, int]]:
-    """Return (layer, start, stop) of each bucket of the flat gradients, complete with the gradient of `layer`.
+    """Cut the flat gradients into buckets: layers, in the order of the backward pass, of `BUCKET_BYTES` or more.
 
-    Layers, in the order of the backward pass, are put together until a bucket has `BUCKET_BYTES`; `elements` by layer.
+    Args:
+        elements: Number of elements of each layer.
+
+    Returns:
+        (layer, start, stop) of each bucket. The bucket is complete when the gradient of `layer`, its lowest, is.
     """
     found = []
     stop = start = sum(elements)
@@ -350,24 +388,34 @@ def buckets(elements: Sequence[int], itemsize: int) -> list[tuple[int, int, int]
 
 
 class LossScale:
-    """The loss scale of mixed precision, the same on all ranks of a mesh: gradients travel as float16 multiplied by it,
-    so that small ones do not vanish.
+    """The loss scale of mixed precision, equal on all ranks of a mesh.
 
-    Source: Micikevicius et al., "Mixed precision training" (2018), section 3.2. The scale is chosen as training goes:
-    an update whose gradients overflowed float16 is left out and the scale halved; after `GROWTH` good updates it
-    doubles. Ranks of one slice see the same sums; the ranks of a model ask each other.
+    Gradients are multiplied by the scale before they travel as float16, so that small ones do not become 0. The scale
+    adapts: if gradients overflow float16, the update is skipped and the scale halved. After `GROWTH` good updates in a
+    row it doubles.
+
+    Ranks with the same slice see the same sums, so they make the same decision. The ranks of one model hold different
+    slices, so they sum the number of ranks that saw an overflow.
+
+    Source: Micikevicius et al., "Mixed precision training" (2018), section 3.2.
     """
 
     def __init__(self, model_comm: MPI.Comm) -> None:
-        self.scale, self.good = START_SCALE, 0
+        self.scale = START_SCALE
+        # good updates since the scale changed last
+        self.good = 0
+        # 1 element: the number of ranks of the model that saw an overflow
         self._bad = np.zeros(1)
         self._ask = Sum(self._bad, model_comm)
 
     @quiet
     def judge(self, gradients: np.ndarray) -> bool:
-        """Take the scale out of summed gradients, in place, and adapt it; False where this update must be left out.
-        Collective over the ranks of a model."""
+        """Divide summed gradients by the scale, in place, and adapt the scale.
+
+        Return False if the update must be skipped because gradients overflowed. Collective over the ranks of a model.
+        """
         np.multiply(gradients, gradients.dtype.type(1 / self.scale), out=gradients)
+        # One pass over the array: the dot product is infinite or NaN if any element is.
         self._bad[0] = not np.isfinite(np.dot(gradients, gradients))
         self._ask.run()
         if self._bad[0]:

@@ -1,4 +1,4 @@
-"""A multi-layer perceptron in one process: the class that users make, and that `train` cuts into slices."""
+"""`MLP`: a multi-layer perceptron in one process. `train` cuts it into slices."""
 
 from __future__ import annotations
 
@@ -17,14 +17,34 @@ _PREDICT_SAMPLES = 1024
 
 
 class MLP:
-    """Fully connected layers with one activation between them, on the array module `xp`: NumPy or CuPy.
+    """A multi-layer perceptron: fully connected layers with an activation after each hidden layer.
 
-    `sizes` are inputs, hidden widths, outputs. `parameters` and `gradients` are lists of arrays in the order of
-    `names` (``layer0.weight`` (outputs, inputs), ``layer0.bias`` (outputs,), ...); the arrays keep their identity and
-    are updated in place. Both are views of `flat_parameters` and `flat_gradients`, 1-D and contiguous. Pass
-    ``empty=mpips.empty`` to have the gradients in memory that the ranks of a node share. After the first step of a
-    size, steps allocate no arrays of the layers' size. The arrays are made on first use, so describing a network
-    that `train` cuts in slices costs nothing. Nothing here talks to MPI.
+    It runs in one process and never calls MPI. Arrays are allocated when they are first used, so an MLP that only
+    describes a network for `train` takes no memory. After the first step with a number of samples, further steps with
+    it allocate no arrays of the layers' size.
+
+    Args:
+        sizes: Number of inputs, widths of the hidden layers, number of outputs.
+        activation: "relu" or "tanh".
+        loss: "l2" (half the squared error, for targets) or "softmax" (cross-entropy, for class numbers).
+        dtype: "float32", "float64" or "mixed". In "mixed", weights are float32, and gradients and activations may
+            travel between nodes as float16.
+        seed: Determines the first weights, whatever mesh trains the network.
+        empty: Allocates gradients and activations. Give ``mpips.empty`` to have them in memory that the ranks of a
+            node share.
+        xp: The array module that computes: NumPy or CuPy.
+
+    Attributes:
+        names: Names of the parameters: ``layer0.weight``, ``layer0.bias``, ``layer1.weight``, ...
+        parameters: The parameters in the order of `names`: a weight (outputs, inputs), a bias (outputs,), ... They are
+            updated in place and remain the same arrays.
+        gradients: Their gradients, in the same order.
+        flat_parameters: All parameters in one contiguous 1-D array; `parameters` are views into it.
+        flat_gradients: The same for the gradients.
+        layer_elements: Number of parameters of each layer. Layers follow one another in the flat arrays.
+
+    Raises:
+        ValueError: If an argument is wrong.
     """
 
     def __init__(
@@ -38,10 +58,10 @@ class MLP:
         xp: ModuleType = np,
     ) -> None:
         self.specification = Specification(tuple(sizes), activation, loss, dtype, seed)
-        self.xp, self._empty = xp, empty
+        self.xp = xp
+        self._empty = empty
         check(self.specification)
         self.layer_elements = [(inputs + 1) * outputs for inputs, outputs in pairwise(sizes)]
-        """Parameters of each layer; layers lie one after the other in the flat arrays."""
         self.names = [f"layer{layer}.{kind}" for layer in range(len(sizes) - 1) for kind in ("weight", "bias")]
 
     @cached_property
@@ -50,7 +70,7 @@ class MLP:
 
     @property
     def used(self) -> bool:
-        """Return whether the arrays exist, so that they may hold other weights than the seed's."""
+        """True once the arrays exist: they may then hold other weights than the seed's."""
         return "_network" in self.__dict__
 
     @cached_property
@@ -72,11 +92,18 @@ class MLP:
     def loss_and_gradients(
         self, x: np.ndarray, y: np.ndarray, before: LayerHook | None = None, ready: LayerHook | None = None
     ) -> float:
-        """Return the mean loss over the samples; `gradients` become its gradient.
+        """Return the mean loss over the samples, and set `gradients` to its gradient.
 
-        x is (samples, features) in the network's dtype; y is (samples, outputs) or (samples,) for "l2", class numbers
-        (samples,) for "softmax". Needs at least one sample. `before(layer)` is called, layers counted from 0, before a
-        layer's parameters are used, `ready(layer)` when its gradients are there: for exchanges beside the compute.
+        Args:
+            x: Inputs, (samples, features), in the network's dtype. At least one sample.
+            y: For "l2": targets, (samples, outputs), or (samples,) if there is one output. For "softmax": class
+                numbers, (samples,).
+            before: Called with a layer's number, from 0, before the layer's parameters are first used.
+            ready: Called with a layer's number when its gradients are complete. With `before` it lets a caller
+                exchange gradients and parameters during the computation.
+
+        Raises:
+            ValueError: If there are no samples, or x and y do not fit the network.
         """
         x, y = self._array("x", x), self._array("y", y)
         if not len(x):
@@ -85,8 +112,10 @@ class MLP:
         return self._network.step(x, y, len(x), before, ready) / len(x)
 
     def check_samples(self, x: np.ndarray, y: np.ndarray) -> None:
-        """Raise ValueError or TypeError where this network cannot learn targets y from inputs x, as
-        `loss_and_gradients` takes them. A Trainer asks before its first step."""
+        """Raise ValueError or TypeError if `loss_and_gradients` cannot take x and y.
+
+        A Trainer calls it before its first step.
+        """
         features, samples = self.specification.sizes[0], y.shape[0] if len(y.shape) else 0
         if len(x.shape) != 2 or x.shape[1] != features or samples != x.shape[0]:
             raise ValueError(
@@ -115,7 +144,10 @@ class MLP:
             )
 
     def predict(self, x: np.ndarray) -> np.ndarray:
-        """Return outputs (samples, outputs) of x (samples, features), a new array; logits of softmax networks."""
+        """Return the outputs, (samples, outputs), of inputs x, (samples, features). Softmax networks return logits.
+
+        The result is a new array. Raise ValueError if x does not have this shape.
+        """
         x, features = self._array("x", x), self.specification.sizes[0]
         if x.ndim != 2 or x.shape[1] != features:
             raise ValueError(f"x is {x.shape}: this network takes x (samples, {features})")
@@ -126,12 +158,12 @@ class MLP:
         return outputs
 
     def accuracy(self, x: np.ndarray, y: np.ndarray) -> float:
-        """Return the share of the samples whose largest output is the class y (samples,)."""
+        """Return the share of the samples x, (samples, features), classified as y, (samples,)."""
         y = self._array("y", y)
         if y.shape != (x.shape[0],):
             raise ValueError(f"y is {y.shape}: the accuracy is of the classes of {x.shape[0]} samples (samples,)")
         return float((self.predict(x).argmax(axis=1) == y).mean())
 
     def _array(self, name: str, given: np.ndarray) -> np.ndarray:
-        """Return rows as an array of NumPy, or of the array module."""
+        """Return an argument as a NumPy array. Arrays of another module are returned as they are."""
         return in_memory(name, given) if self.xp is np else given

@@ -1,7 +1,9 @@
-"""Predict the time of a step on every mesh, by the paper's formulas, and recommend a mesh.
+"""Predict the time of a training step on every mesh, by the paper's formulas, and choose the fastest mesh.
 
-Alpha and beta of a mesh's communicators come from two timed sums. Computation is measured as a row of events: a step of
-slice 0 alone, whose collectives take no time. Messages are then put between the events.
+1. Two sums of different sizes are timed on each communicator of the mesh. They give its alpha and beta.
+2. Every rank runs steps of slice 0 alone, with collectives that do nothing. This gives the computation between one
+   message and the next, as a list of `StepEvent`.
+3. The messages are put between these events, with the times that the formulas give (`replay`).
 """
 
 from __future__ import annotations
@@ -22,16 +24,27 @@ from mpips.mlp.parallel import Sum, buckets
 from mpips.mlp.perceptron import MLP
 from mpips.optimizers import SGD, Optimizer
 
-_SMALL, _LARGE = 64, 1024  # bytes: the smaller sum that is timed, and the least of the larger one
+# bytes of the smaller sum that is timed, and the least size of the larger one
+_SMALL, _LARGE = 64, 1024
 _REPEATS = 7
+# steps are timed for this long (seconds), but at least and at most this number of steps
 _TIMED_SECONDS = 0.2
 _FEWEST_STEPS, _MOST_STEPS = 3, 20
 
 
 class MeshPrediction(NamedTuple):
-    """Seconds of one step on a mesh: computation, gradient sums over batch ranks, exchanges between model ranks.
+    """The predicted time of one step on a mesh, in seconds.
 
-    `hidden` is what of the latter two goes on during computation."""
+    Attributes:
+        batch: Batch ranks of the mesh.
+        model: Model ranks of the mesh.
+        compute: Seconds of computation.
+        reduction: Seconds of the gradient sums between batch ranks.
+        exchange: Seconds of the exchanges between model ranks.
+        hidden: Seconds of `reduction` and `exchange` that pass during computation.
+        batch_link: Alpha and beta measured between batch ranks.
+        model_link: Alpha and beta measured between model ranks.
+    """
 
     batch: int
     model: int
@@ -44,15 +57,26 @@ class MeshPrediction(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of the whole step."""
+        """Seconds of the whole step."""
         return self.compute + self.reduction + self.exchange - self.hidden
 
 
 def choose_mesh(
     model: MLP, batch: int, optimizer: Optimizer | None = None, mode: str = "pairs", comm: MPI.Comm | None = None
 ) -> Mesh:
-    """Return the mesh of all ranks of `comm` (None: COMM_WORLD) with the shortest predicted step on minibatches of
-    `batch` samples. Collective; what `mpips train --grid auto` does."""
+    """Return the mesh of all ranks of `comm` that has the shortest predicted step, as `mpips train --grid auto` does.
+
+    Collective. It times messages and steps, so it takes a moment. Predictions are for NumPy networks.
+
+    Args:
+        batch: Samples of a whole minibatch.
+        optimizer: Default: SGD(learning_rate=0.01).
+        mode: How model ranks cut the layers: "pairs" or "columns".
+        comm: Default: COMM_WORLD.
+
+    Raises:
+        TrainingError: On every rank, if the ranks give different arguments or the network is not NumPy's.
+    """
     comm = MPI.COMM_WORLD if comm is None else comm
     optimizer = optimizer or SGD(learning_rate=0.01)
     problem = None if model.xp is np else "predictions are for NumPy: give a Mesh(batch=..., model=...)"
@@ -65,8 +89,10 @@ def choose_mesh(
 def predict_all(
     specification: Specification, batch: int, comm: MPI.Comm, optimizer: Optimizer, mode: str = "pairs"
 ) -> list[MeshPrediction]:
-    """Return predictions for every mesh of the ranks of `comm`, the fastest first; the same on every rank.
-    Collective."""
+    """Return the predictions for every mesh of the ranks of `comm`, the fastest first. Collective.
+
+    They are equal on every rank. `batch` is the size of a whole minibatch, `mode` how model ranks cut the layers.
+    """
     result = []
     for shape in factorings(comm.size):
         mesh = Mesh(*shape, comm)
@@ -78,7 +104,7 @@ def predict_all(
 def predict(
     specification: Specification, batch: int, mesh: Mesh, optimizer: Optimizer, mode: str = "pairs"
 ) -> MeshPrediction:
-    """Predict a step of `batch` samples on this mesh, with alpha, beta and compute measured on it. Collective."""
+    """Measure this mesh, and predict a step on it with minibatches of `batch` samples. Collective."""
     sizes, samples, comm = specification.sizes, interval(batch, mesh.batch, 0)[1], mesh.comm
     spans = spans_nodes(mesh)
     narrow = [specification.dtype == "mixed" and each for each in spans]
@@ -94,7 +120,8 @@ def predict(
     comm.Allreduce(MPI.IN_PLACE, greatest, MPI.MAX)
     compute, *links = greatest.tolist()
     batch_link, model_link = LinkCost(*links[:2]), LinkCost(*links[2:])
-    seconds = np.array([event.compute for event in traced])  # the mean of all ranks, stretched to `compute` in all
+    # Each event takes its mean over the ranks, scaled so that all events add up to `compute`, the slowest rank's.
+    seconds = np.array([event.compute for event in traced])
     comm.Allreduce(MPI.IN_PLACE, seconds)
     seconds *= compute / max(seconds.sum(), 1e-12)
     events = [event._replace(compute=each) for event, each in zip(traced, seconds.tolist())]
@@ -114,11 +141,11 @@ def predict(
 def messages(
     sizes: Sequence[int], model: int, samples: float, itemsize: int, mode: str = "pairs"
 ) -> list[tuple[str, float]]:
-    """Return the collectives of the ranks of one model in a step: "gather" or "sum", and bytes of the whole array.
+    """Return the collectives between the ranks of one model in a step: ("gather" or "sum", bytes of the whole array).
 
-    Cut by columns, a layer gathers its outputs and sums the gradient of its inputs, three terms a layer as in the
-    paper's section 6, except that the first layer's inputs need no gradient. A pair of columns and rows needs two
-    sums in all.
+    A layer cut by columns gathers its outputs and sums the gradient of its inputs. A sum costs as much as two gathers,
+    so these are the three terms a layer of the paper's section 6, except that the first layer's inputs need no
+    gradient. A pair of layers cut by columns and rows needs two sums in all.
     """
     result = []
     chosen = kinds(sizes, model, mode)
@@ -134,33 +161,33 @@ def messages(
 
 
 def exchange_seconds(moved: Sequence[tuple[str, float]], model: int, link: LinkCost) -> float:
-    """Return the time of these messages between `model` ranks, one after the other."""
+    """Return the seconds that these collectives of `messages` take between `model` ranks, one after another."""
     cost = {"gather": gather_seconds, "sum": allreduce_seconds}
     return sum(cost[kind](model, size, link) for kind, size in moved)
 
 
 def allreduce_seconds(ranks: int, size: float, link: LinkCost) -> float:
-    """Return the time of an allreduce of `size` bytes: ``2 (alpha ceil(log2 P) + beta (P - 1) / P size)``.
+    """Return the seconds of an allreduce of `size` bytes: ``2 (alpha ceil(log2 P) + beta (P - 1) / P size)``.
 
-    The summand of the paper's section 5, whose printed P / (P - 1) we take for a slip: its source, Gholami et al.,
-    and the limit P = 1 both want (P - 1) / P.
+    This is the summand of the paper's section 5. The paper prints P / (P - 1), which we take for a slip: its source,
+    Gholami et al., and the limit P = 1, in which a sum costs nothing, both require (P - 1) / P.
     """
     return 2 * gather_seconds(ranks, size, link)
 
 
 def gather_seconds(ranks: int, size: float, link: LinkCost) -> float:
-    """Return the time of an allgather of `size` bytes in all: ``alpha ceil(log2 P) + beta (P - 1) / P size``.
+    """Return the seconds of an allgather of `size` bytes in all: ``alpha ceil(log2 P) + beta (P - 1) / P size``.
 
-    It is a third of section 6's sum.
+    It is one of the three terms of a layer in the paper's section 6.
     """
     return link.alpha * math.ceil(math.log2(ranks)) + link.beta * (ranks - 1) / ranks * size
 
 
 def measure_allreduce(comm: MPI.Comm, size: int, half: bool = False) -> LinkCost:
-    """Return the link for which `allreduce_seconds` gives the times of a tiny and of a `size`-byte sum. Collective.
+    """Measure alpha and beta of `allreduce_seconds` from two sums, of 64 and of `size` bytes. Collective.
 
-    With `half`, of a sum of float32 that travels as `size` bytes of float16. Median of the slowest rank. One rank has
-    nothing to measure: alpha and beta are 0.
+    A sum takes as long as its slowest rank; the median over several is taken. With `half`, a sum of float32 that
+    travels as `size` bytes of float16 is timed. With one rank, alpha and beta are 0.
     """
     if comm.size == 1:
         return FREE
@@ -169,7 +196,8 @@ def measure_allreduce(comm: MPI.Comm, size: int, half: bool = False) -> LinkCost
         array = collectives.empty(nbytes // (2 if half else 4), np.float32, comm)
         array[...] = 0
         running, times = Sum(array, comm, half), np.empty(_REPEATS)
-        for index in range(-1, _REPEATS):  # the first one is left out
+        # The first sum, index -1, warms up and is not timed.
+        for index in range(-1, _REPEATS):
             comm.Barrier()
             start = perf_counter()
             running.run()
@@ -182,40 +210,43 @@ def measure_allreduce(comm: MPI.Comm, size: int, half: bool = False) -> LinkCost
     return LinkCost(alpha / (2 * math.ceil(math.log2(comm.size))), beta / (2 * (comm.size - 1) / comm.size))
 
 
-# ---- a step as a row of events
+# ---- a step as a list of events
 
 
 class StepEvent(NamedTuple):
-    """An action of a step after `compute` seconds of computation.
+    """Something that a step does after `compute` seconds of computation.
 
-    gather, sum   exchange `number` elements of a forward array between the ranks of a model
-    start, wait   begin to sum `number` elements of a backward array; need the sum
-    gradient      layer `number`'s gradients are there
-    reduced       need the sum of layer `number`'s bucket over the batch ranks
-    end           the step is done
+    Kinds, and what `number` is:
+
+    - gather, sum: exchange `number` elements of the forward pass between the ranks of a model
+    - start: begin to sum `number` elements of the backward pass between the ranks of a model
+    - wait: wait for the sum that was begun
+    - gradient: the gradients of layer `number` are complete
+    - reduced: wait for the sum over the batch ranks of the bucket that layer `number` completes
+    - end: the step is done
     """
 
     kind: str
     number: int
+    # seconds since the event before
     compute: float
 
 
 class MuteExchange:
-    """Slice 0 of a model whose other ranks do not exist: collectives take no time, leave what is there, are noted.
-
-    It is the network's exchange and its progress. `begin` starts a step.
-    """
+    """A `ModelExchange` and `StepProgress` for slice 0 without other ranks. It exchanges nothing and records events."""
 
     def __init__(self, parts: int) -> None:
-        self.parts, self.part = parts, 0
+        self.parts = parts
+        self.part = 0
         self.begin()
 
     def begin(self) -> None:
+        """Start recording a step."""
         self.events: list[StepEvent] = []
         self._last = perf_counter()
 
     def note(self, kind: str, number: int = 0) -> None:
-        """Note an event, and the computation since the last one."""
+        """Record an event, and the seconds since the event before."""
         now = perf_counter()
         self.events.append(StepEvent(kind, number, now - self._last))
         self._last = perf_counter()
@@ -236,7 +267,7 @@ class MuteExchange:
         self.note("gradient", layer)
 
     def poll(self) -> None:
-        """Do nothing: no message is on its way."""
+        """Do nothing: no message is under way."""
 
 
 def trace(
@@ -249,14 +280,22 @@ def trace(
     cut: Sequence[tuple[int, int, int]] = (),
     beside: bool = False,
 ) -> list[StepEvent]:
-    """Return the events of a step of slice 0 of `model` on `samples` samples of a minibatch of `whole`.
+    """Time steps of slice 0, and return the events of a step. Local: nothing is sent.
 
-    Updated by the buckets of `cut`. `beside` messages, as between nodes, it computes in blocks and notes gradients.
-    Medians of at least three steps after one, which add up to the median step; local, nothing is sent.
+    Times are medians over at least three steps, after one step that warms up. They are scaled so that they add up to
+    the median step.
+
+    Args:
+        model: Number of slices of the network.
+        samples: Samples of this rank in a minibatch.
+        whole: Samples of the whole minibatch.
+        cut: The buckets by which weights are updated, as `buckets` returns them. Empty: all weights at once.
+        beside: Compute the backward pass in blocks and record gradients, as if messages were sent during it.
     """
     mute = MuteExchange(model)
     network = Network(specification, mute, mode, np.zeros)
-    weights = network.flat_parameters.copy()  # updated in place of the network's, which so stays sane
+    # The optimizer updates a copy: its updates are no training, and could make the network's weights infinite.
+    weights = network.flat_parameters.copy()
     state = optimizer.init(weights)
     rng = np.random.default_rng(0)
     dtype = working_dtype(specification.dtype)
@@ -279,18 +318,28 @@ def trace(
         spent += sum(event.compute for event in mute.events)
     times = np.array([[event.compute for event in events] for events in steps[1:]])
     middle = np.median(times, axis=0)
-    middle *= np.median(times.sum(axis=1)) / max(middle.sum(), 1e-12)  # where ranks share cores, they are interrupted
+    # If ranks share cores, other events are interrupted in each step, and the medians of events leave these times out.
+    middle *= np.median(times.sum(axis=1)) / max(middle.sum(), 1e-12)
     return [event._replace(compute=seconds) for event, seconds in zip(steps[0], middle.tolist())]
 
 
 def replay(
     events: Sequence[StepEvent], model: int, link: LinkCost, itemsize: int, reductions: dict[int, float], spans: Spans
 ) -> float:
-    """Return the seconds of a step with messages between `model` ranks over `link`, of elements of `itemsize` bytes.
+    """Return the seconds of a step if messages are sent at its events.
 
-    `reductions`: seconds of each bucket's sum, by the layer that completes it. Messages beside computation share one
-    link, first come, first served; the others are waited for.
+    Messages that travel during computation share one link, first come, first served. For other messages the computation
+    waits.
+
+    Args:
+        events: The computation, as `trace` returns it.
+        model: Number of model ranks.
+        link: Alpha and beta between model ranks.
+        itemsize: Bytes of an element that model ranks send.
+        reductions: Layer -> seconds of the sum of the bucket that this layer completes.
+        spans: The communicators whose messages travel during computation.
     """
+    # now: time of the computation; free: when the link is free; needed: when the sum that was begun is done
     now = free = needed = 0.0
     arrivals: dict[int, float] = {}
     for kind, number, compute in events:

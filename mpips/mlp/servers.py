@@ -1,15 +1,19 @@
-"""Keep the weights of a network on servers, for clients that are model parallel inside.
+"""Training with the weights on servers and several clients. A client is a mesh of batch x model ranks.
 
-The conclusion of the MXNET-MPI paper suggests them. A client is a mesh of batch x model ranks. The slices of the
-network are dealt to the servers: with at least as many servers as slices, each slice has servers of its own, and each
-model rank pushes its own slice's gradients. With fewer, a server keeps several slices, for which one of their ranks
-speaks, the leader (`SliceGroup`). So the workers that push to a server always hold the same slices, and no server holds
-weights that nobody pushes to it. Ranks: client by client, each as `Mesh` numbers it, then the servers, dealt to the
-groups of slices in order.
+The conclusion of the MXNET-MPI paper suggests such model parallel clients. There are two kinds of servers:
 
-sync     the servers sum over all clients and run the optimizer (mpi_sync); the same numbers as without servers
-elastic  every client trains by itself; now and then its weights and the servers' centre attract each other (mpi_async,
-         equations 2 and 3 of MXNET-MPI)
+- sync: the servers sum the gradients of all clients and run the optimizer (an mpi_sync store). Training gives the same
+  numbers as without servers.
+- elastic: every client trains by itself. From time to time its weights and a centre on the servers move towards each
+  other (an mpi_async store; equations 2 and 3 of MXNET-MPI).
+
+The slices of the network are dealt to the servers. With at least as many servers as slices, each slice has servers of
+its own, and each model rank pushes the gradients of its slice. With fewer servers, neighbouring slices form a group
+that shares a server, and one rank of the group, its leader, pushes for all of them (`SliceGroup`). So all workers that
+push to a server hold the same slices, and a server holds no weights but theirs.
+
+Ranks are numbered client by client, within a client as in `Mesh`. The servers come last, dealt to the groups of slices
+in order.
 """
 
 from __future__ import annotations
@@ -37,17 +41,29 @@ from mpips.store.keys.key import Key
 from mpips.store.runtime.engine import Handle
 from mpips.store.worker.interface import States, Stored
 
+# kind of servers -> kind of store
 STORES = {"sync": "mpi_sync", "elastic": "mpi_async"}
-"""The kind of store behind each kind of servers."""
 T = TypeVar("T")
 LOG = log.get("mpips.mlp")
 
 
 class Servers:
-    """The servers of a job: `count` of its last ranks, for `clients` equal clients.
+    """The servers of a job.
 
-    elastic: `every` steps a client and the centre move together by `alpha`. Every rank makes one, with the same
-    arguments, calls `join`, and, on a worker, hands it to `train`. TrainingError where an argument is out of range.
+    Every rank makes one with the same arguments and calls `join`. On a server, `join` serves until the job ends. On a
+    worker it returns the mesh; give that and the `Servers` to `train`.
+
+    Args:
+        count: Number of servers. They are the last ranks of the job.
+        clients: Number of clients into which the workers are divided evenly.
+        kind: "sync" or "elastic". Sync servers sum gradients and run the optimizer. Elastic servers keep a centre,
+            towards which the clients' weights move.
+        every: For "elastic": number of steps from one exchange with the centre to the next.
+        alpha: For "elastic": the share, in (0, 1], of their distance by which weights and centre move.
+        comm: The ranks of the job. Default: COMM_WORLD.
+
+    Raises:
+        TrainingError: If an argument is out of range.
     """
 
     def __init__(
@@ -65,17 +81,24 @@ class Servers:
             raise TrainingError(f"elastic averaging every {every} steps: give at least 1")
         if not (math.isfinite(alpha) and 0 < alpha <= 1):
             raise TrainingError(f"elastic averaging by alpha {alpha}: give more than 0 and at most 1")
-        self.count, self.clients, self.kind, self.every, self.alpha = count, clients, kind, every, alpha
+        self.count = count
+        self.clients = clients
+        self.kind = kind
+        self.every = every
+        self.alpha = alpha
         self.comm = MPI.COMM_WORLD if comm is None else comm
+        # True if the ranks are on several nodes
         self.between = False
-        """Whether the ranks are on several nodes."""
+        # number of groups of slices; each group has servers of its own
         self._groups = 0
-        """Into how many groups the slices are dealt; each has servers of its own."""
+        # the leaders and servers of this rank's group; null on a worker that does not lead one
         self._members: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
+        # number of servers of this rank's group
         self._share = 0
+        # The servers wait in join() for one of two answers: training begins (opened) or was refused (gone).
         self._opened = self._gone = False
+        # on a leader, once opened
         self._store: KVStore | None = None
-        """On a worker that speaks to servers, once opened."""
 
     def __str__(self) -> str:
         return (
@@ -84,11 +107,17 @@ class Servers:
         )
 
     def join(self, batch: int, model: int) -> Mesh:
-        """Return the mesh of all workers, clients x batch by model; on a server this call serves and ends in
-        SystemExit.
+        """Return the mesh of all workers, (clients x batch) by model. On a server, serve instead. Collective.
 
-        Collective over the job. TrainingError on every rank where the ranks do not fit or ask for different jobs,
-        and on the servers with the sentence of `give_up`.
+        On a server this call ends in SystemExit when the job is done.
+
+        Args:
+            batch: Batch ranks of one client.
+            model: Model ranks of one client.
+
+        Raises:
+            TrainingError: On every rank, if the number of ranks does not fit or ranks give different arguments. On the
+                servers, with the message of `give_up`.
         """
         rank, ranks = self.comm.rank, self.comm.size
         problem = servers_misfit(self.count, self.clients, batch, model, ranks)
@@ -96,7 +125,8 @@ class Servers:
         self.between = nodes(self.comm) > 1
         self._groups = min(model, self.count)
         server, slice_ = rank - (ranks - self.count), rank % model
-        mine = MPI.UNDEFINED  # the group of slices that this rank serves or speaks for
+        # the group of slices that this rank serves or leads
+        mine = MPI.UNDEFINED
         for group in range(self._groups):
             start, stop = interval(self.count, self._groups, group)
             if start <= server < stop or (server < 0 and interval(model, self._groups, group)[0] == slice_):
@@ -105,13 +135,18 @@ class Servers:
         self._members = self.comm.Split(mine, rank)  # type: ignore[assignment]
         if server < 0:
             return Mesh(self.clients * batch, model, role)
+        # Wait for the workers' call of give_up(), or for connect(), which calls agree() without a problem.
         agree(self.comm, None)
         LOG.info("this server has group %d of the slices", mine)
         self._create()
         raise AssertionError("a server leaves inside create")
 
     def give_up(self, sentence: str) -> None:
-        """Tell the servers, which wait since `join`, that there will be no training; all workers call, then raise."""
+        """Release the servers from `join` because there will be no training. Collective over the workers.
+
+        The servers raise TrainingError with this sentence, and the caller must then raise it, too. Without effect once
+        training has begun.
+        """
         if not (self._opened or self._gone):
             self._gone = True
             agree(self.comm, sentence)
@@ -119,10 +154,11 @@ class Servers:
     def connect(
         self, network: Network, mesh: Mesh, optimizer: Optimizer, clock: Clock, overlap: bool | None
     ) -> SynchronousUpdate | ElasticUpdate:
-        """Return the update of a worker's slice. Collective over the job.
+        """Open the store and return what updates a worker's slice.
 
-        `overlap`: whether gradients leave during the backward pass; None: where ranks are on several nodes.
-        TrainingError on all workers and servers where they cannot serve this network.
+        Collective over the workers, while the servers wait in `join`. With `overlap`, gradients are sent during the
+        backward pass. None: only where the ranks are on several nodes. Raise TrainingError, on all workers and servers,
+        if the servers cannot serve this network.
         """
         problem = None
         if network.specification.dtype == "mixed":
@@ -149,7 +185,7 @@ class Servers:
         return ElasticUpdate(self._store, group, network, mesh, optimizer, clock, beside, self)
 
     def close(self) -> None:
-        """Let the servers go; also done when the process ends. Collective over the workers."""
+        """Let the servers end. Collective over the workers. If it is not called, the end of the process does it."""
         if self._store is not None:
             self._store.close()
 
@@ -158,7 +194,7 @@ class Servers:
 
 
 def servers_misfit(servers: int, clients: int, batch: int, model: int, ranks: int) -> str | None:
-    """Say why such a job does not fit its ranks; None where it does."""
+    """Return an error message if the job does not have the number of ranks that these roles need, else None."""
     needed = clients * batch * model + servers
     if min(servers, clients, batch, model) < 1 or needed != ranks:
         return (
@@ -169,35 +205,44 @@ def servers_misfit(servers: int, clients: int, batch: int, model: int, ranks: in
 
 
 class SliceGroup:
-    """The ranks of one model, in `groups` groups of neighbours; the first of each, its leader, speaks to the servers.
+    """This rank's group of neighbouring model ranks, whose slices share servers.
 
-    Everything here is collective over a group. Arrays are laid out as the flat parameters: a member's its own slice's,
-    the leader's `whole` all members' one behind the other. A group of one copies nothing.
+    The first rank of a group is its leader, and it alone communicates with the servers. Arrays called `flat` are laid
+    out as a member's flat parameters. An array called `whole` is the leader's, and holds the flat arrays of all members
+    one after another. A group of one rank copies nothing. Making one, `gather` and `scatter` are collective.
+
+    Args:
+        groups: Number of groups into which the ranks of the model are divided.
     """
 
     def __init__(self, network: Network, model_comm: MPI.Comm, groups: int) -> None:
         mine = [interval(model_comm.size, groups, group) for group in range(groups)]
         group = next(group for group, (_, stop) in enumerate(mine) if model_comm.rank < stop)
+        # model index of the leader
         self.first = mine[group][0]
         self._comm = model_comm.Split(group, model_comm.rank)
-        self.single, self._leads = self._comm.size == 1, self._comm.rank == 0
+        self.single = self._comm.size == 1
+        self._leads = self._comm.rank == 0
         elements = np.array(network.layer_elements, np.int64)
+        # (member, layer) -> number of parameters
         self._layers = np.empty((self._comm.size, len(elements)), np.int64)
         self._comm.Allgather(elements, self._layers)
         self._counts = self._layers.sum(axis=1).tolist()
 
     def whole(self, flat: np.ndarray) -> np.ndarray:
-        """Return memory on the leader for all members' arrays like `flat`: `flat` itself if there is one member; else
-        empty on the others."""
+        """Allocate a `whole` for arrays like `flat`.
+
+        It is `flat` itself in a group of one, and empty on members that do not lead.
+        """
         return flat if self.single else np.empty(sum(self._counts) if self._leads else 0, flat.dtype)
 
     def gather(self, flat: np.ndarray, whole: np.ndarray) -> None:
-        """Write whole = all members' `flat`."""
+        """Copy the `flat` of all members to the leader's `whole`."""
         if not self.single:
             self._comm.Gatherv(flat, self._parts(whole), root=0)
 
     def scatter(self, whole: np.ndarray, flat: np.ndarray) -> None:
-        """Write every member's `flat` from `whole`."""
+        """Copy the leader's `whole` to the `flat` of all members."""
         if not self.single:
             self._comm.Scatterv(self._parts(whole), flat, root=0)
 
@@ -205,16 +250,16 @@ class SliceGroup:
         return [whole, self._counts] if self._leads else None
 
     def keyed(self, whole: np.ndarray) -> dict[str, np.ndarray]:
-        """Return views of `whole`, one for each slice's layer that is not empty, by the name of its key."""
+        """Return key -> view of `whole`, with a key for each layer of each member's slice that is not empty."""
         cuts = np.cumsum([0, *self._layers.ravel()]).tolist()
         names = [f"slice{self.first + member}.layer{layer}" for member, layer in np.ndindex(*self._layers.shape)]
         return {name: whole[start:stop] for name, (start, stop) in zip(names, pairwise(cuts)) if stop > start}
 
     def init_store(self, store: KVStore | None, whole: np.ndarray, optimizer: Optimizer) -> dict[str, np.ndarray]:
-        """Let the servers behind `store` keep `whole`, updated by `optimizer`; the array of each of its keys.
+        """Create the keys of `whole` in the store, with this optimizer. Return key -> view of `whole`.
 
-        Empty where this rank does not speak to servers (`store` is None), and where there is nothing to keep: slices
-        may be empty. Collective over the workers of the store.
+        The result is empty if this rank does not lead (`store` is None) or all slices of the group are empty.
+        Collective over the workers of the store.
         """
         named = {} if store is None else self.keyed(whole)
         if store is not None and named:
@@ -224,11 +269,16 @@ class SliceGroup:
 
 
 class SynchronousUpdate:
-    """An update through servers: push gradients, pull weights, one key a layer of each slice.
+    """Updates weights through sync servers: gradients are pushed, weights pulled, with a key for each layer of a slice.
 
-    `store` is None on a worker that does not speak to servers. Collective over the workers.
+    Has the methods of `LocalUpdate`. Collective over the workers.
+
+    Args:
+        store: None on a worker that does not lead its group.
+        overlap: Push gradients during the backward pass. Without effect if the group has several ranks.
     """
 
+    # servers do not take mixed precision
     loss_scale = None
 
     def __init__(
@@ -241,18 +291,26 @@ class SynchronousUpdate:
         clock: Clock,
         overlap: bool,
     ) -> None:
-        self._mesh, self._network, self._optimizer, self._clock = mesh, network, optimizer, clock
-        self._group, self._overlap = group, overlap and group.single
-        self._gradients, self._weights = group.whole(network.flat_gradients), group.whole(network.flat_parameters)
+        self._mesh = mesh
+        self._network = network
+        self._optimizer = optimizer
+        self._clock = clock
+        self._group = group
+        self._overlap = overlap and group.single
+        self._gradients = group.whole(network.flat_gradients)
+        self._weights = group.whole(network.flat_parameters)
         group.gather(network.flat_parameters, self._weights)
+        # key -> view into which it is pulled; empty on a rank that has nothing to push
         self._in = group.init_store(store, self._weights, optimizer)
         self._kv = store if self._in else None
+        # key -> view that is pushed
         self._out = group.keyed(self._gradients) if self._in else {}
+        # pushes begun in this step; the servers are known to have read the first `_read` of them
         self._pushes: list[Handle] = []
-        self._read = 0  # pushes, from the first on, that are known to have been read
+        self._read = 0
 
     def gradient(self, layer: int) -> None:
-        """Push the gradients of a layer, the first layers' with the highest priority."""
+        """Push the gradients of a layer. The first layers have the highest priority: the next step needs them first."""
         key = f"slice{self._group.first}.layer{layer}"
         if self._kv is not None and self._overlap and key in self._out:
             start = perf_counter()
@@ -269,7 +327,7 @@ class SynchronousUpdate:
         return samples
 
     def run(self, step: int) -> None:
-        """Push what has not left, and pull the new weights."""
+        """Push the gradients, unless gradient() has, and pull the new weights."""
         with self._clock.waiting("backward"):
             if self._kv is not None and self._pushes:
                 kv = self._kv
@@ -287,7 +345,7 @@ class SynchronousUpdate:
             self._group.scatter(self._weights, self._network.flat_parameters)
 
     def fetch(self) -> State:
-        """Return the optimizer's state, which the servers send."""
+        """Fetch the optimizer's state from the servers. It is valid at batch index 0."""
         state = initial(self._optimizer, self._network.flat_parameters)
         wholes = [self._group.whole(array) for array in state]
         views = [self._group.keyed(whole) for whole in wholes]
@@ -302,7 +360,7 @@ class SynchronousUpdate:
         return state
 
     def restore(self, state: State, step: int) -> None:
-        """Send the servers such a state, after `step` updates."""
+        """Set the servers' optimizer state, as it was after `step` updates."""
         wholes = [self._group.whole(array) for array in state]
         for whole, array in zip(wholes, state):
             self._group.gather(array, whole)
@@ -312,7 +370,11 @@ class SynchronousUpdate:
             self._run_on_servers("restore", lambda stored, keys: stored.put_states(keys, states))
 
     def _run_on_servers(self, what: str, task: Callable[[Stored, list[Key]], Task[T]]) -> T | None:
-        """Run a task of the leaders on the states of their servers, when all that was pushed has been applied."""
+        """On leaders, run a task on the optimizer states of their servers, after all pushes have been applied.
+
+        Return its result, or None on other ranks. Collective over the workers; if the task fails on any rank, all raise
+        TrainingError. `what` names the operation.
+        """
         found, problem = None, None
         if self._kv is not None:
             worker = self._kv.worker
@@ -326,10 +388,15 @@ class SynchronousUpdate:
 
 
 class ElasticUpdate(LocalUpdate):
-    """An update inside the client, on the mean over the client's share of each minibatch; the centre now and then.
+    """Updates weights by elastic averaging.
 
-    Source: MXNET-MPI, section 5 and equations 2 and 3 (`mpips.optimizers.Elastic1`, `Elastic2`). `store` is None on a
-    worker that does not speak to servers. Collective over the workers.
+    In every step a client updates its weights by the mean gradient over its part of the minibatch. Every `every` steps
+    its weights and the centre on the servers move towards each other. Collective over the workers.
+
+    Source: MXNET-MPI, section 5 and equations 2 and 3 (`mpips.optimizers.Elastic1`, `Elastic2`).
+
+    Args:
+        store: None on a worker that does not lead its group.
     """
 
     def __init__(
@@ -343,13 +410,22 @@ class ElasticUpdate(LocalUpdate):
         overlap: bool,
         servers: Servers,
     ) -> None:
-        self._clock, self._every, self._weights = clock, servers.every, network.flat_parameters
-        self._ranks, self._members = mesh.batch, mesh.batch // servers.clients
+        self._clock = clock
+        self._every = servers.every
+        self._weights = network.flat_parameters
+        # batch ranks of all clients, and of one
+        self._ranks = mesh.batch
+        self._members = mesh.batch // servers.clients
         client, place = divmod(mesh.batch_index, self._members)
-        self._first, self._samples = mesh.batch_index - place, 0
+        # batch index of the client's first rank
+        self._first = mesh.batch_index - place
+        # samples of this client in the current minibatch, which may have fewer samples than there are clients
+        self._samples = 0
         super().__init__(network, mesh.batch_comm.Split(client, place), optimizer, clock, overlap)
         self._attract = Elastic2(alpha=servers.alpha)
-        self._group, self._centre = group, network.flat_parameters.copy()
+        self._group = group
+        # what is pushed, then the centre that is pulled
+        self._centre = network.flat_parameters.copy()
         self._whole = group.whole(self._centre)
         group.gather(self._centre, self._whole)
         self._centres = group.init_store(store, self._whole, Elastic1(alpha=servers.alpha))
@@ -360,17 +436,17 @@ class ElasticUpdate(LocalUpdate):
             super().gradient(layer)
 
     def divisor(self, samples: int) -> float:
-        """Return the samples of this client."""
+        """Return the number of samples that this client has in a minibatch of `samples` samples, at least 1."""
         last = self._first + self._members - 1
         start, stop = interval(samples, self._ranks, self._first)[0], interval(samples, self._ranks, last)[1]
         self._samples = stop - start
         return max(1, self._samples)
 
     def run(self, step: int) -> None:
-        """Attract, where it is time; then update by the client's mean gradient."""
+        """Exchange with the centre if it is time, then update by the client's mean gradient."""
         if (step - 1) % self._every == 0:
             with self._clock.waiting("backward"):
-                # A push sums over the client, whose members are equal.
+                # A push sums over the members of the client, who have equal weights: so each pushes its share.
                 quietly(np.divide, self._weights, self._members, out=self._centre)
                 self._group.gather(self._centre, self._whole)
                 if self._kv is not None:

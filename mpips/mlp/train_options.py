@@ -1,4 +1,4 @@
-"""Check the options of `mpips train` before anything starts: on every rank, or in the launcher alone."""
+"""The options of `mpips train`: checks before anything starts, in the launcher and on every rank, and parsing."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from mpips.mlp.servers import servers_misfit
 OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "adam", "adamw")
 DEVICES = ("cpu", "gpu")
 CUPY = "pip install cupy-cuda12x[ctk]"
+# options that may not be given with --load, because the checkpoint determines them
 _OF_CHECKPOINT = ("hidden", "activation", "dtype", "optimizer", "learning_rate", "momentum")
 
 
 class FiniteRange(click.FloatRange):
-    """A number of a range, which infinity and NaN are not."""
+    """A number in a range. Infinity and NaN are refused."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the number, or refuse it."""
         number = float(super().convert(value, param, ctx))
         if not math.isfinite(number):
             self.fail(f"{value!r} is no finite number", param, ctx)
@@ -42,8 +42,10 @@ class FiniteRange(click.FloatRange):
 
 
 def check(ranks: int, **options: Any) -> None:
-    """Refuse a command line that cannot be for that many ranks, by click.UsageError. Starts no MPI; for the launcher,
-    which sees the files of rank 0."""
+    """Raise click.UsageError if these options make no job of `ranks` ranks. Starts no MPI.
+
+    The launcher calls it before it starts ranks. It runs where rank 0 will run, so it may look at files, too.
+    """
     o = SimpleNamespace(**options)
     if o.device != "cpu" and importlib.util.find_spec("cupy") is None:
         raise click.UsageError(f"--device {o.device} needs CuPy, which is not installed: {CUPY}")
@@ -60,7 +62,7 @@ def check(ranks: int, **options: Any) -> None:
 
 
 def check_words(ranks: int, **options: Any) -> None:
-    """Do the same without a look at files, which ranks may see differently: they all raise or none does."""
+    """Like `check`, but without looking at files, which ranks may see differently. So all ranks raise, or none."""
     try:
         for problem in _problems(ranks, SimpleNamespace(**options)):
             raise TrainingError(problem)
@@ -69,7 +71,7 @@ def check_words(ranks: int, **options: Any) -> None:
 
 
 def _problems(ranks: int, o: SimpleNamespace) -> Iterator[str]:
-    """Give sentences about options that make no job; others are raised as ValueError."""
+    """Yield an error message for each problem of the options. Some problems raise ValueError instead."""
     widths(o.hidden)
     optimizer_of(o)
     shape = None if o.grid_text == "auto" else parse(o.grid_text)
@@ -108,13 +110,16 @@ def _problems(ranks: int, o: SimpleNamespace) -> Iterator[str]:
 
 
 def given(option: str) -> bool:
-    """Return whether the user gave the option, rather than taking its default."""
+    """True if the user gave the option on the command line."""
     context = click.get_current_context(silent=True)
     return context is not None and context.get_parameter_source(option) is ParameterSource.COMMANDLINE
 
 
 def deal_by(rule: DealRule, o: SimpleNamespace) -> None:
-    """Let the options deal rows as a checkpoint's were; TrainingError where the user says otherwise."""
+    """Set seed, test share and batch to those of a checkpoint. Raise TrainingError if the user gave other ones.
+
+    Another batch is allowed. With another seed or share, rows that trained the checkpoint would be used for testing.
+    """
     for name, before in (("seed", rule.seed), ("test_share", rule.test_share)):
         if given(name) and (now := getattr(o, name)) != before:
             raise TrainingError(
@@ -127,17 +132,16 @@ def deal_by(rule: DealRule, o: SimpleNamespace) -> None:
 
 
 def open_data(o: SimpleNamespace) -> DataSource:
-    """Open the source that the options name."""
     return open_source(o.data, words(o.target), words(o.features), o.data_directory, o.classify, o.header)
 
 
 def words(text: str) -> list[str]:
-    """Return the words of an option between commas."""
+    """Split an option at its commas."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
 def widths(text: str) -> tuple[int, ...]:
-    """Return the widths of the hidden layers."""
+    """Parse the widths of the hidden layers."""
     try:
         found = tuple(int(word) for word in words(text))
     except ValueError:
@@ -148,7 +152,7 @@ def widths(text: str) -> tuple[int, ...]:
 
 
 def optimizer_of(o: SimpleNamespace) -> optimizers.Optimizer:
-    """Return the optimizer of the options; ValueError where they make none."""
+    """Make the optimizer that the options describe. Raise ValueError if they describe none."""
     if o.momentum and o.optimizer != "sgd":
         raise TrainingError(f"--momentum is for sgd, not for {o.optimizer}")
     extra = {"momentum": o.momentum} if o.optimizer == "sgd" else {}
@@ -158,29 +162,33 @@ def optimizer_of(o: SimpleNamespace) -> optimizers.Optimizer:
 def too_large(
     o: SimpleNamespace, specification: Specification, opened: Opened, comm: MPI.Comm, mesh: Mesh | None
 ) -> str | None:
-    """Say why the ranks of one machine cannot hold a mesh, before anything large is made; None where they can.
+    """Return an error message if the memory of a node cannot hold its ranks' weights and rows, else None. Collective.
 
-    `mesh` None: that of the options. Collective.
+    Called before anything large is allocated. `mesh` is None if it is still to be made from the options.
     """
     if mesh is not None:
         batch, model = mesh.batch, mesh.model
-    else:  # where a mesh is predicted, every rank holds the whole network for a while
+    else:
+        # A prediction also tries the mesh on which every rank holds the whole network.
         batch, model = (comm.size, 1) if o.grid_text == "auto" else parse(o.grid_text)
         model = 1 if o.explain else model
     sizes, columns, ranks = specification.sizes, opened.features + opened.targets, place_on_node(comm)[1]
     weights = sum(largest_slice(sizes, model, o.split)) * working_dtype(specification.dtype).itemsize
-    rows = 8 * max(columns * (opened.rows // batch), opened.rows)  # float64 values, or the numbers of all rows
+    # a rank's rows as float64, or the numbers of all rows, which every rank permutes
+    rows = 8 * max(columns * (opened.rows // batch), opened.rows)
     try:
-        if o.device == "cpu":  # weights and gradients
+        if o.device == "cpu":
+            # twice: weights and gradients
             check_memory(f"a network of {'-'.join(map(str, sizes))}", weights, 2, ranks)
-        check_memory(f"a set of {opened.rows:,} rows of {columns:,} columns", rows, 2, ranks)  # as read, and scaled
+        # twice: as read, and scaled
+        check_memory(f"a set of {opened.rows:,} rows of {columns:,} columns", rows, 2, ranks)
     except ValueError as error:
         return str(error)
     return None
 
 
 def place_on_node(comm: MPI.Comm) -> tuple[int, int]:
-    """Return this rank's number on its node, and the ranks that are there. Collective."""
+    """Return this rank's number on its node, and the number of ranks on the node. Collective."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     place = node.rank, node.size
     node.Free()
@@ -188,9 +196,9 @@ def place_on_node(comm: MPI.Comm) -> tuple[int, int]:
 
 
 def array_module(device: str, comm: MPI.Comm) -> ModuleType:
-    """Return NumPy for "cpu"; CuPy for "gpu", on a GPU that this rank shares with few others.
+    """Return NumPy for "cpu". For "gpu" return CuPy, and choose this rank's GPU: the node's GPUs are dealt evenly.
 
-    Collective; TrainingError on every rank where one of them has no CuPy or no GPU.
+    Collective. Every rank raises TrainingError if any has no CuPy or no GPU.
     """
     if device == "cpu":
         return np

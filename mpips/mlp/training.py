@@ -1,4 +1,4 @@
-"""Train: see that arguments agree and fit, run epochs, and take steps of one rank's worker.
+"""`train`: check that arguments agree and fit, run the epochs, and take the steps of one rank's `Worker`.
 
 Source: the paper, section 7, Algorithm 3; with one model rank it is Algorithm 1, with one batch rank Algorithm 2.
 """
@@ -28,53 +28,58 @@ from mpips.mlp.servers import Servers, SynchronousUpdate
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.sgd import SGD
 
+# arguments of `load` that `train` passes on
 _LOADING = ("batch", "seed", "test_share", "way", "labels")
+# most samples of one forward pass of an evaluation
 _EVALUATE_SAMPLES = 1000
 LOG = log.get("mpips.mlp")
 
 
 class EpochResult(NamedTuple):
-    """One epoch (from 1). Losses are means over samples; `test_loss` is None without test rows, `test_accuracy`
-    with "l2".
+    """The results of one epoch."""
 
-    `phases` are seconds of this epoch by phase, the mean over ranks; `under_way` those with messages under way, waited
-    for or not.
-    """
-
+    # from 1
     epoch: int
+    # means over samples; None without test rows
     train_loss: float
     test_loss: float | None
+    # share of the test rows classified correctly; None without test rows, and for "l2"
     test_accuracy: float | None
     seconds: float
+    # phase (`PHASES`) -> seconds of this epoch, mean over ranks
     phases: dict[str, float]
+    # seconds with messages under way, whether computation waited for them or not; mean over ranks
     under_way: float
 
 
 def hidden_of(epochs: Sequence[EpochResult]) -> float | None:
-    """Return the share of communication that was hidden behind computation over all epochs; None without any."""
+    """Return the share of communication time hidden behind computation, over all epochs. None if nothing was sent."""
     waited = sum(epoch.phases["forward"] + epoch.phases["backward"] for epoch in epochs)
     return hidden_share(waited, sum(epoch.under_way for epoch in epochs))
 
 
 class Trained(NamedTuple):
-    """The history, and this rank's slice of the trained network with its optimizer."""
+    """The result of `train`."""
 
+    # equal on every rank
     epochs: list[EpochResult]
+    # this rank's slice of the trained network, with its optimizer
     worker: Worker
 
 
 class Choices(NamedTuple):
-    """The choices of a training; None: as the nodes of the ranks say, or as a worker that goes on does."""
+    """The arguments of `train` that say how to train. They must be the same on all ranks."""
 
     mesh: Mesh | str
     optimizer: Optimizer
     mode: str
+    # for both, None means: only where the ranks are on several nodes
     overlap: bool | None
     half: bool | None
     servers: Servers | None
 
     def arguments(self, model: MLP | Network) -> dict[str, object]:
-        """Return these and the network's by name, as `alike` compares them."""
+        """Return name -> value of these choices and of the network's specification, for `mesh.alike`."""
         return arguments_of(model.specification, self.optimizer, self.mode) | {
             "array module": model.xp.__name__,
             "mesh": self.mesh,
@@ -98,22 +103,32 @@ def train(
     servers: Servers | None = None,
     **loading: Any,
 ) -> Trained:
-    """Train `model` on the rows that `data` gave this rank. Collective over the mesh; blocking; every rank returns the
-    same history.
+    """Train a network on the ranks of a mesh.
 
-    The minibatches and so, up to rounding, the losses do not depend on the mesh. `optimizer`: SGD(learning_rate=0.01)
-    by default. `mode` is how model ranks cut the layers: "pairs", the default, or "columns". `on_epoch` is called on
-    every rank after each epoch. `overlap`: whether messages travel beside computation, `half`: whether a "mixed"
-    network sends float16; None: where the ranks are on several nodes. With elastic `servers` losses are means over the
-    clients, each with its own weights on its own rows.
+    Collective over the mesh; blocking. Every rank returns the same history. The minibatches do not depend on the mesh,
+    and so the losses do not either, up to rounding. With elastic `servers`, every client has weights and rows of its
+    own, and losses are means over the clients.
 
-    `worker` goes on with an earlier run (`Trained.worker`) or a checkpoint: with its weights, network, mesh, optimizer,
-    mode, overlap, half and servers. Whatever else of these is given must be the same.
+    Args:
+        model: The network. Training starts from its weights.
+        data: This rank's rows, as `load` returns them, or the function that opens the source. With a function, give
+            `batch`, too, and perhaps other arguments of `load`.
+        mesh: The mesh for which the rows were loaded. If `data` is a function, this may also be "auto" (the mesh with
+            the shortest predicted step, see `choose_mesh`) or a text like "2x2". Both use all ranks of the job.
+        epochs: Number of passes over the training rows.
+        optimizer: Default: SGD(learning_rate=0.01).
+        mode: How model ranks cut the layers: "pairs" (the default) or "columns".
+        on_epoch: Called on every rank after each epoch.
+        worker: Continue an earlier run (`Trained.worker`) or a checkpoint, with its weights, network, mesh, optimizer,
+            mode, overlap, half and servers. Any of these that is also given must be the same.
+        overlap: True: send messages during computation. Default: only where the ranks are on several nodes.
+        half: True: a "mixed" network sends float16. Default: only where the ranks are on several nodes.
+        servers: Keep the weights on servers, see `Servers`.
+        **loading: Arguments of `load`, if `data` is a function.
 
-    In place of loaded data, `data` may be the function that opens them, with `batch` and other arguments of `load`:
-    then `mesh` may be "auto", the one with the shortest predicted step (`choose_mesh`), or a text like "2x2", of all
-    ranks of the job. TrainingError on every rank if the ranks give different arguments, if mesh, network, data and
-    `worker` do not fit, or when a loss is no longer finite.
+    Raises:
+        TrainingError: On every rank, if the ranks give different arguments, if mesh, network, data and `worker` do not
+            fit, or when a loss is no longer finite.
     """
     optimizer = optimizer or (worker.optimizer if worker is not None else SGD(learning_rate=0.01))
     mode = mode or (worker.network.mode if worker is not None else "pairs")
@@ -155,10 +170,14 @@ def _run_epochs(
 
 
 def _run_epoch(worker: Worker, data: Data, epoch: int) -> EpochResult:
-    """Run epoch number `epoch`, from 0: a pass over the minibatches, each loss taken before its update, and a test."""
+    """Train on every minibatch once, then evaluate the test rows. `epoch` counts from 0.
+
+    The loss of a minibatch is that before its update.
+    """
     start, clock = perf_counter(), worker.clock
     before = np.array([*clock.seconds.values(), clock.under_way])
-    with np.errstate(all="ignore"):  # the sentence tells what NumPy would warn of, once
+    # NumPy would warn of every overflow. The check of the loss below reports it once.
+    with np.errstate(all="ignore"):
         bounds, samples = data.deal.bounds, data.deal.samples
         total = np.zeros(1)
         for index in epoch_order(len(samples), epoch, data.seed):
@@ -183,13 +202,17 @@ def _run_epoch(worker: Worker, data: Data, epoch: int) -> EpochResult:
 
 
 class Worker:
-    """The slice of a model that this rank of the mesh trains, and what updates it.
+    """The slice of a network that this rank of the mesh trains, and what updates its weights.
 
-    Starts from the weights of `model`: its seed's, or, where its arrays were already used, what they hold (they
-    must then be the same on every rank). Collective over the mesh. `overlap`: whether gradients travel beside the
-    computation, and `half`: whether a "mixed" network sends float16; None: where the ranks are on several nodes.
-    `servers` keep the weights and run the optimizer, or average elastically; see `mpips.mlp.Servers`. `start` may
-    write the first weights.
+    Making one is collective over the mesh. It starts from the weights of `model`: those of its seed, or, if its arrays
+    are in use already, what they hold. They must then be equal on every rank.
+
+    Args:
+        mode: How model ranks cut the layers: "pairs" or "columns".
+        overlap: Send gradients during the computation. None: only where the ranks are on several nodes.
+        half: Send float16 in a "mixed" network. None: only where the ranks are on several nodes.
+        servers: Keep the weights on servers, see `Servers`.
+        start: Called with this rank's network before the first step, to write other weights.
     """
 
     def __init__(
@@ -203,7 +226,9 @@ class Worker:
         servers: Servers | None = None,
         start: Callable[[Network], None] | None = None,
     ) -> None:
-        self.mesh, self.optimizer, self.clock = mesh, optimizer, Clock()
+        self.mesh = mesh
+        self.optimizer = optimizer
+        self.clock = Clock()
         self.choices = Choices(mesh, optimizer, mode, overlap, half, servers)
         spans, mixed = spans_nodes(mesh), model.specification.dtype == "mixed"
         narrow = [mixed and (each if half is None else half) for each in spans]
@@ -214,11 +239,12 @@ class Worker:
             self.network.copy_slices(model.parameters)
         if start is not None:
             start(self.network)
+        # steps taken, including those before a checkpoint
         self.updates = 0
+        # seed, test share and batch by which a checkpoint's rows were dealt; None if not known
         self.rule: DealRule | None = None
-        """Seed, test share and batch by which a checkpoint's rows were dealt; None where that is not known."""
+        # names of the classes 0, 1, 2, ...; empty if the classes have no names
         self.labels: tuple[str, ...] = ()
-        """Names of the classes, in their order."""
         self.update: LocalUpdate | SynchronousUpdate
         if servers is None:
             beside = spans.batch if overlap is None else overlap
@@ -226,13 +252,21 @@ class Worker:
             self.update = LocalUpdate(self.network, mesh.batch_comm, optimizer, self.clock, beside, narrow[0], scale)
         else:
             self.update = servers.connect(self.network, mesh, optimizer, self.clock, overlap)
+        # True if poll() must progress sums between model ranks
         self._polls_model = self._exchange is not None and (spans.model if overlap is None else overlap)
+        # True if messages may be under way during the backward pass, so that it must poll
         self._sends_meanwhile = any(spans) or bool(overlap) or (servers is not None and servers.between)
 
     def step(self, x: np.ndarray, y: np.ndarray, samples: int) -> float:
-        """Train on one minibatch of `samples` samples, of which this rank's batch index has (x, y), possibly none.
+        """Train on one minibatch. Collective over the mesh.
 
-        Returns the sum of the losses of its own samples; the same on all ranks of a model communicator.
+        Args:
+            x: Inputs of this rank's part of the minibatch, which may be empty.
+            y: Its targets or class numbers.
+            samples: Size of the whole minibatch.
+
+        Returns:
+            The sum of the losses of (x, y) before the update, equal on all ranks of a model communicator.
         """
         start, before = perf_counter(), self.clock.communication()
         progress = self if self._sends_meanwhile else None
@@ -243,26 +277,27 @@ class Worker:
         return loss
 
     def gradient(self, layer: int) -> None:
-        """Take the gradients of a layer during the backward pass."""
+        """Send the gradients of a layer during the backward pass, see `StepProgress`."""
         self.update.gradient(layer)
 
     def poll(self) -> None:
-        """Move messages on during the backward pass."""
+        """Progress the messages under way during the backward pass, see `StepProgress`."""
         if self._polls_model and self._exchange is not None:
             self._exchange.poll()
         self.update.poll()
 
     def evaluate(self, x: np.ndarray, y: np.ndarray, block: int) -> tuple[float, float]:
-        """Return the sum of the losses and the number of right classes over the samples of all batch indices.
+        """Return the sum of the losses and the number of samples classified correctly, over all batch indices.
 
-        `block` is the most samples of one forward pass; every rank of a model communicator has the same (x, y).
-        Collective.
+        Collective over the mesh. All ranks of a model communicator must give the same (x, y). `block` is the most
+        samples of one forward pass.
         """
         start, before, under_way = perf_counter(), dict(self.clock.seconds), self.clock.under_way
         totals = np.zeros(2)
         for first in range(0, len(x), block):
             totals += self.network.evaluate(x[first : first + block], y[first : first + block])
         self.mesh.batch_comm.Allreduce(MPI.IN_PLACE, totals)
+        # The exchanges above were counted as "forward". Count them as "evaluate" instead.
         self.clock.seconds.update(before)
         self.clock.under_way = under_way
         self.clock.add("evaluate", start)
@@ -273,9 +308,10 @@ class Worker:
 
 
 def check_fit(specification: Specification, data: Data, mesh: Mesh, worker: Worker | None = None) -> None:
-    """Raise TrainingError on every rank unless this network can be trained on these rows on this mesh.
+    """Raise TrainingError on every rank unless this network can be trained on these rows on this mesh. Collective.
 
-    Goes on from `worker` where it is given. Collective over the mesh.
+    With `worker`, also unless the rows fit its checkpoint: they must have its labels, and be dealt by the same seed and
+    test share.
     """
     sizes, loss, features, problem = specification.sizes, specification.loss, data.x.shape[1], None
     targets, fitting = ("class numbers", "softmax") if data.classes else ("numbers", "l2")
@@ -310,9 +346,10 @@ def _agree(
     worker: Worker | None,
     loading: Mapping[str, object],
 ) -> Choices:
-    """Return how all ranks train, where they ask for the same, and for what a worker that goes on does.
+    """Return how to train, after checking that all ranks ask for the same. Collective.
 
-    Collective; TrainingError on every rank otherwise, also where first weights differ.
+    If `worker` continues an earlier run, its choices count, and the arguments must not contradict them. Raise
+    TrainingError on every rank if anything differs, also the first weights.
     """
     how, problem = asked if worker is None else worker.choices, None
     if worker is not None:
@@ -334,7 +371,8 @@ def _agree(
         arguments |= {"data": "a function that opens them"}
         arguments |= {name: loading.get(name, "not given") for name in _LOADING}
     alike(comm, "train", arguments, problem or _wrong_loading(data, how.mesh, loading))
-    if worker is None and any(comm.allgather(model.used)):  # else the seed decides, and no rank makes all weights
+    # A model that is not in use has the weights of its seed. Computing a checksum would allocate all of them.
+    if worker is None and any(comm.allgather(model.used)):
         weights = np.ascontiguousarray(on_host(model.flat_parameters))
         alike(comm, "train", {"checksum of the network's weights": f"{zlib.crc32(weights.data):08x}"})
     return how
@@ -343,7 +381,7 @@ def _agree(
 def _wrong_loading(
     data: Data | Callable[[], DataSource], mesh: Mesh | str, loading: Mapping[str, object]
 ) -> str | None:
-    """Say why the data cannot be loaded like this; None where they can, or already are."""
+    """Return an error message if `train` cannot load the data with these arguments, else None."""
     if not isinstance(data, Data):
         if wrong := [name for name in loading if name not in _LOADING] or ("batch" not in loading and ["no batch"]):
             return f"train with data to open takes batch=..., and may take {_LOADING}; here is {wrong[0]}"

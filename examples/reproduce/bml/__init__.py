@@ -1,1 +1,1 @@
-"""BML (Wang et al., NeurIPS 2018): gradient synchronisation on BCube beside the parameter server."""
+"""BML (Wang et al., NeurIPS 2018): gradient synchronisation on BCube, compared with a parameter server."""

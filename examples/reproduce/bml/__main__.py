@@ -1,12 +1,12 @@
-"""BML (Wang et al., NeurIPS 2018) on an emulated BCube(3,2) beside the P2P parameter server on one switch.
+"""Runs BML (Wang et al., NeurIPS 2018) on an emulated BCube(3,2), and the P2P parameter server on one switch.
 
     python -m examples.reproduce.bml --out out [--rate 100mbit] [--rounds 5] [--simulate-only] [--quick]
 
-Every row has what the paper's formula says (full link rate, no latency), what the simulator predicts for this network,
-and what was measured. The two networks take turns, round by round; figures are medians over the rounds. Compute is
-emulated: ranks sleep for a given time per sample. BML runs two lanes a thread (depth=2): while ranks wait for each
-other between two steps of one, the other's messages are on the wire. The MPI's own allreduce stands beside, as it comes
-and with every algorithm that can be forced on it.
+Every row has the time of the paper's formula (full link rate, no latency), the time that the simulator predicts for
+this network, and the measured time. The two networks take turns, round by round, and times are medians over the rounds.
+Compute is emulated: ranks sleep for a given time per sample. BML runs two lanes (depth=2): while the ranks wait for
+each other between two steps of a lane, the messages of the second lane are on the wire. The MPI library's own
+allreduce is measured, too, with its default algorithm and with every algorithm that can be chosen.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from examples.reproduce.bml.tables import show
 from examples.reproduce.native import NATIVE
 from examples.reproduce.results import leave, out_option
 
+# (network, algorithm): other algorithms, measured once at 4 MiB
 OTHERS = (
     (STAR, "ring"),
     (STAR, "halving_doubling"),
@@ -53,19 +54,23 @@ SIZES = (MIB, 4 * MIB, LENET, 16 * MIB)
 
 
 class Extent(NamedTuple):
-    """What is measured beside predictions: bytes of an exchange, LeNet-5's sub-minibatches, algorithms of 4 MiB, and
-    ways to let the MPI do it."""
+    """What is measured."""
 
+    # bytes of an exchange
     sizes: tuple[int, ...]
+    # LeNet-5's sub-minibatches
     batches: tuple[int, ...]
+    # like OTHERS
     others: tuple[tuple[str, str], ...]
+    # variants of the MPI library's own allreduce
     native: list[native.Variant]
 
 
 def measure(rate: float, rounds: int, extent: Extent) -> dict[str, Any]:
-    """{(topology, algorithm, nbytes, batch): answers}, and alpha: every case `rounds` times, the networks taking turns.
+    """Measure every case `rounds` times, with the two networks in turn.
 
-    batch is 0 for the exchange alone, else LeNet-5's sub-minibatch, whose compute is slept before the exchange.
+    The result's "answers" has (topology, algorithm, nbytes, batch) -> answers of `ranks`. `batch` is 0 for an exchange
+    alone. Otherwise it is LeNet-5's sub-minibatch, and the ranks sleep for its compute time before the exchange.
     """
     model = MODELS[0]
     per_sample = model.compute_over_exchange() * bound(STAR, LENET, rate)
@@ -91,7 +96,7 @@ def measure(rate: float, rounds: int, extent: Extent) -> dict[str, Any]:
 
 
 def _own(name: str, variant: native.Variant) -> dict[str, Any]:
-    """One MPI_Allreduce of 4 MiB on the star."""
+    """Measure one MPI_Allreduce of 4 MiB on the star."""
     request = {"cases": [{"algorithm": NATIVE, "nbytes": 4 * MIB, "compute": 0.0}]}
     (found,) = lab.ask(name, 9, "examples.reproduce.bml.ranks", request, variant.variables)["cases"]
     return {"name": variant.name, "like": variant.blocking} | found
@@ -107,7 +112,7 @@ def _keys(topology: str, first: bool, extent: Extent) -> list[tuple[str, str, in
 
 
 def exchanges(found: dict[str, Any], rate: float) -> list[dict[str, Any]]:
-    """Rows of gradient synchronisation time."""
+    """Return the rows of gradient synchronisation time."""
     rows = []
     for (topology, algorithm, nbytes, batch), answers in sorted(found["answers"].items(), key=_order):
         if batch:
@@ -121,7 +126,7 @@ def exchanges(found: dict[str, Any], rate: float) -> list[dict[str, Any]]:
 
 
 def natives(found: dict[str, Any], rate: float) -> list[dict[str, Any]]:
-    """Rows of the MPI's own allreduce, 4 MiB on the star."""
+    """Return the rows of the MPI library's own allreduce, of 4 MiB on the star."""
     rows = []
     for one in found["native"]:
         run = predict(STAR, one["like"], 4 * MIB, rate * lab.EFFICIENCY, found["alpha"])
@@ -137,9 +142,11 @@ def _order(item: Any) -> tuple[int, str, str, int]:
 
 
 def nics(topology: str, run: Run, counted: list[dict[str, list[int]]]) -> list[dict[str, Any]]:
-    """Payload bytes through every NIC, out of the host and into it: (counted, what the schedule sends over that link).
+    """Return a row for every NIC: payload bytes out of the host and into it, as (counted, sent by the schedule).
 
-    ``difference`` is the larger of the two, as a share of the theory, or of an average link's where a NIC has less."""
+    "difference" is the larger difference of the two directions, as a share of the schedule's bytes over that link, or
+    of an average link if that is more.
+    """
     theory: dict[tuple[str, str], list[float]] = {}
     for link, expected in zip(parse(topology).links, run.link_bytes):
         out = link.source.startswith("h")

@@ -1,4 +1,4 @@
-"""BML's networks and formulas: what the paper states, and what the simulator predicts. Nothing is measured here."""
+"""BML's networks and formulas: the values that the paper states, and those that the simulator predicts."""
 
 from __future__ import annotations
 
@@ -14,27 +14,36 @@ from examples.reproduce.flows import play_flows
 STAR, BCUBE = "star:9", "bcube:3,2"
 SERVER, BML = (STAR, "direct"), (BCUBE, "bcube(n=3,k=2,depth=2)")
 MIB = 1 << 20
-LENET, VGG19 = 4 * 3_274_634, 4 * 143_667_240  # bytes of gradient: the paper's 12.5 MB and 548 MB
-GAMMA = 5e-10  # seconds to add a byte, when nine hosts share the cores; 1 % of the smallest bound at most
-FORTY_GIGABIT = 5e9  # the paper's links, bytes a second
+# bytes of gradient: the paper's 12.5 MB and 548 MB
+LENET, VGG19 = 4 * 3_274_634, 4 * 143_667_240
+# seconds to add a byte when nine hosts share the cores; at most 1 % of the smallest bound
+GAMMA = 5e-10
+# bytes a second of the paper's links
+FORTY_GIGABIT = 5e9
 
 
 class Model(NamedTuple):
-    """A network of the paper: its gradient, its sub-minibatches, and how much BML shortened the job, least and most."""
+    """A neural network of the paper."""
 
     name: str
+    # of its gradient
     nbytes: int
+    # the paper's sub-minibatches, in rising order
     batches: tuple[int, ...]
+    # shares by which BML shortened the job: the least and the largest gain that the paper states
     least: float
     most: float
 
     def compute_over_exchange(self) -> float:
-        """Seconds per sample, in units of the parameter server's exchange, such that exchanging in half the time
-        shortens the job with the largest batch by the paper's least gain: gain = (1/2) / (1 + batch x this)."""
+        """Return the compute time of a sample, in units of the parameter server's exchange.
+
+        It is fitted to the paper's least gain, which belongs to the largest batch. BML halves the exchange, so that
+        gain = (1/2) / (1 + batch x this).
+        """
         return (0.5 / self.least - 1) / self.batches[-1]
 
     def gain(self, batch: int) -> float | None:
-        """The paper's gain: its most with the smallest batch, its least with the largest; others it only draws."""
+        """Return the gain that the paper states for a batch, or None: it states two and draws the others."""
         return {self.batches[0]: self.most, self.batches[-1]: self.least}.get(batch)
 
 
@@ -45,13 +54,16 @@ MODELS = (
 
 
 def bound(topology: str, nbytes: int, rate: float) -> float:
-    """2 (N - 1) / (k N) x bytes / rate, k NICs a host: the paper's GST (sections 2 and 3.2), k = 1 on the star."""
+    """Return the paper's GST (sections 2 and 3.2): 2 (N - 1) / (k N) x bytes / rate for N hosts with k NICs each.
+
+    GST is the gradient synchronisation time. On the star k is 1.
+    """
     network = parse(topology, rate)
     return 2 * (network.hosts - 1) / (network.levels * network.hosts) * nbytes / rate
 
 
 def predict(topology: str, algorithm: str, nbytes: int, rate: float, alpha: float = 0.0, gamma: float = GAMMA) -> Run:
-    """The simulator's answer; `rate` is the payload's. A network as small as the lab's is played message by message."""
+    """Simulate an allreduce. `rate` is in payload bytes a second. Up to 16 hosts, seconds come from `play_flows`."""
     network = parse(topology, rate)
     schedule = native.schedule(algorithm, network.hosts)
     run = simulate(schedule, network, nbytes, alpha, gamma)
@@ -59,8 +71,11 @@ def predict(topology: str, algorithm: str, nbytes: int, rate: float, alpha: floa
 
 
 def jobs(found: dict[str, Any], rate: float) -> list[dict[str, Any]]:
-    """Rows of job completion time, 1,000 times the seconds of an iteration, by sub-minibatch: both models simulated on
-    the paper's links, LeNet-5 also predicted and measured here."""
+    """Return the rows of job completion time by sub-minibatch, which is the time of 1,000 iterations.
+
+    Both models are simulated on the paper's links. LeNet-5 is also predicted and measured in the lab, if `found` has
+    measurements.
+    """
     rows = []
     for model in MODELS:
         exchange = {key: predict(*key, model.nbytes, FORTY_GIGABIT, gamma=0.0).seconds for key in (SERVER, BML)}
@@ -82,13 +97,15 @@ def jobs(found: dict[str, Any], rate: float) -> list[dict[str, Any]]:
 
 
 def _gain(times: dict[str, list[float]]) -> dict[str, Any]:
-    """(parameter server, BML) pairs, and by how much BML is shorter."""
+    """Add to each (parameter server, BML) pair of times the share by which BML is shorter."""
     return {**times, **{f"{name}_gain": 1 - bml / server for name, (server, bml) in times.items()}}
 
 
 def models() -> list[dict[str, Any]]:
-    """Rows of gradient synchronisation time of the paper's networks on its links, simulated: (parameter server, BML)
-    pairs of the paper's bound and of the prediction."""
+    """Return the rows of gradient synchronisation time of the paper's models on its links.
+
+    "paper" is the paper's bound and "predicted" the simulated time, both for (parameter server, BML).
+    """
     rows = []
     for model in MODELS:
         pair = (SERVER, BML)
@@ -99,8 +116,10 @@ def models() -> list[dict[str, Any]]:
 
 
 def figure5() -> list[dict[str, Any]]:
-    """GST of both algorithms on both networks with 16 and with 1,024 servers, in units of T_F, the time of the full
-    gradient over one link, beside what the paper's sections 3.2 and 3.3 say."""
+    """Return the rows of figure 5: GST of both algorithms on both networks, with 16 and 1,024 servers.
+
+    The unit is T_F, the time of the full gradient over one link. "paper" is the value of sections 3.2 and 3.3.
+    """
     rows = []
     for run, _ in simulated_figure5(LENET, FORTY_GIGABIT):
         algorithm = "PS" if run.algorithm == "direct" else "BML"
@@ -112,5 +131,5 @@ def figure5() -> list[dict[str, Any]]:
 
 
 def paper_gst(servers: int, algorithm: str, network: str) -> float:
-    """In units of T_F: 2(N-1)/N, and 1/k of it, k = 2, for BML on BCube; the server there takes "double" of that."""
+    """Return the paper's GST in units of T_F: 2(N-1)/N, and half of that for BML on BCube, whose hosts have 2 NICs."""
     return 2 * (servers - 1) / servers / (2 if (algorithm, network) == ("BML", "BCube") else 1)

@@ -12,7 +12,6 @@ NAMES = {SERVER: "parameter server, star", BML: "BML, BCube(3,2)"}
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Write the picture of a report."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 8))

@@ -1,8 +1,8 @@
-"""What each host runs for `examples.reproduce.bml`: allreduces, timed, with bytes through every NIC.
+"""The program of each host for `examples.reproduce.bml`: times allreduces and counts bytes through every NIC.
 
 python -m examples.reproduce.bml.ranks REQUEST ANSWER
-REQUEST holds {"cases": [{"algorithm", "nbytes", "compute"}]}: each case once, after "compute" seconds of sleep. The
-algorithm `NATIVE` is the MPI's own blocking call.
+REQUEST holds {"cases": [{"algorithm", "nbytes", "compute"}]}. Each case is timed once, from before "compute" seconds of
+sleep. The algorithm `NATIVE` is the MPI library's own blocking call.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from examples.reproduce import rank
 from examples.reproduce.cores import idle_share, processor
 from examples.reproduce.native import NATIVE
 
-HEADERS = 66  # Ethernet 14, IP 20, TCP with timestamps 32: what a counter holds of every frame besides payload
+# bytes of a frame that the counters include besides payload: Ethernet 14, IP 20, TCP with timestamps 32
+HEADERS = 66
 
 
 def payload() -> dict[str, list[int]]:
-    """Payload bytes (sent, received) of every data NIC of this host since it came up."""
+    """Return data NIC -> payload bytes (sent, received) since this host was made."""
     found = {}
     for nic in sorted(Path("/sys/class/net").glob("d[0-9]*")):
         count = {name: int((nic / "statistics" / name).read_text()) for name in COUNTERS}
@@ -36,7 +37,7 @@ COUNTERS = [f"{way}_{what}" for way in ("tx", "rx") for what in ("bytes", "packe
 
 
 def case(comm: MPI.Comm, algorithm: str, nbytes: int, compute: float) -> dict[str, Any]:
-    """One timed allreduce after one that warms up; the result is checked exactly."""
+    """Time one allreduce, after one that warms up. Its result is checked exactly. Collective."""
     x = np.full(nbytes // 4, comm.rank + 1, np.float32)
     plan = None if algorithm == NATIVE else collectives.plan("allreduce", x, comm, algorithm=algorithm)
     run = plan or partial(comm.Allreduce, MPI.IN_PLACE, x)

@@ -1,4 +1,4 @@
-"""The tables of `examples.reproduce.bml`: paper, predicted and measured side by side."""
+"""The tables of `examples.reproduce.bml`: the paper's, predicted and measured values side by side."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from rich.table import Table
 
 from examples.reproduce.bml.model import BML, MIB, SERVER
 
-NICS_AT = 4 * MIB  # the size at which every NIC is shown; the JSON has all
+# the size for which every NIC is shown; the JSON has those of all sizes
+NICS_AT = 4 * MIB
 
 
 def show(report: dict[str, Any]) -> None:
-    """All of them, and the sentences between."""
+    """Print all tables and the notes between them."""
     console = Console(width=140)
     if report["exchanges"]:
         console.print(_exchanges(report))
@@ -46,7 +47,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def _table(title: str, left: tuple[str, ...], right: tuple[str, ...]) -> Table:
-    """An empty one, with columns of words and then columns of numbers."""
+    """Make an empty table: columns of words at the left, columns of numbers at the right."""
     table = Table(title=title)
     for column in left:
         table.add_column(column)

@@ -1,1 +1,1 @@
-"""Strong scaling of data, tensor and hybrid parallel MLPs; every mesh beside the serial run."""
+"""Strong scaling of data, tensor and hybrid parallel MLPs, and the comparison of every mesh with a serial run."""

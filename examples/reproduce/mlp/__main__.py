@@ -1,8 +1,7 @@
-"""The paper's strong-scaling figures 5, 6 and 7, predicted to 32 processes with its constants, measured as far as
-cores go.
+"""The paper's figures 5, 6 and 7 (strong scaling): predicted to 32 processes, measured as far as there are cores.
 
-Computation is measured here, on each mesh's own slice of the network and of the minibatch, alone; communication
-comes from the paper's formulas with the constants it gives for Cori.
+For a prediction, the computation of one rank is measured here, alone, on its slice of the network and the minibatch.
+Communication comes from the paper's formulas with the constants that it gives for Cori.
 
     python -m examples.reproduce.mlp --json FILE --plot FILE [--predict-only] [--quick]
 """
@@ -30,34 +29,39 @@ from mpips.mlp.network import Specification, interval, largest_slice
 from mpips.mlp.prediction import LinkCost, allreduce_seconds, exchange_seconds, messages, trace
 from mpips.optimizers import SGD
 
-CORI = LinkCost(1e-6, 1 / 5.6e12)  # section 7: "bandwidth is 5.6TB/s and latency is 1 us"
+# section 7: "bandwidth is 5.6TB/s and latency is 1 us"
+CORI = LinkCost(1e-6, 1 / 5.6e12)
 WIDTHS = (32, 64, 128, 512, 1024)
 PROCESSES = (1, 2, 4, 8, 16, 32)
 QUICK_WIDTHS, QUICK_PROCESSES = (32, 512), (1, 2, 4)
 FIGURE_7_WIDTH = 512
 BATCH = 100
-SPLIT = "columns"  # the paper's Algorithm 2
+# the paper's Algorithm 2
+SPLIT = "columns"
+# The paper's end points (section 9). It gives 5.8 for width 512 in section 9, and for width 1,024 in section 10.
 PAPER = {"figure 5, 32x1": 5.8, "figure 6, width 1,024": 1.2, "figure 7, best hybrid over batch": 0.99}
-"""The paper's end points (section 9). It gives 5.8 at width 512 in section 9 and at width 1,024 in section 10."""
 
 
 class Point(NamedTuple):
-    """Seconds of one step on a mesh: predicted, and measured where the machine has a core for every rank."""
+    """One step on a mesh, at one width of the hidden layers."""
 
     width: int
+    # shape of the mesh
     batch: int
     model: int
+    # seconds
     predicted: float
+    # None if the machine does not have a core for every rank
     measured: float | None
 
 
 def sizes(width: int) -> tuple[int, ...]:
-    """The paper's large set, 16 features and 2 outputs; two hidden layers."""
+    """Return the sizes of a network for the paper's large data set: 16 inputs, two hidden layers, 2 outputs."""
     return (16, width, width, 2)
 
 
 def predicted(width: int, batch: int, model: int, link: LinkCost) -> float:
-    """Seconds of a step of BATCH samples: measured computation, the paper's communication."""
+    """Return the seconds of a step: measured computation, and communication by the paper's formulas."""
     samples = interval(BATCH, batch, 0)[1]
     specification = Specification(sizes(width), "relu", "l2", "float32", 1)
     events = trace(specification, model, samples, BATCH, SGD(learning_rate=0.01), SPLIT)
@@ -68,7 +72,7 @@ def predicted(width: int, batch: int, model: int, link: LinkCost) -> float:
 
 
 def measured(width: int, batch: int, model: int) -> float:
-    """Seconds of a step in a real run of `mpips train`: the median of its epochs after the first."""
+    """Return the seconds of a step in a run of `mpips train`: the median over its epochs, without the first."""
     steps = 40
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.json"
@@ -83,7 +87,10 @@ def measured(width: int, batch: int, model: int) -> float:
 
 
 def points(link: LinkCost, measure: bool, quick: bool = False) -> list[Point]:
-    """All points of the three figures, or some of each; a run is made where every rank has a core."""
+    """Return the points of the three figures, or with `quick` some of them.
+
+    With `measure`, meshes that have a core for each rank are also run.
+    """
     widths, processes = (QUICK_WIDTHS, QUICK_PROCESSES) if quick else (WIDTHS, PROCESSES)
     wanted = {(width, p, 1) for width in widths for p in processes}
     wanted |= {(width, 1, p) for width in widths for p in processes}
@@ -102,7 +109,7 @@ def points(link: LinkCost, measure: bool, quick: bool = False) -> list[Point]:
 
 
 def summary(found: list[Point]) -> dict[str, float]:
-    """Our values of the paper's end points, all predicted; none where the points are too few."""
+    """Return our predictions of the paper's end points, or {} if points are missing."""
     seconds = {(point.width, point.batch, point.model): point.predicted for point in found}
     if (WIDTHS[-1], 1, PROCESSES[-1]) not in seconds:
         return {}
@@ -116,7 +123,7 @@ def summary(found: list[Point]) -> dict[str, float]:
 
 
 def draw(path: Path, found: list[Point]) -> None:
-    """Figures 5, 6 and 7 side by side."""
+    """Draw figures 5, 6 and 7 side by side."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14, 4.2), layout="constrained")
@@ -148,7 +155,7 @@ def _is(point: Point, width: int, ranks: int) -> bool:
 
 
 def _hybrids(axis: Any, points: list[Point], colour: str, label: str) -> None:
-    """One P of figure 7: the speedup of each of its meshes over Px1."""
+    """Draw the line of one P in figure 7: the speedup of each mesh of P ranks over Px1."""
     row = sorted(points, key=lambda point: point.model)
     whole = row[0]
     models = [point.model for point in row]

@@ -1,10 +1,10 @@
-"""Every mesh of every number of ranks against the serial run: loss curves of 3 epochs, the largest difference.
+"""Compares the loss curve of every mesh of 1 to 8 ranks with that of the serial run, over 3 epochs.
 
     python -m examples.reproduce.mlp.grids [--ranks 1,2,3,4,5,6,7,8] [--data-directory DIR] [--json FILE]
 
-On airfoil (where its file is) and digits, in float64 and float32, both splits, widths that the ranks divide, widths
-that they do not, and fewer neurons than ranks. The exit code is 1 if a mesh is off by more than 1e-10 (float64) or
-1e-4 (float32).
+The runs cover airfoil (if its file is there) and digits, float64 and float32, and both split modes. They also cover
+widths that the ranks divide evenly, widths that they do not, and layers with fewer neurons than ranks. The exit code is
+1 if the curve of a mesh differs by more than 1e-10 (float64) or 1e-4 (float32).
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from rich.table import Table
 from collectives.terminal import Interruptible, OutFile, WholeList, show_table, write_json
 from launch import Job, build, find, this_machine
 
+# dtype -> largest difference allowed
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
 
 
 def ran(ranks: int, directory: str) -> list[dict]:
-    """The rows of one job; see `grids_ranks`."""
+    """Run a job of `grids_ranks` and return its rows."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer.json")
         program = (sys.executable, "-m", "examples.reproduce.mlp.grids_ranks", directory, str(answer))
@@ -35,7 +36,7 @@ def ran(ranks: int, directory: str) -> list[dict]:
 
 
 def table(rows: list[dict]) -> Table:
-    """The largest difference of each mesh: over data sets, splits and widths."""
+    """Build the table of the largest difference of each mesh."""
     shown = Table(title="largest |loss - serial loss| over data sets, splits and widths")
     for column in ("processes", "grid", "runs", *TOLERANCE):
         shown.add_column(column, justify="right")

@@ -1,4 +1,4 @@
-"""What each rank of `examples.reproduce.mlp.grids` runs: all meshes of the job, and the serial run beside them.
+"""The program of each rank for `examples.reproduce.mlp.grids`: trains on all meshes of the job, and serially.
 
 python -m examples.reproduce.mlp.grids_ranks DIRECTORY ANSWER
 """
@@ -22,11 +22,12 @@ from mpips.mlp.network import MODES
 from mpips.optimizers import SGD
 
 WIDTHS = {"8 divides": (32, 16), "odd": (13, 11, 7), "narrow": (2, 3, 1, 5)}
-EPOCHS, BATCH = 3, 97  # the last minibatch is smaller
+# with 97 samples, the last minibatch is smaller
+EPOCHS, BATCH = 3, 97
 
 
 def curve(opened: Callable[[], DataSource], mesh: Mesh, hidden: tuple[int, ...], dtype: str, mode: str) -> np.ndarray:
-    """Losses on training and test rows, (epochs, 2)."""
+    """Train, and return the losses on training and test rows, (epochs, 2)."""
     data = load(opened, mesh, BATCH, dtype, seed=1)
     loss = "softmax" if data.classes else "l2"
     model = MLP([data.x.shape[1], *hidden, data.outputs], loss=loss, dtype=dtype, seed=3)
@@ -35,7 +36,7 @@ def curve(opened: Callable[[], DataSource], mesh: Mesh, hidden: tuple[int, ...],
 
 
 def sources(directory: str) -> Iterator[tuple[str, Callable[[], DataSource]]]:
-    """The data sets that are here."""
+    """Yield (name, function that opens it) for each data set that is available."""
     for name in ("airfoil", "digits"):
         opened = partial(open_source, name, directory=directory)
         try:
@@ -48,7 +49,7 @@ def sources(directory: str) -> Iterator[tuple[str, Callable[[], DataSource]]]:
 
 
 def rows(comm: MPI.Comm, directory: str) -> Iterator[dict[str, Any]]:
-    """One row for each mesh, data set, dtype, split and widths."""
+    """Yield a row for each mesh, data set, dtype, split mode and choice of widths. Collective."""
     for name, opened in sources(directory):
         for dtype in ("float64", "float32"):
             for widths, hidden in WIDTHS.items():

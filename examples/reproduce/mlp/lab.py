@@ -1,9 +1,9 @@
-"""Where batch wins, where model wins, where hybrid wins: 8 hosts of an emulated network, predicted, then measured.
+"""Shows a case in which a batch, a model and a hybrid mesh is fastest: predicted and measured on 8 emulated hosts.
 
     python -m examples.reproduce.mlp.lab [--rate 100mbit] [--json FILE] [--quick]
 
-Every mesh's step is predicted from alpha, beta and computation measured on it (as `--grid auto` does), then trained.
-Then what overlap and mixed precision bring, in turn in one run.
+The step on every mesh is predicted from alpha, beta and computation measured on it, as `--grid auto` does, and then
+measured in training. After that, steps with and without overlap and mixed precision are compared, in turn in one run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def command(rate: str, steps: int, quick: bool, json_path: Path | None) -> None:
 
 
 def show(title: str, rows: list[dict]) -> None:
-    """A table of one case, the order predicted; the fastest measured is marked."""
+    """Print the table of one case, in the predicted order. The mesh that was measured fastest is marked."""
     table = Table(title=f"{title}: ms a step")
     for column in ("grid", "predicted", "measured", "predicted / measured", "hidden", ""):
         table.add_column(column, justify="right")
@@ -69,7 +69,7 @@ def show(title: str, rows: list[dict]) -> None:
 
 
 def compare(title: str, rows: list[dict]) -> None:
-    """A table of one comparison; gains are over float32 without overlap."""
+    """Print the table of one comparison. Gains are over float32 without overlap."""
     table = Table(title=f"{title}: ms a step")
     for column in ("", "predicted", "measured", "gain", "hidden"):
         table.add_column(column, justify="right" if column else "left")
@@ -85,7 +85,7 @@ def compare(title: str, rows: list[dict]) -> None:
 
 
 def percent(share: float | None) -> str:
-    """The share of the time that messages took which was hidden, from the ranks' clocks."""
+    """Format the share of communication time that was hidden, or "" if nothing was sent."""
     return "" if share is None else f"{share:.0%}"
 
 

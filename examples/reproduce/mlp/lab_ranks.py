@@ -1,9 +1,11 @@
-"""What each host runs for `examples.reproduce.mlp.lab`: for each case every mesh, predicted, then trained for a while;
-for each comparison one mesh, its steps with and without overlap and mixed precision in turn.
+"""The program of each host for `examples.reproduce.mlp.lab`: predicts and times training steps on meshes.
 
 python -m examples.reproduce.mlp.lab_ranks REQUEST ANSWER
-REQUEST holds {"cases": [{"name", "hidden", "batch"}], "comparisons": [{"name", "hidden", "batch", "mesh"}],
-"steps": S}; networks are 16-hidden-2, float32 where not said.
+REQUEST holds {"cases": [{"name", "hidden", "batch"}], "comparisons": [{"name", "hidden", "batch", "grid"}],
+"steps": S}.
+
+In a case, a step on every mesh is predicted and then timed, in float32. In a comparison there is one mesh, and its
+steps with and without overlap and mixed precision are timed in turn. Networks are 16-hidden-2.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ OPTIMIZER = SGD(learning_rate=1e-3)
 
 
 def case(comm: MPI.Comm, hidden: list[int], batch: int, steps: int) -> list[dict[str, Any]]:
-    """Every mesh: predicted before anything is trained, and the median step of its slowest rank, s."""
+    """Return a row for every mesh: the predicted seconds of a step, and the measured ones. Collective.
+
+    All meshes are predicted before any is trained.
+    """
     specification = Specification((16, *hidden, 2), "relu", "l2", "float32", 1)
     rows = []
     for each in predict_all(specification, batch, comm, OPTIMIZER):
@@ -39,7 +44,10 @@ def case(comm: MPI.Comm, hidden: list[int], batch: int, steps: int) -> list[dict
 
 
 def comparison(comm: MPI.Comm, hidden: list[int], batch: int, shape: list[int], steps: int) -> list[dict[str, Any]]:
-    """One mesh: without and with overlap, in float32 and mixed; predictions are for overlap, as `auto` takes it."""
+    """Return a row for each dtype (float32, mixed), without and with overlap, all on one mesh. Collective.
+
+    Predictions are for steps with overlap, which is the default between nodes.
+    """
     mesh = Mesh(*shape, comm)
     networks = {dtype: Specification((16, *hidden, 2), "relu", "l2", dtype, 1) for dtype in ("float32", "mixed")}
     predicted = {dtype: predict(each, batch, mesh, OPTIMIZER).seconds for dtype, each in networks.items()}
@@ -54,15 +62,16 @@ def comparison(comm: MPI.Comm, hidden: list[int], batch: int, shape: list[int], 
 
 
 class Measured(NamedTuple):
-    """Median seconds of a step, of its slowest rank; and the share of the time that messages took on all ranks for
-    which computation did not wait, None where nothing was sent."""
+    """The measurement of a step."""
 
+    # median seconds, of the slowest rank
     measured: float
+    # share of communication time hidden behind computation, over all ranks; None if nothing was sent
     measured_hidden: float | None
 
 
 def in_turn(mesh: Mesh, workers: list[Worker], batch: int, steps: int) -> list[Measured]:
-    """Steps of each in turn, on `batch` samples, of which this rank holds its batch index's."""
+    """Time steps of the workers in turn, with a minibatch of `batch` samples. Collective over the mesh."""
     start, stop = interval(batch, mesh.batch, mesh.batch_index)
     rng = np.random.default_rng(mesh.batch_index)
     x = rng.standard_normal((stop - start, 16), dtype=np.float32)

@@ -1,9 +1,10 @@
-"""The paper's two ways to hand out rows (section 7), predicted and measured on every mesh of the job.
+"""Predicts and times the paper's two ways to distribute rows (section 7), on every mesh of the job.
 
     mpips run -w 4 -s 0 -m examples.reproduce.mlp.ways
 
-Rank 0 holds all rows. It scatters them to all ranks, or scatters them to one rank of each model, which broadcasts.
-Alpha and beta come from two scatters timed on the job. `mpips train` itself lets every rank read its part.
+Rank 0 has all rows. In the first way it scatters them to all ranks. In the second way it scatters them to one rank of
+each model, which broadcasts them to the others. Alpha and beta come from two scatters timed in the job. (`mpips train`
+itself lets every rank read a part of the rows.)
 """
 
 from __future__ import annotations
@@ -18,29 +19,29 @@ from mpi4py import MPI
 from collectives.simulator.cost import LinkCost, fit
 from mpips.mlp.mesh import Mesh, factorings
 
+# bytes of the rows of one batch index
 SIZES = (1 << 10, 1 << 16, 1 << 22)
-"""Bytes of the rows of one batch index."""
 REPEATS = 5
 
 
 def scatter_seconds(batch: int, model: int, data: float, link: LinkCost) -> float:
-    """Return the time of one scatter to all ranks, `data` bytes a batch part: ``alpha + nb nm data beta``."""
+    """Return the seconds of a scatter to all ranks: ``alpha + nb nm data beta``, `data` bytes for each batch index."""
     return link.alpha + batch * model * data * link.beta
 
 
 def broadcast_seconds(batch: int, model: int, data: float, link: LinkCost) -> float:
-    """Return the time of a scatter to one rank a part, then broadcasts: ``2 alpha + max(nb, nm) data beta``."""
+    """Return the seconds of a scatter to one rank of each model and broadcasts: ``2 alpha + max(nb, nm) data beta``."""
     return 2 * link.alpha + max(batch, model) * data * link.beta
 
 
 def scatter(mesh: Mesh, mine: np.ndarray) -> None:
-    """Send every rank its rows, the ranks of one model the same ones."""
+    """Send every rank its rows from rank 0. All ranks of a model get the same rows. Collective."""
     everything = np.zeros(mesh.comm.size * mine.size) if mesh.comm.rank == 0 else None
     mesh.comm.Scatter(everything, mine, root=0)
 
 
 def scatter_and_broadcast(mesh: Mesh, mine: np.ndarray) -> None:
-    """Send rows to one rank of each model, which broadcasts them to the others."""
+    """Send rows from rank 0 to one rank of each model, which broadcasts them to the others. Collective."""
     if mesh.model_index == 0:
         everything = np.zeros(mesh.batch * mine.size) if mesh.comm.rank == 0 else None
         mesh.batch_comm.Scatter(everything, mine, root=0)
@@ -48,7 +49,7 @@ def scatter_and_broadcast(mesh: Mesh, mine: np.ndarray) -> None:
 
 
 def median_seconds(comm: MPI.Comm, call: Callable[[], object]) -> float:
-    """Return the median time of some calls after one, each taken at the slowest rank. Collective."""
+    """Return the median seconds of a call on the slowest rank, after one call that is not timed. Collective."""
     times = np.empty(REPEATS)
     for index in range(-1, REPEATS):
         comm.Barrier()

@@ -1,13 +1,14 @@
-"""MXNET-MPI (Mamidala et al., 2018) on an emulated star of 14 hosts: 12 workers, 2 servers, clients of 6 workers.
+"""Runs MXNET-MPI (Mamidala et al., 2018) on an emulated star of 14 hosts: 12 workers in 2 clients, and 2 servers.
 
     python -m examples.reproduce.mxnet_mpi --out out [--rate 100mbit] [--mxnet PYTHON] [--skip-training] [--quick]
 
-1. One synchronisation of 4 MiB: dist_sync, mpi_sync through one master a client and through all, and MXNet's own
-   dist_sync where ``--mxnet`` names a Python that has mxnet 1.9.1; beside each, what the links allow (simulated).
-2. Training in the paper's six modes, handwritten digits, a hidden layer wide enough that the network matters: seconds
-   an epoch (figure 12), test accuracy against time (figures 11, 13, 14).
-3. Both ESGD modes again with compute emulated by sleeping: the models of figures 13 and 14 compute longer than they
-   talk.
+1. One synchronisation of 4 MiB by dist_sync, by mpi_sync with one master in each client, and with all workers as
+   masters. With ``--mxnet``, a Python that has mxnet 1.9.1, also by MXNet's own dist_sync. Beside each is the time that
+   the links allow (simulated).
+2. Training on handwritten digits in the paper's six modes: the seconds of an epoch (figure 12), and test accuracy
+   against time (figures 11, 13, 14). The hidden layer is so wide that the speed of the network matters.
+3. Both ESGD modes again, with compute emulated by sleeping, because the models of figures 13 and 14 compute longer than
+   they communicate.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ WITH_MXNET = Interpreter("install them there: pip install mxnet==1.9.1 numpy==1.
 
 
 class Way(NamedTuple):
-    """A way to synchronise, and how often it is measured."""
+    """A way to synchronise. `repeats` is the number of times that it is measured."""
 
     name: str
     kind: str
@@ -57,7 +58,7 @@ WAYS = (
 
 
 def predicted(way: Way, rate: float) -> dict[str, float]:
-    """What the links allow: messages as in the store, one host each; and the fullest link's bytes over its rate."""
+    """Simulate the messages of the store. Return the seconds that the links allow, and the fullest link's alone."""
     options = way.options
     clients = WORKERS if way.kind.startswith("dist") else way.clients
     chunks = max(1, NBYTES // options.chunk_bytes)
@@ -68,7 +69,7 @@ def predicted(way: Way, rate: float) -> dict[str, float]:
 
 
 def synchronise(name: str, rate: float, mxnet: str | None, quick: bool) -> list[dict[str, Any]]:
-    """Rows of seconds for one synchronisation of NBYTES; `quick`: each way once."""
+    """Measure a synchronisation of NBYTES in each way, and return the rows. `quick`: measure each once."""
     rows = []
     for way in WAYS:
         request = {"kind": way.kind, "nbytes": NBYTES, "repeats": 1 if quick else way.repeats}
@@ -83,14 +84,15 @@ def synchronise(name: str, rate: float, mxnet: str | None, quick: bool) -> list[
     return rows
 
 
-LONGER = 4  # ESGD exchanges every 64 iterations: it is given so many times the epochs, each far shorter
+# ESGD exchanges only every 64 iterations. Its epochs are far shorter, so it runs this many times as many.
+LONGER = 4
 COMPUTING_EPOCHS = {"dist-ESGD": 12, "mpi-ESGD": 8}
 QUICK_MODES = ("dist-SGD", "mpi-SGD")
 QUICK_HIDDEN = 64
 
 
 def trained(name: str, report: dict[str, Any], quick: bool) -> list[dict[str, Any]]:
-    """Rows of the modes of training, then of those that compute for longer: curves, and seconds an epoch predicted."""
+    """Train in every mode, then in the ESGD modes with emulated compute. Return rows with curves and predictions."""
     epochs, hidden, rate = report["epochs"], report["hidden"], report["rate"] * lab.EFFICIENCY
     jobs = [(mode, (LONGER if "ESGD" in mode.name else 1) * epochs, 0.0) for mode in (*MODES, ALL_MASTERS)]
     jobs += [(mode, COMPUTING_EPOCHS[mode.name], SAMPLE_SECONDS) for mode in MODES if mode.name in COMPUTING_EPOCHS]

@@ -1,7 +1,8 @@
-"""What each worker runs for `examples.reproduce.mxnet_mpi.training`: the compute of an epoch, all workers at once.
+"""The program of each worker for `examples.reproduce.mxnet_mpi.training`: times an epoch's compute, all at once.
 
 python -m examples.reproduce.mxnet_mpi.compute_ranks REQUEST ANSWER
-REQUEST holds {"hidden", "batch", "iterations", "repeats"}: a network of 64-hidden-10 on so many samples an iteration.
+REQUEST holds {"hidden", "batch", "iterations", "repeats"}. The network is 64-hidden-10, and an iteration takes `batch`
+samples.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from mpips.optimizers import SGD, Updater
 
 
 def epoch(comm: MPI.Comm, hidden: int, batch: int, iterations: int) -> float:
-    """Seconds of the slowest worker, for gradients and updates."""
+    """Return the seconds of an epoch's gradients and updates on the slowest worker. Collective."""
     model = MLP((64, hidden, 10), loss="softmax", dtype="float32", seed=0)
     updater = Updater(SGD(learning_rate=0.05, momentum=0.9), model.parameters)
     rng = np.random.default_rng(comm.rank)

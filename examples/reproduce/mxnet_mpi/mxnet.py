@@ -1,4 +1,4 @@
-"""MXNet's own dist_sync across the hosts of a lab: scheduler and servers on the last hosts, a worker on each other."""
+"""Runs MXNet's own dist_sync on the hosts of a lab: workers on the first hosts, then servers and the scheduler."""
 
 from __future__ import annotations
 
@@ -15,8 +15,17 @@ PORT = 9091
 
 
 def synchronised(name: str, python: str, workers: int, servers: int, nbytes: int, repeats: int) -> dict[str, Any]:
-    """{"seconds": of each push + pull of one key, as worker 0 sees them, "idle": the share of idle cores meanwhile}.
-    ``python`` has mxnet 1.9.1. Raises SystemExit with what a process said if one fails or the job takes too long."""
+    """Run an MXNet job on the lab `name`, and time push + pull of one key of `nbytes` bytes, `repeats` times.
+
+    Args:
+        python: A Python that has mxnet 1.9.1.
+
+    Returns:
+        {"seconds": those of each repeat on worker 0, "idle": the share of the cores that was idle meanwhile}.
+
+    Raises:
+        SystemExit: If the job fails or takes longer than 120 s. The message has what its workers printed.
+    """
     hosts = client.ask(name, {"do": "status"})["hosts"]
     common = {
         "DMLC_PS_ROOT_URI": hosts[workers]["vip"],

@@ -9,7 +9,6 @@ from collectives import files
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Write the picture of a report."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(15, 4.5))

@@ -1,14 +1,15 @@
-"""How long the network lets one synchronous push and pull take: workers, clients, servers, one host each, on links that
-they share. `examples.reproduce.flows` plays the messages; nothing here runs MPI.
+"""Simulates a synchronous push and pull of a store: the least time that the links allow.
 
-The exchange is cut into chunks, `in_flight` of which a worker has under way. For each chunk:
+Every worker and server has a host of its own. `examples.reproduce.flows` simulates the messages. Nothing here runs MPI.
 
-    masters="one"  reduce inside the client to its first worker; that one pushes to every server its part; a server
-                   answers when the parts of all clients are there; broadcast inside the client.
-    masters="all"  reduce-scatter inside the client; every worker pushes its slice to every server and is answered;
-                   allgather inside the client.
+The exchange is cut into chunks, and a worker has `in_flight` of them under way. For each chunk:
 
-With as many clients as workers both are dist_sync. With no servers it is the collectives alone.
+    masters="one"  The client reduces to its first worker, the master. The master pushes to every server its part. A
+                   server answers when it has the parts of all clients. The master broadcasts inside the client.
+    masters="all"  The client runs a reduce-scatter. Every worker pushes its slice to every server and gets the answers.
+                   The client runs an allgather.
+
+With as many clients as workers, both are dist_sync. Without servers, only the collectives remain.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from examples.reproduce.flows import Traffic, run_flows
 
 
 class Exchange(NamedTuple):
-    """Seconds that the messages take, and the bound: the most bytes over one link in one direction, at its rate."""
+    """The time of an exchange, in seconds. `bound` is that of the fullest link alone: its bytes over its rate."""
 
     seconds: float
     bound: float
@@ -43,12 +44,23 @@ def exchange(
     alpha: float = 0.0,
     topology: Topology | None = None,
 ) -> Exchange:
-    """One synchronisation of nbytes bytes between `workers` workers in `clients` equal clients and `servers` servers.
+    """Simulate one synchronisation.
 
-    Hosts 0 .. workers-1 are the workers, the next ones the servers, of a star with links of `rate` bytes a second
-    unless a topology is given. `inside` is the catalogue's algorithm for reduce-scatter and allgather in masters="all";
-    for masters="one" reduce and broadcast are those of `ring`, or of `inside` where it has them. alpha: seconds a
-    message. ValueError where the clients are not equal or a name is unknown.
+    Args:
+        nbytes: Bytes of a worker's gradient.
+        workers: Number of workers, which are the first hosts.
+        servers: Number of servers, which are the next hosts.
+        clients: Number of clients into which the workers are divided. It must divide their number.
+        masters: "one" or "all", see the module.
+        rate: Bytes a second of each link of a star, if no topology is given.
+        chunks: Chunks into which the exchange is cut.
+        in_flight: Chunks that a worker has under way.
+        inside: The catalogue's algorithm for the collectives of a client. "ring" replaces it for those that it lacks.
+        alpha: Seconds that each message takes to start.
+        topology: The network. Default: a star.
+
+    Raises:
+        ValueError: If the clients are not equal or a name is unknown.
     """
     if workers % clients or masters not in ("one", "all"):
         raise ValueError(f"clients={clients} must divide workers={workers}, and masters={masters!r} must be one or all")
@@ -97,8 +109,11 @@ class _Chunk(NamedTuple):
         return end
 
     def _served(self, masters: list, ready: list[list[int]], slice_bytes: float) -> dict[int, list[int]]:
-        """Member i of every client pushes its slice, cut evenly over the servers; each part is answered to all its
-        owners when it has come from all of them."""
+        """Add the pushes to the servers and their answers. Return worker -> the answers that it waits for.
+
+        Member i of every client pushes its slice, cut evenly over the servers. A server answers to all of them when it
+        has the part of each.
+        """
         if not self.servers:
             return {worker: ready[worker] for owners in masters for worker in owners}
         answers: dict[int, list[int]] = {}

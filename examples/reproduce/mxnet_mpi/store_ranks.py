@@ -1,7 +1,7 @@
-"""What each host runs for `examples.reproduce.mxnet_mpi`: push and pull of one key, timed, with the links' bytes.
+"""The program of each host for `examples.reproduce.mxnet_mpi`: times push and pull of one key of the store.
 
 python -m examples.reproduce.mxnet_mpi.store_ranks REQUEST ANSWER
-Roles come from MPIPS_* variables, as `mpips run` sets them.
+Roles come from MPIPS_* variables, which `mpips run` sets.
 REQUEST holds {"kind", "nbytes", "repeats"}.
 """
 
@@ -18,12 +18,16 @@ from examples.reproduce.cores import idle_share, processor
 
 
 def times(kv: Any, key: str, nbytes: int, repeats: int) -> dict[str, Any]:
-    """Seconds of each repeat, from a barrier to the last worker's end, and the share of idle cores."""
+    """Time `repeats` pushpulls of a new key, from a barrier to the end of the last worker. Results are checked.
+
+    Return {"seconds": those of each repeat, "idle": the share of the cores that was idle}. Collective over the workers.
+    """
     value = mpips.empty(nbytes // 4, np.float32)
     out = np.empty_like(value)
     kv.init(key, np.zeros_like(value))
     seconds, before = [], processor()
-    for number in range(1, repeats + 1):  # no two push the same
+    for number in range(1, repeats + 1):
+        # No two rounds push the same values.
         value[:] = kv.rank + number
         total = sum(worker + number for worker in range(kv.num_workers))
         kv.barrier()

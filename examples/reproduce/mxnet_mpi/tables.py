@@ -1,4 +1,4 @@
-"""The tables of `examples.reproduce.mxnet_mpi`: paper, predicted and measured side by side."""
+"""The tables of `examples.reproduce.mxnet_mpi`: the paper's, predicted and measured values side by side."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from rich.table import Table
 from examples.reproduce import lab
 from examples.reproduce.mxnet_mpi.training import CLIENTS, COMPUTING, SAMPLE_SECONDS, SERVERS, WORKERS, reached
 
-PAPER_EPOCHS = 6.0  # figure 12: mpi modes take a sixth of the time of dist modes
+# figure 12: dist modes take this many times as long as mpi modes
+PAPER_EPOCHS = 6.0
 
 
 def show(report: dict[str, Any]) -> None:
-    """All of them, and the sentences between."""
+    """Print all tables and the notes between them."""
     console = Console(width=132)
     console.print(_synchronisation(report))
     console.print(f"compared with: {_base(report)['way']}. The paper's factor: {PAPER_EPOCHS:g} (figure 12).")
@@ -39,7 +40,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def _base(report: dict[str, Any]) -> dict[str, Any]:
-    """The row with which ways are compared: MXNet's where it was measured."""
+    """Return the row with which the others are compared: MXNet's if it was measured, else our dist_sync."""
     return next(r for r in reversed(report["synchronisation"]) if r["way"].endswith("dist_sync"))
 
 
@@ -94,7 +95,10 @@ def _claims(report: dict[str, Any]) -> Table:
 
 
 def elastic(report: dict[str, Any], ending: str) -> str:
-    """How much sooner mpi-ESGD reaches the target than dist-ESGD, in a sentence; `ending` is that of the modes."""
+    """Return a sentence: how much sooner mpi-ESGD reaches the target than dist-ESGD.
+
+    `ending` is "", or COMPUTING for the modes with emulated compute.
+    """
     rows = {row["mode"]: reached(row, report["target"]) for row in report["training"]}
     dist, mpi = rows[f"dist-ESGD{ending}"], rows[f"mpi-ESGD{ending}"]
     if dist is None or mpi is None:
@@ -106,7 +110,7 @@ def elastic(report: dict[str, Any], ending: str) -> str:
 
 
 def reason(report: dict[str, Any]) -> str:
-    """Why figure 14's order need not show where nothing is computed."""
+    """Return a sentence: why figure 14's order need not show if an iteration computes almost nothing."""
     nbytes = 4 * report["hidden"] * (64 + 10)
     ring = 2 * (1 - CLIENTS / WORKERS) * nbytes / (report["rate"] * lab.EFFICIENCY)
     return (

@@ -1,9 +1,10 @@
-"""The paper's six modes of training in a lab: their curves, what their epochs should take, what the paper says of them.
+"""The paper's six modes of training in a lab: their measured curves, predicted epochs, and the paper's claims.
 
-Seconds an epoch are predicted as what the workers compute, measured without messages, and as many exchanges as an epoch
-has, each as long as the links allow (`mpips.predict.exchange`), twice: with push and pull overlapped, and one after the
-other, as the modes call them. Where chunks are answered early a mode lies between, but for some percent: seconds are
-those of worker 0, whose last exchange need not be the last of all, and Python between the exchanges takes its own.
+The time of an epoch is predicted as the compute time of the workers, measured without messages, plus the exchanges of
+the epoch. An exchange takes as long as the links allow (`predicted.exchange`). There are two predictions: with push and
+pull overlapped, and with the pull after the push, as the modes call them. Servers answer some chunks early, so the
+measured time lies between the two. It may be off by some percent: seconds are those of worker 0, whose last exchange
+need not be the last of all, and Python takes some time between the exchanges.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ from launch.lab import client
 from mpips.store.keys.sharding import Placement
 from mpips.store.options import Options
 
+# iterations between two exchanges of elastic averaging, as in `mpips.optimizers.elastic`
 INTERVAL = 64
-"""Iterations between two exchanges of elastic averaging: `mpips.optimizers.elastic` has the same."""
 
 WORKERS, SERVERS, CLIENTS = 12, 2, 2
 BATCH = 16
-ITERATIONS = 1437 // (WORKERS * BATCH)  # of an epoch of the digits
+# iterations of an epoch; the digits have 1,437 training images
+ITERATIONS = 1437 // (WORKERS * BATCH)
+# end of the names of the modes with emulated compute
 COMPUTING = ", computing"
-"""Ends the names of the modes whose compute is emulated."""
-SAMPLE_SECONDS = 0.02  # emulated compute: an iteration then computes four times as long as a client's ring takes
+# emulated compute: an iteration then computes four times as long as a client's ring takes
+SAMPLE_SECONDS = 0.02
 
 
 class Mode(NamedTuple):
-    """A mode of the paper: its example, and its clients; the paper has one master a client."""
+    """A mode of the paper, and the example that runs it. The paper has one master in each client."""
 
     name: str
     script: str
@@ -55,7 +58,7 @@ ALL_MASTERS = Mode("mpi-SGD, all masters", "examples/sgd.py", "mpi_sync", CLIENT
 
 
 def train(name: str, mode: Mode, epochs: int, hidden: int, limit: float, sample_seconds: float = 0.0) -> dict[str, Any]:
-    """The curve of one mode: [(seconds, test accuracy)], an entry an epoch; idle cores, over the whole job."""
+    """Train in one mode. The row's curve is [(seconds, test accuracy)] by epoch; "idle" is that of the whole job."""
     arguments = ["--lines", "1", "--epochs", str(epochs), "--hidden", str(hidden), "--batch-size", str(BATCH)]
     arguments += ["--sample-seconds", str(sample_seconds), "--kind", mode.kind]
     before = processor()
@@ -74,23 +77,29 @@ def train(name: str, mode: Mode, epochs: int, hidden: int, limit: float, sample_
 
 
 def computing(name: str, hidden: int) -> float:
-    """Seconds that an epoch's iterations take all workers at once, without a message."""
+    """Measure the compute time of an epoch, with all workers at once and without messages, in seconds."""
     request = {"hidden": hidden, "batch": BATCH, "iterations": ITERATIONS, "repeats": 3}
     return float(lab.ask(name, WORKERS, "examples.reproduce.mxnet_mpi.compute_ranks", request)["seconds"])
 
 
 class Epoch(NamedTuple):
-    """Seconds of an epoch, with push and pull overlapped, and one after the other."""
+    """The predicted seconds of an epoch: with push and pull overlapped, and with the pull after the push."""
 
     overlapped: float
     in_turn: float
 
 
 def predicted(mode: Mode, epochs: int, hidden: int, rate: float, compute: float) -> Epoch:
-    """For an epoch of so many; `rate` is the payload's, `compute` the seconds an epoch computes. Workers of dist modes
-    that do not wait for each other can fill the servers' links, so that an exchange is the fullest link's bytes."""
+    """Predict the mean time of an epoch when a mode runs `epochs` epochs.
+
+    Args:
+        rate: Payload bytes a second of a link.
+        compute: Compute seconds of an epoch.
+    """
     dist, elastic = mode.name.startswith("dist"), "ESGD" in mode.name
     overlapped, in_turn = (synchronisation(mode, hidden, rate, whole) for whole in (False, True))
+    # Workers of dist modes that do not wait for each other can fill the servers' links: an exchange then takes as long
+    # as the bytes of the fullest link.
     once = overlapped.bound if dist and "-SGD" not in mode.name else overlapped.seconds
     exchanges: float = ITERATIONS
     if elastic:
@@ -100,13 +109,16 @@ def predicted(mode: Mode, epochs: int, hidden: int, rate: float, compute: float)
 
 
 def client_sum(mode: Mode, hidden: int, rate: float) -> float:
-    """Seconds in which a client of mpi-ESGD sums its gradients."""
+    """Return the seconds in which a client of mpi-ESGD sums its gradients."""
     return exchange(sum(sizes(hidden)), WORKERS, 0, mode.clients, "all", rate).seconds
 
 
 def synchronisation(mode: Mode, hidden: int, rate: float, whole: bool) -> Exchange:
-    """One push and pull of the network, `whole` or in chunks: the longer of all bytes, spread evenly over the servers,
-    and what the fullest server keeps, alone (small weights lie whole on one server)."""
+    """Simulate a push and pull of the neural network, `whole` (pull after push) or in chunks.
+
+    Small arrays lie whole on one server, so servers hold different amounts. The result is the longer of two exchanges:
+    all bytes spread evenly over the servers, and those of the fullest server alone.
+    """
     options = mode.options
     clients = WORKERS if mode.name.startswith("dist") else mode.clients
     place = Placement(SERVERS, options.big_array)
@@ -122,27 +134,31 @@ def synchronisation(mode: Mode, hidden: int, rate: float, whole: bool) -> Exchan
 
 
 def sizes(hidden: int) -> tuple[int, ...]:
-    """Bytes of the network's arrays, in the order in which the store is told them."""
+    """Return the bytes of the neural network's arrays, in the order in which the store gets them."""
     return (4 * 64 * hidden, 4 * hidden, 4 * 10 * hidden, 4 * 10)
 
 
 def reached(row: dict[str, Any], target: float) -> tuple[int, float] | None:
-    """(epochs, seconds) after which the test accuracy first was the target; None: never."""
+    """Return (epochs, seconds) after which the test accuracy first reached the target, or None."""
     found = (number for number, (_, accuracy) in enumerate(row["curve"], 1) if accuracy >= target)
     epochs = next(found, None)
     return None if epochs is None else (epochs, row["curve"][epochs - 1][0])
 
 
 class Claim(NamedTuple):
-    """What the paper says of one mode against another: `of` over `over`, epochs or times to the target."""
+    """A claim of the paper about the ratio of two modes' times."""
 
     figure: int
+    # "epoch": seconds of an epoch; "accuracy": seconds to the target accuracy
     what: str
+    # the ratio is that of mode `of` over mode `over`
     of: str
     over: str
+    # the paper's value, as text
     paper: str
 
 
+# Sections 7.1 and 7.2. For figures 11 to 14 the text says only which mode is first, and that two epochs are the same.
 CLAIMS = (
     Claim(12, "epoch", "dist-SGD", "mpi-SGD", "6 (drawn)"),
     Claim(12, "epoch", "dist-SGD", ALL_MASTERS.name, ""),
@@ -157,12 +173,13 @@ CLAIMS = (
     Claim(13, "accuracy", f"dist-ESGD{COMPUTING}", f"mpi-ESGD{COMPUTING}", "> 1"),
     Claim(14, "accuracy", "mpi-SGD", "mpi-ESGD", "> 1"),
 )
-"""Sections 7.1 and 7.2. Of figures 11 to 14 the text has who is before whom, and that two epochs are the same."""
 
 
 def claims(rows: list[dict[str, Any]], target: float) -> list[dict[str, Any]]:
-    """Every claim with what was predicted (epochs, push and pull in turn) and measured; None where a mode has not
-    reached the target. Only of modes that have a row."""
+    """Return a row for each claim about modes that were measured, with the predicted and measured ratio.
+
+    Only epochs are predicted (with pull after push). "measured" is None if a mode has not reached the target.
+    """
     of = {row["mode"]: row for row in rows}
     found = []
     for claim in CLAIMS:

@@ -1,1 +1,1 @@
-"""MG-WFBP and iBatch: scaling figures simulated, strategies measured, and their gap to the optimum."""
+"""MG-WFBP and iBatch: their scaling figures simulated, their strategies measured and compared with the optimum."""

@@ -1,9 +1,10 @@
-"""MG-WFBP and iBatch again: the papers' scaling figures simulated, then strategies measured on an emulated cluster.
+"""Reproduces MG-WFBP and iBatch: simulates the papers' scaling figures, and measures the strategies in a lab.
 
     python -m examples.reproduce.overlap mg-wfbp|ibatch [--out FOLDER] [--rate 100mbit] [--quick]
 
-Simulated: `examples.reproduce.overlap.simulated`. Measured: `measured` as one MPI job over namespaces, with real
-messages and compute emulated by sleeping; left out, with the reason, where namespaces cannot be had.
+The simulation is that of `examples.reproduce.overlap.simulated`. The measurement runs `measured` as one MPI job on an
+emulated cluster (network namespaces), with real messages and compute emulated by sleeping. It is left out, with the
+reason, if this machine cannot make namespaces.
 """
 
 from __future__ import annotations
@@ -25,16 +26,20 @@ from examples.reproduce.results import out_option
 from launch.lab import client
 from launch.lab.kernel import find_missing
 
-SECONDS = 230  # of a job, before it is given up
+# limit of a job
+SECONDS = 230
 
 
 class Job(NamedTuple):
-    """A measurement: the benchmark's options, and what it shows. `like` (model, nodes, batch): startups and bytes weigh
-    as much against compute as those of that network on MG-WFBP's cluster of so many nodes."""
+    """A measurement."""
 
     name: str
+    # options of `measured`
     options: tuple[str, ...]
+    # what it shows, for the user
     shows: str
+    # (model, nodes, batch): scale startups and bytes so that their ratio to compute is that of this model on MG-WFBP's
+    # cluster with this number of nodes
     like: tuple[str, int, int] | None = None
 
 
@@ -92,7 +97,7 @@ def command(paper: str, out: Path, rate: str, iterations: int, quick: bool) -> N
 
 
 def measure(name: str, hosts: int, job: Job, base: str, iterations: int) -> None:
-    """Run the benchmark on every host; it prints, and leaves JSON, a picture and a Chrome trace."""
+    """Run `measured` on every host. It prints its results, and writes JSON, a picture and a Chrome trace."""
     stem = Path(base).resolve()
     files = ["--json", f"{stem}.json", "--plot", f"{stem}.png", "--trace", f"{stem}-trace.json"]
     program = [sys.executable, "-m", "mpips", "-m", "examples.reproduce.overlap.measured", *job.options, *_weights(job)]
@@ -112,7 +117,7 @@ def _weights(job: Job) -> list[str]:
 
 
 def summary(found: dict) -> None:
-    """What the measured times say in words."""
+    """Print what the measured times mean, in words."""
     rows = {(row["pushes"], row["strategy"]): row for row in found["strategies"]}
     worst = max(abs(row["measured_s"] / row["predicted_s"] - 1) for row in rows.values())
     lines = [f"predictions within {worst:.1%}"]

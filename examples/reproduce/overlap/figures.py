@@ -1,4 +1,4 @@
-"""What both reproductions have in common: speedup curves, comparisons with a paper's values, printing and drawing."""
+"""Shared by both reproductions: speedup curves, comparisons with a paper's values, and how they are shown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collectives.terminal import show_table
 
 @dataclass(frozen=True)
 class Point:
-    """One simulated value: speedup over one node under weak scaling, N times the throughput's ratio."""
+    """A simulated point. `speedup` is that of the throughput over one node, under weak scaling."""
 
     model: str
     strategy: str
@@ -27,20 +27,22 @@ class Point:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One value that the paper states. fitted: a constant of the simulation was chosen so that it comes out."""
+    """A value that the paper states, and our value."""
 
     what: str
     paper: float
     ours: float
     optimal: float | None = None
+    # True if a constant of the simulation was chosen so that `ours` equals `paper`
     fitted: bool = False
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A reproduced figure. settings: every constant, and where it comes from."""
+    """A reproduced figure."""
 
     title: str
+    # every constant of the simulation, and its source
     settings: dict[str, Any]
     points: tuple[Point, ...]
     comparisons: tuple[Comparison, ...]
@@ -50,12 +52,12 @@ class Figure:
 
 
 def speedup(points: Sequence[Point], model: str, strategy: str, nodes: int) -> float:
-    """The speedup of one point; KeyError if it was not simulated."""
+    """Return the speedup of one point. Raise KeyError if it was not simulated."""
     return {(p.model, p.strategy, p.nodes): p.speedup for p in points}[model, strategy, nodes]
 
 
 def show(figure: Figure, console: Console) -> None:
-    """Prints the curves and the comparison."""
+    """Print the curves, the comparison and the settings."""
     for model in dict.fromkeys(p.model for p in figure.points):
         console.print(_curves(figure, model))
     table = Table("paper's statement", "paper", "ours", "optimal", "ours / paper", title="paper, ours, optimum")
@@ -69,7 +71,7 @@ def show(figure: Figure, console: Console) -> None:
 
 
 def draw(figure: Figure, path: str | Path) -> None:
-    """Speedup over nodes, one panel a model. Needs matplotlib (extra `plot`)."""
+    """Draw speedup over nodes, with a panel for each model. Needs matplotlib (extra `plot`)."""
     import matplotlib.figure
 
     models = list(dict.fromkeys(p.model for p in figure.points))

@@ -1,11 +1,13 @@
-"""The optimality gap of every strategy of overlap, on random and on real profiles.
+"""Measures how far every strategy of overlap is from the optimum, on random and on real profiles.
 
     python -m examples.reproduce.overlap.gap [--count 2000] [--json FILE]
 
-The loss is the makespan over the optimum's, less one, of one direction (backward and pushes, or forward and pulls: the
-same problem, see mpips/overlap/problem.py). Random profiles draw layers' compute and bytes from exponential
-distributions, and the startup and the share of communication from log-uniform ones, so that every regime occurs. Real
-ones are the papers' networks at several sizes and rates on 10GbE.
+The loss of a strategy is its makespan over the optimum's, minus one. One direction is planned: backward and pushes, or
+forward and pulls, which is the same problem (see mpips/overlap/problem.py).
+
+Random profiles draw the compute and bytes of layers from exponential distributions, and the startup and the share of
+communication from log-uniform ones, so that every regime occurs. Real profiles are the papers' networks, for several
+numbers of nodes and compute rates, on 10GbE.
 """
 
 from __future__ import annotations
@@ -27,24 +29,31 @@ from examples.reproduce.overlap.rivals import PARTITIONS
 from mpips.overlap import joint
 from mpips.overlap.problem import TEN_GIGABIT, Problem, makespan
 
-RATES = (1.33e12, 5e12, 2e13)  # a K80 half, and newer devices
+# operations a second of half a K80, and of newer devices
+RATES = (1.33e12, 5e12, 2e13)
 NODES = (4, 8, 16, 32, 64)
-LAYERS = 200  # of problems whose planning is timed
+# layers of the problems whose planning is timed
+LAYERS = 200
 
 
 class Loss(NamedTuple):
-    """Shares over all problems of one set: median, 95th percentile, largest; and how often the optimum was found."""
+    """The loss of a strategy over a set of problems, as shares."""
 
+    # the set of problems
     problems: str
     strategy: str
     median: float
     p95: float
     worst: float
+    # share of the problems for which the optimum was found
     optimal: float
 
 
 def random_stages(count: int, seed: int) -> Iterator[Problem]:
-    """Problems of 2..100 layers: communication 0.1 to 10 times the compute, startups 0.1 % to all of it."""
+    """Yield problems of 2 to 100 layers.
+
+    Communication is 0.1 to 10 times the compute, and startups are 0.1 % to 100 % of communication.
+    """
     rng = np.random.default_rng(seed)
     for _ in range(count):
         layers = int(rng.integers(2, 101))
@@ -57,7 +66,7 @@ def random_stages(count: int, seed: int) -> Iterator[Problem]:
 
 
 def real_stages() -> Iterator[Problem]:
-    """The papers' networks, layer by layer, batch 32, ring allreduce on 10GbE."""
+    """Yield the papers' networks, layer by layer, with batch 32 and ring allreduce on 10GbE."""
     link = TEN_GIGABIT
     for model in MODELS.values():
         for rate in RATES:
@@ -67,7 +76,7 @@ def real_stages() -> Iterator[Problem]:
 
 
 def planning_seconds(layers: int, repeats: int, seed: int) -> dict[str, list[float]]:
-    """Seconds to plan random problems of so many layers, each repeat another one; joint for both kinds of link."""
+    """Time the planning of random problems, another one in each repeat. Return strategy -> seconds of each repeat."""
     rng = np.random.default_rng(seed)
     times: dict[str, list[float]] = {}
     for _ in range(repeats):
@@ -85,7 +94,7 @@ def planning_seconds(layers: int, repeats: int, seed: int) -> dict[str, list[flo
 
 
 def losses(name: str, problems: list[Problem]) -> list[Loss]:
-    """One row a strategy."""
+    """Return a row for each strategy. `name` is that of the set of problems."""
     best = np.array([makespan(p, PARTITIONS["optimal"](p)) for p in problems])
     rows = []
     for strategy, partition in PARTITIONS.items():

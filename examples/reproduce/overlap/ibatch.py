@@ -1,17 +1,18 @@
-"""iBatch, figure 5: speedups of the default parameter server, layer by layer, iBatch and the optimum, 1 to 72 nodes.
+"""iBatch, figure 5: simulated speedups of the default, layer by layer, iBatch and the optimum on 1 to 72 nodes.
 
-Every node is a worker and a server (BigDL). In an iteration it pulls (N - 1) / N of the parameters and pushes as much;
-pulls overlap with the forward pass by the strategy, pushes follow the backward pass unoverlapped, as the paper says of
-figure 5. The 72 nodes live on 8 blades with 10 Gbit/s each, so a node has 10 Gbit/s / ceil(N / 8); a message costs a
-startup a server, since it looks every one up.
+Every node is a worker and a server (BigDL). In an iteration it pulls (N - 1) / N of the parameters, and pushes as much.
+The strategy decides how pulls overlap with the forward pass. Pushes follow the backward pass without overlap, as the
+paper says of figure 5. The 72 nodes are on 8 blades with 10 Gbit/s each, so a node has 10 Gbit/s / ceil(N / 8). A
+message costs a startup for every server, because it looks up each of them.
 
-The paper gives no compute times: that of each network on one node is fitted to the default's speedup on 30 nodes, and
-the startup a server to layer by layer on 72 nodes (VGG19-22K). All else is prediction. It also says that layer by layer
-scales better than the default on 30 nodes and then states the smaller numbers for it; both are compared as stated.
+The paper gives no compute times. Here the compute time of each network on one node is fitted to the default's speedup
+on 30 nodes, and the startup for a server to the speedup of layer by layer on 72 nodes (VGG19-22K). All else is
+predicted. The paper also says that layer by layer scales better than the default on 30 nodes, and then states smaller
+numbers for it. Both are compared as stated.
 
-The stated 26 (default) and 45 (iBatch) of VGG19-22K on 72 nodes cannot both follow from the paper's own Eq. 4: going
-from one to the other saves 72 C / 26 - 72 C / 45 = 1.17 C of an iteration, C being the compute time of one node,
-whereas hiding pulls behind the forward pass saves at most the forward pass, less than C.
+The stated speedups of VGG19-22K on 72 nodes, 26 (default) and 45 (iBatch), cannot both follow from the paper's own
+Eq. 4. From one to the other, an iteration saves 72 C / 26 - 72 C / 45 = 1.17 C, where C is the compute time of a node.
+But hiding pulls behind the forward pass saves at most the forward pass, which is less than C.
 """
 
 from __future__ import annotations
@@ -30,18 +31,21 @@ from mpips.overlap.problem import PARAMETER_BYTES, Problem, makespan
 BLADES, BLADE_BYTES_PER_S = 8, 10e9 / 8
 NODES = (1, 6, 12, 18, 24, 30, 36, 42, 48, 54, 60, 66, 72)
 NAMES = {"sequential": "default", "layerwise": "layer by layer", "ibatch": "iBatch", "optimal": "optimal"}
-STATED_30 = {  # default, layer by layer, iBatch
+# speedups that the paper states: (default, layer by layer, iBatch) on 30 nodes
+STATED_30 = {
     "googlenet": (26, 25, 29),
     "inception-v3": (25, 24, 28),
     "vgg19": (23, 22, 26),
     "vgg19-22k": (22, 21, 25),
 }
-STATED_72 = (26, 32, 45)  # VGG19-22K
-FORWARD_SHARE = 1 / 3  # of the compute: backward takes twice forward
+# the same for VGG19-22K on 72 nodes
+STATED_72 = (26, 32, 45)
+# share of the forward pass in the compute time: backward takes twice as long as forward
+FORWARD_SHARE = 1 / 3
 
 
 def reproduce() -> Figure:
-    """Fits, then simulates every strategy on every number of nodes. About a second."""
+    """Fit the constants, then simulate every strategy on every number of nodes. Takes about a second."""
     startup = fit_startup()
     compute = {model: fit_compute(model, startup) for model in STATED_30}
     points = tuple(
@@ -61,14 +65,14 @@ def reproduce() -> Figure:
 
 
 def fit_compute(model: str, startup: float) -> float:
-    """Seconds of compute an iteration at which the default reaches its stated speedup on 30 nodes (closed form)."""
+    """Return the compute seconds at which the default reaches its stated speedup on 30 nodes (in closed form)."""
     nodes, stated = 30, STATED_30[model][0]
     exposed = 2 * (startup * nodes + float(_transfer(_table(model), nodes).sum()))
     return exposed / (nodes / stated - 1)
 
 
 def fit_startup() -> float:
-    """Seconds a message and server at which layer by layer reaches its stated speedup on 72 nodes (bisection)."""
+    """Return the startup seconds at which layer by layer reaches its stated speedup on 72 nodes (by bisection)."""
     few, many = 1e-5, 1.0
     for _ in range(40):
         middle = (few * many) ** 0.5
@@ -81,7 +85,7 @@ def fit_startup() -> float:
 
 
 def _table(model: str) -> LayerTable:
-    """Blocks are layers: the paper's GoogLeNet has 12 (figure 4)."""
+    """Return a model with its blocks as layers, as the paper counts: its GoogLeNet has 12 (figure 4)."""
     return blocks(googlenet(heads=False) if model == "googlenet" else MODELS[model]())
 
 

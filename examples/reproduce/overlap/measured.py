@@ -1,25 +1,25 @@
-"""Measure an iteration of every strategy of overlap beside its prediction, as one MPI job.
+"""Measures an iteration of every strategy of overlap, and compares it with its prediction, in one MPI job.
 
     mpips run -n 4 -m examples.reproduce.overlap.measured --layers 20
 
 Compute is emulated by sleeping, so that it needs no core. Messages are real and go through the store as in training
 (`mpips.overlap.messages`, `mpips.overlap.exchange`). First the job measures what messages cost and how long its sleeps
-last. All predictions come from that profile. Every iteration pushes other values, and the parameters that it leaves are
-looked at.
+last. All predictions come from that profile. Every iteration pushes other values, and the parameters after it are
+checked.
 
 Without servers an iteration is MG-WFBP's: forward, then backward with allreduces of the gradients. With `--servers S`
-it goes from the start of a backward pass to the end of the next forward pass. As in iBatch's figure 5, the strategies
-choose the pulls, and gradients are pushed in one message behind the backward pass; "joint" plans both directions, and
-"layerwise, both" and "merged, both" overlap both by the same rule. `--topk R` repeats everything with pushes of which
-the share R travels (iBatch, figure 6).
+an iteration goes from the start of a backward pass to the end of the next forward pass. As in iBatch's figure 5, the
+strategies decide about pulls, and gradients are pushed in one message after the backward pass. "joint" plans both
+directions, and "layerwise, both" and "merged, both" overlap both directions by the same rule. `--topk R` repeats
+everything with top-k pushes of the share R of the gradients (iBatch, figure 6).
 
-Settings choose layers, and how long they compute, from the network as measured:
+`--setting` chooses the layers. Their compute time is derived from the measured cost of messages:
 
-* a network's name, as resnet50: its layers, scaled down, with so much compute that all startups and bytes of an
-  iteration together are `weight` of it; how startups and bytes share that follows from the bytes a layer, or those
-  follow from the share (`choose_kilobytes`);
-* uniform: a deep MLP of equal small layers under the same weight;
-* hidden: equal layers whose messages are half as long as their backward pass. Merging cannot pay.
+* the name of a network, such as resnet50: its layers, scaled down. Its compute time is such that all startups and bytes
+  of an iteration take `weight` times as long. The size of the layers determines how much of this are startups, or
+  `--startups` determines the size of the layers (`choose_kilobytes`).
+* uniform: a deep MLP of equal small layers, with the same weight.
+* hidden: equal layers whose messages take half as long as their backward pass. Merging them cannot pay.
 """
 
 from __future__ import annotations
@@ -51,35 +51,39 @@ from mpips.overlap.timeline import Kind, Task
 from mpips.store import create as processes
 
 SETTINGS = ("uniform", "hidden", *MODELS)
+# default of --weight: communication of an iteration over its compute
 WEIGHT = 1.49
-"""Communication of an iteration over its compute, where nothing else is said."""
+# share of the forward pass in the compute time
 FORWARD = 1 / 3
-"""Of the compute."""
+# setting "hidden": time of a layer's message over that of its backward pass
 HIDDEN = 0.5
-"""Of a layer's backward pass."""
+# the optimizer's learning rate
 RATE = 1e-3
-"""The optimizer's learning rate."""
-PUSHES = ("layerwise", "single", "merged", "ibatch", "optimal")  # sequential is single's partition
+# strategies for pushes without servers ("sequential" would be the same as "single"), for pulls, and for both directions
+PUSHES = ("layerwise", "single", "merged", "ibatch", "optimal")
 PULLS = ("sequential", "layerwise", "ibatch", "optimal")
 BOTH = ("layerwise", "merged", "joint")
 
 
 class StrategyResult(NamedTuple):
-    """One strategy: seconds an iteration, the median over iterations of the slowest worker's; shares of communication
-    hidden, the measured one from rank 0's trace; numbers of messages."""
+    """The result of one strategy."""
 
+    # "dense", or top-k with its ratio
     pushes: str
     strategy: str
+    # number of pushes and, with servers, of pulls
     messages: list[int]
+    # seconds of an iteration; the measured ones of the slowest worker, median over iterations
     predicted_s: float
     measured_s: float
+    # share of communication time hidden behind compute; the measured one from rank 0's trace
     predicted_hidden: float
     measured_hidden: float
     plan: JointPlan
 
 
 def plans(job: OverlapJob, profile: Profile) -> dict[str, JointPlan]:
-    """Return the strategies to compare, by name."""
+    """Return the plans to compare, by the name of their strategy."""
     link = link_of(job)
     if link is None:
         pushed = {name: PARTITIONS[name](profile.push()) for name in PUSHES}
@@ -90,7 +94,7 @@ def plans(job: OverlapJob, profile: Profile) -> dict[str, JointPlan]:
 
 
 def link_of(job: OverlapJob) -> Any:
-    """None where a push brings the parameters back."""
+    """Return how pushes and pulls share the link, or None without servers: there a push brings the parameters back."""
     wire = job.wire("")
     return None if wire.one_way else wire.link
 
@@ -98,7 +102,10 @@ def link_of(job: OverlapJob) -> Any:
 def measure_strategies(
     job: OverlapJob, pushes: str, profile: Profile, iterations: int
 ) -> tuple[list[StrategyResult], dict[str, list[Task]]]:
-    """Measure the strategies in turns; the first turn warms up."""
+    """Measure the strategies in turn. The first turn warms up and does not count. Collective over the workers.
+
+    Return the results, and the trace of the last iteration of each strategy.
+    """
     found, link, layers = plans(job, profile), link_of(job), len(job.elements)
     messages = {}
     for name, plan in found.items():
@@ -115,7 +122,8 @@ def measure_strategies(
         begin = time.perf_counter()
         traces[name] = iteration(messages[name], layers, job.compute_forward, job.compute_backward)
         seconds = job.slowest(time.perf_counter() - begin)
-        if pushes == "dense":  # of sparse gradients no element is sure to travel
+        # With top-k, no particular element is sure to be sent.
+        if pushes == "dense":
             job.see(name, numbers[name])
         return seconds
 
@@ -140,7 +148,7 @@ def measure_strategies(
 
 
 def wait_asleep(message: Any) -> None:
-    """Wait without moving any message: that is left to the communication thread, as beside compute."""
+    """Wait for a message by sleeping, so that only the communication thread progresses it, as during compute."""
     while not message.done:
         time.sleep(measure.POLL_SECONDS)
     message.wait()
@@ -149,10 +157,14 @@ def wait_asleep(message: Any) -> None:
 def iteration(
     execution: runtime.Execution, layers: int, forward: Callable[[int], Any], backward: Callable[[int], Any]
 ) -> list[Task]:
-    """One iteration, clocked; everything on the calling thread but the messages. Blocking.
+    """Run one iteration and return its trace. Blocking; everything except the messages runs on the calling thread.
 
-    Where pushes bring the parameters back it is MG-WFBP's: forward, then backward with the pushes. Elsewhere it goes
-    from the start of a backward pass to the end of the next forward pass, with the pushes and pulls between them.
+    Without servers, where pushes bring the parameters back, it is a forward pass and then a backward pass. With servers
+    it is a backward pass and the next forward pass.
+
+    Args:
+        forward: Computes the forward pass of a layer, counted from 1.
+        backward: Computes its backward pass.
     """
     origin = time.perf_counter()
     tasks: list[Task] = []
@@ -180,13 +192,13 @@ def iteration(
 
 
 def idle_seconds() -> np.ndarray:
-    """(idle, all) seconds of the machine's cores since it started, in ticks. Linux."""
+    """Return the (idle, all) ticks of the machine's cores since it started. Linux only."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return np.array([ticks[3] + ticks[4], sum(ticks)], np.float64)
 
 
 class OverlapWords(NamedTuple):
-    """The words of the command line; see its help."""
+    """The options of the command line; see its help."""
 
     servers: int
     setting: str
@@ -201,7 +213,7 @@ class OverlapWords(NamedTuple):
 
 
 def check(ranks: int, *, servers: int, startups: float | None, topk: float | None, **_: Any) -> None:
-    """click.UsageError where the command line cannot be measured on that many ranks. Starts no MPI."""
+    """Raise click.UsageError if this command line cannot be measured on `ranks` ranks. Starts no MPI."""
     if servers >= ranks:
         least = f"ask for --ranks {servers + 1} or more"
         raise click.UsageError(f"--ranks {ranks} and --servers {servers} leave no worker: {least}")
@@ -248,7 +260,8 @@ def command(
     check(MPI.COMM_WORLD.size, **asked)
     wanted = OverlapWords(**asked)
     job, found = run(wanted)
-    job.kv.close()  # before files are written: nobody waits where that fails
+    # Close before writing files: if rank 0 fails to write, the other ranks do not wait for it.
+    job.kv.close()
     if job.kv.rank:
         return
     about = _about(wanted, job, found.profiles) | {"cores_idle": found.cores_idle}
@@ -269,16 +282,19 @@ def command(
 
 
 class OverlapResults(NamedTuple):
-    """The results: strategies, rank 0's iterations, profiles by kind of push, and the share of idle cores."""
+    """All results of a job."""
 
     results: list[StrategyResult]
+    # pushes and strategy -> rank 0's last iteration
     traces: dict[str, list[Task]]
+    # kind of push -> measured profile
     profiles: dict[str, Profile]
+    # share of the cores that was idle during the iterations
     cores_idle: float
 
 
 def run(wanted: OverlapWords) -> tuple[OverlapJob, OverlapResults]:
-    """Return the job, and what it has measured. Collective."""
+    """Make a job and measure all strategies in it. Collective."""
     if MPI.COMM_WORLD.rank == 0:
         click.echo("overlap: what messages cost", err=True)
     job, costs = _job(wanted)
@@ -301,7 +317,10 @@ def run(wanted: OverlapWords) -> tuple[OverlapJob, OverlapResults]:
 
 
 def _job(wanted: OverlapWords) -> tuple[OverlapJob, tuple[float, ...]]:
-    """Return a job whose layers weigh and compute as asked, and what its messages cost. Collective."""
+    """Make a job whose layers have the size and compute time that the options ask for. Collective.
+
+    Return it with the costs of its messages, see `OverlapJob.costs`.
+    """
     elements, shares = choose_shape(wanted.setting, wanted.layers, wanted.kilobytes)
     job = OverlapJob(wanted.servers, elements, wanted.asleep)
     costs = job.costs(wanted.repeats)
@@ -310,14 +329,15 @@ def _job(wanted: OverlapWords) -> tuple[OverlapJob, tuple[float, ...]]:
         job.hold(choose_shape(wanted.setting, wanted.layers, fitting).elements)
         costs = job.costs(wanted.repeats)
     communication = _communication(costs, job)
+    # So startups have exactly the share that was asked for.
     if wanted.startups is not None:
-        communication = len(elements) * costs[0] / wanted.startups  # that startups weigh exactly as asked
+        communication = len(elements) * costs[0] / wanted.startups
     job.sleep_for(compute_seconds(wanted.setting, wanted.weight, communication), shares)
     return job, costs
 
 
 def _communication(costs: tuple[float, ...], job: OverlapJob) -> float:
-    """Return seconds of one message a layer, pushes and, with servers, pulls."""
+    """Return the seconds of an iteration's messages if each layer is a message: pushes and, with servers, pulls."""
     nbytes = PARAMETER_BYTES * sum(job.elements)
     one_way = [len(job.elements) * startup + nbytes * per_byte for startup, per_byte in (costs[:2], costs[2:])]
     return one_way[0] if link_of(job) is None else sum(one_way)
@@ -380,14 +400,14 @@ def _show(results: list[StrategyResult], about: dict[str, Any]) -> None:
 
 
 class Shape(NamedTuple):
-    """Layers of a setting: float32 elements of each, and its share of the compute."""
+    """The layers of a setting: the float32 elements of each, and its share of the compute time."""
 
     elements: list[int]
     shares: np.ndarray
 
 
 def choose_shape(setting: str, layers: int, kilobytes: float) -> Shape:
-    """`layers` equal layers of `kilobytes`, or a network's own with that on average."""
+    """Return `layers` equal layers of `kilobytes` each, or a network's layers scaled so that this is their mean."""
     per_layer = kilobytes * 1024 / PARAMETER_BYTES
     if setting in ("uniform", "hidden"):
         return Shape([max(1, round(per_layer))] * layers, np.full(layers, 1 / layers))
@@ -398,20 +418,20 @@ def choose_shape(setting: str, layers: int, kilobytes: float) -> Shape:
 
 
 def choose_kilobytes(startup_s: float, per_byte_s: float, share: float) -> float:
-    """Return a layer's mean, with which startups are this share of the communication of one message a layer."""
+    """Return the mean size of a layer at which startups are this share of communication, with a message a layer."""
     return startup_s * (1 - share) / share / per_byte_s / 1024
 
 
 def compute_seconds(setting: str, weight: float, communication_s: float) -> float:
-    """Forward and backward of all layers, where one message a layer takes `communication_s` in all an iteration."""
+    """Return the compute time of an iteration whose messages, one for each layer, take `communication_s` in all."""
     return communication_s / HIDDEN / (1 - FORWARD) if setting == "hidden" else communication_s / weight
 
 
 class OverlapJob:
-    """A store, flat arrays that are exchanged, and layers that sleep."""
+    """A store, flat arrays that are exchanged, and layers whose compute is a sleep."""
 
     def __init__(self, servers: int, elements: list[int], asleep: bool = False) -> None:
-        # Every key on all servers, so that none is busiest.
+        # With big_array=1 every key is split over all servers, so that they have the same load.
         self.kv = processes.create("dist_sync" if servers else "mpi_sync", servers=servers, big_array=1)
         assert self.kv.layout.workers is not None
         self.kv.set_optimizer("sgd", learning_rate=RATE)
@@ -420,31 +440,33 @@ class OverlapJob:
         self.hold(elements)
 
     def hold(self, elements: list[int]) -> None:
-        """Set the parameters of each layer."""
+        """Set the number of parameters of each layer, and allocate the arrays."""
         self.elements = elements
         self.gradients = np.random.default_rng(self.kv.rank).normal(size=sum(elements)).astype(np.float32)
         self.parameters = np.zeros(sum(elements), np.float32)
         self.forward = self.backward = np.zeros(len(elements))
+        # keys -> their marked parameters after the last iteration
         self._before: dict[str, np.ndarray] = {}
 
     def wire(self, name: str) -> StoreMessages:
         return StoreMessages(self.kv, self.gradients, self.parameters, self.elements, name)
 
     def slowest(self, seconds: float) -> float:
-        """Return the largest over all workers; they start together after it."""
+        """Return the largest value of all workers. It is also a barrier."""
         box = np.array([seconds])
         self.comm.Allreduce(box.copy(), box, op=MPI.MAX)
         return float(box[0])
 
     def agreed(self, values: Any) -> list[float]:
-        """Rank 0's values."""
+        """Return rank 0's values on all workers."""
         box = np.array(values, np.float64)
         self.comm.Bcast(box)
         return box.tolist()
 
     def sleep_for(self, seconds: float, shares: np.ndarray) -> None:
-        """Set the seconds that all layers take together."""
-        self.forward, self.backward = seconds * FORWARD * shares, seconds * (1 - FORWARD) * shares
+        """Set the compute seconds of all layers together, and each layer's share of them."""
+        self.forward = seconds * FORWARD * shares
+        self.backward = seconds * (1 - FORWARD) * shares
 
     def compute_forward(self, layer: int) -> None:
         time.sleep(self.forward[layer - 1])
@@ -453,13 +475,13 @@ class OverlapJob:
         time.sleep(self.backward[layer - 1])
 
     def costs(self, repeats: int) -> tuple[float, ...]:
-        """Startup and seconds a byte of a push, then of a pull; rank 0's on all workers."""
+        """Measure startup and seconds a byte of a push, then of a pull. All workers return rank 0's."""
         modes = (True,) if self.asleep else (True, False)
         push, pull = measure.message_costs(self.wire("measured"), self.slowest, repeats, modes)
         return tuple(self.agreed([*push, *pull]))
 
     def profile(self, costs: tuple[float, ...]) -> Profile:
-        """Return what messages cost, and how long layers sleep on rank 0; the same on all workers."""
+        """Return the profile: these costs of messages, and how long the layers' sleeps last on rank 0. Collective."""
         a, b, startup, per_byte = costs
         names = [f"layer{number}" for number in range(1, len(self.elements) + 1)]
         forward, backward = self._clocked(self.compute_forward), self._clocked(self.compute_backward)
@@ -467,7 +489,7 @@ class OverlapJob:
         return create_profile(names, self.elements, forward, backward, network, startup, bandwidth(per_byte))
 
     def _clocked(self, compute: Callable[[int], None]) -> list[float]:
-        """Return seconds of every layer, as they are beside each other on all ranks: medians of 3."""
+        """Time `compute` of every layer while all ranks run it. Return rank 0's medians of 3. Collective."""
         times = np.empty((3, len(self.elements)))
         for row in times:
             self.slowest(0.0)
@@ -478,13 +500,13 @@ class OverlapJob:
         return self.agreed(np.median(times, axis=0))
 
     def change(self, number: int) -> None:
-        """Set some elements of the gradients, all over them, to this rank's of iteration `number`."""
+        """Set evenly spaced elements of the gradients to this rank's values for iteration `number`."""
         mark([self.gradients], self.kv.rank + number)
 
     def see(self, keys: str, number: int) -> None:
-        """RuntimeError unless the parameters that iteration `number` has left are those before it and its own update.
+        """Raise RuntimeError unless iteration `number` has changed the parameters by exactly its own update.
 
-        `keys`: whose they are. Their first iteration is taken as it is.
+        `keys` names a strategy's keys. Their first iteration is not checked, because nothing is known before it.
         """
         found = marked(self.parameters).copy()
         if keys in self._before:

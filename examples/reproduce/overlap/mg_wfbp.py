@@ -1,13 +1,13 @@
-"""MG-WFBP, figure 9: speedups of WFBP, SyncEASGD, MG-WFBP and the optimum on a simulated K80 cluster with 10GbE.
+"""MG-WFBP, figure 9: simulated speedups of WFBP, SyncEASGD, MG-WFBP and the optimum on K80 nodes with 10GbE.
 
-Layers come from the architectures, compute times from their operations and one rate for both networks. That rate is
-fitted: it is the one at which SyncEASGD and MG-WFBP on ResNet-50 differ by the factor measured on the 8-node cluster.
-All else is prediction.
+Layers come from the architectures. Compute times come from their operations and one rate for both networks. That rate
+is fitted: at this rate, SyncEASGD and MG-WFBP on ResNet-50 differ by the factor that the paper measured on 8 nodes. All
+else is predicted.
 
-What a message of WFBP is, the paper does not say. Here it is a layer (convolution, normalisation, dense), 64 of
-GoogLeNet and 107 of ResNet-50, with which ResNet-50's factor comes out and GoogLeNet's does not; with a message a
-tensor (weights, biases and scales apart), 128 and 161, both are too large, and alike, as the paper's are. Both are
-compared.
+The paper does not say what a message of WFBP is. Here it is a layer (convolution, normalisation, dense): GoogLeNet has
+64 and ResNet-50 has 107. With these, ResNet-50's factor comes out right and GoogLeNet's does not. If every tensor were
+a message (weights, biases and scales apart), they would have 128 and 161. Then both factors are too large, and about
+equal, as the paper's are. Both ways are compared.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from mpips.overlap.planner import plan
 from mpips.overlap.problem import TEN_GIGABIT, Profile
 
 NODES = (4, 8, 16, 32, 64)
-BATCH = {"googlenet": 64, "resnet50": 32}  # section V
+# section V
+BATCH = {"googlenet": 64, "resnet50": 32}
 NAMES = {"layerwise": "WFBP", "single": "SyncEASGD", "merged": "MG-WFBP", "optimal": "optimal"}
-MEASURED = {"googlenet": (62.9, 75.68, 55.58), "resnet50": (58.2, 70.83, 50.8)}  # WFBP, MG-WFBP, SyncEASGD; 8 nodes
-SIMULATED = {"googlenet": (1.78, 1.35), "resnet50": (1.75, 1.45)}  # MG-WFBP over WFBP, over SyncEASGD; 64 nodes
+# the paper's measurements on 8 nodes: (WFBP, MG-WFBP, SyncEASGD)
+MEASURED = {"googlenet": (62.9, 75.68, 55.58), "resnet50": (58.2, 70.83, 50.8)}
+# the paper's simulation of 64 nodes: MG-WFBP over (WFBP, SyncEASGD)
+SIMULATED = {"googlenet": (1.78, 1.35), "resnet50": (1.75, 1.45)}
 
 
 def reproduce() -> Figure:
-    """Simulates every strategy on every number of nodes. About a second."""
+    """Simulate every strategy on every number of nodes. Takes about a second."""
     rate = fit_rate()
     points = tuple(
         _point(model, _profile(model, rate), strategy, nodes)
@@ -46,9 +49,10 @@ def reproduce() -> Figure:
 
 
 def fit_rate() -> float:
-    """Operations a second at which MG-WFBP over SyncEASGD on ResNet-50 and 8 nodes is as measured (bisection)."""
+    """Return the operations a second at which MG-WFBP over SyncEASGD is as measured (ResNet-50, 8 nodes; bisection)."""
     _, merged, single = MEASURED["resnet50"]
-    slow, fast = 1e11, 1e13  # the faster the device, the more the exposed communication weighs
+    # The faster the device, the larger the ratio: communication that is not hidden weighs more.
+    slow, fast = 1e11, 1e13
     for _ in range(40):
         middle = (slow * fast) ** 0.5
         if _ratio(_profile("resnet50", middle), "single", 8) < merged / single:
@@ -65,8 +69,10 @@ def _profile(model: str, rate: float, tensors: bool = False) -> Profile:
 
 
 def communication(model: str, nodes: int, batch: int) -> tuple[float, float]:
-    """What the messages of WFBP cost in an iteration of `batch` images a node, over its compute: all startups, all
-    bytes."""
+    """Return the time of all startups and of all bytes of an iteration of WFBP, both over the compute time.
+
+    `batch` is the number of images on a node.
+    """
     profile = _profile(model, fit_rate() * BATCH[model] / batch)
     push, compute = profile.push(nodes), profile.forward_s + profile.backward_s
     return len(profile.layers) * push.startup / compute, float(push.transfer.sum()) / compute
@@ -103,6 +109,6 @@ def _comparisons(points: tuple[Point, ...], rate: float) -> list[Comparison]:
 
 
 def _by_tensor(model: str, rate: float, strategy: str) -> float:
-    """How many times as fast as WFBP a strategy is on 64 nodes, where every tensor is a message of its own."""
+    """Return the speedup of a strategy over WFBP on 64 nodes, if in WFBP every tensor is a message of its own."""
     profile = _profile(model, rate, tensors=True)
     return plan(profile, "layerwise", nodes=64).iteration_s / plan(profile, strategy, nodes=64).iteration_s

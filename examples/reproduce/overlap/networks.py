@@ -1,8 +1,9 @@
-"""The other networks of the papers, layer by layer: VGG-19, GoogLeNet and Inception-V3; and how papers count layers.
+"""VGG-19, GoogLeNet and Inception-V3 of the papers, layer by layer, and the papers' ways to count layers.
 
-* vgg19: 16 convolutions, 3 dense layers; vgg19-22k: the same with the 21,841 classes of ImageNet22K.
-* googlenet: BVLC's Caffe model, nine inception blocks with biases, and two auxiliary heads used in training.
-* inception-v3: on 299 x 299 images with its auxiliary head; convolutions without bias, each then normalised.
+* vgg19: 16 convolutions and 3 dense layers. vgg19-22k is the same with the 21,841 classes of ImageNet22K.
+* googlenet: BVLC's Caffe model: nine inception blocks with biases, and two auxiliary heads that training uses.
+* inception-v3: for 299 x 299 images, with its auxiliary head. A convolution has no bias and is followed by a
+  normalisation.
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ from mpips.overlap.networks import Builder, CountedLayer, LayerTable, Shape, ave
 
 
 def blocks(table: LayerTable) -> LayerTable:
-    """Return the network with each block (layers of one name up to the first "/") as one layer, as in BigDL."""
+    """Return the network with each block as one layer, as in BigDL.
+
+    The layers of a block have the same name up to the first "/".
+    """
     parts = [tuple(part) for _, part in groupby(table.layers, key=lambda layer: layer.name.split("/")[0])]
     return LayerTable(table.name, tuple(_join(part) for part in parts))
 
 
 def tensors_apart(table: LayerTable) -> LayerTable:
-    """Return the network with every tensor by itself, as where each is a message: a layer's first has its parameters
-    and operations, the others (biases, scales) are there but weigh nothing."""
+    """Return the network with every tensor as a layer of its own.
+
+    The first tensor of a layer gets all its parameters and operations. The others (biases, scales) get none.
+    """
     parts = [
         layer._replace(name=f"{layer.name} {number}", tensors=1)
         if not number
@@ -40,12 +46,13 @@ def _join(part: tuple[CountedLayer, ...]) -> CountedLayer:
 
 
 def concatenate(*shapes: Shape) -> Shape:
-    """Branches joined along the channels; their sizes must agree."""
+    """Return the shape of branches joined along their channels. Raise ValueError if their sizes differ."""
     if len({shape[1:] for shape in shapes}) != 1:
         raise ValueError(f"branches of different sizes cannot be joined: {shapes}")
     return Shape(sum(shape.channels for shape in shapes), *shapes[0][1:])
 
 
+# VGG's (channels, convolutions) of each block
 _BLOCKS = ((64, 2), (128, 2), (256, 4), (512, 4), (512, 4))
 
 
@@ -67,7 +74,7 @@ def _vgg(name: str, classes: int) -> LayerTable:
     return net.table()
 
 
-# Channels of 1x1, 3x3 reduce, 3x3, 5x5 reduce, 5x5, pool projection.
+# block -> channels of 1x1, 3x3 reduce, 3x3, 5x5 reduce, 5x5, pool projection
 _INCEPTIONS = {
     "3a": (64, 96, 128, 16, 32, 32),
     "3b": (128, 128, 192, 32, 96, 64),
@@ -84,7 +91,7 @@ _HEAD_AFTER = ("4a", "4d")
 
 
 def googlenet(heads: bool = True) -> LayerTable:
-    """With both auxiliary heads as in training, or without, as the model is used (and as iBatch counts it)."""
+    """Return GoogLeNet with both auxiliary heads, as in training, or without, as iBatch counts it."""
     net = Builder("googlenet" if heads else "googlenet-plain")
     x = pool(net.convolution("conv1", Shape(3, 224, 224), 64, 7, stride=2), 3, 2, ceil=True)
     x = net.convolution("conv2/3x3", net.convolution("conv2/reduce", x, 64, 1), 192, 3)
@@ -134,7 +141,7 @@ def inception_v3() -> LayerTable:
 
 
 def _chain(net: Builder, name: str, x: Shape, *convolutions: tuple[int, Kernel], last_stride: int = 1) -> Shape:
-    """Convolutions (channels, kernel) in a row; one with a stride is not padded."""
+    """Add convolutions (channels, kernel) one after another. One with a stride is not padded."""
     for i, (channels, kernel) in enumerate(convolutions, 1):
         stride = last_stride if i == len(convolutions) else 1
         x = net.convolution(f"{name}_{i}", x, channels, kernel, stride=stride, padded=stride == 1, normalised=True)
@@ -212,4 +219,3 @@ MODELS: dict[str, Callable[[], LayerTable]] = {
     "vgg19": vgg19,
     "vgg19-22k": vgg19_22k,
 }
-"""Name -> table."""

@@ -1,4 +1,4 @@
-"""A scaling figure of MG-WFBP or iBatch, simulated beside the optimum.
+"""Simulates a scaling figure of MG-WFBP or iBatch, and compares it with the optimum.
 
 python -m examples.reproduce.overlap.simulated mg-wfbp|ibatch [--json FILE] [--plot FILE]
 """
@@ -26,7 +26,7 @@ def command(paper: str, json_file: Path | None, plot: Path | None) -> None:
 
 
 def run(paper: str, json_file: Path | None, plot: Path | None) -> None:
-    """What the command does."""
+    """Simulate the figure of a paper, print it, and write it to files if they are given."""
     figure = PAPERS[paper]()
     figures.show(figure, console())
     if json_file:

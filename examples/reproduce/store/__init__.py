@@ -1,1 +1,1 @@
-"""The store beside MXNet, and what it costs while it waits."""
+"""Measurements of the store: beside MXNet and other tables, while it waits, when it starts, when a rank is killed."""

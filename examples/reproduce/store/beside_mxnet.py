@@ -1,10 +1,10 @@
-"""Push + pull of the store beside MXNet 1.9.1's dist_sync, in one run, alternating.
+"""Compares push + pull of the store with MXNet 1.9.1's dist_sync, in one run, in turns.
 
     python -m examples.reproduce.store.beside_mxnet [--rounds 3] [--environment FOLDER] [--json FILE]
 
-Makes an environment for MXNet (numpy 1.23.5, mxnet 1.9.1, from the package registry) where there is none yet, starts
-for each setting one MXNet job and one mpips job in turn, several times, and compares medians of medians. Says why, and
-ends well, where MXNet cannot be had.
+The program makes an environment for MXNet (numpy 1.23.5, mxnet 1.9.1, from the package registry) unless it exists.
+For each setting it starts MXNet and mpips jobs in turn, several times, and compares medians of medians. If MXNet cannot
+be installed, it says why and exits with code 0.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ from collectives.terminal import Interruptible, OutFile, console, show_table, wr
 
 SIZES = (1024, 262_144, 4_194_304, 67_108_864)
 MXNET_REPEATS = (400, 200, 40, 8)
-SETTINGS = ((1, 2), (2, 4))  # servers, workers
+# (servers, workers)
+SETTINGS = ((1, 2), (2, 4))
 PACKAGES = ("numpy==1.23.5", "mxnet==1.9.1")
+# seconds of a job
 LIMIT = 120
 WORKER = Path(__file__).with_name("mxnet_worker.py")
+# prefixes of environment variables that a job must not inherit
 JOB_VARIABLES = ("OMPI_", "PMIX_", "PRTE_", "PMI_", "HYDRA_", "MPI_", "MPIPS_")
 
 
 def environment(folder: Path) -> tuple[Path | None, str]:
-    """MXNet's Python, made in `folder` where it is not there yet; or None and the reason."""
+    """Return the Python with MXNet, after making it in `folder` if needed; or None and the reason."""
     python = folder / "bin" / "python"
     if not python.exists():
         found = next((path for minor in (11, 10, 9, 8) if (path := shutil.which(f"python3.{minor}"))), None)
@@ -54,9 +57,10 @@ def environment(folder: Path) -> tuple[Path | None, str]:
 
 
 def _make(folder: Path, found: str) -> str:
-    """Make the environment beside `folder` and move it there when it is whole; what went wrong, or nothing."""
+    """Make the environment beside `folder`, and move it there when it is complete. Return an error message, or ""."""
     part = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(part, ignore_errors=True)  # of a run that was interrupted
+    # An interrupted run may have left it.
+    shutil.rmtree(part, ignore_errors=True)
     pip = [str(part / "bin" / "python"), "-m", "pip", "install", "-q", *PACKAGES]
     for command in ([found, "-m", "venv", str(part)], pip):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -72,7 +76,7 @@ def _clean() -> dict[str, str]:
 
 
 def mxnet(python: Path, servers: int, workers: int) -> dict[int, float]:
-    """Median seconds by size of one MXNet job."""
+    """Run an MXNet job, and return size -> median seconds."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -101,7 +105,7 @@ def mxnet(python: Path, servers: int, workers: int) -> dict[int, float]:
 
 
 def ours(servers: int, workers: int) -> list[dict[str, float]]:
-    """The rows of one mpips job."""
+    """Run an mpips job, and return its rows."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "rows.json"
         command = [
@@ -173,7 +177,7 @@ def command(rounds: int, folder: Path, json_path: Path | None) -> None:
 
 
 def table(results: list[dict]) -> Table:
-    """The comparison, microseconds."""
+    """Build the table of the comparison, in microseconds."""
     view = Table(title="dist_sync push + pull of one key, median us on worker 0")
     for column in ("servers", "workers", "bytes", "arrays", "MXNet 1.9.1", "mpips", "times faster", "over the floor"):
         view.add_column(column, justify="left" if column == "arrays" else "right")

@@ -1,9 +1,10 @@
-"""What a server costs its core while nobody asks it anything.
+"""Measures the CPU time that a server takes while no worker asks it anything.
 
     mpirun -n 2 python -m examples.reproduce.store.idle [--seconds 3]
 
-The last rank serves, the others are workers: they use the store, then sleep, and rank 0 reads the CPU time that the
-server's process has taken meanwhile (/proc/PID/stat). With shared memory, and with messages as between nodes.
+The last rank is the server, the others are workers. They use the store and then sleep, and rank 0 reads the CPU time
+that the server's process took meanwhile (/proc/PID/stat). This is done with shared memory, and with messages as between
+nodes.
 """
 
 from __future__ import annotations
@@ -20,19 +21,25 @@ from rich.table import Table
 import mpips
 from collectives.terminal import RankedCommand, show_table
 
-LIMIT = 0.05  # of a core
-USES = 2000  # pushes and pulls that count as use
-MOMENT = 0.5  # seconds of idling before it counts
+# share of a core that an idle server may take
+LIMIT = 0.05
+# pushpulls during which the server counts as used
+USES = 2000
+# seconds after the last use from which the server counts as idle
+MOMENT = 0.5
 
 
 def cpu(pid: int) -> float:
-    """Seconds of CPU time, of the user's and the system's, that a process of this machine has taken."""
+    """Return the CPU seconds, user and system, that a process of this machine has taken."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def share(pid: int, shared_memory: bool, seconds: float) -> tuple[float, float] | None:
-    """CPU seconds a second of process `pid`, which serves: while used, and while idle; on a worker."""
+    """Return the CPU seconds that the server process `pid` takes in a second: while used, and while idle.
+
+    Return None on the server itself.
+    """
     try:
         kv = mpips.create("dist_sync", servers=1, shared_memory=shared_memory)
     except SystemExit:

@@ -30,14 +30,16 @@ import numpy as np
 from collectives.recorder import folders, page
 
 ROLES = ("worker", "server", "spare", "client member")
+# key -> elements
 KEYS = {"w": 10, "b": 1000, "long": 300_000}
+# more operations than a job gets to
 MOST = 200_000
+# least number of operations of every worker before a kill
 WARM = 20
-"""Operations before a kill."""
 
 
 def operations() -> list[tuple[str, str]]:
-    """What every worker calls: (call, key)."""
+    """Return the operations, (call, key), that every worker calls. They are the same in every process."""
     chance, found = random.Random(7), []
     while len(found) < MOST:
         key = chance.choice(list(KEYS))
@@ -46,7 +48,7 @@ def operations() -> list[tuple[str, str]]:
 
 
 def work(folder: Path, kind: str) -> None:
-    """Be a worker: call one operation after the other, until the end."""
+    """Be a worker: call one operation after another until the job ends. Write the truth to `folder`."""
     import mpips
 
     kv = mpips.create(kind)
@@ -65,18 +67,18 @@ def work(folder: Path, kind: str) -> None:
 
 
 def truths(folder: Path) -> dict[int, tuple[int, int]]:
-    """Of each worker, by its process: the operation that it has begun last, and the one that it has ended last."""
+    """Return a dict from a worker's process to the numbers of the operations that it last began and last ended."""
     found = {int(path.stem): np.fromfile(path, np.uint64, 2).tolist() for path in folder.glob("*.truth")}
     return {pid: (words[0], words[1]) for pid, words in found.items() if len(words) == 2}
 
 
 def sums(calls: Sequence[tuple[str, str]]) -> list[str]:
-    """The keys that these calls push, in their order."""
+    """Return the keys that these calls push, in order."""
     return [key for call, key in calls if call in ("push", "pushpull")]
 
 
 def kill(role: str, folder: Path, chance: random.Random) -> tuple[str, str]:
-    """Run a job, kill a rank of this role in it; "right", "between" or "wrong", and what the page said."""
+    """Run a job and kill a rank of this role in it. Return the verdict of `judge`, and the text of the rank's page."""
     shape = ["-w", "4", "-c", "2", "-s", "1"] if role == ROLES[3] else ["-w", "2", "-s", "1", "--spares", "1"]
     words = [
         sys.executable,
@@ -100,11 +102,13 @@ def kill(role: str, folder: Path, chance: random.Random) -> tuple[str, str]:
         wanted = role if role in ("server", "spare") else "worker"
         pid = chance.choice([pid for pid, seen in ranks.items() if seen.identity.get("role", "").startswith(wanted)])
         os.kill(pid, signal.SIGKILL)
-        with suppress(FileNotFoundError, ProcessLookupError):  # its launcher has heard of its end
+        # Wait until it is a zombie. If its launcher has collected it already, its folder in /proc is gone.
+        with suppress(FileNotFoundError, ProcessLookupError):
             while " Z " not in (Path("/proc") / str(pid) / "stat").read_text():
                 time.sleep(0.001)
         last = page.read(pages / f"{pid}{folders.PAGE}")
-        time.sleep(0.5)  # workers come to a stand
+        # After this the workers have come to a standstill.
+        time.sleep(0.5)
         assert last is not None
         lane = max((lane for lane in last.lanes if lane.text), key=lambda lane: lane.identity)
         return judge(role, pid, lane, truths(folder)), lane.text
@@ -117,7 +121,10 @@ def kill(role: str, folder: Path, chance: random.Random) -> tuple[str, str]:
 
 
 def judge(role: str, pid: int, lane: page.Lane, truth: dict[int, tuple[int, int]]) -> str:
-    """Compare what a page says with the truth."""
+    """Compare the page of a killed rank with the truth. Return "right", "between" or "wrong".
+
+    "between": a worker's page names the operation before, because the worker had noted the next one but not begun it.
+    """
     calls = operations()
     if role == "spare":
         return "right" if lane.text == "the wait of a spare" else "wrong"
@@ -132,7 +139,7 @@ def judge(role: str, pid: int, lane: page.Lane, truth: dict[int, tuple[int, int]
 
 
 def await_work(folder: Path, workers: int, job: subprocess.Popen[bytes]) -> None:
-    """Wait until all workers have made some operations."""
+    """Wait until all workers have begun WARM operations."""
     limit = time.monotonic() + 120
     while len(now := truths(folder)) < workers or min(begun for begun, _ in now.values()) < WARM:
         if job.poll() is not None or time.monotonic() > limit:

@@ -1,9 +1,9 @@
-"""A large embedding table: how long it takes to fill, what a row takes, and the longest call.
+"""Measures a large embedding table: the time to fill it, the memory of a row, and the longest call.
 
     mpips run -w 1 -s 1 -m examples.reproduce.store.large_table [--rows 50000000] [--limit]
 
-One worker pushes gradients of ids that are new. With `--limit` the table may hold as many rows as it then has, and the
-worker goes on with a tenth as many new ids, so that as many rows are dropped. At last it trains on rows that are there.
+One worker pushes gradients of `--rows` new ids. With `--limit` the table may hold only this many rows, and the worker
+pushes a tenth as many further ids, so that the same number of rows is dropped. In the end it trains on rows that exist.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from rich.table import Table
 import mpips
 from collectives.terminal import show_table
 
+# steps of training on rows that exist
 STEPS = 200
-"""On rows that are there."""
+# an odd number: multiplying by it spreads 0, 1, 2 ... over all int64 without repeats
 FACTOR = 0x9E3779B97F4A7C15
-"""Odd: spreads 0, 1, 2 ... over all int64, each once."""
 
 
 def new_ids(start: int, stop: int, batch: int) -> Iterator[NDArray[np.int64]]:
@@ -32,12 +32,13 @@ def new_ids(start: int, stop: int, batch: int) -> Iterator[NDArray[np.int64]]:
 
 
 def push_all(table: mpips.Table, batches: Iterator[NDArray[np.int64]], gradients: NDArray[np.float32]) -> list[float]:
-    """Return the seconds of each push and of what the server does with it."""
+    """Push all batches. Return the seconds of each push, until the server has made the update."""
     took = []
     for ids in batches:
         begun = time.perf_counter()
         table.push(ids, gradients[: len(ids)])
-        table.pull(ids[:1])  # answered behind the update
+        # The server answers this after the update.
+        table.pull(ids[:1])
         took.append(time.perf_counter() - begun)
     return took
 

@@ -1,11 +1,11 @@
-"""One process of an MXNet 1.9.1 job, run by `beside_mxnet` with the Python of MXNet's own environment.
+"""One process of an MXNet 1.9.1 job, which `beside_mxnet` starts with the Python of MXNet's environment.
 
     python mxnet_worker.py SIZES REPEATS
 
-The role comes from DMLC_ROLE. A scheduler or a server serves while `import mxnet` runs; a worker times
-`dist_sync` push + pull of one key for each size (bytes, comma-separated; so many repeats for each, comma-separated) and
-worker 0 prints one JSON list of {"bytes", "seconds": [one per repeat], "idle": the share of the machine's cores that
-was idle meanwhile}.
+SIZES are bytes, and REPEATS the number of repeats for each size, both separated by commas. The role comes from
+DMLC_ROLE. A scheduler or a server serves in `import mxnet`. A worker times `dist_sync` push + pull of one key of each
+size. Worker 0 prints a JSON list of {"bytes", "seconds": [one for each repeat], "idle": the share of the machine's
+cores that was idle meanwhile}.
 """
 
 import json
@@ -16,7 +16,10 @@ import mxnet as mx  # type: ignore[import-not-found]  # a scheduler or server st
 
 
 def processor() -> tuple[int, int]:
-    """(idle, all) ticks of the machine's cores so far; as in `examples`, which MXNet's Python does not have."""
+    """Return the (idle, all) ticks of the cores since the machine started.
+
+    A copy of `examples.reproduce.cores.processor`, which MXNet's Python cannot import.
+    """
     with open("/proc/stat") as file:
         ticks = [int(word) for word in file.readline().split()[1:]]
     return ticks[3] + ticks[4], sum(ticks)

@@ -1,4 +1,4 @@
-"""What a store that saves itself costs a step: run it with and without `--checkpoint`.
+"""Times steps of a store that saves itself: run it with and without `--checkpoint`, and compare.
 
 mpips run -w 2 -s 1 -m examples.reproduce.store.saves
 mpips run -w 2 -s 1 --checkpoint saved --every 100 -m examples.reproduce.store.saves
@@ -30,7 +30,8 @@ def main(elements: int, steps: int, compute: float) -> None:
     took, begun = [], time.perf_counter()
     for _ in range(kv.resumed or 0, steps):
         before = time.perf_counter()
-        while time.perf_counter() < before + compute:  # it computes, and holds its core
+        # Emulate compute that keeps the core busy.
+        while time.perf_counter() < before + compute:
             np.sqrt(gradient[:10_000])
         kv.pushpull("w", gradient, out=weights)
         took.append(time.perf_counter() - before)

@@ -1,9 +1,9 @@
-"""What compiled kernels cost a job that starts: without them, without a cache, with one, with a read-only one.
+"""Measures what compiled kernels cost at the start of a job: without kernels, and with and without a cache of them.
 
     python -m examples.reproduce.store.starts
 
-First, what Numba and five kernels add to a process. Then jobs of `mpips run`: `create`, an optimizer, steps of push and
-pull.
+The first lines are what Numba and five kernels add to a process. The table has the times of jobs of `mpips run`:
+`create`, setting an optimizer, and steps of push and pull.
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-LIMIT = 120  # seconds for one job
+# seconds of a job
+LIMIT = 120
 LAYOUTS = ((1, 1), (4, 4))
 KEYS = {"small": 16_384, "large": 1_000_000}
 
 
 class Case(NamedTuple):
-    """What a job finds: kernels or none, and whether it may keep them. `engine`: MPIPS_KERNELS, "" where unset."""
+    """The kernels and the cache that a job finds."""
 
     name: str
+    # MPIPS_KERNELS; "" if not set
     engine: str
+    # True if the cache holds the kernels already
     full: bool
+    # True if the job may write to the cache
     writable: bool
 
 
@@ -48,7 +52,7 @@ CASES = (
 
 
 def job(steps: int) -> None:
-    """Run one rank; worker 0 prints what it took as JSON."""
+    """Be a rank of a job. Worker 0 prints its times as JSON."""
     begun = time.perf_counter()
     import mpips
 
@@ -81,7 +85,7 @@ def job(steps: int) -> None:
 
 
 def load() -> None:
-    """Load five kernels of optimizers; print what that adds to this process as JSON."""
+    """Load the kernels of five optimizers, and print as JSON what this adds to the process."""
     from collectives.kernels import engine
     from mpips import optimizers
 
@@ -104,7 +108,14 @@ def load() -> None:
 
 
 def measure(case: Case, layout: tuple[int, int], steps: int, cache: Path) -> dict[str, Any] | None:
-    """Run a job; return what worker 0 says and the seconds of all, None where nothing can be made read-only here."""
+    """Run a job. Return the times that worker 0 printed, and "whole", the seconds of the job.
+
+    Return None if the case needs a read-only folder and this machine cannot make one.
+
+    Args:
+        layout: (workers, servers).
+        cache: A folder with kernels, which fills a job's cache and collects what a job compiles.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary, "kernels")
         shutil.copytree(cache, folder) if case.full else folder.mkdir(mode=0o700)
@@ -127,7 +138,10 @@ def measure(case: Case, layout: tuple[int, int], steps: int, cache: Path) -> dic
 
 
 def read_only(folder: Path) -> list[str] | None:
-    """Return words of a command in which a folder cannot be written to: root needs a mount of its own for that."""
+    """Make a folder read-only. Return the words to put before a command, or None if it cannot be done.
+
+    Root can write to any folder, so its command runs in a mount namespace in which the folder is mounted read-only.
+    """
     if os.getuid():
         folder.chmod(0o500)
         return []

@@ -1,16 +1,17 @@
-"""Rows a second of an embedding table, beside PyTorch's `Embedding(sparse=True)` under gloo DDP, and torchrec's.
+"""Measures rows a second of an embedding table, of PyTorch's sparse `Embedding` under gloo DDP, and of torchrec.
 
     mpips run -w 2 -s 1 -m examples.reproduce.store.tables [--dims 32] [--ids zipf1.05,uniform] [--json FILE]
 
-All contenders take turns in one job, on the same ids of the same workers, and train by Adagrad, torchrec row by row. A
-row counts each time it is named, on each worker; the slowest worker's time counts, and the median over the rounds. The
-first column of each contender is a lookup, the second gradients until the rows are updated, the third one after the
-other, as a training step does.
+All contenders take turns in one job, with the same ids on the same workers. They train by Adagrad, torchrec by row-wise
+Adagrad. A row counts each time that an id names it, on each worker. A sample takes as long as its slowest worker, and
+the result is the median over the rounds. The first column of each contender is a lookup, the second is gradients until
+the rows are updated, and the third is a lookup and then gradients, as in a training step.
 
-The bound is what memory allows: bytes that any way has to move (ids; rows written to the worker, each distinct one read
-from the table; gradients read, each distinct row with its state read and written), over the bytes that all workers
-together copy in a second. A rival that is not installed is left out, and why is said. torchrec wants fbgemm-gpu in the
-form for processors:
+The bound is what the memory allows. It is the number of bytes that every implementation has to move, over the bytes
+that all workers together can copy in a second. A lookup moves ids, rows written to the worker, and each distinct row
+read from the table. An update moves ids, gradients, and each distinct row with its state, both read and written.
+
+A rival that is not installed is left out, with a message. torchrec needs the build of fbgemm-gpu for CPUs:
 
     pip install torchrec && pip uninstall -y fbgemm-gpu && pip install --force-reinstall --no-deps fbgemm-gpu-cpu
 """
@@ -36,41 +37,47 @@ import mpips
 from collectives.kernels import engine
 from collectives.terminal import OutFile, RankedCommand, show_table, split_words, write_text
 
+# least number of ids in a sample; with small batches a sample is several calls
 LEAST_IDS = 1 << 15
-"""Of one sample: small batches are called several times."""
+# number of different batches, used in turn
 BATCHES = 4
-"""Different ones, which follow each other."""
+# bytes that a worker copies to measure the bandwidth
 COPIED = 1 << 26
 MADE_AT_ONCE = 1 << 17
+# most seconds to wait for kernels to be compiled
 SETTLE_SECONDS = 60.0
+# pause between contenders, after which a server sleeps and leaves its core to them
 QUIET_SECONDS = 0.02
-"""Between contenders, after which a server sleeps."""
 Ids = list[NDArray[np.int64]]
 Sample = dict[str, float]
 
 
 class Row(NamedTuple):
-    """Million rows a second of one case, of the table, of rivals (0 where one did not run), and what memory allows."""
+    """The result of one case, in million rows a second."""
 
     workers: int
     servers: int
     dim: int
+    # "uniform", or "zipf" and its exponent
     ids: str
     batch: int
+    # share of a worker's ids that are distinct
     distinct: float
-    """Of the ids of one worker's batch."""
+    # the table of mpips
     pull: float
     push: float
     step: float
+    # the rivals; 0 if one did not run
     gloo_pull: float
     gloo_push: float
     gloo_step: float
+    # steps of mpips over gloo's
     over_gloo: float
-    """Steps a second over gloo's."""
     torchrec_pull: float
     torchrec_push: float
     torchrec_step: float
     over_torchrec: float
+    # what the memory allows, and our share of it
     pull_bound: float
     push_bound: float
     share_of_pull_bound: float
@@ -78,17 +85,22 @@ class Row(NamedTuple):
 
 
 def drawn(kind: str, rows: int, batch: int, rank: int) -> Ids:
-    """Return batches of ids below `rows`: of `zipfS` the k-th most frequent has a probability in proportion to k^-S."""
+    """Draw batches of ids below `rows`.
+
+    Args:
+        kind: "uniform", or "zipf" and an exponent S: the k-th most frequent id has a probability proportional to k^-S.
+    """
     random = np.random.default_rng(1 + rank)
     if kind == "uniform":
         return [random.integers(0, rows, batch) for _ in range(BATCHES)]
     weights = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -float(kind.removeprefix("zipf")))
-    places = np.random.default_rng(0).permutation(rows)  # frequent ids are not neighbours
+    # So frequent ids are not neighbours.
+    places = np.random.default_rng(0).permutation(rows)
     return [places[np.searchsorted(weights, random.random(batch) * weights[-1])] for _ in range(BATCHES)]
 
 
 def copied_bytes(comm: MPI.Comm) -> float:
-    """Return the bytes a second, read and written, that all workers copy at once. Collective."""
+    """Measure the bytes a second, read plus written, of copies by all workers at the same time. Collective."""
     source, target = np.ones(COPIED, np.uint8), np.ones(COPIED, np.uint8)
     best = 0.0
     for _ in range(5):
@@ -101,22 +113,24 @@ def copied_bytes(comm: MPI.Comm) -> float:
 
 
 class OurTable:
-    """A table of mpips."""
+    """The contender of mpips. A sample has seconds of `calls` pulls, pushes and steps."""
 
     def __init__(self, kv: mpips.KVStore, rows: int, dim: int) -> None:
         self._table = kv.table(f"dim {dim}", dim, init=mpips.uniform(0.05), optimizer="adagrad", learning_rate=0.01)
-        for start in range(0, rows, 1 << 17):  # a push makes them
+        # Push zeros to every id, which makes its row.
+        for start in range(0, rows, 1 << 17):
             ids = np.arange(start, min(rows, start + (1 << 17)))[kv.rank :: kv.num_workers]
             self._table.push(ids, np.zeros((len(ids), dim), np.float32))
 
     def sample(self, batches: Ids, calls: int, gradients: Any, out: Any, comm: MPI.Comm) -> Sample:
-        """Return the seconds of so many pulls, pushes and steps."""
+        """Return the seconds of `calls` pulls, pushes and steps. Collective."""
         one, table = batches[0][:1], self._table
 
         def pushes() -> None:
             for call in range(calls):
                 table.push(batches[call % BATCHES], gradients)
-            table.pull(one)  # the last round is complete
+            # This is answered when the last round is complete.
+            table.pull(one)
 
         def steps() -> None:
             for call in range(calls):
@@ -139,7 +153,7 @@ def seconds(comm: MPI.Comm, do: Callable[[], object]) -> float:
 
 
 class GlooTable:
-    """PyTorch's embedding with sparse gradients, one copy on each worker, kept alike by gloo."""
+    """PyTorch's embedding with sparse gradients: a copy on each worker, whose gradients gloo exchanges."""
 
     def __init__(self, group: Any, rows: int, dim: int) -> None:
         import torch
@@ -149,7 +163,7 @@ class GlooTable:
         self._optimizer = torch.optim.Adagrad(self._model.parameters(), lr=0.01)
 
     def sample(self, batches: Ids, calls: int, gradients: Any, out: Any, comm: MPI.Comm) -> Sample:
-        """Return the seconds of so many lookups, of gradients, and of both together."""
+        """Return the seconds of `calls` lookups, of their gradients, and of both together. Collective."""
         import torch
 
         words = [torch.from_numpy(ids) for ids in batches]
@@ -161,7 +175,7 @@ class GlooTable:
 
 
 class TorchrecTable:
-    """torchrec's collection of one table, its rows spread over the workers, updated in the backward pass."""
+    """torchrec's collection of one table. Its rows are spread over the workers, and updated in the backward pass."""
 
     def __init__(self, group: Any, rows: int, dim: int) -> None:
         import torch
@@ -183,7 +197,7 @@ class TorchrecTable:
         )
 
     def sample(self, batches: Ids, calls: int, gradients: Any, out: Any, comm: MPI.Comm) -> Sample:
-        """Return the seconds of so many lookups, of gradients, and of both together. Each id is a bag of its own."""
+        """Return the seconds of `calls` lookups, of their gradients, and of both. Each id is a bag. Collective."""
         import torch
         from torchrec import KeyedJaggedTensor
 
@@ -200,7 +214,7 @@ def steps_of(
     lookup: Callable[[Any], Any],
     update: Callable[[], object],
 ) -> Sample:
-    """Return the seconds of so many lookups by PyTorch, of gradients until rows are updated, and of both together."""
+    """Time `calls` lookups by PyTorch, their gradients until the rows are updated, and both together. Collective."""
     forward = 0.0
     comm.Barrier()
     begun = time.perf_counter()
@@ -214,12 +228,12 @@ def steps_of(
     return {"pull": forward, "push": whole - forward, "step": whole}
 
 
+# name -> (class, module that it needs)
 RIVALS = {"gloo": (GlooTable, "torch"), "torchrec": (TorchrecTable, "torchrec")}
-"""By name, each with the module that it needs."""
 
 
 def importable(rivals: list[str]) -> list[str]:
-    """Return those of the rivals that can be imported, and say why others cannot; the same on each worker."""
+    """Return the rivals that can be imported, and print why others cannot."""
     found = []
     for name in rivals:
         try:
@@ -231,7 +245,7 @@ def importable(rivals: list[str]) -> list[str]:
 
 
 def gloo_group(comm: MPI.Comm) -> Any:
-    """Return PyTorch's group of the workers. Collective."""
+    """Make PyTorch's gloo group of the workers. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -254,7 +268,10 @@ def measure(
     rounds: int,
     bandwidth: float,
 ) -> Row:
-    """Let the contenders take turns on one case. Collective."""
+    """Time all contenders in one case, in turns. The first round warms up. Collective.
+
+    `bandwidth` is the result of `copied_bytes`.
+    """
     batches, calls = drawn(kind, rows, batch, comm.rank), max(1, LEAST_IDS // batch)
     gradients = np.random.default_rng(comm.rank).standard_normal((batch, dim), np.float32)
     out = np.zeros((batch, dim), np.float32)

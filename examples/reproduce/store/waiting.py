@@ -1,9 +1,10 @@
-"""What the communication thread costs while messages are waited for.
+"""Measures the CPU time that a process takes while it waits for messages.
 
     python -m examples.reproduce.store.waiting [--seconds 2] [--repeats 3]
 
-One process; the message never comes (a receive from itself that nobody sends) until the time is over. CPU time of the
-whole process over elapsed time, the training thread asleep, in `Handle.wait`, or without anything under way.
+There is one process, which waits for a message that is never sent (a receive from itself), until the time is over. The
+result is the CPU time of the whole process over the elapsed time. The training thread sleeps meanwhile, or waits in
+`Handle.wait`. For comparison it is also measured with no message under way.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ from mpips.store import roles
 from mpips.store.runtime.engine import Engine
 from mpips.store.runtime.generation import Generation
 
-LIMIT = 0.05  # of a core
+# share of a core that waiting may take
+LIMIT = 0.05
 
 
 def receives(count: int, gate: threading.Event) -> Task[None]:
-    """Look at `count` receives until the gate opens."""
+    """Test `count` receives until the gate opens."""
     comm = MPI.COMM_SELF
     requests = [comm.Irecv(np.empty(1), 0, tag) for tag in range(count)]
     while not gate.is_set():
@@ -41,7 +43,10 @@ def receives(count: int, gate: threading.Event) -> Task[None]:
 
 
 def share(engine: Engine, count: int, seconds: float, inside: bool) -> float:
-    """CPU seconds a second with `count` receives under way; `inside`: the training thread waits for them."""
+    """Return the CPU seconds that the process takes in a second, with `count` receives under way.
+
+    `inside`: the training thread waits in `Handle.wait`; otherwise it sleeps.
+    """
     gate = threading.Event()
     handle = engine.submit([], receives(count, gate), 0, "receive") if count else None
     timer = threading.Timer(seconds, gate.set)

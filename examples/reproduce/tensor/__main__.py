@@ -1,11 +1,11 @@
-"""Allreduce of tensors over emulated hosts (MXNET-MPI, section 7.3): figure 15's scaling, figures 17 to 20.
+"""Measures allreduce of tensors on emulated hosts (MXNET-MPI, section 7.3): figure 15's scaling, figures 17 to 20.
 
     python -m examples.reproduce.tensor --out out [--rate 200mbit] [--vectors 2] [--rounds 3] [--quick]
 
-Every host has a tensor of two vectors. `multi_ring` is the paper's algorithm; its rivals are `reg` (reduce, the MPI's
-allreduce, spread) with the MPI's allreduce as it comes and with the best of its algorithms, `host_ring` (the paper's
-omp_ring) and `vector_ring` (Baidu's). Beside every time stands what the model says; what the paper saw and this network
-does not show is explained from the model.
+Every host has a tensor of two vectors. `multi_ring` is the paper's algorithm. Its rivals are `reg` (reduce, the MPI
+library's allreduce, spread), `host_ring` (the paper's omp_ring) and `vector_ring` (Baidu's). `reg` is measured with the
+MPI library's default algorithm and with its best one. Beside every time is that of the model. Where the paper's result
+does not appear on this network, the program explains it from the model.
 """
 
 from __future__ import annotations
@@ -29,14 +29,19 @@ HOSTS = (2, 4, 8)
 MIB = 1 << 20
 SIZES = (4 * MIB, 16 * MIB, 64 * MIB)
 REG, BEST = "reg", "reg, best algorithm"
+# rival -> its time over multi_ring's (section 7.3)
+# reg's is from images a second in figure 15, vector_ring's from allreduces in figure 20, with 4 and more hosts.
 PAPER = {REG: 2.0, "vector_ring": 6.0}
-"""Times of multi_ring's, section 7.3: images a second in figure 15, allreduces in figure 20, from 4 hosts on."""
 QUICK_HOSTS, QUICK_SIZES = (2, 4), (MIB, 4 * MIB)
-PAPER_RATE = 12.5e9  # bytes a second: the 100 Gbit/s links of the paper's nodes
+# bytes a second of the 100 Gbit/s links of the paper's nodes
+PAPER_RATE = 12.5e9
 
 
 def measure(name: str, p: int, vectors: int, rounds: int, sizes: tuple[int, ...]) -> dict[str, Any]:
-    """{"cases": {(algorithm, nbytes): answer}, "alpha", "memory", "best": (call, variant)} on p hosts of a lab."""
+    """Measure all algorithms and sizes on p hosts of the lab `name`.
+
+    Return {"cases": (algorithm, nbytes) -> answer of `ranks`, "alpha", "memory", "best": (call, variant)}.
+    """
     best = _best(name, p, vectors, sizes[0])
     cases: dict[tuple[str, int], Any] = {}
     ours = [(algorithm, nbytes) for nbytes in sizes for algorithm in (*MODELS, REG)]
@@ -62,7 +67,7 @@ def _ask(
 
 
 def _best(name: str, p: int, vectors: int, nbytes: int) -> tuple[str, native.Variant]:
-    """The fastest way to let the MPI sum so many bytes: blocking or not, with any of its algorithms."""
+    """Find the fastest call (blocking or not) and algorithm of the MPI library for `nbytes` bytes."""
     times = {}
     for variant in native.variants():
         found = _ask(name, p, vectors, 1, [(BLOCKING, nbytes), (REG, nbytes)], variant.variables)["cases"]
@@ -73,7 +78,7 @@ def _best(name: str, p: int, vectors: int, nbytes: int) -> tuple[str, native.Var
 
 
 def model(algorithm: str, net: Network, nbytes: int, vectors: int, memory: Memory, best: Any) -> float:
-    """Predicted seconds."""
+    """Predict the seconds of an allreduce. `best` is the result of `_best`."""
     if algorithm in MODELS:
         return MODELS[algorithm](net, nbytes, vectors, memory)
     call, variant = best if algorithm == BEST else (REG, native.variants()[0])
@@ -82,7 +87,7 @@ def model(algorithm: str, net: Network, nbytes: int, vectors: int, memory: Memor
 
 
 def rows(found: dict[str, Any], p: int, rate: float, vectors: int) -> list[dict[str, Any]]:
-    """One row a size and algorithm, `times` beside multi_ring's time, measured and predicted."""
+    """Return a row for each size and algorithm. "times" and "predicted_times" are ratios to multi_ring's time."""
     net, memory = Network(p, rate * lab.EFFICIENCY, found["alpha"]), found["memory"]
     made = []
     for (algorithm, nbytes), answer in found["cases"].items():
@@ -98,7 +103,7 @@ def rows(found: dict[str, Any], p: int, rate: float, vectors: int) -> list[dict[
 
 
 def reasons(report: dict[str, Any]) -> list[str]:
-    """Why a factor of the paper is not seen here, from the model, at the most hosts and the largest vectors."""
+    """Explain from the model why factors of the paper do not appear here, for most hosts and the largest vectors."""
     p, nbytes = (max(row[key] for row in report["rows"]) for key in ("hosts", "nbytes"))
     vectors = report["vectors"]
     of = {r["algorithm"]: r for r in report["rows"] if r["hosts"] == p and r["nbytes"] == nbytes}
@@ -127,16 +132,21 @@ def reasons(report: dict[str, Any]) -> list[str]:
 
 
 def paper(algorithm: str, hosts: int) -> str:
-    """What the paper's text says of an allreduce's time over multi_ring's: figures 17 to 19 are drawn, and its ring is
-    the fastest; figure 20 has 4 hosts and more."""
+    """Return the paper's value for an algorithm's time over multi_ring's, as text, or "" if it gives none.
+
+    It draws figures 17 to 19 and says that its ring is the fastest. Figure 20 has 4 and more hosts.
+    """
     if algorithm == "vector_ring":
         return f"{PAPER[algorithm]:g}" if hosts >= 4 else ""
     return {"multi_ring": "1", "host_ring": "> 1", REG: "> 1"}.get(algorithm, "")
 
 
 def scaling(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Figure 15 without its network: tensors of all hosts that are synchronised in a second, the largest vectors;
-    (predicted, measured) of both algorithms."""
+    """Return the rows of figure 15 for a plain tensor: tensors of all hosts synchronised in a second.
+
+    They are for the largest vectors, with (predicted, measured) values of multi_ring and reg. The paper trains a neural
+    network instead.
+    """
     nbytes = max(r["nbytes"] for r in rows)
     of = {(r["hosts"], r["algorithm"]): r for r in rows if r["nbytes"] == nbytes}
     found = []
@@ -148,7 +158,7 @@ def scaling(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """The tables and what they mean."""
+    """Print the tables and what they mean."""
     console = Console(width=140)
     console.print(_allreduces(report))
     console.print(

@@ -1,7 +1,6 @@
-"""How long allreduces of tensors should take: the wire played message by message, the worker's memory beside it. Pure.
+"""A model of the time of tensor allreduces: messages are simulated one by one, and memory costs are added. Pure.
 
-Every worker has k vectors of n bytes. `Memory` says what a byte of n costs the worker: to reduce its vectors into host
-memory, to spread the result to them, to add what came in to what it holds.
+Every worker has k vectors of n bytes. `Memory` has the costs of the worker's memory for each of the n bytes.
 """
 
 from __future__ import annotations
@@ -15,15 +14,18 @@ from examples.reproduce.native import schedule
 
 
 class Memory(NamedTuple):
-    """Seconds a byte."""
+    """Costs of a worker's memory, in seconds a byte."""
 
+    # to reduce the vectors into host memory
     gather: float
+    # to copy the result to the vectors
     spread: float
+    # to add what has been received
     add: float
 
 
 class Network(NamedTuple):
-    """p hosts on one switch; rate in payload bytes a second, alpha in seconds a message."""
+    """p hosts on one switch, with links of `rate` payload bytes a second. A message takes `alpha` seconds to start."""
 
     p: int
     rate: float
@@ -32,37 +34,44 @@ class Network(NamedTuple):
 
 BLOCKING = "reg, blocking"
 RINGS = 2
+# size of a part in the pipeline of `reg`
 PART_BYTES = 1 << 20
-"""Of `reg`."""
+# Only pipelines of up to EXACT[1] parts are simulated. In a longer one, each further part takes as long as those from
+# EXACT[0] to EXACT[1].
 EXACT = (6, 10)
-"""Parts of a pipeline that are played; a longer one goes on as from the first number to the second."""
 
 
 def multi_ring(net: Network, nbytes: int, vectors: int, memory: Memory) -> float:
-    """Reductions hide behind messages, but for the first chunk of a ring and the last (section 6.3.2, figure 9)."""
+    """Predict multi_ring (section 6.3.2, figure 9).
+
+    Reductions are hidden behind messages, except those of the first and the last chunk of a ring.
+    """
     chunk = nbytes / (RINGS * net.p)
     return chunk * (memory.gather + memory.spread) + _wire(net, f"multi_ring(rings={RINGS})", nbytes, memory.add)
 
 
 def host_ring(net: Network, nbytes: int, vectors: int, memory: Memory) -> float:
-    """One after the other: reduce to the host, ring, spread (section 7.3 c)."""
+    """Predict host_ring (section 7.3 c): reduce to the host, ring, spread, one after another."""
     return staged(net, nbytes, memory, "ring")
 
 
 def vector_ring(net: Network, nbytes: int, vectors: int, memory: Memory) -> float:
-    """A ring of pk members: 2 (pk - 1) steps, each a message of n / pk, a copy before it and an addition after it."""
+    """Predict vector_ring: a ring of pk members has 2 (pk - 1) steps.
+
+    A step is a copy, a message of n / pk bytes, and an addition.
+    """
     members = net.p * vectors
     chunk = nbytes / members
     return 2 * (members - 1) * (net.alpha + chunk / net.rate + chunk * 2 * memory.add)
 
 
 def staged(net: Network, nbytes: int, memory: Memory, algorithm: str) -> float:
-    """reg with the MPI's blocking call: reduce, allreduce by `algorithm`, spread."""
+    """Predict reg with the MPI library's blocking call: reduce, allreduce by `algorithm`, spread."""
     return nbytes * (memory.gather + memory.spread) + _wire(net, algorithm, nbytes, memory.add)
 
 
 def piped(net: Network, nbytes: int, memory: Memory, algorithm: str) -> float:
-    """reg with the non-blocking call (section 7.3 d): parts of 1 MiB, two of them between the hosts at a time."""
+    """Predict reg with the non-blocking call (section 7.3 d): parts of 1 MiB, two of them on the wire at a time."""
     parts, part = max(1, nbytes // PART_BYTES), min(nbytes, PART_BYTES)
     first, second = EXACT
     ends = part * (memory.gather + memory.spread)

@@ -11,7 +11,6 @@ MIB = 1 << 20
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Write the picture of a report."""
     from matplotlib.figure import Figure
 
     rows = report["rows"]
@@ -28,7 +27,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
 
 
 def _lines(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Rows by algorithm."""
+    """Return algorithm -> rows."""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         found.setdefault(row["algorithm"], []).append(row)
@@ -36,7 +35,7 @@ def _lines(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def _scaling(axes: Any, rows: list[dict[str, Any]]) -> None:
-    """Figure 15, without its model: vectors of all hosts that are synchronised in a second."""
+    """Draw figure 15 for a plain tensor: tensors of all hosts synchronised in a second."""
     lines = _lines(rows)
     for colour, name in (("C0", "multi_ring"), ("C3", "reg")):
         line = lines[name]

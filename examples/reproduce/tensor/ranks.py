@@ -1,7 +1,7 @@
-"""What each host runs for `examples.reproduce.tensor`: allreduces of a tensor, timed; what its memory costs.
+"""The program of each host for `examples.reproduce.tensor`: times allreduces of a tensor, and memory operations.
 
 python -m examples.reproduce.tensor.ranks REQUEST ANSWER
-REQUEST holds {"vectors", "cases": [{"algorithm", "nbytes", "repeats"}]}. Algorithms are those of `collectives.tensor`,
+REQUEST holds {"vectors", "cases": [{"algorithm", "nbytes", "repeats"}]}. Algorithms are those of `collectives.tensor`
 and the paper's rivals (`rivals`).
 """
 
@@ -21,11 +21,12 @@ from examples.reproduce.cores import idle_share, processor
 from examples.reproduce.tensor.model import BLOCKING
 from examples.reproduce.tensor.rivals import Blocking, Reg, VectorRing, reduce, spread
 
+# bytes on which memory operations are timed
 SAMPLE = 4 << 20
 
 
 def seconds_a_byte(comm: MPI.Comm, work: Callable[[], object]) -> float:
-    """What `work` on `SAMPLE` bytes takes when all hosts do it at once, the slowest."""
+    """Return the seconds a byte of `work`, which handles SAMPLE bytes, on the slowest host. Collective."""
     times = []
     for _ in range(5):
         start = rank.together(comm)
@@ -36,7 +37,7 @@ def seconds_a_byte(comm: MPI.Comm, work: Callable[[], object]) -> float:
 
 
 def memory(comm: MPI.Comm, vectors: int) -> list[float]:
-    """Seconds a byte to reduce the vectors to the host, to spread to them, and to add what came in."""
+    """Measure the fields of `model.Memory`. Collective."""
     parts = [np.ones(SAMPLE // 4, np.float32) for _ in range(vectors)]
     host = np.ones_like(parts[0])
     add = seconds_a_byte(comm, lambda: np.add(host, parts[0], out=host))
@@ -47,7 +48,10 @@ RIVALS = {BLOCKING: Blocking, "reg": Reg, "vector_ring": VectorRing}
 
 
 def case(comm: MPI.Comm, algorithm: str, nbytes: int, repeats: int, vectors: int) -> dict[str, Any]:
-    """Seconds of each repeat, the slowest rank's, and the share of idle cores; every result is checked exactly."""
+    """Time an algorithm `repeats` times. Every result is checked exactly. Collective.
+
+    Return {"seconds": those of the slowest rank in each repeat, "idle": the share of the cores that was idle}.
+    """
     x = [np.empty(nbytes // 4, np.float32) for _ in range(vectors)]
     rival = RIVALS.get(algorithm)
     run: Any = rival(comm, x) if rival else collectives.plan("allreduce", x, comm, algorithm=algorithm)
@@ -75,7 +79,8 @@ def main() -> None:
     asked = rank.request()
     vectors = asked["vectors"]
     found: dict[str, Any] = {"alpha": rank.alpha(comm), "memory": memory(comm, vectors)}
-    case(comm, "multi_ring", 1 << 20, 1, vectors)  # connections
+    # The first case makes the connections, and does not count.
+    case(comm, "multi_ring", 1 << 20, 1, vectors)
     found["cases"] = [case(comm, **one, vectors=vectors) for one in asked["cases"]]
     if comm.rank == 0:
         rank.answer(found)

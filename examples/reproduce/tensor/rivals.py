@@ -1,10 +1,11 @@
-"""The allreduces of tensors that the paper compares its own with, on vectors of the host, each to be called again.
+"""The rivals of the paper's tensor allreduce, on vectors in host memory. An instance can be called again and again.
 
 reg          Section 7.3 d (reg-IBMGpu). The vector is cut into parts. While part i is reduced over the worker's
-             vectors, the MPI sums part i - 1, and part i - 2 is spread. `Blocking` is the same in one part.
-vector_ring  Baidu's (sections 6.3 and 7.3, figure 20). With p workers of k vectors the ring has P = pk members; member
-             rk + v is vector v of worker r. Each step moves a chunk of n/P elements from every member to the next:
-             k - 1 times inside the worker, once over the wire. 2(P - 1) steps in place of 2(p - 1).
+             vectors, the MPI library sums part i - 1, and part i - 2 is copied to the vectors. `Blocking` does the same
+             with a single part.
+vector_ring  Baidu's (sections 6.3 and 7.3, figure 20). With p workers of k vectors the ring has P = pk members. Member
+             rk + v is vector v of worker r. Each step moves a chunk of n/P elements from every member to the next,
+             k - 1 times inside the worker and once over the wire. It takes 2(P - 1) steps instead of 2(p - 1).
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from mpi4py import MPI
 from collectives.schedule.model import cut
 from examples.reproduce.tensor.model import PART_BYTES
 
-NAP = 1e-4  # seconds between two looks at what is on the wire
+# seconds between two tests of the messages on the wire
+NAP = 1e-4
 
 
 def reduce(vectors: list[Any], out: Any) -> None:
@@ -35,16 +37,18 @@ def spread(vectors: list[Any], source: Any) -> None:
 
 
 def wait(*requests: MPI.Request) -> None:
-    """Wait for messages, and leave the cores to others meanwhile."""
+    """Wait for messages by sleeping, because the emulated hosts share the cores."""
     while not MPI.Request.Testall(list(requests)):
         time.sleep(NAP)
 
 
 class Blocking:
-    """The paper's reg without its pipeline, on the MPI's blocking call."""
+    """The paper's reg without its pipeline, with the MPI library's blocking call."""
 
     def __init__(self, comm: MPI.Comm, vectors: list[Any]) -> None:
-        self._comm, self._vectors, self._host = comm, vectors, np.empty_like(vectors[0])
+        self._comm = comm
+        self._vectors = vectors
+        self._host = np.empty_like(vectors[0])
 
     def __call__(self) -> None:
         reduce(self._vectors, self._host)
@@ -53,10 +57,11 @@ class Blocking:
 
 
 class Reg:
-    """Reduce to the host, MPI_Iallreduce, spread, in a pipeline."""
+    """The paper's reg: reduce to the host, MPI_Iallreduce and spread, in a pipeline."""
 
     def __init__(self, comm: MPI.Comm, vectors: list[Any]) -> None:
-        self._comm, host = comm, np.empty_like(vectors[0])
+        self._comm = comm
+        host = np.empty_like(vectors[0])
         size = max(1, PART_BYTES // host.itemsize)
         parts = [slice(start, start + size) for start in range(0, host.size, size)]
         self._parts = [([vector[part] for vector in vectors], host[part]) for part in parts]
@@ -76,10 +81,12 @@ class Reg:
 
 
 class VectorRing:
-    """A ring through all vectors."""
+    """A ring through all vectors of all workers."""
 
     def __init__(self, comm: MPI.Comm, vectors: list[Any]) -> None:
-        self._comm, self._vectors, self._members = comm, vectors, comm.size * len(vectors)
+        self._comm = comm
+        self._vectors = vectors
+        self._members = comm.size * len(vectors)
         longest = -(-vectors[0].size // self._members)
         self._outgoing, self._incoming = (np.empty(longest, vectors[0].dtype) for _ in range(2))
 

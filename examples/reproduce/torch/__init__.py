@@ -1,1 +1,1 @@
-"""Data-parallel training in PyTorch by who averages the gradients."""
+"""Measurements of data-parallel training in PyTorch, with mpips and with its rivals."""

@@ -1,12 +1,13 @@
-"""A training step in PyTorch by who averages the gradients: gloo, an mpi4py allreduce, "mpips", and DataParallel.
+"""Times a training step in PyTorch with gradients averaged by gloo, mpi4py, "mpips", and mpips's DataParallel.
 
     mpips run -w 4 -m examples.reproduce.torch.ddp [--models mlp-1M,cnn] [--forms plain,fp16] [--json FILE]
 
-All contenders take turns in one job. The forms are DistributedDataParallel as it is, with PyTorch's hooks for fp16 and
-PowerSGD (rank 2), and FSDP2, which cuts each layer. In the plain form gloo is what DistributedDataParallel makes of it
-with buckets of 25 MB, and of 1 MB: its faster counts. What communication costs is a step minus the same step without
-any exchange, which all ranks take at the same time. Of a step the slowest rank counts, and the median over the rounds.
-One thread a rank.
+All contenders take turns in one job, with one thread for each rank. The forms are plain DistributedDataParallel, the
+same with PyTorch's hooks for fp16 and PowerSGD (rank 2), and FSDP2, which cuts each layer.
+
+In the plain form gloo is measured with buckets of 25 MB and of 1 MB, and the faster one counts. The cost of
+communication is the time of a step minus that of the same step without any exchange, which all ranks run at the same
+time. A step takes as long as its slowest rank, and the result is the median over the rounds.
 """
 
 import copy
@@ -43,30 +44,31 @@ WIDTHS = {
 MODELS = (*WIDTHS, "cnn")
 FORMS = ("plain", "fp16", "powersgd", "fsdp2")
 BATCH = 16
+# Megabytes of a bucket, so large that there is only one: with several, PowerSGD sometimes hangs on gloo.
 ONE = 1000.0
-"""Megabytes of a bucket, so that there is one: with several PowerSGD hangs on gloo now and then."""
+# name of the step without any exchange
 ALONE = "alone"
-"""The step without any exchange."""
 
 
 class Row(NamedTuple):
-    """One contender on one model, on so many ranks; seconds a step, and what of them communication costs."""
+    """The result of one contender with one model in one form."""
 
     model: str
     form: str
     parameters: int
     ranks: int
     contender: str
+    # seconds of a step, and the part of them that communication costs
     step_s: float
     communication_s: float
+    # its steps a second over gloo's
     over_gloo: float
-    """Its steps a second over gloo's."""
+    # its cost of communication over gloo's
     share_of_gloo: float
-    """What its communication costs, over what gloo's does."""
 
 
 def network(name: str) -> tuple[nn.Module, Tensor]:
-    """A model and a batch of its inputs."""
+    """Return a model and a batch of inputs for it."""
     if name == "cnn":
         convolutions = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()]
         return nn.Sequential(*convolutions, nn.Flatten(), nn.Linear(32 * 64, 10)), torch.randn(BATCH, 1, 8, 8)
@@ -78,7 +80,7 @@ def network(name: str) -> tuple[nn.Module, Tensor]:
 
 
 def by_mpi4py(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """DistributedDataParallel's hook: the MPI's own allreduce of a bucket, blocking."""
+    """A communication hook of DistributedDataParallel: the MPI library's blocking allreduce of a bucket."""
     gradients = bucket.buffer()
     MPI.COMM_WORLD.Allreduce(MPI.IN_PLACE, gradients.numpy())
     done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -87,7 +89,7 @@ def by_mpi4py(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor
 
 
 def hooked_by(hook: str, model: DistributedDataParallel, group: Any) -> DistributedDataParallel:
-    """Register one of PyTorch's hooks that make messages small."""
+    """Register PyTorch's hook for fp16 or PowerSGD, and return the model."""
     if hook == "fp16":
         model.register_comm_hook(group, default_hooks.fp16_compress_hook)
     else:
@@ -97,7 +99,7 @@ def hooked_by(hook: str, model: DistributedDataParallel, group: Any) -> Distribu
 
 
 def contenders(name: str, form: str, gloo: Any) -> dict[str, Callable[[], object]]:
-    """A step of each, on models that begin alike. Collective."""
+    """Return contender -> its step, on models with the same first weights. Collective."""
     torch.manual_seed(1)
     model, x = network(name)
 
@@ -133,7 +135,7 @@ def contenders(name: str, form: str, gloo: Any) -> dict[str, Callable[[], object
 
 
 def stepping(model: nn.Module, x: Tensor) -> Callable[[], object]:
-    """One step of SGD."""
+    """Return a step of SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step() -> None:
@@ -145,12 +147,14 @@ def stepping(model: nn.Module, x: Tensor) -> Callable[[], object]:
 
 
 def measure(name: str, form: str, gloo: Any, rounds: int, seconds: float) -> list[Row]:
-    """All contenders on one model in one form. Collective."""
+    """Time all contenders with one model in one form. Collective."""
     steps = contenders(name, form, gloo)
     for step in steps.values():
-        for _ in range(5):  # DataParallel has its plan after a few steps
+        # DataParallel has its plan after a few steps.
+        for _ in range(5):
             step()
-    engine.settle(SETTLE_SECONDS)  # float16 is summed by kernels in a job that runs for longer than this
+    # Wait for compiled kernels: they sum float16 in any job that runs for longer than this one.
+    engine.settle(SETTLE_SECONDS)
     taking_part = [Contender(each, step, True) for each, step in steps.items()]
     times = compare_steps(taking_part, MPI.COMM_WORLD, seconds, rounds)
     medians = {each: statistics.median(values) for each, values in times.items()}
@@ -167,7 +171,7 @@ def measure(name: str, form: str, gloo: Any, rounds: int, seconds: float) -> lis
 
 
 def table(rows: list[Row]) -> Table:
-    """The rows, in milliseconds."""
+    """Build the table of the rows, in milliseconds."""
     view = Table(title=f"a step on {rows[0].ranks} ranks, batches of {BATCH}")
     words = ("model", "form", "contender")
     for column in (*words, "parameters", "step, ms", "communication, ms", "x gloo", "of gloo's cost"):

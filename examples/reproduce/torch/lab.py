@@ -1,8 +1,8 @@
-"""DataParallel's plan beside DistributedDataParallel's 25 MB and one bucket: 8 hosts of an emulated network.
+"""Compares DataParallel's buckets with DistributedDataParallel's 25 MB and with one bucket, on 8 emulated hosts.
 
     python -m examples.reproduce.torch.lab [--rate 100mbit] [--json FILE] [--quick]
 
-A step by each is predicted from the step without exchange and the cost of an allreduce, then measured, in turn.
+A step with each is predicted from the step without exchange and the cost of an allreduce, and then measured, in turns.
 """
 
 from __future__ import annotations

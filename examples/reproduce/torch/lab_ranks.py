@@ -1,9 +1,11 @@
-"""What each host runs for `examples.reproduce.torch.lab`: an MLP's computation, then its training steps by buckets.
+"""The program of each host for `examples.reproduce.torch.lab`: predicts and times an MLP's steps by its buckets.
 
 python -m examples.reproduce.torch.lab_ranks REQUEST ANSWER
-REQUEST holds {"widths": [N, ...], "batch": B, "steps": S}. A step of which the exchange is measured is predicted from
-the same step without any, and from the cost of two allreduces: a bucket starts when its last gradient is there on all
-ranks and the bucket before it is through, and takes alpha + beta bytes.
+REQUEST holds {"widths": [N, ...], "batch": B, "steps": S}.
+
+A step is predicted from the same step without exchange, and from alpha and beta, which two timed allreduces give. The
+sum of a bucket starts when its last gradient is complete on all ranks and the bucket before it is done. It takes alpha
++ beta x bytes.
 """
 
 from __future__ import annotations
@@ -26,28 +28,28 @@ from examples.reproduce import rank
 from mpips.torch.buckets import AllreduceCosts, Bucket, cut_by_strategy, measure_costs
 
 WORLD = MPI.COMM_WORLD
+# steps in which DataParallel makes its plan, and DistributedDataParallel its buckets
 WARM_STEPS = 4
-"""In which DataParallel makes its plan, and DistributedDataParallel its buckets."""
 MIB = 1 << 20
+# DistributedDataParallel closes its first bucket, and each other one, when it reaches this size.
 DDP_BYTES = MIB, 25 * MIB
-"""DistributedDataParallel's first bucket, and the others, are closed as they reach this."""
 
 
 class Compute(NamedTuple):
-    """Seconds of a step without exchange, from its begin on the slowest rank."""
+    """The times of a step without exchange, in seconds, on the slowest rank."""
 
+    # numbers of the parameters, in the order in which their gradients become ready
     order: list[int]
-    """Of parameters, as their gradients become ready."""
+    # times from the beginning of the step at which they are ready, in that order
     ready: list[float]
-    """In that order."""
+    # time at which the backward pass ends
     backward: float
-    """When backward has ended."""
+    # duration of the rest of the step
     update: float
-    """What follows it."""
 
 
 class Row(NamedTuple):
-    """Buckets by one strategy: their bytes, and seconds of a step."""
+    """The result of one strategy: the bytes of its buckets, and the seconds of a step."""
 
     buckets: str
     nbytes: list[int]
@@ -56,7 +58,7 @@ class Row(NamedTuple):
 
 
 def network(widths: Sequence[int]) -> nn.Module:
-    """A ReLU network, the same on all ranks."""
+    """Return a ReLU network with the same weights on all ranks."""
     torch.manual_seed(1)
     layers: list[nn.Module] = []
     for fan_in, fan_out in pairwise(widths):
@@ -65,7 +67,7 @@ def network(widths: Sequence[int]) -> nn.Module:
 
 
 def stepping(model: nn.Module, x: Tensor) -> Callable[[], float]:
-    """A step of SGD; it returns when backward had ended."""
+    """Return a step of SGD. The step returns the time (perf_counter) at which its backward pass ended."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def step() -> float:
@@ -79,14 +81,14 @@ def stepping(model: nn.Module, x: Tensor) -> Callable[[], float]:
 
 
 def slowest(seconds: Sequence[float]) -> np.ndarray:
-    """Of each number the largest of all ranks'."""
+    """Return the largest value over all ranks of each number. Collective."""
     most = np.array(seconds)
     WORLD.Allreduce(MPI.IN_PLACE, most, MPI.MAX)
     return most
 
 
 def alone(model: nn.Module, x: Tensor, steps: int) -> Compute:
-    """Steps that all ranks make at once, without exchange."""
+    """Time steps without exchange that all ranks run at the same time. Collective."""
     parameters = list(model.parameters())
     at = np.zeros(len(parameters))
 
@@ -110,7 +112,7 @@ def alone(model: nn.Module, x: Tensor, steps: int) -> Compute:
 
 
 def predicted(found: Compute, nbytes: Sequence[int], cost: AllreduceCosts, buckets: Sequence[Bucket]) -> float:
-    """Seconds of a step with these buckets of `nbytes`, which are in the order of readiness."""
+    """Predict the seconds of a step with these buckets. `nbytes`: size of each gradient, in the order of readiness."""
     end = 0.0
     for first, last in buckets:
         end = max(end, found.ready[last - 1]) + cost.alpha + cost.beta * sum(nbytes[first:last])
@@ -118,7 +120,7 @@ def predicted(found: Compute, nbytes: Sequence[int], cost: AllreduceCosts, bucke
 
 
 def by_ddp(nbytes: Sequence[int]) -> list[Bucket]:
-    """DistributedDataParallel's buckets."""
+    """Return the buckets that DistributedDataParallel makes of gradients of these sizes."""
     found, first, held = [], 0, 0
     for index, n in enumerate(nbytes):
         held += n
@@ -129,7 +131,7 @@ def by_ddp(nbytes: Sequence[int]) -> list[Bucket]:
 
 
 def measured(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Median seconds of a step of each, of its slowest rank, in turn."""
+    """Time the steps in turns. Return name -> median seconds on the slowest rank. Collective."""
     rows = []
     for step in steps.values():
         for _ in range(WARM_STEPS):
@@ -146,7 +148,7 @@ def measured(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, fl
 
 
 def main(widths: Sequence[int], batch: int, steps: int) -> dict[str, Any]:
-    """The rows of the table. Collective."""
+    """Return the answer: the times without exchange, alpha, beta, and the rows of the table. Collective."""
     torch.set_num_threads(1)
     dist.init_process_group("mpips")
     model = network(widths)

@@ -1,11 +1,11 @@
-"""MovieLens by tables, and by PyTorch's own embeddings on gloo: errors on films not trained on, and seconds.
+"""Trains MovieLens with tables and with PyTorch's own embeddings on gloo, and compares test errors and seconds.
 
 mpips run -w 1 -s 1 -m examples.reproduce.torch.movielens alike --data recbole-1.2.1-py3-none-any.whl
 mpips run -w 2 -s 1 -m examples.reproduce.torch.movielens tables --data ...
 mpips run -w 2 -m examples.reproduce.torch.movielens gloo --data ...
 
-`alike`: both on one worker, from the same first values, in the same batches: the largest difference of errors. `gloo`:
-`nn.Embedding(sparse=True)` under DDP, whose rows travel to all ranks.
+`alike` trains both on one worker, with the same first values and the same batches, and prints the largest difference of
+their errors. `gloo` trains `nn.Embedding(sparse=True)` under DDP, which sends the gradients of rows to all ranks.
 """
 
 from __future__ import annotations
@@ -56,12 +56,15 @@ def command(way: str, data: str, epochs: int, until: float) -> None:
 
 
 def every(ratings: example.Ratings) -> Any:
-    """All ids of users and films."""
+    """Return all ids of users and films."""
     return torch.arange(int(max(ratings.users.max(), ratings.films.max())) + 1).numpy()
 
 
 def plain(ratings: example.Ratings, first: Any = None) -> nn.Module:
-    """PyTorch's embeddings, with these first values, else with such as tables have."""
+    """Return a factorisation with PyTorch's embeddings.
+
+    `first` has their first values. None: draw them from the distribution from which tables draw.
+    """
     made = [nn.Embedding(len(every(ratings)), DIM, sparse=True) for _ in TABLES]
     for place, embedding in enumerate(made):
         nn.init.uniform_(embedding.weight, -0.05, 0.05)
@@ -71,7 +74,7 @@ def plain(ratings: example.Ratings, first: Any = None) -> nn.Module:
 
 
 def by_pytorch(ratings: example.Ratings, net: nn.Module, epochs: int) -> list[tuple[float, float]]:
-    """Train PyTorch's embeddings, under DDP where there is a group."""
+    """Train PyTorch's embeddings, under DDP if there is a process group."""
     grouped = dist.is_initialized()
     forward = nn.parallel.DistributedDataParallel(net) if grouped else net
     rank, workers = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
@@ -82,7 +85,7 @@ def by_pytorch(ratings: example.Ratings, net: nn.Module, epochs: int) -> list[tu
 def by_tables(
     kv: mpips.KVStore, tables: list[mpips.Table], ratings: example.Ratings, epochs: int
 ) -> list[tuple[float, float]]:
-    """Train tables, as the example does."""
+    """Train with tables, as the example does."""
     users, films = (mpips.torch.Embedding(table) for table in tables)
     net = example.Factors(users, films, float(ratings.stars.mean()))
     optimizers = mpips.torch.TableOptimizer(net), torch.optim.Adagrad(net.parameters(), lr=RATE)

@@ -1,9 +1,9 @@
-"""PyTorch's own distributed tests, which its wheel ships, on "mpips" or on gloo.
+"""Runs PyTorch's own distributed tests, which its wheel contains, on the backend "mpips" or on gloo.
 
     python -m examples.reproduce.torch.pytorch_tests [--ranks 3] [--backend gloo] [--only WORD] [--json FILE]
 
-They need PyTorch's package `expecttest`. All ranks of a job run the same tests in the same order. A test that hangs or
-ends the job counts as failed, and the rest runs in a new job.
+They need PyTorch's package `expecttest`. All ranks of a job run the same tests in the same order. If a test hangs or
+ends the job, it counts as failed, and the remaining tests run in a new job.
 """
 
 from __future__ import annotations

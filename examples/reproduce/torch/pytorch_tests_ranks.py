@@ -1,8 +1,8 @@
-"""What each rank runs for `examples.reproduce.torch.pytorch_tests`.
+"""The program of each rank for `examples.reproduce.torch.pytorch_tests`.
 
 python -m examples.reproduce.torch.pytorch_tests_ranks BACKEND LINES SECONDS AFTER WORD
-Rank 0 appends to LINES when a test begins and when it has ended: [name, outcome, why], as JSON. Tests up to AFTER are
-left out, and those without WORD in their names.
+Rank 0 appends a line to the file LINES when a test begins and when it has ended: [name, outcome, why], as JSON. Tests
+up to the one named AFTER are skipped, and so are tests without WORD in their names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from mpi4py import MPI
 
 WORLD = MPI.COMM_WORLD
 BACKEND, LINES, SECONDS, AFTER, WORD = sys.argv[1:]
-os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(WORLD.size), "RANK": str(WORLD.rank)}  # tests for gloo count
+# By BACKEND, PyTorch chooses the tests that it has for gloo.
+os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(WORLD.size), "RANK": str(WORLD.rank)}
 for folder in ("barrier", "test_dir", "init_dir"):
     Path(os.environ["TEMP_DIR"], folder).mkdir(exist_ok=True)
 
@@ -33,10 +34,12 @@ from torch.testing._internal.common_utils import TestCase, set_rng_seed  # noqa:
 
 import mpips.torch  # noqa: E402, F401
 
+# Tests that need the real name of the backend. The others are told that it is gloo: by that name they know how the
+# backend treats CPU tensors.
 NAMED = ("test_get_backend", "test_barrier_timeout_global")
-"""Tests that use the backend's name. The others look whether it is gloo's, and know how that treats CPU tensors."""
 SKIPS = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
-os.environ["BACKEND"] = "mpi"  # with which PyTorch runs tests of subgroups on fewer than 8 ranks, too
+# With "mpi", PyTorch also runs tests of subgroups on fewer than 8 ranks.
+os.environ["BACKEND"] = "mpi"
 
 
 class Case(theirs.DistributedTest._DistTestBase, TestCase):
@@ -50,7 +53,7 @@ class Case(theirs.DistributedTest._DistTestBase, TestCase):
 
 
 def run_test(name: str) -> tuple[str, str]:
-    """Return its outcome on this rank, and why."""
+    """Run a test on this rank. Return its outcome ("passed", "skipped", "failed") and the reason."""
     case = Case(name)
     theirs.BACKEND = BACKEND if name in NAMED else "gloo"
     dist.init_process_group(BACKEND)
@@ -73,18 +76,19 @@ def run_test(name: str) -> tuple[str, str]:
 
 
 def note(*words: str) -> None:
-    """Append a line, on rank 0."""
+    """Append a line to LINES, on rank 0."""
     if WORLD.rank == 0:
         with Path(LINES).open("a") as file:
             file.write(json.dumps(words) + "\n")
 
 
 def main() -> None:
-    """Run the tests, one after the other."""
+    """Run the tests, one after another."""
     torch.set_num_threads(1)
     for name in unittest.TestLoader().getTestCaseNames(Case):
         if name <= AFTER or WORD not in name:
             continue
+        # If the job ends within this test, this line remains its last.
         note(name, "failed", f"hangs, or ends the job, within {SECONDS} s")
         faulthandler.dump_traceback_later(float(SECONDS), exit=True)
         outcomes = WORLD.allgather(run_test(name))

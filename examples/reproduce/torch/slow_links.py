@@ -1,8 +1,8 @@
-"""DiLoCo beside an allreduce in every step and elastic averaging: 8 hosts of an emulated network, at three rates.
+"""Compares DiLoCo with an allreduce in every step and with elastic averaging, on 8 emulated hosts at three rates.
 
     python -m examples.reproduce.torch.slow_links [--rate 10mbit ...] [--seconds 40] [--out out] [--quick]
 
-Each way trains the same small language model for so many seconds.
+Each way trains the same small language model for `--seconds` seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAME = "reproduce-slow-links"
 
 
 def per_step(way: str, nbytes: int, hosts: int, every: int) -> float:
-    """Return the bytes that a host sends in a step, in the mean: of an allreduce, or of a push to a server."""
+    """Return the bytes that a host sends in a step on average, by an allreduce or by pushes to a server."""
     allreduce = 2 * (hosts - 1) / hosts * nbytes
     return {
         "allreduce": allreduce,
@@ -77,7 +77,7 @@ def command(rates: tuple[str, ...], ways: tuple[str, ...], seconds: float, quick
 
 
 def draw(report: dict[str, Any], path: Path) -> None:
-    """Draw loss against bytes, and against seconds at each rate."""
+    """Draw the loss against bytes sent, and against seconds at each rate."""
     from matplotlib.figure import Figure
 
     rates = list(dict.fromkeys(row["rate"] for row in report["rows"]))

@@ -1,4 +1,4 @@
-"""What each host runs for `examples.reproduce.torch.slow_links`: one way to train a language model, for some seconds.
+"""The program of each host for `examples.reproduce.torch.slow_links`: trains a language model in one way.
 
 python -m examples.reproduce.torch.slow_links_ranks REQUEST ANSWER
 REQUEST holds {"way": WAY, "seconds": S, "every": H, "batch": B}.
@@ -25,23 +25,25 @@ from torch_language import Language, letters
 
 WORLD = MPI.COMM_WORLD
 LEARNING_RATE = 3e-3
+# the network interface of a host in a lab whose topology is a star
 NIC = "d0:"
-"""Of a host of a lab whose switch is a star."""
 
 
 class Way(NamedTuple):
-    """One way to train."""
+    """A way to train."""
 
     model: nn.Module
+    # updates the weights
     step: Callable[[], Any]
+    # number of this worker
     rank: int
     close: Callable[[], Any]
+    # True if all workers take the same number of steps, because they exchange with each other
     waits: bool
-    """True where all workers end a step together in which they talk."""
 
 
 def way_of(name: str, model: nn.Module, every: int) -> Way:
-    """Make a way to train. A server serves in here, and leaves by SystemExit."""
+    """Set up a way to train. On a server this call serves, and ends in SystemExit."""
     inner = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
     if name == "allreduce":
         parallel = mpips.torch.DataParallel(model)
@@ -56,7 +58,7 @@ def way_of(name: str, model: nn.Module, every: int) -> Way:
 
 
 def sent() -> int:
-    """Return the bytes that this host has sent through its link."""
+    """Return the bytes that this host has sent through its link since it was made."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         if line.strip().startswith(NIC):
             return int(line.split()[9])
@@ -64,7 +66,10 @@ def sent() -> int:
 
 
 def main(way: str, seconds: float, every: int, batch: int) -> dict[str, Any]:
-    """Return the curve of worker 0, the model's bytes and what a host has sent."""
+    """Train for `seconds`, and return the answer.
+
+    It has worker 0's curve [(step, seconds, test loss)], the model's bytes, and the bytes that a host sent in a step.
+    """
     torch.set_num_threads(1)
     torch.manual_seed(0)
     text, count = letters()
@@ -84,7 +89,8 @@ def main(way: str, seconds: float, every: int, batch: int) -> dict[str, Any]:
         step += 1
         if step % every:
             continue
-        before = before or sent()  # in the first steps DataParallel measures the network
+        # Count from here on, because DataParallel measures the network in the first steps.
+        before = before or sent()
         if made.rank == 0:
             curve.append((step, time.perf_counter() - begun, test_loss(model, test)))
         over = time.perf_counter() - begun > seconds

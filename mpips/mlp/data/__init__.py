@@ -1,1 +1,1 @@
-"""The data of a training: where rows come from, how they reach the ranks, and which rows a rank holds."""
+"""The data of a training: the sources of rows, how rows reach the ranks, and which rows a rank holds."""

@@ -1,4 +1,4 @@
-"""Define a source of rows, check what it reads, and tell the labels of classes that files hold."""
+"""`DataSource`, the base class of sources of rows; checks of the rows it reads; and labels of classes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,29 @@ import numpy as np
 
 from mpips.mlp.mesh import TrainingError, counted
 
+# a column with more different labels than this holds numbers, not classes
 MOST_LABELS = 10_000
-"""Labels that may be classes; more of them are numbers to be learned."""
 NO_LABEL = "no label of a class: labels are whole numbers, or words"
-MISSING_LABELS = {"", "?", "na", "n/a", "nan", "null"}  # in small letters
-_SHOWN = 6  # labels that a sentence shows
-_GREATEST = 1e140  # squares of such numbers can still be summed, over more rows than there are
+# texts that mean that a label is missing, in lower case
+MISSING_LABELS = {"", "?", "na", "n/a", "nan", "null"}
+# number of labels that a message lists
+_SHOWN = 6
+# largest number accepted: the squares of such numbers can be summed over 1e28 rows
+_GREATEST = 1e140
 
 
 class DataSource:
-    """Rows of `features` inputs followed by `targets` targets, which are given part by part.
+    """Base class of the sources of rows. A row has `features` inputs, followed by `targets` targets.
 
-    With `classes` the one target is a class number (0: their number is not known).
+    Rows are read part by part: `open_part` chooses the part, and the calls after it count rows from its beginning.
+
+    Attributes:
+        name: What messages call the source.
+        features: Number of inputs.
+        targets: Number of targets.
+        classes: None if the targets are numbers. Otherwise the one target is a class number, and this is the number of
+            classes, or 0 if `labels` must be read first to know it.
+        apart: True if a part can be read without the rest. If not, one rank reads all rows and sends them.
     """
 
     name: str
@@ -27,54 +38,56 @@ class DataSource:
     targets: int
     classes: int | None = None
     apart = True
-    """Whether a part can be read without the rest. If not, one rank reads all rows and sends them."""
 
     def fingerprint(self) -> str:
-        """Return the size and a checksum, of samples of the rows where they are many.
+        """Return the size and a checksum of the rows, or of samples of them if they are many.
 
-        It is the same on every rank that can read the same rows, and cheap beside reading a part.
+        It is the same on every rank that sees the same rows, and takes little time compared with reading a part.
         """
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise TrainingError where a file is damaged, as far as its format can tell. Reads all of it; for one rank."""
+        """Raise TrainingError if the file is damaged, as far as its format can tell.
+
+        It reads the whole file, so only rank 0 calls it.
+        """
 
     def open_part(self, parts: int, index: int) -> int:
-        """Turn to part `index` of `parts`, which follow one another; return its number of rows."""
+        """Choose part `index` of `parts` contiguous parts, and return its number of rows."""
         raise NotImplementedError
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return rows [start, stop) of the part, (stop - start, features + targets), float64.
+        """Return rows [start, stop) of the part as float64, (stop - start, features + targets).
 
-        TrainingError where they are no numbers.
+        Raise TrainingError if they are not numbers.
         """
         raise NotImplementedError
 
     def where(self, row: int, column: int) -> str:
-        """Return the place of a value of the part and the value: the beginning of a sentence about it."""
+        """Describe a value of the part for a message: "FILE, line 3: column 2 is 'x'"."""
         raise NotImplementedError
 
     def labels(self) -> dict[str, int]:
-        """Return the labels of the part, each with the first row that has it; asked where `classes` is 0.
+        """Return label -> first row that has it, for the labels of the part. Called if `classes` is 0.
 
-        TrainingError where one is missing, or is no label.
+        Raise TrainingError if a label is missing or is neither a whole number nor a word.
         """
         raise NotImplementedError
 
     def number(self, labels: Sequence[str]) -> None:
-        """Let `read` give these labels as 0, 1, 2, ... from now on; they are all classes."""
+        """Set the labels of the classes 0, 1, 2, ... From now on `read` returns class numbers."""
         raise NotImplementedError
 
     def columns(self) -> str:
-        """Return in words which columns are learned from which."""
+        """Describe the columns in words: "8 features -> 1 target"."""
         targets = "a class" if self.classes is not None else counted(self.targets, "target")
         return f"{counted(self.features, 'feature')} -> {targets}"
 
 
 def read_checked(source: DataSource, start: int, stop: int) -> np.ndarray:
-    """Return rows that have been checked.
+    """Read rows [start, stop) of the part and check them.
 
-    TrainingError on numbers that are not finite, too large to be squared or, where classes are wanted, no classes.
+    Raise TrainingError if a number is not finite, too large to be squared, or should be a class number and is not.
     """
     table = source.read(start, stop)
     if (bad := ~np.isfinite(table)).any():
@@ -100,7 +113,7 @@ def read_checked(source: DataSource, start: int, stop: int) -> np.ndarray:
 
 
 def number_of(field: str) -> float | None:
-    """Return the number that NumPy reads here, too; None where it reads none."""
+    """Parse a number as NumPy does, or return None. (Python also accepts 1_000 and other scripts' digits.)"""
     try:
         return float(field) if field.isascii() and "_" not in field else None
     except ValueError:
@@ -108,7 +121,7 @@ def number_of(field: str) -> float | None:
 
 
 def label_of(field: str) -> str | None:
-    """Return the label that a text stands for: "2" of "2.0", words as they are; None where it is none."""
+    """Return the label that a field of a file stands for: "2" for "2.0", words as they are, None if it is no label."""
     number = number_of(field)
     if number is None:
         return None if field.lower() in MISSING_LABELS else field
@@ -116,12 +129,12 @@ def label_of(field: str) -> str | None:
 
 
 def is_number(label: str) -> bool:
-    """Return whether a label stands for a whole number."""
+    """True if a label is a whole number."""
     return label.lstrip("-").isdecimal() and label.isascii()
 
 
 def see_few(name: str, labels: Mapping[str, int]) -> None:
-    """Raise TrainingError where there are more labels than classes."""
+    """Raise TrainingError if there are too many labels for classes."""
     if len(labels) > MOST_LABELS:
         raise TrainingError(
             f"{name} has more than {MOST_LABELS:,} different labels, such as {listed(list(labels))}: "
@@ -130,13 +143,13 @@ def see_few(name: str, labels: Mapping[str, int]) -> None:
 
 
 def listed(labels: Sequence[str]) -> str:
-    """Return some labels in words, and how many more there are."""
+    """Format labels for a message: the first few, and the number of the rest."""
     more = f" and {len(labels) - _SHOWN:,} more" if len(labels) > _SHOWN else ""
     return ", ".join(labels[:_SHOWN]) + more
 
 
 def name_classes(labels: Sequence[str]) -> str:
-    """Return in words which label is which class; "" where they are 0, 1, 2, ... themselves."""
+    """Describe in words which label is which class. Return "" if the labels are 0, 1, 2, ... themselves."""
     if list(labels) == [str(number) for number in range(len(labels))]:
         return ""
     pairs = [f"{label} is {number}" for number, label in enumerate(labels[:_SHOWN])]

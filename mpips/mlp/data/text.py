@@ -1,4 +1,4 @@
-"""Read delimited text in parts: an interval of the file's bytes, whose lines are parsed when they are asked for."""
+"""`TextSource`: delimited text. A part is an interval of the file's bytes, whose lines are parsed when read."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from mpips.mlp.data.base import MISSING_LABELS, NO_LABEL, DataSource, label_of, 
 from mpips.mlp.mesh import TrainingError
 from mpips.mlp.network import interval
 
+# texts that mean that the name of a column is missing, in lower case
 _MISSING_NAMES = {*MISSING_LABELS, "-", "none", "nil"}
-_SAMPLES = 256  # places of a file, of which its fingerprint takes
-_SAMPLE_BYTES = 4 << 10  # bytes each
+# the fingerprint of a large file reads this many samples of this size
+_SAMPLES = 256
+_SAMPLE_BYTES = 4 << 10
+# bytes in which lines are counted at a time
 _COUNT_BYTES = 1 << 20
+# delimiter -> what messages call it; None: any number of blanks
 _DELIMITERS = {"\t": "tabs", ";": "semicolons", ",": "commas", "|": "bars", None: "blanks"}
 _QUOTED = re.compile(r'"[^"]*"?')
 _FILLED = re.compile(rb"\S")
+# first bytes of a file that is not text, although its name may say so -> its format and what to do
 _BINARY = {
     b"\x93NUMPY": "an array of NumPy: save inputs and targets as np.savez('data.npz', x=..., y=...)",
     b"PK\x03\x04": "a zip, as spreadsheets are: export it as CSV; arrays of NumPy need a name that ends in .npz",
@@ -31,21 +36,27 @@ _BINARY = {
     b"\xff\xfe": "text in UTF-16: save it in UTF-8",
     b"\xfe\xff": "text in UTF-16: save it in UTF-8",
 }
-"""Files that are taken for text by their names: their first bytes, and the format."""
+# the name of a data frame's index: pandas writes an empty name, and calls the column "Unnamed: 0" when it reads it
 _INDEX = re.compile(r"(Unnamed: 0)?")
-"""The name that pandas gives its index in a file, and reads it back by."""
 
 
 class TextSource(DataSource):
-    """A file of numbers, one row a line, with or without a line of names.
+    """A file of numbers, a row a line, with or without a line of names.
 
     Fields are separated by commas, semicolons, tabs, bars or blanks. Lines end in LF, CR LF, or CR alone.
 
-    `target` and `features` are columns by name, else by number from 1; by default the target is the last column and
-    the features are all others, but for a first one without a name, the index of a frame. `header` says whether the
-    first line holds names; None: it does if none of its fields is a number. With `classes` the target is a label: a
-    class number, or, where that is 0, any whole number or word. Raises TrainingError, naming file, line, column and
-    value, on what is not a finite number or not a label.
+    Args:
+        path: The file, in UTF-8.
+        target: Target columns, by name or else by number from 1. Default: the last column.
+        features: Feature columns. Default: all others, except a first column without a name, which is the index of a
+            data frame.
+        header: Whether the first line holds names. Default: it does if none of its fields is a number.
+        classes: None: the targets are numbers. 0: the target is a label, any whole number or word. Otherwise the target
+            is a class number, and this is the number of classes.
+
+    Raises:
+        TrainingError: If the file is not such a text, or has no such columns. Reading it raises TrainingError, too: the
+            message names file, line, column and value of what is not a finite number or not a label.
     """
 
     def __init__(
@@ -56,10 +67,12 @@ class TextSource(DataSource):
         header: bool | None = None,
         classes: int | None = None,
     ) -> None:
-        self.name, self.classes = path, classes
+        self.name = path
+        self.classes = classes
         self._bytes = _map(path)
         self._end = b"\n" if self._bytes.find(b"\n") >= 0 or self._bytes.find(b"\r") < 0 else b"\r"
-        self._begin = 3 if self._bytes[:3] == b"\xef\xbb\xbf" else 0  # a byte order mark
+        # Skip a byte order mark.
+        self._begin = 3 if self._bytes[:3] == b"\xef\xbb\xbf" else 0
         filled = _FILLED.search(self._bytes, self._begin)
         if filled is None:
             raise TrainingError(f"data file {path} is empty")
@@ -69,12 +82,17 @@ class TextSource(DataSource):
         self._first_number = self._number_at(self._begin)
         second = self._text(after, self._line_from(after + 1))
         if self._bytes[self._begin : self._begin + 1] == b"\t" and second.count("\t") > first.count("\t"):
-            first = "\t" + first  # the index of a frame has no name
+            # _text() has stripped the empty name of a data frame's index.
+            first = "\t" + first
         self._delimiter = _delimiter(first, second)
         fields = self._fields(first)
-        self._width, self._names, self._index = len(fields), [""] * len(fields), False
+        self._width = len(fields)
+        self._names = [""] * len(fields)
+        # True if the first column is the index of a data frame and is left out
+        self._index = False
         if not any(number_of(field) is not None for field in fields) if header is None else header:
-            self._names, self._begin = fields, after
+            self._names = fields
+            self._begin = after
             self._index = self._width > 2 and bool(_INDEX.fullmatch(fields[0])) and all(fields[1:])
             self._check_names({""} if header else _MISSING_NAMES)
         targets = [self._column(column) for column in target] or [self._width - 1]
@@ -88,13 +106,17 @@ class TextSource(DataSource):
             )
         if not inputs or set(inputs) & set(targets):
             raise TrainingError(f"{path} has {self._width} columns, of which some must be features, not targets")
+        # the columns that are read, in the order of a row
         self._columns = inputs + targets
-        self.features, self.targets = len(inputs), len(targets)
+        self.features = len(inputs)
+        self.targets = len(targets)
+        # first byte of each line of the part, and the byte after it
         self._starts = self._stops = np.empty(0, np.int64)
-        self._numbers: dict[str, int] | None = None  # of the labels, where they are numbered
+        # label -> class number, once numbered
+        self._numbers: dict[str, int] | None = None
 
     def fingerprint(self) -> str:
-        """Return the size and a checksum of the whole file; of more than 1 MiB, of samples between the ends."""
+        """Return the size and a checksum. Of a file of more than 1 MiB, only evenly spaced samples are read."""
         size, starts, length, checksum = len(self._bytes), [0], len(self._bytes), 0
         if size > _SAMPLES * _SAMPLE_BYTES:
             starts, length = np.linspace(0, size - _SAMPLE_BYTES, _SAMPLES).astype(np.int64).tolist(), _SAMPLE_BYTES
@@ -103,7 +125,7 @@ class TextSource(DataSource):
         return f"{size} bytes, checksum {checksum:08x}, columns {self._columns}"
 
     def open_part(self, parts: int, index: int) -> int:
-        """Turn to the lines that begin in this part of the file's bytes; look for ends of lines only there."""
+        """Choose the lines that begin in this part of the file's bytes. Only this part is searched for lines."""
         size = len(self._bytes)
         begin, end = (self._line_from(self._begin + cut) for cut in interval(size - self._begin, parts, index))
         data = np.frombuffer(self._bytes, np.uint8, end - begin, begin)
@@ -163,10 +185,11 @@ class TextSource(DataSource):
         return found
 
     def number(self, labels: Sequence[str]) -> None:
-        self.classes, self._numbers = len(labels), {label: number for number, label in enumerate(labels)}
+        self.classes = len(labels)
+        self._numbers = {label: number for number, label in enumerate(labels)}
 
     def columns(self) -> str:
-        """Return in words which columns are learned from which, and how the file separates them."""
+        """Describe the columns and their delimiter in words: "column 1 (a) -> column 2 (b) (names from line 1)"."""
         inputs, targets = self._columns[: self.features], self._columns[self.features :]
         head = f"names from line {self._first_number}" if any(self._names) else "no line of names"
         if self._delimiter != ",":
@@ -178,7 +201,7 @@ class TextSource(DataSource):
     # -- names and numbers of columns
 
     def _check_names(self, missing: set[str]) -> None:
-        """Refuse a first line of names that is a broken row; `missing` are no names."""
+        """Raise TrainingError if a line of names looks like a broken row. `missing`: texts that are not names."""
         for column, name in enumerate(self._names):
             if column < self._index:
                 continue
@@ -200,7 +223,7 @@ class TextSource(DataSource):
     # -- lines
 
     def _line_from(self, at: int) -> int:
-        """Return where the first line begins that does not begin before `at`."""
+        """Return the first byte at or after `at` at which a line begins."""
         if at <= self._begin:
             return self._begin
         found = self._bytes.find(self._end, at - 1)
@@ -210,14 +233,15 @@ class TextSource(DataSource):
         return self._text(int(self._starts[row]), int(self._stops[row]))
 
     def _text(self, start: int, stop: int) -> str:
-        """Return some bytes as a text, without blanks around it."""
+        """Decode an interval of bytes, and strip blanks."""
         return self._bytes[start:stop].decode("utf-8", "replace").strip()
 
     def _fields(self, line: str) -> list[str]:
         if '"' in line:
             try:
                 fields = next(csv.reader([line], delimiter=self._delimiter or " ", skipinitialspace=True))
-            except csv.Error:  # a line's end in its middle, or a field of 128 KiB: no row of numbers
+            # An end of a line in its middle, or a field of 128 KiB. This is not a row of numbers.
+            except csv.Error:
                 return [line]
             return [field.strip() for field in fields]
         return [field.strip() for field in line.split(self._delimiter)]
@@ -235,12 +259,12 @@ class TextSource(DataSource):
         return f"{self.name}, line {self._number_at(int(self._starts[row]))}"
 
     def _number_at(self, start: int) -> int:
-        """Return the number, from 1, of the line that begins at this byte."""
+        """Return the number, from 1, of the line that begins at this byte. Counts from the file's beginning."""
         blocks = range(0, start, _COUNT_BYTES)
         return 1 + sum(self._bytes[at : min(start, at + _COUNT_BYTES)].count(self._end) for at in blocks)
 
     def _explain(self, start: int, lines: list[str]) -> None:
-        """Raise for the first line that is wrong."""
+        """Raise TrainingError for the first line that is wrong, if there is any. `start` is the row of `lines[0]`."""
         for row, line in enumerate(lines, start):
             fields = self._fields(line)
             if "\r" in line or "\n" in line:
@@ -266,7 +290,7 @@ class TextSource(DataSource):
 
 
 def _map(path: str) -> mmap.mmap:
-    """Map a file; TrainingError where it is none, or no text."""
+    """Map a file. Raise TrainingError if it cannot be read or is not text."""
     if not os.path.isfile(path):
         raise TrainingError(f"data file {path} does not exist")
     try:
@@ -286,7 +310,10 @@ def _map(path: str) -> mmap.mmap:
 
 
 def _delimiter(first: str, second: str) -> str | None:
-    """Return the first line's delimiter: one that separates as many fields of the second, else one that is there."""
+    """Return the delimiter of a file with these two first lines. None means blanks.
+
+    A character that both lines have equally often is preferred to one that is only in the first line.
+    """
     one, two = (_QUOTED.sub("", line) for line in (first, second))
     there = [each for each in _DELIMITERS if each is not None and each in one]
     alike = [each for each in there if one.count(each) == two.count(each)]
