@@ -1,1 +1,1 @@
-"""`mpips bench`: benchmarks of the store, the optimizers, overlap and MLPs."""
+"""`mpips bench`: benchmarks of the store, the optimizers and MLPs."""

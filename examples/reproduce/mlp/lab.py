@@ -45,7 +45,7 @@ def command(rate: str, steps: int, quick: bool, json_path: Path | None) -> None:
     for each in cases:
         show(f"hidden {each['hidden']}, batch {each['batch']}", found[each["name"]])
     for each in comparisons:
-        compare(f"{each['mesh']}, hidden {each['hidden']}, batch {each['batch']}", found[each["name"]])
+        compare(f"{each['grid']}, hidden {each['hidden']}, batch {each['batch']}", found[each["name"]])
     if json_path:
         write_json(json_path, {"rate": rate, "hosts": hosts, **request, "found": found})
 

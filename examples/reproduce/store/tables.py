@@ -43,6 +43,7 @@ LEAST_IDS = 1 << 15
 BATCHES = 4
 # bytes that a worker copies to measure the bandwidth
 COPIED = 1 << 26
+# number of ids pushed at a time while the rows are made
 MADE_AT_ONCE = 1 << 17
 # most seconds to wait for kernels to be compiled
 SETTLE_SECONDS = 60.0
@@ -118,8 +119,8 @@ class OurTable:
     def __init__(self, kv: mpips.KVStore, rows: int, dim: int) -> None:
         self._table = kv.table(f"dim {dim}", dim, init=mpips.uniform(0.05), optimizer="adagrad", learning_rate=0.01)
         # Push zeros to every id, which makes its row.
-        for start in range(0, rows, 1 << 17):
-            ids = np.arange(start, min(rows, start + (1 << 17)))[kv.rank :: kv.num_workers]
+        for start in range(0, rows, MADE_AT_ONCE):
+            ids = np.arange(start, min(rows, start + MADE_AT_ONCE))[kv.rank :: kv.num_workers]
             self._table.push(ids, np.zeros((len(ids), dim), np.float32))
 
     def sample(self, batches: Ids, calls: int, gradients: Any, out: Any, comm: MPI.Comm) -> Sample:
