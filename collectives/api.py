@@ -32,7 +32,7 @@ def begin(
     label: str = "",
     blocks: Sequence[Any] | None = None,
 ) -> Plan:
-    """Start a one-shot call and return its plan. The caller calls the plan's `test()` now and then, and finally `wait()`.
+    """Start a one-shot call and return its plan. The caller calls its `test()` now and then, and finally `wait()`.
 
     Args:
         kind: The name of one of the calls of this module. The other arguments are those of that call.
@@ -127,7 +127,7 @@ def _group(
 
 
 def _kept(home: Communicator, call: tuple[Any, ...], x: Array, out: Array, make: Callable[[], Plan]) -> Plan:
-    """Return the plan from the communicator's cache, which looks at the arrays' addresses. Without one, make and cache it."""
+    """Return the plan from the communicator's cache, by the addresses of the arrays. If there is none, make one."""
     if home.cache is None:
         home.cache = PlanCache(home.plans)
     with home.preparing(f"{call[0]}, before it has begun"):
@@ -306,8 +306,8 @@ def grouped_allreduce(
     >>> weights, bias = np.full((3, 4), 2.0), np.ones(4, np.float32)
     >>> means = collectives.grouped_allreduce([weights, bias], op="mean")
 
-    (`allreduce` of a list, in contrast, adds the arrays of the list together.) Small arrays are packed into one message,
-    so one grouped call is faster than a call for each array.
+    (`allreduce` of a list, in contrast, adds the arrays of the list together.) Small arrays are packed together, so one
+    grouped call is faster than a call for each array.
 
     Args:
         arrays: Arrays of any sizes and types. All ranks pass the same number of arrays, with the same sizes and types

@@ -1,4 +1,4 @@
-"""The clock behind the time limits of all waits. It does not count the time in which this process is suspended."""
+"""The clock behind the time limits of all waits. It does not count time in which this process is suspended."""
 
 from __future__ import annotations
 

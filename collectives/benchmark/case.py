@@ -1,4 +1,4 @@
-"""One benchmark case, i.e. one size of one collective: its arrays, the calls to time, and the check of their results.
+"""A benchmark case, i.e. one size of one collective: its arrays, the calls to time, the check of results.
 
 Our calls are compared with MPI's own collectives, and with those of gloo if PyTorch is installed. For the check, ranks
 contribute whole numbers that differ from position to position, so small that the results are exact where possible.
@@ -158,7 +158,7 @@ class Case:
         return Candidate("gloo", "ordinary", call, check, lambda: None, None)
 
     def _check(self, run: Callable[[], object], source: NDArray[Any], result: NDArray[Any]) -> Callable[[], int]:
-        """Return a function that fills the source, runs the call, counts wrong elements, and zeroes the arrays again."""
+        """Return a function that fills the source, runs the call, counts wrong elements, and zeroes the arrays."""
         comm, rank = self.comm, self.comm.rank
 
         def check() -> int:
@@ -181,13 +181,13 @@ class Case:
         return check
 
 
-# Contributions repeat after this many elements. A result that is shifted is noticed unless the shift is a multiple of
-# 251. Shifts are often by powers of two, so the period is a prime.
+# Contributions repeat after this many elements. A prime, so that a shifted result is noticed unless the shift is a
+# multiple of 251.
 PRIME = 251
 
 
 def contribution(op: str, rank: int, n: int, dtype: np.dtype[Any], p: int) -> NDArray[Any]:
-    """Return the n elements that a rank contributes: whole numbers, so small that the result is exact where possible."""
+    """Return the n elements that a rank contributes: whole numbers, small enough for an exact result if possible."""
     span = 2 if op == "prod" else max(2, min(PRIME, _exact_limit(dtype) // max(1, p)))
     index = np.arange(n, dtype=np.int64)
     return (((index + 7 * rank) % PRIME) % span + (op == "prod")).astype(dtype)
