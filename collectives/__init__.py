@@ -7,8 +7,8 @@ schedules, costs and topologies work without it.
 import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036
-    # This stands before all other imports, because older Pythons cannot parse them. SystemExit makes
-    # `python -m collectives.x` print the sentence without a traceback.
+    # This check comes before all imports of ours, because older Pythons cannot parse those modules. SystemExit makes
+    # `python -m collectives.x` print the message without a traceback.
     raise (SystemExit if sys.argv[:1] == ["-m"] else ImportError)(
         f"mpips needs Python 3.11 or newer, this is {sys.version.split()[0]}: install one, and make the environment "
         "with it (`python3.11 -m venv .venv`, in a clone `make PYTHON=python3.11`)"
@@ -91,7 +91,8 @@ class _Package(ModuleType):
             super().__setattr__(name, value)
 
 
-# Users import this package as `collectives`, our own modules as `mpips.collectives`. Only the first needs the door.
+# Users import this package as `collectives`, our own modules as `mpips.collectives`. `open_door` makes the first name
+# an alias of the second.
 if __name__ == "collectives":
     # tells mpips, which open_door imports, to leave errors to the program
     opens_door = True

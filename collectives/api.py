@@ -1,4 +1,4 @@
-"""The calls that users make: `allreduce(x)`, its family, `grouped_allreduce`; how each finds its plan.
+"""The public calls: `allreduce`, its family and `grouped_allreduce`; and the lookup of each call's plan.
 
 The docstring of `allreduce` describes the arguments and errors that all calls, and `plan`, share.
 """
@@ -32,7 +32,7 @@ def begin(
     label: str = "",
     blocks: Sequence[Any] | None = None,
 ) -> Plan:
-    """Start a one-shot call and return its plan. The caller calls `test()` on it now and then, and at last `wait()`.
+    """Start a one-shot call and return its plan. The caller calls its `test()` now and then, and finally `wait()`.
 
     Args:
         kind: The name of one of the calls of this module. The other arguments are those of that call.
@@ -54,8 +54,8 @@ def _call(
     """Run a one-shot call of one array.
 
     The fast path is written out in this function, because every function call would add to the latency of a small
-    vector. It finds the plan by the identity of the array. Identities are reused when an array is freed, so weak
-    references tell whether this is still the same array.
+    vector. It looks the plan up by the `id()` of the array. Python reuses the id of a freed array, so weak references
+    tell whether the array is still the one for which the plan was made.
     """
     home = communicator(comm)
     if home.caller != (thread := get_ident()):
@@ -63,7 +63,7 @@ def _call(
     try:
         found = home.plans.get((kind, id(x), id(out), op, algorithm, root, label))
     except TypeError:
-        # An argument such as op=MPI.SUM cannot be hashed. compile_plan will refuse it with a sentence.
+        # An argument such as op=MPI.SUM cannot be hashed. compile_plan will refuse it with a clear message.
         found = None
     if found is not None:
         made, x_then, out_then, n, dtype = found
@@ -102,9 +102,9 @@ def _group(
     label: str,
     blocks: Sequence[Any] | None,
 ) -> Plan:
-    """Find the plan of a grouped call by the identities of all arrays, or compile it."""
+    """Return the plan of a grouped call: look it up by the `id()` of all arrays, or compile it."""
     written = None if out is None and blocks is None else [*(out or ())]
-    # for each array, whether a block of its result is kept elsewhere too
+    # for each array, True if `blocks` has an array for it
     which = None
     if blocks is not None:
         which = tuple([block is not None for block in blocks])
@@ -127,7 +127,7 @@ def _group(
 
 
 def _kept(home: Communicator, call: tuple[Any, ...], x: Array, out: Array, make: Callable[[], Plan]) -> Plan:
-    """Find the plan in the communicator's cache, by the addresses of the arrays, or make one and cache it."""
+    """Return the plan from the communicator's cache, by the addresses of the arrays. If there is none, make one."""
     if home.cache is None:
         home.cache = PlanCache(home.plans)
     with home.preparing(f"{call[0]}, before it has begun"):
@@ -146,23 +146,23 @@ def allreduce(
 ) -> Array:
     """Reduce x over all ranks, element by element, and give every rank the result.
 
-    Collective: all ranks of the communicator make the same calls in the same order. Blocks until the result is there.
-    Every rank gets the same bits.
+    Collective: all ranks of the communicator make the same calls in the same order. Blocks until the result is ready.
+    The result has the same bits on every rank.
 
     >>> collectives.allreduce(np.full(3, 2.0), op="mean")
     array([2., 2., 2.])
 
     Args:
-        x: A C-contiguous array of any shape on the host: NumPy's, or any with `__array_interface__` or DLPack. Its
-            elements are float16, bfloat16, float32, float64 or integers. Or a list of arrays with the same size and
-            type, one for each GPU of the worker. Such a list is a *tensor*: its vectors are reduced together, and each
-            gets the result.
+        x: A C-contiguous array of any shape in host memory: a NumPy array, or any object with `__array_interface__` or
+            DLPack. Its elements are float16, bfloat16, float32, float64 or integers. Or a list of arrays with the same
+            size and type, one for each GPU of this process. Such a list is a *tensor*: its arrays are reduced together
+            with those of all ranks, and each array gets the result.
         comm: An mpi4py communicator. None stands for COMM_WORLD.
         op: "sum", "min", "max", "prod", or "mean" (floats only).
         algorithm: "auto", "shared_memory" (ranks of one node), "native" (the call of the MPI library), or a name from
             `schedule.catalog`. "reproducible" (only `allreduce`) chooses like "auto", but only among algorithms that
-            add the ranks' values in the same order for every element and every length. Then cutting a vector into
-            parts changes no bit of the sums.
+            add the ranks' values in the same order for every element and every length. Splitting a vector into parts
+            then changes no bit of the sums.
         out: The array for the result, of the same kind, size and type as x. None: the result overwrites x.
         label: A name for this call, such as "layer 3". Errors show it, and ranks compare it.
 
@@ -170,16 +170,17 @@ def allreduce(
         `out`, or x if there is no `out`.
 
     Raises:
-        ValueError, TypeError: An argument is bad. Only this rank raises, and nothing was sent.
-        MismatchError: The ranks make different calls. All ranks raise the same sentence.
-        CollectiveError: A rank was interrupted or has ended, or a second thread called on this communicator while the
-            first was still in a call.
-        StallError: A wait took longer than MPIPS_TIMEOUT_SECONDS (300; 0: never).
+        ValueError, TypeError: An argument is invalid. Only this rank raises, and nothing was sent.
+        MismatchError: The ranks make different calls. All ranks raise the same message.
+        CollectiveError: A rank was interrupted or has ended, or a second thread made a call on this communicator while
+            the first was still in a call.
+        StallError: A wait took longer than MPIPS_TIMEOUT_SECONDS (default 300; 0: never raise).
 
-    After any of the last three the communicator is over, and every call on it raises the same error until `renew`.
+    After any of the last three errors the communicator is unusable: every call on it raises the same error until
+    `renew`.
 
-    A wait longer than MPIPS_STALL_SECONDS (60) warns, and so do threads that call on one communicator in turns: use one
-    thread for each communicator.
+    A wait longer than MPIPS_STALL_SECONDS (default 60) issues a warning. So do threads that take turns making calls on
+    one communicator: use one thread for each communicator.
     """
     return _call("allreduce", x, comm, op, algorithm, out, 0, label)
 
@@ -199,8 +200,8 @@ def reduce_scatter(
 
     >>> mine = collectives.reduce_scatter(np.arange(100.0))
 
-    The n elements of x are cut into one block for each of the p ranks. Rank r has the elements
-    [cut(n, p, r), cut(n, p, r + 1)). Block sizes differ by one at most, and the larger blocks come first.
+    The n elements of x are cut into one block for each of the p ranks. The block of rank r is the elements
+    [cut(n, p, r), cut(n, p, r + 1)). Block sizes differ by at most one element, and the larger blocks come first.
 
     Returns:
         `out`, which has the size of this rank's block. Without `out` the result overwrites this rank's block of x, and
@@ -220,7 +221,7 @@ def allgather(
     array([7, 7, 7])
 
     `out` has n elements, and x is this rank's block of them. Blocks are cut as in `reduce_scatter`. Without `out`, x
-    has n elements itself: its block of this rank is the input, and the call fills in the other blocks. Elements may be
+    itself has n elements: this rank's block of x is the input, and the call fills in the other blocks. Elements may be
     of any type except Python objects.
     """
     return _call("allgather", x, comm, "sum", algorithm, out, 0, label)
@@ -235,7 +236,7 @@ def broadcast(
     *,
     label: str = "",
 ) -> Array:
-    """Copy the x of rank `root` to all ranks.
+    """Copy the array of rank `root` to all ranks.
 
     Collective and blocking. See `allreduce` for the arguments and errors.
 
@@ -272,7 +273,7 @@ def reduce(
 def alltoall(
     x: Array, comm: MPI.Comm | None = None, algorithm: str = "auto", out: Array = None, *, label: str = ""
 ) -> Array:
-    """Send block d of x to each rank d, and collect the blocks that all ranks send to this one.
+    """Send block d of x to rank d, for every rank d, and collect the blocks that all ranks send to this one.
 
     Collective and blocking. See `allreduce` for the arguments and errors.
 
@@ -280,10 +281,10 @@ def alltoall(
     >>> collectives.alltoall(x)[:3]
     array([7, 7, 7])
 
-    The n elements of x are cut into p blocks as in `reduce_scatter`. The blocks that arrive stand in `out` in the order
-    of the ranks that sent them. They all have the size of this rank's block, so `out` has p times as many elements.
-    Without `out` the result overwrites x, and n must be a multiple of p. Elements may be of any type except Python
-    objects. x is a single array, not a list.
+    The n elements of x are cut into p blocks as in `reduce_scatter`. `out` receives one block from each rank, in the
+    order of the ranks. Each block has the size of this rank's block of x, so `out` has p times as many elements as that
+    block. Without `out` the result overwrites x, and n must be a multiple of p. Elements may be of any type except
+    Python objects. x is a single array, not a list.
     """
     return _call("alltoall", x, comm, "sum", algorithm, out, 0, label)
 
@@ -298,23 +299,23 @@ def grouped_allreduce(
     label: str = "",
     blocks: Sequence[Any] | None = None,
 ) -> list[Any]:
-    """Reduce several arrays over all ranks in one call, each array by itself.
+    """Reduce several arrays over all ranks in one call, each array separately.
 
     Collective and blocking. See `allreduce` for the other arguments and errors.
 
     >>> weights, bias = np.full((3, 4), 2.0), np.ones(4, np.float32)
     >>> means = collectives.grouped_allreduce([weights, bias], op="mean")
 
-    In contrast, `allreduce` of a list adds the arrays of the list together. Small arrays travel packed together, so one
+    (`allreduce` of a list, in contrast, adds the arrays of the list together.) Small arrays are packed together, so one
     grouped call is faster than a call for each array.
 
     Args:
         arrays: Arrays of any sizes and types. All ranks pass the same number of arrays, with the same sizes and types
             in the same order.
-        out: An array for each result, or None: the results overwrite `arrays`.
-        blocks: For each array either None or another array of the same size and type. This rank's block of the result
-            is also copied there, to the elements that `reduce_scatter` would give this rank; the other elements stay
-            unchanged. Ranks may pass different `blocks`.
+        out: A list of one array for each result. None: the results overwrite `arrays`.
+        blocks: A list that has for each array either None or another array of the same size and type. That array gets
+            a copy of this rank's block of the result (the elements that `reduce_scatter` would give this rank), at the
+            same positions. Its other elements stay unchanged. Ranks may pass different `blocks`.
 
     Returns:
         `out` or `arrays`, as a list.

@@ -1,4 +1,4 @@
-"""Whatever the user calls an array, as a flat vector in memory.
+"""Convert any kind of array that a user passes to a flat vector in memory.
 
 Host arrays with ``__array_interface__`` or DLPack, and CPU tensors of PyTorch, become NumPy views of the same memory.
 Arrays with ``__cuda_array_interface__`` are in the memory of a GPU; `collectives.tensor` handles them.
@@ -18,13 +18,14 @@ Vector: TypeAlias = NDArray[Any]
 Array: TypeAlias = Any
 
 
-# True if this NumPy's DLPack tells read-only arrays from writable ones. Older versions make every array read-only. But
-# with them, exporters refuse to export read-only memory, so what they do export may safely be written.
+# True if this NumPy's DLPack distinguishes read-only arrays from writable ones. Older versions of NumPy import every
+# array as read-only. The old protocol cannot mark memory as read-only, so exporters refuse to export such memory, and
+# whatever they do export may safely be written.
 DLPACK_TELLS = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
 
 
 class _Writable:
-    """Exports the memory of a NumPy array as writable. See DLPACK_TELLS."""
+    """Exports the memory of a read-only NumPy array as writable. See DLPACK_TELLS."""
 
     def __init__(self, array: Vector):
         self._array = array
@@ -40,16 +41,16 @@ class Flat(NamedTuple):
     dtype: np.dtype[Any]
 
     def vector(self) -> Vector:
-        """Return a view of the memory. It does not keep the array alive; the caller of the collective does."""
+        """Return a view of the memory. The view does not keep the array alive; the caller of the collective does."""
         nbytes = self.n * self.dtype.itemsize
         memory = memoryview((ctypes.c_char * nbytes).from_address(self.address))
         return np.ndarray((self.n,), self.dtype, buffer=memory)
 
 
 def type_name(dtype: np.dtype[Any]) -> str:
-    """Return a name of an element type that is the same for two types only if their bytes mean the same.
+    """Return a name for an element type. Two types have the same name only if the same bytes mean the same value.
 
-    `dtype.name` would not do: it leaves out the byte order, and the fields of structured types.
+    `dtype.name` is not enough: it leaves out the byte order and the fields of structured types.
     """
     if dtype.fields is None:
         return dtype.name if dtype.isnative else repr(dtype.str)
@@ -74,7 +75,7 @@ def is_device(x: Array) -> bool:
 
 
 def device_interface(x: Array) -> dict[str, Any]:
-    """Return the `__cuda_array_interface__` of an array on a GPU, also of a tensor that records gradients."""
+    """Return the `__cuda_array_interface__` of an array on a GPU. Works for tensors that require gradients, too."""
     # PyTorch refuses the interface on tensors that require gradients. detach() shares their memory.
     return (x.detach() if is_torch(x) else x).__cuda_array_interface__
 
@@ -86,7 +87,7 @@ def is_torch(x: Array) -> bool:
 
 
 def host(x: Array, name: str = "x") -> Vector:
-    """Return `x` as a NumPy array over the same memory. Raise TypeError if it is not an array on the host."""
+    """Return `x` as a NumPy array over the same memory. Raise TypeError if `x` is not an array in host memory."""
     if isinstance(x, np.ndarray):
         see_unmasked(x, name)
         return x
@@ -115,7 +116,7 @@ def see_unmasked(x: Array, name: str) -> None:
 
 
 def _of_torch(x: Array, name: str) -> Vector:
-    """Return the memory of a CPU tensor as a NumPy array. The type of bfloat16 elements comes from ml_dtypes."""
+    """Return the memory of a CPU tensor as a NumPy array. A bfloat16 tensor gets the dtype of the ml_dtypes package."""
     torch = sys.modules["torch"]
     if x.device.type != "cpu":
         raise TypeError(f"{name} is a tensor on {x.device}: pass a CPU tensor, as tensor.cpu()")
@@ -132,9 +133,10 @@ def _of_torch(x: Array, name: str) -> Vector:
 
 
 def flat(array: Vector, name: str, written: bool) -> Flat:
-    """Return the vector of a C-contiguous array of a numeric type, or raise ValueError with what to do.
+    """Return a C-contiguous array of a numeric type as a flat vector.
 
-    `written`: the call writes to the array, so it must not be read-only.
+    Raise ValueError, with advice, for any other array. `written`: the call writes to the array, so the array must not
+    be read-only.
     """
     if not array.flags.c_contiguous:
         raise ValueError(f"{name} of shape {array.shape} is not C-contiguous: pass a contiguous copy of it")

@@ -1,8 +1,8 @@
-"""One collective call as data, which must be the same on all ranks, and the reductions that a call may name.
+"""A collective call as data, which must be the same on all ranks, and the reductions that a call may use.
 
-An `Operation` is a reduction as NumPy and as MPI name it. float16 sums round after every addition, as MPI's own do.
-bfloat16 is the NumPy element type of the ml_dtypes package. MPI has no such type, so this package always computes those
-sums itself.
+An `Operation` is a reduction, with its counterparts in NumPy and in MPI. float16 sums round after every addition, as
+MPI's own sums do. bfloat16 is the NumPy element type of the ml_dtypes package. MPI has no bfloat16, so this package
+always computes bfloat16 sums itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Body(Protocol):
-    """The part of a call that moves and adds data. It runs once all ranks are known to be in the same call."""
+    """The part of a call that moves and adds data. It runs as soon as all ranks are known to be in the same call."""
 
     def run(self) -> Iterator[None]:
         """Run the operation. Yields whenever it has to wait."""
@@ -34,11 +34,12 @@ class Body(Protocol):
 
 
 class Runner(Protocol):
-    """Runs a compiled call, from the meeting of the ranks to the result."""
+    """Runs a compiled call: waits until all ranks have entered the call, and computes the result."""
 
-    # Runs the whole call and returns DONE, or returns how far it came; see `node.executor`.
+    # Runs as much of the call as possible, and returns DONE or another code that tells how far it got; see
+    # `node.executor`.
     fast: Callable[[], int]
-    # True if it has allocated work vectors
+    # True if the runner has allocated work vectors
     holds: bool
 
     def steps(self) -> Iterator[None]:
@@ -72,7 +73,7 @@ class Call:
     p: int
     # the caller's name for this call, such as "layer 3"
     label: str = ""
-    # The call in words, with its label. Ranks compare it: if it differs, the call raises MismatchError on all of them.
+    # The call in words, with its label. Ranks compare this text: if it differs, the call raises MismatchError on all.
     text: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -104,7 +105,7 @@ class Call:
         return int(cut(self.n, self.p, rank)), int(cut(self.n, self.p, rank + 1))
 
     def arrival(self, rank: int, source: int) -> tuple[int, int]:
-        """Return the elements of this rank's out that hold the block from `source` in alltoall.
+        """Return the interval of `rank`'s `out` that receives the block from rank `source` in an alltoall.
 
         Every block that arrives has the size of the rank's own block.
         """
@@ -127,20 +128,20 @@ class Call:
         return x, {"reduce_scatter": own, "alltoall": own * self.p}.get(self.kind, self.n)
 
     def sources(self, owner: int) -> list[int]:
-        """Return the ranks whose x goes into the owner's piece of the result."""
+        """Return the ranks whose `x` contributes to the owner's piece of the result."""
         if self.kind in REDUCING:
             return list(range(self.p))
         return [self.root if self.kind == "broadcast" else owner]
 
     def readers(self, owner: int) -> list[int]:
-        """Return the ranks whose out receives the owner's piece of the result."""
+        """Return the ranks whose `out` receives the owner's piece of the result."""
         if self.kind == "reduce_scatter":
             return [owner]
         return [self.root] if self.kind == "reduce" else list(range(self.p))
 
 
 def see_root(root: object, ranks: int) -> None:
-    """Raise TypeError or ValueError unless `root` is the number of one of `ranks` ranks."""
+    """Raise TypeError or ValueError unless `root` is an integer from 0 to `ranks` - 1."""
     if not isinstance(root, (int, np.integer)):
         raise TypeError(f"root {root!r} is of type {type(root).__name__}: pass a rank's number")
     if not 0 <= root < ranks:
@@ -184,7 +185,7 @@ OPERATIONS = {
 
 
 def operation(name: str, dtype: np.dtype[Any]) -> Operation:
-    """Return the operation with this name. Raise ValueError or TypeError if it does not exist for this dtype."""
+    """Return the operation with this name. Raise ValueError or TypeError if there is none for this dtype."""
     if not isinstance(name, str):
         raise TypeError(f"op {name!r} is of type {type(name).__name__}: pass one of {', '.join(OPERATIONS)}, as a word")
     found = OPERATIONS.get(name)
@@ -207,7 +208,7 @@ def scale(array: NDArray[Any], ranks: int) -> list[Step]:
 
 
 def mpi_type(dtype: np.dtype[Any]) -> MPI.Datatype | None:
-    """Return the MPI type with which MPI can reduce this dtype, or None if there is none."""
+    """Return the MPI datatype for this dtype, or None if MPI cannot reduce elements of this dtype."""
     # "e" is float16
     if dtype.kind not in "iuf" or dtype.itemsize not in (1, 2, 4, 8) or dtype.char == "e":
         return None

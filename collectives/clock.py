@@ -1,13 +1,13 @@
-"""The clock for the limits of all waits, which stops while this process is stopped."""
+"""The clock behind the time limits of all waits. It does not count time in which this process is suspended."""
 
 from __future__ import annotations
 
 import time
 
-# A gap of at least this between two readings may mean that the process was stopped. Waits read their clock every few
-# milliseconds; when many processes share a core the readings may be a second apart.
+# A gap of at least this length between two readings may mean that the process was stopped. Waits read their clock every
+# few milliseconds; when many processes share a core, readings may be a second apart.
 GAP_SECONDS = 2.0
-# Interval between two readings of the processor time used. One such reading costs as much as ten of the clock.
+# Interval between two readings of the used processor time. Such a reading costs as much as ten readings of the clock.
 USED_SECONDS = 0.1
 # After a stop the clock runs at GRACE_PACE, for as long as the process was stopped but for at most GRACE_SECONDS.
 GRACE_SECONDS = 10.0
@@ -15,9 +15,9 @@ GRACE_PACE = 0.1
 
 
 class Clock:
-    """A clock that counts only the time in which this process could run, from the moment it is made.
+    """A clock that counts, from its creation, only the time in which this process was able to run.
 
-    Each wait makes one, and so does each loop that reads it regularly. A clock belongs to a single thread.
+    Each wait makes a clock of its own, and so does each loop with a time limit. A clock belongs to a single thread.
 
     A scheduler may suspend a job (`scontrol suspend`, `docker pause`, Ctrl-Z), and nothing tells the processes: SIGSTOP
     cannot be caught, and a frozen control group sends no signal. All that a process can see is a gap between two
@@ -29,10 +29,10 @@ class Clock:
     3. A rank computes during its wait, say a server that sums a huge key, and does not read the clock for a while.
        Unlike a stopped process it has used processor time, and that time counts.
     4. A step of the wait blocks in the kernel again and again. The first gap is not counted. The next gap counts unless
-       the clock was read regularly for GAP_SECONDS in between. So the limit is reached a little later, but it is.
+       the clock was read regularly for GAP_SECONDS in between. So the limit is reached a little later, but is reached.
     5. After case 1, rank 0 continues some seconds before rank 1, because signals go out one by one, hosts wake up one
-       by one, and memory comes back from swap. So the clock runs at GRACE_PACE for as long as the process was stopped,
-       but at most for GRACE_SECONDS.
+       by one, and memory comes back from swap. So after a stop the clock runs at only GRACE_PACE of real time, for as
+       long as the process was stopped but at most for GRACE_SECONDS.
     6. A laptop's lid is closed. CLOCK_MONOTONIC stops by itself then; CLOCK_BOOTTIME would not.
     """
 
@@ -47,7 +47,7 @@ class Clock:
         self._used_due = self._seen + USED_SECONDS
 
     def seconds(self) -> float:
-        """Read the clock."""
+        """Return the seconds counted so far."""
         now = time.monotonic()
         passed = now - self._seen
         self._seen = now
@@ -61,7 +61,7 @@ class Clock:
         return self._seconds
 
     def _after_gap(self, now: float, passed: float, ran: float) -> float:
-        """Count a gap of `passed` seconds, in which the process used `ran` seconds of processor time."""
+        """Count a gap of `passed` seconds, during which the process used `ran` seconds of processor time."""
         if passed - ran < GAP_SECONDS or self._regular < GAP_SECONDS:
             self._seconds += passed
         else:

@@ -1,9 +1,9 @@
-"""Everything kept for an MPI communicator; a rank that fails tells its node by the board, other nodes by notes.
+"""The state that we keep for an MPI communicator, from its first call until a rank fails or the user frees it.
 
-The first call on an MPI communicator makes a `Communicator`, and later calls find it as an attribute of the MPI
-communicator. It lives until a rank fails. Then it is over: all ranks raise the same sentence, in this call or the next,
-and `renew` starts a new one on the same ranks. `fabric.board` tells the ranks of a node of a failure, and
-`network.control` tells those of other nodes.
+The first call on an MPI communicator makes a `Communicator`, and later calls find that object as an attribute of the
+MPI communicator. When a rank fails, the `Communicator` is over: all ranks raise the same error, in this call or the
+next, and `renew` makes a new one for the same ranks. A rank that fails tells the ranks of its own node through
+`fabric.board`, and those of other nodes through `network.control`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from mpips.collectives.tuner.table import TuningTable
 LOG = log.get("mpips.collectives")
 # core numbers at or above this are not counted
 MOST_CORES = 4096
-# the longest time to carry through an MPI collective that this rank gives up; see `requests.Collectives`
+# the longest time that a failing rank spends on completing an MPI collective; see `requests.Collectives`
 CARRYING_SECONDS = 3.0
 NO_QUOTA = (0, 0)
 FREED = "the communicator has been freed, or renewed: use one that is still there, and make plans on it anew"
@@ -64,7 +64,7 @@ _recent: tuple[MPI.Comm | None, Communicator | None] = (None, None)
 _alive: WeakSet[Communicator] = WeakSet()
 # handle of a communicator -> a lock, because two threads of this process may make its first call
 _making: dict[int, threading.Lock] = {}
-# True if a thread of ours makes calls at the same time as the program's; see `beside`
+# True if a thread of ours will make calls at the same time as the program's threads; see `beside`
 _threads_expected = False
 # memory of abandoned communicators, to which MPI may still write
 _kept_for_good: list[Any] = []
@@ -80,7 +80,10 @@ def _key() -> int:
 
 
 class Between:
-    """The `Generation` of a communicator over several nodes: its end may be announced by a note or on the board."""
+    """The `Generation` of a communicator whose ranks are on several nodes.
+
+    Its end may be announced on the node's board or by a note from another node, so `look` checks both.
+    """
 
     nap_after = NAP_AFTER_BETWEEN_NODES
 
@@ -102,7 +105,7 @@ class Communicator:
 
     Args:
         known_table: The tuning table, the same on all ranks. None: rank 0's own.
-        names: The numbers by which sentences name the ranks. None: the ranks of `comm`.
+        names: The number under which error messages show each rank. None: the ranks of `comm`.
     """
 
     def __init__(
@@ -130,9 +133,9 @@ class Communicator:
         self.generation = Between(self.board, self.control) if self.control is not None else self.board
         self.table = known_table or table.shared(self.comm, partial(table.usable, see_named))
         self.ending = Ending(self._end)
-        # False once it was freed or renewed
+        # False once the communicator was freed or renewed
         self.open = True
-        # runs that `Plan.start` has begun and that are not done, in order
+        # runs that `Plan.start` has begun and that are not done yet, in the order in which they began
         self.started: list[Any] = []
         # plans by the identity of their arrays; see `plan.PlanCache`
         self.plans: dict[Any, Any] = {}
@@ -150,17 +153,19 @@ class Communicator:
         # the thread that made the last call, and True while it is in that call; see `change_caller`
         self.caller = 0
         self.inside = False
-        # True if threads are known to take turns here: then `change_caller` does not warn
+        # True if several threads are known to take turns on this communicator: then `change_caller` does not warn
         self.of_threads = False
         # all threads that have made a call
         self._callers: WeakSet[threading.Thread] = WeakSet()
-        # arrays of calls that have failed: others, or MPI, may still touch them
+        # arrays of calls that have failed: other ranks, or MPI, may still access them
         self._kept: list[Any] = []
         self._pid = os.getpid()
         _alive.add(self)
 
     def lies_within(self, look: Callable[[float], None]) -> None:
-        """Make every wait here call `look(seconds waited)`, which raises if an enclosing generation has ended.
+        """Make every wait on this communicator call `look(seconds waited)`.
+
+        `look` raises if an enclosing generation has ended.
 
         The generation of a store encloses those of its communicators.
         """
@@ -185,11 +190,11 @@ class Communicator:
             raise MismatchError(FREED)
 
     def change_caller(self, thread: int, what: str) -> None:
-        """Note that a call comes from another thread than the call before it. `what`: the new call.
+        """Handle a call, named `what`, from another thread than the one that made the previous call.
 
-        If the last thread is still in its call, all ranks raise CollectiveError. If threads of the program call in
-        turns, warn: on another rank the turns may come in another order, and then calls that do not belong together
-        meet. One thread that takes over from another for good is fine.
+        If the previous thread is still in its call, all ranks raise CollectiveError. If threads of the program take
+        turns, warn: on another rank the turns may come in a different order, and then calls are matched that do not
+        belong together. It is fine if one thread takes over from another for good.
         """
         before = self.caller
         if self.inside:
@@ -223,7 +228,7 @@ class Communicator:
 
     @property
     def next_number(self) -> int:
-        """The number that the next call here will have. The same on all ranks."""
+        """The number that the next call on this communicator will have. The same on all ranks."""
         return (self.board.number if self.control is None else self.control.number) + 1 & NUMBERS
 
     def agree(self, text: str) -> None:
@@ -233,7 +238,7 @@ class Communicator:
             self.run(self.agreed(text), text)
 
     def agreed(self, text: str) -> Iterator[None]:
-        """As `agree`, in steps. Yields whenever it has to wait."""
+        """Like `agree`, but as a generator that yields whenever it has to wait."""
         if self.size > 1:
             yield from (self.board if self.control is None else self.control).agreed(text)
 
@@ -242,9 +247,9 @@ class Communicator:
         drive(steps, self.generation, what, min(self.board.spins, 16))
 
     def hear(self, waited: float) -> None:
-        """Raise if the communicator has ended, during an operation that has waited for `waited` seconds.
+        """Raise if the communicator has ended. For an operation that runs while the program computes.
 
-        For an operation that runs while the program computes.
+        `waited`: the seconds for which the operation has waited so far.
         """
         self.generation.look(waited)
 
@@ -259,7 +264,7 @@ class Communicator:
         return bool(self.board.poison.flag[0]) or (self.control is not None and self.control.over)
 
     def hold(self) -> None:
-        """Let operations begin by the fast path, or forbid it.
+        """Permit fast paths, or forbid them, depending on the present state of this communicator.
 
         A fast path must not overtake started operations, and must not begin on a communicator that is over or freed.
         """
@@ -292,7 +297,7 @@ class Communicator:
     def fail(self, what: str, error: BaseException, *kept: object) -> BaseException:
         """End the communicator for all ranks, because `what` has raised `error` here. Return the error to raise.
 
-        Blocks until no other rank touches this rank's arrays, but for some seconds at most.
+        Blocks until no other rank accesses this rank's arrays any more, but only for a few seconds.
 
         Args:
             kept: Objects to keep alive, because other ranks or MPI may still touch their memory.
@@ -353,9 +358,9 @@ class Communicator:
         self._kept = []
 
     def abandon(self) -> None:
-        """Give it up after ranks have died. All surviving ranks do so, and none uses it any more.
+        """Give the communicator up after ranks have died. All surviving ranks must do so.
 
-        Its MPI communicators are never freed, and memory to which MPI may still write is kept for good.
+        Its MPI communicators are never freed, and memory to which MPI may still write is never freed either.
         """
         if self.open:
             self.open = False
@@ -396,7 +401,7 @@ class Communicator:
         return self.board.ended() | (self.control.ended() if self.control is not None else {})
 
     def _carriers(self) -> Iterator[MPI.Comm]:
-        """Yield the MPI communicators of its own on which messages may be in flight."""
+        """Yield those of our own MPI communicators on which messages may be in flight."""
         if self.control is not None:
             yield self.control.comm
         if self._spare is not None:
@@ -414,9 +419,9 @@ class Communicator:
         return everybody[:, 0].tolist(), bool(everybody[:, 1].any())
 
     def _across(self) -> MPI.Comm | None:
-        """Make the communicator of the ranks that have this rank's place in their nodes, one rank of each node.
+        """Make the communicator of the ranks with the same node-local rank as this one, one per node. Collective.
 
-        Return None if nodes differ in size. Collective.
+        Return None if nodes differ in size.
         """
         if self.nodes == 1 or len({self.node_of.count(node) for node in self.node_of}) > 1:
             return None
@@ -443,9 +448,9 @@ def communicator(
 ) -> Communicator:
     """Return the `Communicator` of an MPI communicator (None: COMM_WORLD).
 
-    The first call for an MPI communicator makes it; that call is collective and blocking. It raises StallError if a
-    rank does not come within the limits of the environment. A later call goes on waiting for that rank. `known_table`
-    and `names` (see `Communicator`) have an effect in the first call only.
+    The first call for an MPI communicator makes the `Communicator`, and is collective and blocking. That call raises
+    StallError if a rank does not arrive within MPIPS_TIMEOUT_SECONDS; a later call resumes the wait for that rank.
+    `known_table` and `names` (see `Communicator`) have an effect in the first call only.
     """
     global _recent
     before, known = _recent
@@ -459,7 +464,7 @@ def communicator(
 def expect_threads() -> None:
     """Announce that a thread of ours will make calls at the same time as the program's threads.
 
-    Communicators that are made from now on have a second one ready for it; see `beside`.
+    Each communicator that is made from now on also makes a second one for that thread; see `beside`.
     """
     global _threads_expected
     _threads_expected = True
@@ -469,8 +474,8 @@ def beside(comm: MPI.Comm | None) -> MPI.Intracomm:
     """Return a second communicator of the same ranks (None: COMM_WORLD), for the calls of a thread of ours.
 
     All ranks must make the calls on a communicator in the same order. But on each rank the calls of our thread fall
-    between other calls of the program. So our thread uses a communicator of its own. It ends together with `comm`, and
-    renewing `comm` renews it.
+    between different calls of the program. So our thread uses a communicator of its own. That communicator ends
+    together with `comm`, and renewing `comm` renews it, too.
     """
     return communicator(comm).beside()
 
@@ -515,9 +520,9 @@ def renew(comm: MPI.Comm | None = None) -> None:
         comm: The mpi4py communicator on which calls raise CollectiveError. None stands for COMM_WORLD.
 
     Raises:
-        StallError: A rank did not come within MPIPS_TIMEOUT_SECONDS. Calling `renew` or any collective on `comm` again
-            goes on waiting for it.
-        CollectiveError: A rank cannot come, because its program or its process has ended.
+        StallError: A rank did not call `renew` within MPIPS_TIMEOUT_SECONDS. Calling `renew` or any collective on
+            `comm` again resumes the wait for that rank.
+        CollectiveError: A rank will never call `renew`, because its program or its process has ended.
     """
     comm = MPI.COMM_WORLD if comm is None else comm
     _see_comm(comm)
@@ -536,9 +541,9 @@ def renew(comm: MPI.Comm | None = None) -> None:
 class _Arrival:
     """The wait for all ranks before the first call on a communicator, or before a `renew`.
 
-    MPI calls that make communicators, such as `Dup`, block without a limit until all ranks have called them. So they
-    are made only after all ranks are known to be there. It is kept as the attribute of the MPI communicator, so that a
-    later call continues the wait. A rank whose wait timed out counts as having come.
+    MPI calls that make communicators, such as `Dup`, block without a limit until all ranks have called them. So we
+    call them only once all ranks are known to have arrived. This object is an attribute of the MPI communicator until
+    then, so that a later call can resume a wait that timed out. A rank whose own wait timed out counts as arrived.
     """
 
     limits = Limits()
@@ -551,13 +556,13 @@ class _Arrival:
         self._roll = Roll(comm, self._what)
 
     def wait(self) -> None:
-        """Wait until all ranks have come. Blocking. Raises StallError after the limit of the environment."""
+        """Wait until all ranks have arrived. Blocking. Raises StallError after MPIPS_TIMEOUT_SECONDS."""
         self.limits = limits()
         drive(until(self._roll.request.Test), self, self._what)
 
     def look(self, waited: float) -> None:
-        """Raise CollectiveError if a rank cannot come any more."""
-        # There is no new generation yet that could end. But the old one, which is renewed, knows who has left it.
+        """Raise CollectiveError if a rank can no longer arrive."""
+        # There is no new generation yet that could end. But the old one, which is renewed, knows which ranks have left.
         for rank, how in (self.old.ended() if self.old is not None else {}).items():
             raise CollectiveError(f"rank {rank} cannot come to renew: {how}")
         self._roll.look(waited)
@@ -652,9 +657,9 @@ def open_memory(node: MPI.Comm, fenced: bool = not ORDERED_STORES) -> NodeMemory
 
 
 def _attach(places: Sequence[Region]) -> tuple[list[NDArray[np.uint8]], int | None]:
-    """Return all areas, and a descriptor of the file that has the first rank's area, for `Poison`.
+    """Map all areas. Return them, and a descriptor of the file that holds the first rank's area, for `Poison`.
 
-    If an area cannot be mapped the list is empty. If that file cannot be opened, the descriptor is None.
+    If an area cannot be mapped, the list is empty. If the first rank's file cannot be opened, the descriptor is None.
     """
     try:
         first = os.open(f"/proc/{places[0].pid}/fd/{places[0].fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -677,8 +682,8 @@ def _cores(node: MPI.Comm) -> int:
     return bound_cores(int(np.count_nonzero(cores)), known)
 
 
-# Open this rank's page already at import. A rank that ends before its first collective then leaves word that it has
-# ended, and others do not wait for it.
+# Open this rank's page already at import. Then even a rank that ends before its first collective records that it has
+# ended, and the other ranks do not wait for it.
 if MPI.Is_initialized() and not MPI.Is_finalized():
     tracing.begin(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
 
@@ -687,7 +692,7 @@ if MPI.Is_initialized() and not MPI.Is_finalized():
 def leave_all(but: Collection[MPI.Comm] = ()) -> None:
     """Tell the other ranks of all communicators, except those of `but`, that this rank's program ends.
 
-    A store that closes at exit still needs the other ranks, so it keeps its communicators until then.
+    `but` is for a store that closes at exit: until then it still needs the other ranks.
     """
     needed = [comm.Get_attr(_key()) for comm in but if comm != MPI.COMM_NULL]
     for kept in list(_alive):

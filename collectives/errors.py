@@ -1,4 +1,4 @@
-"""Exceptions of collectives, and the line of the user's program at which errors and warnings are shown."""
+"""The exceptions that collectives raise, and how errors and warnings point at a line of the user's program."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ E = TypeVar("E", bound=BaseException)
 
 
 class CollectiveError(RuntimeError):
-    """The communicator is over. Every rank raises the same sentence. `collectives.renew` starts a new one."""
+    """The communicator is over. Every rank raises the same message. `collectives.renew` makes it usable again."""
 
     # see `of_caller` below
     of_caller = True
@@ -28,15 +28,15 @@ class MismatchError(CollectiveError, ValueError):
 
 
 class StallError(CollectiveError, TimeoutError):
-    """A wait took longer than ``timeout_seconds``. The sentence names the operation and the ranks that are missing."""
+    """A wait took longer than ``timeout_seconds``. The message names the operation and the ranks that are missing."""
 
 
-# An error travels between ranks as an index into this tuple, and a sentence.
+# An error is sent between ranks as an index into this tuple, and a message.
 KINDS: tuple[type[CollectiveError], ...] = (CollectiveError, MismatchError, StallError)
 
 
 def kind_of(error: BaseException) -> int:
-    """Return the index in `KINDS` of the error that the other ranks raise for this rank's error."""
+    """Return the index in `KINDS` of the error that the other ranks raise when this rank has raised `error`."""
     return next((n for n, kind in reversed([*enumerate(KINDS)]) if isinstance(error, kind)), 0)
 
 
@@ -51,7 +51,7 @@ def given_up(rank: int, what: str, error: BaseException) -> CollectiveError:
 
 
 def without_mpi(error: BaseException) -> str:
-    """Return a sentence if `error` is what `from mpi4py import MPI` raises without an MPI library, and "" otherwise.
+    """Return a helpful message if `error` says that mpi4py found no MPI library, and "" otherwise.
 
     Wheels of mpi4py raise a RuntimeError of seven lines. A build from source raises the linker's ImportError.
     """
@@ -63,15 +63,15 @@ def without_mpi(error: BaseException) -> str:
 
 
 def ranks(numbers: Sequence[int]) -> str:
-    """Format rank numbers for a sentence: "rank 3", "ranks 0, 2"."""
+    """Format rank numbers for a message: "rank 3", "ranks 0, 2"."""
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def of_caller(error: E) -> E:
     """Mark an error as caused by the caller, and return it.
 
-    If nobody catches such an error, its traceback shows only the lines of the user's program, and it is printed once
-    for all ranks that raise the same sentence. `CollectiveError` is marked as a class.
+    If nobody catches such an error, its traceback shows only the lines of the user's program, and it is printed only
+    once for all ranks that raise the same message. Every `CollectiveError` is marked, by its class attribute.
     """
     error.of_caller = True  # type: ignore[attr-defined]
     return error
@@ -85,7 +85,8 @@ def is_ours(frame: FrameType) -> bool:
 def warn(sentence: str) -> None:
     """Issue a RuntimeWarning at the line of the user's program that called us.
 
-    In a thread of our own there is no such line. The warning then shows the line that calls this function.
+    In a thread of our own no line of the user's program is on the stack. The warning then shows the line that calls
+    this function.
     """
     level = 2
     frame: FrameType | None = sys._getframe(1)
@@ -105,7 +106,7 @@ ELSEWHERE = {"lr": "learning_rate", "eps": "epsilon", "betas": "beta1", "avg": "
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """Return " (did you mean 'x'?)", to stand after an unknown word, or "" if no known word is similar."""
+    """Return " (did you mean 'x'?)", to be printed after an unknown word, or "" if no known word is similar."""
     if not isinstance(word, str):
         return ""
     names, own = list(known), ELSEWHERE.get(word.lower())

@@ -1,4 +1,4 @@
-"""Several different arrays in one allreduce, each reduced by itself: small ones packed, large ones in place.
+"""Several different arrays in one allreduce, each reduced separately: small ones packed, large ones in place.
 
 On one node the ranks meet twice in all, however many arrays there are. Between nodes, all arrays of a type travel as
 one vector.
@@ -193,8 +193,8 @@ def _on_node(home: Communicator, call: GroupCall, op: str, pairs: Sequence[_Pair
     packs = _pack(home, few, arena.empty)
     packed = [flat for flat, _, _ in packs]
     parts += [part_of(_call(home, flat, op, "shared_memory", call.label), home.rank, flat, flat) for flat in packed]
-    # Slots and stages copy nothing to `blocks`. They serve only calls of a single array, so a single array gets an
-    # empty one beside it.
+    # Slots and stages copy nothing to `blocks`. They are used only for calls of a single array, so add an empty second
+    # array to such a call.
     if not parts or (len(parts) == 1 and not packs):
         empty = user_arrays.flat(np.empty(0, np.float32), "x", True)
         parts.append(part_of(_call(home, empty, op, "shared_memory", call.label), home.rank, empty, empty))

@@ -101,7 +101,7 @@ class Plan(Uncopied):
         home, runner = self._home, self.runner
         if code != MET:
             self._check()
-            # The persistent requests of a plan over messages can serve only one run at a time.
+            # A plan that uses messages has persistent requests, which can serve only one run at a time.
             if self._operation is not None and not self._exclusive:
                 raise of_caller(CollectiveError(f"{self.call.text} was started: wait for it first"))
         with home.failing(self.call.text, self):

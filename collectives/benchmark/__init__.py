@@ -1,1 +1,1 @@
-"""`mpips bench`: times collectives. `case` makes the calls to time, `harness` times them, `report` shows the times."""
+"""`mpips bench` times collectives: `case` makes the calls, `harness` times them, `report` shows the times."""

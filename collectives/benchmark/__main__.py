@@ -1,4 +1,4 @@
-"""`mpips bench COLLECTIVE`: times a collective over the ranks of a job, and the MPI's own best call beside it.
+"""`mpips bench COLLECTIVE`: time a collective over the ranks of a job, and compare it with MPI's own best call.
 
     mpips bench COLLECTIVE -n P        or: mpirun -n P python -m collectives.benchmark COLLECTIVE
 
@@ -139,7 +139,7 @@ def run(
 
 
 def _collective(case: Case, algorithms: list[str], arrays: list[str], seconds: float, checked: bool) -> list[Row]:
-    """Measure one size. Return a row for the MPI's best call, and one for every algorithm with every kind of array."""
+    """Measure one size. Return a row for MPI's best call, and one for every algorithm with every kind of array."""
     native = case.mpi()
     chosen = list(_candidates(case, algorithms, arrays))
     try:
@@ -177,15 +177,17 @@ def _candidates(case: Case, algorithms: list[str], arrays: list[str]) -> Iterabl
                 raise click.UsageError(str(error)) from None
 
 
-# number of slices of the compute; after each, the computing thread lets the communication go on
+# The computation is done in this many slices. After each, the computing thread calls `test`, which advances the
+# communication.
 SLICES = 32
 
 
 def measure_overlap(comm: MPI.Comm, algorithm: str, x: np.ndarray, array: str, budget_s: float) -> OverlapRow:
-    """Measure the overlap of an allreduce of `x` in place with compute of the same length. Collective and blocking.
+    """Measure how far an allreduce of `x` in place overlaps with a computation of the same duration.
 
-    The overlap is defined as in the OSU benchmarks: 100 x (1 - (overall - compute) / pure communication) percent, where
-    `overall` is the time of start, compute and wait together. The row is the same on every rank.
+    Collective and blocking. The overlap is defined as in the OSU benchmarks: 100 x (1 - (overall - compute) / pure
+    communication) percent, where `overall` is the time of start, compute and wait together. Returns the same row on
+    every rank.
     """
     plan = compiled("allreduce", x, comm, algorithm=algorithm)
     try:
@@ -276,7 +278,7 @@ def check(
     for name in names:
         if reason := _refusal(collective, name, ranks):
             raise click.UsageError(f"--algorithms {name}: {reason}")
-    # The arrays as large as the larger buffer: one or two of each kind, and the two of the bare copy.
+    # The number of arrays that are as large as the larger buffer: one or two for each kind, and two for the bare copy.
     arrays_of_all = 2 + len(set(kinds)) * (2 if collective in ("reduce", "alltoall") else 1)
     _fits(sizes, largest, 1 if collective == "iallreduce" else arrays_of_all)
     return BenchmarkWords(element, counts, names, kinds)

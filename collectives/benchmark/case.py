@@ -1,7 +1,7 @@
-"""One size of one collective: its arrays, the callables to time, their rivals, and the check of their results.
+"""A benchmark case, i.e. one size of one collective: its arrays, the calls to time, the check of results.
 
-The rivals are the MPI's own collectives, and gloo's if PyTorch is installed. For the check, ranks contribute whole
-numbers that differ from position to position, and whose results are exact in every dtype if that is possible.
+Our calls are compared with MPI's own collectives, and with those of gloo if PyTorch is installed. For the check, ranks
+contribute whole numbers that differ from position to position, so small that the results are exact where possible.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ MPI_NAME = "MPI"
 
 IN_PLACE = ("allreduce", "broadcast")
 
-# (bytes that must be read + bytes that must be written) / (2 x bytes), for each rank. A copy of `bytes` bytes reads and
-# writes that many. An allreduce in place reads the p vectors once and writes them once. A reduce_scatter writes only
-# one vector in all, and an allgather reads only one. A broadcast in place reads one vector and writes p - 1.
+# The least memory traffic of a collective, as a share of that of a copy in which each rank copies the whole vector (and
+# so reads it once and writes it once). An allreduce in place reads the p vectors once and writes them once. A
+# reduce_scatter writes only one vector in all, and an allgather reads only one. A broadcast in place reads one vector
+# and writes p - 1.
 FLOOR_SHARE: dict[str, Callable[[int], float]] = {
     "allreduce": lambda p: 1.0,
     "reduce_scatter": lambda p: (1 + 1 / p) / 2,
@@ -46,11 +47,11 @@ class Candidate(NamedTuple):
     """One way to run a collective.
 
     Attributes:
-        algorithm: Its name.
-        array: The kind of its arrays, "ordinary" or "empty".
+        algorithm: The algorithm's name.
+        array: The kind of the arrays, "ordinary" or "empty".
         run: The call to time.
-        check: Runs the call once with known values. Returns the number of wrong elements of all ranks together.
-        close: Frees its resources.
+        check: Runs the call once with known values. Returns the number of wrong elements on all ranks together.
+        close: Frees the candidate's resources.
         predicted: The seconds that a call should take, or None.
     """
 
@@ -81,8 +82,8 @@ class Case:
     def arrays(self, array: str) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return (source, result), filled with zeros. They are the same array if the collective works in place.
 
-        All candidates get the same arrays, because the pages of an array, and how they share the caches, are a matter
-        of luck.
+        All candidates get the same arrays, because the speed of a call depends on which memory pages an array happens
+        to get, and how these map to the caches.
         """
         if array not in self._arrays:
             self._arrays[array] = self._make(array)
@@ -109,7 +110,7 @@ class Case:
         """Return our own plan as a candidate. Collective.
 
         Raises:
-            ValueError: The algorithm does not serve this case.
+            ValueError: The algorithm does not support this case.
         """
         source, result = self.arrays(array)
         out = None if self.kind in IN_PLACE else result
@@ -118,14 +119,14 @@ class Case:
         return Candidate(algorithm, array, plan, check, plan.free, plan.predicted_seconds)
 
     def mpi(self) -> list[Candidate]:
-        """Return the MPI's own blocking and non-blocking call as candidates, on ordinary arrays."""
+        """Return MPI's own blocking and non-blocking call as candidates, on ordinary arrays."""
         source, result = self.arrays("ordinary")
         blocks = [int(b) for b in np.diff(self.bounds)]
         calls = mpi_calls(self.kind, self.op, self.comm, source, result, blocks)
         return [Candidate(MPI_NAME, "ordinary", call, lambda: 0, lambda: None, None) for call in calls]
 
     def one_shot(self, function: Callable[..., Any], array: str) -> Candidate:
-        """Return a one-shot call such as api.allreduce as a candidate. It looks its plan up in each call."""
+        """Return a one-shot call such as api.allreduce as a candidate. Each call looks up its plan."""
         source, result = self.arrays(array)
         keywords: dict[str, Any] = {} if self.kind in IN_PLACE else {"out": result}
         if self.kind in REDUCING:
@@ -136,13 +137,13 @@ class Case:
     def copy(self) -> Callable[[], object]:
         """Return a call in which every rank copies n elements from one ordinary array to another.
 
-        The time of a collective is compared with it (`FLOOR_SHARE`).
+        The time of a collective is compared with the time of this copy (`FLOOR_SHARE`).
         """
         comm, to, source = self.comm, self._zeros(self.n, "ordinary"), self._zeros(self.n, "ordinary")
 
         def copy() -> None:
             np.copyto(to, source)
-            # Without a barrier, each of several ranks that share a core would be timed while it has the core alone.
+            # If ranks share a core and there is no barrier, each rank is timed while it has the core to itself.
             comm.Barrier()
 
         return copy
@@ -157,13 +158,13 @@ class Case:
         return Candidate("gloo", "ordinary", call, check, lambda: None, None)
 
     def _check(self, run: Callable[[], object], source: NDArray[Any], result: NDArray[Any]) -> Callable[[], int]:
-        """Return a function that fills the source, runs the call, counts wrong elements, and sets zeros again."""
+        """Return a function that fills the source, runs the call, counts wrong elements, and zeroes the arrays."""
         comm, rank = self.comm, self.comm.rank
 
         def check() -> int:
             whole = contribution(self.op, rank, self.n, self.dtype, comm.size)
             own = slice(self.bounds[rank], self.bounds[rank + 1])
-            # Another candidate may have left the right result here.
+            # Overwrite `result`: an earlier candidate may have left the right values in it.
             result.fill(1)
             source[...] = whole[own] if self.kind == "allgather" else whole
             run()
@@ -180,12 +181,13 @@ class Case:
         return check
 
 
-# The period of the contributions. A prime, so that a shift of a result is noticed unless it is a multiple of 251.
+# Contributions repeat after this many elements. A prime, so that a shifted result is noticed unless the shift is a
+# multiple of 251.
 PRIME = 251
 
 
 def contribution(op: str, rank: int, n: int, dtype: np.dtype[Any], p: int) -> NDArray[Any]:
-    """Return the n elements that a rank contributes: whole numbers so small that the result is exact if possible."""
+    """Return the n elements that a rank contributes: whole numbers, small enough for an exact result if possible."""
     span = 2 if op == "prod" else max(2, min(PRIME, _exact_limit(dtype) // max(1, p)))
     index = np.arange(n, dtype=np.int64)
     return (((index + 7 * rank) % PRIME) % span + (op == "prod")).astype(dtype)
@@ -239,7 +241,7 @@ def count_wrong(result: NDArray[Any], wanted: NDArray[Any]) -> int:
 
 
 def _exact_limit(dtype: np.dtype[Any]) -> int:
-    """Return the number up to which all whole numbers are exact in the dtype."""
+    """Return the largest n such that the dtype represents all whole numbers up to n exactly."""
     if dtype.kind in "iu":
         return int(np.iinfo(dtype).max)
     return {"float16": 2**11, "bfloat16": 2**8, "float32": 2**24}.get(dtype.name, 2**53)
@@ -257,15 +259,15 @@ RivalCall = Callable[[], object]
 def mpi_calls(
     kind: str, op: str, comm: MPI.Comm, source: NDArray[Any], out: NDArray[Any], blocks: list[int]
 ) -> list[RivalCall]:
-    """Return the blocking and the non-blocking call of the MPI, or an empty list if it does not know the dtype.
+    """Return MPI's blocking and non-blocking calls, or an empty list if MPI does not know the dtype.
 
     Args:
         kind: The collective.
         op: The reduction.
         comm: The ranks.
         source: The array to read.
-        out: The array to write; the same as `source` in place.
-        blocks: The elements of each rank's block (for reduce_scatter, allgather and alltoall).
+        out: The array to write. In place it is `source`.
+        blocks: The number of elements of each rank's block (for reduce_scatter, allgather and alltoall).
     """
     mpi_op = OPS[op]
     try:
@@ -289,7 +291,7 @@ def mpi_calls(
 
 
 def why_no_gloo(kind: str, dtype: np.dtype[Any]) -> str | None:
-    """Return the reason why gloo cannot take part, or None if it can."""
+    """Return the reason why gloo cannot be compared in this case, or None if it can."""
     if kind not in GLOO_KINDS:
         return f"gloo is compared on {' and '.join(GLOO_KINDS)} only"
     if importlib.util.find_spec("torch") is None:
@@ -302,7 +304,7 @@ def why_no_gloo(kind: str, dtype: np.dtype[Any]) -> str | None:
 def gloo_call(kind: str, op: str, comm: MPI.Comm, out: NDArray[Any]) -> RivalCall:
     """Return a call of PyTorch's collective over gloo, on the memory of `out`.
 
-    Collective: the first time, it makes the process group.
+    Collective: the first call makes the process group.
     """
     import torch
     import torch.distributed as dist
@@ -318,12 +320,12 @@ def gloo_call(kind: str, op: str, comm: MPI.Comm, out: NDArray[Any]) -> RivalCal
 
 
 def join_gloo(comm: MPI.Comm) -> str:
-    """Make PyTorch's gloo process group of the ranks of `comm`, over the loopback interface. Collective.
+    """Make PyTorch's gloo process group from the ranks of `comm`, over the loopback interface. Collective.
 
-    It is tried several times, because another process may take the port before gloo binds it.
+    Tries several times, because another process may take the port before gloo binds it.
 
     Returns:
-        "" if there is a group, otherwise the reason of the failure, the same on all ranks.
+        "" on success, otherwise the reason for the failure. The same on all ranks.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     refusal = ""
@@ -335,7 +337,7 @@ def join_gloo(comm: MPI.Comm) -> str:
 
 
 def _try_gloo(comm: MPI.Comm) -> str:
-    """Try once to make the group. Return the reason of the failure on this rank, or ""."""
+    """Try once to make the group. Return "" on success, otherwise the reason for the failure on this rank."""
     import torch.distributed as dist
 
     port = 0

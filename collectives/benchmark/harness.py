@@ -1,11 +1,11 @@
-"""Times several callables in turns, so that they can be compared within one run: short calls, or long steps.
+"""Time several callables in alternation, so that they can be compared within one run: short calls, or long steps.
 
 `measure` is for short calls that all ranks make. A sample is the mean time of a call in a short batch, on the slowest
-rank. In every round each candidate has a turn, after a barrier. The order is random in each round, because a call finds
-in the caches what the call before it has left there.
+rank. In every round each candidate runs one batch, after a barrier. Each round has a new random order, because the data
+that a candidate leaves in the caches affects the next one.
 
-`compare_steps` is for long steps, which all ranks or only rank 0 may take. The contenders take turns that last a
-fraction of a second, so that slow changes of the machine affect all of them alike.
+`compare_steps` is for long steps, which run on all ranks or only on rank 0. Each contender's turn lasts a fraction of a
+second, so slow changes in the speed of the machine affect all contenders alike.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from mpi4py import MPI
 
 from mpips.collectives.kernels import engine
 
-# The duration of a batch. It is long compared with the time in which the ranks leave a barrier, and with the first call
-# of a batch, which still finds the data of the candidate before in the caches.
+# The duration of a batch. It is long compared with the differences in time at which ranks leave a barrier, and with the
+# first call of a batch, which finds the previous candidate's data in the caches.
 BATCH_SECONDS = 2e-3
 WARM_CALLS = 10
-# longest wait for kernels that the calls have requested
+# longest wait for the compilation of kernels that the calls have requested
 SETTLE_SECONDS = 60.0
 LEAST_SAMPLES = 5
 MOST_SAMPLES = 200
@@ -40,7 +40,7 @@ class Timing(NamedTuple):
 
 
 def measure(comm: MPI.Comm, candidates: Sequence[Callable[[], object]], budget_s: float) -> list[Timing]:
-    """Time candidates in turns. Collective and blocking, for about `budget_s` seconds in all.
+    """Time candidates in alternation. Collective and blocking, for about `budget_s` seconds in all.
 
     Return the timing of each candidate, the same on every rank.
     """
@@ -83,7 +83,7 @@ def _sample(comm: MPI.Comm, run: Callable[[], object], calls: int) -> float:
 
 
 def ping_pong(comm: MPI.Comm, x: np.ndarray[Any, Any], budget_s: float, other: int = 1) -> dict[str, Timing]:
-    """Time messages between rank 0 and rank `other`. Collective and blocking; the other ranks only wait.
+    """Time messages between rank 0 and rank `other`. Collective and blocking; all remaining ranks only wait.
 
     Args:
         comm: The ranks.
@@ -128,7 +128,7 @@ def ping_pong(comm: MPI.Comm, x: np.ndarray[Any, Any], budget_s: float, other: i
 
 
 class Contender(NamedTuple):
-    """A step to time. If `everyone` is False, only rank 0 takes it, while the other ranks sleep."""
+    """A step to time. If `everyone` is False, only rank 0 runs the step, while the other ranks sleep."""
 
     name: str
     step: Callable[[], object]
@@ -136,9 +136,9 @@ class Contender(NamedTuple):
 
 
 def take_turns(turns: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, np.ndarray]:
-    """Call every turn once in each of `rounds` rounds, in the reverse order in every other round.
+    """Call every function of `turns` once in each of `rounds` rounds, in reverse order in every other round.
 
-    Return for each turn the seconds that it has returned.
+    Each function returns a number of seconds. Return for each name the array of these numbers, one per round.
     """
     times: dict[str, list[float]] = {name: [] for name in turns}
     for number in range(rounds):
@@ -155,9 +155,9 @@ def time_call(step: Callable[[], object]) -> float:
 
 
 def compare_steps(contenders: list[Contender], comm: MPI.Comm, seconds: float, rounds: int) -> dict[str, np.ndarray]:
-    """Time the steps of contenders in turns. Collective and blocking, for about `seconds` in all.
+    """Time the steps of contenders in alternation. Collective and blocking, for about `seconds` in all.
 
-    Return for each contender the seconds of a step in each of `rounds` rounds, on the slowest rank of that round.
+    Return for each contender the mean seconds per step in each of `rounds` rounds, on the slowest rank of that round.
     """
     share = seconds / rounds / len(contenders)
     steps = {each.name: _count_steps(each, comm, share) for each in contenders}
@@ -166,7 +166,7 @@ def compare_steps(contenders: list[Contender], comm: MPI.Comm, seconds: float, r
 
 
 def _count_steps(each: Contender, comm: MPI.Comm, seconds: float) -> int:
-    """Warm a contender up, and return the number of steps that take about `seconds`."""
+    """Warm a contender up, and return the number of its steps that take about `seconds`, the same on all ranks."""
     _time_steps(each, comm, 3)
     count = np.array([max(1, int(3 * seconds / _time_steps(each, comm, 3)))], np.int64)
     comm.Bcast(count)
@@ -187,7 +187,7 @@ def _time_steps(each: Contender, comm: MPI.Comm, steps: int) -> float:
 
 
 def _meet(comm: MPI.Comm) -> None:
-    """Wait for all ranks. Ranks that wait sleep, and so leave cores and memory to those that compute."""
+    """Wait for all ranks. Waiting ranks sleep, and so leave the cores to the ranks that compute."""
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(0.0005)

@@ -20,7 +20,7 @@ from mpips.collectives.machine import usable_cores
 from mpips.collectives.schedule.model import BUS_FACTOR
 from mpips.collectives.terminal import show_bytes, show_table, write_json, write_text, writing
 
-# The floor is not shown for fewer bytes, because the time of such calls does not depend much on their bytes.
+# The floor is shown only from this size on, because the time of smaller calls hardly depends on their size.
 FLOOR_BYTES = 1 << 20
 
 
@@ -31,12 +31,12 @@ class Row:
     Attributes:
         algbw_GBps: Bytes / median time.
         busbw_GBps: `algbw_GBps` times the share of the bytes that each rank's link must carry, as nccl-tests defines
-            it. It can be compared with the rate of the hardware.
-        wrong: The number of wrong elements; None if they were not checked.
-        vs_native: The median of the MPI's own best call, measured in turns in the same run, divided by this median. If
-            it is above 1, this is faster than the MPI.
-        predicted_us: The time that the tuning table predicts; None if it is unknown.
-        floor_us: The time to read and write the bytes that the collective must read and write
+            it. This rate can be compared with that of the hardware.
+        wrong: The number of wrong elements; None if results were not checked.
+        vs_native: The median of MPI's own best call, measured alternately in the same run, divided by this row's
+            median. A value above 1 means that this row's algorithm is faster than MPI.
+        predicted_us: The time that the tuning table predicts; None if unknown.
+        floor_us: The time that the memory traffic of the collective takes at least
             (`collectives.benchmark.case.FLOOR_SHARE`), at the speed of a copy by all ranks in the same run. A
             collective that finds its target in the cache can be faster.
     """
@@ -87,9 +87,9 @@ class Row:
             array: The kind of the arrays, "ordinary" or "empty".
             t: The time of a call.
             wrong: The number of wrong elements, if they were checked.
-            native: The time of the MPI's own best call.
-            predicted: The predicted seconds of a call.
-            floor: The seconds of the bare copies.
+            native: The time of MPI's own best call.
+            predicted: The predicted time of a call in seconds.
+            floor: The least time that the memory traffic of a call takes, in seconds.
         """
         nbytes = n * dtype.itemsize
         algbw = nbytes / t.median / 1e9
@@ -117,13 +117,13 @@ class Row:
 
 @dataclass(frozen=True)
 class OverlapRow:
-    """The overlap of a collective with compute, in one line. Times are medians.
+    """One line of a result: the overlap of a collective with a computation. Times are medians.
 
     Attributes:
         overall_us: The time of start, compute and wait together.
-        compute_us: The time of the compute alone.
+        compute_us: The time of the computation alone.
         pure_us: The time of the collective alone.
-        overlap_percent: The share of the collective that was hidden behind the compute.
+        overlap_percent: The share of the collective's time that was hidden behind the computation.
     """
 
     collective: str
@@ -156,7 +156,7 @@ COLUMNS = (
 
 
 def print_table(rows: Sequence[Row], title: str) -> None:
-    """Print rows as a table on standard output. It fits into 80 columns."""
+    """Print rows on standard output as a table that fits into 80 columns."""
     first = rows[0]
     what = f"{title}, {first.dtype}" + ("" if first.op == "none" else f", {first.op}")
     checked = any(row.wrong is not None for row in rows)
@@ -196,7 +196,7 @@ def print_overlap(rows: Sequence[OverlapRow], title: str) -> None:
 
 
 def write_rows(rows: Sequence[Any], path: Path) -> None:
-    """Write rows (of any dataclass) as a JSON list. Each row also has the machine, as `on`."""
+    """Write rows (of any dataclass) as a JSON list. Each row also gets `on`, a description of the machine."""
     where = machine()
     write_json(path, [asdict(row) | {"on": where} for row in rows])
 

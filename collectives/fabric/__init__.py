@@ -1,1 +1,1 @@
-"""What ranks of a node share: memory for arrays, words by which they meet, the wait loop, the generation's end."""
+"""What the ranks of a node share: memory for arrays, the board on which they meet, failures, the wait loop."""

@@ -5,7 +5,7 @@ the node opens ``/proc/<pid>/fd/<fd>`` and maps the same pages. So no call here 
 file system, and nothing outlives the processes. Each segment is twice as large as the one before, up to a limit. So
 there are few segments, and other processes map each of them once.
 
-Pages are touched when an array is made, in huge pages if the kernel has them, and never more of them than are free. The
+Pages are touched when an array is made: as huge pages if the kernel has them, and never more pages than are free. The
 pages of freed arrays are kept for later arrays, up to `IDLE_BYTES`; beyond that they go back to the system.
 """
 
@@ -40,12 +40,13 @@ HUGE_PAGE = 2 << 20
 FIRST_BYTES = 256 << 20
 # the size of the fifth segment and of all later ones
 SEGMENT_BYTES = 4 << 30
-# Long copies use Intel's `rep movsb`. It copies byte by byte if the target begins 1 to 63 bytes above the source,
-# modulo this.
+# Long copies use the x86 instruction `rep movsb`, which copies byte by byte if (target - source) modulo this period is
+# 1 to 63 bytes.
 COPY_PERIOD = 4 << 30
 # how much memory of freed arrays a segment keeps
 IDLE_BYTES = 512 << 20
-# Bytes that all ranks of a node together may touch between two looks at the free memory, and the least for each rank.
+# While touching pages, a rank checks the free memory again and again. This many bytes may be touched between two checks
+# by all ranks of a node together; a single rank's step is never smaller than the second number.
 SEEN_BYTES = 64 << 20
 LEAST_SEEN_BYTES = 8 << 20
 # If memfd is denied, files for arrays that grow go into a folder with at least this much room.
@@ -56,7 +57,7 @@ _MADV_POPULATE_WRITE = 23
 
 
 class Region(NamedTuple):
-    """An interval of bytes in a file of a process, which any process of the node can map. Five integers."""
+    """An interval of bytes in a file of a process, which any process of the node can map."""
 
     pid: int
     fd: int
@@ -66,12 +67,12 @@ class Region(NamedTuple):
 
 
 def segment_bytes(nbytes: int, before: int = 0) -> int:
-    """Return the size of a new segment for an array of `nbytes`, if there are `before` segments already.
+    """Return the size of a new segment for an array of `nbytes`, if `before` segments exist already.
 
-    The size is a multiple of the huge page, but not of 256 MiB, so that even several segments that are mapped next to
-    each other do not add up to 4 GiB. The reason is COPY_PERIOD. NumPy's own long arrays begin 16 bytes behind a page.
-    If a segment lay a multiple of 4 GiB below such an array, a copy from the start of the segment to that array would
-    take 4 to 9 times as long.
+    The size is a multiple of the huge page size, but not of 256 MiB, so that adjacent segments do not add up to 4 GiB.
+    The reason is COPY_PERIOD. NumPy's own long arrays begin 16 bytes after the start of a page. If such an array lay a
+    multiple of 4 GiB above the start of a segment, a copy from the segment to the array would take 4 to 9 times as
+    long.
     """
     size = max(min(FIRST_BYTES << before, SEGMENT_BYTES), -(-nbytes // HUGE_PAGE) * HUGE_PAGE)
     return size if size % FIRST_BYTES else size + HUGE_PAGE
@@ -151,7 +152,7 @@ class _FreeList:
 
 
 class _Segment:
-    """A memory file of this process, mapped as a whole. `nbytes`: the size of the array for which it is made."""
+    """A memory file of this process, mapped as a whole. `nbytes`: the size of the first array to be put into it."""
 
     def __init__(self, size: int, nbytes: int) -> None:
         self.fd = open_memory(nbytes)
@@ -170,9 +171,9 @@ class _Segment:
         self.free = _FreeList(size)
         # bytes of free intervals that still have their pages
         self.idle = 0
-        # True if it is in a file system, which may be full although the node has free memory
+        # True if the file is in a file system that may be full although the node has free memory
         self.bounded = os.fstatvfs(self.fd).f_blocks > 0
-        # bytes that may be touched before the next look at the free memory
+        # bytes that may be touched before the free memory must be checked again
         self._sure = 0
 
     def allocate(self, nbytes: int) -> int | None:
@@ -304,8 +305,8 @@ class _Arena:
     def release(self, segment: _Segment, offset: int, nbytes: int) -> None:
         """Queue the memory of a freed array, and take it back now if the lock is free.
 
-        The garbage collector calls this at any moment, even within `allocate` in the same thread. To wait for the lock
-        there would be a deadlock. `with` releases the lock even if Ctrl-C comes at any moment.
+        The garbage collector may call this at any moment, even within `allocate` in the same thread, where waiting for
+        the lock would deadlock. `with` releases the lock no matter when Ctrl-C arrives.
         """
         self._released.append((segment, offset, nbytes))
         if not self._lock.locked():
@@ -425,7 +426,7 @@ def attach(region: Region) -> NDArray[np.uint8]:
 
 
 def segment(region: Region) -> NDArray[np.uint8]:
-    """Map the whole segment of a region and return its bytes. As `attach`, but touches no pages."""
+    """Map the whole segment of a region and return its bytes. Raises as `attach` does, but touches no pages."""
     key = region[:3]
     whole = _attached.get(key)
     if whole is None:
@@ -470,9 +471,9 @@ def _open_sparse() -> int:
 class SparseFile:
     """A memory file of this process, for arrays that grow. Memory is used only for pages that are written.
 
-    So an array can be made as long as it may ever become, and never has to move. Each array is mapped by itself, and
-    the file may be far longer than the node's memory. Another process of the node opens the file by `opened`, and
-    reaches all arrays by their offsets, also after this process has ended.
+    So an array can be given its largest possible length at once, and never has to move. Each array is mapped
+    separately, and the file may be far longer than the node's memory. Another process of the node opens the file with
+    `opened`, and reaches all arrays by their offsets, even after this process has ended.
     """
 
     def __init__(self, fd: int | None = None) -> None:
@@ -486,17 +487,17 @@ class SparseFile:
 
     @classmethod
     def opened(cls, region: Region) -> SparseFile:
-        """Open the file of another process. Raise CollectiveError as `attach`."""
+        """Open the file of another process. Raises CollectiveError if that process or file cannot be reached."""
         return cls(_descriptor(region))
 
     @property
     def region(self) -> Region:
-        """The file as other processes find it. Offset and size are 0."""
+        """The region by which other processes find the file. Its offset and size are 0."""
         return Region(os.getpid(), self._fd, self._inode, 0, 0)
 
     @property
     def room(self) -> int:
-        """The free bytes of its file system. Does not look at the node's memory."""
+        """The free bytes of the file system that holds the file. Does not consider the node's free memory."""
         system = os.fstatvfs(self._fd)
         return system.f_bavail * system.f_frsize if system.f_blocks else sys.maxsize
 

@@ -1,24 +1,25 @@
-"""The board of a node: its ranks meet by words in shared memory, and learn there that one has failed.
+"""The board of a node: shared memory through which its ranks meet, and learn that one of them has failed.
 
-An operation starts when all ranks have *entered* it. The words of all ranks form a row. A rank enters by storing one
-8-byte word there: the number of the operation << 32 | a token that stands for its call and its arrays. All ranks have
-entered when all words of the row have that number. If a token is unknown, the rank reads the descriptor that it stands
-for, and compares the calls. Within an operation, ranks meet again after each *phase*. The steps of an operation:
+An operation starts when all ranks have *entered* it. A row in shared memory has one 8-byte word for each rank. A rank
+enters by storing its word: the number of the operation << 32 | a token that stands for its call and its arrays. All
+ranks have entered when all words of the row have that number. If a rank sees a token that it does not know, it reads
+the token's descriptor and compares the calls. Within an operation, ranks meet again after each *phase*. The steps of an
+operation:
 
     publish   write everything that other ranks will read: a vector in a slot, a descriptor
     meet      store one word to `entries`, then read the row until it is complete
     take      read what the other ranks have written
-    poison    after a failure: set the flag, and replace this rank's word by OUT, with which no row is ever complete, so
-              that ranks that wait go on to look at the flag
+    poison    after a failure: set the flag, and replace this rank's word with OUT. A row with OUT is never complete, so
+              ranks that wait for the row keep waiting, and see the flag
 
-A flag and a sentence tell all ranks of the node that one has failed (`Poison`; between nodes: `network.control`). The
-first rank to fail writes them, and every wait looks at the flag. A file lock makes sure that the first sentence stays.
-The kernel releases the lock of a process that dies. A rank that died without writing anything is noticed by its process
-(`Peers`).
+A flag and a message tell all ranks of the node that one has failed (`Poison`; between nodes: `network.control`). The
+first rank to fail writes both, and every wait checks the flag. A file lock makes sure that later failures do not
+overwrite the first message; the kernel releases the lock if its holder dies. If a rank dies without writing anything,
+the others notice that its process has ended (`Peers`).
 
 A rank can enter operation i + 2 only after all ranks have entered i + 1. So two rows and two slots, used in turn, are
-enough. There is no MPI here: the tests run this code with words that switch to another rank at each access, in every
-order.
+enough. This module does not use MPI, so that the tests can run it with simulated words that switch to another rank at
+each access, in every order.
 """
 
 from __future__ import annotations
@@ -76,16 +77,16 @@ LEAVING_SECONDS = 5.0
 SETTLE_SECONDS = 1e-3
 
 
-# where the sentence begins in the poison
+# offset of the message in the poison's memory
 TEXT_AT = 16
 
 
 class Poison:
-    """The flag and the sentence by which the ranks of a node learn that their generation has ended.
+    """The flag and the message that tell the ranks of a node that their generation has ended.
 
     Args:
-        memory: POISON_BYTES that all ranks of the node map.
-        fd: The file that this memory belongs to. Its lock protects the sentence.
+        memory: POISON_BYTES of memory, mapped by every rank on the node.
+        fd: The file that this memory belongs to. Its lock protects the message.
     """
 
     def __init__(self, memory: NDArray[np.uint8], fd: int) -> None:
@@ -95,7 +96,7 @@ class Poison:
         self.flag = memory[:TEXT_AT].data.cast("B").cast(WORD)
 
     def spread(self, error: BaseException, sentence: str) -> CollectiveError:
-        """End the generation with this sentence, unless it has ended already. Return the error that all ranks raise."""
+        """End the generation with this message, unless it has ended already. Return the error that all ranks raise."""
         with self._locked():
             if not self.flag[0]:
                 text = sentence.encode(errors="replace")[: POISON_BYTES - TEXT_AT]
@@ -176,9 +177,9 @@ class Peers:
 
 
 class Board:
-    """The words of one generation, as one rank of the node sees them.
+    """One rank's view of the words that the ranks of a node share during one generation.
 
-    `names`: the numbers by which sentences name the node's ranks.
+    `names`: the number under which error messages show each rank of the node.
     """
 
     nap_after = NAP_AFTER_ON_NODE
@@ -210,7 +211,8 @@ class Board:
         # Fast paths may begin only with a descriptor that was put after this one; see `hold`.
         self.spent = -DESCRIPTORS
         self.spins = SPINS_SHARED if memory.crowded else SPINS_ALONE
-        # A fast path reads a row this often before it enters the wait loop. After `spins` reads it yields between them.
+        # A fast path reads a row this often before it enters the wait loop. After `spins` reads it yields its core
+        # between two reads.
         self.looks = range(self.spins + MOST_LOOKS)
         self._held = False
         # True while this rank carries out an operation over messages
@@ -218,7 +220,7 @@ class Board:
         # when to look at the other processes again
         self._due = 0.0
         self._peers = Peers(memory.pids)
-        # Raises if the enclosing generation has ended. Every look at this generation calls it.
+        # A function that raises if the enclosing generation has ended. `look` and `hear` call it.
         self.beyond: Callable[[float], None] | None = None
 
     def publish(
@@ -233,16 +235,16 @@ class Board:
     def hold(self, held: bool) -> None:
         """Forbid operations to begin by a fast path, or permit it again.
 
-        No descriptor is put after number sys.maxsize, so all fast paths return NOT_BEGUN. Otherwise only those do whose
-        descriptor has been overwritten.
+        While they are forbidden, `spent` is sys.maxsize, which is above the number of every descriptor, so all fast
+        paths return NOT_BEGUN. Otherwise only those fast paths do whose descriptor has been overwritten.
         """
         self._held = held
         self.spent = sys.maxsize if held else self.descriptors.put - DESCRIPTORS
 
     def enter(self, token: int, lends: bool = False) -> None:
-        """Enter the next operation with this token. A rank that sees it also sees everything written before.
+        """Enter the next operation with this token. A rank that sees the token also sees everything written before.
 
-        `lends`: other ranks may touch this rank's arrays from now on, until each has finished one phase.
+        `lends`: other ranks may access this rank's arrays from now on, until each has finished one phase.
         """
         self.number = number = self.number + 1 & NUMBERS
         if lends:
@@ -252,14 +254,14 @@ class Board:
         self.entries[number & 1][self.rank] = self.marks.word[0] = number << 32 | token
 
     def met(self) -> Iterator[None]:
-        """Wait, in steps, until all ranks have entered this operation. `tokens` then tells with which tokens."""
+        """Yield until all ranks have entered this operation. `tokens` then returns their tokens."""
         while not self._complete():
             yield
         if self.fence is not None:
             self.fence()
 
     def meet(self, row: memoryview, wanted: int, what: str) -> bool:
-        """Wait until all ranks have entered this operation. Return True if `row` is `wanted` then. Blocking.
+        """Wait until all ranks have entered this operation. Return True if `row` then equals `wanted`. Blocking.
 
         Fast paths call this when `looks` reads were not enough. `what` names the call in errors.
         """
@@ -292,7 +294,7 @@ class Board:
         self.progress[self.phase & 1][self.rank] = self.phase
 
     def followed(self) -> Iterator[None]:
-        """Wait, in steps, until all ranks have finished as many phases as this one."""
+        """Yield until all ranks have finished as many phases as this one."""
         row, finished = self.progress[self.phase & 1], self.phase * self.ones
         while int.from_bytes(row, ORDER) != finished:
             yield
@@ -300,13 +302,13 @@ class Board:
             self.fence()
 
     def follow(self, row: memoryview, finished: int, what: str) -> None:
-        """As `followed`, but blocking. Fast paths call this when `looks` reads were not enough."""
+        """Like `followed`, but blocking. Fast paths call this when `looks` reads were not enough."""
         drive(self.followed(), self, what)
 
     def carried_out(self, steps: Iterator[None]) -> Iterator[None]:
-        """Run the steps of an operation over messages, for which the ranks have met here.
+        """Run the steps of an operation over messages, after the ranks have met for it on this board.
 
-        The board notes the end of these steps, so that others can tell which ranks are late.
+        At the end it writes to the board that this rank is done, so that the others can tell which ranks are late.
         """
         self._carrying = True
         yield from steps
@@ -314,7 +316,7 @@ class Board:
         self.memory.words[self.rank][FINISHED] = self.number
 
     def late(self) -> list[int]:
-        """Return the names of the ranks that are not as far as this one."""
+        """Return the names of the ranks that are behind this one."""
         return [self.names[rank] for rank in self._late()]
 
     def look(self, waited: float) -> None:
@@ -327,7 +329,7 @@ class Board:
             return
         self._due = now + LOOK_AT_PEERS_SECONDS
         ended = [rank for rank in self._late() if self.memory.words[rank][LEFT] or self._peers.ended(rank)]
-        # Check again that it is late, because of this race:
+        # Check again that the rank is late, because of this race:
         # 1. This rank computes the list of late ranks. Rank 1 is in it.
         # 2. Rank 1 writes its word, leaves, and ends.
         # 3. This rank sees that rank 1 has ended, though it has done its part.
@@ -338,7 +340,7 @@ class Board:
     def hear(self, waited: float = 0.0) -> None:
         """Raise if the generation has ended, or if a process of the node has died without leaving.
 
-        For a rank that does not wait for a word of this board.
+        For a rank that is waiting for something else than a word on this board, or not waiting at all.
         """
         if self.poison.flag[0]:
             raise self.poison.error()
@@ -354,7 +356,7 @@ class Board:
     def end(self, error: BaseException, sentence: str) -> CollectiveError:
         """End the generation for all ranks of the node. Return the error that they raise.
 
-        Blocks until no other rank touches this rank's arrays, but at most for LEAVING_SECONDS.
+        Blocks until no other rank accesses this rank's arrays, but at most for LEAVING_SECONDS.
         """
         told = self.poison.spread(error, sentence)
         self.hold(True)
@@ -375,9 +377,9 @@ class Board:
         return told
 
     def shared(self, number: int) -> bool:
-        """True if all ranks have entered this operation with the same call, and none left before all had entered.
+        """True if all ranks have entered operation `number` with the same call, and none left before all had entered.
 
-        It must be the last operation of this rank.
+        `number` must be the operation that this rank entered last; for any other number the result is False.
         """
         try:
             return number == self.number and self._complete() and bool(self.read(self.tokens()))
@@ -425,7 +427,7 @@ class Board:
 
 
 def unreachable(board: Board, error: OutOfReach) -> str:
-    """Return the sentence for the case that this rank could not reach the memory of another process."""
+    """Return the error message for the case that this rank could not reach the memory of another process."""
     other = board.names[board.memory.pids.index(error.pid)]
     why = os.strerror(error.errno)
     return f"rank {board.names[board.rank]} cannot reach the memory of rank {other} any more: {why}"

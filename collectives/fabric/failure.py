@@ -53,7 +53,8 @@ def failed(comm: MPI.Comm) -> list[int]:
 def deaths(comm: MPI.Comm) -> list[int]:
     """Return the dead ranks after an error that a death may have caused, or an empty list.
 
-    MPI may learn of the death a little later than of the error. So this waits for it, for DEATH_SECONDS at most.
+    MPI may report the death a little later than the error. So this function waits for the report, for at most
+    DEATH_SECONDS.
     """
     clock = Clock()
     while not (found := failed(comm)) and clock.seconds() < DEATH_SECONDS:
@@ -72,8 +73,8 @@ class Making:
     """A context in which ranks make communicators from `comm`, although any of them may die meanwhile.
 
     As soon as a rank has died, or `break_off` is called, `comm` and every communicator made in the context are revoked.
-    Then ranks that wait on one of them raise MPI.Exception. A thread watches for deaths, so this needs
-    MPI_THREAD_MULTIPLE. A process can be in one such context at a time.
+    Ranks that wait on one of these communicators then raise MPI.Exception. A thread watches for deaths, so the context
+    needs MPI_THREAD_MULTIPLE. A process can be in only one such context at a time.
     """
 
     # the context that this process is in

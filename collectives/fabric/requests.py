@@ -7,9 +7,9 @@ at the same time.
 flight, they and their memory are kept until MPI has finished with them. Receives are cancelled. Sends complete when the
 owner of their communicator gives it up, because every rank then receives and drops what was sent on it.
 
-**The MPI library's own collectives** cannot be cancelled (`Collectives`). As long as a rank has not completed one, MPI
-may also touch the arrays of the others. So a rank that gives one up carries it through first. If that is impossible,
-its communicator is never freed.
+**The MPI library's own collectives** cannot be cancelled (`Collectives`). As long as a rank has not completed such a
+collective, MPI may also access the arrays of the other ranks. So before a rank gives up a collective, it tries to
+complete it. If that is impossible, the communicator is never freed.
 
 **Communicators** are freed only after every message that was sent on them has arrived. The reason:
 
@@ -21,8 +21,9 @@ its communicator is never freed.
 The messages of a sender on a communicator arrive in the order in which they were sent. So each rank sends a last
 message to every other, and a rank that has received all last messages has received everything. The last message also
 says how many of MPI's own collectives the sender has begun on the communicator. We cannot receive the messages of
-those, so if the numbers differ, the communicator is never freed. Otherwise numbers must be given back, because they are
-scarce: MPICH has 2,048 in a process. What cannot be freed at once is freed by a later `sweep`.
+MPI's collectives, so if these counts differ, the communicator is never freed. In all other cases communicators must be
+freed, because their numbers are scarce: MPICH has 2,048 in a process. A communicator that cannot be freed at once is
+freed by a later `sweep`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Lanes(NamedTuple):
     """The MPI communicators that messages go over."""
 
     comm: MPI.Intracomm
-    # The ranks that have this rank's place in their nodes, one of each node. None if nodes differ in size.
+    # The ranks with the same node-local rank as this one, one per node. None if nodes differ in size.
     across: MPI.Comm | None
 
 
@@ -94,8 +95,8 @@ class Tags:
 
 MESSAGE_BYTES = 4 << 20
 CARRY_SECONDS = 1e-4
-# How long a rank that gives a collective up waits for the others to enter it. A rank that enters it without knowing
-# that it was given up does so within this time, even if cores are busy.
+# How long a rank that gives up a collective waits for the others to enter it. A rank that has not heard of the failure
+# yet enters the collective within this time, even if cores are busy.
 COMING_SECONDS = 0.5
 # When `_left` has this many requests, look for those that are complete.
 LOOK_AT = 64
@@ -110,8 +111,8 @@ _collectives: list[tuple[MPI.Request, MPI.Comm]] = []
 class Roll:
     """A non-blocking barrier that knows which ranks are late.
 
-    Each rank sends a byte to each other rank. MPI's own barrier would not tell which ranks have come. Making a Roll is
-    collective and does not block. `what` names the event for which the ranks meet, in errors.
+    Each rank sends a byte to each other rank, because MPI's own barrier would not tell which ranks have arrived. Making
+    a Roll is collective and does not block. `what` names in errors the event for which the ranks meet.
     """
 
     limits = Limits()
@@ -124,7 +125,7 @@ class Roll:
         # when `look` last looked for ranks that have ended, and which it found
         self._looked = 0.0
         self._gone = set[int]()
-        # the bytes that have come, by rank
+        # for each rank, the byte that it has sent: 1 once it has arrived
         self._come, counts, places = np.zeros(size, np.uint8), [1] * size, list(range(size))
         self._mine = np.ones(size, np.uint8)
         self.request: MPI.Request = comm.Ialltoallv(
@@ -132,10 +133,10 @@ class Roll:
         )
 
     def wait(self, limits: Limits) -> None:
-        """Wait until all ranks have come. Blocking.
+        """Wait until all ranks have arrived. Blocking.
 
-        Raises StallError after the limit, and CollectiveError if a rank cannot come any more. This rank counts as
-        having come even then, and MPI may still write to this object. So it is kept in `_rolls`.
+        Raises StallError after the limit, and CollectiveError if a rank can no longer arrive. Even after such an error
+        this rank counts as arrived, and MPI may still write to this object, so the object is kept in `_rolls`.
         """
         self.limits = limits
         _rolls.append(self)
@@ -143,11 +144,11 @@ class Roll:
         _rolls.remove(self)
 
     def late(self) -> list[int]:
-        """Return the ranks that have not come, as far as this rank knows. Local."""
+        """Return the ranks that have not arrived, as far as this rank knows. Local."""
         return np.flatnonzero(self._come == 0).tolist()
 
     def look(self, waited: float) -> None:
-        """Raise CollectiveError if the program of a late rank has ended. The job's folder on this host tells that."""
+        """Raise CollectiveError if the program of a late rank has ended, according to the job's folder on this host."""
         if self._looked < waited < self._looked + recorder.LASTING_SECONDS:
             return
         self._looked = waited
@@ -179,7 +180,7 @@ Begin: TypeAlias = "tuple[Callable[..., MPI.Request], tuple[Any, ...]]"
 
 
 class Collectives:
-    """Runs the MPI library's own collectives on one communicator, a row of them after another."""
+    """Runs the MPI library's own collectives on one communicator. A call is a *row*: one or more of them, in order."""
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
@@ -195,12 +196,12 @@ class Collectives:
         return self._row[0] + len(self._row[3])
 
     def enter(self, row: Sequence[Begin], see: Callable[[], None] | None = None, number: int = -1) -> None:
-        """Set the next row. Nothing of it is begun yet.
+        """Set the next row, without beginning any of its collectives.
 
         Args:
-            see: Called after the first collective of the row. It raises if the ranks have come with different rows.
-                None: the ranks have met on the board and compared their calls.
-            number: The number of that meeting.
+            see: Called after the first collective of the row. It raises if the ranks have entered different rows. None:
+                the ranks compare their calls on the board.
+            number: The number of the board's operation in which they do so; -1 if there is none.
         """
         self.number = -1
         self._row = self.begun, row, see, []
@@ -223,9 +224,9 @@ class Collectives:
         return False
 
     def carry_through(self, hopeless: Callable[[], object], seconds: float) -> None:
-        """Complete a row that this rank gives up, so that MPI stops touching the ranks' arrays. Blocking.
+        """Try to complete a row that this rank gives up, so that MPI stops accessing the ranks' arrays. Blocking.
 
-        Stops early if not all ranks have come to the row, if `hopeless()` is true, or after `seconds`.
+        Stops early if not all ranks have entered the row, if `hopeless()` is true, or after `seconds`.
         """
         _, _, see, requests = self._row
         clock = Clock()
@@ -235,7 +236,7 @@ class Collectives:
                     break
             except (MPI.Exception, CollectiveError):
                 break
-            # Not all ranks have come. Those that come later hear first that the communicator is over.
+            # Not all ranks have entered the row. Later ones learn that the communicator is over before they enter.
             if see is not None and len(requests) == 1 and clock.seconds() > COMING_SECONDS:
                 break
             time.sleep(CARRY_SECONDS)
@@ -291,7 +292,7 @@ def unfinished(comm: MPI.Comm) -> bool:
 
 def outstanding() -> bool:
     """Drop requests that are complete. Return True if any are left, so that MPI may still touch their memory."""
-    # Two threads must not test the same request. If another thread is at it, its result will do.
+    # Two threads must not test the same request. If another thread is testing them now, do not repeat its work.
     if not _looking.locked():
         with _looking:
             _collectives[:] = [kept for kept in _collectives if not over(kept[0])]
@@ -367,9 +368,9 @@ DRAIN_SECONDS = 2e-4
 
 
 class Parting:
-    """A communicator that its ranks give up, each by sending a last message to all others. See the module's docstring.
+    """A communicator that is being closed: each rank sends a last message to all others. See the module's docstring.
 
-    All receives that were posted on it must be complete or given up.
+    All receives that were posted on the communicator must be complete or given up.
 
     Args:
         kept: Kept alive until the communicator is freed.
@@ -385,8 +386,8 @@ class Parting:
         # True if ranks have begun different numbers of collectives
         self._unlike = False
         others = (rank for rank in range(comm.Get_size()) if rank != comm.Get_rank())
-        # True once it is freed, or will never be. It is not freed if a rank has died: nobody knows whether a message of
-        # that rank is still to come.
+        # True once the communicator is freed, or if it never will be. It is never freed if a rank has died, because
+        # nobody knows whether a message from that rank is still in flight.
         self._freed = bool(failed(comm))
         # last messages that have not come
         self._missing = 0 if self._freed else comm.Get_size() - 1
@@ -454,7 +455,8 @@ def sweep(seconds: float = 0.0) -> bool:
             if parting.free():
                 _partings.remove(parting)
                 _limbo.append(parting.kept)
-        # With MPICH a communicator goes only now, when the last of its requests was tested. That may call `leave` too.
+        # MPICH really frees a communicator only when the last of its requests was tested, i.e. here. That may call
+        # `leave`, too.
         if not outstanding():
             _limbo.clear()
         if _retired:

@@ -1,8 +1,8 @@
 """Tasks: generators for work that has to wait now and then, and functions that run several at once. No I/O.
 
-A task yields whenever it has to wait: True if it has advanced since its last yield, False or None if not. The caller
-then advances it again soon, or sleeps a little first. The result of a task is the value that it returns. Its exceptions
-are passed on unchanged.
+A task yields whenever it has to wait: True if it has advanced since its last yield, False or None if not. After True,
+the caller resumes the task soon; otherwise the caller may sleep a little first. The result of a task is the value that
+it returns. Its exceptions are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -64,5 +64,5 @@ def kept(task: Task[T], results: list[T]) -> Task[None]:
 
 
 def nothing() -> Task[None]:
-    """Do nothing, as a task that is over at once."""
+    """Return a task that does nothing and is over at once."""
     yield from ()

@@ -1,7 +1,7 @@
 """The one wait loop: poll, yield the core, sleep, check whether the generation has ended, warn, time out.
 
-Short waits never come here: callers first look a few times by themselves. `drive` runs an operation as steps, and now
-and then asks a `Generation` whether the ranks that it waits for can still come.
+Short waits never reach this loop: callers first poll a few times themselves. `drive` runs an operation step by step,
+and now and then asks a `Generation` whether the ranks for which the operation waits can still arrive.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from mpips.collectives.recorder import own as recorder
 
 # steps before the loop first yields the core
 SPINS = 16
-# Time between two calls of Generation.look, but at least LOOK_NAPS sleeps. It is measured by the clock, not in yields,
-# because on a busy core each yield may take a whole time slice.
+# Time between two calls of Generation.look, or LOOK_NAPS sleeps if these take longer. The interval is a time and not a
+# number of yields, because on a busy core each yield may take a whole time slice.
 LOOK_SECONDS = 1e-4
 LOOK_NAPS = 16
-# A sleep between two steps takes NAP_SHARE of the wait until then, within these bounds.
+# A sleep between two steps takes NAP_SHARE of the time waited so far, within these bounds.
 NAP_SECONDS = (1e-4, 3e-4)
 NAP_SHARE = 0.02
-# After this time of waiting a rank sleeps between steps, and does not only yield its core.
+# After waiting this long, a rank sleeps between steps instead of only yielding its core.
 NAP_AFTER_ON_NODE, NAP_AFTER_BETWEEN_NODES = 2e-2, 2e-3
 
 
@@ -49,7 +49,7 @@ class Generation(Protocol):
     nap_after: float
 
     def look(self, waited: float) -> None:
-        """Raise if the generation has ended, or if a rank for which this one waits cannot come any more.
+        """Raise if the generation has ended, or if a rank for which this one waits can no longer arrive.
 
         `waited`: seconds since the wait began.
         """

@@ -53,7 +53,7 @@ MOST_LETTERS = 300
 ENOUGH = 100_000_000
 # A call counts as at least this many elements, because a NumPy call takes some 20 us longer than a kernel's.
 CALL = 4096
-# While Numba is loaded or compiles, other threads, which serve requests, wait at most this long for the interpreter.
+# While Numba is loaded or compiles, other threads, which answer requests, wait at most this long for the GIL.
 SWITCH_SECONDS = 0.0001
 
 
@@ -70,7 +70,7 @@ class Kernel:
 
     @property
     def call(self) -> Callable[..., Any] | None:
-        """The function to call with the arrays. None until it is compiled, and for ever if it cannot be."""
+        """The function to call with the arrays. None until it is compiled, and always None if it cannot be."""
         return None if _engine.numpy_only else self.compiled
 
     def call_for(self, elements: int) -> Callable[..., Any] | None:
@@ -324,7 +324,7 @@ class _Engine:
 
 
 class _EndOfImports:
-    """A finder in `sys.meta_path` that breaks off the imports of its thread when the process ends.
+    """A finder in `sys.meta_path` that aborts the imports of its thread once the process is ending.
 
     Numba has hundreds of modules, and the process should not have to wait for all of them.
     """
@@ -341,9 +341,9 @@ class _EndOfImports:
 
 @contextlib.contextmanager
 def _giving_way(stopped: threading.Event) -> Iterator[None]:
-    """Within a block, let other threads have the interpreter more often, and break off imports when the process ends.
+    """Within the block, make this thread yield the GIL more often, and abort its imports once the process is ending.
 
-    Numba needs the interpreter for half a second.
+    Importing Numba would otherwise keep the GIL busy for half a second.
     """
     before, end = sys.getswitchinterval(), _EndOfImports(stopped)
     sys.setswitchinterval(min(before, SWITCH_SECONDS))

@@ -1,4 +1,4 @@
-"""A decorator that makes a kernel of a function. The kernel is compiled for the dtype of its first argument.
+"""A decorator that turns a function into a kernel, which is compiled for the dtype of its first argument.
 
     @compiled("stored[], const wide[]")
     def scale(out, factors): ...

@@ -60,11 +60,11 @@ NOWHERE = (ArrayPlace(), ArrayPlace())
 class Ways(NamedTuple):
     """The sizes in bytes at which vectors change from one kind of program to another. The same on all ranks."""
 
-    # the largest vector in slots, whatever its memory
+    # the largest vector that goes through slots in any case, even if its array is in node-shared memory
     slots: int
-    # the largest vector in slots if it is in private memory
+    # the largest vector that goes through slots if its array is in private memory
     ordinary_slots: int
-    # the smallest vector in private memory that the kernel copies between processes, if it permits that
+    # the smallest vector in private memory for which the cross-memory program is used, if the kernel permits that
     cross_memory: int
 
 
