@@ -1,4 +1,4 @@
-"""The key-value store that a training loop sees: MXNet's KVStore contract (1.9.1), extended by the paper's kinds."""
+"""The key-value store that a training loop uses: the contract of MXNet's KVStore (1.9.1), and the paper's kinds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Turns = Sequence[Hashable]
 class KVStore(Uncopied):
     """A key-value store, as each worker of the job sees it. Made by `mpips.create`.
 
-    Calls block unless their name begins with i. Arrays are C-contiguous, of float16, bfloat16, float32, float64 or
+    Calls block unless their name begins with "i" (`ipush`). Arrays are C-contiguous, of float16, bfloat16, float32, float64 or
     integers: NumPy arrays, PyTorch CPU tensors, anything with `__array_interface__` or DLPack, and arrays on GPUs
     (`__cuda_array_interface__`). JAX arrays can be read but not written. Arrays made by `mpips.empty` are exchanged
     without a copy between ranks of one node.
@@ -58,7 +58,7 @@ class KVStore(Uncopied):
     def __init__(self, worker: WorkerStore, route: Route | None = None, generations: Generations | None = None) -> None:
         if route is None or generations is None:
             raise of_caller(TypeError("a store is made by mpips.create, on all ranks: kv = mpips.create('dist_sync')"))
-        # what the workers of the store agree on; other packages of mpips use it
+        # this worker's part of the store; other packages of mpips use it
         self.worker = worker
         # roles of ranks, and communicators
         self.layout = worker.layout
@@ -80,43 +80,43 @@ class KVStore(Uncopied):
 
     @property
     def num_workers(self) -> int:
-        """Workers in all clients."""
+        """Number of workers in the store."""
         return self.layout.num_workers
 
     @property
     def generation(self) -> int:
-        """The number of the present generation. It begins at 0, and each `recover` adds one."""
+        """The number of the current generation. The first is 0, and each `recover` adds one."""
         return self.worker.generation.number
 
     @property
     def spares(self) -> int:
-        """Number of ranks that wait to take a place. The same on all workers, and constant within a generation."""
+        """Number of ranks that wait to replace dead ones. The same on all workers, and constant within a generation."""
         return self.layout.spares
 
     @property
     def resumed(self) -> int | None:
-        """The step to begin with: the number of rounds of each key that the store holds.
+        """The training step to begin with, which is the number of rounds that each key has completed.
 
-        0 in a new training. More than 0 if the job has been started again from a checkpoint, or if this worker has
-        joined a running job. None if the keys are at different rounds.
+        0 in a new training. More than 0 if the job has resumed from a checkpoint, or if this worker has joined a
+        running job. None if the keys are at different rounds.
         """
         return self.worker.resumed
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """True if the store can do this.
+        """True if the store has this capability.
 
-        The only capability that may be asked for is "optimizer"; others raise ValueError.
+        The only known capability is "optimizer", which every store has. Others raise ValueError.
         """
         if capability.lower() != "optimizer":
             raise of_caller(ValueError(f"unknown capability {capability!r}; known: optimizer"))
         return True
 
-    # ---- calls of all workers together. They block. If arguments are bad or differ, all raise the same error, and
-    # nothing has changed.
+    # ---- collective calls. They block. If arguments are bad or differ between workers, all workers raise the same
+    # error, and nothing has changed.
 
     def init(self, key: object, value: object) -> None:
-        """Make keys and set their first values. Collective over all workers.
+        """Create keys and set their first values. Collective over all workers.
 
         Keys, shapes and dtypes must be the same on every worker. Only rank 0's values are used.
         """
@@ -124,28 +124,28 @@ class KVStore(Uncopied):
             self.worker.init(key, value)
 
     def broadcast(self, key: object, value: object, out: object, priority: int = 0) -> None:
-        """Call `init`, then `pull` into `out`. If `out` is bad, no key is made."""
+        """Call `init`, then `pull` into `out`. If `out` is bad, no key is created."""
         with self._route.marked("broadcast"):
             self.worker.init(key, value, lambda keys: self._operations.see_pull(keys, key, out, priority))
         self.pull(key, out, priority)
 
     def set_optimizer(self, optimizer: str | Optimizer, keys: object = None, **keywords: Any) -> None:
-        """Let the store update keys by an optimizer from now on. Collective over all workers.
+        """Let the store update keys with an optimizer from now on. Collective over all workers.
 
-        Servers run the optimizer, or the workers if there are no servers. Its state starts anew.
+        The servers run the optimizer, or the workers if there are no servers. Its state starts anew.
 
         Args:
             optimizer: A name with keywords (`"sgd", learning_rate=0.1`), or an `mpips.optimizers` record.
-            keys: The keys to update. None: all keys, also those made later.
+            keys: The keys to update. None: all keys, including those created later.
         """
         with self._route.marked("set_optimizer"):
             self.worker.set_optimizer(optimizer, keys, keywords)
 
     def update_optimizer(self, keys: object = None, **numbers: Any) -> None:
-        """Change numbers of optimizers, such as `learning_rate`, from the next round on. Collective over all workers.
+        """Change hyperparameters, such as `learning_rate`, from the next round on. Collective over all workers.
 
-        The optimizers' state stays. A number may be a schedule (`mpips.optimizers.schedules`), which counts the updates
-        of its key.
+        The optimizers' state is kept. A hyperparameter may be a schedule (`mpips.optimizers.schedules`), which counts
+        the updates of its key.
 
         Args:
             keys: The keys whose optimizers to change. None: all keys.
@@ -174,27 +174,27 @@ class KVStore(Uncopied):
         limit: int | None = None,
         **options: Any,
     ) -> Table:
-        """Make an embedding table. Servers make a row when it is first pushed to. Collective over all workers.
+        """Create an embedding table. Servers create a row when it is first pushed to. Collective over all workers.
 
         All workers must give the same arguments. Rows are spread over the servers by a hash of their ids. The first
-        value of a row depends on seed, table name and id alone. Every worker contributes by itself, also in `mpi_*`
-        kinds.
+        value of a row depends on seed, table name and id alone. Every worker pushes by itself, even in `mpi_*` kinds,
+        where clients push keys together.
 
         Args:
             name: A name that no key and no other table has.
             dim: Number of values in a row.
             dtype: "float32" or "float64".
-            init: The rule of first values, `mpips.uniform(bound)`.
+            init: The distribution of first values, `mpips.uniform(bound)`.
             optimizer: "sgd", "adagrad", "row_adagrad" (one accumulator for each row) or "adam" (its bias correction
                 counts each row's own updates).
             seed: Any int.
             admit: Which ids get a row: `mpips.seen(times)` or `mpips.chance(probability)`. Gradients of other ids are
-                dropped, and a pull of them gives their first values. None: all ids get a row.
-            evict: Drop rows that the last `evict` updates have not named. None: keep all rows.
-            limit: The most rows that the table holds after an update. Rows that have not been named for longest are
-                dropped first. Each server holds its share of the limit. None: no limit.
-            options: The optimizer's numbers, such as `learning_rate`. A number may be a schedule, which counts updates
-                of the table.
+                dropped, and a pull of such an id returns its first values. None: all ids get a row.
+            evict: Drop rows that none of the last `evict` updates has used. None: keep all rows.
+            limit: The maximum number of rows that the table holds after an update. The least recently used rows are
+                dropped first. Each server has an equal share of the limit. None: no limit.
+            options: The optimizer's hyperparameters, such as `learning_rate`. One may be a schedule, which counts
+                updates of the table.
 
         Raises:
             ValueError: An argument is bad or differs between workers, or the store has no servers. Nothing has changed.
@@ -204,10 +204,10 @@ class KVStore(Uncopied):
             return make_table(self.worker, self._route, name, asked)
 
     def recut(self, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
-        """Replace keys by new 1-D keys that divide the same elements in another way. Collective over all workers.
+        """Replace keys with new 1-D keys that divide the same elements in another way. Collective over all workers.
 
-        The elements of `keys`, one key after another, are dealt out to the keys of `new`. Values, the optimizer's state
-        and residuals of compression move with them. `keys` then no longer exist, and their memory is given back.
+        The elements of `keys`, concatenated, are distributed in order to the keys of `new`. Values, the optimizer's
+        state and residuals of compression move with them. Afterwards `keys` no longer exist, and their memory is freed.
 
         Args:
             keys: The keys to replace, in the order of their elements.
@@ -226,20 +226,22 @@ class KVStore(Uncopied):
             self.worker.forget(keys)
 
     def barrier(self) -> None:
-        """Wait until all workers have called it. A pull after a barrier sees all pushes made before it."""
+        """Wait until all workers have called `barrier`. A pull after the barrier sees all pushes made before it."""
         with self._route.marked("barrier"):
             self.worker.barrier()
 
     def save(self, path: str | os.PathLike[str], wait: bool = True) -> Saving | None:
         """Write one checkpoint file of the whole store. Collective over all workers.
 
-        It holds keys, tables, optimizers with their state, and residuals of compression, as they are after a round. A
-        kill at any moment leaves either the old file or the new one.
+        The file holds keys, tables, optimizers with their state, and residuals of compression, as they are after a
+        round. If the job is killed, the old file or the new one is there, never a partial one.
 
         Args:
             path: The file to write.
-            wait: False: return at once, and write while the training goes on. `wait()` of the returned object blocks
-                until the file is complete.
+            wait: False: return at once, and write while the training continues.
+
+        Returns:
+            None if `wait`. Otherwise an object whose `wait()` blocks until the file is complete.
 
         Raises:
             ValueError: The file cannot be written.
@@ -253,7 +255,7 @@ class KVStore(Uncopied):
         """Read a checkpoint file that `save` wrote. Collective over all workers; rank 0 reads the file.
 
         The numbers of servers, clients and workers may differ from those at the time of the save. Keys and tables that
-        the store does not have are made.
+        the store does not have yet are created.
 
         Raises:
             ValueError: The file does not fit keys or tables of the store.
@@ -266,30 +268,31 @@ class KVStore(Uncopied):
 
         Args:
             fname: The file to write.
-            dump_optimizer: Also write the names and options of the optimizers.
+            dump_optimizer: Also write the names and hyperparameters of the optimizers.
         """
         with self._route.marked("save_optimizer_states"):
             save_states(self.worker, fname, dump_optimizer)
 
     def load_optimizer_states(self, fname: str) -> None:
-        """Read what `save_optimizer_states` wrote, with any number of servers. Collective over all workers."""
+        """Read a file of `save_optimizer_states`. The number of servers may differ. Collective over all workers."""
         with self._route.marked("load_optimizer_states"):
             load_states(self.worker, fname)
 
     def recover(self, grow: bool = False) -> Rounds:
-        """Begin the next generation after a StoreError. Collective over all workers that live.
+        """Begin the next generation after a StoreError. Collective over all living workers.
 
-        Operations that were under way are given up. Values stay.
+        Operations that were under way are abandoned. Values are kept.
 
         Args:
-            grow: Let waiting ranks (`spares`) become workers, also if no rank has died. Either all workers call it
-                after the same step, or one calls it and the calls of the others raise StoreError.
+            grow: Let waiting ranks (`spares`) become workers, even if no rank has died. Either all workers call
+                `recover(grow=True)` after the same step, or one calls it, and the next calls of the others raise
+                StoreError.
 
         Returns:
-            The last complete round of each key and table, which is the round that it now holds. It counts the pushes of
-            each worker; in an asynchronous store, those of this worker (of its client in `mpi_*` kinds). `.step` is the
-            round that all keys hold. `.torn` names keys and tables to which a round was applied in part: load a
-            checkpoint of them.
+            The number of complete rounds of each key and table, whose values are those after that round. In an
+            asynchronous store, the number of this worker's pushes that count (of its client's in `mpi_*` kinds).
+            `.step` is this number if all keys have the same, else None. `.torn` names keys and tables to which a round
+            was applied only in part: load a checkpoint to repair them.
         """
         with self._route.marked("recover"):
             rounds = self.generations.recover(grow)
@@ -303,15 +306,15 @@ class KVStore(Uncopied):
         """Push a gradient (or any values) to each key. Returns when the arrays may be overwritten.
 
         Without an optimizer the stored value becomes the sum over all workers. A value may be an `mpips.RowSparse`.
-        Pushes of higher priority go first.
+        Pushes of higher priority are applied first.
         """
         self._route.make("push", key, value, None, priority)
 
     def ipush(self, key: object, value: object, priority: int = 0, turns: Turns = ()) -> Handle:
         """Begin a `push` and return a handle at once. The arrays must not change until the handle is done.
 
-        Operations on the same key run in program order, and so do those that have one of `turns` in common. Otherwise
-        operations of higher priority go first. Operations that contain collectives (in `mpi_*` kinds, and in stores
+        Operations on the same key run in program order, and so do those that share a name in `turns`. Otherwise
+        operations of higher priority run first. Operations that contain collectives (in `mpi_*` kinds, and in stores
         without servers) always run in program order, because all workers must start them in the same order.
 
         Args:
@@ -320,10 +323,10 @@ class KVStore(Uncopied):
         return self._route.start("push", key, value, None, priority, turns)
 
     def taken(self, key: object, push: Handle) -> Handle:
-        """Return a handle that ends when the servers have read the values of a push.
+        """Return a handle that is done when the servers have read the values of a push.
 
-        The push itself ends earlier, when its arrays may be overwritten. Without servers and in asynchronous stores
-        nothing more can be known, and `push` itself is returned.
+        The handle of the push itself is done earlier, when its arrays may be overwritten. In stores without servers and
+        in asynchronous stores, `push` itself is returned.
 
         Args:
             key: The keys of the push.
@@ -360,9 +363,9 @@ class KVStore(Uncopied):
         ignore_sparse: bool = True,
         newer_than: int | Sequence[int] | None = None,
     ) -> int | list[int] | None:
-        """Write the keys' values into `out`. Returns when they are there.
+        """Write the keys' values into `out`. Blocks until they have been written.
 
-        The values contain all pushes that this worker made before.
+        The values contain all earlier pushes of this worker.
 
         Args:
             newer_than: The version that `out` holds, or -1 if it holds none. For a list of keys, a list of versions.
@@ -385,7 +388,7 @@ class KVStore(Uncopied):
         return None
 
     def _check_reads_alone(self) -> None:
-        """Raise ValueError if members of a client pull together, since each might find another version of a key."""
+        """Raise ValueError if members of a client pull together, since they might find different versions of a key."""
         layout = self.layout
         members = max(len(range(*client)) for client in layout.clients)
         if layout.kind.startswith("mpi_") and members > 1:
@@ -401,7 +404,7 @@ class KVStore(Uncopied):
         return self._route.start("pull", key, None, out, priority, turns)
 
     def pushpull(self, key: object, value: object, out: object = None, priority: int = 0) -> None:
-        """Push and pull in one call. Returns when the result is in `out`, or in `value` if `out` is None."""
+        """Push and pull in one call. Blocks until the result is in `out`, or in `value` if `out` is None."""
         self._route.make("pushpull", key, value, out, priority)
 
     def ipushpull(self, key: object, value: object, out: object = None, priority: int = 0, turns: Turns = ()) -> Handle:
@@ -409,12 +412,12 @@ class KVStore(Uncopied):
         return self._route.start("pushpull", key, value, out, priority, turns)
 
     def row_sparse_pull(self, key: object, out: object, priority: int = 0, row_ids: object = None) -> None:
-        """Write rows of the keys into `out`, in the order of `row_ids`. Returns when they are there.
+        """Write rows of the keys into `out`, in the order of `row_ids`. Blocks until they have been written.
 
         Args:
             key: One key or a list of keys.
             out: An array of shape (len(row_ids), ...) for each key.
-            row_ids: Integers of shape (k,) in any order, also repeated ones. For a list of keys, a list of them.
+            row_ids: Integers of shape (k,), in any order, repeats allowed. For a list of keys, a list of such arrays.
         """
         with self._route.marked("row_sparse_pull"):
             self._operations.pull_rows(key, out, row_ids, priority)
@@ -424,12 +427,12 @@ class KVStore(Uncopied):
     def close(self) -> None:
         """Finish all operations and release the servers. Collective over all workers.
 
-        A process that ends closes its stores by itself. If a worker closes the store while others wait for it in
+        A process that exits closes its stores by itself. If a worker closes the store while others wait for it in
         another call, their generation ends.
 
         Raises:
             StoreError: A death has undone pushes of this worker (in a store with `spares`). The store is still open:
-                call `recover()` and make the pushes again.
+                call `recover()` and push again.
         """
         with self._route.marked("close"):
             self.generations.close()
@@ -438,7 +441,7 @@ class KVStore(Uncopied):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close the store. If the block has raised, all other workers raise at once, and this one waits for nobody."""
+        """Close the store. If the block has raised, end the generation instead, so that the other workers raise too."""
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         else:
@@ -478,7 +481,7 @@ class Generations:
         return rounds
 
     def join(self, recovered: Recovered) -> None:
-        """Begin as a worker that has taken a dead worker's place in a running store, with the content it has then."""
+        """Begin as a worker that has taken a dead worker's place in a running store. `recovered` is its content."""
         store = self._store
         rounds = self._take(recovered)
         store.resumed, store.fresh = rounds.step, True
@@ -486,7 +489,7 @@ class Generations:
         store.restored = Restored(STORE, store.pushed, store.groups, store.compressor, strict=begun)
 
     def _take(self, recovered: Recovered) -> Rounds:
-        """Take over the content with which the next generation begins."""
+        """Replace keys, tables and settings with those with which the next generation begins. Return its rounds."""
         store = self._store
         store.keys.clear()
         known = store.tables.copy()
@@ -518,16 +521,16 @@ class Generations:
             self._leave()
 
     def give_up(self, error: BaseException) -> None:
-        """End the generation for all workers after the block of a `with` has raised, and leave.
+        """End the generation for all workers, because the block of a `with` has raised, and close the store here.
 
-        Takes a few seconds at most.
+        Blocks for a few seconds at most.
         """
         if self._is_open():
             self._store.generation.end("the block of `with` that uses the store", error)
             self._leave()
 
     def _is_open(self) -> bool:
-        """True if there is a store to close. In a fork of this process there is none."""
+        """True if this process has yet to close the store. False in a forked child."""
         return not self._store.operations.closed and not is_fork()
 
     def _exit(self) -> None:
@@ -537,17 +540,20 @@ class Generations:
         """Write the last regular save of a store that saves itself, if all workers close it after the same step.
 
         Args:
-            told: What each worker has pushed (`waiting.pushes_of`), or empty if they did not meet.
+            told: What each worker has pushed (`waiting.pushes_of`), or empty if not all workers closed the store.
         """
         store = self._store
         if store.regular is None or not told:
             return
-        # If a rank has died, the saves made before are still there.
+        # If a rank has died, earlier saves are still there.
         with suppress(CollectiveError):
             store.regular.save_last(alike=all(said == told[0] for said in told))
 
     def _meet_to_save(self) -> Sequence[bytes]:
-        """In a store that saves itself, wait until all workers close it. Return what each has pushed, or nothing."""
+        """In a store that saves itself, wait until all workers close it. Return what each has pushed.
+
+        Empty if the store does not save itself, or if some worker does not close it.
+        """
         store = self._store
         if store.regular is None or store.generation.over is not None:
             return ()
@@ -559,10 +565,11 @@ class Generations:
             return ()
 
     def _meet_to_close(self) -> Sequence[bytes]:
-        """In a store that survives deaths, wait until every worker closes it.
+        """Wait until every worker closes the store, if it survives deaths. Return what each worker has pushed.
 
-        One of them may die before that, and the rest would need this worker to recover. Return what each has pushed, or
-        nothing if they never met. StoreError if a death undoes pushes of this worker, which all have to make again.
+        One of them may die before that, and the rest would need this worker to recover. The result is empty if not all
+        workers closed the store. Raise StoreError if a death undoes pushes of this worker, which all workers have to
+        make again. Other stores call `_meet_to_save`.
         """
         store = self._store
         if not store.layout.survives:
@@ -595,7 +602,7 @@ class Generations:
                 return ()
 
     def _check_closing(self) -> None:
-        """Raise CollectiveError if this worker waits for a push of a worker that closes the store."""
+        """Raise CollectiveError if this worker waits for a push by a worker that is closing the store."""
         store = self._store
         if store.layout.asynchronous or not (store.layout.survives or store.regular is not None):
             return
@@ -605,7 +612,7 @@ class Generations:
             raise CollectiveError(why)
 
     def _leave(self) -> None:
-        """Close engine and backend, in this order and even if one of them fails. Collective."""
+        """Close the engine, then the backend, even if one of them fails. Collective."""
         store = self._store
         if store.operations.closed:
             return

@@ -1,4 +1,4 @@
-"""`mpips.create`: turns processes into workers and servers of a store, or makes another store on the same servers."""
+"""`mpips.create`: turns processes into workers and servers of a store, or adds a store on the same servers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Create = TypeVar("Create", bound=Callable[..., Any])
 class _Open:
     """A store with servers that this worker has open."""
 
-    # the communicator that it was made on
+    # the communicator that was passed to `create`
     comm: MPI.Intracomm
     layout: Layout
     store: KVStore
@@ -48,7 +48,7 @@ class _Open:
 
 
 _open: list[_Open] = []
-# folders into which stores of this process save themselves, also stores that are closed
+# folders into which stores of this process save themselves, including closed stores
 _folders: set[str] = set()
 # the core that this process is bound to, while it has a store with servers (at most one entry)
 _seats: list[Seat] = []
@@ -67,11 +67,11 @@ def _watched(call: Create) -> Create:
 
 @_watched
 def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVStore:
-    """Make a store. Collective over `comm`; blocking.
+    """Create a store. Collective over `comm`; blocking.
 
-    On a worker it returns the store. A server serves inside its first call: this store, and every store that the
-    workers make on the same `comm` later. It leaves by SystemExit(0) when all workers have closed their stores or
-    ended. A spare waits inside the call until it takes the place of a rank that has died.
+    On a worker the call returns the store. On a server it does not return: it serves this store, and every store that
+    the workers create on the same `comm` later, and raises SystemExit(0) when all workers have closed their stores or
+    exited. A spare waits inside the call until it takes the place of a rank that has died.
 
     Args:
         kind: "local", "dist_sync", "dist_async", "mpi_sync" or "mpi_async".
@@ -96,7 +96,7 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
         if cause := world.lost(os.environ, MPI.Get_library_version(), comm.Get_size()):
             raise of_caller(RuntimeError(cause))
     before = _serving(comm)
-    # The servers run no program any more, so they must be asked to take part in what follows.
+    # The servers are inside their first `create` and do not run the program, so ask them to join in the new store.
     if before is not None:
         if chosen is not None and not refusal:
             refusal = _unfit(chosen, before.layout)
@@ -117,9 +117,9 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
 
 
 def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str]:
-    """Return the kind, the options, and what is wrong with them.
+    """Return the kind, the options, and an error message if they are bad, else "".
 
-    A refusal is raised by all ranks once they have met.
+    The message is not raised here: all ranks raise it together, in `roles.create`.
     """
     word, chosen = "", None
     try:
@@ -140,12 +140,12 @@ def _store(
     saves: Callable[[WorkerStore], RegularSaves] | None = None,
     joined: Recovered | None = None,
 ) -> KVStore:
-    """Put together a worker's store.
+    """Assemble a worker's store.
 
     Args:
-        closed: Called when the store has ended.
-        saves: Makes the schedule by which the store saves itself. None: it does not.
-        joined: The content of the running store in which this worker has taken a dead worker's place.
+        closed: Called when the store has been closed.
+        saves: Makes the schedule by which the store saves itself. None: the store does not save itself.
+        joined: The content of a running store in which this worker has taken a dead worker's place. None: a new store.
     """
     worker = WorkerStore(layout, backend, generation)
     worker.operations.checks_finite = layout.options.check_finite
@@ -162,11 +162,11 @@ def _store(
 
 
 def _begun(layout: Layout, generation: Generation) -> Server | StandBy | RemoteStore | ReplicatedStore:
-    """Make this rank's part (server, spare or worker) in the first generation of a store. Collective, blocking.
+    """Make the object for this rank's role in the first generation of a store. Collective, blocking.
 
-    In a store that survives deaths it returns only when all ranks are ready. Otherwise a rank could begin to use the
-    store while another still makes communicators. The wait is a meeting outside of MPI, because a long wait inside
-    MPI's own agreement, which follows, is not safe from deaths.
+    In a store that survives deaths this function waits until all ranks are ready. Otherwise a rank could begin to use
+    the store while another still makes communicators. The wait is a rendezvous outside of MPI, because a long wait
+    inside `Agree`, which follows in `_all_alive`, is not safe from deaths.
     """
     member: Server | StandBy | RemoteStore | ReplicatedStore
     with generation.failing(roles.WHAT):
@@ -232,7 +232,10 @@ def _saves_from(step: int) -> Callable[[WorkerStore], RegularSaves]:
 
 
 def _closer(layout: Layout, generation: Generation) -> Callable[[], None]:
-    """Return a function that ends a worker's store: it leaves the generation, and gives up its way to the servers."""
+    """Return the function that is called when a worker's store has been closed. It closes the generation.
+
+    It also undoes the core binding if this was the last open store with servers.
+    """
 
     def close() -> None:
         _open[:] = [other for other in _open if other.layout is not layout]
@@ -244,7 +247,7 @@ def _closer(layout: Layout, generation: Generation) -> Callable[[], None]:
 
 
 def _unable(options: Options | None) -> str:
-    """Return the reason why a store of this job cannot survive a death although it should, or ""."""
+    """Return the reason why this MPI cannot run a store with `spares`, or "" if it can or `spares` is not set."""
     if options is None or options.spares < 0:
         return ""
     if not able():
@@ -259,12 +262,11 @@ def _unable(options: Options | None) -> str:
 
 @contextmanager
 def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
-    """Make a store inside the block, so that all ranks agree whether it was made.
+    """Let all ranks agree whether the store that is created in the block was created on all of them.
 
-    Without this, a death during `create` could leave one rank with a store, which then goes on after the death, while
-    another has none. If a rank dies inside the block, all ranks raise StoreError. A StallError is raised at once
-    without an agreement, because the missing rank would not come to that either. Does nothing in a store without
-    spares.
+    Without this, a death during `create` could leave one rank with a store that survives the death, and another with
+    none. If a rank dies inside the block, all ranks raise StoreError. A StallError is raised at once without an
+    agreement, because the missing rank would not take part in that either. Does nothing in a store without spares.
     """
     if options is None or options.spares < 0 or _unable(options):
         yield
@@ -275,7 +277,7 @@ def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
         with making:
             try:
                 yield
-            # All ranks raise it alike, so no communicator has to be revoked.
+            # All ranks raise this error, so no communicator has to be revoked.
             except OptionError as error:
                 raised = error
     except StallError:
@@ -284,7 +286,7 @@ def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
         raised = error
     try:
         all_made = bool(comm.Agree(not making.broken))
-    # A rank has died, which MPI tells all ranks alike.
+    # A rank has died. `Agree` raises this on all ranks.
     except MPI.Exception:
         all_made = False
     if not all_made and (dead := deaths(comm)):
@@ -296,12 +298,15 @@ def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
         raise raised
 
 
-# The recorder's lane for what a spare does. It lies above the lanes of workers' stores.
+# The recorder's lane for what a spare does. Its number is above the lanes of workers' stores.
 LANE = 5 << 61
 
 
 class _Spare:
-    """This rank while it is a spare. If the store saves itself, the constructor waits for worker 0."""
+    """This rank while it is a spare.
+
+    If the store saves itself, the constructor waits until worker 0 tells the step from which the store has resumed.
+    """
 
     def __init__(self, layout: Layout, generation: Generation, stands_by: StandBy) -> None:
         self._layout = layout
@@ -315,8 +320,8 @@ class _Spare:
     def wait(self) -> KVStore:
         """Wait until this rank takes a dead worker's place, and return the store. Blocking.
 
-        Leaves by SystemExit(0) if the store ends before that, or when it has ended after this rank took a server's
-        place.
+        Raise SystemExit(0) if the store ends before that. If this rank takes a server's place, serve, and raise
+        SystemExit(0) when the store has ended.
         """
         layout, generation, what = self._layout, self._generation, "the wait of a spare"
         marks = Marks(LANE)
@@ -339,7 +344,7 @@ class _Spare:
         return _store(layout, member, generation, _closer(layout, generation), self._saves, recovered)
 
     def _member(self) -> Member[Any]:
-        """Make this rank's part in the generation that is about to begin."""
+        """Make the object for this rank's role in the generation that is about to begin."""
         layout, generation, seat, stands_by = self._layout, self._generation, self._seat, self._stands_by
         assert stands_by is not None
         if layout.is_spare:
@@ -352,14 +357,14 @@ class _Spare:
 
 
 def _serve(server: Server, opened: Callable[[OpenStore], Server | None] | None = None) -> NoReturn:
-    """Serve until all workers have left, then leave the program. See `serve`."""
+    """Serve until all workers have left, then raise SystemExit(0). See `serve`."""
     serve([server], opened)
     _rise()
     raise SystemExit(0)
 
 
 def _one_more(comm: MPI.Intracomm, first: Layout, asked: OpenStore) -> Server | None:
-    """On a server, join in making another store that the workers have asked for. None if it is refused."""
+    """On a server, join in creating another store that the workers have asked for. Return None if it is refused."""
     refusal, chosen = "", None
     try:
         chosen = table.read(asked.options, {})
@@ -377,18 +382,19 @@ def _one_more(comm: MPI.Intracomm, first: Layout, asked: OpenStore) -> Server | 
 
 
 def workers_of(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """Return the workers of the store with servers that is open on `comm`, or `comm` if there is none.
+    """Return the workers' communicator of the store with servers that is open on `comm`, or `comm` if there is none.
 
-    Servers no longer run the program, so "all ranks" of a call inside the program means the workers.
+    Servers do not run the program, so a call that "all ranks" of the program make is made by the workers only.
     """
     found = next((other for other in _open if MPI.Comm.Compare(comm, other.comm) == MPI.IDENT), None)
     return comm if found is None or found.layout.workers is None else found.layout.workers
 
 
 def _serving(comm: MPI.Intracomm) -> _Open | None:
-    """Return the open store whose servers belong to `comm` too, or None.
+    """Return the store that is open on `comm`, or None.
 
-    They are serving, so they must be asked to join in a new store. RuntimeError if they do not know `comm`.
+    Its servers are serving, so they must be asked to join in a new store. Raise RuntimeError if `comm` contains servers
+    of a store that is open on another communicator, because they could not join in a call on `comm`.
     """
     for other in _open:
         if MPI.Comm.Compare(comm, other.comm) == MPI.IDENT:
@@ -404,7 +410,7 @@ def _serving(comm: MPI.Intracomm) -> _Open | None:
 
 
 def _unfit(options: Options, first: Layout) -> str:
-    """Return the reason why servers of a first store cannot serve another one with these options, or ""."""
+    """Return the reason why servers of the open store `first` cannot serve a second one with these options, or ""."""
     if options.servers == first.num_servers:
         return ""
     return (
@@ -414,7 +420,7 @@ def _unfit(options: Options, first: Layout) -> str:
 
 
 def _seat(layout: Layout, generation: Generation) -> Seat:
-    """Return the core binding of this process, made with its first store.
+    """Return the core binding of this process, which is made with its first store.
 
     Collective over the layout's ranks, blocking.
     """
@@ -424,6 +430,6 @@ def _seat(layout: Layout, generation: Generation) -> Seat:
 
 
 def _rise() -> None:
-    """Undo the core binding, after the last store with servers of this process has ended."""
+    """Undo the core binding, after this process' last store with servers has been closed."""
     while _seats:
         _seats.pop().leave()

@@ -1,7 +1,7 @@
 """The options of a job: one frozen record, read once, from the arguments of `mpips.create` and the environment.
 
 Every field may be given as an argument (`create(kind, servers=2)`) or as a variable (`MPIPS_SERVERS=2`); an argument
-wins. `FIELDS` is the one table that documentation and `mpips run` are made from.
+wins. The documentation and the options of `mpips run` are made from the table `FIELDS`.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Field(NamedTuple):
 
     name: str
     default: int | float | str | bool
-    # the least value of a number
+    # the lowest allowed number, or None without a lower limit
     least: float | None
-    # the words that are allowed, or () if it is not one of a list of words
+    # the allowed values of a text option, or () if any value is allowed
     choices: tuple[str, ...]
     # the meaning, as help and documentation show it
     text: str
@@ -178,12 +178,15 @@ class Options:
             raise OptionError(f"mirrors={self.mirrors} is more than 1: one copy on another node is all that there is")
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that give another process these options. Options at their defaults are left out."""
+        """Return the environment variables that give another process these options. Defaults are left out."""
         values = {f.name: getattr(self, f.name) for f in FIELDS if getattr(self, f.name) != f.default}
         return {PREFIX + name.upper(): str(int(v) if isinstance(v, bool) else v) for name, v in values.items()}
 
     def workers_of(self, world_size: int) -> int:
-        """Return the number of workers in a job of `world_size` ranks. OptionError if there are too few ranks."""
+        """Return the number of workers in a job of `world_size` ranks.
+
+        Raise OptionError if there are too few ranks, or if the number is not the one that `workers` asks for.
+        """
         spares = max(self.spares, 0)
         workers = world_size - self.servers - spares
         also = f" and spares={spares}" if spares else ""
@@ -206,7 +209,8 @@ class Options:
     def clients_of(self, kind: str, world_size: int) -> int:
         """Return the number of clients of a store of this kind. In dist_* kinds every worker is a client.
 
-        OptionError if there are more clients than workers, or if the kind needs a server and the job has none.
+        Raise OptionError if there are more clients than workers, if `quorum` is more than the number of clients, or if
+        the kind needs a server and the job has none.
         """
         workers = self.workers_of(world_size)
         if kind.endswith("_async") and not self.servers:
@@ -229,7 +233,7 @@ class Options:
 
 
 def _checked(field: Field, value: Any, name: str) -> Any:
-    """Convert a value to the type of the field. OptionError with the name, the value and what is allowed."""
+    """Convert a value to the type of the field. If it is not allowed, raise OptionError, which says what is."""
     kind = type(field.default)
     try:
         if kind is bool:
@@ -274,7 +278,7 @@ def _as_bool(value: object) -> bool:
 
 
 def read(arguments: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None) -> Options:
-    """Read the options: from arguments, else from `MPIPS_*` variables, else defaults. An argument of None is not given.
+    """Read the options from arguments, else from `MPIPS_*` variables, else use defaults. Arguments of None are ignored.
 
     Raises:
         OptionError: An argument or variable is unknown (the message lists the known ones), or a value is bad. That
@@ -307,7 +311,7 @@ def read(arguments: Mapping[str, Any] | None = None, environment: Mapping[str, s
 
 
 def _perhaps(name: str, known: Sequence[str], shown: Callable[[str], str]) -> str:
-    """Return the end of an error message: a name that was perhaps meant, and the known names."""
+    """Return the end of an error message about an unknown name: the most similar known name, and all known names."""
     near = difflib.get_close_matches(name, known, 1)
     return f"{f': did you mean {shown(near[0])}?' if near else ';'} known: {', '.join(map(shown, known))}"
 
@@ -315,8 +319,8 @@ def _perhaps(name: str, known: Sequence[str], shown: Callable[[str], str]) -> st
 def check_kind(kind: str, arguments: Mapping[str, Any]) -> None:
     """Raise OptionError if arguments ask for something that a store of this kind cannot have.
 
-    A `local` store has no other processes, and only an asynchronous store has staleness or a quorum. Variables are not
-    checked: they hold for a whole job, whose stores may be of several kinds.
+    A `local` store has no other processes, and only an asynchronous store has staleness or a quorum. Environment
+    variables are not checked, because they apply to the whole job, which may have stores of several kinds.
     """
     chosen = read(arguments, {})
     if chosen.staleness >= 0 and not kind.endswith("_async"):
@@ -338,14 +342,14 @@ def check_kind(kind: str, arguments: Mapping[str, Any]) -> None:
 
 
 def uneven(workers: int, clients: int) -> str:
-    """Return the warning that clients differ in their numbers of workers."""
+    """Return the text of a warning that not all clients have the same number of workers."""
     return f"mpips: {workers} workers do not split evenly over {clients} clients; some have one more"
 
 
 def kind_of(name: object) -> str:
-    """Return the kind of store that a name means, in any case of letters.
+    """Return the kind of store for a name or alias. Upper and lower case are the same.
 
-    TypeError unless it is a str; OptionError with the known kinds if it is unknown.
+    Raise TypeError if `name` is not a str, and OptionError, which lists the known kinds, if it is unknown.
     """
     if not isinstance(name, str):
         known = ", ".join(KINDS)
@@ -360,7 +364,7 @@ def kind_of(name: object) -> str:
 
 
 def table() -> str:
-    """Return all options as a Markdown table. The reference holds it, and a test compares them."""
+    """Return all options as a Markdown table. A test checks that the reference page contains this table."""
     rows = [f"| `{f.name}` | `{PREFIX}{f.name.upper()}` | `{f.default}` | {f.text} |" for f in FIELDS]
     return "\n".join(["| argument | variable | default | meaning |", "|---|---|---|---|", *rows])
 

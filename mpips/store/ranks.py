@@ -1,4 +1,4 @@
-"""`mpips.rank` and `mpips.size`, by which a program splits its data, with servers or without."""
+"""`mpips.rank` and `mpips.size`, with which a program splits its data, with servers or without."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ if TYPE_CHECKING:
 
 # the layout of the newest store that spans the whole job; a recovery changes it in place
 _layouts: list[Layout] = []
-# the number that `size` returned before there was a store
+# the number that `size` returned before a store was created
 _given: list[int] = []
 
 
 def rank() -> int:
     """Return the number of this rank among those that train: 0 up to `mpips.size()` - 1.
 
-    Split data by these two, never by COMM_WORLD, which also counts servers and spares. In a job without servers and
-    spares both are COMM_WORLD's. Local; the first call may start MPI, which waits for all ranks.
+    Split data by `mpips.rank()` and `mpips.size()`, never by COMM_WORLD, which also counts servers and spares. In a job
+    without servers and spares they are the rank and size of COMM_WORLD. Local; the first call may start MPI, which
+    waits for all ranks.
 
-    Before the job has made a store, the roles are those of `mpips run` or the `MPIPS_*` variables. A server or a spare,
-    which runs the program up to `mpips.create` without training anything, gets the number of the last worker. After a
-    death that the store survives, ranks are numbered anew.
+    Before the job has created a store, the roles are those that `mpips run` or the `MPIPS_*` variables announce. A
+    server or a spare, which runs the program up to `mpips.create` without training anything, gets the number of the
+    last worker. After a death that the store survives, ranks are renumbered.
 
     Raises:
         OptionError: The variables ask for more servers and spares than the job has ranks.
@@ -42,10 +43,10 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Return the number of ranks that train: all but servers and spares. See `mpips.rank`.
+    """Return the number of ranks that train, which are all but servers and spares. See `mpips.rank`.
 
-    If the program later makes a store with servers that neither `mpips run -s` nor MPIPS_SERVERS announced, this number
-    was wrong, and `mpips.create` warns.
+    If the program later creates a store with servers that neither `mpips run -s` nor MPIPS_SERVERS announced, this
+    number was wrong, and `mpips.create` warns.
 
     Raises:
         OptionError: The variables ask for more servers and spares than the job has ranks.
@@ -60,7 +61,7 @@ def size() -> int:
 def keep_layout(layout: Layout) -> None:
     """Use a new store's layout for `rank` and `size` from now on, if it spans the whole job.
 
-    Warn if `size` was wrong.
+    Warn if `size` has returned another number before.
     """
     if len(layout.nodes) != MPI.COMM_WORLD.size:
         return

@@ -1,11 +1,12 @@
 """Roles of ranks (worker, client, server, spare) and their communicators: at `create`, and anew after each death.
 
-A job has W workers, then its servers, then its spares, in the order of ranks. Client c of C has the workers from c*W//C
-up to (c+1)*W//C. Every communicator of a store is made here, and each generation has its own.
+In the order of ranks, a job has W workers, then its servers, then its spares. Client c of C has workers c*W//C up to,
+but not including, (c+1)*W//C. Every communicator of a store is made here, and each generation has its own.
 
-If a machine has more processes than cores, each process is bound to one core, in turn (`Seat`), unless a launcher has
-bound any of them. The reason: a process that waits yields its core each time it looks, which the kernel counts as work.
-It might then leave both servers on one core for seconds. In containers and on hosts of a lab nothing is bound.
+If a machine has more processes than cores, processes are bound to one core each, round robin (`Seat`), unless a
+launcher has bound any of them. A waiting process polls and yields its core after each poll, which the kernel counts as
+work. Without binding the kernel might therefore leave two servers on one core for seconds. In containers and on hosts
+of a lab nothing is bound.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _stores = itertools.count()
 
 
 class _Card(msgspec.Struct, array_like=True):
-    """What a rank tells the others in `create`: what it asks for, or the reason why it cannot take part."""
+    """What a rank tells the others in `create`: the store that it asks for, or the reason why it cannot join."""
 
     kind: str
     options: dict[str, Any]
@@ -53,7 +54,7 @@ class _Card(msgspec.Struct, array_like=True):
 class Layout:
     """One rank's view of a store's ranks. Rank numbers are those of `world`, a duplicate of `create`'s communicator.
 
-    The communicators are those of the present generation. `again` replaces them after a death.
+    The communicators are those of the current generation. `again` replaces them when the next one begins.
     """
 
     kind: str
@@ -62,10 +63,11 @@ class Layout:
     num_workers: int
     num_servers: int
     clients: tuple[Interval, ...]
-    # The node of each rank, as the lowest rank on it. By MPI's definition: ranks that can share memory.
+    # The node of each rank, given as the lowest rank on that node. As in MPI, a node is a set of ranks that can share
+    # memory.
     nodes: tuple[int, ...]
     world: MPI.Intracomm
-    # number of ranks that wait to take the place of one that dies: the last ranks of `world`
+    # number of ranks that wait to replace dead ones: the last ranks of `world`
     spares: int = 0
     # all workers, in the order of ranks; None on other ranks
     workers: MPI.Intracomm | None = None
@@ -79,7 +81,7 @@ class Layout:
     servers: MPI.Intracomm | None = None
     # the roles of the generation before; None in the first
     before: Before | None = None
-    # the recorder's number of this store, the same on all its ranks
+    # the recorder's number for this store, the same on all its ranks
     lane: int = STORE
 
     @property
@@ -102,23 +104,23 @@ class Layout:
 
     @property
     def survives(self) -> bool:
-        """True if the store goes on after a death."""
+        """True if the store survives a rank's death."""
         return self.options.spares >= 0
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Ranks that died at the end of the generation before, by their numbers in it."""
+        """The ranks that died in the previous generation, by their numbers in that generation."""
         return () if self.before is None else self.before.lost
 
     @property
     def changed(self) -> bool:
-        """True if the ranks are not the same as in the generation before."""
+        """True if ranks have died or been renumbered since the previous generation."""
         before = self.before
         return before is not None and (bool(before.lost) or before.origin != tuple(range(len(self.nodes))))
 
     @property
     def fresh(self) -> bool:
-        """True if this rank was a spare in the generation before and has a role now."""
+        """True if this rank was a spare in the previous generation and is a worker or server now."""
         before = self.before
         return (
             before is not None
@@ -128,7 +130,7 @@ class Layout:
 
     @property
     def asynchronous(self) -> bool:
-        """True if each push counts at once, without a round of all workers."""
+        """True if each push is applied by itself, without waiting for a round of all workers."""
         return self.kind.endswith("_async")
 
     @property
@@ -138,7 +140,7 @@ class Layout:
 
     @property
     def limits(self) -> Limits:
-        """How long a wait may last before it warns and before it fails."""
+        """How long a wait may last before it warns, and before it fails."""
         return _limits(self.options)
 
     def groups(self) -> list[list[int]]:
@@ -153,16 +155,16 @@ class Layout:
         return self.nodes[a] == self.nodes[b]
 
     def again(self, left: MPI.Intracomm, grow: bool = False) -> None:
-        """Make roles and communicators for the next generation. Collective over `left`, blocking.
+        """Assign roles and make communicators for the next generation. Collective over `left`, blocking.
 
-        The old communicators stay; the caller gives them back.
+        The old communicators are not freed; the caller does that.
 
         Args:
             left: The ranks of `world` that are alive, in the same order.
-            grow: If any worker gives True, spares that no place needs become workers.
+            grow: If any worker gives True, spares that are not needed to replace dead ranks become workers.
 
         Raises:
-            LostError: On all ranks, if the store cannot go on with the ranks that are left.
+            LostError: On all ranks, if the remaining ranks are not enough for the store.
         """
         there = left.Get_group().Translate_ranks(None, self.world.Get_group())
         old = Roles(self.num_workers, self.num_servers, self.spares, self.clients)
@@ -185,14 +187,14 @@ class Layout:
         self.begin()
 
     def free(self) -> None:
-        """Give the communicators back. All ranks do so, each when it is ready. Does not block."""
+        """Free the communicators once all ranks have called this. Does not block."""
         for comm in self.communicators():
             leave(comm)
 
     def part(self) -> None:
-        """Free the communicators and everything sent on them.
+        """Free the communicators and drop messages that are still on them.
 
-        Collective over `world`; blocks until all ranks have come.
+        Collective over `world`; blocks until all ranks have called it.
         """
         for comm in self.communicators():
             part(comm)
@@ -203,7 +205,7 @@ class Layout:
             abandon(comm)
 
     def begin(self) -> None:
-        """Make the communicators of roles and clients. Collective over `world`, blocking."""
+        """Make the communicators of workers, servers and clients. Collective over `world`, blocking."""
         self.workers = self.client = self.servers = self.sums = None
         group = _split(self.world, int(self.is_server) + 2 * int(self.is_spare), self.rank)
         if self.is_server:
@@ -214,7 +216,7 @@ class Layout:
                 self.sums = made((self.client if self.num_servers else group).Dup())
 
     def communicators(self) -> list[MPI.Intracomm]:
-        """Return all that this rank is in, those of fewer ranks first."""
+        """Return all communicators that this rank is in, the smaller ones first."""
         return [comm for comm in (self.sums, self.client, self.workers, self.servers, self.world) if comm is not None]
 
 
@@ -223,10 +225,10 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
 
     Args:
         options: None if they could not be read.
-        refusal: The reason why this rank cannot take part, or "".
+        refusal: The reason why this rank cannot join, or "".
 
     Raises:
-        OptionError: On all ranks, if any rank refuses or their wishes differ.
+        OptionError: On all ranks, if any rank has a `refusal`, or if kind or options differ between ranks.
     """
     limits = _limits(options or Options())
     _come(comm, limits)
@@ -262,9 +264,9 @@ def _limits(options: Options) -> Limits:
 
 
 def _come(comm: MPI.Intracomm, limits: Limits) -> None:
-    """Wait until all ranks have come to `create`.
+    """Wait until all ranks have called `create`.
 
-    What follows makes communicators, which blocks inside MPI without limit.
+    The next step makes communicators, which blocks inside MPI without a time limit.
     """
     who = "all must call it, servers too, which leave when their last store is closed"
     what = f"{WHAT}, to which not all {comm.Get_size()} ranks have come ({who}),"
@@ -272,7 +274,7 @@ def _come(comm: MPI.Intracomm, limits: Limits) -> None:
 
 
 def _agree(world: MPI.Intracomm, card: _Card, limits: Limits) -> int:
-    """Check that all ranks ask for the same store, and return its lane. OptionError on all ranks if they do not."""
+    """Check that all ranks ask for the same store, and return its lane. Otherwise raise OptionError on all ranks."""
     encoded = Gathering(world, limits).meet(msgspec.msgpack.encode(card), WHAT)
     cards = [msgspec.msgpack.decode(data, type=_Card) for data in encoded]
     refused = [rank for rank, other in enumerate(cards) if other.refusal]
@@ -326,7 +328,7 @@ class Processor(msgspec.Struct, array_like=True, frozen=True):
 
 
 def crowded(allowed: Sequence[Cores], quotas: Sequence[Quota | None] = ()) -> bool:
-    """True if the processes of a machine are more than the cores that they may use within their quotas.
+    """True if a machine has more processes than cores that these may use within their quotas.
 
     Args:
         allowed: The cores that each process may use.
@@ -336,7 +338,7 @@ def crowded(allowed: Sequence[Cores], quotas: Sequence[Quota | None] = ()) -> bo
 
 
 def spread(allowed: Sequence[Cores]) -> list[int] | None:
-    """Choose a core for each process of a machine. None if they should stay as they are.
+    """Choose a core for each process of a machine. Return None if they should not be bound.
 
     Args:
         allowed: The cores that each process may use. If they differ, a launcher has bound processes.
@@ -348,7 +350,10 @@ def spread(allowed: Sequence[Cores]) -> list[int] | None:
 
 
 class Seat:
-    """The binding of this process to one core, until `leave`. `shared`: some process has no core of its own."""
+    """The binding of this process to one core, until `leave`.
+
+    `shared` is True if the machine has more processes than cores.
+    """
 
     def __init__(self, layout: Layout, generation: MeetingPlace) -> None:
         """Find a core for this process. Collective over all ranks of the store, blocking."""
@@ -378,6 +383,6 @@ class Seat:
 
     def _take(self, cores: Cores) -> None:
         if cores != frozenset(os.sched_getaffinity(0)):
-            # In a container that forbids it the binding stays as it is.
+            # Some containers forbid a change of the binding. Then leave it as it is.
             with suppress(OSError):
                 os.sched_setaffinity(0, cores)

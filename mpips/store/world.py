@@ -1,21 +1,22 @@
-"""Find out from the environment why a process is alone in its MPI world though a launcher started several. Pure.
+"""Find out from the environment why a process is alone in its MPI world although a launcher started several.
 
-Every launcher tells its processes how to find each other by variables of its own. An MPI that does not know these
-variables starts as a world of size 1 without a word, and N processes then train N models.
+Every launcher has its own variables, which tell its processes how to find each other. An MPI that does not know these
+variables silently starts as a world of size 1, and N processes then train N models. No I/O: callers pass the
+environment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# variables by which a launcher tells each process how many processes there are
+# variables in which launchers tell each process how many processes were started
 OPEN_MPI = "OMPI_COMM_WORLD_SIZE"
 HYDRA = "PMI_SIZE"
 SLURM = "SLURM_STEP_NUM_TASKS"
 JSRUN = "JSM_NAMESPACE_SIZE"
 RANKS = ((OPEN_MPI, "OMPI_COMM_WORLD_RANK"), (HYDRA, "PMI_RANK"))
 MPIRUN_SIGNS = (OPEN_MPI, "PRTE_LAUNCHED", "MPI_LOCALNRANKS")
-# Beginnings of the variables that make a process a rank. Settings, which child processes inherit, are not among them.
+# Prefixes of the variables that make a process a rank. `SETTINGS` lists exceptions, which child processes may inherit.
 OF_RANK = (
     "PMIX_",
     "PMI_",
@@ -41,30 +42,30 @@ OF_RANK = (
 SETTINGS = ("PMIX_MCA_", "PMIX_PREFIX")
 # pairs of variables: the number of the job's ranks on this host, and this rank's number among them
 LOCAL_RANKS = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"), ("MPI_LOCALNRANKS", "MPI_LOCALRANKID"))
-# Names the variables that mpips has set in the way of torchrun, as NAME=VALUE with commas between them. `mpips run`
-# sets some and the rank itself the others, so that programs written for torchrun, as most DDP programs are, run
-# unchanged. Child processes inherit the variables, as under torchrun, but mpips does not take them for a child's own
-# place.
+# This variable lists those that mpips has set as torchrun would set them, as NAME=VALUE, separated by commas. `mpips
+# run` sets some and the rank itself the others, so that programs written for torchrun, such as most DDP programs, run
+# unchanged. Child processes inherit the variables, as under torchrun, but mpips does not mistake the child for the
+# rank.
 PLACE = "_MPIPS_PLACE"
 RANK, SIZE, LOCAL_RANK, MASTER, PORT = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"
-# Comes before percent-encoded words of a `python -m mpips` line, which mpirun would take for options of its own.
+# Precedes percent-encoded arguments of a `python -m mpips` line, which mpirun would otherwise take for its own options.
 ENCODED = "--encoded"
 # names the socket on which ranks tell the `mpips run` of their machine that they have started, and how they end
 PRESENCE = "_MPIPS_PRESENCE"
 # set if that `mpips run` hands its standard input to rank 0 over the same socket
 INPUT = "_MPIPS_INPUT"
 PRESENT, STARTED, STEP, ROLE, GOODBYE, FAILING = b"present", b"started", b"step", b"role", b"goodbye", b"failing"
-# a remark of rank 0 about a job that has ended well, printed when all of the job has ended
+# a remark from rank 0 about a job that has succeeded, printed when all ranks have ended
 REMARK = b"remark"
 
-# Printed for the whole job, by one rank, if the launcher is on another host and other ranks have died.
+# Printed once for the whole job, by one rank, if the launcher is on another host and other ranks have died.
 WELL_WITHOUT = b"mpips: the job has ended well without rank"
 # names the folder with the plan and the socket, in the environment of a job that `mpips chaos` watches
 WATCHED = "_MPIPS_CHAOS"
 
 
 def implementation(library: str) -> str:
-    """Return `openmpi`, `mpich`, `intel` or `other` from the text of MPI_Get_library_version."""
+    """Return `openmpi`, `mpich`, `intel` or `other`. `library` is the text of MPI_Get_library_version."""
     text = library.lower()
     if "open mpi" in text:
         return "openmpi"
@@ -74,14 +75,14 @@ def implementation(library: str) -> str:
 
 
 def lost(environment: Mapping[str, str], library: str, size: int | None = None) -> str | None:
-    """Return a sentence with cause and cure if a launcher started several processes but this one is alone, else None.
+    """Return a message with cause and cure if a launcher started several processes but this one is alone, else None.
 
     For Slurm the cure depends on the MPI: Open MPI understands `srun --mpi=pmix`, MPICH and Intel MPI understand
     `--mpi=pmi2`.
 
     Args:
         library: The text of MPI_Get_library_version.
-        size: The size of COMM_WORLD. None before MPI_Init: then only what is certain without it is told.
+        size: The size of COMM_WORLD. None before MPI_Init: then only cases that are certain without it give a message.
     """
     if size is not None and size > 1:
         return None
@@ -102,7 +103,7 @@ def lost(environment: Mapping[str, str], library: str, size: int | None = None) 
 
 
 def launched_as(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return (rank, size) as an mpirun gives them before MPI has started. None without an mpirun."""
+    """Return (rank, size) from the variables of mpirun, before MPI has started. None if mpirun did not start this."""
     for size, rank in RANKS:
         if size in environment and rank in environment:
             return _count(environment, rank), _count(environment, size)
@@ -120,7 +121,7 @@ def started_as(environment: Mapping[str, str]) -> tuple[int, int] | None:
 def variables_of_place(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that this rank must set so that a program finds what torchrun would have set.
 
-    Empty without `PLACE`. Variables that the user has set on the rank's host are left as they are.
+    Empty if `environment` has no `PLACE`. Variables that the user has set on the rank's host are left as they are.
     """
     job, theirs = launched_as(environment), without_place(environment)
     if job is None or PLACE not in environment:
@@ -134,7 +135,7 @@ def variables_of_place(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_place(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables that mpips has set. One that a program has changed since is kept."""
+    """Return the environment without the variables that mpips has set. Those that a program has changed are kept."""
     ours = _read_place(environment)
     return {name: value for name, value in environment.items() if name != PLACE and ours.get(name) != value}
 
@@ -149,7 +150,7 @@ def _read_place(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def tells_rank(name: str) -> bool:
-    """True if a launcher makes a process a rank by a variable of this name."""
+    """True if a variable of this name makes a process a rank, so that a child process must not inherit it."""
     return name.startswith(OF_RANK) and not name.startswith(SETTINGS)
 
 
