@@ -4,7 +4,7 @@
     dist.init_process_group("mpips")            # under mpirun, mpips run or srun: rank and size come from MPI
     model = mpips.torch.DataParallel(model)     # or torch's own DistributedDataParallel(model)
 
-From this import on, an error that nobody catches ends the whole job.
+After this import, an uncaught exception on any rank ends the whole job.
 """
 
 from importlib.util import find_spec

@@ -29,14 +29,14 @@ from mpips.torch.works import communication
 
 LOG = log.get("mpips.torch")
 NAME = "mpips"
-# of the messages by which MPI creates the communicator of some ranks
+# tag of the messages with which MPI creates a communicator for a subset of the ranks
 TAG = 7301
-# a variable that only torchrun sets
+# an environment variable that only torchrun sets
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 
 
 def register() -> None:
-    """Make `init_process_group("mpips")` find this backend, and its rendezvous ask MPI.
+    """Register this backend, so that `init_process_group("mpips")` finds it and takes rank and size from MPI.
 
     Local. A second call does nothing.
     """
@@ -53,7 +53,7 @@ def register() -> None:
 def check_joined() -> None:
     """Raise RuntimeError if a launcher started more processes than MPI has ranks.
 
-    Each process would train a model of its own.
+    Otherwise each process would silently train its own model.
     """
     size = MPI.COMM_WORLD.size
     cause = lost(os.environ, MPI.Get_library_version(), size)
@@ -88,12 +88,12 @@ def _create_group(options: Any, group_options: Any = None) -> ProcessGroup:
 def _rendezvous_by_mpi(
     given: Any, url: str, timeout: timedelta = dist.default_pg_timeout, **keywords: Any
 ) -> Iterator[Any]:
-    """Yield the store, rank and size for the rendezvous `env://`. MPI tells them, if it has joined the processes.
+    """Yield the store, rank and size for the rendezvous `env://`. They come from MPI if MPI has joined the processes.
 
-    Otherwise, or if the program itself gives a rank and a size, the variables of the other launcher are used (`given`
-    is PyTorch's handler).
+    Otherwise, or if the program itself gives a rank and a size, environment variables are used, as PyTorch's own
+    handler `given` does.
 
-    Which variables count:
+    Which environment variables count:
     - Those that were exported before the start have the same values on all ranks, as in the template of a batch script,
       so they are ignored.
     - Those that `mpips run` has set agree with MPI.

@@ -1,8 +1,8 @@
-"""Buckets: which gradients travel together, by a strategy of `mpips.overlap`, from the times of backward passes.
+"""Group gradients into buckets, by a strategy of `mpips.overlap` and measured times of backward passes.
 
 A bucket is a run of parameters, in the order in which their gradients become ready. Its allreduce starts when the last
-of them is ready. The strategies solve the partition problem of MG-WFBP (`mpips.overlap.problem`), which counts layers
-from the front of the model, so the order is reversed on the way in and out.
+gradient of the bucket is ready. The strategies solve the partition problem of MG-WFBP (`mpips.overlap.problem`), which
+numbers layers from the front of the model. So the order is reversed before and after a strategy is called.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from mpips.overlap.problem import Problem
 from mpips.overlap.strategies import PARTITIONS
 
 CHOICES = f"auto, {', '.join(PARTITIONS)}, or a number of MiB"
-# sizes of the allreduces that are timed, and how often each is
+# sizes of the allreduces that are timed, and the number of times that each size is timed
 PROBE_BYTES, PROBES = (1 << 12, 1 << 18, 1 << 21), 5
-# If backward becomes this much longer or shorter (a share of its duration), buckets are planned again.
+# If the duration of backward passes changes by this fraction, buckets are planned again.
 DRIFT = 0.3
 
 
@@ -36,7 +36,7 @@ class Bucket(NamedTuple):
 
 
 def check_buckets(asked: object) -> None:
-    """Raise TypeError or ValueError unless this is a strategy or a positive number of MiB."""
+    """Raise TypeError or ValueError unless `asked` is the name of a strategy or a positive number of MiB."""
     if isinstance(asked, str):
         if asked != "auto" and asked not in PARTITIONS:
             raise ValueError(f"buckets={asked!r} is unknown: choose {CHOICES}")
@@ -85,7 +85,7 @@ def cut_by_type(buckets: Sequence[Bucket], dtypes: Sequence[object]) -> list[Buc
 
 
 def measure_costs(comm: MPI.Intracomm, algorithm: str) -> LinkCost:
-    """Measure what an allreduce costs on this communicator now: (alpha, beta). Collective, blocking."""
+    """Measure what an allreduce costs on this communicator: seconds per call and per byte. Collective, blocking."""
     seconds = np.zeros(len(PROBE_BYTES))
     for index, nbytes in enumerate(PROBE_BYTES):
         array = collectives.empty(nbytes // 4, np.float32, comm)
@@ -103,13 +103,13 @@ def measure_costs(comm: MPI.Intracomm, algorithm: str) -> LinkCost:
 
 
 class BackwardProfile:
-    """When the gradients of backward passes become ready on this rank, in seconds since the start of the pass."""
+    """The times at which gradients become ready on this rank, in seconds since the start of the backward pass."""
 
     def __init__(self, count: int, comm: MPI.Intracomm) -> None:
         self._comm = comm
-        # for each gradient, when it was ready in the last pass
+        # for each gradient, the time at which it was ready in the last pass
         self._times = np.zeros(count)
-        # duration of each pass since the last average
+        # duration of each pass since `_average_span` was last called
         self._spans = list[float]()
         self._began = 0.0
         # mean duration over ranks at the last average
@@ -131,9 +131,8 @@ class BackwardProfile:
         """Average the times of the last pass over ranks. Collective.
 
         Returns:
-            The gradients in the order of readiness (as indices), and the time at which each of them is ready. From now
-                on
-            gradients are counted in this order.
+            The indices of the gradients in the order of readiness, and the time at which each of them is ready. After
+            this call, index i means the i-th gradient of this order.
         """
         collectives.allreduce(self._times, self._comm, op="mean")
         order = sorted(range(len(self._times)), key=lambda index: (self._times[index], index))

@@ -1,13 +1,13 @@
-"""Data-parallel training: `DataParallel(model)` averages gradients over all ranks while backward goes on.
+"""Data-parallel training: `DataParallel(model)` averages gradients over all ranks during the backward pass.
 
     model = mpips.torch.DataParallel(model)
     loss = loss_of(model(x))
     loss.backward()         # gradients are now the mean over all ranks' batches
     optimizer.step()
 
-A backward pass calls `_begin_backward`, then `_note_gradient` for each parameter, through which the `Reducer` starts
-the allreduce of each bucket, and at last `_finish_backward`. After a few passes `_end_step` cuts the buckets again,
-from the times at which gradients became ready.
+A backward pass calls `_begin_backward`, then `_note_gradient` for each parameter, and finally `_finish_backward`.
+`_note_gradient` lets the `Reducer` start the allreduce of each bucket that is complete. After a few passes `_end_step`
+plans the buckets anew, based on the times at which gradients became ready.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from mpips.torch.tensors import check_on_host, find_tensors, sparse_parameters, 
 NAME = "DataParallel"
 # Strategies that need no profile: buckets cut by a limit of bytes (""), and one bucket for everything.
 UNPLANNED = ("", "single")
-# backward passes before buckets are planned from their times; the first ones are slower than those that follow
+# Buckets are planned from the times of backward passes after this many passes: the very first passes are slower.
 PROFILE_STEPS = 3
-# backward passes between two comparisons of their duration with the profile's
+# After every so many backward passes, their duration is compared with that of the profile.
 REVIEW_STEPS = 200
 
 LOG = log.get("mpips.torch")
@@ -50,26 +50,28 @@ LOG = log.get("mpips.torch")
 class DataParallel(torch.nn.Module):
     """Wraps a model so that each backward pass leaves the mean of all ranks' gradients in the parameters.
 
-    Making a DataParallel is collective and blocking. So is every backward pass outside of `no_sync`. A parameter that
-    got no gradient on some ranks counts as zero there; one that got a gradient on no rank has `grad` None afterwards.
+    Creating a DataParallel is collective and blocking, and so is every backward pass outside of `no_sync`. A parameter
+    that got no gradient on some ranks counts as zero there; one that got a gradient on no rank has `grad` None
+    afterwards.
 
-    Every rank must make the same steps. If a rank leaves out a backward pass or an optimizer's step, or if its
-    optimizer has another learning rate, all ranks raise MismatchError.
+    Every rank must run the same steps. If one rank skips a backward pass or an optimizer step, or if its optimizer has
+    a different learning rate, all ranks raise MismatchError.
 
     Args:
-        module: A model on the host, the same on every rank. All ranks take over rank 0's parameters and buffers. The
+        module: A model on the host, the same on every rank. All ranks start with rank 0's parameters and buffers. The
             gradients of embeddings made with sparse=True are exchanged as rows, and stay sparse.
         comm: An mpi4py communicator. None means COMM_WORLD or, if a store with servers is open, its workers.
-        buckets: Which gradients travel together. A strategy of `mpips.overlap` plans buckets from the times of the
-            first steps ("optimal", "merged", which is MG-WFBP's, "layerwise", or "single"); a number is the largest
-            size of a bucket in MiB. "auto" is "optimal" if ranks can communicate while they compute (between nodes, or
-            on a node that has two cores for each rank), and otherwise "single".
+        buckets: How gradients are grouped into allreduces. The name of a strategy of `mpips.overlap` ("optimal",
+            "merged" (that of MG-WFBP), "layerwise" or "single") plans the buckets from the times of the first steps; a
+            number is the largest size of a bucket in MiB. "auto" is "optimal" if ranks can communicate while they
+            compute (between nodes, or on a node that has two cores for each rank), and otherwise "single".
         algorithm: The algorithm of the allreduces, as in `collectives.allreduce`: "bcube(n=2,k=2)",
             "hierarchical(local=4)", ...
-        broadcast_buffers: Take rank 0's buffers, such as those of BatchNorm, at every forward pass in training mode.
+        broadcast_buffers: Copy rank 0's buffers, such as those of BatchNorm, to all ranks at every forward pass in
+            training mode.
 
     Raises:
-        MismatchError: Models or arguments differ. All ranks raise it.
+        MismatchError: Models or arguments differ between ranks. All ranks raise it.
         RuntimeError: A launcher such as torchrun has started processes that MPI has not joined.
         TypeError, ValueError: An argument does not fit, or the model has no parameter that requires a gradient.
     """
@@ -109,7 +111,7 @@ class DataParallel(torch.nn.Module):
         self._in_backward = False
         self._step = 0
         self._hooks: dict[Tensor, RemovableHandle] = {}
-        # What is made in inference mode cannot be written by a backward pass.
+        # A tensor that is created in inference mode cannot be written by a backward pass.
         with torch.inference_mode(False):
             self._active = torch.zeros(1)
             self._lay_out()
@@ -128,7 +130,8 @@ class DataParallel(torch.nn.Module):
         self._lockstep = Lockstep(order)
         self._nodes = [(parameter, get_gradient_edge(parameter).node) for parameter in order]
         for parameter in order:
-            # A parameter whose type has changed has lost its hook. The others must not get a second one.
+            # A parameter whose type has changed has lost its hook and needs a new one. The others must not get a second
+            # hook.
             if parameter in self._hooks:
                 self._hooks[parameter].remove()
             self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(self._note_gradient)
@@ -138,13 +141,13 @@ class DataParallel(torch.nn.Module):
         self._reducer = Reducer(order, sparse, cuts, self._comm, self._algorithm, self._in_background)
 
     def _sizes(self, order: Sequence[Tensor]) -> list[int]:
-        """Return the bytes that each gradient takes in the buckets. A sparse one takes none."""
+        """Return the bytes that each gradient takes in the buckets. A sparse gradient takes none."""
         return [0 if p in self._sparse else p.numel() * p.element_size() for p in order]
 
     # ---- what training calls
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """Call the module. In training, take rank 0's buffers first (see `broadcast_buffers`)."""
+        """Call the module. In training mode, first copy rank 0's buffers (see `broadcast_buffers`)."""
         self._before_forward()
         output = self.module(*inputs, **keywords)
         self._after_forward(output)
@@ -152,9 +155,10 @@ class DataParallel(torch.nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients without exchanging them: a context for all but the last of several backward passes.
+        """A context for all but the last of several backward passes: accumulate gradients without exchanging them.
 
-        Within it, backward only adds to this rank's gradients. The first backward pass after it exchanges the sums.
+        Within the context, backward only adds to this rank's gradients. The first backward pass after the context
+        exchanges the sums.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -164,11 +168,11 @@ class DataParallel(torch.nn.Module):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Let ranks make different numbers of steps within this context.
+        """A context in which ranks may run different numbers of steps.
 
-        A rank that has left its loop contributes nothing to the steps of the others, and the mean is over the ranks
-        that still go on. At the end every rank takes the parameters and buffers of a rank that made the most steps.
-        Collective at the end, blocking.
+        A rank that has finished its loop contributes nothing to the steps of the others, and the mean is over the ranks
+        that are still training. At the end every rank takes the parameters and buffers of a rank that made the most
+        steps. Leaving the context is collective and blocking.
         """
         self._joining, before = True, self._step
         try:
@@ -185,7 +189,7 @@ class DataParallel(torch.nn.Module):
             self._joining = False
 
     def clip_grad_norm_(self, most: float) -> Tensor:
-        """Scale all gradients so that their 2-norm is at most `most`. Return the norm before.
+        """Scale all gradients so that their total 2-norm is at most `most`. Return the norm before scaling.
 
         The gradients are the mean over all ranks, so every rank gets the same norm without communication. Call it
         between backward and the optimizer's step.
@@ -202,7 +206,7 @@ class DataParallel(torch.nn.Module):
         return self.module.state_dict(*args, **keywords)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state into the wrapped module. Local: every rank must load the same.
+        """Load a state into the wrapped module. Local: every rank must load the same state.
 
         Values are copied into the parameters. `assign=True` raises ValueError: it would replace the parameters, and the
         new ones would have no place in the buckets.
@@ -231,7 +235,7 @@ class DataParallel(torch.nn.Module):
     def _before_forward(self) -> None:
         if torch.is_grad_enabled():
             self._lockstep.weights.note_forward()
-            # No backward pass is running, and the last one has not ended: it has raised.
+            # No backward pass is running, although the last one was never finished: it must have raised.
             if self._in_backward and torch._C._current_graph_task_id() < 0:
                 self._end_raised()
             unfrozen = any(parameter.requires_grad for parameter in self._frozen)
@@ -244,9 +248,9 @@ class DataParallel(torch.nn.Module):
             self._take_buffers()
 
     def _after_forward(self, output: Any) -> None:
-        """Hook the output, so that the start of its backward pass is noticed before any gradient arrives.
+        """Hook the output, so that we learn of the start of its backward pass before any gradient arrives.
 
-        The hook of an output runs before that of any parameter, and outside of the inner backward passes that
+        The hook of an output runs before that of any parameter. It does not run in the inner backward passes that
         checkpointing starts.
         """
         if not torch.is_grad_enabled() or not self.require_backward_grad_sync or not self.training:
@@ -277,7 +281,8 @@ class DataParallel(torch.nn.Module):
     def _take_buffers(self) -> None:
         """Replace this rank's buffers by rank 0's.
 
-        They become new tensors, because the backward pass of an earlier forward may still need the old values.
+        The buffers become new tensors, because the backward pass of an earlier forward pass may still need the old
+        values.
         """
         buffers = list(self.module.buffers())
         values = broadcast_values(buffers, 0, self._comm)
@@ -290,7 +295,7 @@ class DataParallel(torch.nn.Module):
     # ---- one backward
 
     def _accumulates(self) -> bool:
-        """True if this backward pass writes gradients into parameters. That of `torch.autograd.grad` does not."""
+        """True if this backward pass writes gradients into parameters. A pass of `torch.autograd.grad` does not."""
         engine = torch._C._will_engine_execute_node
         return any(parameter.requires_grad and engine(node) for parameter, node in self._nodes)
 
@@ -342,9 +347,9 @@ class DataParallel(torch.nn.Module):
     def _end_raised(self) -> None:
         """Clean up after a backward pass that raised.
 
-        If nothing was exchanged, all that counts is that every rank's pass raised: the next token compares their
-        number. If buckets were exchanged, other ranks have taken part in a pass that cannot be finished, so all ranks
-        raise.
+        If no bucket was exchanged yet, training can continue, provided that the pass raised on every rank: the next
+        token compares how many passes have raised. If buckets were exchanged, other ranks are in a pass that cannot be
+        finished, so all ranks raise.
         """
         self._in_backward = self._lockstep.in_backward = False
         if self._reducer.has_begun or self._joining:
@@ -358,9 +363,9 @@ class DataParallel(torch.nn.Module):
         self._lockstep.count_failure()
 
     def _end_step(self) -> None:
-        """Count a backward pass, and plan the buckets if it is time. Collective, blocking.
+        """Count a backward pass, and plan the buckets if that is due. Collective, blocking.
 
-        That is after the first few passes, and again when the duration of backward passes has changed.
+        Planning is due after the first few passes, and again when the duration of backward passes has changed.
         """
         self._step += 1
         if self._strategy in UNPLANNED:
@@ -384,14 +389,14 @@ class DataParallel(torch.nn.Module):
         )
 
     def _count_active(self, one: float) -> float:
-        """Return the number of ranks that still make steps. They pass 1, and ranks that are done pass 0. Collective."""
+        """Return the number of ranks that are still training. These pass 1, and ranks that are done pass 0. Collective."""
         self._active[0] = one
         collectives.allreduce(self._active, self._comm)
         return float(self._active[0])
 
 
 def _check_arguments(module: object, comm: object, others: Mapping[str, object]) -> None:
-    """Raise TypeError or ValueError if an argument is unknown, or no model on the host, or no communicator."""
+    """Raise TypeError or ValueError for an unknown argument, a `module` that is no model on the host, or a bad `comm`."""
     for name in others:
         why = ": mpips works on CPU tensors, leave it out" if "device" in name else ": leave it out"
         raise TypeError(f"DataParallel has no argument {name}{why}")

@@ -1,11 +1,11 @@
-"""Around every call of the process group: the errors that PyTorch's backends raise, and who hears of operators.
+"""Wrap the calls of the process group: raise errors as PyTorch's backends do, and let others intercept operators.
 
-c10d calls its own backends through operators, and so others can intercept a collective. A subclass of Tensor with
-`__torch_dispatch__`, such as the result of a functional collective or a quantized weight, replaces itself by the
-tensors that it is made of. A mode such as `CommDebugMode` counts the call.
+c10d calls its own backends through PyTorch operators, which allows other code to intercept a collective. A subclass of
+Tensor with `__torch_dispatch__`, such as the result of a functional collective or a quantized weight, replaces itself
+by the tensors that it is made of, and a mode such as `CommDebugMode` counts the call.
 
-A backend in Python is called directly instead, and gets the subclass itself, which has no memory of its own. So the
-decorator `listened` sends such calls through c10d's operators first.
+A backend that is written in Python is called directly instead, with the subclass itself, which has no memory of its
+own. So the decorator `listened` sends calls that somebody intercepts through c10d's operators first.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ T = TypeVar("T")
 
 
 def listened(*names: str) -> Callable[[type[T]], type[T]]:
-    """Class decorator for a group.
+    """Class decorator for a process group.
 
-    Its named methods raise `ArgumentError` for bad arguments, and can be intercepted.
+    Makes the methods `names` raise `ArgumentError` for bad arguments, and lets tensor subclasses and modes intercept
+    them.
     """
 
     def change(cls: type[T]) -> type[T]:
@@ -66,7 +67,7 @@ def _is_subclass(kind: type) -> bool:
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield the tensors among these arguments, and in lists among them."""
+    """Yield the tensors among these arguments, including those in lists and tuples."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -77,7 +78,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 def _is_heard(args: Iterable[Any]) -> bool:
     """True if a subclass of Tensor among the arguments, or a mode, must see this call.
 
-    Modes that PyTorch itself uses to trace programs need not.
+    Modes that PyTorch itself uses to trace programs do not count.
     """
     listening = torch._C._len_torch_dispatch_stack() > 0 and not any(
         mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()
@@ -87,7 +88,7 @@ def _is_heard(args: Iterable[Any]) -> bool:
 
 @contextmanager
 def _below_others(mode: TorchDispatchMode) -> Iterator[None]:
-    """Enter a mode below those that the program has entered, so that theirs see an operator first."""
+    """Enter `mode` below the modes that the program has entered, so that those see an operator first."""
     count = sum(not other.is_infra_mode() for other in _get_current_dispatch_mode_stack())
     others = [_pop_mode() for _ in range(count)][::-1]
     try:
@@ -105,11 +106,12 @@ def _below_others(mode: TorchDispatchMode) -> Iterator[None]:
 
 
 def _run_inside(method: Callable[..., Work], group: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Work:
-    """Let subclasses replace themselves by the tensors in them, and run the method on those.
+    """Let tensor subclasses replace themselves by the tensors they are made of, and run the method on those.
 
-    A subclass may be made of several tensors. Then the returned work ends when the operations on all of them have.
+    A subclass may be made of several tensors. Then the returned work ends when the operations on all of these have
+    ended.
     """
-    # c10d derives the operator from this plain group. From ours it would call our methods, which call this again.
+    # c10d's operators call the methods of the group they are given. With our group they would call us again, for ever.
     plain = dist.ProcessGroup(group.rank(), group.size())
     inside = _Inside(lambda tensors: method(group, *tensors, *args[len(tensors) :], **keywords))
     with _below_others(inside):
@@ -118,7 +120,7 @@ def _run_inside(method: Callable[..., Work], group: Any, args: tuple[Any, ...], 
 
 
 class _Inside(TorchDispatchMode):
-    """A mode that runs c10d's operators, once they are called on plain tensors."""
+    """A mode that runs c10d's operators when they are called on plain tensors."""
 
     def __init__(self, run: Callable[[list[Any]], Work]) -> None:
         super().__init__()
@@ -127,7 +129,7 @@ class _Inside(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # The group's methods are never compiled; PyTorch would import its compiler, for seconds, to skip them again.
+        # The group's methods are never compiled. PyTorch would spend seconds to import its compiler, only to skip them.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Tables as PyTorch's modules: `Embedding`, `EmbeddingBag`, and `TableOptimizer`, which pushes their gradients.
+"""PyTorch modules over tables: `Embedding`, `EmbeddingBag`, and `TableOptimizer`, which pushes their gradients.
 
     table = kv.table("users", dim=32, optimizer="row_adagrad", learning_rate=0.05)
     users = mpips.torch.Embedding(table)                   # in a model, in place of nn.Embedding
@@ -7,9 +7,9 @@
     rows.step()
     optimizer.step()
 
-A forward pass pulls each row once, as a leaf of autograd's graph. The gradient that backward leaves there is kept by
-the module until `step`. So everything that PyTorch does with gradients (accumulate, checkpoint, retain) works for
-these.
+A forward pass pulls each row once, as a leaf of autograd's graph. The module keeps the gradient that backward leaves in
+that leaf until `step`. So everything that PyTorch does with gradients (accumulate, checkpoint, retain) works for rows,
+too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from mpips.torch.tensors import check_on_host, find_overflow, uncompiled
 
 MODES = ("sum", "mean")
 WHERE = "give numbers such as the rate to kv.table or table.update_optimizer"
-# This many forward passes whose gradients wait for one step look like a step that was forgotten.
+# If the gradients of this many forward passes wait for one step, the program has probably forgotten to call it.
 MANY = 1000
 
 
@@ -43,16 +43,16 @@ class _Next(NamedTuple):
     ids: Tensor
     # for each position of the batch, the index of its id in `ids`
     places: Tensor
-    # the rows under way, or None if they are not asked for yet
+    # the handle of the pull, or None if the rows have not been requested yet
     rows: Handle | None
-    # `Table.origin` and `Table.pushes` when they were asked for: if these change, the rows are stale
+    # `Table.origin` and `Table.pushes` at the time of the request: if these change, the rows are stale
     origin: tuple[int, int]
     pushes: int
 
 
 @uncompiled("_pull")
 class TableModule(nn.Module):
-    """Base class of the modules whose rows are a table's.
+    """Base class of the modules that look up rows of a table.
 
     Pulls rows, and keeps their gradients until they are pushed.
     """
@@ -70,7 +70,7 @@ class TableModule(nn.Module):
         self.table = table
         self.padding_idx = None if padding_idx is None else self._id_of(padding_idx)
         self.embedding_dim = table.dim
-        # dtype of what a forward pass returns; it may differ from that of the table (half(), to())
+        # dtype of the result of a forward pass; it may differ from that of the table (half(), to())
         self._dtype: torch.dtype = getattr(torch, table.dtype.name)
         # False if the rows are frozen (requires_grad_)
         self._learns = True
@@ -78,21 +78,21 @@ class TableModule(nn.Module):
         self.is_trained = False
         # id() of the rows of a forward pass -> (ids, rows); the gradients of these leaves wait to be pushed
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}
-        # prefetched batches: that of the forward pass that comes now, and the next one
+        # prefetched batches: the one for the coming forward pass, and the one after it
         self._next: deque[_Next] = deque(maxlen=2)
 
     def prefetch(self, ids: Tensor) -> None:
-        """Read the rows of the next batch while this one is computed. The forward pass of these ids then uses them.
+        """Pull the rows of the next batch during the current one. The forward pass with the same ids uses them.
 
-        Does not block. In an asynchronous store the rows are read at once. In a synchronous store they are read after
-        the next `TableOptimizer.step`, because otherwise they would lack that step. A forward pass of other ids pulls
-        its own rows.
+        Does not block. In an asynchronous store the pull starts at once. In a synchronous store it starts after the
+        next `TableOptimizer.step`, because rows that were read earlier would lack that step. A forward pass with other
+        ids pulls its own rows.
 
         Args:
             ids: int64 ids of any shape, on the host.
         """
         self._check(ids)
-        # What is made in inference mode could not be kept by a backward pass.
+        # Tensors that are created in inference mode cannot be saved for a backward pass.
         with torch.inference_mode(False):
             wanted, places = torch.unique(ids, return_inverse=True)
         waits = self.table.synchronous and self._leaves
@@ -110,7 +110,7 @@ class TableModule(nn.Module):
             if rows.grad is not None:
                 there = slice(None) if self.padding_idx is None else ids != self.padding_idx
                 taken.append((ids[there], rows.grad.detach()[there]))
-            # A second backward pass over the same graph begins anew.
+            # A second backward pass over the same graph starts with a new gradient.
             rows.grad = None
         return taken
 
@@ -119,14 +119,15 @@ class TableModule(nn.Module):
         return [rows for _, rows in self._leaves.values()]
 
     def note_push(self) -> None:
-        """Note that the table was pushed to. Rows that were prefetched before are read again. Does not block."""
+        """Note a push to the table. In a synchronous store, request the prefetched rows again. Does not block."""
         if self.table.synchronous:
             self._next = deque((self._ask(each.ids, each.places) for each in self._next), maxlen=2)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Freeze the rows (False), or let them learn again, from the next forward pass on.
+        """Freeze the rows (False), or train them again (True), from the next forward pass on.
 
-        A model's `requires_grad_` does not reach them, because rows are not parameters: call it on this module.
+        A model's `requires_grad_` does not reach the rows, because they are not parameters: call this method on the
+        module itself.
         """
         self._learns = requires_grad
         return self
@@ -145,7 +146,7 @@ class TableModule(nn.Module):
         return f"{self.table.name!r}, dim={self.table.dim}{padding}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Follow `half`, `to` and similar calls: what a forward pass returns is converted, and the table is not."""
+        """Follow `half`, `to` and similar calls: they change the dtype of forward results, not of the table."""
         self._dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
         return super()._apply(fn, recurse)
 
@@ -153,9 +154,8 @@ class TableModule(nn.Module):
         return _Next(ids, places, self.table.ipull(ids.numpy()), self.table.origin, self.table.pushes)
 
     def _id_of(self, given: object) -> int:
-        """Return an id, which may be given as a NumPy integer or a tensor.
-
-        Raise TypeError or ValueError if it is not an id.
+        """Convert `given`, such as a NumPy integer or a tensor, to an int. Raise TypeError or ValueError if it is no
+        id.
         """
         try:
             found = operator.index(given)  # type: ignore[arg-type]
@@ -166,7 +166,7 @@ class TableModule(nn.Module):
         return found
 
     def _check(self, ids: object) -> None:
-        """Raise TypeError or ValueError unless these are ids."""
+        """Raise TypeError or ValueError unless `ids` is a tensor of ids: int64, on the host."""
         if not isinstance(ids, Tensor):
             raise of_caller(TypeError(f"{self._what}: ids are a {type(ids).__name__}: pass a torch.int64 tensor"))
         if ids.dtype != torch.int64:
@@ -175,9 +175,9 @@ class TableModule(nn.Module):
         check_on_host([ids], self._what)
 
     def _find_prefetched(self, ids: Tensor) -> tuple[Tensor, Tensor, Handle | None]:
-        """Return each id once, the index of each position's id among them, and their rows under way or None.
+        """Return the unique ids, each position's index among them, and the handle of their prefetch or None.
 
-        A prefetched batch is used up by this.
+        A prefetched batch can be used only once.
         """
         self._check(ids)
         for place, found in enumerate(self._next):
@@ -189,7 +189,7 @@ class TableModule(nn.Module):
         return (*torch.unique(ids, return_inverse=True), None)
 
     def _pull(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """Return the index of each id among the rows, the rows, and the index of the padding's row (zeros) or None.
+        """Return for each id the index of its row, the rows, and the index of the padding's row (zeros), or None.
 
         The rows are derived from a leaf of autograd's graph if gradients are wanted.
         """
@@ -206,7 +206,7 @@ class TableModule(nn.Module):
         return places, rows.to(self._dtype), found[0] if found else None
 
     def _keep(self, ids: Tensor, rows: Tensor) -> None:
-        """Keep a gradient that backward has left until `step`.
+        """Keep rows whose gradient backward has just computed, until `step` pushes that gradient.
 
         Raise RuntimeError if no TableOptimizer would push it.
         """
@@ -223,15 +223,15 @@ class TableModule(nn.Module):
 
 
 class Embedding(TableModule):
-    """Looks up rows of a table by id, in place of `torch.nn.Embedding`. Any int64 is an id.
+    """Looks up rows of a table by id. Replaces `torch.nn.Embedding`. Any int64 is a valid id.
 
     The forward pass takes int64 ids of any shape on the host, and returns their rows, (*ids.shape, dim). It blocks
-    until the rows have come. A module may be used several times before a `TableOptimizer` pushes all gradients. Rows
+    until the rows have arrived. A module may be used several times before a `TableOptimizer` pushes all gradients. Rows
     are not parameters: they are not in `state_dict`, and `table.save` writes them.
 
     Args:
         table: What `kv.table` has returned, on each worker.
-        padding_idx: An id whose row is zeros and stays so, because it is never pushed.
+        padding_idx: An id whose row is and stays zeros, because its gradient is never pushed.
     """
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -240,16 +240,16 @@ class Embedding(TableModule):
 
 
 class EmbeddingBag(TableModule):
-    """Sums or means of bags of rows, in place of `torch.nn.EmbeddingBag`.
+    """Computes sums or means of bags of rows. Replaces `torch.nn.EmbeddingBag`.
 
-    Bags are the rows of 2-D ids, or they are cut from 1-D ids at `offsets`, the positions where they begin.
+    With 2-D ids, each row of ids is a bag. With 1-D ids, `offsets` are the positions at which bags begin.
     `per_sample_weights` has the shape of the ids, and needs mode "sum". The rest is as in `Embedding`.
 
     Args:
         table: What `kv.table` has returned, on each worker.
         mode: "sum" or "mean".
-        padding_idx: An id that counts in no bag, neither in sums nor in means.
-        include_last_offset: The last of `offsets` is the end of the last bag, and does not begin another one.
+        padding_idx: An id that is ignored in all bags: it adds nothing to sums and does not count in means.
+        include_last_offset: The last of `offsets` is the end of the last bag, not the start of another bag.
     """
 
     def __init__(
@@ -284,10 +284,7 @@ class EmbeddingBag(TableModule):
 
 
 class _Group(dict[str, Any]):
-    """A parameter group that has nothing beside `params`, and raises for other entries.
-
-    Learning rates and the like belong to the tables.
-    """
+    """A parameter group with `params` only. Other names raise KeyError, because hyperparameters belong to the tables."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise of_caller(KeyError(f"a group of a TableOptimizer has no {name!r}: {WHERE}"))
@@ -297,14 +294,14 @@ class _Group(dict[str, Any]):
 
 
 class TableOptimizer:
-    """Pushes the gradients of a model's tables. Servers update the rows, by the optimizer of each table.
+    """Pushes the gradients of a model's tables. The servers update the rows with the optimizer of each table.
 
     In a synchronous store gradients are averaged over the workers, as DDP and `DataParallel` average those of dense
-    parameters. All workers must call `step` equally often. A worker without a batch calls it too, and counts as zero.
-    In an asynchronous store each worker's gradients are applied by themselves, when they come. The tables may belong to
-    several stores.
+    parameters. All workers must call `step` equally often. A worker without a batch must also call it, and contributes
+    zeros to the mean. In an asynchronous store each worker's gradients are applied separately, as they arrive. The
+    tables may belong to several stores.
 
-    `GradScaler.step` accepts it, if the store is synchronous or has one worker.
+    `GradScaler.step` accepts a TableOptimizer if the store is synchronous or has one worker.
 
     Args:
         model: A module that holds `Embedding` or `EmbeddingBag` modules at any depth, the same on all workers.
@@ -349,16 +346,18 @@ class TableOptimizer:
             module.note_push()
 
     def _overflows(self, scaler: GradScaler) -> bool:
-        """Unscale the gradients. Return True if those of any worker have overflowed, and tell this worker's scaler."""
+        """Unscale the gradients. Return True if any worker's overflowed, and set the flag of this worker's scaler to
+        that.
+        """
         found, what = find_overflow(scaler, self), "TableOptimizer.step with a GradScaler"
-        # The tables may belong to several stores, and each store has workers of its own to ask.
+        # The tables may belong to several stores, and the workers of each store have to be asked.
         words = [tables[0].is_any(what, bool(found)) for tables in by_store(self._of_table)]
         found.fill_(float(any(words)))
         return bool(found)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """A single group whose `params` are the rows with waiting gradients: for `GradScaler`, or to clip gradients."""
+        """A single group whose `params` are the rows with gradients to push: for `GradScaler`, or to clip gradients."""
         leaves = [leaf for module in self._modules for leaf in module.waiting_rows()]
         return [_Group(params=leaves)]
 

@@ -1,4 +1,4 @@
-"""`LocalSGD(model, inner, every=500)` for PyTorch's models: a front of `training.local`.
+"""`LocalSGD(model, inner, every=500)` for PyTorch models, built on `training.local`.
 
     inner = torch.optim.AdamW(model.parameters(), 1e-3)
     trainer = mpips.torch.LocalSGD(model, inner, every=500, kind="dist_sync", servers=1)
@@ -7,7 +7,7 @@
         loss_of(model(x), y).backward()
         trainer.step()
 
-Workers train apart between two exchanges, which suits slow links.
+Between two exchanges workers train without communication, which suits slow links.
 """
 
 from __future__ import annotations
@@ -34,48 +34,49 @@ from mpips.training.updates import begins
 
 T = TypeVar("T")
 LOG = log.get("mpips.torch")
-# the entries of a state
+# the entries of a `state_dict`
 STATE = "inner", "steps", "since", "centers", "store"
 
 
 class LocalSGD:
-    """Local SGD and DiLoCo: workers train apart, and every `every` steps the store's outer optimizer joins them.
+    """Local SGD and DiLoCo: workers train independently, and an outer optimizer combines their changes now and then.
 
-    Each worker trains `model` by `inner` alone. In an exchange it pushes what has changed since the last one, the outer
-    optimizer updates the common ("outer") parameters by that, and the worker goes on from them. Making a LocalSGD is
-    collective over the workers and blocks.
+    Each worker trains `model` with `inner` alone. In an exchange it pushes how much its parameters have changed since
+    the last exchange, the outer optimizer uses that to update the common ("outer") parameters, and the worker continues
+    from them. Creating a LocalSGD is collective over the workers and blocks.
 
     With a synchronous kind an exchange waits for all workers, so all must call `step` equally often. With an
-    asynchronous kind the outer optimizer takes the changes of each worker (or client) when they come.
+    asynchronous kind the outer optimizer applies the changes of each worker (or client) as they arrive.
 
     `quorum` and `grace_seconds` are options of an asynchronous store. A round then takes the mean of the changes of
-    that many clients. A client that comes late does not wait: its changes go into the round that is open then, with
-    weight 1 / (1 + rounds late) (arXiv 2604.21428, 1903.03934).
+    that many clients. A client that is late does not wait: its changes go into the round that is open when they arrive,
+    with weight 1 / (1 + rounds late) (arXiv 2604.21428, 1903.03934).
 
-    If the store survives deaths (`spares`), `step` goes on after one. A worker that takes a dead one's place begins
-    with the outer parameters, at the step of the others (`steps`), and with a new inner optimizer.
+    If the store survives deaths (`spares`), `step` recovers from one. A worker that replaces a dead one begins with the
+    outer parameters, at the step of the others (`steps`), and with a new inner optimizer.
 
-    `torch.amp.GradScaler` accepts it as an optimizer: `scaler.unscale_(trainer)`, `scaler.step(trainer)`. Each worker
-    has a scale of its own. If its gradients have overflowed, `inner` makes no step, but the step counts, so that all
-    workers exchange at the same steps.
+    `torch.amp.GradScaler` accepts a LocalSGD as an optimizer: `scaler.unscale_(trainer)`, `scaler.step(trainer)`. Each
+    worker has its own scale. If its gradients have overflowed, `inner` makes no step, but the step still counts, so
+    that all workers exchange at the same steps.
 
     Args:
         model: A model on the host, whose parameters are contiguous and of float16, bfloat16, float32 or float64. All
             workers begin with rank 0's parameters. Buffers, and parameters that require no gradient, are not exchanged.
         inner: Any optimizer of torch.optim. Its state is not exchanged.
         outer: "nesterov" (DiLoCo: SGD with rate 0.7 and momentum 0.9), "average" (the mean of all workers' parameters),
-            or an optimizer of `mpips.optimizers`. Its gradient is the mean over workers of what they have changed.
+            or an optimizer of `mpips.optimizers`. Its gradient is the mean of the workers' changes.
         every: Inner steps between two exchanges of a parameter.
-        fragments: Cut the model into this many parts. Each is exchanged every `every` steps, in turn.
-        delay: Inner steps that a worker makes while an exchange travels. With 0, `step` waits for it.
-        keep: The share of its own parameters that a worker keeps when an exchange has come.
-        compression: Of what is exchanged, with error feedback, as in `kv.set_gradient_compression`.
+        fragments: Split the model into this many parts. Each part is exchanged every `every` steps, at a different
+            step.
+        delay: Inner steps that a worker makes while an exchange is in flight. With 0, `step` waits for the exchange.
+        keep: The weight of a worker's own parameters when it mixes in the result of an exchange, from 0 to 1.
+        compression: How exchanged values are compressed, with error feedback, as in `kv.set_gradient_compression`.
         by_tokens: Weight each worker by its tokens since the last exchange, which it passes to `step(tokens=count)`.
-            For synchronous kinds, and with a quorum.
+            Needs a synchronous kind or a quorum.
         kind: The kind of the store, as in `mpips.create`.
         store: An existing store, used in place of `kind` and `options`.
-        options: Options of the store, as in `mpips.create`. A process that is a server serves inside of this call, and
-            leaves by SystemExit when the workers have closed the store.
+        options: Options of the store, as in `mpips.create`. In a server process this call does not return: it runs the
+            server, and raises SystemExit when the workers have closed the store.
     """
 
     # Tells GradScaler to call `step` even if a gradient has overflowed.
@@ -183,7 +184,7 @@ class LocalSGD:
 
     @property
     def steps(self) -> int:
-        """Inner steps made. After a death it may skip some (see `step`)."""
+        """Inner steps made. After a death the number may jump ahead (see `step`)."""
         return self._rounds.steps
 
     @property
@@ -201,8 +202,8 @@ class LocalSGD:
     ) -> Any:
         """Make an inner step, and exchange what is due. Blocks if an exchange is due.
 
-        After a death in a store that survives it, all workers go on from the step of the worker that is furthest. So
-        let a loop count by `steps`.
+        After a death in a store that survives it, all workers continue from the step of the worker that is furthest
+        ahead. So a training loop should use `steps` as its counter.
 
         Args:
             closure: Passed to the inner optimizer.
@@ -234,11 +235,11 @@ class LocalSGD:
         self.inner.zero_grad(set_to_none)
 
     def share(self) -> None:
-        """Give the model the outer parameters, which all workers have in common, to measure or to save it.
+        """Copy the outer parameters, which all workers have in common, into the model, to evaluate or to save it.
 
-        Collective over the workers. What inner steps have changed since the last exchange is lost, so call it at a
-        multiple of `every`. In an asynchronous store that survives deaths it does not wait for the others: each worker
-        takes the newest parameters, which others may go on to change.
+        Collective over the workers. Changes that inner steps have made since the last exchange are lost, so call it at
+        a multiple of `every`. In an asynchronous store that survives deaths it does not wait for the others: each
+        worker takes the newest parameters, which others may change later.
         """
         layout = self.store.layout
         self._through(lambda: self._rounds.finish(self._views()))
@@ -249,13 +250,13 @@ class LocalSGD:
             self.store.barrier()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this worker needs to go on, except the model's own `state_dict()`. `torch.save` writes both.
+        """Return what this worker needs to resume training, besides the model's own `state_dict()`.
 
-        Collective over the workers, blocking: all call it after the same step. It waits for an exchange that is under
-        way, and changes no parameter. The outer optimizer's part is the tensor "store", the same on all workers.
+        Collective over the workers, blocking: all call it after the same step. It waits for an exchange in flight, and
+        changes no parameter. The outer optimizer's part is the tensor "store", the same on all workers.
 
         Raises:
-            RuntimeError: A process has died meanwhile. Training goes on: call it again after another step.
+            RuntimeError: A process died during the call. Training can continue: call it again after another step.
         """
         self._through(self._rounds.wait)
         died = "state_dict: a process has died meanwhile: call it again after the next step"
@@ -273,12 +274,12 @@ class LocalSGD:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned. The model loads its own state. Collective over the workers, blocking.
 
-        With the same number of workers, training goes on with the same bits. There may also be another number of
-        servers, or of workers, each of which loads the state of one of the old ones.
+        With the same number of workers, training goes on with the same bits. The number of servers may also differ, and
+        so may that of workers: each then loads the state of any one of the old workers.
 
         Raises:
             ValueError: The state lacks an entry, or does not fit the model or `fragments`.
-            RuntimeError: A process has died meanwhile. Load the model's state and this one again.
+            RuntimeError: A process died during the call. Load the model's state and this one again.
         """
         kv, died = (
             self.store,
@@ -298,7 +299,7 @@ class LocalSGD:
         self._rounds.begin_at(state_dict["steps"], state_dict["since"], open_)
 
     def _centers_of(self, state: Mapping[str, Any]) -> list[np.ndarray]:
-        """Return the centres in a state. Raise ValueError if it does not fit."""
+        """Return the outer parameters ("centers") in a state. Raise ValueError if the state does not fit."""
         if lacks := [name for name in STATE if name not in state]:
             raise ValueError(
                 f"load_state_dict: there is no {', '.join(map(repr, lacks))}: give what LocalSGD.state_dict() gave"
@@ -318,7 +319,7 @@ class LocalSGD:
         return centers
 
     def close(self) -> None:
-        """Wait for an exchange that is under way, and close the store, so that its servers leave.
+        """Wait for an exchange in flight, and close the store, so that its servers exit.
 
         Collective over the workers.
         """
@@ -328,9 +329,10 @@ class LocalSGD:
         self.store.close()
 
     def _through(self, call: Callable[[], T], again: bool | Exception = True) -> T | None:
-        """Call `call` and return its result. If a death breaks it off, let the workers meet anew first.
+        """Call `call` and return its result. If a process dies during the call, let the workers recover.
 
-        `again` says what then follows: True calls it again, False returns None, and an exception is raised.
+        `again` says what happens after the recovery: True calls `call` again, False returns None, and an exception is
+        raised.
         """
         while True:
             try:
@@ -343,7 +345,7 @@ class LocalSGD:
                 return None
 
     def _recover(self, error: StoreError) -> None:
-        """Begin the next generation, and exchange what was under way. Raise `error` if no process has died."""
+        """Begin the next generation, and repeat the exchange in flight. Raise `error` if no process has died."""
         while True:
             if not self.store.layout.survives or isinstance(error, (MismatchError, LostError)):
                 raise error
@@ -380,7 +382,7 @@ class LocalSGD:
 def _tensor(array: Any, like: torch.Tensor) -> torch.Tensor:
     """Return a copy of an array as a tensor.
 
-    PyTorch does not know NumPy's bfloat16, so `torch.from_numpy` would not do.
+    `torch.from_numpy` would fail for bfloat16, because PyTorch does not know NumPy's bfloat16.
     """
     tensor = torch.empty_like(like, requires_grad=False)
     arrays.host(tensor)[...] = array

@@ -1,8 +1,9 @@
-"""Ranks of a DataParallel agree before they train; then a token shows who skipped a step or has another learning rate.
+"""Check that the ranks of a DataParallel have the same model, and later that they run the same steps.
 
-`agree` compares once, and its error names the first difference. `Lockstep` counts what a rank's program does between
-two exchanges. Its token travels with the gradients, so every rank sees a difference before it uses them. Now and then
-`WeightWatch` compares the parameters, and `check_frozen` compares which of them require gradients.
+`agree` compares once, before training, and its error names the first difference. `Lockstep` records the passes and
+optimizer steps of a rank between two exchanges. A digest of that record, the token, travels with the gradients, so
+every rank learns of a difference before it uses them. Now and then `WeightWatch` compares the parameters, and
+`check_frozen` compares which of them require gradients.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from mpips.torch.tensors import sparse_parameters
 BITS = 24
 # the hyperparameters of an optimizer's groups that are compared
 NUMBERS = ("lr", "weight_decay", "momentum", "betas", "alpha")
-# of the optimizer steps between two exchanges, how many are compared one by one; further ones are only counted
+# Between two exchanges, the hyperparameters of this many optimizer steps are compared. Further steps are only counted.
 MOST_STEPS = 16
 # Norms of a parameter on two ranks may differ by this, relative to the larger: processors round differently.
 NORM_TOLERANCE = 1e-3
 # Parameters are compared after backward passes 1, 2, 4, 8, ... and after each multiple of this.
 CHECK_STEPS = 128
-# If a norm on one rank differs by more than this between two moments, the program itself has moved the parameter.
+# If a norm on one rank changes by more than this between two moments, the program itself has moved the parameter.
 MOVED = 1e-5
 # After this many backward passes without a step of an optimizer, the program is taken to update weights by hand.
 PASSES_BY_HAND = 32
@@ -52,13 +53,13 @@ ABSENT = -1.0
 UNEXPLAINED = "ranks differ in what they have done, and no word of theirs says in what (a fault of mpips: report it)"
 # `content` lists the numbers of a tensor or array that has at most this many; of larger ones it takes a digest.
 MOST_NUMBERS = 16
-# class that averages gradients -> how it is used without a second one
+# class that averages gradients -> advice for a program that combines it with another such class
 PAIRED = {
     "DataParallel": "DataParallel with an optimizer of PyTorch's",
     "DistributedOptimizer": "mpips.torch.DistributedOptimizer with the model itself",
     "hvd.DistributedOptimizer": "hvd.DistributedOptimizer with the model itself",
 }
-# (thing, what it is on this rank), as ("parameter 'weight'", "float32(2, 3)"); no thing occurs twice
+# (thing, its description on this rank), such as ("parameter 'weight'", "float32(2, 3)"); no thing occurs twice
 Items = Sequence[tuple[str, str]]
 
 
@@ -121,9 +122,9 @@ def agree(
     Args:
         items: What this rank has.
         comm: The ranks that compare.
-        what: The operation, with which the error begins.
-        cure: What to do about it, with which the error ends.
-        unlike: The ranks are known to differ, so they raise even if all items are the same.
+        what: Name of the operation, which begins the error message. cure: What the user should do, which ends the error
+        message.
+        unlike: The ranks are known to differ, so raise even if all items are the same.
     """
     if found := gather_difference(items, comm, what) or (UNEXPLAINED if unlike else ""):
         with communicator(comm).failing(what):
@@ -131,7 +132,7 @@ def agree(
 
 
 def gather_difference(items: Items, comm: MPI.Intracomm, what: str, first: int = 0) -> str:
-    """Gather all ranks' items and return `difference` of them. Collective, blocking."""
+    """Gather all ranks' items and return their `difference` from those of rank `first`. Collective, blocking."""
     word = np.frombuffer(msgspec.msgpack.encode(items), np.uint8)
     sizes = gather_rows(np.array([word.size]), comm, what)[:, 0]
     padded = np.zeros(sizes.max(), np.uint8)
@@ -142,7 +143,7 @@ def gather_difference(items: Items, comm: MPI.Intracomm, what: str, first: int =
 
 
 def difference(every: Sequence[Items], first: int = 0) -> str:
-    """Return a sentence with the first difference between rank `first` and those behind it, or "" if there is none.
+    """Describe the first difference between rank `first` and the ranks after it, or return "" if there is none.
 
     `every` has the items of ranks `first`, `first` + 1 and so on. Pure.
     """
@@ -166,9 +167,9 @@ def difference(every: Sequence[Items], first: int = 0) -> str:
 def content(value: object) -> Any:
     """Return a value as plain data, such that equal values on different ranks give equal data.
 
-    The result has no address and no hash in it, because Python makes these anew in each process. 1, 1.0 and a tensor of
-    1 become the same number; lists and tuples become lists. A value that cannot be looked into, such as a function,
-    becomes its name or that of its type.
+    The result contains no memory address and no hash, because these differ from process to process. 1, 1.0 and a tensor
+    of 1 become the same number; lists and tuples become lists. A value without accessible contents, such as a function,
+    becomes its own name or that of its type.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -246,13 +247,13 @@ def gather_rows(row: np.ndarray, comm: MPI.Intracomm, what: str) -> np.ndarray:
 
 
 class Lockstep:
-    """Counts the forward passes, backward passes and optimizer steps that this rank makes with one model."""
+    """Counts the forward passes, backward passes and optimizer steps of one model on this rank."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_begin_step))
             _hooks.append(register_optimizer_step_post_hook(_end_step))
-        # True during a backward pass, when gradients are this rank's alone
+        # True during a backward pass, when gradients are not averaged yet
         self.in_backward = False
         self.weights = WeightWatch(parameters)
         self._parameters = frozenset(map(id, parameters))
@@ -260,11 +261,11 @@ class Lockstep:
         self._backwards = 0
         # backward passes that have raised
         self._failed = 0
-        # steps since the last exchange: (class of the optimizer, numbers of each of its groups)
+        # steps since the last exchange: (class of the optimizer, hyperparameters of each of its groups)
         self._steps: list[tuple[str, list[dict[str, Any]]]] = []
         # number of steps after the first MOST_STEPS
         self._more_steps = 0
-        # optimizer -> (number of its groups then, whether it has parameters of this model)
+        # optimizer -> (number of its groups when it was last examined, whether it has parameters of this model)
         self._known: WeakKeyDictionary[Optimizer, tuple[int, bool]] = WeakKeyDictionary()
         _all.add(self)
 
@@ -289,7 +290,7 @@ class Lockstep:
     def count_step(self, optimizer: Optimizer) -> None:
         """Count an optimizer's step, if the optimizer has parameters of this model.
 
-        Raises RuntimeError within a backward pass, whose gradients are not averaged yet.
+        Raises RuntimeError during a backward pass, because its gradients are not averaged yet.
         """
         groups = optimizer.param_groups
         count, ours = self._known.get(optimizer, (-1, False))
@@ -320,18 +321,20 @@ class Lockstep:
         self.weights.begin_anew()
 
     def clear(self) -> None:
-        """Forget everything, when ranks that may have made different numbers of steps are alike again."""
+        """Forget everything, after ranks with different numbers of steps have been given the same parameters again."""
         self.weights.has_stepped = True
         self._forwards = self._backwards = self._failed = 0
         self.begin_anew()
 
     def token(self) -> int:
-        """Return BITS bits that are equal on ranks whose programs did the same since the last exchange."""
+        """Return BITS bits that are equal on ranks whose programs ran the same passes and steps since the last
+        exchange.
+        """
         done = self._forwards - self._backwards, self._failed, self._more_steps, self._steps
         return digest(msgspec.msgpack.encode(done)) & (1 << BITS) - 1
 
     def items(self) -> Items:
-        """Return what the token is made from, in words that an error can show."""
+        """Return what the token is computed from, as text for an error message."""
         found = [
             ("the number of forward passes without a backward pass", str(self._forwards - self._backwards)),
             ("the number of backward passes that raised", str(self._failed)),
@@ -349,7 +352,7 @@ class Lockstep:
 
 
 _all: WeakSet[Lockstep] = WeakSet()
-# the handles of the hooks by which every optimizer's step in this process is counted
+# handles of the hooks that count the steps of all optimizers in this process
 _hooks: list[Any] = []
 # optimizers whose step is under way; a step may run that of another optimizer
 _stepping: list[Optimizer] = []
@@ -363,7 +366,7 @@ def _begin_step(optimizer: Optimizer, args: object, keywords: object) -> None:
 
 def _end_step(optimizer: Optimizer, args: object, keywords: object) -> None:
     _stepping.remove(optimizer)
-    # Only outermost steps count. ZeroRedundancyOptimizer runs one inside whose parameters differ from rank to rank.
+    # Only outermost steps count. ZeroRedundancyOptimizer runs an inner step, on parameters that differ between ranks.
     if not _stepping:
         for lockstep in list(_all):
             lockstep.count_step(optimizer)
@@ -379,7 +382,7 @@ def _is_caller(optimizer: Optimizer) -> bool:
     return False
 
 
-# ---- now and then
+# ---- from time to time
 
 
 def is_due(number: int) -> bool:
@@ -390,7 +393,8 @@ def is_due(number: int) -> bool:
 def check_frozen(named: Iterable[tuple[str, Tensor]], comm: MPI.Intracomm, what: str, known: Container[Tensor]) -> None:
     """Raise MismatchError on all ranks if they differ in which parameters require a gradient. Collective, blocking.
 
-    So does a parameter that requires a gradient and is not in `known`: it was added after the model was wrapped.
+    MismatchError is also raised if a parameter requires a gradient and is not in `known`, because it was added after
+    the model was wrapped.
     """
     named = list(named)
     for name, parameter in named:
@@ -410,25 +414,24 @@ def check_frozen(named: Iterable[tuple[str, Tensor]], comm: MPI.Intracomm, what:
 
 
 class WeightWatch:
-    """Compares the norms of the parameters over ranks, at two moments where a correct program has them alike.
+    """Compares the norms of the parameters between ranks, at two moments at which a correct program has equal weights.
 
-    The moments are after an optimizer's step and before the next forward pass. At any other time a rank may have moved
-    its weights, to move them back later: sharpness-aware minimization, MAML and noise on weights do that. Such a
-    program has its weights alike on all ranks at one of the two moments at least. So ranks are at fault only if they
-    differ at both.
+    The moments are after an optimizer step and before the next forward pass. At other times a rank may have moved its
+    weights temporarily, as sharpness-aware minimization, MAML and weight noise do. The weights of such a program are
+    equal on all ranks at least at one of the two moments. So it is an error only if ranks differ at both.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
         eps = np.array([torch.finfo(parameter.dtype).eps for parameter in self._parameters])
         self._tolerances = np.maximum(NORM_TOLERANCE, 4 * eps)
-        # True if the next backward pass that follows a step compares
+        # True if the norms are to be compared at the next backward pass that follows a step
         self.due = False
         # True if the comparison that is due repeats one that found a difference
         self._repeats = False
         self._has_warned = False
-        # True once an optimizer of PyTorch's has made a step. A program that updates weights by hand never sets it, and
-        # then the moment after a step is unknown.
+        # True once a PyTorch optimizer has made a step. In a program that updates weights by hand it stays False, and
+        # then we do not know the moment after a step.
         self.has_stepped = False
         self.begin_anew()
 
@@ -452,9 +455,8 @@ class WeightWatch:
         """Compare the norms, if that is due and a step was made before backward pass `number`. Collective, blocking.
 
         All ranks must have made the same number of steps. They all raise MismatchError if a parameter differs at both
-        moments. But if the program moves weights without an optimizer's step, or has made no step in PASSES_BY_HAND
-        passes, rank 0 warns once instead: the ranks may be alike at a moment that is not looked at, or differ by
-        rounding.
+        moments. But if the program moves weights outside of optimizer steps, or has made no step in PASSES_BY_HAND
+        passes, rank 0 only warns, once: the ranks may be equal at a moment that we do not check, or differ by rounding.
         """
         if not self.due or (not self._after_step and (self.has_stepped or number < PASSES_BY_HAND)):
             return
@@ -465,8 +467,8 @@ class WeightWatch:
         known = (every != ABSENT).all(axis=(0, 2))
         # (rank, moment, parameter) -> whether the norm differs from rank 0's; only known ones of the first two moments
         far = ~np.isclose(every, every[0], rtol=self._tolerances, atol=1e-30, equal_nan=True)[:, :2][:, known[:2]]
-        # A rank that has changed its weights between the step and the forward pass differs at the second moment only.
-        # If it keeps them, it differs at both in the next pass. So that pass compares again.
+        # A rank that has changed its weights between the step and the forward pass differs only at the second moment.
+        # If it does not undo the change, it differs at both moments in the next pass. So the next pass compares again.
         self.due = self._repeats = not self._repeats and bool(far.any())
         if not known[:2].any() or not far.all(axis=1).any():
             return
@@ -474,8 +476,8 @@ class WeightWatch:
         every = every[:, known]
         name, one, other = names.get(self._parameters[place], "?"), every[0, 0, place], every[rank, 0, place]
         differ = f"parameter {name!r} has norm {one:.6g} on rank 0 and {other:.6g} on rank {rank}"
-        # If the norms of each rank are the same at all moments, the program does not move weights itself. Then the
-        # ranks have drifted apart.
+        # If each rank's norms are the same at all moments, the program does not move weights itself, so the difference
+        # means that the ranks have drifted apart.
         if self.has_stepped and np.allclose(every, every[:, :1], rtol=MOVED, atol=0, equal_nan=True):
             with communicator(comm).failing(what):
                 raise collectives.MismatchError(

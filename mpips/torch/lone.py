@@ -1,8 +1,9 @@
 """Notice a process group through which no gradients go, while an optimizer of PyTorch makes steps.
 
-Each rank then trains alone. This happens, for example, if a wrapper does not know the backend's name and leaves the
-model as it is. So elements that go through process groups are counted, until a large tensor goes through one or until
-they are as many as the optimizer has. From then on gradients are assumed to be exchanged.
+Each rank then trains alone. This happens, for example, if a wrapper does not know the backend's name and returns the
+model unwrapped. To detect it, elements that go through process groups are counted, until a large tensor goes through a
+group or the count reaches the number of the optimizer's parameters. From then on we assume that gradients are
+exchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ LARGE = 1024
 
 
 class Watch:
-    """Counts the elements that go through the groups of this process. `active` until they suffice for gradients."""
+    """Counts the elements that go through the groups of this process. `active` while they are too few for gradients."""
 
     def __init__(self) -> None:
         self.active = False
@@ -42,7 +43,8 @@ class Watch:
     def see(self, tensors: Sequence[Any], between_two: bool) -> None:
         """Count an operation on these tensors.
 
-        One `between_two` ranks shows that the program exchanges gradients itself.
+        If the operation is `between_two` ranks (a send or a receive), the program is assumed to exchange gradients
+        itself.
         """
         sizes = [tensor.numel() for tensor in tensors if isinstance(tensor, Tensor)]
         self._moved += sum(sizes)

@@ -1,1 +1,1 @@
-"""DistributedOptimizer: a store in the place of a PyTorch optimizer's `step`."""
+"""DistributedOptimizer: wraps a PyTorch optimizer so that `step` goes through a store."""

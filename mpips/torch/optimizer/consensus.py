@@ -1,9 +1,9 @@
-"""Consensus: the workers of a DistributedOptimizer see that all make the same step, with one learning rate.
+"""Consensus: workers of a DistributedOptimizer check that all make the same step, with the same hyperparameters.
 
-Each worker brings a few numbers to one allgather: its call, the number of its steps, which parameters have a gradient,
-whether a gradient has overflowed, and a digest of the hyperparameters. If these do not fit together, all workers raise
-the same error. Nothing has been sent to the store then, and it can be used on. At a step of an asynchronous store only
-the workers of one client compare, unless it has one client only.
+Each worker contributes a few numbers to one allgather: its call, the number of its steps, which parameters have a
+gradient, whether a gradient has overflowed, and a digest of the hyperparameters. If these do not fit together, all
+workers raise the same error. At that point nothing has been sent to the store, and it can still be used. In an
+asynchronous store with several clients, only the workers of the same client compare at a step.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 # calls that all workers make together; they send each other the index
 CALLS = ("step", "DistributedOptimizer", "set_parameters", "state_dict", "load_state_dict", "save", "load")
-# Positions of the numbers that stand before the masks of a row: index in CALLS, steps made, `Brought.cleared`, changes
-# of parameters since the last step, `Brought.overflow`, digest of the hyperparameters. HEAD is their count.
+# Positions of the numbers at the start of a row, before the masks: index in CALLS, steps made, `Brought.cleared`,
+# changes of parameters since the last step, `Brought.overflow`, digest of the hyperparameters. HEAD is their count.
 CALL, STEPS, CLEARED, CHANGED, OVERFLOW, DIGEST, HEAD = range(7)
-# a number of zero_grad calls that a worker cannot tell, because it has just joined
+# stands for the number of zero_grad calls of a worker that has just joined and cannot know it
 UNKNOWN = -1
-# Another worker that has been in a call of the store for this long is there by mistake.
+# A worker that has been in a different call of the store for this long is in the wrong call.
 ELSEWHERE_SECONDS = 0.2
 ALL = "all workers make each call of a DistributedOptimizer together"
 
@@ -55,7 +55,7 @@ class Brought(NamedTuple):
 
 
 class Consensus:
-    """One worker's side of the comparisons. `passes`: backward passes before each step."""
+    """One worker's side of the comparisons. `passes` is the number of backward passes before each step."""
 
     def __init__(
         self,
@@ -72,8 +72,8 @@ class Consensus:
         self._keys = keys
         # bytes of a mask with a bit for each parameter
         self._mask = -(-len(parameters) // 8)
-        # The row that this worker brings: the head, then two masks (which parameters are used, and which of them
-        # sparsely), padded to 8 bytes.
+        # The row that this worker contributes: the head, then two masks (parameters with a gradient, and those whose
+        # gradient is sparse), padded to 8 bytes.
         self._row = np.zeros(8 * HEAD + 8 * -(-2 * self._mask // 8), np.uint8)
         self._head = self._row[: 8 * HEAD].view(np.int64)
         self._masks = self._row[8 * HEAD :]
@@ -89,9 +89,9 @@ class Consensus:
     def note(self) -> None:
         """Note that the parameters are now the same as on the other workers.
 
-        PyTorch counts changes of a tensor (`_version`), but not those through `.data`. So now and then a digest of the
-        values is taken, too. A store that survives deaths goes without, because it may write half of the parameters
-        before a death, and then repeat the step.
+        PyTorch counts changes of a tensor (`_version`), except those through `.data`. So now and then a digest of the
+        values is also taken, but not in a store that survives deaths: there, half of the parameters may be written
+        before a death, and the step is then repeated.
         """
         self._versions = [parameter._version for parameter in self._parameters]
         self._bits = list[int]()
@@ -101,7 +101,7 @@ class Consensus:
         self._notes += 1
 
     def see_call(self, call: str, steps: int) -> None:
-        """Raise on all workers unless all of them make this call. Collective, blocking.
+        """Raise on all workers unless all of them make the call `call`. Collective, blocking.
 
         In a synchronous store they must also have made the same number of steps.
         """
@@ -114,9 +114,10 @@ class Consensus:
             self._compare(layout.workers, call, steps, Brought())
 
     def agree(self, steps: int, brought: Brought) -> AgreedStep:
-        """Compare with the workers that make this step, and return what all of them have together.
+        """Compare with the workers that make this step, and return their combined masks and flags.
 
-        They raise unless all make the same step with the same hyperparameters. Collective over these workers, blocking.
+        All of them raise unless they make the same step with the same hyperparameters. Collective over these workers,
+        blocking.
         """
         grads = [parameter.grad for parameter in self._parameters]
         used = [grad is not None for grad in grads]
@@ -149,11 +150,11 @@ class Consensus:
         """Gather the rows of all workers of `comm`, in rank order. Raise on all of them if they do not fit together."""
         is_step, counts = call == CALLS[0], not self._store.layout.asynchronous
         items: Items = []
-        # At other calls the hyperparameters may differ, because the call may be there to make them equal
+        # At other calls the hyperparameters may differ, because the call may serve to make them equal
         # (load_state_dict).
         if is_step or call == CALLS[1]:
             items = self._items() if is_step else [*self._items(), self._state_item()]
-            # In a store that survives deaths, a spare's scaler begins anew, and so its scale may differ.
+            # In a store that survives deaths, a spare starts with a new scaler, so its scale may differ.
             if brought.scale is not None and not self._store.layout.survives:
                 items = [*items, ("GradScaler's scale", repr(brought.scale))]
         if items and items != self._digested[0]:
@@ -220,7 +221,7 @@ class Consensus:
         return self._numbers[1]
 
     def _state_item(self) -> tuple[str, str]:
-        """Return a digest of the state that the wrapped optimizer has from earlier steps, which workers compare."""
+        """Return a digest of the wrapped optimizer's state, for comparison between workers."""
         every = [value for p in self._parameters for value in self._optimizer.state.get(p, {}).values()]
         tensors = [bytes_of(value.contiguous()).tobytes() for value in every if isinstance(value, Tensor)]
         return "the optimizer's state", f"{len(tensors)} tensors, digest {digest(b''.join(tensors)):x}"
@@ -229,7 +230,9 @@ class Consensus:
         return [digest(bytes_of(parameter.detach().contiguous()).tobytes()) for parameter in self._parameters]
 
     def _count_changes(self) -> tuple[int, str]:
-        """Return how often the program has changed parameters since `note`, and the key of one of them."""
+        """Return the number of changes that the program has made to parameters since `note`, and the key of a changed
+        one.
+        """
         versions = [parameter._version for parameter in self._parameters]
         changes = [now - before for now, before in zip(versions, self._versions)]
         if self._bits:
@@ -240,8 +243,9 @@ class Consensus:
     def _within(self, what: str, comm: MPI.Intracomm) -> Iterator[None]:
         """Run collectives that must not wait forever for a worker that is in a call of the store instead.
 
-        Such a worker never comes: the program's workers call different things. If one has been there for
-        ELSEWHERE_SECONDS, the generation ends, and all raise an error that names both calls.
+        Such a worker will never join the collective, because the program makes different calls on different workers. If
+        a worker has been in the other call for ELSEWHERE_SECONDS, the generation ends, and all workers raise an error
+        that names both calls.
         """
         generation = self._store.worker.generation
         clock: Clock | None = None
@@ -264,7 +268,7 @@ class Consensus:
 
 
 def unlike(heads: Sequence[Sequence[int]], first: int = 0) -> str:
-    """Return a sentence that says why workers cannot make a call together, or "" if they can. Pure.
+    """Return a message that says why the workers cannot make a call together, or "" if they can. Pure.
 
     Args:
         heads: The first HEAD numbers of each worker's row.

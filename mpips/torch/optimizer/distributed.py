@@ -1,11 +1,11 @@
-"""`DistributedOptimizer(optimizer, ...)` over a store: its `step` pushes gradients when backward is over.
+"""`DistributedOptimizer(optimizer, ...)` over a store: its `step` pushes gradients and updates parameters.
 
     optimizer = mpips.torch.DistributedOptimizer(optimizer, model.named_parameters(), kind="dist_sync", servers=2)
     loss.backward()
     optimizer.step()           # pushes gradients, pulls parameters
 
-In a step the workers agree that they make the same one (`consensus`), exchange gradients (`exchange`), and go on if a
-process dies (`rejoin`).
+In each step the workers check that they all make the same step (`consensus`), exchange gradients (`exchange`), and
+recover if a process dies (`rejoin`).
 """
 
 from __future__ import annotations
@@ -52,25 +52,26 @@ LOG = log.get("mpips.torch")
 class DistributedOptimizer(torch.optim.Optimizer):
     """Wraps a PyTorch optimizer: `step` exchanges gradients through a store and leaves the new parameters.
 
-    Every worker starts from rank 0's parameters. Making it is collective over the workers and blocks, and so does
-    `step` with a synchronous store.
+    Every worker starts from rank 0's parameters. Creating a DistributedOptimizer is collective over the workers and
+    blocks, and so is every `step` with a synchronous store.
 
-    The numbers of the optimizer's groups may change between steps, on all workers: a scheduler of torch works as usual.
-    If servers update, all workers wait for each other at such a change.
+    The hyperparameters of the optimizer's groups may change between steps, on all workers in the same way, so torch's
+    schedulers work as usual. If servers update, all workers wait for each other when hyperparameters change.
 
-    In a step, a parameter that has a gradient on no worker stays as it is. If some workers have one, the others count
-    as zero in the mean over all. All workers of a synchronous store, or else those of one client, check before each
-    step that they make the same step with the same numbers in their groups. If not, all of them raise an error that
-    names the difference.
+    In a step, a parameter that has a gradient on no worker stays as it is. If only some workers have a gradient, the
+    others count as zero in the mean over all. Before each step, the workers (in an asynchronous store, those of the
+    same client) check that they make the same step with the same hyperparameters. If not, all of them raise an error
+    that names the difference.
 
-    If the store survives deaths (`mpips run --spares`), `step` goes on after a death by itself. A step that has ended
-    is never undone, and one that has not is made again with the same gradients. A spare that takes a dead worker's
-    place runs the program from its beginning, gets parameters and state here, and goes on at step `resumed`.
+    If the store survives deaths (`mpips run --spares`), `step` recovers from a death by itself. A finished step is
+    never undone, and an unfinished one is repeated with the same gradients. A spare that replaces a dead worker runs
+    the program from its beginning, gets parameters and state when it creates this object, and continues at step
+    `resumed`.
 
     Args:
         optimizer: An optimizer of torch.optim. SGD, Adam, AdamW, RMSprop and Adagrad run on the store's servers, if it
-            has any, and if no option stands against it (amsgrad, dampening, ...). Any other runs on every worker, on
-            gradients averaged over the workers.
+            has any and if they support all its options (they do not support amsgrad, dampening, ...). Any other
+            optimizer runs on every worker, on gradients averaged over the workers.
         named_parameters: As from `model.named_parameters()`. Parameters that the optimizer does not have are ignored.
         kind: The kind of the store, as in `mpips.create`: "mpi_sync", "dist_async", ... The workers of one client wait
             for each other even with "mpi_async". Choose "dist_async", or several clients, if they should not.
@@ -81,8 +82,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         elastic: The alpha of elastic averaging, which needs an asynchronous store. The optimizer runs on every worker,
             and every `interval` steps the worker and the servers' centre move towards each other.
         interval: Steps between two exchanges of elastic averaging.
-        options: Options of the store, as in `mpips.create`: servers=2, staleness=4. A process that is a server serves
-            inside of this call, and leaves by SystemExit when the workers have closed the store.
+        options: Options of the store, as in `mpips.create`: servers=2, staleness=4. In a server process this call does
+            not return: it runs the server, and raises SystemExit when the workers have closed the store.
     """
 
     # Tells GradScaler to call `step` even if a gradient has overflowed on this worker.
@@ -115,7 +116,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # calls of zero_grad since the last step
         self._cleared = 0
         try:
-            # What is made in inference mode cannot be changed by a step.
+            # A tensor that is created in inference mode cannot be changed by a step.
             with torch.inference_mode(False):
                 self._begin(compression, elastic, interval)
         except Exception:
@@ -126,10 +127,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @property
     def resumed(self) -> int:
-        """The step at which the program goes on.
+        """The step at which this process joined the training.
 
-        It is 0 at the start of a job, and more if the others have made steps before this process started. The program
-        itself must repeat what it did beside those steps, such as `scheduler.step()`.
+        It is 0 at the start of a job, and higher if the others had made steps before this process started. The program
+        itself must then repeat whatever else it does at each step, such as `scheduler.step()`.
         """
         return self._resumed
 
@@ -142,7 +143,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state(self) -> LiveState:  # type: ignore[override]
         """The state of the wrapped optimizer, by parameter.
 
-        If servers update, the state is theirs, and NaN stand in its place here. `state_dict()` returns the real one.
+        If servers update, the state is on the servers, and this mapping holds NaN in its place. `state_dict()` returns
+        the real state.
         """
         return self._live
 
@@ -207,7 +209,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         full. If servers update, their optimizers' state is also in "state", in PyTorch's form: for `get_state_dict` of
         `torch.distributed.checkpoint.state_dict`, and to load it into a plain PyTorch optimizer.
 
-        Raises RuntimeError on a worker for which the others' call is over, because a process has died. Call it again
+        Raises RuntimeError if a process has died and the other workers have already finished this call. Call it again
         after the next step.
         """
         if not self._in_store():
@@ -305,7 +307,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return None if self._survival.new else self._survival.call("save", save)
 
     def load(self, path: str | Path) -> None:
-        """Load a file of `save`, with any number of servers. The model then has its parameters.
+        """Load a file that `save` has written, with any number of servers. The model then has the parameters of the
+        file.
 
         Collective over the workers, blocking.
         """
@@ -321,9 +324,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         raise TypeError("a DistributedOptimizer is tied to its store: copy or save its `state_dict()`")
 
     def close(self) -> None:
-        """Close the store, so that its servers leave. A program that ends does it by itself.
+        """Close the store, so that its servers exit. This happens automatically when the program ends.
 
-        If the store survives deaths, call it nevertheless: it waits until the other workers have ended their last step.
+        If the store survives deaths, call it explicitly: it waits until the other workers have finished their last
+        step.
         """
         if self.store.layout.survives:
             self._survival.end()
@@ -374,10 +378,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
 
     def _check_groups(self) -> None:
-        """Raise RuntimeError if the wrapped optimizer has gained or lost parameters.
-
-        New ones have no key in the store.
-        """
+        """Raise RuntimeError if the wrapped optimizer has gained or lost parameters: new ones have no key in the store."""
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         if len(held) != len(self._parameters) or any(p is not one for p, one in zip(held, self._parameters)):
             raise of_caller(
@@ -407,8 +408,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _change(self, what: str, change: Callable[[], None]) -> None:
         """Change parameters or state on all workers.
 
-        A worker that has just taken a dead one's place takes the parameters of the others instead: they have made this
-        call before it began.
+        A worker that has just replaced a dead one takes the parameters of the other workers instead, because they made
+        this call before it started.
         """
         if self._survival.new:
             self._survival.begin()
@@ -416,7 +417,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._survival.call(what, change)
 
     def _take_over(self) -> None:
-        """Go on with a store that was loaded, and take its parameters."""
+        """Continue with a store that was loaded, and take its parameters."""
         self._exchange.is_loaded = False
         self._exchange.renew()
         self._exchange.begin(False)

@@ -1,10 +1,10 @@
-"""Three ways in which a DistributedOptimizer makes new parameters of gradients: on servers, on workers, elastically.
+"""Three ways for a DistributedOptimizer to update parameters: on servers, on workers, or by elastic averaging.
 
-- `ServerExchange`: the store's servers update, by the optimizer of `mpips.optimizers` that computes the same as
+- `ServerExchange`: the store's servers update, with the optimizer of `mpips.optimizers` that is equivalent to
   PyTorch's.
 - `WorkerExchange`: every worker runs PyTorch's optimizer on the summed gradients.
-- `ElasticExchange`: every worker runs PyTorch's optimizer by itself, and now and then the worker and the servers'
-  centre move towards each other.
+- `ElasticExchange`: every worker runs PyTorch's optimizer on its own, and now and then the worker's parameters and the
+  servers' centre move towards each other.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from mpips.store.roles import Layout
     from mpips.store.runtime.generation import Generation
 
-# A worker of an asynchronous store warns after this time that others have not come to a call of all workers.
+# In an asynchronous store, a worker warns after this time that others have not joined a collective call.
 WARN_SECONDS = 10.0
 
 
@@ -55,13 +55,13 @@ class GradientExchange:
 
     # True if gradients of this step may have been pushed
     sent = False
-    # True if the program has loaded parameters together with a state, and the servers do not have them yet
+    # True if the program has loaded parameters together with an optimizer state, and has not sent them to the servers
     is_loaded = False
 
     def begin(self, new: bool) -> None:
-        """Take the parameters that the others have. Blocking.
+        """Take the parameters that the other workers have. Blocking.
 
-        `new`: this worker is new, and has them from `give`.
+        `new` is True if this worker has just replaced a dead one; `give` has then delivered the parameters.
         """
         raise NotImplementedError
 
@@ -80,12 +80,12 @@ class GradientExchange:
         """Give the servers the parameters that the program has loaded. Collective and blocking if there are any."""
 
     def renew(self) -> None:
-        """Go on with a store that was loaded or has recovered, possibly with fewer workers."""
+        """Continue with a store that was loaded or has recovered, possibly with fewer workers."""
 
     def give(self, giver: int, new: bool) -> None:
-        """Let worker `giver` give new workers what the store does not keep. Collective, blocking.
+        """Broadcast from worker `giver` what the store does not keep, for workers that are new. Collective, blocking.
 
-        `new`: this worker is new.
+        `new` is True if this worker is new.
         """
 
 
@@ -174,12 +174,12 @@ class ServerExchange(GradientExchange):
         self._passes = passes
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._all_keys = [names[parameter] for parameter in self._parameters]
-        # for each group, the store's optimizer, and the numbers from which it was made
+        # for each group, the store's optimizer, and the hyperparameters from which it was created
         self._records = list(records)
         self._numbers = [group_numbers(group) for group in optimizer.param_groups]
         for group, record in zip(optimizer.param_groups, records, strict=True):
             store.set_optimizer(record, keys=self._keys(group))
-        # A store from a checkpoint goes on with the numbers that it was saved with.
+        # A store from a checkpoint continues with the hyperparameters that were saved.
         if store.resumed != 0:
             self.renew()
 
@@ -212,7 +212,7 @@ class ServerExchange(GradientExchange):
         each = [*zip(self._all_keys, self._parameters, step.used)]
         used = [(key, parameter) for key, parameter, has in each if has]
         rest = [(key, parameter) for key, parameter, has in each if not has]
-        # All keys must stand at the same round, so a parameter without a gradient gets an empty push.
+        # All keys must be at the same round, so a parameter without a gradient gets an empty push.
         if rest:
             keys = [store.worker.keys[key] for key, _ in rest]
             store.push([key.name for key in keys], [EmptyPush(key.shape, key.dtype) for key in keys])
@@ -227,13 +227,14 @@ class ServerExchange(GradientExchange):
             store.worker.settle()
 
     def _find_changed(self) -> str:
-        """Return the key of a parameter that differs from the servers' one, or "" if all changes were undone. Blocking.
+        """Return the key of a parameter that differs from the servers' value, or "" if all changes were undone.
+        Blocking.
 
-        In a synchronous store all workers find one if any of them does, and raise together.
+        In a synchronous store all workers return a key if any of them does, so that they raise together.
         """
         servers = [torch.empty_like(p, memory_format=torch.contiguous_format) for p in self._parameters]
         self._store.pull(self._all_keys, servers)
-        # 4 roundings: what remains when a program has moved weights and moved them back.
+        # 4 roundings: the error that can remain when a program has moved weights and moved them back.
         place = find_unlike(self._parameters, servers, 4)
         layout = self._store.layout
         if not layout.asynchronous and layout.num_workers > 1:
@@ -249,10 +250,10 @@ class ServerExchange(GradientExchange):
         self.sent = False
 
     def renew(self) -> None:
-        """Take over the store's optimizers, after it was loaded or has recovered.
+        """Take over the store's optimizers, after the store was loaded or has recovered.
 
-        If numbers of the groups differ from theirs, the servers get those before the next update. Raises ValueError if
-        an optimizer of the store is of another kind.
+        If the groups' hyperparameters differ from those of the store, they are sent to the servers before the next
+        update. Raises ValueError if an optimizer of the store is of another kind.
         """
         for at, group in enumerate(self._optimizer.param_groups):
             for name in self._keys(group):
@@ -286,10 +287,10 @@ class ServerExchange(GradientExchange):
         return {parameter: record for group, record in groups for parameter in group["params"]}
 
     def _update_numbers(self) -> None:
-        """Send numbers of the groups that have changed, such as a learning rate, to the servers.
+        """Send changed hyperparameters of the groups, such as a learning rate, to the servers.
 
-        If any have, the workers wait for each other. Raises ValueError if the servers have no optimizer for the new
-        numbers.
+        If any have changed, the workers wait for each other. Raises ValueError if the servers have no optimizer that
+        supports the new values.
         """
         for at, group in enumerate(self._optimizer.param_groups):
             if (found := group_numbers(group)) == self._numbers[at]:
@@ -343,8 +344,8 @@ class WorkerExchange(GradientExchange):
         self._passes = passes
         self._parameters = parameters
         self._keys = keys
-        # Room for the sums. Only a store that survives deaths needs it: after a death the same gradients are pushed
-        # again, so they must not be overwritten.
+        # Memory for the sums. Only a store that survives deaths needs it: after a death the same gradients are pushed
+        # again, so the sums must not overwrite them.
         self._sums: list[Tensor] = []
         if store.layout.survives:
             self._sums = [torch.empty_like(p, memory_format=torch.contiguous_format) for p in parameters]
@@ -359,7 +360,7 @@ class WorkerExchange(GradientExchange):
     def begin(self, new: bool) -> None:
         """Take rank 0's parameters, which the store holds until the first step.
 
-        A new worker takes those it was given.
+        A new worker uses those that another worker has given it.
         """
         if not new:
             with values_of(self._parameters) as outs:
@@ -400,7 +401,7 @@ class WorkerExchange(GradientExchange):
     def give(self, giver: int, new: bool) -> None:
         """Give new workers the parameters and the optimizer's state.
 
-        A new worker keeps the numbers of its own groups: its schedulers begin with them.
+        A new worker keeps the hyperparameters of its own groups, because its schedulers start from them.
         """
         with worker_collectives(self._store, "rejoin") as workers:
             broadcast_tensors([parameter.detach() for parameter in self._parameters], giver, workers)
@@ -417,8 +418,8 @@ class WorkerExchange(GradientExchange):
 class ElasticExchange(GradientExchange):
     """Elastic averaging (MXNET-MPI, equations 2 and 3). For stores that do not survive deaths.
 
-    Each worker runs the optimizer by itself. Every `interval` steps the worker and the servers' centre move towards
-    each other by the share `alpha` of their difference.
+    Each worker runs its own optimizer. Every `interval` steps the worker and the servers' centre move towards each
+    other by the share `alpha` of their difference.
     """
 
     def __init__(
@@ -443,14 +444,14 @@ class ElasticExchange(GradientExchange):
         self._members = self._client.Get_size() if self._client is not None else 1
 
     def begin(self, new: bool) -> None:
-        """Take rank 0's parameters, with which the centre begins."""
+        """Take rank 0's parameters, which are also the centre's first value."""
         with values_of(self._parameters) as outs:
             self._store.pull(self._keys, outs)
 
     def push(self, step: AgreedStep) -> None:
-        """Exchange with the centre, if it is time, and then average the gradients over the client."""
+        """Exchange with the centre, if that is due, and then average the gradients over the workers of the client."""
         if self._steps % self._interval == 0:
-            # A push sums over the members of the client, so each pushes its share.
+            # A push sums over the client's workers, so each pushes its parameters divided by their number.
             share = 1.0 / self._members
             centers = [(p.detach() * share).contiguous() for p in self._parameters]
             self._store.push(self._keys, centers)
@@ -486,7 +487,7 @@ def gradient(parameter: Tensor, used: bool) -> Tensor:
 
 
 def own_gradients(parameters: Sequence[Tensor], used: Sequence[bool]) -> list[Tensor]:
-    """Return the gradients like `gradient`, such that they can be summed in place: no two share memory."""
+    """Return `gradient` of each parameter. No two results share memory, so they can be summed in place."""
     found = [gradient(parameter, each) for parameter, each in zip(parameters, used)]
     places = [each.data_ptr() for each in found if each.numel()]
     return found if len(set(places)) == len(places) else [each.clone() for each in found]
@@ -537,8 +538,9 @@ def values_of(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 def find_unlike(parameters: Sequence[Tensor], others: Sequence[Tensor | None], roundings: int) -> int:
     """Return the position of a parameter that differs from its counterpart, or -1. A counterpart None counts as equal.
 
-    Differences up to `roundings` roundings of the largest value of any parameter are allowed, as they remain when a
-    move is added and subtracted again. Half precision rounds too coarsely for that, and must be equal.
+    Differences of up to `roundings` rounding errors of the largest value of any parameter are allowed: they remain when
+    a program adds something and subtracts it again. Half precision is too coarse for that tolerance, so values must be
+    equal.
     """
     largest = max((float(p.detach().abs().max()) for p in parameters if p.numel()), default=0.0)
     for place, (parameter, other) in enumerate(zip(parameters, others)):
@@ -560,9 +562,9 @@ def gradient_share(layout: Layout, passes: int) -> float:
 
 @contextmanager
 def warn_soon(generation: Generation) -> Iterator[None]:
-    """Within this context, warn early about workers that have not come to a call of all workers.
+    """Within this context, warn early about workers that have not joined a collective call.
 
-    In an asynchronous store workers do not run in step, and some may never come.
+    In an asynchronous store workers do not run in step, and some may never make the call.
     """
     before = generation.limits
     generation.limits = Limits(min(before.stall_seconds, WARN_SECONDS), before.timeout_seconds)
@@ -587,7 +589,7 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def server_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], rescale: float) -> Optimizer | None:
-    """Return the store's optimizer that updates a group like `optimizer` does, or None if the store has none.
+    """Return the store's optimizer that updates a group in the same way as `optimizer`, or None if there is none.
 
     Servers get the sum of the gradients. `rescale` turns it into their mean.
     """

@@ -1,12 +1,12 @@
-"""Steps of a DistributedOptimizer that go on after a death: the store recovers, and what is not complete is made again.
+"""Steps of a DistributedOptimizer that survive deaths: the store recovers, and unfinished steps are repeated.
 
-In a synchronous store a step that has ended on one worker is never undone. So after a recovery the store stands either
-where this worker's step began, and the same gradients are pushed again, or where the step ends. In an asynchronous
-store gradients are not pushed a second time, because the first push may count already.
+In a synchronous store a step that has ended on any worker is never undone. So after a recovery the store is either at
+the round where this worker's step began, and the same gradients are pushed again, or at the round where the step ends.
+In an asynchronous store gradients are not pushed a second time, because the first push may count already.
 
 All workers make the same steps, and the same collective calls between two steps, such as `save`. When a process dies
-during such a call, it may be over for one worker and not for another. `meet` decides which calls count as made, and
-where a new worker goes on.
+during such a call, the call may be over for one worker and not for another. `meet` decides which calls count as made,
+and at which step a new worker continues.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ class SurvivingSteps:
         self._names = names
         self._exchange = exchange
         self._consensus = consensus
-        # the agreement of the step under way: after a death the step ends by it
+        # what the workers have agreed on for the current step; still valid after a death
         self._agreed: AgreedStep | None = None
-        # True while this worker has taken a dead one's place and has made no step
+        # True while this worker, which has replaced a dead one, has made no step
         self.new = store.layout.survives and store.worker.fresh
         # steps that have been made
         self.steps = 0 if self.new else store.resumed or 0
         # collective calls that this worker has begun since the last step
         self._calls = 0
-        # how many of them are over for some worker, and so are not made again
+        # number of these calls that some worker has finished, so that they are not made again
         self._done = 0
-        # True if the workers have to meet, after a recovery
+        # True if this worker has yet to exchange positions with the others (`meet`), after a recovery
         self._unmet = self.new
         # True while this worker is new and has received nothing from the others
         self._lacks = self.new
-        # True if the others made this worker's next step before it came, so that it has the result already
+        # True if the others made this worker's next step before it joined, so that it already has the result
         self._has_made = False
 
     def begin(self) -> None:
-        """Take the common parameters.
+        """Take the common parameters. Collective, blocking.
 
-        A new worker meets the others first, which have begun long ago. Collective, blocking.
+        A new worker first exchanges positions with the others, which have been training for a while.
         """
 
         def begun() -> None:
@@ -71,7 +71,7 @@ class SurvivingSteps:
     def step(self, brought: Brought) -> bool:
         """Make one step. Blocking. Return True if it was skipped, because a gradient has overflowed on some worker."""
         self.new = False
-        # The others have made this step already, and their result came with the meeting.
+        # The others have made this step already, and this worker received the result when it joined.
         if self._has_made:
             self._has_made = False
             self.steps += 1
@@ -95,14 +95,14 @@ class SurvivingSteps:
         self.steps += 1
         log.place.step = self.steps
         self._calls = self._done = 0
-        # If the store has recovered and only the result was taken, the workers have not met since.
+        # If the store has recovered and only the result was taken, the workers have not exchanged positions yet.
         self._through(lambda: self._see_others(False))
         return self._agreed.skipped
 
     def call(self, what: str, call: Callable[[], T]) -> T | None:
         """Make a collective call between two steps, one of `consensus.CALLS`. Blocking.
 
-        Return None if the others are done with it.
+        Return None, without making the call, if another worker has finished it already.
         """
         self._calls += 1
         number = self._calls
@@ -119,9 +119,9 @@ class SurvivingSteps:
         return made_of_it
 
     def end(self) -> None:
-        """Wait until the others have ended their last step.
+        """Wait until the other workers have finished their last step. Blocking.
 
-        Blocking. If they have closed the store already, return at once.
+        If they have closed the store already, return at once.
         """
         self._calls += 1
         number = self._calls
@@ -137,7 +137,7 @@ class SurvivingSteps:
     # ---- inside
 
     def _round(self) -> int:
-        """Return the round at which the store stands. Within a step it is the one that this worker has begun."""
+        """Return the store's current round. During a step this is the round that this worker has begun."""
         return self._store.worker.keys[self._names[0]].round
 
     def _through(self, call: Callable[[], T]) -> T:
@@ -151,7 +151,7 @@ class SurvivingSteps:
     def _recover(self, error: StoreError) -> None:
         """Begin the next generation.
 
-        Raise `error` if no process has died, or if what is left of the store is not whole.
+        Raise `error` if no process has died. Raise an error, too, if a part of the store is lost.
         """
         store = self._store
         if not store.layout.survives:
@@ -168,9 +168,9 @@ class SurvivingSteps:
         self._unmet = True
 
     def _see_others(self, pushes: bool) -> None:
-        """Meet the other workers, once after each recovery.
+        """Exchange positions with the other workers, once after each recovery. Collective and blocking if that is due.
 
-        Collective then, blocking. `pushes`: this worker is in a step.
+        `pushes` is True if this worker is in a step.
         """
         if not self._unmet:
             return
@@ -198,7 +198,7 @@ class StepPosition(msgspec.Struct, array_like=True, frozen=True):
     calls: int
     # True if it is inside of the next step
     pushes: bool
-    # True if it has just taken a dead worker's place, and has received nothing
+    # True if it has just replaced a dead worker, and has received nothing from the others
     new: bool
 
 
@@ -207,22 +207,22 @@ class Meeting(NamedTuple):
 
     # the lowest rank that is not new; new workers take what they need from it
     giver: int
-    # the step at which new workers go on
+    # the step at which new workers continue
     resumed: int
     # True if the others have made that step already, so that a new worker begins with its result
     has_made: bool
-    # calls since the last step that are over for some worker, and so are not made again
+    # number of calls since the last step that some worker has finished, so that they are not made again
     done: int
     # why the workers cannot go on, or ""
     refusal: str
 
 
 def meet(positions: Sequence[StepPosition], synchronous: bool) -> Meeting:
-    """Decide where the workers go on after a death. Pure.
+    """Decide at which step the workers continue after a death. Pure.
 
     In a synchronous store all workers that are not new have made the same number of steps, or one is about to end a
-    step that another has ended. New workers get one step less than these, with its result, unless a step is under way:
-    so after that step they make the same collective calls as the others.
+    step that another has ended. If no step is under way, new workers start one step earlier, already with the result of
+    that step. So they then make the same collective calls between two steps as the others.
     """
     there = [position for position in positions if not position.new]
     giver = next((rank for rank, position in enumerate(positions) if not position.new), -1)

@@ -1,8 +1,8 @@
-"""The state of optimizers that run on servers, in the form in which PyTorch's optimizers have it.
+"""Convert the state of optimizers that run on servers to the form of PyTorch's optimizers, and back.
 
 `LiveState` is what `DistributedOptimizer.state` returns. `unpack` takes PyTorch's state out of a store's file, and
-`pack` puts it back. With them PyTorch's `get_state_dict` and `set_state_dict` work, and a checkpoint of DDP can be
-trained on with servers.
+`pack` puts it back. With them PyTorch's `get_state_dict` and `set_state_dict` work, and training from a DDP checkpoint
+can continue with servers.
 """
 
 from __future__ import annotations
@@ -55,19 +55,20 @@ def _scales(record: Optimizer) -> tuple[float, ...]:
 
 
 class LiveState(MutableMapping[Tensor, Any]):
-    """The state of the wrapped optimizer, by parameter. If the optimizer runs on servers, NaN stand in place of values.
+    """The state of the wrapped optimizer, by parameter. If the optimizer runs on servers, all values are NaN.
 
-    It is true even if nothing is in it. PyTorch's `get_state_dict` and similar functions run a step with learning rate
-    0 and zero gradients on an optimizer without a state, to let it make one. Here that would be a step of all workers:
-    momentum on servers would decay, and a step would be counted that the program has not made. So this class makes a
-    first state itself, on this worker alone and only to show it. The optimizer itself begins without it.
+    `bool()` of a LiveState is True even if it is empty. If an optimizer has no state, PyTorch's `get_state_dict` and
+    similar functions run a step with learning rate 0 and zero gradients, so that the optimizer creates one. Here that
+    would be a step of all workers: momentum on servers would decay, and a step would be counted that the program has
+    not made. So this class creates an initial state itself, on this worker alone and only to show it. The optimizer
+    does not start from it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, records: Callable[[], Mapping[Tensor, Optimizer]]) -> None:
         """`records` returns the servers' optimizers by parameter, or nothing if the optimizer runs on this worker."""
         self._optimizer = optimizer
         self._records = records
-        # the first state, which is shown until the optimizer has one
+        # the initial state, which is shown until the optimizer has one
         self._first: dict[Any, Any] = {}
 
     def _there(self) -> MutableMapping[Any, Any]:
@@ -79,9 +80,9 @@ class LiveState(MutableMapping[Tensor, Any]):
 
     @contextmanager
     def shown(self, state: Mapping[Any, Any] | None = None) -> Iterator[None]:
-        """Within this context the wrapped optimizer has `state`, that of servers.
+        """Within this context the wrapped optimizer has the servers' state, `state`.
 
-        Without `state` it has the first state, if it has none of its own yet.
+        Without `state` it has the initial state, unless it has a state of its own.
         """
         kept = self._optimizer.state
         extra = state if state is not None else self._first if not kept else {}
@@ -96,7 +97,7 @@ class LiveState(MutableMapping[Tensor, Any]):
         if not self._records() and not self._optimizer.state:
             from torch.distributed.checkpoint.state_dict import _init_optim_state
 
-            # This does nothing if there are gradients, as for any other optimizer.
+            # As for any other optimizer, this call does nothing if there are gradients.
             _init_optim_state(self._optimizer)
             self._first = dict(self._optimizer.state)
             self._optimizer.state.clear()
@@ -124,7 +125,7 @@ class LiveState(MutableMapping[Tensor, Any]):
 
 
 def _blank(parameter: Tensor, record: Optimizer) -> dict[str, Tensor]:
-    """Return a state with the names and shapes of that on servers, filled with NaN. It takes no memory."""
+    """Return a state with the names and shapes of the servers' state. All values are one shared NaN, to save memory."""
     blank = torch.full((), float("nan"))
     found = {STEP: blank} if _counts_steps(record) else {}
     dtypes = state_dtypes(record, np.dtype(str(parameter.dtype).removeprefix("torch.")))
@@ -137,9 +138,9 @@ def _blank(parameter: Tensor, record: Optimizer) -> dict[str, Tensor]:
 def unpack(
     data: bytes, parameters: Mapping[Name, Tensor], records: Mapping[Tensor, Optimizer]
 ) -> dict[Tensor, dict[str, Tensor]]:
-    """Return PyTorch's state, by parameter, from the file of a store.
+    """Extract PyTorch's state, by parameter, from the file of a store.
 
-    A parameter that was not updated yet has zeros and step 0, unless it is frozen.
+    The state of a parameter that was not updated yet is zeros and step 0, unless the parameter is frozen.
 
     Args:
         data: The file.
