@@ -37,10 +37,10 @@ Turns = Sequence[Hashable]
 class KVStore(Uncopied):
     """A key-value store, as each worker of the job sees it. Made by `mpips.create`.
 
-    Calls block unless their name begins with "i" (`ipush`). Arrays are C-contiguous, of float16, bfloat16, float32, float64 or
-    integers: NumPy arrays, PyTorch CPU tensors, anything with `__array_interface__` or DLPack, and arrays on GPUs
-    (`__cuda_array_interface__`). JAX arrays can be read but not written. Arrays made by `mpips.empty` are exchanged
-    without a copy between ranks of one node.
+    Calls block unless their name begins with "i" (`ipush`). Arrays are C-contiguous, of float16, bfloat16, float32,
+    float64 or integers: NumPy arrays, PyTorch CPU tensors, anything with `__array_interface__` or DLPack, and arrays on
+    GPUs (`__cuda_array_interface__`). JAX arrays can be read but not written. Arrays made by `mpips.empty` are
+    exchanged without a copy between ranks of one node.
 
     A key is an int or a str. A call takes one key or a list of keys, and for each key one array or a list of arrays
     (one per device), which are summed first. A priority is an int of at most 31 bits.

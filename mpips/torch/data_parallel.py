@@ -389,14 +389,14 @@ class DataParallel(torch.nn.Module):
         )
 
     def _count_active(self, one: float) -> float:
-        """Return the number of ranks that are still training. These pass 1, and ranks that are done pass 0. Collective."""
+        """Return the number of ranks still training. They pass 1, and ranks that are done pass 0. Collective."""
         self._active[0] = one
         collectives.allreduce(self._active, self._comm)
         return float(self._active[0])
 
 
 def _check_arguments(module: object, comm: object, others: Mapping[str, object]) -> None:
-    """Raise TypeError or ValueError for an unknown argument, a `module` that is no model on the host, or a bad `comm`."""
+    """Raise TypeError or ValueError for an unknown argument, a `module` not on the host, or a bad `comm`."""
     for name in others:
         why = ": mpips works on CPU tensors, leave it out" if "device" in name else ": leave it out"
         raise TypeError(f"DataParallel has no argument {name}{why}")

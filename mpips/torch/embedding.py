@@ -284,7 +284,7 @@ class EmbeddingBag(TableModule):
 
 
 class _Group(dict[str, Any]):
-    """A parameter group with `params` only. Other names raise KeyError, because hyperparameters belong to the tables."""
+    """A parameter group with `params` only. Other names raise KeyError: hyperparameters belong to the tables."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise of_caller(KeyError(f"a group of a TableOptimizer has no {name!r}: {WHERE}"))

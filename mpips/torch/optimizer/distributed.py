@@ -378,7 +378,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
 
     def _check_groups(self) -> None:
-        """Raise RuntimeError if the wrapped optimizer has gained or lost parameters: new ones have no key in the store."""
+        """Raise RuntimeError if the wrapped optimizer gained or lost parameters: new ones have no key in the store."""
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         if len(held) != len(self._parameters) or any(p is not one for p, one in zip(held, self._parameters)):
             raise of_caller(
