@@ -1,4 +1,4 @@
-"""The key-value store that a training loop uses: the contract of MXNet's KVStore (1.9.1), and the paper's kinds."""
+"""The key-value store that a training loop uses: the contract of MXNet's KVStore 1.9.1 and the paper's kinds."""
 
 from __future__ import annotations
 
@@ -291,8 +291,9 @@ class KVStore(Uncopied):
         Returns:
             The number of complete rounds of each key and table, whose values are those after that round. In an
             asynchronous store, the number of this worker's pushes that count (of its client's in `mpi_*` kinds).
-            `.step` is this number if all keys have the same, else None. `.torn` names keys and tables to which a round
-            was applied only in part: load a checkpoint to repair them.
+            `.step` is the round of all keys and tables that were ever pushed, or None if they are at different rounds
+            (in an asynchronous store, the lowest). `.torn` names keys and tables to which a round was applied only in
+            part: load a checkpoint to repair them.
         """
         with self._route.marked("recover"):
             rounds = self.generations.recover(grow)

@@ -34,11 +34,11 @@ class Alone(RowTransfers):
         self._asynchronous = layout.asynchronous
 
     def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
-        """Push all keys before any is waited for."""
+        """Push all keys. Each is sent before the task waits for any of them."""
         return together([self._push.push_part(key, 0, flat, priority, key.pushes) for key, flat in zip(keys, flats)])
 
     def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
-        """Ask for all keys before any is waited for."""
+        """Pull all keys. Each is asked for before the task waits for any of them."""
         return together([self._pull.pull_part(key, out, key.shards) for key, out in zip(keys, outs)])
 
     def pushpull(self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int) -> Task[None]:
@@ -233,7 +233,10 @@ def steps(keys: Sequence[Key]) -> list[list[int]]:
 
 
 class Vectors:
-    """Memory for one vector at a time, and for its sum. `shared`: all processes of the node can read the vector."""
+    """Memory for the vector in which small keys travel together, and for its sum, reused by every call.
+
+    `shared`: allocate the vector in memory that all processes of the node can read.
+    """
 
     def __init__(self, shared: bool) -> None:
         self._empty = arena.empty if shared else np.empty

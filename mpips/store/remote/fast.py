@@ -1,8 +1,8 @@
 """The fast path of plain arrays within a node: one straight-line function for a push, one for a pull, bound at `init`.
 
-It serves keys whose servers are all on this node and whose pushes are not compressed, while nothing else is under way.
-It does the same as `Push` and `Pull`, in a fraction of the time. It waits only for a moment. If that is not enough, a
-call returns a task of the general path that does the rest. Otherwise it returns None.
+The fast path handles keys whose servers are all on this node and whose pushes are not compressed, while no operation is
+running. It does the same as `Push` and `Pull`, in a fraction of the time, and waits only for a moment. If that is not
+enough, a call returns a task of the general path that does the rest. Otherwise the call returns None.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ YIELDS = 500
 
 
 def has_come(words: memoryview, word: int, count: int) -> bool:
-    """Spin until a word of a server has reached `count`. False if it has not after `YIELDS` looks."""
+    """Spin until a server's counter `words[word]` has reached `count`. False if it has not after `YIELDS` tries."""
     for _ in range(YIELDS):
         if words[word] >= count:
             return True
@@ -261,8 +261,8 @@ class Blocks(FastRoute):
 class InClient(FastRoute):
     """The fast path of a key in a client of one node, for each member.
 
-    The members sum by one collective. Rank 0 pushes the sum, and all read the result from the servers' memory. Members
-    may take this path or the general one, `push`, in the same round: both go through the same collective.
+    The members sum by one collective. Rank 0 pushes the sum, and all read the result from the servers' memory. In a
+    round some members may take this path and others the general one, `push`: both run the same collective.
     """
 
     lists = False
@@ -309,7 +309,10 @@ class InClient(FastRoute):
         return self._reading.pull(out)
 
     def _room(self) -> Array:
-        """Make memory for the sum, and its pushes. The general path uses the same memory."""
+        """Allocate the array for the sum, unless the piece has one, and create in-place pushes of it. Return the array.
+
+        The general path uses the same array.
+        """
         piece = self._key.pieces[0]
         if piece.reduced is None:
             piece.reduced = arena.empty(self._key.size, self._key.dtype)

@@ -61,7 +61,7 @@ class Link:
     # ---- keys
 
     def add(self, key: Key) -> None:
-        """Take in what servers say of a key, from its first value on."""
+        """Handle servers' messages about a key from now on. Called before its first value is sent."""
         self._keys[key.name] = key
         for shard in key.shards:
             self._shards[shard.number] = shard
@@ -145,7 +145,10 @@ class Link:
         return self._tokens
 
     def wait_for_answer(self, token: int) -> Task[Any]:
-        """Wait for the answer to a request. ValueError with the server's sentence if it refuses."""
+        """Wait for the answer to a request, and return it.
+
+        If the server refuses the request, raise ValueError with its message, or ServerMemoryError if it lacks memory.
+        """
         self.listen()
         while token not in self._answers:
             yield False
@@ -156,13 +159,13 @@ class Link:
         return frames.decode_answer(data)
 
     def request(self, server: int, request: frames.Request) -> Task[Any]:
-        """Send a request to a server and wait for its answer. ValueError with the server's sentence if it refuses."""
+        """Send a request to a server and return its answer. Raises as `wait_for_answer`."""
         return (yield from self.wait_for_answer(self.post_request(server, request)))
 
     def set_first_values(self, pairs: Iterable[tuple[Key, Array]]) -> Task[None]:
         """Send keys their first values (1-D).
 
-        One worker does so, before any other uses the keys. Over when they are there.
+        One worker does so, before any other uses the keys. The task ends when all values have arrived.
         """
         shards = ((shard, flat[shard.start : shard.stop]) for key, flat in pairs for shard in key.shards)
         return self.in_window((self._set(*part), part[1].nbytes) for part in shards)
@@ -206,11 +209,11 @@ class Link:
     # ---- the end of the generation
 
     def quiesce(self) -> None:
-        """Make sure, at the end of a generation, that nothing touches memory that the caller gets back.
+        """Make sure, at the end of a generation, that nothing reads or writes memory that the caller gets back.
 
-        Outboxes that servers count on are filled, so that an interrupt here leaves no round half applied. Then it waits
-        until servers of this node have read, or have stopped reading, the caller's arrays, and until messages are over.
-        Blocks for some seconds at most. If an interrupt ends it, it must be called again.
+        First fill the outboxes that servers have been told of, so that an interrupt leaves no round half applied. Then
+        wait until servers of this node have read, or have stopped reading, the caller's arrays, and until messages have
+        ended. Blocks for some seconds at most. If Ctrl-C interrupts this call, make it again.
         """
         if self.filling:
             fill(self.filling)
@@ -358,10 +361,10 @@ class _Sent(NamedTuple):
 class UnreadPayloads:
     """Payloads that a worker has sent to one server without being asked, and that the server has not read yet.
 
-    A payload has a place in its key: its round, and its first element. A server reads a part of a round when it has
-    come from all workers. So a worker may wait only for payloads at earlier places of the same key: they can be read
-    without the payload that it holds back. If it waited for later parts, or for another key, workers that go through
-    them in different orders would wait for each other.
+    A payload has a place in its key: its round and its first element. A server reads a part of a round once that part
+    has arrived from all workers. So before a worker sends a payload, it may wait only for payloads at earlier places of
+    the same key, because the server can read those without the new payload. If a worker waited for later places, or for
+    another key, workers that push in different orders would deadlock.
     """
 
     def __init__(self) -> None:

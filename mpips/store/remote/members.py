@@ -65,7 +65,7 @@ class Members:
         return ClientCall(self, text) if self.sums is None else CallBetweenNodes(self, self.sums, text)
 
     def stop(self) -> None:
-        """At the end of a generation, let nothing touch the caller's memory any more."""
+        """At the end of a generation, make sure that nothing reads or writes the caller's memory any more."""
         if self.sums is None:
             self.under_way.stop()
         else:
@@ -83,7 +83,7 @@ class ClientCall:
         return task
 
     def agreed(self) -> Task[None]:
-        """Wait until it is known that all members make this call."""
+        """Wait until this member knows that all members make this call. On one node the collective checks that."""
         yield from ()
 
     def met(self) -> Task[None]:
@@ -141,7 +141,7 @@ class CallBetweenNodes(ClientCall):
         yield from self.agreed()
 
     def agreed(self) -> Task[None]:
-        """Wait until all members have told that they make this call."""
+        """Wait until all members have said that they make this call."""
         while not self._look():
             yield False
 
@@ -150,7 +150,7 @@ class CallBetweenNodes(ClientCall):
         return self.agreed()
 
     def _look(self) -> bool:
-        """True if all members have told that they make this call. MismatchError if one has told another call."""
+        """True if all members have said that they make this call. Raise MismatchError if one makes another call."""
         exchange = self._exchange
         if exchange is None:
             return True

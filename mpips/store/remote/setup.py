@@ -42,7 +42,8 @@ class Setup:
     def at_rank_0(self, do: Callable[[], Task[bytes]], what: str) -> Task[bytes]:
         """Let rank 0 run a task, and tell all workers its result. Collective.
 
-        ValueError on all workers if a server refuses (ValueError on rank 0). Nothing has changed then.
+        If the task raises ValueError on rank 0, because a server refuses, all workers raise it, and nothing has
+        changed.
         """
         done, failure, lacks_memory = b"", "", False
         if self._layout.rank == 0:
@@ -61,7 +62,8 @@ class Setup:
     def tell_all(self, request: frames.Request) -> Task[bytes]:
         """Send a request to all servers. For rank 0.
 
-        ValueError if the first server refuses. If only a later one does, servers differ: CollectiveError.
+        Raise ValueError if the first server refuses. If only a later one does, the servers now differ, so raise
+        CollectiveError, which ends the generation.
         """
         yield from self._link.request(0, request)
         for server in range(1, self._layout.num_servers):
@@ -76,7 +78,7 @@ class Setup:
             where = f"server rank {self._layout.server_rank(server)}"
             raise CollectiveError(f"{where} refuses what others have done: {error}") from error
 
-    # ---- new keys, and keys no more
+    # ---- creating and forgetting keys
 
     def init(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
         """Make the keys on the servers, with rank 0's values. Collective."""

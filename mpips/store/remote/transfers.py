@@ -252,9 +252,12 @@ class Pull:
     def whole(self, key: Key, out: Array, found: dict[Name, int]) -> Task[None]:
         """Read all shards of a key of an asynchronous store at one version, and write that into `found`.
 
-        1. All shards are held: they no longer change. 2. Those that are behind the others are released until they have
-           caught up, which they do, because the pushes that the others have were sent to them too. 3. All are read.
-           Another reader cannot block this, because it releases shards in the same way.
+        1. Ask the servers to hold all shards, so that they no longer change.
+        2. Release shards that have fewer pushes than others, until they have caught up. They will, because every push
+           goes to all shards.
+        3. Read all shards.
+
+        Another reader cannot block this, because it releases shards in the same way.
         """
         shards = self._link.from_own_server(key.shards)
         for shard in shards:

@@ -1,8 +1,9 @@
 """Long waits at a server: warnings, the end of a wait that is too long, and workers that wait in a circle.
 
-A worker whose program has waited long for a round says so (`waits`). It does nothing else until that round is complete.
-So a server can tell that workers wait for one another's pushes in a circle, which they do if they use keys in different
-orders. `Late` is a state machine without MPI. By `Gossip` the first server learns who waits at the others.
+A worker whose program has waited long for a round tells the servers so. It does nothing else until that round is
+complete. From this a server detects workers that wait for one another's pushes in a circle, which happens if they use
+keys in different orders. `Late` is a state machine without MPI. Through `Gossip` the first server learns which workers
+wait at the other servers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from mpips.store.server.unit import Replies, Reply
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# tag of messages from servers to the first one
+# tag of the messages that the other servers send to the first server
 WAITS_TAG = 1
 # how long a circle must have been seen before it ends the generation
 CIRCLE_SECONDS = 0.5
@@ -109,7 +110,7 @@ class Late:
     # ---- workers that wait for one another
 
     def note_wait(self, unit: InRounds, worker: int, round_: int) -> None:
-        """Note that a worker's program waits until this round is complete, and does nothing else."""
+        """Note that a worker's program is blocked until this round of the unit is complete."""
         self._said[worker] = unit, round_
 
     def waits_here(self) -> list[Wait]:
@@ -187,14 +188,14 @@ def _absent(unit: InRounds, round_: int, but: int) -> tuple[int, ...]:
 
 
 def _sentence(units: Sequence[InRounds], waited: float) -> str:
-    """Return a sentence about units that wait for the same workers. `waited`: how long the first one has."""
+    """Return a message about units that wait for the same workers. The first unit has waited for `waited` seconds."""
     first, others = units[0], {unit.key for unit in units} - {units[0].key}
     more = f" (and {len(others)} more {first.noun}{'s' * (len(others) > 1)})" if others else ""
     return f"{first.noun} {first.key!r}{more}: round {first.round + 1} has waited {waited:.3g} s for {_who(first)}"
 
 
 def _who(unit: InRounds) -> str:
-    """Return words that say which workers have pushed to the unit's round and which have not."""
+    """Return text that tells which workers have pushed to the unit's open round and which have not."""
     came = [worker for worker, queue in zip(unit.contributors, unit.queues) if queue]
     return f"ranks {unit.absent()}; ranks {came} have pushed"
 

@@ -57,7 +57,7 @@ SLEEP_SHARE = 0.02
 TICK_SECONDS = 0.05
 # number of turns after which a busy server looks at the clock, and an idle one, which mostly yields its core
 BUSY_TURNS, IDLE_TURNS = 256, 32
-# Sums are bound by memory: more than a few cores only wait for it.
+# Summing is memory-bound: beyond a few cores, extra threads only wait for memory.
 MOST_THREADS = 4
 # How long a server goes on at the end of a generation: for frames that are being written, and for a round that is
 # complete but still being filled and cannot be undone.
@@ -211,7 +211,7 @@ class Server(Member[None]):
 
     @property
     def is_summing(self) -> bool:
-        """True if a worker of this node may let a sum go on at any moment."""
+        """True if a sum waits for a block that a worker of this node may complete at any moment."""
         return bool(self._state.ready) and not self._traffic.remote
 
     def opens(self) -> OpenStore | None:
@@ -423,7 +423,7 @@ class WorkerTraffic:
                 heard = True
                 try:
                     self._read(worker, line, now)
-                # A frame has no answer that could carry the error, so the generation ends and all hear of it.
+                # A frame has no answer that could carry the error, so end the generation, which tells all workers.
                 except UnknownError as error:
                     raise CollectiveError(
                         f"{error}, and rank {worker} names it: make keys and tables on all workers, "
@@ -529,7 +529,7 @@ class WorkerTraffic:
             self._units_changed()
 
     def flush(self) -> None:
-        """Send what found no room in a ring before. Nobody signals when there is room again."""
+        """Send frames that found no room in a ring before. Workers do not signal when a ring has room again."""
         for _, line in self._callers:
             line.flush()
 
@@ -549,7 +549,7 @@ class WorkerTraffic:
     # ---- the end
 
     def done(self) -> bool:
-        """True if everything sent has been taken."""
+        """True if MPI has completed all sends to the workers."""
         return self._receiver.done(self._lines)
 
     def stop(self) -> None:

@@ -89,9 +89,9 @@ class OpenRound:
         self._seen[position] = max(self._seen[position], self.number)
 
     def answered(self, position: int) -> int:
-        """Return the number of its pushes after which a contributor may read.
+        """Return the number of a contributor's pushes after which it may read.
 
-        It does not wait for those that came late.
+        A contributor waits for its push that is in time, but not for its late ones.
         """
         return self.taken[position] - (position in self.in_time)
 
@@ -309,7 +309,7 @@ class QuorumState(ServerState):
         return self._end_round(unit) if unit.mirrored else []
 
     def _end_round(self, unit: Unit) -> Replies:
-        """End a round, and let workers read that wait for it."""
+        """End a round, and let workers that wait for it read."""
         if self._begun:
             self._end(unit)
         unit.begin()
@@ -335,7 +335,7 @@ class QuorumState(ServerState):
 
 
 def told_late(pushes: dict[int, tuple[int, int]]) -> str:
-    """Return a sentence: which workers came late, by how many rounds, with how many pushes."""
+    """Return a message that tells which workers were late, with how many pushes, and by how many rounds."""
     words = [
         f"rank {worker} with {count} push{'es' * (count > 1)} of a key, by at most {most} round{'s' * (most > 1)}"
         for worker, (count, most) in sorted(pushes.items())

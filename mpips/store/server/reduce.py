@@ -137,8 +137,8 @@ class Reduce:
                 add_parts([unit.total, part], unit.total)
             unit.part += 1
         for source in sources[unit.part + 1 :]:
-            # To ask may start to fetch the block. If only the next contributor were asked, all servers would wait for
-            # the link of the same worker.
+            # `ready` may start to fetch the block. If only the next contributor's block were fetched, all servers would
+            # wait for the link of the same worker.
             source.ready(number)
         return unit.part > first
 
@@ -236,7 +236,7 @@ def _add_next(unit: Unit, source: Contribution) -> bool:
 
 
 def _tell(unit: Unit, blocks: int) -> None:
-    """Tell readers that this many blocks of the round are written. They hear of the last one when the round ends."""
+    """Tell readers that `blocks` blocks of the round are written. The last block is announced when the round ends."""
     if blocks < unit.blocks:
         unit.words[0] = unit.round * unit.blocks + blocks
 
@@ -310,7 +310,7 @@ class Team:
 class _Other:
     """One of the other threads. It starts when it is first needed.
 
-    It sleeps on a lock while it waits. If it polled, it would keep the interpreter from the thread that it waits for.
+    The thread sleeps on a lock while it waits. If it polled, it would take the GIL from the main thread.
     """
 
     def __init__(self, number: int, begin: Callable[[], None] | None) -> None:
@@ -325,7 +325,7 @@ class _Other:
         self._begun = False
 
     def give_task(self, task: _Task | None) -> None:
-        """Give it a task to take part in. None ends the thread."""
+        """Give the thread a task to work on. None ends the thread."""
         if not self._begun:
             if task is None:
                 return
@@ -336,7 +336,7 @@ class _Other:
             self._gate.release()
 
     def settle(self) -> None:
-        """Take back a task that it has not begun, or wait until it has ended its part."""
+        """Withdraw the task if the thread has not begun it. Otherwise wait until the thread has ended its part."""
         self._tasks.clear()
         with self._busy:
             pass

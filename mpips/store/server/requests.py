@@ -28,7 +28,7 @@ from mpips.store.transport.lines import Line
 
 # requests that concern no push, or only pushes that have been applied by now
 AT_ONCE = (frames.Create, OpenStore, frames.ReadSnapshot, frames.DropSnapshot, frames.GetVersions)
-# errors that a server answers with their sentence; nothing has changed
+# If a request raises one of these, the server answers with its message, and nothing has changed.
 REFUSALS = (ValueError, TypeError, MemoryError)
 
 
@@ -112,12 +112,12 @@ class Requests:
             self._post(service.left(worker))
 
     def meets(self, worker: int) -> None:
-        """Tell services that a worker waits for all others, and send their answers."""
+        """Tell the services that a worker waits in a barrier, and send their answers."""
         for service in self.services:
             self._post(service.meets(worker))
 
     def all_met(self) -> None:
-        """Tell services that all workers have waited for all others."""
+        """Tell the services that all workers have passed a barrier."""
         for service in self.services:
             service.all_met()
 
@@ -190,7 +190,7 @@ class Requests:
                 gone = [units.get(number) for number in request.units]
                 self._state.forget(request.units)
                 self.publish()
-                # Until the ledger no longer names their memory, it must not be freed and used again.
+                # The units' memory must not be freed and reused before the ledger has stopped naming it.
                 del gone
             case frames.SetOptimizer() | frames.UpdateOptimizer() | frames.SetCompression():
                 self.change(request)
@@ -239,7 +239,7 @@ class Requests:
         else:
             self._state.set_compressor(compression.create(request.options))
         self.publish()
-        # Until the ledger no longer names their memory, it must not be freed and used again.
+        # The undo copies' memory must not be freed and reused before the ledger has stopped naming it.
         del before
 
     def repeat_change(self, change: frames.Change | None) -> str:

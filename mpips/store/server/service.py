@@ -62,7 +62,7 @@ class Service(Protocol):
             payload: The bytes that came in front of the request. They lie in the worker's memory.
 
         Raises:
-            ValueError, TypeError, MemoryError: The worker is told the sentence, and nothing has changed.
+            ValueError, TypeError, MemoryError: The worker is sent the message, and nothing has changed.
             CollectiveError: The generation ends.
         """
 
@@ -76,17 +76,17 @@ class Service(Protocol):
         """Return answers that have waited for the mirror. Called after each look at it."""
 
     def left(self, worker: int) -> Answers:
-        """Note that a worker has left. Return the answers it held up. MismatchError if a round needs it."""
+        """Note that a worker has left. Return answers that waited for it. Raise MismatchError if a round needs it."""
 
     def meets(self, worker: int) -> Answers:
-        """Note that a worker waits for all others and pushes nothing. Return the answers it held up."""
+        """Note that a worker waits in a barrier and pushes nothing. Return answers that waited for its pushes."""
 
     def all_met(self) -> None:
-        """Count anew how far workers are ahead, after all have waited for all others."""
+        """Reset the counts of how far workers are ahead, after all workers have passed a barrier."""
 
     @property
     def open(self) -> Sequence[InRounds]:
-        """What has rounds that workers may wait for."""
+        """The parts of the service with open rounds, which workers may wait for."""
 
     def waits_to_hear(self) -> Sequence[Wait]:
         """Return the workers that wait for anything but a push, and the workers that they wait for."""

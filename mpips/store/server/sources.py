@@ -145,7 +145,7 @@ class Elements(Contribution):
 class FillingOutbox(Contribution):
     """A worker's `outbox`, perhaps still being filled.
 
-    It serves one round at a time: the next begins when it is read.
+    It provides one round at a time. `begin` selects the round.
     """
 
     def __init__(self, outbox: Array, blocks: int, block_elements: int, dtype: np.dtype) -> None:
@@ -451,7 +451,7 @@ class Receiver:
     # ---- the end
 
     def done(self, lines: Iterable[Line]) -> bool:
-        """True if everything sent has been taken. Asked when all workers have left."""
+        """True if MPI has completed all sends. Called when all workers have left."""
         self.delivered()
         return not self._shipping and all(line.done() for line in lines if isinstance(line, MessageLine))
 
@@ -501,7 +501,7 @@ class Buffers:
 
         Args:
             due: It is the turn of this block in its sum.
-            sent: The block comes in any case, so it needs a buffer.
+            sent: The worker has sent the block already, so it gets a buffer even if there is no room.
         """
         room = self.limit if due else self.limit // 2
         if self.held + nbytes > room and not sent and (not due or self._due):

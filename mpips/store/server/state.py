@@ -140,7 +140,7 @@ class ServerState(ABC):
             self.late.note_wait(unit, worker, round_)
 
     def meets(self, worker: int) -> Replies:
-        """Note that a worker waits for all others. It holds nobody back until `all_met`."""
+        """Note that a worker waits in a barrier. It holds nobody back until `all_met`."""
         self.meeting.add(worker)
         return self._see_absent()
 
@@ -166,7 +166,7 @@ class ServerState(ABC):
         return self._see_absent()
 
     def _see_absent(self) -> Replies:
-        """Let units and readers go on without the workers that push nothing, for now or for good."""
+        """Stop waiting for workers that have left or wait in a barrier. Return replies to readers that may read now."""
         replies: Replies = []
         for unit in self.units.values():
             self._see_gone(unit)
@@ -234,7 +234,10 @@ class ServerState(ABC):
 
     @abstractmethod
     def _turn(self, unit: Unit) -> tuple[bool, Replies]:
-        """Go on with a unit. Return (True if anything was done, replies). CollectiveError if an update fails."""
+        """Do the next part of a unit's work. Return (True if anything was done, replies).
+
+        Raise CollectiveError if an update fails.
+        """
 
     @abstractmethod
     def _see_gone(self, unit: Unit) -> None:
@@ -245,7 +248,10 @@ class ServerState(ABC):
         """True if a worker may read the unit after `round_` of its own pushes."""
 
     def _grant(self, unit: Unit) -> Replies:
-        """Let workers read whose own pushes are in the unit. Nothing is written until they have finished."""
+        """Grant waiting pulls and holds that are due. The unit is not written until these readers have finished.
+
+        A pull is due once the worker's own pushes are in the unit.
+        """
         if unit.block or not (unit.pulls or unit.holds):
             return []
         replies: Replies = []
@@ -356,7 +362,7 @@ class ServerState(ABC):
         return not any(number in self.ready or number in self.open for number in numbers)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None = None) -> None:
-        """Update keys, or all, by an optimizer from now on, with new state."""
+        """Update keys (None: all keys) with an optimizer from now on. Its state starts anew."""
         self.optimizers.set(optimizer, keys)
         chosen = None if keys is None else set(keys)
         for unit in self.units.values():
@@ -366,7 +372,7 @@ class ServerState(ABC):
                 self.changed(unit)
 
     def update_optimizer(self, numbers: Mapping[str, Any], keys: Sequence[Name] | None = None) -> None:
-        """Change numbers of keys' optimizers, or of all, from the next update on. State and steps stay."""
+        """Change hyperparameters of keys (None: of all keys) from the next update on. State and step are kept."""
         self.optimizers.update(numbers, keys)
         for unit in self.units.values():
             unit.optimizer = self.optimizers.of(unit.key)

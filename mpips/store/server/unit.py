@@ -37,7 +37,10 @@ class Known(dict[K, V]):
 
 
 class Contribution:
-    """The payload of a push, wherever it lies (`server.sources`). This base class has all of it at hand."""
+    """Base class for the payload of a push. Subclasses in `server.sources` tell where it lies and how it is coded.
+
+    The defaults describe a payload in memory of this node that is complete.
+    """
 
     # True if it lies in memory of this node
     local = True
@@ -53,7 +56,7 @@ class Contribution:
     weight = 1
 
     def ready(self, block: int) -> bool:
-        """True if this block can be read. To ask may start to fetch it."""
+        """True if this block can be read. The call may start to fetch the block."""
         return True
 
     def part(self, block: int, start: int, stop: int) -> Array:
@@ -95,7 +98,7 @@ Replies = list[Reply]
 
 
 class UnitMirror:
-    """The way by which changed units reach another server, which keeps copies (`recovery.mirror`)."""
+    """Interface that sends changed units to another server, which keeps copies of them (`recovery.mirror`)."""
 
     @property
     def quiet(self) -> bool:
@@ -236,7 +239,7 @@ class Unit:
 
     @property
     def waits(self) -> bool:
-        """True if any contribution is here."""
+        """True if any contributor has pushed to the open round."""
         return self.missing < len(self.queues)
 
     @property
@@ -298,7 +301,10 @@ class Unit:
             self.step -= 1
 
     def open_write(self, start: int = 0, stop: int = 0) -> None:
-        """Begin to change the stored values, in the optimizer's next step. Elements [start, stop) are written first."""
+        """Begin to change the stored values, and with them the next optimizer step.
+
+        Elements [start, stop) are written first.
+        """
         if self.frozen:
             self.thaw()
         if self.optimizer is not None:
@@ -328,7 +334,7 @@ class Unit:
         self.frozen = []
 
     def write(self, start: int, stop: int, parts: Sequence[Array]) -> None:
-        """Update elements [start, stop) by the sum of `parts`, in the optimizer's step that has begun.
+        """Update elements [start, stop) with the sum of `parts`, as part of the current optimizer step.
 
         The parts are added from first to last. Without an optimizer the sum replaces the elements.
         """
@@ -343,7 +349,7 @@ class Unit:
             self.writes += 1
 
     def write_rows(self, parts: Sequence[RowSparse]) -> None:
-        """Update rows by the sum of `parts`, in the optimizer's step that has begun.
+        """Update rows with the sum of `parts`, as part of the current optimizer step.
 
         Without an optimizer the sum replaces all elements, and rows that no part names become 0.
         """

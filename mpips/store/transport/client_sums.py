@@ -25,7 +25,7 @@ from mpips.store.transport.pending import LOOK_SECONDS, QUIET_SECONDS, QUIET_TAG
 
 # Up to this size one message from every member to rank 0 counts as faster than two rounds of smaller messages.
 SHORT_BYTES = 8 << 10
-# how long a member that sends nothing itself takes in what others send at the end of a generation
+# how long a member that sends nothing itself receives what others send at the end of a generation
 ALONE_SECONDS = 1.0
 
 
@@ -43,9 +43,9 @@ class ClientSums:
         self._under_way = MessagesUnderWay()
 
     def stop(self, other: MessagesUnderWay) -> None:
-        """At the end of a generation, let MPI touch the caller's memory no more, here and in `other`.
+        """At the end of a generation, make MPI stop using the caller's memory, for messages of this object and `other`.
 
-        MPI cannot cancel a send. So members take in what others send until all have told that they send nothing more.
+        MPI cannot cancel a send. So members receive what others send until all have said that they send nothing more.
         This takes ALONE_SECONDS at most, or QUIET_SECONDS while this member is still sending itself.
         """
         ways, quiet = (self._under_way, other), _Quiet(self._comm)
@@ -133,7 +133,7 @@ class ClientSums:
 
 
 class _Quiet:
-    """The members that still send, as far as this one has been told."""
+    """Keeps track of the members that may still send. Each tells the others when it sends nothing more."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm = comm

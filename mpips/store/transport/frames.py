@@ -51,19 +51,19 @@ class Op(IntEnum):
     PULL_ROWS = 8
     # The worker has waited long for `round` of the unit.
     WAITS = 9
-    # The worker waits for all other workers, and pushes nothing until all do. In stores with `staleness` or `quorum`.
+    # The worker is in a barrier, and pushes nothing until all workers are. In stores with `staleness` or `quorum`.
     MEETS = 11
     # The worker wants the unit to stay unchanged, from the moment it has `round` pushes in it until RELEASE. In
     # asynchronous stores.
     HOLD = 10
-    # The contribution to this round has been read: the worker may overwrite it. Only between nodes; on a node a word in
-    # memory tells it. Round 0: the first value has arrived.
+    # The contribution to this round has been read, so the worker may overwrite it. Only sent between nodes; on a node
+    # the worker reads a counter in shared memory instead. Round 0: the first value has arrived.
     CONSUMED = 16
-    # The worker shall send block `aux` of its contribution to this round.
+    # The server is ready to receive block `aux` of the worker's contribution to this round.
     CREDIT = 17
     # The unit may be read now, and does not change until RELEASE. Between nodes its blocks follow as messages.
     GRANT = 18
-    # A round has waited for long. The body is a sentence.
+    # A round has waited for long. The body is the text of a warning.
     WARNING = 20
     # The answer to a CONTROL. Its body is typed, or with the flag REFUSED or NO_MEMORY an error message.
     ANSWER = 21
@@ -176,9 +176,9 @@ class SetOptimizer(msgspec.Struct, tag=True):
 
 
 class UpdateOptimizer(msgspec.Struct, tag=True):
-    """Change numbers (`mpips.optimizers.encode_numbers`) of these keys' optimizers (None: all) from the next round on.
+    """Change hyperparameters of these keys' optimizers (None: of all keys) from the next round on.
 
-    State is kept.
+    `numbers` comes from `mpips.optimizers.encode_numbers`. The optimizers' state is kept.
     """
 
     numbers: bytes
@@ -186,7 +186,7 @@ class UpdateOptimizer(msgspec.Struct, tag=True):
 
 
 class SetCompression(msgspec.Struct, tag=True):
-    """Decode contributions by this compressor from now on (`mpips.compression.create`)."""
+    """Decode contributions with this compressor from now on. `options` are those of `mpips.compression.create`."""
 
     options: dict[str, str | int | float]
 
@@ -289,7 +289,7 @@ class MakeTable(msgspec.Struct, tag=True):
 
 
 class UpdateTable(msgspec.Struct, tag=True):
-    """Change numbers of a table's optimizer from the next update on. State is kept."""
+    """Change hyperparameters of a table's optimizer from the next update on. The optimizer's state is kept."""
 
     table: str
     numbers: bytes
@@ -298,9 +298,9 @@ class UpdateTable(msgspec.Struct, tag=True):
 class PushRows(msgspec.Struct, tag=True):
     """A worker's contribution to the next round of a table: gradients of `count` different ids, then the ids.
 
-    Answered with RoomGranted once the worker's push before it has been applied, so that the worker may overwrite that
-    one. `refusals` is the number of refused rounds that the worker has heard of. If there were more, the answer is
-    RoundRefused.
+    Answered with RoomGranted once the worker's previous push has been applied, so that the worker may overwrite the
+    arrays of that push. `refusals` is the number of refused rounds that the worker knows of. If there were more, the
+    answer is RoundRefused.
     """
 
     table: str
@@ -441,7 +441,7 @@ class EndLoad(msgspec.Struct, tag=True):
 
 
 class PutRows(msgspec.Struct, tag=True):
-    """Set rows of a table: all its arrays by name, as bytes."""
+    """Set rows of a table. `arrays` maps the name of each array of the table to the new rows' part of it, as bytes."""
 
     table: str
     arrays: dict[str, bytes]
@@ -459,7 +459,7 @@ class TableStats(msgspec.Struct, tag=True):
     """A table's figures on one server.
 
     `rows` lie before position `top`. `nbytes` includes state and index. `updates` were made, and `evicted` rows
-    dropped. `refused` gradients were of ids that got no row. `exports` are those from which the next one may go on.
+    dropped. `refused` gradients belonged to ids that got no row. The next export may be relative to any of `exports`.
     """
 
     rows: int
@@ -478,7 +478,7 @@ class RoomGranted(msgspec.Struct, tag=True):
 
 
 class RoundRefused(msgspec.Struct, tag=True):
-    """A round of a table does not count, and `why`.
+    """A round of a table that does not count, and the reason `why`.
 
     `refusals` is the number of this refusal, from 1 on. `step` lists the rounds that are dropped together. It is empty
     in an answer to AskForRoom.

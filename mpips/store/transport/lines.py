@@ -32,7 +32,7 @@ from mpips.store.transport.frames import FRAME, FRAME_BYTES, NOWHERE, ROUND, ROU
 from mpips.store.transport.pending import TAG_BODY, TAG_FRAME
 
 WHAT = "mpips.create"
-# how many sends a line collects before it looks which of them MPI has completed
+# how many sends a line collects before it checks which of them MPI has completed
 SENT = 32
 SLOTS = 256
 # words of each worker: request tail, request head, reply tail, reply head
@@ -65,9 +65,9 @@ class _Offer(msgspec.Struct, array_like=True):
 def connect(layout: Layout, place: MeetingPlace, wait: Wait, ledger: Region | None = None) -> Connection:
     """Connect workers and servers. Collective over all ranks of the store, blocking; called once in each generation.
 
-    A pair uses rings if MPI says that they share a node, and both could in fact map the other's memory. With a quorum
-    all use messages, so that a worker that stands still holds up no memory that others use. Rank 0 warns
-    (RuntimeWarning) if this processor may reorder stores, because then messages take the place of rings.
+    A worker and a server use rings if MPI says that they share a node, and each could map the other's memory. With a
+    quorum all use messages, so that a stalled worker holds no memory that others need. Rank 0 warns (RuntimeWarning) if
+    this processor may reorder stores, because then messages replace the rings.
 
     Args:
         place: Where the ranks meet.
@@ -85,7 +85,7 @@ def connect(layout: Layout, place: MeetingPlace, wait: Wait, ledger: Region | No
         if layout.same_node(layout.rank, peer) and ORDERED_STORES and layout.options.quorum < 0:
             try:
                 mapped[peer] = arena.attach(Region(*offers[peer].region))
-            # The peer is in another container: MPI shares memory with it, and we cannot map it.
+            # The peer is in another container: MPI can share memory with it, but we cannot map its memory.
             except CollectiveError:
                 continue
     verdicts = place.meet(bytes(peer in mapped for peer in range(len(offers))), WHAT, True)
@@ -314,7 +314,7 @@ class MessageLine:
         return True
 
     def done(self) -> bool:
-        """True if MPI has taken everything sent."""
+        """True if MPI has completed all sends."""
         self._sends = [request for request in self._sends if not request.Test()]
         return not self._sends
 

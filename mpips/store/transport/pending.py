@@ -86,11 +86,11 @@ class MessagesUnderWay:
         self._open: dict[int, MessageGroup] = {}
 
     def begin(self, receives: Sequence[MPI.Request] = (), sends: Sequence[MPI.Request] = ()) -> MessageGroup:
-        """Note requests whose memory may be the caller's, until `pending` says that none is left."""
+        """Keep track of requests whose memory may be the caller's, until `pending` returns 0."""
         return MessageGroup(self._open, receives, sends)
 
     def stop(self, seconds: float = QUIET_SECONDS) -> bool:
-        """At the end of a generation, let MPI touch the caller's memory no more. True if nothing is under way any more.
+        """Make MPI stop using the caller's memory, at the end of a generation. Return True if all messages have ended.
 
         Receives are cancelled. Sends are waited for, for `seconds` at most. If a peer does not answer, its requests are
         kept with their memory until MPI has finished with them. Nothing may be begun or waited for afterwards, until

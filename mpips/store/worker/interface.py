@@ -88,7 +88,7 @@ class FrozenRows(Protocol):
     def read(
         self, table: str, server: int, start: int, stop: int, names: Sequence[str] = ()
     ) -> Task[Mapping[str, bytes]]:
-        """Return rows [start, stop) of a server's part. Rows before them must have been read already.
+        """Return rows [start, stop) of a server's part of a table. Rows before them must have been read already.
 
         Args:
             names: The arrays of the table to read. Empty: all of them.
@@ -176,7 +176,7 @@ class Tables(Protocol):
         """Make a table. Collective; ValueError on all workers if a server cannot make it."""
 
     def update(self, table: str, numbers: bytes) -> Task[None]:
-        """Set numbers of the optimizer from the next update on. Collective."""
+        """Change hyperparameters of the optimizer from the next update on. `numbers` is encoded. Collective."""
 
     known: Mapping[str, KnownTable]
 
@@ -191,7 +191,7 @@ class Tables(Protocol):
         """Write the rows of `ids` into `out`, with all earlier pushes of this worker. RoomError if one was refused."""
 
     def stats(self, table: KnownTable, ahead: int = 0) -> Task[list[TableStats]]:
-        """Return each server's figures after this worker's pushes and `ahead` more. RoomError as in `pull`."""
+        """Return each server's statistics after this worker's pushes and `ahead` more. RoomError as in `pull`."""
 
     def freeze(self, tables: Sequence[str], since: int = 0, export: int = -1) -> Task[FrozenRows]:
         """Freeze rows of tables as they are now, for one worker to read.
@@ -273,9 +273,9 @@ class Backend(Protocol):
         """
 
     def tell_wait(self, keys: Sequence[Key], tables: Sequence[KnownTable]) -> None:
-        """Tell servers that the program has waited long in a call with these keys. Local.
+        """Tell the servers that the program has waited long in a call with these keys. Local.
 
-        By this they find workers that wait for one another in a circle.
+        From this the servers detect workers that wait for one another in a circle.
         """
 
     def sums(self) -> tuple[int, str]:
@@ -299,7 +299,7 @@ class Backend(Protocol):
         """
 
     def update_optimizer(self, numbers: Mapping[str, Any], keys: Sequence[Name] | None) -> Task[None]:
-        """Change numbers of the optimizers of keys from their next round on. State stays. Collective."""
+        """Change hyperparameters of keys from their next round on. The optimizers' state is kept. Collective."""
 
     def set_compression(self, options: dict[str, Any], compressor: Compressor) -> Task[None]:
         """Compress pushes of float keys from now on. Residuals start at zero. Collective."""
@@ -317,7 +317,7 @@ class Written(Protocol):
     """A checkpoint that is written while the training goes on."""
 
     def go_on(self) -> bool:
-        """Begin the next piece if it is time. True once all is written. Does not block."""
+        """Begin writing the next pieces if it is time. Return True once the file is complete. Does not block."""
 
     def finish(self) -> None:
         """Wait until all is written."""
@@ -345,7 +345,7 @@ class Saves(Protocol):
         """
 
     def set_rounds(self, rounds: Mapping[Name, int]) -> None:
-        """Count from these rounds on, at which the store is after `recover`."""
+        """Continue to count from `rounds`, the state of the store after `recover`."""
 
     def leave(self) -> tuple[str, int]:
-        """Stop saving, because the caller will. Return the folder, and the number of rounds between two saves."""
+        """Stop saving, because the caller takes over. Return the folder, and the number of rounds between two saves."""

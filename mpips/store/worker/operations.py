@@ -92,10 +92,12 @@ class Operations:
         turns: Sequence[Hashable],
         begun: Sequence[Begun] = (),
     ) -> Handle:
-        """Start a push, pull or pushpull. Does not block. It takes turns with others on its keys and on `turns`.
+        """Start a push, pull or pushpull, and return its handle. Does not block.
+
+        Operations that share a key or a name in `turns` run in program order.
 
         Args:
-            begun: Its records, which start and end with it.
+            begun: Records of the operation, which start and end with it.
         """
         with GIVEN:
             others = arguments.turns(turns, what)
@@ -106,14 +108,14 @@ class Operations:
             return self._engine.submit(order, self.hearing(task), priority, text(what, names))
 
     def see_pull(self, keys: Sequence[Key], key: object, out: object, priority: int) -> None:
-        """Check a pull of keys that are not made yet. ValueError or TypeError if it could not be made."""
+        """Check the arguments of a pull of keys that do not exist yet. ValueError or TypeError if they are bad."""
         arguments.see_priority(priority, "pull")
         arguments.check({record.name: record for record in keys}, "pull", key, out=out)
 
     def taken(self, key: object, push: Handle, told: bool) -> Handle:
-        """Return a handle that ends when the servers have read a push of these keys.
+        """Return a handle that is done when the servers have read a push of these keys.
 
-        `told` is False if servers do not tell that: then `push` itself is returned.
+        `told` is False if the servers do not report this. Then `push` itself is returned.
         """
         self.check_open()
         with GIVEN:
@@ -240,7 +242,7 @@ class Operations:
         """Transfer several keys: dense ones as one list, then row-sparse ones one by one.
 
         Args:
-            mixed: The result of one key may be written over the array that is pushed of another.
+            mixed: The result of one key may overwrite the array that is pushed to another key.
         """
         yield from together([call.gathered for call in made if call.gathered is not None])
         dense = [call for call in made if not isinstance(call.payload, RowSparse)]
@@ -309,7 +311,10 @@ class Operations:
             yield from self._backend.settle(keys)
 
     def _order(self, names: Sequence[Name]) -> list[Hashable]:
-        """Return what an operation takes turns on: its keys, and the communicators, which all use in the same order."""
+        """Return the names that order an operation: operations that share one of them run in program order.
+
+        These are its keys, and the communicators, which all workers must use in the same order.
+        """
         return [*names, *self._backend.communicators]
 
 
@@ -330,7 +335,7 @@ def text(what: str, names: Sequence[Name]) -> str:
 
 
 def step_of_push() -> str:
-    """Return words that name the step of this rank's training, for an error. "" if the program has noted none."""
+    """Return text for an error message that names the last training step noted on this rank, or "" if none was."""
     return f" (the step noted last is {recorder.place.step})" if recorder.place.step >= 0 else ""
 
 

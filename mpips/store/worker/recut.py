@@ -69,7 +69,10 @@ def _shown(keys: Sequence[Key]) -> list[Name]:
 
 
 def _see_steps(keys: Sequence[Key], states: States) -> None:
-    """Raise ValueError if keys were updated unequally often. Only rank 0 knows, if the store has servers."""
+    """Raise ValueError if some keys were updated more often than others.
+
+    In a store with servers only rank 0 has `states`, so only rank 0 can raise.
+    """
     steps = sorted({step for step, _ in states.values()})
     if len(steps) > 1:
         raise ValueError(f"keys {_shown(keys)} were updated {steps} times, not equally often")

@@ -27,7 +27,7 @@ class Restored:
         names: Names of the restored keys and tables.
         later: Those that may also be claimed after the first push. None: all of them.
         saved: The content was saved by another job, so perhaps by another training.
-        strict: To set an optimizer of another class is an error.
+        strict: Setting an optimizer of another class raises ValueError.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Restored:
         return Restored(source, there, groups, compressor, later=there & self._later)
 
     def pushed(self) -> None:
-        """Note the first push. All workers make optimizer and compression calls together from now on."""
+        """Note the first push. From now on optimizer and compression calls are collective, and claim nothing."""
         self.names = self._later
         self._default, self._own, self._compressor = None, {}, None
 
@@ -84,12 +84,12 @@ class Restored:
             )
 
     def claim(self, names: Iterable[Name]) -> None:
-        """Take off names that `init` has asked for, or that are gone."""
+        """Remove names that `init` has asked for, or whose keys no longer exist. They cannot be claimed again."""
         self._unasked = False
         self.keep_only((self.names | self._later).difference(names))
 
     def keep_only(self, names: Collection[Name]) -> None:
-        """Take off all names but these."""
+        """Remove all names except these."""
         self.names.intersection_update(names)
         self._later.intersection_update(names)
 
@@ -114,16 +114,16 @@ class Restored:
         return type(there) is type(chosen)
 
     def ignored_numbers(self, chosen: Optimizer, names: Sequence[Name] | None) -> str:
-        """Return a sentence about numbers of `chosen` that a checkpoint's optimizer overrules, or "".
+        """Return a warning if hyperparameters of `chosen` differ from the restored ones, which are kept, or "".
 
-        None: all keys.
+        `names` of None stands for all keys.
         """
         held = [self._default] if names is None else [self._own.get(name, self._default) for name in names]
         told = [unlike(there, chosen) for there in held if self._strict and type(there) is type(chosen)]
         return next(filter(None, told), "")
 
     def claim_optimizers(self, names: Sequence[Name] | None) -> None:
-        """Take off the optimizers of these keys, or the default optimizer, after `set_optimizer` has asked for them."""
+        """Remove the optimizers of these keys (None: the default optimizer), which `set_optimizer` has asked for."""
         if names is None:
             self._default = None
         for name in names or ():

@@ -190,8 +190,8 @@ class ListTransfers:
 class Route:
     """Makes the calls of a store on a worker: `try_fast` first, and if that has done nothing, `call`.
 
-    Of a list, all keys are pushed before any is waited for, because other workers may have another order. They are then
-    pulled in turn, and together from the first one that has to wait.
+    All keys of a list are pushed before the call waits for any of them, because other workers may list them in another
+    order. Then they are pulled one by one until one would have to wait; that one and the rest run as one task.
 
     Args:
         known: The initialised keys.
@@ -210,7 +210,7 @@ class Route:
         self._written: Written | None = None
         self._first_push: Callable[[], None] | None = None
         self._checks = operations.checks_finite
-        # True while any of the four above is set: calls then take the general path.
+        # True while any of the four attributes above is set. Calls then take the general path.
         self._extra = self._checks
         self._lists = ListTransfers(operations, backend)
         self.marks = CallMarks(known, lane)
@@ -348,7 +348,7 @@ class Route:
     # ---- what is due before and after a call
 
     def save_regularly(self, saves: Saves) -> None:
-        """Let a schedule of saves have its turn before each step."""
+        """Before each step, let `saves` begin a save if one is due."""
         self._saves, self._extra = saves, True
 
     def write(self, saving: Written | None) -> None:
@@ -404,12 +404,12 @@ class Route:
         self._lists.run(what, records, values, outs, priority)
         return True
 
-    # ---- what can be made so
+    # ---- which calls can take a fast path
 
     def _one(self, key: Any, array: Any, priority: int, writes: bool = False) -> Key | None:
         """Return the key if a call of one plain array can take a fast path, else None.
 
-        `writes`: the call writes into it.
+        `writes`: the call writes into the array.
         """
         if type(array) is not ndarray or type(key) not in (str, int) or self._under_way:
             return None

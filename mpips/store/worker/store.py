@@ -57,7 +57,7 @@ os.register_at_fork(after_in_child=_end_in_fork)
 class WorkerStore:
     """A store on one worker: its keys, tables, optimizers and compression, and the calls that change them.
 
-    All workers have these alike. `KVStore` is its front; checkpoints, tables and trainers use this class.
+    These are the same on all workers. Users call `KVStore`; checkpoints, tables and trainers use this class directly.
     """
 
     def __init__(self, layout: Layout, backend: Backend, generation: Generation) -> None:
@@ -100,7 +100,7 @@ class WorkerStore:
     # ---- keys
 
     def init(self, key: object, value: object, see: Callable[[Sequence[Key]], None] = lambda keys: None) -> None:
-        """See `KVStore.init`. `see` is called with the keys to be made, and raises if the caller cannot use them."""
+        """See `KVStore.init`. `see` is called with the keys to be created; it raises if the caller cannot use them."""
 
         held: dict[Name, Key] = {}
         names: Sequence[Name] = ()
@@ -221,7 +221,7 @@ class WorkerStore:
         for key in self.keys.values():
             key.fast = None
 
-    # ---- how such calls are made
+    # ---- waiting for operations, agreeing with the other workers, running tasks
 
     def finish(self) -> None:
         """Wait for all operations that were started before. Raise the first failure that nobody has seen."""
@@ -237,9 +237,10 @@ class WorkerStore:
         self.run("settle", self.backend.settle(list(self.keys.values())))
 
     def hear_refusals(self, what: str) -> None:
-        """Exchange which rounds of tables were refused, in the call `what`. RoomError on a worker that did not know.
+        """Exchange, in the call `what`, which rounds of tables servers have refused for lack of memory.
 
-        Collective in a synchronous store with tables. Workers that knew wait for the others to make the call again.
+        Raise RoomError on a worker that had not heard of a refusal. The other workers wait until that worker makes the
+        call again. Collective in a synchronous store with tables; does nothing in other stores.
         """
         tables = self.backend.tables
         while tables is not None and self.tables and not self.layout.asynchronous:
@@ -255,10 +256,10 @@ class WorkerStore:
     def agree_settled(
         self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
     ) -> list[bytes]:
-        """Run `agree` and `settle` on all workers.
+        """Run `agree` and `settle` on all workers. Return the `data` of each worker.
 
-        ValueError on all workers of a synchronous store if they have pushed unequally often, because the servers would
-        wait for those that have pushed less.
+        Raise ValueError on all workers of a synchronous store if some have pushed more often than others, because the
+        servers would wait for those that have pushed less.
         """
         self.finish()
         self.hear_refusals(what)
@@ -270,7 +271,7 @@ class WorkerStore:
         ]
         if not self.layout.asynchronous:
             arguments.see_one_round(what, keys, [rounds for rounds, _ in told])
-        # Worker 0 speaks to the servers for all, so they must have everybody's pushes before.
+        # Worker 0 sends the request for all workers, so the servers must have read every worker's pushes before.
         if self.layout.num_servers:
             self.settle()
             self.agree(what)
@@ -295,7 +296,7 @@ class WorkerStore:
             refusal: The error of this worker's arguments.
             noun: What the names of `items` are, for error messages.
             data: Bytes for the other workers.
-            alike: Other calls that give the same word meet this one too.
+            alike: A name. Calls that give the same name here may meet each other even if their `what` differs.
 
         Returns:
             The data of all workers.
@@ -331,7 +332,7 @@ class WorkerStore:
     # ---- inside
 
     def _describe_wait(self, what: str) -> bytes:
-        """Describe how far this worker has pushed when it waits in a call of all workers. b"" if it may still push."""
+        """Encode how far this worker has pushed when it waits in a collective call. b"" if it may still push."""
         used = self.engine.names_in_use()
         if any(name in used for name in self.backend.communicators):
             return b""
@@ -339,9 +340,9 @@ class WorkerStore:
         return waiting.describe(what, self.backend.sums()[0], [*keys, *self.tables.values()])
 
     def _check_waits(self) -> None:
-        """Tell the others how far this worker has pushed, if it waits in a call of all workers.
+        """Tell the others how far this worker has pushed, if it waits in a collective call.
 
-        MismatchError if the program waits for a worker that waits for this one in such a call.
+        Raise MismatchError if it waits for a push by a worker that waits for this one in a collective call.
         """
         if (what := self.generation.undescribed) and (word := self._describe_wait(what)):
             self.generation.describe_wait(word)
@@ -370,7 +371,7 @@ class WorkerStore:
 
 
 def _restored_keys(restored: Restored, known: Mapping[Name, Key], pairs: Sequence[tuple[Name, Any]]) -> dict[Name, Key]:
-    """Return the keys of an `init` that are restored. ValueError if they differ from what is asked for."""
+    """Return those keys of an `init` that are restored. Raise ValueError if their shape or dtype differs."""
     restored.check_first_init([name for name, _ in pairs])
     found = {}
     for name, values in pairs:
@@ -395,7 +396,7 @@ def _first_values(known: Mapping[Name, Key], key: object, value: object) -> list
 
 
 def _optimizer(layout: Layout, optimizer: str | Optimizer, keywords: Mapping[str, Any]) -> Optimizer:
-    """Make an optimizer. ValueError if the store has a quorum, which gives means of gradients, and it takes none."""
+    """Make an optimizer. Raise ValueError if the store has a quorum and the optimizer cannot use means of gradients."""
     chosen = optimizers.create(optimizer, **keywords)
     takes_mean = is_dataclass(chosen) and "rescale" in {field.name for field in fields(chosen)}
     if layout.options.quorum >= 0 and layout.asynchronous and (isinstance(chosen, Elastic1) or not takes_mean):

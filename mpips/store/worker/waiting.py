@@ -1,8 +1,8 @@
-"""Find workers that wait in vain: for a push of one that has closed the store, or that waits for all in another call.
+"""Detect deadlocks: a worker waits for a push by another that has closed the store or is in a collective call.
 
-A worker that closes tells how often it has pushed each key and table. A worker that waits for all tells the same of
-keys and tables that no operation under way can still push. A worker that needs one more push compares these numbers
-with its own, and names both calls. Pure.
+A worker that closes the store tells how often it has pushed each key and table. A worker in a collective call tells the
+same for keys and tables that no running operation of its own can still push. A worker that needs one more push compares
+these numbers with its own, and raises an error that names both calls. No I/O here.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ def pushes_of(keys: Mapping[Name, Key | KnownTable]) -> bytes:
 def waits_for_closed(
     words: Sequence[bytes], keys: Mapping[Name, Key | KnownTable], pushing: Sequence[Name] = ()
 ) -> str:
-    """Find a worker that closes a synchronous store although this one waits for its next push. A sentence, or "".
+    """Find a worker that closes a synchronous store although this one waits for its next push.
+
+    Return an error message, or "" if there is no such worker.
 
     Args:
-        words: What each worker has said last in a rendezvous.
+        words: The last message of each worker in a rendezvous.
         keys: This worker's keys and tables.
         pushing: Keys of a push that is not counted yet.
     """
@@ -46,7 +48,7 @@ def waits_for_closed(
 
 
 class WaitingWorker(msgspec.Struct, array_like=True):
-    """How far a worker is that waits for all in the call `what`."""
+    """How far a worker that waits in the collective call `what` has pushed."""
 
     what: str
     # without servers: number of sums over all keys that it has begun
@@ -85,7 +87,7 @@ def needed(key: Key, call: str) -> int:
 
 
 def why_in_vain(mine: Blocked, layout: Layout, others: Mapping[int, bytes]) -> str:
-    """Return a sentence that says why this worker waits in vain, or "".
+    """Return an error message that names the two calls of a deadlock, or "" if there is none.
 
     `others`: rank -> its `WaitingWorker`, encoded.
     """
