@@ -1,6 +1,6 @@
-"""Keys: what a caller may hand over, what a worker knows of a key, which server keeps what.
+"""Keys: checks of a caller's arguments, a worker's record of each key, and which server keeps which elements.
 
 `arguments` checks a caller's keys and arrays. `key` is a key with its shards on servers. `sharding` decides which
-server keeps which elements, and `cutting` cuts a key by that. `row_sparse` has gradients with few rows that are not
-zero.
+server keeps which elements, and `cutting` cuts a key accordingly. `row_sparse` handles gradients of which only a few
+rows are not zero.
 """

@@ -1,9 +1,9 @@
-"""Check what a caller hands to a store, as a whole before anything is sent, and view any library's arrays. Local.
+"""Check all arguments of a store call before anything is sent, and view any library's arrays. Local.
 
 A call becomes pairs of a key and its arrays. Errors name the key and the values. Host arrays are viewed, never copied:
-NumPy arrays, those with `__array_interface__` or DLPack, CPU tensors of PyTorch. JAX arrays can be read but not
+NumPy arrays, arrays with `__array_interface__` or DLPack, and PyTorch's CPU tensors. JAX arrays can be read but not
 written. Arrays on GPUs are summed on the device into pinned host memory, and results are copied back from there
-(`collectives.tensor`). This comes after the work that the user has queued on the device's streams.
+(`collectives.tensor`). These copies start after the work that the user has already queued on the device's streams.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ PRIORITY_BITS = 31
 
 
 def names(key: object) -> list[Name]:
-    """Return one key or a list of keys as a list. All must be int or all str, and each may come only once."""
+    """Return `key`, which is one key or a list of keys, as a list.
+
+    Raises TypeError or ValueError unless the keys are all ints or all strs, and all different.
+    """
     if type(key) is str or type(key) is int:
         return [key]
     keys: list[Any] = list(key) if isinstance(key, (list, tuple)) else [key]
@@ -55,7 +58,7 @@ def names(key: object) -> list[Name]:
 
 
 def see_new(name: Name, what: str, noun: str = "key") -> None:
-    """Raise ValueError if messages and files cannot hold a key or table of this name."""
+    """Raise ValueError if `name` cannot be stored in messages and files. `what` is the call, for the error message."""
     if isinstance(name, int):
         if not LEAST <= name <= MOST:
             raise ValueError(f"{what}: key {name} is out of range: pass an int from -2**63 to 2**63 - 1")
@@ -69,12 +72,12 @@ def see_new(name: Name, what: str, noun: str = "key") -> None:
 
 
 def of_other_kind(keys: Iterable[Name], name: Name) -> Name | None:
-    """Return the first of these keys that is a str although `name` is an int, or the other way round, or None."""
+    """Return the first key that is a str if `name` is an int, or an int if `name` is a str. None if there is none."""
     return next((one for one in keys if isinstance(one, str) != isinstance(name, str)), None)
 
 
 def find_key(keys: Mapping[Name, T], name: Name, what: str) -> T:
-    """Return the entry of a key. ValueError if it was not initialised."""
+    """Return the entry of a key in `keys`. Raises ValueError if the key was not initialised."""
     try:
         return keys[name]
     except KeyError:
@@ -94,9 +97,9 @@ def see_priority(value: object, what: str) -> None:
 
 
 def versions(key: object, newer_than: object) -> list[int]:
-    """Return the version for each key, as a caller gives it for one key or for a list.
+    """Return the argument `newer_than` of a pull as a list with one version for each key.
 
-    TypeError or ValueError if bad.
+    Raises TypeError or ValueError if a version is not an int of at least -1, or their number is not that of the keys.
     """
     keys = names(key)
     given = newer_than if isinstance(key, (list, tuple)) else [newer_than]
@@ -120,7 +123,10 @@ def versions(key: object, newer_than: object) -> list[int]:
 
 
 def turns(given: Iterable[Hashable], what: str) -> list[Hashable]:
-    """Return the names on which a call takes turns in addition to its keys. TypeError if one is not hashable."""
+    """Return the argument `turns` of a call as a list: names that, like its keys, order it after earlier calls.
+
+    Raises TypeError if a name is not hashable.
+    """
     chosen = list(given)
     for name in chosen:
         try:
@@ -131,9 +137,10 @@ def turns(given: Iterable[Hashable], what: str) -> list[Hashable]:
 
 
 def pairs(key: object, value: object, what: str, argument: str = "value") -> list[tuple[Name, list[Any]]]:
-    """Pair keys with their arrays, for one key or for lists of equal length.
+    """Return (key, its arrays) for each key. `key` and `value` are one key and its value, or lists of equal length.
 
-    A key's value is one array or a list of arrays. `argument` is the caller's name for the values.
+    A key's value is one array or a list of arrays. `argument` is the name of the caller's argument with the values, for
+    error messages.
     """
     keys = names(key)
     if not isinstance(key, (list, tuple)):
@@ -157,7 +164,7 @@ def _arrays(value: object, name: Name, what: str, argument: str) -> list[Any]:
 
 
 def readable(value: object, name: Name, what: str) -> Array:
-    """Return a C-contiguous host array to read from."""
+    """View `value` as a C-contiguous host array, for reading. Raises TypeError or ValueError if that is impossible."""
     return _contiguous(value, name, what, f"write {what}({name!r}, numpy.asarray(value))")
 
 
@@ -169,7 +176,7 @@ def _contiguous(value: object, name: Name, what: str, cure: str) -> Array:
 
 
 def writable(value: object, name: Name, what: str) -> Array:
-    """Return a C-contiguous host array that may be written."""
+    """View `value` as a C-contiguous, writable host array. Raises TypeError or ValueError if that is impossible."""
     if is_jax(value):
         raise TypeError(
             f"{what}: key {name!r} got an array of JAX to write to, which cannot be written: pass a NumPy array as "
@@ -210,7 +217,7 @@ def see_dtype(dtype: np.dtype, name: Name, what: str) -> None:
 def fits(
     array: Array | RowSparse, shape: tuple[int, ...], dtype: np.dtype, name: Name, what: str, rows: int | None = None
 ) -> None:
-    """Raise ValueError if shape or dtype are not those of the key, or of `rows` rows of it."""
+    """Raise ValueError unless the array has this shape and dtype: the key's, or those of `rows` rows of the key."""
     if array.shape != shape or array.dtype != dtype:
         cure = f"shape {shape}" if array.shape != shape else f"dtype {dtype.name}, as astype makes it"
         there = f"key {name!r} was initialised as" if rows is None else f"{rows} rows of key {name!r} are"
@@ -234,7 +241,7 @@ def _called(dtype: np.dtype) -> str:
 
 @quiet
 def total(values: Sequence[Array]) -> Array:
-    """Sum a key's arrays (one per device) in their order. A single array is returned itself."""
+    """Sum a key's arrays (one per device) in their order. A single array is returned as it is, without a copy."""
     if len(values) == 1:
         return values[0]
     result = np.add(values[0], values[1], out=np.empty_like(values[0]))
@@ -254,7 +261,7 @@ class Pushed(Protocol):
 
 
 def see_one_round(what: str, keys: Sequence[Pushed], rounds: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError if workers have pushed a key differently often. `rounds`: by rank, the rounds of each key."""
+    """Raise ValueError unless all workers have pushed each key equally often. `rounds[rank]` has a count for each key."""
     for key, counts in zip(keys, zip(*rounds)):
         most, least = max(counts), min(counts)
         if most > least:
@@ -267,7 +274,7 @@ def see_one_round(what: str, keys: Sequence[Pushed], rounds: Sequence[Sequence[i
             )
 
 
-# Small arrays travel together in vectors of at most this many bytes.
+# Small arrays are sent together, in vectors of at most this many bytes.
 PACK_BYTES = 4 << 20
 
 
@@ -277,7 +284,10 @@ def is_device(x: object) -> bool:
 
 
 def host(x: object) -> Array:
-    """View an array as a NumPy array. TypeError, with what to pass instead, if it has no memory on the host."""
+    """View an array as a NumPy array.
+
+    If the array has no memory on the host, raises a TypeError whose message says what to pass instead.
+    """
     if type(x) is np.ndarray:
         return x
     if is_jax(x):
@@ -292,7 +302,7 @@ def host(x: object) -> Array:
 
 
 def viewed(x: Any) -> Any:
-    """View PyTorch CPU tensors as NumPy arrays, also those in a list. Return anything else as it is."""
+    """View a PyTorch CPU tensor, or those in a list, as NumPy arrays. Return anything else as it is."""
     if type(x) is np.ndarray:
         return x
     if type(x) in (list, tuple):
@@ -302,7 +312,7 @@ def viewed(x: Any) -> Any:
         return x
     try:
         return arrays.host(x)
-    # The checks of the call raise an error that says why.
+    # Return it unchanged: the call's own checks will raise an error that says what is wrong.
     except (TypeError, RuntimeError):
         return x
 
@@ -313,7 +323,7 @@ def is_jax(x: object) -> bool:
 
 
 def runs(sizes: Iterable[int], most: int = PACK_BYTES) -> Iterator[slice]:
-    """Yield slices of neighbours that have at most `most` bytes together. A larger one comes alone."""
+    """Split a list of sizes into slices whose sizes add up to at most `most`. A larger size gets a slice of its own."""
     start, end, total = 0, 0, 0
     for size in sizes:
         if end > start and total + size > most:
@@ -325,14 +335,14 @@ def runs(sizes: Iterable[int], most: int = PACK_BYTES) -> Iterator[slice]:
 
 
 def packed(given: Sequence[Array]) -> Array:
-    """Join C-contiguous arrays to one vector of bytes. A single array is returned itself."""
+    """Join C-contiguous arrays into one vector of bytes. A single array is returned as it is, without a copy."""
     return given[0] if len(given) == 1 else np.concatenate([array.reshape(-1).view(np.uint8) for array in given])
 
 
 def unpack(vector: Array, into: Sequence[Array]) -> None:
-    """Write a vector that `packed` made on another rank into arrays of the same shapes."""
+    """Write `vector`, which `packed` made on another rank from arrays of the same shapes, into the arrays `into`."""
     if len(into) == 1:
-        # `packed` has returned the array itself, which the caller has filled.
+        # `packed` returned the array itself as the vector, so it holds the data already.
         return
     at = 0
     for array in into:
@@ -344,8 +354,8 @@ class HostStaging:
     """Arrays of one shape on GPUs (and perhaps on the host), and one host array in pinned memory for their sum.
 
     The constructor must run in the thread that calls the store, because work that this thread has queued on its streams
-    comes first. It raises ValueError or TypeError if the arrays do not fit together. The arrays must not change until a
-    task of this object is over.
+    comes first. It raises ValueError or TypeError if the arrays differ in shape or dtype. The arrays must not change while
+    a task of this object runs.
 
     `host` has the shape of the arrays.
     """
@@ -366,9 +376,9 @@ class HostStaging:
         self._open = False
 
     def begin(self) -> Ticket:
-        """Begin to sum the arrays into `host`, after the work that the caller has queued.
+        """Begin to sum the arrays into `host`, after the work that the caller has queued on the streams.
 
-        Return a ticket to wait with.
+        Return a ticket for `gathered`, which waits for the sum.
         """
         self._vectors.begin()
         self._open = True
@@ -376,7 +386,7 @@ class HostStaging:
         return self._vectors.gather(0, flat.size, None, flat)
 
     def gathered(self, ticket: Ticket) -> Task[None]:
-        """Wait for the sum."""
+        """Wait for the sum that `begin` has started."""
         with contextlib.closing(self):
             while not ticket():
                 yield False
@@ -419,7 +429,7 @@ class KeyCall(NamedTuple):
 
 
 def check(known: Known, what: str, key: object, value: object = None, out: object = None) -> list[KeyCall]:
-    """Check a call, and return it key by key. ValueError or TypeError if anything in it is bad.
+    """Check a call, and split it into one `KeyCall` for each key. Raises ValueError or TypeError if it has bad arguments.
 
     Args:
         known: The initialised keys.
@@ -440,7 +450,7 @@ def check(known: Known, what: str, key: object, value: object = None, out: objec
 
 
 def _see_apart(outs: Sequence[tuple[Name, Sequence[Any]]], what: str) -> None:
-    """Raise ValueError if two keys have the same array as out: the second value would overwrite the first."""
+    """Raise ValueError if two keys have the same output array: the second key's value would overwrite the first's."""
     taken: dict[int, Name] = {}
     for name, targets in outs:
         for target in targets:
@@ -450,7 +460,7 @@ def _see_apart(outs: Sequence[tuple[Name, Sequence[Any]]], what: str) -> None:
 
 
 def rows(known: Known, key: object, out: object, row_ids: Any) -> list[tuple[Key, Array, NDArray[np.int64]]]:
-    """Return (key, target, row numbers) for every target of a `row_sparse_pull`. Errors as in `check`."""
+    """Return (key, target, row numbers) for every target of a `row_sparse_pull`. Raises the same errors as `check`."""
     what = "row_sparse_pull"
     if row_ids is None:
         raise ValueError("row_sparse_pull needs row_ids: pass the numbers of the rows, as row_ids=[0, 2]")
@@ -474,7 +484,7 @@ def rows(known: Known, key: object, out: object, row_ids: Any) -> list[tuple[Key
 
 
 def _lists(row_ids: object) -> object:
-    """Return a key's lists of row numbers as a list of lists. The caller may give one list, or several."""
+    """Return a key's row numbers as a list of lists. The caller may have given one list of numbers, or several lists."""
     one = isinstance(row_ids, (list, tuple)) and not any(np.ndim(each) for each in row_ids)
     return [row_ids] if one else row_ids
 
@@ -525,7 +535,10 @@ def _targets(key: Key, outs: Sequence[Any], what: str) -> tuple[list[Array], Hos
 
 
 def _staged(key: Key, values: Sequence[Any], what: str, written: bool) -> HostStaging:
-    """Make host memory for arrays on GPUs that fit the key. ValueError or TypeError with the key's name."""
+    """Allocate host memory for a key's arrays on GPUs.
+
+    If the arrays do not fit the key, raises ValueError or TypeError with the key's name in the message.
+    """
     for value in values:
         if is_jax(value):
             raise TypeError(f"{what}: key {key.name!r} got a JAX array on a GPU: pass numpy.asarray of it")
@@ -538,7 +551,7 @@ def _staged(key: Key, values: Sequence[Any], what: str, written: bool) -> HostSt
 
 
 def first_value(name: Name, values: Sequence[Any]) -> Array:
-    """Return the value that `init` stores: the sum of a key's arrays on the host. A copy from GPUs blocks."""
+    """Return the value that `init` stores: the sum, on the host, of the key's arrays. Blocks for arrays on GPUs."""
     what = "init"
     given = [value.to_dense() if isinstance(value, RowSparse) else value for value in values]
     if not any(map(is_device, given)):

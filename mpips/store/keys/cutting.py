@@ -1,4 +1,4 @@
-"""Cut a new key as `sharding` decides: pieces and shards for a worker, and descriptions of its units for servers."""
+"""Cut a new key as `sharding` decides: into pieces and shards for a worker, and into units, described to servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpips.store.roles import Layout
 from mpips.store.transport.frames import UnitCard
 from mpips.store.transport.pending import UnitNumbers
 
-# the most chunks of a server's part of a key
+# largest number of chunks into which one server's part of a key is cut
 MOST_CHUNKS = 32
 # server -> its new units
 Cards = dict[int, list[UnitCard]]
@@ -47,12 +47,12 @@ class Cutting:
         self._numbers = numbers or UnitNumbers()
 
     def copy(self) -> Cutting:
-        """Return a copy on which a change can be tried."""
+        """Return a copy, for trying a change without keeping it."""
         placement, numbers = self._placement.copy(), self._numbers.copy()
         return Cutting(self._layout, self._one_node, self._side_by_side, placement, numbers)
 
     def free(self, keys: Iterable[Key]) -> None:
-        """Take away keys that are no longer kept."""
+        """Free the load and the unit numbers of keys that are no longer stored."""
         for key in keys:
             self._placement.remove_load(_parts(key), key.dtype.itemsize)
             self._numbers.release(shard.number for shard in key.shards)
@@ -60,16 +60,17 @@ class Cutting:
     def cut(
         self, key: Key, lines: Sequence[LineToServer], cards: Cards, parts: Sequence[tuple[int, Interval]] | None = None
     ) -> None:
-        """Give a key its pieces and shards, and append its units to `cards`. ValueError if there are too many units.
+        """Give a key its pieces and shards, and append its units to `cards`. Raises ValueError if there are too many units.
 
         Args:
-            parts: Each server's part, if that is known. None: place the key.
+            lines: The connections to the servers, one for each; a None for each server on ranks that have no connections.
+            parts: (server, interval) for each server's part of the key, if the key is placed already. None: place it.
         """
         options = self._layout.options
         sharers = max(map(len, self._groups))
         grain = grain_of(key.shape, self._layout.num_servers * (sharers * MOST_CHUNKS if sharers > 1 else 1))
         if self._one_node and sharers > 1:
-            # as `collectives.reduce_scatter` cuts, which the members use: between any elements
+            # The members of a client use `collectives.reduce_scatter`, which cuts between any two elements.
             grain = 1
         by_server = []
         if parts is None:
@@ -84,7 +85,7 @@ class Cutting:
                 if chunk.size or not part.size:
                     self._cut_piece(key, server, chunk, grain, lines[server], cards[server])
             by_server.append(key.pieces[first:])
-        # Pieces of the servers in turn, so that the few pieces under way keep all servers busy. All workers use the
+        # Alternate between the servers, so that the few pieces in progress keep all servers busy. All workers use the
         # same order, because a server takes only a few pieces at a time.
         key.pieces = [piece for row in zip_longest(*by_server) for piece in row if piece is not None]
         key.pushes = [shard for piece in key.pieces for shard in piece.pushes]
@@ -118,7 +119,7 @@ class Cutting:
         key.pieces.append(piece)
 
     def _block_elements(self, size: int, itemsize: int) -> int:
-        """Return the number of elements in a block of a unit of `size`. Between nodes a message holds one block."""
+        """Return the number of elements in each block of a unit of `size`. Between nodes a message holds one block."""
         options = self._layout.options
         nbytes = options.chunk_bytes
         if self._one_node:

@@ -1,4 +1,4 @@
-"""One key on a worker: its shape, where its elements lie on the servers, how often it was pushed, its fast path."""
+"""One key as a worker sees it: its shape, where the servers keep its elements, its round, and its fast path."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpips.collectives.recorder.own import LONG_BYTES
 
 Array = NDArray[Any]
 Name = int | str
-# how many keys an error message names
+# largest number of keys that an error message names
 SHOWN = 4
 NO_MARKS = {"push": 0, "pull": 0, "pushpull": 0}
 
@@ -24,18 +24,18 @@ NO_MARKS = {"push": 0, "pull": 0, "pushpull": 0}
 class Fast(Protocol):
     """The fast path of one key, bound at `init`, for C-contiguous arrays of the key's shape and dtype.
 
-    Each call waits for a moment at most. It returns None when it is done, or a task that does the rest. A call that
-    could not begin at all returns a task that does everything. Used only while no other operation is under way.
+    Each call waits for a moment at most. It returns None if it has finished, or else a task that does the rest. If it
+    could not begin at all, that task does everything. Used only while no other operation is in progress.
     """
 
-    # True if keys of a list take it too: `post` for all, `wait_until_read` for all, `pull` for all
+    # True if a call with a list of keys may use it too: `post` for all keys, then `wait_until_read` for all, then `pull`
     lists: bool
 
     def push(self, array: Array, priority: int) -> Task[None] | None:
-        """Contribute to the next round. When it is over the array may be overwritten."""
+        """Contribute to the next round. Once this has finished, the array may be overwritten."""
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
-        """Contribute to the next round, without waiting until the servers have read arrays that they read in place."""
+        """Contribute to the next round. Does not wait for servers that read the array in place: see `wait_until_read`."""
 
     def wait_until_read(self) -> Task[None] | None:
         """Wait until the servers have read the array, after a `post` that returned None."""
@@ -44,11 +44,11 @@ class Fast(Protocol):
         """Write the key's value into `out`."""
 
     def pushpull(self, array: Array, out: Array, priority: int) -> Task[None] | None:
-        """Push and pull. `out` may be `array`. Blocks may be read while the servers still sum later ones."""
+        """Push, then pull into `out`, which may be `array`. Summed blocks are read while the servers sum later blocks."""
 
 
 class FastList(Protocol):
-    """The fast path of a list of keys that each have a fast path, in one step. Returns None or tasks as `Fast` does."""
+    """The fast path of a list of keys, for all of them in one step. Its methods return None or a task, as `Fast` does."""
 
     def push(self, keys: Sequence[Key], arrays: Sequence[Array], priority: int) -> Task[None] | None: ...
 
@@ -57,18 +57,18 @@ class FastList(Protocol):
     def pushpull(
         self, keys: Sequence[Key], arrays: Sequence[Array], outs: Sequence[Array], priority: int
     ) -> Task[None] | None:
-        """Push and pull. Arrays of `outs` and `arrays` may overlap in any way."""
+        """Push, then pull. The arrays in `outs` and in `arrays` may overlap in any way."""
 
 
 class Rounds(dict[Name, int]):
-    """The last complete round of every key and table, which it holds after `recover`.
+    """Name of a key or table -> the round that it holds after `recover`: its last complete one.
 
-    In an asynchronous store: the number of pushes of this worker, or of its client, that are in it.
+    In an asynchronous store, the number is instead how many pushes of this worker, or of its client, were applied.
 
     Attributes:
-        step: The round that all keys and tables hold that were ever pushed. None if they hold different rounds. In an
-            asynchronous store, the lowest of them.
-        torn: Keys of whose last round some blocks were applied and others were not: load a checkpoint of them.
+        step: The round of all keys and tables that were ever pushed, or None if their rounds differ. In an asynchronous
+            store, the lowest of their numbers.
+        torn: Keys and tables whose last round was applied only in part. They must be loaded from a checkpoint.
     """
 
     step: int | None = None
@@ -87,21 +87,22 @@ class Key:
     shards: list[Shard] = field(default_factory=list)
     # the shards that this worker contributes to
     pushes: list[Shard] = field(default_factory=list)
-    # the parts of the key that go through the pipeline inside a client one by one: each server's part, or chunks of it
+    # The parts of the key that a client's pipeline handles one by one. Each is one server's part of the key, or a chunk
+    # of that part.
     pieces: list[Piece] = field(default_factory=list)
-    # the fast path, or None if it has none
+    # the fast path, or None if the key has none
     fast: Fast | None = None
-    # the weight of this worker's next push in a round that a quorum closes
+    # the weight of this worker's next push, in a round that ends as soon as a quorum of workers has pushed
     weight: int = 1
-    # True if its value may have changed other than by rounds since it was last pulled with its version
+    # True if, since the last pull that returned a version, the value may have changed other than by a round
     replaced: bool = True
-    # Operation -> the mark by which others see a call of it on this rank's page. 0: not known yet, or the call is
-    # timed.
+    # Operation -> the mark on this rank's page that shows other processes a call of this operation for this key. 0 if it
+    # is not known yet, or the call is timed.
     marks: dict[str, int] = field(default_factory=NO_MARKS.copy, compare=False, repr=False)
     noun = "key"
 
     def __post_init__(self) -> None:
-        # each call of a long key is timed
+        # Every call for a long key is timed.
         self.is_long = self.nbytes >= LONG_BYTES
 
     @property
@@ -111,7 +112,7 @@ class Key:
 
     @property
     def floats(self) -> bool:
-        """True if its elements are floats, bfloat16 included. Only such keys can have optimizers and compression."""
+        """True if the elements are floats, bfloat16 included. Only float keys can have optimizers and compression."""
         return self.dtype.kind not in "iu"
 
     @property
@@ -121,9 +122,9 @@ class Key:
 
 
 def label(what: str, names: Sequence[Name]) -> str:
-    """Return the text by which workers compare calls, and which messages show, such as "push of key 'w'".
+    """Describe a call, such as "push of key 'w'", for messages and for comparing the calls of different workers.
 
-    For more than a few keys it has their number and a checksum, so that different lists have different texts.
+    For more than a few keys, the description has their number and a checksum, so that it differs for different lists.
     """
     keys = f"key{'' if len(names) == 1 else 's'} {', '.join(map(repr, names[:SHOWN]))}"
     if len(names) > SHOWN:
@@ -133,7 +134,7 @@ def label(what: str, names: Sequence[Name]) -> str:
 
 
 class LineToServer(Protocol):
-    """Sends frames to a server (`transport.lines`). Fields as in `transport.frames.Frame`."""
+    """A connection that sends frames to a server (`transport.lines`). For the fields see `transport.frames.Frame`."""
 
     local: bool
 
@@ -170,18 +171,18 @@ class Shard:
     server: int
     start: int
     stop: int
-    # the line to the server; None in a plan that a server makes
+    # the connection to the server; None on a rank that is not a worker and only makes a recovery plan
     line: LineToServer
     # ranks of the workers that push it
     contributors: tuple[int, ...]
     block_elements: int
     blocks: int
-    # number of blocks that a pull on a node waits for before it copies them, while enough are left (see
-    # `sharding.pulled_at_once`)
+    # On one node, a pull waits until this many blocks are ready and copies them together (`sharding.pulled_at_once`).
+    # Towards the end, with fewer than twice as many left, it waits for all of them.
     least: int = 1
-    # index of the word that counts this worker's pushes read by the server; -1 if it does not contribute
+    # index in `words` of the number of this worker's pushes that the server has read; -1 if it does not contribute
     mine: int = -1
-    # on one node: the unit's words in the server's memory; word 0 counts the blocks summed over all rounds
+    # on one node: the unit's words in the server's memory; word 0 is the number of blocks summed in all rounds so far
     words: Any = None
     # on one node: the unit's values in the server's memory
     stored: Array | None = None
@@ -191,11 +192,12 @@ class Shard:
     copy: Any = None
     # on one node: the compressed or row-sparse payload that the server may still read
     kept: Array | None = None
-    # between nodes: blocks that the server has asked for
+    # between nodes: numbers of the blocks that the server has asked for
     credits: list[int] = field(default_factory=list)
-    # between nodes: number of pushes that the server has read
+    # between nodes: number of this worker's pushes that the server has reported as read
     told: int = 0
-    # in an asynchronous store: number of pushes in it, while the server holds it unchanged for this worker
+    # In an asynchronous store, while the server keeps the shard unchanged for this worker: number of pushes applied to
+    # it. Otherwise -1.
     held: int = -1
     # True once the server has granted this worker's read, or (between nodes) has received its first value
     granted: bool = False
@@ -205,7 +207,7 @@ class Shard:
         self.local = self.line is not None and self.line.local
 
     def enough(self, done: int) -> int:
-        """Return the number of blocks that a pull waits for after it has copied `done` blocks."""
+        """Return the number of blocks that must be ready before a pull that has copied `done` blocks goes on."""
         return done + self.least if self.blocks - done >= 2 * self.least else self.blocks
 
     def consumed(self) -> int:
@@ -221,5 +223,5 @@ class Piece:
     pushes: list[Shard]
     # its index among the pieces of the key
     number: int
-    # memory for the client's sum of the part that this worker owns
+    # memory for the sum, over the client's members, of the elements that this worker owns
     reduced: Array | None = None

@@ -1,4 +1,4 @@
-"""Row-sparse gradients, as embedding layers have them: merged, packed for messages, and applied to weights."""
+"""Row-sparse gradients, such as those of embedding layers: merge them, pack them for messages, apply them to weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpips.collectives.kernels.quiet import quiet
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.equation import is_fused
 
-# how many rows are added, or gathered from weights and state, at a time
+# number of rows that are added, or gathered from weights and state, at a time
 ROWS_AT_A_TIME = 4096
 
 
@@ -26,12 +26,12 @@ class RowSparse:
     The arrays are checked once, in the constructor, and not copied.
 
     Args:
-        rows: Integers of shape (k,), in any order. Values of a row that comes several times are added.
+        rows: Row numbers: integers of shape (k,), in any order. The values of a row that is named repeatedly are added.
         values: The rows, of shape (k, *shape[1:]).
         shape: The shape of the whole array.
 
     Raises:
-        ValueError: Something does not fit. The message names it.
+        ValueError: An argument has a wrong shape or dtype, or a row number is out of range. The message names it.
     """
 
     rows: np.ndarray
@@ -62,7 +62,7 @@ class RowSparse:
         return self.values.dtype
 
     def merged(self) -> RowSparse:
-        """Return the same array with ascending rows, each once. Values of one row are added in their order."""
+        """Return the same array with ascending rows and no repeats. Values of a repeated row are added in their order."""
         if np.all(self.rows[1:] > self.rows[:-1]):
             return self
         order = np.argsort(self.rows, kind="stable")
@@ -85,13 +85,13 @@ class RowSparse:
             dense[once.rows] += once.values
 
     def between(self, start: int, stop: int) -> RowSparse:
-        """Return the rows in [start, stop), as an array of stop - start rows: the part of a shard, counted from 0."""
+        """Return the part of the array in rows [start, stop), such as a shard. Row numbers then count from `start`."""
         chosen = (self.rows >= start) & (self.rows < stop)
         return RowSparse(self.rows[chosen] - start, self.values[chosen], (stop - start, *self.shape[1:]))
 
 
 class EmptyPush(RowSparse):
-    """A push that only counts as a round of its key.
+    """A push without values, which still counts towards the round of its key.
 
     If all contributors push it, the key and its optimizer's state and step count stay as they are. If others push
     values, it counts as zeros.
@@ -112,7 +112,8 @@ def sums_of_runs(values: np.ndarray, order: np.ndarray, starts: np.ndarray) -> n
     sums, counts = values[order[starts]], np.diff(starts, append=len(order))
     done, most = 1, int(counts.max())
     longer = np.flatnonzero(counts > done)
-    # One addition for all runs at a time, as long as that needs fewer calls than to add up the longer runs one by one.
+    # Add the next value of every run with one call, as long as that needs fewer calls than adding up the runs that are
+    # left one by one.
     while len(longer) > most - done:
         sums[longer] += values[order[starts[longer] + done]]
         done += 1
@@ -120,8 +121,8 @@ def sums_of_runs(values: np.ndarray, order: np.ndarray, starts: np.ndarray) -> n
     for run in longer.tolist():
         rest = values[order[starts[run] + done : starts[run] + counts[run]]]
         both = np.concatenate([sums[run : run + 1], rest])
-        # NumPy adds pairwise only along the axis whose elements are neighbours in memory. With one element in a row
-        # that is this axis: then `accumulate` adds in order.
+        # NumPy's `reduce` adds in order, except along the axis that is contiguous in memory, where it sums pairwise. If
+        # a row has only one element, axis 0 is that axis. `accumulate` always adds in order.
         if sums[run].size > 1:
             sums[run] = np.add.reduce(both, axis=0, dtype=values.dtype)
         else:
@@ -130,13 +131,13 @@ def sums_of_runs(values: np.ndarray, order: np.ndarray, starts: np.ndarray) -> n
 
 
 def _array(x: object, name: str) -> np.ndarray:
-    """Return a NumPy array. Lists become arrays; PyTorch tensors are viewed, also those that record gradients."""
+    """Return `x` as a NumPy array. A PyTorch tensor is viewed, even if it records gradients. A list is copied."""
     arrays.see_unmasked(x, name)
     return arrays.host(x) if arrays.is_torch(x) else np.asarray(x)
 
 
 def add(parts: Sequence[RowSparse]) -> RowSparse:
-    """Sum one or more arrays of one shape and dtype. Reproducible: they are added in the order given, and merged."""
+    """Return the merged sum of arrays of one shape and dtype. Reproducible: they are added in the order given."""
     if not parts:
         raise ValueError("add needs at least one RowSparse")
     first = parts[0]
@@ -149,7 +150,7 @@ def add(parts: Sequence[RowSparse]) -> RowSparse:
 
 @quiet
 def merge(a: RowSparse, b: RowSparse) -> RowSparse:
-    """Add two merged arrays, without making a copy of both in addition to the sum."""
+    """Add two merged arrays. Uses less memory than `add`, which copies both before it sums them."""
     rows = np.union1d(a.rows, b.rows)
     values = np.zeros((len(rows), *a.shape[1:]), a.dtype)
     values[np.searchsorted(rows, a.rows)] = a.values
@@ -160,18 +161,18 @@ def merge(a: RowSparse, b: RowSparse) -> RowSparse:
 
 
 def sum_of(parts: Sequence[RowSparse]) -> RowSparse:
-    """Sum one or more arrays, merged. They are added one by one, without making a copy of all of them."""
+    """Return the merged sum of arrays, added one by one. Uses less memory than `add`, which copies all of them first."""
     return functools.reduce(merge, [part.merged() for part in parts])
 
 
 def packed(rows: RowSparse) -> np.ndarray:
-    """Encode as bytes: row numbers (int64), then their values."""
+    """Encode rows as bytes: the row numbers (int64), then the values."""
     values = np.ascontiguousarray(rows.values).reshape(-1)
     return np.concatenate([rows.rows.view(np.uint8), values.view(np.uint8)])
 
 
 def unpacked(data: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> RowSparse:
-    """Decode rows of an array of this shape and dtype that `packed` has encoded."""
+    """Decode what `packed` encoded, for an array of this shape and dtype."""
     count = data.size // (8 + math.prod(shape[1:]) * dtype.itemsize)
     values = data[8 * count :].view(dtype).reshape(count, *shape[1:])
     return RowSparse(data[: 8 * count].view(np.int64), values, shape)
@@ -180,15 +181,15 @@ def unpacked(data: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> RowSp
 def update_rows(
     optimizer: Optimizer, weights: np.ndarray, parts: Sequence[RowSparse], state: Sequence[np.ndarray], step: int
 ) -> None:
-    """Update the rows that gradients name, by the gradients' sum, in place in `weights` and `state`.
+    """Update the rows named in the gradients with the gradients' sum, in place in `weights` and `state`.
 
     Other rows keep their values and state ("lazy": no decay of momentum or weights for them), as in MXNet.
 
     Args:
         weights: C-contiguous, of the gradients' shape.
         parts: One or more gradients.
-        state: As `optimizer.init(weights.reshape(-1))` has made it.
-        step: The number of this update.
+        state: The state arrays, as created by `optimizer.init(weights.reshape(-1))`.
+        step: The number of this update, from 1.
     """
     for part in parts:
         if weights.shape != part.shape:

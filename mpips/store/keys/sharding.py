@@ -1,12 +1,12 @@
 """Decide which server keeps which elements of a key. Pure functions over half-open intervals.
 
 An array of `big_array` elements or more is cut evenly over all servers. Any other array goes as a whole to the server
-that holds the fewest bytes. In between, an array of at least a quarter of `big_array` is cut too if the server that
-took it would then hold much more than its share.
+that holds the fewest bytes, unless it has at least a quarter of `big_array` elements and would leave that server with
+much more than its share of all bytes. In that case it is cut too.
 
 A server's part of an array is cut again into *units*, the atoms of a server's state. A unit always has the same
-contributors, the workers that push to it: every worker in dist_* stores; each client's master with masters="one";
-with masters="all" one member of each client, where member i of p members pushes the i-th of p slices.
+contributors, the workers that push to it. In dist_* stores these are all workers. With masters="one" they are the
+masters of the clients. With masters="all" they are one member of each client: member i of p pushes the i-th of p slices.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Blocks are never shorter than the longest block divided by this: shorter ones cost more than their overlap saves.
+# Blocks are never shorter than the longest allowed block divided by this. Shorter blocks would cost more than the
+# overlap of summing and copying saves.
 SHORT = 8
 CACHE_LINE = 64
 # An array of at least big_array / MEDIUM elements may be cut, if a server that took it whole would hold more than
@@ -68,9 +69,9 @@ def split(interval: Interval, parts: int, grain: int = 1) -> list[Interval]:
 
 
 def grain_of(shape: Sequence[int], parts: int) -> int:
-    """Return how many elements must stay together when an array of this shape is cut into `parts`.
+    """Return the number of elements that must stay together when an array of this shape is cut into `parts`.
 
-    That is a row, if there are enough rows for even parts, and otherwise a single element.
+    This is the length of a row if there are enough rows to make the parts about equal, and 1 otherwise.
     """
     if len(shape) < 2 or shape[0] < 8 * parts:
         return 1
@@ -97,14 +98,15 @@ def block_bytes(nbytes: int, most: int, side_by_side: bool) -> int:
 def pulled_at_once(nbytes: int, block: int, past_caches: int) -> int:
     """Return how many blocks of `block` bytes a pull waits for before it copies them all with one call.
 
-    A copy of at least `past_caches` bytes writes past the caches, and need not fetch the lines that it overwrites. That
-    saves more than reading each block while it is in the server's cache. Smaller pulls copy one block at a time.
+    A copy of at least `past_caches` bytes bypasses the caches when it writes, so it need not fetch the lines that it
+    overwrites. That saves more than reading each block while it is in the server's cache. Smaller pulls copy one block
+    at a time.
     """
     return -(-past_caches // block) if nbytes >= past_caches else 1
 
 
 class Placement:
-    """Places arrays on servers by how many bytes each server holds.
+    """Places arrays on servers, balancing the bytes that each server holds.
 
     Deterministic: the same calls in the same order give the same places on every rank.
     """
@@ -114,13 +116,13 @@ class Placement:
         self._big_array = big_array
 
     def copy(self) -> Placement:
-        """Return a copy on which arrays can be placed on trial."""
+        """Return a copy, for placing arrays on trial."""
         placement = Placement(0, self._big_array)
         placement.loads = self.loads.copy()
         return placement
 
     def remove_load(self, parts: Sequence[tuple[int, int]], itemsize: int) -> None:
-        """Subtract an array that was given up. `parts`: (server, number of elements)."""
+        """Subtract an array that is no longer stored. `parts`: (server, number of elements)."""
         for server, elements in parts:
             self.loads[server] -= elements * itemsize
 
@@ -148,13 +150,13 @@ class Placement:
             self.loads[server] += part.size * itemsize
 
     def _tips(self, server: int, nbytes: int) -> bool:
-        """True if `nbytes` more would make this server's load much larger than the mean of all servers."""
+        """True if `nbytes` more bytes would make this server's load much larger than the mean load of the servers."""
         servers, after = len(self.loads), self.loads[server] + nbytes
         return ABOVE_SHARE * servers * after > (ABOVE_SHARE + 1) * (sum(self.loads) + nbytes)
 
 
 def owners(clients: Sequence[Interval], kind: str, masters: str) -> list[list[int]]:
-    """Return the groups of workers that contribute to a key. Each group contributes the whole key once.
+    """Return the groups of workers that contribute to a key. Each group as a whole pushes every element once.
 
     A group is a single worker, a client's master, or all members of a client, who push a slice each.
     """
@@ -166,7 +168,7 @@ def owners(clients: Sequence[Interval], kind: str, masters: str) -> list[list[in
 
 
 def units(key: int, server: int, part: Interval, groups: Sequence[Sequence[int]], grain: int = 1) -> list[Unit]:
-    """Cut a server's part of a key into units, wherever a group's slices pass from one worker to the next."""
+    """Cut a server's part of a key into units: wherever, in any group, one worker's slice ends and the next begins."""
     slices = [split(part, len(group), grain) for group in groups]
     cuts = sorted({part.start, part.stop, *(piece.start for pieces in slices for piece in pieces)})
     result = []

@@ -1,7 +1,8 @@
-"""The fast paths of a store without servers, for one key and for a list, and the collectives behind all its sums.
+"""The fast paths of a store without servers, for one key and for a list of keys, and the collectives behind all sums.
 
-The fast paths serve plain arrays while nothing else is under way and pushes are not compressed. A worker that takes the
-general path meanwhile takes part in the same collective. The bits of the result do not depend on the path.
+The fast paths are for plain arrays, and are used while no other operation is in progress and pushes are not compressed.
+Workers on the fast path and workers on the general path can run the same collective together, and the result has the
+same bits on either path.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mpips.store.runtime.generation import Generation
 
 
 def flat(array: Array) -> Array:
-    """Return the array as 1-D. A 1-D array is returned itself, because collectives find its plan by its identity."""
+    """Return the array as 1-D. A 1-D array is not even viewed anew, because collectives cache plans by its identity."""
     return array if array.ndim == 1 else array.reshape(-1)
 
 
@@ -69,7 +70,7 @@ class Fast:
 
 
 class Lists:
-    """The fast path of several keys of one call: one collective for all. `replicas`: by name, as they are now."""
+    """The fast path of a call for several keys, in one collective. `replicas` is the live mapping of all replicas by name."""
 
     def __init__(self, replicas: Mapping[Name, Replica], sums: Sums, generation: Generation) -> None:
         self._replicas = replicas
@@ -94,7 +95,7 @@ class Lists:
             flat(out)[...] = self._replicas[key.name].value
 
     def pushpull(self, keys: Sequence[Key], arrays: Sequence[Array], outs: Sequence[Array], priority: int) -> None:
-        """Push and pull. Sums go directly into `outs`, which may be `arrays`, unless results overlap other arrays."""
+        """Push, then pull into `outs`, which may be `arrays`. Sums go directly into `outs` unless these overlap other arrays."""
         if len(keys) > 1:
             replicas, text = self._prepared(keys)
             blocks = blocks_of(replicas)
@@ -122,13 +123,13 @@ class Lists:
 
 
 def blocks_of(replicas: Sequence[Replica]) -> Blocks:
-    """Return memory for this worker's blocks of the sums of several keys. None if no sum is left in blocks."""
+    """Return, for each replica, memory for this worker's block of the sum, or None. None if no replica needs a block."""
     blocks = [replica.block_room() for replica in replicas]
     return blocks if any(block is not None for block in blocks) else None
 
 
 def take_from(replicas: Sequence[Replica], outs: Sequence[Array], blocks: Blocks) -> None:
-    """Complete rounds whose sums are in `outs`, or in blocks. Update, and write the new values to `outs`."""
+    """Complete a round of each replica. Its sum is in its array of `outs`, or in its block; leave the new value in `outs`."""
     for number, (replica, out) in enumerate(zip(replicas, outs)):
         if blocks is not None and blocks[number] is not None:
             replica.take_block()
@@ -139,14 +140,15 @@ def take_from(replicas: Sequence[Replica], outs: Sequence[Array], blocks: Blocks
             total[...] = replica.value
 
 
-# The algorithm of all sums. However keys are cut or put together in lists, every element is added in the same order.
+# The algorithm of all sums. The workers' contributions to an element are added in the same order, however keys are split
+# or grouped into lists.
 SUMS = "reproducible"
-# for each array, memory for this worker's block of its sum, or None
+# memory for this worker's block of the sum of each array. None for an array that needs no block, or if none does.
 Blocks: TypeAlias = "Sequence[Array | None] | None"
 
 
 def in_steps(plan: Plan) -> Task[None]:
-    """Run a collective that has begun, step by step, until it is over."""
+    """A task that runs a collective that has begun, until it has finished."""
     while not plan.test():
         yield False
     plan.wait()
@@ -155,10 +157,10 @@ def in_steps(plan: Plan) -> Task[None]:
 class Sums:
     """Collectives among the workers. Arrays are C-contiguous, and `outs` may be the arrays themselves.
 
-    Workers that block and workers that go in steps can take part in the same collective.
+    One worker may run a collective blocking while another runs the same one in steps, as a task.
 
     Args:
-        home: What `collectives` keeps for `comm`.
+        home: The record that `collectives` keeps for `comm`.
     """
 
     def __init__(self, home: Communicator, comm: MPI.Intracomm) -> None:
@@ -167,7 +169,7 @@ class Sums:
         self.size = home.size
         # True if there are other workers, and all are on this node
         self.one_node = home.size > 1 and home.nodes == 1
-        # number of sums that this worker has begun, and the name of the last one
+        # number of sums that this worker has begun, and the label of the last one
         self.begun = 0
         self.text = ""
 
@@ -185,7 +187,7 @@ class Sums:
     def task(
         self, arrays: Sequence[Array], outs: Sequence[Array], text: str, direct: bool, blocks: Blocks = None
     ) -> Task[None]:
-        """Run `one` or `many`: blocking if `direct`, else in steps, during compute."""
+        """A task that runs `one` or `many`: blocking if `direct`, else in steps, while the program computes."""
         single = len(arrays) == 1
         if direct and single:
             self.one(arrays[0], outs[0], text)
@@ -209,9 +211,9 @@ class Sums:
         collectives.broadcast(array, self.comm, root, label=text)
 
     def broadcast(self, arrays: Sequence[Array], root: int, text: str, direct: bool) -> Task[None]:
-        """Run `broadcast_one` for several arrays: blocking if `direct`, else in steps.
+        """A task that runs `broadcast_one` for several arrays: blocking if `direct`, else in steps.
 
-        Small ones travel together.
+        Small arrays are sent together.
         """
         for run in runs(array.nbytes for array in arrays):
             vector = packed(arrays[run])
@@ -222,7 +224,10 @@ class Sums:
             unpack(vector, arrays[run])
 
     def gather(self, x: Array, out: Array | None, text: str, direct: bool) -> Task[None]:
-        """Gather all workers' blocks from x into out, on all workers. Without `out`, in place in x."""
+        """A task that gathers the workers' blocks `x` into `out`, on all workers: blocking if `direct`, else in steps.
+
+        If `out` is None, it works in place: `x` has room for all blocks, and holds this worker's.
+        """
         if direct:
             collectives.allgather(x, self.comm, out=out, label=text)
         else:
@@ -230,10 +235,10 @@ class Sums:
 
 
 class RowSums:
-    """The rows of all workers.
+    """Exchanges row-sparse pushes: every worker gets the rows of all workers.
 
-    Rows travel in two allgathers: first the number of bytes of each worker, then the bytes, in blocks as long as the
-    longest. All workers add the rows in the order of the workers.
+    There are two allgathers. The first has the number of bytes of each worker's rows. The second has the rows, in
+    blocks that are all as long as the longest. All workers then add the rows in the order of the workers' ranks.
     """
 
     def __init__(self, sums: Sums) -> None:
@@ -243,7 +248,7 @@ class RowSums:
         self._blocks = np.empty(0, np.uint8)
 
     def gather(self, key: Key, rows: RowSparse, direct: bool) -> Task[list[RowSparse]]:
-        """Return all workers' rows of the key. Valid until the next call. Collective; `direct`: it may block."""
+        """A task that returns all workers' rows of the key, valid until the next call. Collective; may block if `direct`."""
         text = label("push of rows", [key.name])
         self._sums.begun, self._sums.text = self._sums.begun + 1, text
         mine = packed_rows(rows.merged())
@@ -259,7 +264,7 @@ class RowSums:
         return [unpacked(piece, key.shape, key.dtype) for piece in pieces]
 
     def _room(self, block: int) -> Array:
-        """Return a block for each worker. The memory is used again, because collectives find their plan by it."""
+        """Return memory with one block for each worker. It is reused, because collectives cache their plans by it."""
         size = block * len(self._sizes)
         if self._blocks.size < size:
             self._blocks = np.empty(size, np.uint8)
@@ -267,5 +272,5 @@ class RowSums:
 
 
 def _round_up(size: int) -> int:
-    """Return the length of a block. There are few different lengths, so that few collectives have to be prepared."""
+    """Round a size up to a block length: a power of 2, so that collectives need plans for only a few lengths."""
     return max(64, 1 << (size - 1).bit_length())

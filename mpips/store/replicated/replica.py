@@ -1,13 +1,13 @@
-"""A key of a store without servers, on one worker: its value, the optimizer's state, and after which round. No I/O.
+"""A key of a store without servers, on one worker: its value, its optimizer's state and its round. No communication.
 
-A value has two arrays, used in turn. A sum goes into the free one, so that nothing is lost if a round breaks off. An
-optimizer updates in place.
+A value has two arrays, used in turn. A sum goes into the free one, so that nothing is lost if a round is interrupted.
+An optimizer updates in place.
 
-On a node a round may leave a long value *spread*: every worker has only its own block, and copies the others' blocks
-from their memory when it needs the whole. They stay valid through the next round, which no worker can complete before
-all have come to it.
+On one node, a round may leave a long value *spread*: every worker has only its own block of it, and copies the other
+blocks from the other workers' memory when it needs the whole value. These blocks stay valid during the next round,
+because no worker can complete that round before all have begun it.
 
-In a store that survives deaths, a `SurvivingReplica` can be put back to the round before its last one.
+In a store that survives deaths, a `SurvivingReplica` can go back to the round before its last one.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Replica:
     def __init__(
         self, key: Key, value: Array, optimizer: Optimizer | None, allocate: Callable[[int, np.dtype], Array]
     ) -> None:
-        """`value`: 1-D, kept. `allocate` makes memory where collectives are fastest."""
+        """`value` is 1-D, and is used without a copy. `allocate` allocates memory where collectives are fastest."""
         self.key = key
         self.optimizer = optimizer
         # None before the first update
         self.state: list[Array] | None = None
         # number of updates by the optimizer
         self.step = 0
-        # True during an update in place. If the update breaks off it stays True: the replica is torn.
+        # True during an update in place. It stays True if the update is interrupted: the replica is then torn.
         self.updating = False
         self._allocate = allocate
         self._arrays: list[Array | None] = [value, None]
@@ -84,32 +84,32 @@ class Replica:
         return (room, value) if self._turn else (value, room)
 
     def share(self, others: Sequence[tuple[int, int, Arrays]]) -> None:
-        """Give access to the other workers' blocks [start, stop) of their arrays.
+        """Give access to the other workers' blocks: for each (start, stop, both arrays of that worker).
 
-        Sums may be left spread from now on.
+        From now on sums may be left spread.
         """
         self._others = others
 
     def block_room(self) -> Array | None:
-        """Return memory for this worker's block of the next sum, if `take_block` needs no more than that, else None."""
+        """Return memory for this worker's block of the next sum. None if the next sum cannot be left spread."""
         return self.room() if self._others and self.optimizer is None else None
 
     # ---- rounds
 
     def set_optimizer(self, optimizer: Optimizer | None) -> None:
-        """Update the value by this optimizer from now on, with new state."""
+        """Use this optimizer from now on, with new state and step 0. None: a sum replaces the value."""
         # Reading `value` gathers the whole value, which the optimizer will need.
         assert self.value.ndim == 1
         self.changed()
         self.optimizer, self.state, self.step = optimizer, None, 0
 
     def prepare(self) -> None:
-        """Make the optimizer's state before anything is sent. TypeError if the optimizer cannot serve the key."""
+        """Create the optimizer's state before anything is sent. Raises TypeError if the key's elements are not floats."""
         if self.optimizer is not None and self.state is None:
             self.state = initial(self.optimizer, self.value)
 
     def take_sum(self, total: Array) -> None:
-        """Complete a round by its sum (1-D), which updates or becomes the value. A sum in `room` is not copied."""
+        """Complete a round with its 1-D sum, which updates or replaces the value. A sum that is in `room()` is not copied."""
         if self.optimizer is not None:
             self._update(total)
         else:
@@ -120,12 +120,15 @@ class Replica:
         self.key.round += 1
 
     def take_block(self) -> None:
-        """Complete a round in which every worker has its block of the sum in its `block_room`."""
+        """Complete a round whose sum is spread: every worker has its own block of it in its `block_room()`."""
         self._turn, self._spread = 1 - self._turn, True
         self.key.round += 1
 
     def take_rows(self, parts: Sequence[RowSparse]) -> None:
-        """Complete a round of row-sparse pushes. The optimizer leaves other rows, and their state, as they are."""
+        """Complete a round with the rows that all workers pushed.
+
+        An optimizer changes only these rows and their state. Without an optimizer all other rows become zero.
+        """
         if self.optimizer is None:
             room, total = self.room(), sum_of(parts)
             room[...] = 0
@@ -141,11 +144,11 @@ class Replica:
         self.key.round += 1
 
     def swap_arrays(self) -> None:
-        """Make the content of `room` the value."""
+        """Make the array returned by `room()` the value."""
         self._turn, self._spread = 1 - self._turn, False
 
     def _replace(self) -> None:
-        """Make the sum in `room` the value, at the end of a round."""
+        """Make the sum in `room()` the value, at the end of a round."""
         self.swap_arrays()
 
     def _update(self, total: Array) -> None:
@@ -159,21 +162,21 @@ class Replica:
     # ---- versions; a `SurvivingReplica` may have an older one too
 
     def now(self) -> Version:
-        """Return the present content."""
+        """Return the present version. Its arrays are not copied."""
         step = None if self.state is None else self.step
         return Version(self.key.round, step, [self.value, *(self.state or ())])
 
     def versions(self) -> list[Version]:
-        """Return the whole versions that can be had, newest first."""
+        """Return the complete versions that are available, newest first. Empty if the replica is torn."""
         return [] if self.updating else [self.now()]
 
     def changed(self) -> None:
-        """Note a change that is not a round."""
+        """Note that the content has changed other than by a round."""
 
     # ---- content from checkpoints and from other workers
 
     def put_state(self, step: int, arrays: Sequence[Array]) -> None:
-        """Set the state from a checkpoint. ValueError, with nothing changed, if it does not fit the optimizer."""
+        """Set the optimizer's state from a checkpoint. If it does not fit the optimizer, raises ValueError and keeps the state."""
         self.changed()
         if not step and not arrays:
             self.state, self.step = None, 0
@@ -191,15 +194,15 @@ class Replica:
         self.state, self.step = state, step
 
     def become(self, round_: int, step: int, dtypes: Sequence[str] | None, gives: bool) -> list[Array]:
-        """Prepare to take over a worker's replica, or to give it. Return the arrays that have to be sent.
+        """Prepare to receive another worker's replica, or to send this one. Return the arrays to receive into or to send.
 
-        A replica that takes over is torn until they have arrived.
+        A replica that receives is torn until the caller has filled the arrays and cleared `updating`.
 
         Args:
-            round_: The round of the replica that is given.
+            round_: The round of the replica that is sent.
             step: Its number of updates.
             dtypes: The dtypes of its state arrays, or None if it has no state.
-            gives: This worker gives the replica.
+            gives: True if this worker sends its replica, False if it receives.
         """
         if gives and self._turn:
             self.room()[...] = self.value
@@ -218,9 +221,9 @@ class Replica:
 class SurvivingReplica(Replica):
     """A replica that also keeps the version before its last round.
 
-    It dies with its process, so it needs no marks in memory. An optimizer updates in place, so value and state are
-    copied before. Without an optimizer the array that held the value before still holds it, until the next sum goes
-    there.
+    With an optimizer, which updates in place, value and state are copied before each round. Without one, the array that
+    held the value before the round still holds it, until the next sum is written there. Unlike a server's unit, a
+    replica dies with its process, so nothing about an interrupted update has to be recorded for other processes.
     """
 
     __slots__ = ("_before", "_copies")
@@ -234,24 +237,24 @@ class SurvivingReplica(Replica):
         self._copies: list[Array] = []
 
     def room(self) -> Array:
-        """Return memory for the next sum. A version that is kept there is given up."""
+        """Return memory for the next sum. A version that is kept in that memory is dropped."""
         room = super().room()
         if self._before is not None and self._before.arrays[0] is room:
             self._before = None
         return room
 
     def take_rows(self, parts: Sequence[RowSparse]) -> None:
-        """Complete a round of rows. An optimizer updates in place, so keep a copy first."""
+        """Do as in the base class, but first keep a copy of what an optimizer will update in place."""
         if self.optimizer is not None:
             self._copy()
         super().take_rows(parts)
 
     def versions(self) -> list[Version]:
-        """Return the whole versions that can be had, also the one before the last round."""
+        """Return the complete versions that are available, newest first, including the one before the last round."""
         return super().versions() + ([] if self._before is None else [self._before])
 
     def become_version(self, version: Version) -> None:
-        """Take over a version, the one before or another worker's. The present content is kept instead."""
+        """Make `version` the present one: the version before, or another worker's. The present one becomes the version before."""
         now = None if self.updating else self.now()
         value, *state = version.arrays
         if value is self._arrays[1 - self._turn]:
@@ -264,7 +267,7 @@ class SurvivingReplica(Replica):
         self.step, self.state = (0, None) if version.step is None else (version.step, state)
 
     def changed(self) -> None:
-        """Forget the version before: there is no way back."""
+        """Drop the version before the last round: the replica cannot go back past this change."""
         self._before = None
 
     def _replace(self) -> None:

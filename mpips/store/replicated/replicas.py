@@ -1,6 +1,6 @@
 """All keys of a store without servers, on one worker, with their optimizers and compression.
 
-All workers make, replace and remove keys together. After a failure they make them alike again.
+All workers create, replace and remove keys together. After a failure, recovery makes their replicas equal again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mpips.store.replicated.fast import Sums
 from mpips.store.replicated.replica import Replica, SurvivingReplica
 from mpips.store.worker.interface import States
 
-# Only for longer values does a sum of a list leave each worker its own block. Shorter ones are copied as fast.
+# Only values longer than this are left spread by a sum over a list of keys. Shorter ones are copied as fast.
 LEAST_BYTES = 64 << 10
 WORDS = 2 * len(Region._fields)
 
@@ -43,7 +43,7 @@ WORDS = 2 * len(Region._fields)
 class ReplicaSettings:
     """Optimizers and compression, the same on every worker.
 
-    All workers change them together, after they have compared the changes. `changes` counts these.
+    All workers make the same changes together, after comparing their arguments. `changes` is the number of changes.
     """
 
     def __init__(self, rank: int = 0) -> None:
@@ -54,18 +54,18 @@ class ReplicaSettings:
         self.residuals: Residuals | None = None
 
     def optimizer_of(self, key: Key) -> Optimizer | None:
-        """Return the optimizer of a key, and request the compiled loops that it updates with."""
+        """Return the optimizer of a key, and start to prepare the compiled loops of its updates."""
         optimizer = self.groups.of(key.name)
         prepare(optimizer, key.dtype)
         return optimizer
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> None:
-        """Update these keys (None: all) by this optimizer."""
+        """Use this optimizer for these keys (None: all keys)."""
         self.groups.set(optimizer, keys)
         self.changes += 1
 
     def update_optimizer(self, numbers: Mapping[str, Any], keys: Sequence[Name] | None) -> None:
-        """Change numbers of these keys' optimizers. ValueError or TypeError if they do not fit."""
+        """Change hyperparameters of these keys' optimizers. Raises ValueError or TypeError if an optimizer rejects them."""
         self.groups.update(numbers, keys)
         self.changes += 1
 
@@ -79,7 +79,7 @@ class ReplicaSettings:
         return self.residuals if key.floats else None
 
     def payload(self, key: Key, flat: Array) -> Array:
-        """Return the values that a push adds: with compression, those that the other workers would decode."""
+        """Return the values that a push adds: `flat`, or with compression what decoding the compressed push gives."""
         residuals = self.compressing(key)
         return flat if residuals is None else residuals.decoded(key.name, flat)
 
@@ -97,7 +97,7 @@ class ReplicaSettings:
                 residuals.put(key.name, value, key.dtype)
 
     def forget(self, names: Sequence[Name]) -> None:
-        """Forget keys that are gone."""
+        """Drop the settings and residuals of keys that were removed."""
         self.groups.forget(names)
         if self.residuals is not None:
             self.residuals.forget(names)
@@ -122,7 +122,7 @@ class Replicas:
 
     Args:
         sums: The collectives of the present generation.
-        survives: A worker may die, and the store goes on.
+        survives: True if the store continues after the death of a worker.
     """
 
     def __init__(self, settings: ReplicaSettings, sums: Sums, survives: bool) -> None:
@@ -136,7 +136,7 @@ class Replicas:
         return [self.by_name[key.name] for key in keys]
 
     def make(self, keys: Sequence[Key], values: Sequence[Array], direct: bool) -> Task[None]:
-        """Make keys with rank 0's values. Collective. `direct`: it may block."""
+        """A task that creates keys with rank 0's values. Collective; may block if `direct`."""
         made = []
         for key, value in zip(keys, values, strict=True):
             stored = self._allocate(key.size, key.dtype)
@@ -153,7 +153,7 @@ class Replicas:
         return kind(key, value, self._settings.optimizer_of(key), self._allocate)
 
     def _share(self, replicas: Sequence[Replica], direct: bool) -> Task[None]:
-        """Tell the other workers where long values lie."""
+        """Exchange the addresses of long values, so that the workers can read each other's blocks."""
         if replicas:
             mine = _regions(replicas)
             table = np.empty((self.sums.size, *mine.shape), np.int64)
@@ -166,7 +166,7 @@ class Replicas:
         return arena.empty(size, dtype) if self.sums.one_node else np.empty(size, dtype)
 
     def store_values(self, keys: Sequence[Key], values: Sequence[Array], direct: bool) -> Task[None]:
-        """Replace values by rank 0's. Rounds stay. Collective."""
+        """A task that replaces values with rank 0's, on all workers. Rounds do not change. Collective."""
         replicas = self.of(keys)
         rooms = [replica.room() for replica in replicas]
         for room, value in zip(rooms, values, strict=True):
@@ -187,7 +187,7 @@ class Replicas:
     # ---- settings and states
 
     def take_settings(self, begin: bool, names: Sequence[Name] | None) -> None:
-        """Give every key its present optimizer. With `begin` the states of `names` (None: all keys) begin anew."""
+        """Give every key the optimizer of the settings. With `begin`, reset the states of `names` (None: of all keys)."""
         for name, replica in self.by_name.items():
             optimizer = self._settings.optimizer_of(replica.key)
             if begin and (names is None or name in names):
@@ -211,7 +211,7 @@ class Replicas:
         self.forget([replica.key for name, replica in self.by_name.items() if name not in known])
 
     def inventory(self, rank: int, fresh: bool) -> Inventory:
-        """Return what this worker has of each key. `fresh`: it has just begun, and has nothing."""
+        """Return this worker's inventory for a recovery. `fresh`: it has just joined, and has nothing."""
         if fresh:
             return Inventory()
         keys = [KeyCard.of(replica.key) for replica in self.by_name.values()]
@@ -219,7 +219,7 @@ class Replicas:
         return Inventory([Shelf(rank, True, self._settings.encode(), units, self._settings.changes)], keys=keys)
 
     def take_over(self, plan: RecoveryPlan) -> None:
-        """Take over settings, values and states as the plan says. Collective, blocking."""
+        """Make settings, values and states those of the plan, receiving or sending what is missing. Collective, blocking."""
         best = plan.best_settings
         is_new = plan.inventories[self.sums.rank].keys is None
         if best is not None and (is_new or best.changes != self._settings.changes):
@@ -243,10 +243,10 @@ class Replicas:
             replica.updating = False
 
     def _stand(self, replica: Replica, plan: ReplicaPlan) -> None:
-        """Take a key over in a store that survives deaths.
+        """Bring a key to the version of the plan, in a store that survives deaths. Collective, blocking.
 
-        What the worker has must stay until everything has arrived: another rank may die meanwhile, and then the
-        recovery begins again.
+        The worker keeps its old version until everything has arrived, because another rank may die meanwhile, and then
+        the recovery begins again.
         """
         key = replica.key
         there = (replica.versions() or [replica.now()]) if self.sums.rank in plan.holders else []
@@ -263,7 +263,7 @@ class Replicas:
 
 
 def _holding(replica: Replica) -> Holding:
-    """Describe the versions of a replica, for an inventory. For a torn replica, its present content."""
+    """Describe the versions of a replica, for an inventory. A torn replica is described by its present content."""
     whole = replica.versions()
     there = whole or [replica.now()]
     states = next((dtype_names(one.arrays[1:]) for one in there if one.step is not None), [])
@@ -279,7 +279,7 @@ def _label(what: str, keys: Sequence[Key]) -> str:
 
 
 def _regions(replicas: Sequence[Replica]) -> Array:
-    """Return the places of this worker's arrays of these keys: an array of shape (keys, WORDS)."""
+    """Return where this worker's arrays of these keys lie in shared memory, as numbers of shape (keys, WORDS)."""
     found = [[number for array in replica.arrays() for number in arena.region_of(array)] for replica in replicas]
     return np.array(found, np.int64).reshape(len(replicas), WORDS)
 
@@ -288,7 +288,7 @@ def _share_blocks(replicas: Sequence[Replica], table: Array, rank: int) -> None:
     """Give the replicas of worker `rank` access to the other workers' blocks.
 
     Args:
-        table: Every worker's `_regions`.
+        table: The result of `_regions` of every worker.
     """
     workers = len(table)
     for number, replica in enumerate(replicas):

@@ -1,4 +1,4 @@
-"""The calls of a store without servers: every worker keeps the same values, bit for bit, and copies for files."""
+"""The backend of a store without servers, in which every worker keeps the same values, bit for bit."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ReplicatedStore(Member[Recovered]):
         yield from ()
 
     def store_values(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """Replace values by rank 0's. Rounds stay. Collective."""
+        """A task that replaces values with rank 0's, on all workers. Rounds do not change. Collective."""
         yield from self._replicas.store_values(keys, values, self.direct)
 
     # ---- states of keys (`worker.interface.Stored`)
@@ -119,7 +119,7 @@ class ReplicatedStore(Member[Recovered]):
         return self
 
     def versions(self, keys: Sequence[Key]) -> Task[list[int]]:
-        """Return the keys' rounds. A round has ended when its push has."""
+        """Return the rounds of the keys. A round has ended once its push has ended."""
         yield from ()
         return [key.round for key in keys]
 
@@ -144,7 +144,7 @@ class ReplicatedStore(Member[Recovered]):
         yield from ()
 
     def pushpull(self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int) -> Task[None]:
-        """Push and pull. The sums of several keys go directly into `outs`, unless results overlap other arrays."""
+        """Push, then pull. The sums of several keys go directly into `outs`, unless these overlap other arrays."""
         if len(keys) > 1 and self._settings.residuals is None:
             replicas = self._replicas.of(keys)
             blocks = blocks_of(replicas)
@@ -169,7 +169,7 @@ class ReplicatedStore(Member[Recovered]):
         yield from self._sums.task(payloads, outs, text, self.direct, blocks)
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
-        """Run a round in which every worker gets the rows of all. With compression the whole key is pushed."""
+        """Run a round in which every worker gets the rows of all workers. With compression, push the whole key instead."""
         if self._settings.compressing(key) is not None:
             yield from self.push([key], [rows.to_dense().reshape(-1)], priority)
             return
@@ -183,11 +183,11 @@ class ReplicatedStore(Member[Recovered]):
         yield from ()
 
     def settle(self, keys: Sequence[Key], meets: bool = False) -> Task[None]:
-        """Return at once: pushes have ended when they return."""
+        """Return at once, because a push has completed its round by the time its task ends."""
         return nothing()
 
     def tell_wait(self, keys: Sequence[Key], tables: Sequence[KnownTable]) -> None:
-        """Do nothing: `collectives` finds out by itself that workers make different calls."""
+        """Do nothing: `collectives` itself detects workers that make different calls."""
 
     def sums(self) -> tuple[int, str]:
         return self._sums.begun, self._sums.text
@@ -195,7 +195,7 @@ class ReplicatedStore(Member[Recovered]):
     # ---- settings
 
     def check_updated(self, keys: Sequence[Key], what: str) -> None:
-        """Accept every key: without an optimizer a push replaces the value."""
+        """Accept every key: in this store a key needs no optimizer, since a push without one replaces the value."""
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
         self._settings.set_optimizer(optimizer, keys)
@@ -226,7 +226,7 @@ class ReplicatedStore(Member[Recovered]):
         return self._replicas.inventory(self.layout.rank, self.layout.fresh)
 
     def transfer(self, plan: RecoveryPlan) -> Placed:
-        """Let workers that lack the chosen version take it from one that has it. See `Member`."""
+        """Send the chosen version of each key from a worker that has it to those that lack it. See `Member`."""
         self._replicas.take_over(plan)
         return Placed()
 
@@ -242,7 +242,7 @@ class ReplicatedStore(Member[Recovered]):
 
 
 class CopiedSnapshot:
-    """Copies of values and states, made at once. Without replicas it is empty."""
+    """Copies of values and states, made in the constructor. Empty if there are no replicas."""
 
     def __init__(self, replicas: Iterable[Replica]) -> None:
         self.records: dict[Name, Frozen] = {}
