@@ -261,7 +261,10 @@ class Pushed(Protocol):
 
 
 def see_one_round(what: str, keys: Sequence[Pushed], rounds: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError unless all workers have pushed each key equally often. `rounds[rank]` has a count for each key."""
+    """Raise ValueError unless all workers have pushed each key equally often.
+
+    `rounds[rank]` has a count for each key.
+    """
     for key, counts in zip(keys, zip(*rounds)):
         most, least = max(counts), min(counts)
         if most > least:
@@ -354,8 +357,8 @@ class HostStaging:
     """Arrays of one shape on GPUs (and perhaps on the host), and one host array in pinned memory for their sum.
 
     The constructor must run in the thread that calls the store, because work that this thread has queued on its streams
-    comes first. It raises ValueError or TypeError if the arrays differ in shape or dtype. The arrays must not change while
-    a task of this object runs.
+    comes first. It raises ValueError or TypeError if the arrays differ in shape or dtype. The arrays must not change
+    while a task of this object runs.
 
     `host` has the shape of the arrays.
     """
@@ -429,7 +432,8 @@ class KeyCall(NamedTuple):
 
 
 def check(known: Known, what: str, key: object, value: object = None, out: object = None) -> list[KeyCall]:
-    """Check a call, and split it into one `KeyCall` for each key. Raises ValueError or TypeError if it has bad arguments.
+    """Check a call, and split it into one `KeyCall` for each key. Raises ValueError or TypeError if it has bad
+    arguments.
 
     Args:
         known: The initialised keys.
@@ -484,7 +488,10 @@ def rows(known: Known, key: object, out: object, row_ids: Any) -> list[tuple[Key
 
 
 def _lists(row_ids: object) -> object:
-    """Return a key's row numbers as a list of lists. The caller may have given one list of numbers, or several lists."""
+    """Return a key's row numbers as a list of lists.
+
+    The caller may have given one list of numbers, or several lists.
+    """
     one = isinstance(row_ids, (list, tuple)) and not any(np.ndim(each) for each in row_ids)
     return [row_ids] if one else row_ids
 

@@ -60,10 +60,12 @@ class Cutting:
     def cut(
         self, key: Key, lines: Sequence[LineToServer], cards: Cards, parts: Sequence[tuple[int, Interval]] | None = None
     ) -> None:
-        """Give a key its pieces and shards, and append its units to `cards`. Raises ValueError if there are too many units.
+        """Give a key its pieces and shards, and append its units to `cards`. Raises ValueError if there are too many
+        units.
 
         Args:
-            lines: The connections to the servers, one for each; a None for each server on ranks that have no connections.
+            lines: The connections to the servers, one for each; a None for each server on ranks that have no
+            connections.
             parts: (server, interval) for each server's part of the key, if the key is placed already. None: place it.
         """
         options = self._layout.options

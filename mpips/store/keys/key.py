@@ -28,14 +28,18 @@ class Fast(Protocol):
     could not begin at all, that task does everything. Used only while no other operation is in progress.
     """
 
-    # True if a call with a list of keys may use it too: `post` for all keys, then `wait_until_read` for all, then `pull`
+    # True if a call with a list of keys may use it too: `post` for all keys, then `wait_until_read` for all, then
+    # `pull`
     lists: bool
 
     def push(self, array: Array, priority: int) -> Task[None] | None:
         """Contribute to the next round. Once this has finished, the array may be overwritten."""
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
-        """Contribute to the next round. Does not wait for servers that read the array in place: see `wait_until_read`."""
+        """Contribute to the next round.
+
+        Does not wait for servers that read the array in place: see `wait_until_read`.
+        """
 
     def wait_until_read(self) -> Task[None] | None:
         """Wait until the servers have read the array, after a `post` that returned None."""
@@ -44,11 +48,17 @@ class Fast(Protocol):
         """Write the key's value into `out`."""
 
     def pushpull(self, array: Array, out: Array, priority: int) -> Task[None] | None:
-        """Push, then pull into `out`, which may be `array`. Summed blocks are read while the servers sum later blocks."""
+        """Push, then pull into `out`, which may be `array`.
+
+        Summed blocks are read while the servers sum later blocks.
+        """
 
 
 class FastList(Protocol):
-    """The fast path of a list of keys, for all of them in one step. Its methods return None or a task, as `Fast` does."""
+    """The fast path of a list of keys, for all of them in one step.
+
+    Its methods return None or a task, as `Fast` does.
+    """
 
     def push(self, keys: Sequence[Key], arrays: Sequence[Array], priority: int) -> Task[None] | None: ...
 
@@ -96,8 +106,8 @@ class Key:
     weight: int = 1
     # True if, since the last pull that returned a version, the value may have changed other than by a round
     replaced: bool = True
-    # Operation -> the mark on this rank's page that shows other processes a call of this operation for this key. 0 if it
-    # is not known yet, or the call is timed.
+    # Operation -> the mark on this rank's page that shows other processes a call of this operation for this key. 0 if
+    # it is not known yet, or the call is timed.
     marks: dict[str, int] = field(default_factory=NO_MARKS.copy, compare=False, repr=False)
     noun = "key"
 

@@ -1,4 +1,4 @@
-"""Row-sparse gradients, such as those of embedding layers: merge them, pack them for messages, apply them to weights."""
+"""Row-sparse gradients, as of embedding layers: merge them, pack them for messages, apply them to weights."""
 
 from __future__ import annotations
 
@@ -62,7 +62,10 @@ class RowSparse:
         return self.values.dtype
 
     def merged(self) -> RowSparse:
-        """Return the same array with ascending rows and no repeats. Values of a repeated row are added in their order."""
+        """Return the same array with ascending rows and no repeats.
+
+        Values of a repeated row are added in their order.
+        """
         if np.all(self.rows[1:] > self.rows[:-1]):
             return self
         order = np.argsort(self.rows, kind="stable")
@@ -161,7 +164,10 @@ def merge(a: RowSparse, b: RowSparse) -> RowSparse:
 
 
 def sum_of(parts: Sequence[RowSparse]) -> RowSparse:
-    """Return the merged sum of arrays, added one by one. Uses less memory than `add`, which copies all of them first."""
+    """Return the merged sum of arrays, added one by one.
+
+    Uses less memory than `add`, which copies all of them first.
+    """
     return functools.reduce(merge, [part.merged() for part in parts])
 
 

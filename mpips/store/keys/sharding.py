@@ -6,7 +6,8 @@ much more than its share of all bytes. In that case it is cut too.
 
 A server's part of an array is cut again into *units*, the atoms of a server's state. A unit always has the same
 contributors, the workers that push to it. In dist_* stores these are all workers. With masters="one" they are the
-masters of the clients. With masters="all" they are one member of each client: member i of p pushes the i-th of p slices.
+masters of the clients. With masters="all" they are one member of each client: member i of p pushes the i-th of p
+slices.
 """
 
 from __future__ import annotations

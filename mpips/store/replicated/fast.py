@@ -70,7 +70,10 @@ class Fast:
 
 
 class Lists:
-    """The fast path of a call for several keys, in one collective. `replicas` is the live mapping of all replicas by name."""
+    """The fast path of a call for several keys, in one collective.
+
+    `replicas` is the live mapping of all replicas by name.
+    """
 
     def __init__(self, replicas: Mapping[Name, Replica], sums: Sums, generation: Generation) -> None:
         self._replicas = replicas
@@ -95,7 +98,10 @@ class Lists:
             flat(out)[...] = self._replicas[key.name].value
 
     def pushpull(self, keys: Sequence[Key], arrays: Sequence[Array], outs: Sequence[Array], priority: int) -> None:
-        """Push, then pull into `outs`, which may be `arrays`. Sums go directly into `outs` unless these overlap other arrays."""
+        """Push, then pull into `outs`, which may be `arrays`.
+
+        Sums go directly into `outs` unless these overlap other arrays.
+        """
         if len(keys) > 1:
             replicas, text = self._prepared(keys)
             blocks = blocks_of(replicas)
@@ -123,13 +129,19 @@ class Lists:
 
 
 def blocks_of(replicas: Sequence[Replica]) -> Blocks:
-    """Return, for each replica, memory for this worker's block of the sum, or None. None if no replica needs a block."""
+    """Return, for each replica, memory for this worker's block of the sum, or None.
+
+    None if no replica needs a block.
+    """
     blocks = [replica.block_room() for replica in replicas]
     return blocks if any(block is not None for block in blocks) else None
 
 
 def take_from(replicas: Sequence[Replica], outs: Sequence[Array], blocks: Blocks) -> None:
-    """Complete a round of each replica. Its sum is in its array of `outs`, or in its block; leave the new value in `outs`."""
+    """Complete a round of each replica.
+
+    Its sum is in its array of `outs`, or in its block; leave the new value in `outs`.
+    """
     for number, (replica, out) in enumerate(zip(replicas, outs)):
         if blocks is not None and blocks[number] is not None:
             replica.take_block()
@@ -140,8 +152,8 @@ def take_from(replicas: Sequence[Replica], outs: Sequence[Array], blocks: Blocks
             total[...] = replica.value
 
 
-# The algorithm of all sums. The workers' contributions to an element are added in the same order, however keys are split
-# or grouped into lists.
+# The algorithm of all sums. The workers' contributions to an element are added in the same order, however keys are
+# split or grouped into lists.
 SUMS = "reproducible"
 # memory for this worker's block of the sum of each array. None for an array that needs no block, or if none does.
 Blocks: TypeAlias = "Sequence[Array | None] | None"
@@ -248,7 +260,10 @@ class RowSums:
         self._blocks = np.empty(0, np.uint8)
 
     def gather(self, key: Key, rows: RowSparse, direct: bool) -> Task[list[RowSparse]]:
-        """A task that returns all workers' rows of the key, valid until the next call. Collective; may block if `direct`."""
+        """A task that returns all workers' rows of the key, valid until the next call.
+
+        Collective; may block if `direct`.
+        """
         text = label("push of rows", [key.name])
         self._sums.begun, self._sums.text = self._sums.begun + 1, text
         mine = packed_rows(rows.merged())

@@ -104,12 +104,18 @@ class Replica:
         self.optimizer, self.state, self.step = optimizer, None, 0
 
     def prepare(self) -> None:
-        """Create the optimizer's state before anything is sent. Raises TypeError if the key's elements are not floats."""
+        """Create the optimizer's state before anything is sent.
+
+        Raises TypeError if the key's elements are not floats.
+        """
         if self.optimizer is not None and self.state is None:
             self.state = initial(self.optimizer, self.value)
 
     def take_sum(self, total: Array) -> None:
-        """Complete a round with its 1-D sum, which updates or replaces the value. A sum that is in `room()` is not copied."""
+        """Complete a round with its 1-D sum, which updates or replaces the value.
+
+        A sum that is in `room()` is not copied.
+        """
         if self.optimizer is not None:
             self._update(total)
         else:
@@ -176,7 +182,10 @@ class Replica:
     # ---- content from checkpoints and from other workers
 
     def put_state(self, step: int, arrays: Sequence[Array]) -> None:
-        """Set the optimizer's state from a checkpoint. If it does not fit the optimizer, raises ValueError and keeps the state."""
+        """Set the optimizer's state from a checkpoint.
+
+        If it does not fit the optimizer, raises ValueError and keeps the state.
+        """
         self.changed()
         if not step and not arrays:
             self.state, self.step = None, 0
@@ -194,7 +203,8 @@ class Replica:
         self.state, self.step = state, step
 
     def become(self, round_: int, step: int, dtypes: Sequence[str] | None, gives: bool) -> list[Array]:
-        """Prepare to receive another worker's replica, or to send this one. Return the arrays to receive into or to send.
+        """Prepare to receive another worker's replica, or to send this one. Return the arrays to receive into or to
+        send.
 
         A replica that receives is torn until the caller has filled the arrays and cleared `updating`.
 
@@ -254,7 +264,10 @@ class SurvivingReplica(Replica):
         return super().versions() + ([] if self._before is None else [self._before])
 
     def become_version(self, version: Version) -> None:
-        """Make `version` the present one: the version before, or another worker's. The present one becomes the version before."""
+        """Make `version` the present one: the version before, or another worker's.
+
+        The present one becomes the version before.
+        """
         now = None if self.updating else self.now()
         value, *state = version.arrays
         if value is self._arrays[1 - self._turn]:

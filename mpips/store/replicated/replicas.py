@@ -65,7 +65,10 @@ class ReplicaSettings:
         self.changes += 1
 
     def update_optimizer(self, numbers: Mapping[str, Any], keys: Sequence[Name] | None) -> None:
-        """Change hyperparameters of these keys' optimizers. Raises ValueError or TypeError if an optimizer rejects them."""
+        """Change hyperparameters of these keys' optimizers.
+
+        Raises ValueError or TypeError if an optimizer rejects them.
+        """
         self.groups.update(numbers, keys)
         self.changes += 1
 
@@ -187,7 +190,10 @@ class Replicas:
     # ---- settings and states
 
     def take_settings(self, begin: bool, names: Sequence[Name] | None) -> None:
-        """Give every key the optimizer of the settings. With `begin`, reset the states of `names` (None: of all keys)."""
+        """Give every key the optimizer of the settings.
+
+        With `begin`, reset the states of `names` (None: of all keys).
+        """
         for name, replica in self.by_name.items():
             optimizer = self._settings.optimizer_of(replica.key)
             if begin and (names is None or name in names):
@@ -219,7 +225,10 @@ class Replicas:
         return Inventory([Shelf(rank, True, self._settings.encode(), units, self._settings.changes)], keys=keys)
 
     def take_over(self, plan: RecoveryPlan) -> None:
-        """Make settings, values and states those of the plan, receiving or sending what is missing. Collective, blocking."""
+        """Make settings, values and states those of the plan, receiving or sending what is missing.
+
+        Collective, blocking.
+        """
         best = plan.best_settings
         is_new = plan.inventories[self.sums.rank].keys is None
         if best is not None and (is_new or best.changes != self._settings.changes):

@@ -169,7 +169,10 @@ class ReplicatedStore(Member[Recovered]):
         yield from self._sums.task(payloads, outs, text, self.direct, blocks)
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
-        """Run a round in which every worker gets the rows of all workers. With compression, push the whole key instead."""
+        """Run a round in which every worker gets the rows of all workers.
+
+        With compression, push the whole key instead.
+        """
         if self._settings.compressing(key) is not None:
             yield from self.push([key], [rows.to_dense().reshape(-1)], priority)
             return
