@@ -1,4 +1,4 @@
-"""Gradient compression with error feedback: the sender keeps in a residual what a payload leaves out."""
+"""Gradient compression with error feedback: the sender keeps the part that a payload leaves out in a residual."""
 
 from mpips.compression.compressors import (
     BLOCK,

@@ -52,7 +52,7 @@ class Compressor:
         raise NotImplementedError
 
     def init(self, gradient: np.ndarray) -> np.ndarray:
-        """Return the first residual for such gradients: 1-D zeros of their size, float32 for 16-bit gradients."""
+        """Return the first residual for gradients like this one: 1-D zeros, float32 for 16-bit gradients."""
         wide = np.float32 if gradient.dtype.itemsize < 4 else gradient.dtype
         return np.zeros(gradient.size, wide)
 
@@ -67,7 +67,7 @@ class Compressor:
             uint8, (max_bytes(n),).
 
         Raises:
-            ValueError: `fill` has raised an error. It is the cause.
+            ValueError: `fill` has raised an error, which is the exception's `__cause__`.
         """
         payload = self.encode_by_kernels(gradient, residual)
         if payload is not None:
@@ -101,11 +101,11 @@ class Compressor:
         return False
 
     def _unpack(self, payload: np.ndarray, out: np.ndarray, add: bool) -> bool:
-        """Do the work of `read` by a compiled kernel. Return False, with nothing changed, if there is none."""
+        """Do the work of `read` with a compiled kernel. Return False, with nothing changed, if no kernel is ready."""
         return False
 
     def prepare(self, dtype: np.dtype) -> None:
-        """Start to compile the kernels for gradients of this dtype, so that they are ready in time."""
+        """Start to compile the kernels for gradients of this dtype. Does not wait for them."""
         for kernel in (kernels.fit, *self._kernels):
             kernel.prepare(dtype)
 
@@ -117,7 +117,8 @@ class Compressor:
             out: (n,), any float dtype.
 
         Raises:
-            ValueError: The payload has another size, or `read` has raised an error, which is then the cause.
+            ValueError: The payload has the wrong size, or `read` has raised an error, which is then the exception's
+                `__cause__`.
         """
         if out.ndim != 1 or payload.shape != (self.max_bytes(out.size),):
             raise ValueError(
@@ -133,7 +134,8 @@ class Compressor:
     def _run(self, method: Callable[..., None], *arguments: object) -> None:
         """Call `fill` or `read`.
 
-        Only a user's own method may raise the floating-point errors that the user asked NumPy for.
+        NumPy's floating-point errors are silenced in built-in compressors. A user's own method gets the user's
+        settings.
         """
         if type(self).__module__ == __name__:
             quietly(method, *arguments)
@@ -191,11 +193,11 @@ def put(out: np.ndarray, part: slice, values: ArrayLike, add: bool) -> None:
 class Residuals:
     """A compressor with one residual for each name.
 
-    Each starts as zeros at the first gradient and takes one array of memory.
+    A residual is created as zeros at its name's first gradient, and takes one array of memory.
     """
 
     def __init__(self, compressor: Compressor, rank: int = 0) -> None:
-        """`rank` is that of the worker that sends, for errors."""
+        """`rank` is the rank of the sending worker, for error messages."""
         self.compressor = compressor
         self._rank = rank
         self._kept: dict[Hashable, np.ndarray] = {}
@@ -246,7 +248,7 @@ class Residuals:
 
 
 BITS = np.array([0, 1], np.int8)
-# the sign of an element by its two bits: SIGNS[up + 2 * down]
+# the sign of an element, given its two bits: SIGNS[up + 2 * down]
 SIGNS = np.array([0, 1, -1, 0], np.int8)
 FLOAT16_MAX = float(np.finfo(np.float16).max)
 
@@ -346,7 +348,7 @@ class OneBit(Compressor):
     def _values(bits: np.ndarray, payload: np.ndarray, dtype: np.dtype) -> np.ndarray:
         """Return the mean for each element's sign.
 
-        Computed, because choosing element by element takes three times as long.
+        The means are computed by arithmetic, because choosing them element by element takes three times as long.
         """
         above, below = (float(mean) for mean in payload[:8].view(np.float32))
         values = np.multiply(bits, above - below, dtype=dtype)
@@ -356,9 +358,9 @@ class OneBit(Compressor):
 
 @functools.cache
 def _sums_alike(dtype: np.dtype) -> bool:
-    """True if this NumPy adds the elements of a block in the order in which the kernel does.
+    """True if this NumPy adds the elements of a block in the same order as the kernel.
 
-    The kernel must be ready.
+    The kernel must have been compiled.
     """
     block, total = np.random.default_rng(1).normal(size=BLOCK).astype(dtype), np.zeros(3)
     wide = kernels.wide(block)
@@ -478,7 +480,7 @@ class TopK(Compressor):
             raise ValueError(f"topk compression needs a ratio in (0, 1], not {self.ratio}")
 
     def count(self, n: int) -> int:
-        """Return how many of n elements are sent: at least one."""
+        """Return the number of elements that are sent for n elements: at least one."""
         return min(n, max(1, math.ceil(self.ratio * n)))
 
     def max_bytes(self, n: int) -> int:
@@ -542,9 +544,8 @@ class TopK(Compressor):
 def _find_largest(values: np.ndarray, k: int) -> np.ndarray:
     """Return the indices, ascending, of the k >= 1 values with the largest absolute values.
 
-    Among equals the first are taken.
-
-    `numpy.argpartition` would choose others among equals on another processor.
+    Among equal values those at the lowest indices are taken. (`numpy.argpartition` may choose other ones, depending on
+    the processor.)
     """
     # The bits of positive floats are ordered as the floats are, and integers are compared faster.
     sizes = np.abs(values).view(f"u{values.itemsize}")
@@ -554,6 +555,6 @@ def _find_largest(values: np.ndarray, k: int) -> np.ndarray:
     return np.flatnonzero(chosen)
 
 
-# Classes that kernels serve. A class derived from one of them is not served, since it may have its own `fill` and
+# Classes that have kernels. A class derived from one of them does not use them, since it may have its own `fill` and
 # `read`.
 BUILT_IN = (TwoBit, OneBit, Half, TopK)

@@ -27,10 +27,10 @@ K = TypeVar("K", bound=type[Compressor])
 
 
 def register(name: str) -> Callable[[K], K]:
-    """Make a compressor known as `{"type": name, ...its options}`. Use it as a class decorator.
+    """Register a compressor class, to be used as `{"type": name, ...its options}`. A class decorator.
 
-    Put it above `@dataclass(frozen=True)`, before `mpips.create`: servers run the script up to that call, and so learn
-    the name. Options are finite numbers and strings.
+    Put it above `@dataclass(frozen=True)`, before the call of `mpips.create`: servers run the script only up to that
+    call, and must know the name by then. Options are finite numbers and strings.
 
     Raises:
         TypeError: The class is not a frozen dataclass derived from Compressor.
@@ -99,7 +99,7 @@ def _value(name: str, option: str, kind: object, value: Any) -> bool | float | s
 
 
 def options(compressor: Compressor) -> dict[str, Any]:
-    """Return the compressor as plain data, of which `create` makes an equal one.
+    """Return the compressor as plain data, from which `create` makes an equal compressor.
 
     Raises ValueError if its class is not registered.
     """

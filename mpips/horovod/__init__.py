@@ -1,1 +1,1 @@
-"""Horovod's names on mpips: `import mpips.horovod.torch as hvd` in place of `import horovod.torch as hvd`."""
+"""Horovod's API on mpips: `import mpips.horovod.torch as hvd` replaces `import horovod.torch as hvd`."""

@@ -1,13 +1,13 @@
-"""Negotiation: operations of a process set are matched by name, whatever the order in which ranks begin them.
+"""Negotiation: match the operations of a process set by name, in whatever order ranks begin them.
 
-Each operation is a `Request`. While a rank has one under way, its communication thread makes rounds with the others:
+Each operation is described by a `Request`. While a rank has operations in flight, its communication thread runs rounds
+   with the other ranks. In each round:
 
-1. In an allgather every rank brings its new requests, and whether its program waits.
-2. Operations that all ranks have brought run, in the same order on all of them. Consecutive allreduces of the same kind
-   run as one.
+1. An allgather collects every rank's new requests, and whether its program is waiting. 2. Operations that all ranks
+   have requested run, in the same order on all of them. Consecutive allreduces of the same kind run as one.
 
 If the requests of an operation do not fit together, its handles on all ranks get the same error, and the process set
-goes on. Any other failure ends all operations that are under way.
+stays usable. Any other failure ends all operations in flight.
 """
 
 from __future__ import annotations
@@ -61,13 +61,11 @@ T = TypeVar("T")
 
 
 class Handle(Generic[T]):
-    """An operation under way on this rank.
+    """An operation in flight on this rank.
 
-    Args:
-        request: What the other ranks learn.
-        tensors: The tensors that it reads, or changes in place.
-        deliver: Turns the list of results into what the program gets.
-        waiting: A context in which the other ranks know that this rank's program waits.
+    Args: request: The description of the operation that is sent to the other ranks. tensors: The tensors that it reads,
+        or changes in place. deliver: Turns the list of results into what the program gets. waiting: A context in which
+        the other ranks know that this rank's program waits.
     """
 
     def __init__(
@@ -81,14 +79,14 @@ class Handle(Generic[T]):
         self.tensors = list(tensors)
         self._deliver = deliver
         self._waiting = waiting
-        # rows that an alltoall has brought from each rank
+        # number of rows that an alltoall has received from each rank
         self.received: list[int] = []
         self._done = threading.Event()
         self._result: T
         self._error: BaseException | None = None
 
     def poll(self) -> bool:
-        """Return True if the operation has ended."""
+        """True if the operation has ended."""
         return self._done.is_set()
 
     def end(self, results: list[Tensor] | T, error: BaseException | None = None) -> None:
@@ -209,28 +207,28 @@ def _scale(tensors: Sequence[Tensor], factor: float) -> None:
 ROW_BYTES = 1024
 # pause between two rounds in which no rank brings anything new
 PAUSE_SECONDS = 1e-3
-# Wait before a round while the program computes and may begin more operations, as in a backward pass. The second is for
-# ranks that have one core each: there a round takes the core from the program.
+# How long to wait before a round while the program computes and may begin more operations, as in a backward pass. The
+# longer time is for ranks with one core each: there a round takes the core away from the program.
 CYCLE_SECONDS, CROWDED_CYCLE_SECONDS = 5e-3, 5e-2
-# If nothing new comes in this many rounds, while the programs of all ranks wait, the operations fail.
+# If this many rounds bring nothing new while the programs of all ranks wait, the operations fail.
 IDLE_ROUNDS = 1000
 # kind and name of the request of a rank that calls join()
 NOTHING_LEFT = "join"
 
 
 class Negotiator:
-    """Matches and runs the operations of one process set. Making it is collective.
+    """Matches and runs the operations of one process set. Creating a Negotiator is collective.
 
     Args:
         comm: A communicator that is used for nothing else.
-        names: The rank in the world of each rank of `comm`, for errors.
-        timeout_seconds: The limit on waits; 0 means none.
+        names: For each rank of `comm` its rank in the world, for error messages. timeout_seconds: The timeout of
+        operations; 0 means none.
     """
 
     def __init__(self, comm: MPI.Intracomm, names: Sequence[int], timeout_seconds: float) -> None:
         self.comm = comm
         self.names = names
-        # A PyTorch group, whose jobs these are, takes a limit of 0 as "over at once".
+        # Jobs belong to PyTorch groups, for which a timeout of 0 means "expires at once".
         self.jobs = Jobs(comm, timeout_seconds or math.inf)
         self._home = home = communicator(comm)
         roomy = home.nodes > 1 or home.board.memory.roomy
@@ -240,7 +238,7 @@ class Negotiator:
         self._state = threading.Lock()
         # name -> operation under way on this rank
         self._handles: dict[str, Handle[Any]] = {}
-        # requests that the other ranks have not heard of
+        # requests that have not been sent to the other ranks yet
         self._new: list[Request] = []
         # True while the communication thread makes rounds
         self._runs = False
@@ -248,7 +246,7 @@ class Negotiator:
         self._waiting = 0
         # kind -> operations without a name begun so far
         self._unnamed: dict[str, int] = {}
-        # name -> {rank: request}, for operations that not all ranks have brought
+        # name -> {rank: request}, for operations that some ranks have not requested yet
         self._met: dict[str, dict[int, Request]] = {}
         # ranks that have called join(), in that order
         self._joined: list[int] = []
@@ -328,10 +326,10 @@ class Negotiator:
                 yield
 
     def _gather(self, word: bytes) -> Generator[None, None, list[bytes]]:
-        """Bring some bytes, and return those of all ranks in their order.
+        """Contribute some bytes, and return those of all ranks in rank order.
 
-        A row is 8 bytes of length and then the data. Data that does not fit is gathered again, in rows of the largest
-        length.
+        A rank's row is its length in 8 bytes, followed by the data. If any rank's data does not fit, all data is
+        gathered again, in rows of the largest length.
         """
         size = len(word)
         self._row[:8].view(np.int64)[0] = size
@@ -348,7 +346,7 @@ class Negotiator:
         return [row[start : start + length].tobytes() for row, length in zip(rows, sizes)]
 
     def _take(self, every: Sequence[tuple[bool, list[Request]]]) -> Iterator[None]:
-        """Take all ranks' new requests, and run the operations that all ranks have brought."""
+        """Take all ranks' new requests, and run the operations that all ranks have requested."""
         for rank, (_, requests) in enumerate(every):
             for request in requests:
                 if request.kind == NOTHING_LEFT:
@@ -393,10 +391,10 @@ class Negotiator:
         return [torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in zip(request.dtypes, request.shapes)]
 
     def _difference(self, first: Request, requests: dict[int, Request]) -> str:
-        """Return a sentence with the first difference between the requests of two ranks, or "" if they fit together."""
+        """Describe the first difference between the requests of two ranks, or return "" if they fit together."""
         one = min(requests)
         for rank, request in requests.items():
-            # These two may have any number of rows.
+            # In these two operations tensors may have any number of rows.
             free = 1 if first.kind in ("allgather", "alltoall") else 0
             for what, a, b in (
                 ("the operation", first.kind, request.kind),
@@ -468,5 +466,5 @@ def _fusion(request: Request) -> tuple[object, ...]:
 
 
 def _said(value: object) -> object:
-    """Return the only item of a list that has one, for a sentence."""
+    """Return the item of a list that has only one, for an error message. Anything else is returned as it is."""
     return _said(value[0]) if isinstance(value, list) and len(value) == 1 else value

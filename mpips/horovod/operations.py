@@ -1,13 +1,13 @@
-"""Operations with Horovod's names: allreduce and its family, asynchronous ones, and those that autograd follows.
+"""Operations of Horovod's API: allreduce, allgather and so on, blocking, asynchronous and differentiable.
 
-Every operation is begun by `_begin`, which returns a handle, and `synchronize` waits for it. A call without `_async`
-blocks. A call without a trailing underscore returns new tensors, through which gradients flow if it blocks.
+`_begin` starts every operation and returns a handle, and `synchronize` waits for it. A call without `_async` blocks. A
+call without a trailing underscore returns new tensors; if it blocks, it is differentiable.
 
 All ranks of the process set must begin operations of the same names; the order does not matter. Without a `name` an
 operation gets a number, and then the order of operations of its kind matters. A bad argument raises on this rank and
 nothing is sent. If ranks' arguments do not fit together, the operation raises `HorovodInternalError` on all of them.
 
-Gradients are Horovod's: that of an allreduce is the same allreduce of the gradient.
+Gradients are defined as in Horovod: the gradient of an allreduce is the same allreduce of the gradient.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WORLD = global_process_set
 
 
 class Compressor(Protocol):
-    """Horovod's interface for compressing tensors. A program may bring its own class."""
+    """Horovod's interface for compressing tensors. A program may define its own class."""
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
@@ -44,7 +44,7 @@ class Compressor(Protocol):
 
 
 class Compression:
-    """Compressors for what is sent: `none` sends tensors as they are, `fp16` sends floats as float16."""
+    """Compressors of sent tensors: `none` sends tensors unchanged, `fp16` sends floats as float16."""
 
     class none:
         @staticmethod
@@ -66,14 +66,14 @@ class Compression:
 
 
 def poll(handle: Handle[Any]) -> bool:
-    """Return True if an operation has ended. Local."""
+    """True if an operation has ended. Local."""
     return handle.poll()
 
 
 def synchronize(handle: Handle[T]) -> T:
     """Wait for an operation and return its result. Blocking.
 
-    Raises `HorovodInternalError` if the operation has failed, as it then has on all ranks.
+    Raises `HorovodInternalError` if the operation has failed. It then fails on all ranks.
     """
     return handle.wait()
 
@@ -203,11 +203,9 @@ def grouped_allreduce(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: Op, process_set: ProcessSet = WORLD
 ) -> Callable[[], Tensor]:
-    """Begin an allreduce of a sparse tensor, which gathers all ranks' entries.
+    """Begin an allreduce of a sparse tensor, by an allgather of all ranks' entries.
 
-    Call the returned function for the result.
-
-    The result is not coalesced. `op` is Average or Sum.
+    Call the returned function to wait for the result and get it. The result is not coalesced. `op` is Average or Sum.
     """
     if op not in (Op.Average, Op.Sum):
         raise of_caller(NotImplementedError(f"sparse_allreduce_async: op is {op!r}: choose Average or Sum"))
@@ -264,26 +262,26 @@ def grouped_allgather(tensors: Tensors, name: str | None = None, process_set: Pr
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD
 ) -> Handle[Tensor]:
-    """Begin to give all ranks the root's tensor, as a new one. `root_rank` is a rank of the world."""
+    """Begin a broadcast of the root's tensor into a new tensor. `root_rank` is a rank of the world."""
     return broadcast_async_(_copy(tensor), root_rank, name, process_set)
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD
 ) -> Handle[Tensor]:
-    """Begin to give all ranks the root's tensor, in place. `root_rank` is a rank of the world."""
+    """Begin a broadcast of the root's tensor, in place. `root_rank` is a rank of the world."""
     if root_rank not in process_set.ranks:
         raise of_caller(ValueError(f"broadcast {name!r}: root_rank is {root_rank}, which {process_set} lacks"))
     return _begin("broadcast", [tensor], name, process_set, _first, root=root_rank)
 
 
 def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD) -> Tensor:
-    """Give all ranks the root's tensor, in place. Blocking."""
+    """Broadcast the root's tensor, in place. Blocking."""
     return synchronize(broadcast_async_(tensor, root_rank, name, process_set))
 
 
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD) -> Tensor:
-    """Give all ranks the root's tensor, as a new one through which gradients flow. Blocking."""
+    """Broadcast the root's tensor into a new tensor, through which gradients flow. Blocking."""
 
     def forward(given: Tensors) -> list[Tensor]:
         return [synchronize(broadcast_async(given[0], root_rank, name, process_set))]
@@ -362,7 +360,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle[Tensor]:
-    """Begin a reduction of which each rank gets a part of the rows.
+    """Begin a reduction whose result is split by rows among the ranks.
 
     If the rows do not divide evenly, the first ranks get one more. Arguments are those of `allreduce_async`.
     """
@@ -424,14 +422,14 @@ def grouped_reducescatter(
 
 
 def barrier(process_set: ProcessSet = WORLD) -> None:
-    """Wait until all ranks of the set have called it. Blocking."""
+    """Wait until all ranks of the set have called `barrier`. Blocking."""
     synchronize(_begin("barrier", [], None, process_set, list))
 
 
 def join(device: int = -1) -> int:
     """Tell the other ranks that this one has no more batches. Return the rank that joined last.
 
-    Blocks until all ranks have joined. Until then this rank takes part in their allreduces with zeros.
+    Blocks until all ranks have joined. Until then this rank contributes zeros to their allreduces.
     """
     return synchronize(_begin("join", [], "join", WORLD, int))
 
@@ -477,7 +475,7 @@ def _reduce(
 
 
 def _op(op: Op | None, average: bool | None) -> Op:
-    """Return the reduction that is asked for. Raise an error if it is asked for twice, unknown, or not supported."""
+    """Return the reduction. Raise an error if both arguments are given, or if it is unknown or not supported."""
     if average is not None:
         if op is not None:
             raise of_caller(ValueError("op and average are both given: pass op alone"))

@@ -1,4 +1,4 @@
-"""Horovod's DistributedOptimizer: starts an allreduce of each gradient while backward still runs; `step` waits."""
+"""Horovod's DistributedOptimizer: starts an allreduce of each gradient during backward; `step` waits for them."""
 
 from __future__ import annotations
 
@@ -38,18 +38,19 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Make an optimizer whose `step` first reduces the gradients over all ranks.
+    """Wrap an optimizer so that its `step` first reduces the gradients over all ranks.
 
-    The result is of a subclass of the optimizer's own class, and shares its state and its groups. Gradients of several
-    backward passes are summed, not averaged. A parameter without a gradient on this rank counts as zero.
+    The result is an instance of a subclass of the optimizer's own class, and shares its state and groups. Gradients of
+    several backward passes are summed, not averaged. A parameter without a gradient on this rank counts as zero.
 
     Args:
         optimizer: An optimizer of torch.optim.
-        named_parameters: As from `model.named_parameters()`. The names match gradients between ranks.
-        compression: `hvd.Compression.none` or `fp16`, or a compressor of the program.
+        named_parameters: As from `model.named_parameters()`. Gradients are matched between ranks by these names.
+        compression: `hvd.Compression.none` or `fp16`, or the program's own compressor.
         backward_passes_per_step: Backward passes before each step.
         op: `hvd.Average`, or another reduction of `hvd.allreduce`.
-        gradient_predivide_factor: Gradients are divided by it before the average, which is multiplied by it again.
+        gradient_predivide_factor: Gradients are divided by this factor before they are averaged, and the average is
+            multiplied by it.
         num_groups: Horovod's old argument. Pass `groups`.
         groups: A number of groups, or lists of parameters. Gradients of a group are reduced as one operation.
         sparse_as_dense: Reduce sparse gradients as dense ones.
@@ -78,7 +79,7 @@ def DistributedOptimizer(
     made: Any = type(kind.__name__, (kind,), {**methods, "_wrapped_class": kind})
     distributed = made.__new__(made)
     distributed.__dict__.update(optimizer.__dict__)
-    # A scheduler replaces `step` on the instance. That one is bound to the wrapped optimizer.
+    # A scheduler may have replaced `step` on the instance. That `step` is bound to the wrapped optimizer.
     distributed.__dict__.pop("step", None)
     factors = (1.0 / gradient_predivide_factor, gradient_predivide_factor)
     distributed._begin_reducing(
@@ -91,7 +92,7 @@ def DistributedOptimizer(
 
 
 class _Reduction:
-    """The arguments by which gradients are reduced."""
+    """The settings with which gradients are reduced."""
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class _Reduction:
         self.process_set = process_set
 
     def begin(self, names: Sequence[str], gradients: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begin to reduce gradients, several as one operation. Return a function that waits for the reduced ones."""
+        """Begin to reduce gradients, as one operation. Return a function that waits for the reduced gradients."""
         sparse = [gradient.is_sparse for gradient in gradients]
         if any(sparse) and not self._sparse_as_dense:
             if len(names) > 1:
@@ -152,7 +153,7 @@ class _Distributed(torch.optim.Optimizer):
         self._parameter_names = _names(self.param_groups, named)
         claim_gradients(self, "hvd.DistributedOptimizer", [(name, p) for p, name in self._parameter_names.items()])
         self._together = _group(list(self._parameter_names), self._parameter_names, groups)
-        # parameter -> backward passes of this step that are still to come
+        # parameter -> remaining backward passes of this step
         self._left: dict[Tensor, int] = {}
         # parameters whose gradients are being reduced; the first of each group has the function that waits for the
         # group
@@ -198,7 +199,7 @@ class _Distributed(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Reduce the remaining gradients, and wait until the parameters have the gradients of all ranks. Blocking."""
         self._hook_parameters()
-        # Parameters without a gradient in this step take part too, or other ranks that have one would wait.
+        # Parameters without a gradient in this step are reduced, too: ranks that have a gradient would wait otherwise.
         for parameter in self._parameter_names:
             if parameter in self._hooked and parameter.requires_grad and parameter not in self._under_way:
                 self._reduce(self._together[parameter])
@@ -225,8 +226,8 @@ class _Distributed(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Wait for the gradients of all ranks, and run the wrapped optimizer's step. Blocking.
 
-        Return the loss of `closure`. The wrapped optimizer calls it as often as it needs, and each time the gradients
-        are reduced.
+        Return the loss of `closure`. The wrapped optimizer calls `closure` as often as it needs, and gradients are
+        reduced after each call.
         """
 
         def evaluate() -> Any:
@@ -273,8 +274,7 @@ class _Distributed(torch.optim.Optimizer):
 
 
 # PyTorch wraps the `step` of an optimizer's class with code that calls hooks, at the latest in load_state_dict. This
-# mark prevents that. The wrapped class's step, which ours ends in, calls the hooks already, and after a load they would
-# run twice.
+# mark prevents that: our step calls the wrapped class's step, which already calls the hooks, so they would run twice.
 _Distributed.step.hooked = True  # type: ignore[attr-defined]
 
 

@@ -1,11 +1,11 @@
-"""Horovod's door for PyTorch: `import mpips.horovod.torch as hvd`, and the rest of the program stays as it is.
+"""Horovod's API for PyTorch: `import mpips.horovod.torch as hvd`, and the rest of the program stays unchanged.
 
     hvd.init()
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
-Operations are matched by name, so ranks may begin them in any order. A name of Horovod's that is not supported raises
-NotImplementedError when it is used.
+Operations are matched by name, so ranks may begin them in any order. A function of Horovod's that is not supported
+raises NotImplementedError when it is used.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def broadcast_optimizer_state(
 ) -> None:
     """Load the root's state of an optimizer on all ranks, in place of their own. Collective, blocking.
 
-    `model` is ignored. Raises ValueError for LBFGS, whose history is that of one rank.
+    `model` is ignored. Raises ValueError for LBFGS, whose history differs from rank to rank.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise of_caller(
@@ -187,7 +187,7 @@ def broadcast_optimizer_state(
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the root's object on all ranks. It travels pickled. Collective, blocking."""
+    """Return the root's object on all ranks. The object is sent pickled. Collective, blocking."""
     name = "broadcast_object" if name is None else name
     is_root = rank() == root_rank
     packed = torch.frombuffer(bytearray(pickle.dumps(obj) if is_root else b"\0"), dtype=torch.uint8)
@@ -198,13 +198,13 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return a list of all ranks' objects, by rank. They travel pickled. Collective, blocking."""
+    """Return a list of all ranks' objects, by rank. The objects are sent pickled. Collective, blocking."""
     packed = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
     stream = io.BytesIO(allgather(packed, f"{name or 'allgather_object'}.t", process_set).numpy().tobytes())
     return [pickle.load(stream) for _ in range(process_set.size() or 0)]
 
 
-# ---- what this build has, as programs ask
+# ---- features of this build, for programs that query them
 
 
 def mpi_threads_supported() -> bool:
@@ -220,13 +220,13 @@ mpi_enabled = mpi_built = _says(True)
 gloo_enabled = gloo_built = nccl_built = ddl_built = ccl_built = cuda_built = rocm_built = _says(False)
 
 
-# ---- what is refused
+# ---- unsupported names
 
 
 class _Refused:
-    """A name of Horovod's that is not supported.
+    """Stands for a name of Horovod's API that is not supported.
 
-    To call it, or to read an attribute, raises an error that says what to do.
+    Calling it, or reading an attribute of it, raises an error that says what to do instead.
     """
 
     def __init__(self, sentence: str) -> None:

@@ -15,9 +15,9 @@ from mpips.torch.backend import check_joined
 
 
 class ProcessSet:
-    """A set of ranks that make operations among themselves.
+    """A set of ranks that run operations among themselves.
 
-    It can be used after `init(process_sets=...)` or `add_process_set` has registered it.
+    A process set can be used after `init(process_sets=...)` or `add_process_set` has registered it.
 
     Args:
         ranks_or_comm: Ranks of the world, or an mpi4py communicator of them.
@@ -31,25 +31,25 @@ class ProcessSet:
         self.ranks = sorted(ranks_or_comm)
         if any(not isinstance(rank, int) for rank in self.ranks):
             raise of_caller(ValueError(f"ProcessSet: {self.ranks}: pass a list of ranks, or an mpi4py communicator"))
-        # None unless the set is registered; 0 is the global one
+        # None unless the set is registered; 0 is the global set
         self.process_set_id: int | None = None
         # None unless this process belongs to the set, and the set is registered
         self.negotiator: Negotiator | None = None
 
     def size(self) -> int | None:
-        """Return the number of its ranks, or None if it is not registered."""
+        """Return the number of ranks in the set, or None if the set is not registered."""
         return None if self.process_set_id is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """Return this process's rank in it, or None if it is not registered or does not have this process."""
+        """Return this process's rank in the set, or None if the set is not registered or lacks this process."""
         return self.ranks.index(rank()) if self.process_set_id is not None and self.included() else None
 
     def included(self) -> bool:
-        """Return True if this process belongs to it."""
+        """True if this process belongs to the process set."""
         return rank() in self.ranks
 
     def members(self) -> Negotiator:
-        """Return the negotiator for its operations. Raise ValueError if it is not registered, or lacks this process."""
+        """Return the set's negotiator. Raise ValueError if the set is not registered, or lacks this process."""
         _see_initialized()
         if self.process_set_id is None:
             raise of_caller(ValueError(f"{self} is not alive: pass it to hvd.add_process_set() on all ranks first"))
@@ -61,17 +61,17 @@ class ProcessSet:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
 
-# Its ranks are set by init().
+# init() sets the ranks of this set.
 global_process_set = ProcessSet([])
-# number -> set that is registered
+# process_set_id -> registered set
 _sets: dict[int, ProcessSet] = {}
-# Numbers are not used again.
+# number of sets created so far, which gives the next process_set_id; ids are never reused
 _created = 0
 _comm: MPI.Intracomm | None = None
 
 
 def init(comm: MPI.Intracomm | None = None, process_sets: Sequence[ProcessSet] | None = None) -> None:
-    """Start Horovod's door on all ranks of a communicator. Collective, blocking. A second call does nothing.
+    """Start Horovod's API on all ranks of a communicator. Collective, blocking. A second call does nothing.
 
     Args:
         comm: An mpi4py communicator. None means COMM_WORLD.
@@ -103,7 +103,7 @@ def init(comm: MPI.Intracomm | None = None, process_sets: Sequence[ProcessSet] |
 
 
 def shutdown() -> None:
-    """Give up operations under way, and end all process sets. Local. `init` may be called again."""
+    """Abandon operations in flight, and end all process sets. Local. `init` may be called again."""
     global _comm
     for process_set in list(_sets.values()):
         _end(process_set)
@@ -111,9 +111,9 @@ def shutdown() -> None:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Register a process set, given as such or as a list of ranks. Collective over all ranks, blocking.
+    """Register a process set, given as a `ProcessSet` or as a list of ranks. Collective over all ranks, blocking.
 
-    Raises ValueError if a set of the same ranks is registered, or if a rank is unknown.
+    Raises ValueError if a set of the same ranks is registered already, or if a rank is unknown.
     """
     global _created
     world = _see_initialized()
@@ -137,7 +137,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def is_initialized() -> bool:
-    """Return True if `init` has been called."""
+    """True if `init` has been called."""
     return _comm is not None
 
 
@@ -176,13 +176,13 @@ def cross_size() -> int:
 
 
 def is_homogeneous() -> bool:
-    """Return True if all nodes have the same number of ranks."""
+    """True if all nodes have the same number of ranks."""
     nodes, _ = _nodes()
     return len({nodes.count(node) for node in nodes}) == 1
 
 
 def world_comm() -> MPI.Intracomm:
-    """Return the communicator of all ranks. Operations in the background use others."""
+    """Return the communicator of all ranks. Background operations use other communicators."""
     return _see_initialized()
 
 

@@ -1,10 +1,10 @@
-"""JAX on mpips: collectives over all ranks, pushes and pulls of a store, inside `jit` and outside; pytrees of arrays.
+"""JAX on mpips: collectives and pushes and pulls of a store, on pytrees of arrays, inside and outside of `jit`.
 
     gradients = mpips.jax.allreduce(gradients)              # the mean over all ranks, leaf by leaf
     weights = mpips.jax.pushpull(kv, "w", gradients)        # after mpips.jax.init(kv, "w", weights)
 
-Calls run in the order in which the program makes them, and every rank must make the same ones. On CPUs, with a JAX that
-has `jax.ffi`, XLA calls mpips on its own buffers: arrays above 32 KiB are not copied, and collectives can be used
+Calls run in the order in which the program makes them, and every rank must make the same calls. On CPUs, with a JAX
+that has `jax.ffi`, XLA calls mpips on its own buffers: arrays above 32 KiB are not copied, and collectives can be used
 inside of `jax.grad`, `jax.vmap`, `lax.scan`, `lax.cond` and `jax.remat`. Elsewhere calls are ordered callbacks, which
 JAX can neither differentiate nor batch.
 

@@ -1,8 +1,8 @@
-"""`jax.distributed.initialize()` without arguments, in the processes that MPI has joined, whichever MPI it is.
+"""Make `jax.distributed.initialize()` work without arguments under any MPI.
 
 JAX recognizes Open MPI by a variable that Open MPI 5 does not set, and it does not recognize MPICH. So mpips adds
-itself to the places where JAX looks for a cluster, as the first one. It must be the first: under `mpirun` in a job of
-Slurm's, Slurm's variables say on every rank that it is rank 0.
+itself to JAX's list of cluster types, as the first entry. It must be the first, because under `mpirun` in a Slurm job,
+Slurm's variables tell every rank that it is rank 0.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WHO = "jax.distributed.initialize"
 
 
 def register() -> None:
-    """Let JAX ask MPI for its processes. Local."""
+    """Let JAX take its list of processes from MPI. Local."""
     # In a JAX with other internals nothing is registered, and `initialize()` needs arguments as before.
     with suppress(ImportError, AttributeError):
         from jax._src.clusters import ClusterEnv
@@ -56,7 +56,7 @@ def register() -> None:
                 node.Free()
                 return rank
 
-        # A subclass of ClusterEnv appends itself to this list. JAX takes the first that is present.
+        # A subclass of ClusterEnv appends itself to this list. JAX takes the first cluster type that is present.
         known = ClusterEnv._cluster_types
         known.insert(0, known.pop())
 

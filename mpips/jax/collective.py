@@ -1,11 +1,11 @@
-"""Collectives of JAX arrays: `allreduce` and its family, leaf by leaf of a pytree, with their gradients.
+"""Differentiable collectives of JAX arrays: `allreduce` and the like, applied to each leaf of a pytree.
 
-Every rank differentiates a loss of its own. The argument `gradient` says which gradient is meant, for results that all
-ranks have:
+Every rank differentiates its own loss. If all ranks get the result, the argument `gradient` says what is
+                differentiated:
 
-    "sum"       of the sum of all ranks' losses: cotangents are summed over the ranks, as data parallelism needs it
-    "identity"  of a single loss, which every rank computes from the result in the same way: each rank's cotangent is
-                used as it is
+"sum" the sum of all ranks' losses: cotangents are summed over the ranks, as data parallelism needs it "identity" a
+                single loss, which every rank computes from the result in the same way: each rank's cotangent is used as
+                it is
 
 With p ranks, `allgather` puts an axis of length p in front of a leaf's shape, and `reduce_scatter` removes it, as in
 `jax.lax`.
@@ -33,7 +33,7 @@ LINEAR = ("sum", "mean")
 
 @dataclass(frozen=True)
 class Collective(JaxCall):
-    """One call of the family. `kind` is the name of the function in `collectives` that runs."""
+    """A call of one of these collectives. `kind` is the name of the function in `collectives` that runs."""
 
     kind: str
     # Communicators are compared by their handles, and cannot be hashed.
@@ -75,8 +75,8 @@ class Collective(JaxCall):
         return found
 
     def run(self, inputs: list[NDArray[Any]], outputs: list[NDArray[Any]]) -> None:
-        # XLA runs this in a thread of its own, while the program may make calls on `self.comm`. So these calls use a
-        # communicator beside it.
+        # XLA runs this in its own thread, while the program may make calls on `self.comm`. So XLA's calls use another
+        # communicator of the same ranks.
         comm = beside(self.comm)
         if self.kind == "barrier":
             communicator(comm).agree("barrier")
@@ -196,7 +196,7 @@ def reduce_scatter(tree: Tree, op: str = "sum", comm: MPI.Comm | None = None) ->
 
 
 def alltoall(tree: Tree, comm: MPI.Comm | None = None) -> Tree:
-    """Return on rank r the rows r of all ranks' leaves, ordered by rank: (p, *shape) -> (p, *shape). Collective.
+    """Return on rank r row r of every rank's leaf, ordered by rank: (p, *shape) -> (p, *shape). Collective.
 
     Leaves may be of any dtype. For errors see `allreduce`.
     """
@@ -206,7 +206,7 @@ def alltoall(tree: Tree, comm: MPI.Comm | None = None) -> Tree:
 def barrier(comm: MPI.Comm | None = None) -> None:
     """Wait for all ranks.
 
-    Inside of `jit`, later calls run when all ranks have come. Collective, blocking outside of `jit`.
+    Inside of `jit`, later calls run once all ranks have reached the barrier. Collective, blocking outside of `jit`.
     """
     _run(Collective("barrier", comm), [])
     if not isinstance(jax.numpy.zeros(()), jax.core.Tracer):
@@ -229,7 +229,7 @@ def _checked(gradient: str) -> str:
 
 
 def _encode(leaf: jax.Array, op: str) -> list[jax.Array]:
-    """Return the arrays of numbers by which a leaf is reduced: `collectives` knows neither bool nor complex numbers."""
+    """Return a leaf as real arrays for the reduction: `collectives` supports neither bools nor complex numbers."""
     if leaf.dtype.kind == "b" and op in ("min", "max", "prod"):
         return [leaf.astype(np.uint8)]
     return [leaf.real, leaf.imag] if leaf.dtype.kind == "c" and op in LINEAR else [leaf]

@@ -1,8 +1,8 @@
-"""XLA calls Python on its own buffers: one handler of its foreign function interface, made with ctypes alone.
+"""Let XLA call Python on XLA's own buffers, through one handler of its foreign function interface.
 
-The structures below are those of XLA's public header `xla/ffi/api/c_api.h`, as far as they are read here. When a
-handler is registered, XLA asks it for its version. The sizes of structures that XLA passes then are compared with ours.
-If they do not fit, `is_available` is False, and a line in the log "mpips.jax" says why.
+The structures below are the parts that we read of those in XLA's public header `xla/ffi/api/c_api.h`. When a handler is
+registered, XLA asks for its version. At that moment the sizes of XLA's structures are compared with ours. If they do
+not fit, `is_available` is False, and a line in the log "mpips.jax" says why.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from mpips.ending.process import before_mpi_ends
 
 LOG = log.get("mpips.jax")
 TARGET = "mpips_call"
-# The version of the interface for which this is written. What XLA added later is not read.
+# The version of the interface for which this module is written. It does not read fields that XLA added later.
 MAJOR, MINOR = 0, 1
 # from the header: the type of an extension that asks for metadata, and the code of the error "aborted"
 METADATA = 1
 ABORTED = 10
-# combinations of addresses for which a site keeps its arrays
+# largest number of address combinations for which a site caches its arrays
 MOST_PLACES = 64
 # Calls whose arrays have at most this many bytes are copied into arrays of our own. XLA moves small buffers at every
-# call, and a plan of `collectives` is found by the addresses of its arrays.
+# call, but a plan of `collectives` can be reused only with arrays at the same addresses.
 SMALL = 32 << 10
-# A call's work on its inputs and outputs. An output that takes the place of an input is the same array.
+# runs a call on its inputs and outputs; an output that reuses the memory of an input is the same array
 Run: TypeAlias = Callable[[list[NDArray[Any]], list[NDArray[Any]]], None]
 
 
@@ -61,7 +61,7 @@ class Version(ctypes.Structure):
 
 
 class Metadata(ctypes.Structure):
-    """What a handler tells of itself when it is registered."""
+    """The description of a handler that it gives when it is registered."""
 
     _fields_ = [("struct_size", ctypes.c_size_t), ("version", Version), ("traits", ctypes.c_uint32)]
 
@@ -73,7 +73,7 @@ class MetadataExtension(ctypes.Structure):
 
 
 class Buffer(ctypes.Structure):
-    """An array. Its dtype and shape are known since the call was traced."""
+    """An array. We know its dtype and shape from when the call was traced."""
 
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
@@ -102,7 +102,7 @@ class Scalar(ctypes.Structure):
 
 
 class Attributes(ctypes.Structure):
-    """The values of a call that are not arrays. Here that is one number, the site."""
+    """The non-array arguments of a call. Ours have only one, the number of the site."""
 
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
@@ -115,7 +115,7 @@ class Attributes(ctypes.Structure):
 
 
 class ErrorArguments(ctypes.Structure):
-    """A message that XLA makes into an error."""
+    """A message from which XLA creates an error."""
 
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
@@ -126,7 +126,7 @@ class ErrorArguments(ctypes.Structure):
 
 
 class Api(ctypes.Structure):
-    """XLA's functions for handlers, as far as they are used here."""
+    """XLA's table of functions for handlers, up to the functions that we use."""
 
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
@@ -171,7 +171,7 @@ class Site:
             self._copies_in, self._copies_out = _bytes(own), _bytes(self._small[1])
 
     def call(self, frame: CallFrame) -> None:
-        """Run the call on the arrays in a frame. The tokens, which follow the arrays, are ignored."""
+        """Run the call on the arrays in a frame. Ignore the ordering tokens that follow the arrays."""
         sources, targets = frame.inputs.items, frame.outputs.items
         if self._small is not None:
             for n, own in self._copies_in:
@@ -192,7 +192,7 @@ class Site:
         self._run(*views)
 
     def _view(self, places: tuple[int, ...]) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
-        """Return arrays in XLA's own memory. An output that takes the place of an input is the same array."""
+        """Return arrays in XLA's own memory. An output that reuses the memory of an input is the same array."""
         inputs = [kind.view(place) for kind, place in zip(self._inputs, places)]
         outputs = [kind.view(place) for kind, place in zip(self._outputs, places[len(inputs) :])]
         for n, pair in enumerate(zip(self._inputs, self._outputs)):
@@ -231,9 +231,9 @@ def _bytes(arrays: Sequence[NDArray[Any]]) -> list[tuple[int, Any]]:
 _sites: list[Site] = []
 # (call, shapes and dtypes) -> index in _sites
 _numbers: dict[Any, int] = {}
-# communicator or store -> lock. Its calls run one after another, from whichever of XLA's threads they come.
+# communicator or store -> lock, so that its calls run one after another even if they come from several XLA threads
 _turns: dict[Hashable, threading.Lock] = {}
-# what in this XLA's interface differs from what is expected here
+# differences between this XLA's interface and the expected one
 _misfit: list[str] = []
 
 
@@ -289,7 +289,7 @@ def _tell_version(frame: CallFrame) -> None:
 
 @cache
 def is_available() -> bool:
-    """Return True if calls can go through XLA's foreign function interface: on CPUs, if it is as expected here."""
+    """True if calls can go through XLA's foreign function interface: on CPUs, if the interface is as expected."""
     if jax.default_backend() != "cpu":
         return False
     try:

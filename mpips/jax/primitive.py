@@ -1,9 +1,9 @@
 """One JAX primitive for every call of mpips: ordered, differentiated and batched as its `JaxCall` says.
 
-XLA starts everything that need not wait, on several threads, and the order differs from rank to rank. Collectives would
-then deadlock. So the primitive has an ordered effect of JAX: each call takes a token and returns one, through loops and
-branches and from one program to the next. Calls run one after another in the order of the program, as on every other
-rank.
+XLA starts every operation whose inputs are ready, on several threads, in an order that differs from rank to rank.
+Collectives would then deadlock. So the primitive has an ordered JAX effect: each call takes a token and returns a token
+for the next call, also through loops and branches and from one program to the next. So calls run one after another in
+program order, on every rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Arrays: TypeAlias = Sequence[jax.Array]
 
 
 class JaxCall(ABC):
-    """An operation of all ranks on some arrays. Equal calls are the same to `jit`."""
+    """An operation of all ranks on some arrays. `jit` treats calls that compare equal as the same call."""
 
     # True if XLA may put output n into the memory of input n, when nothing else reads the input
     in_place = False
@@ -36,7 +36,7 @@ class JaxCall(ABC):
     @property
     @abstractmethod
     def order(self) -> Hashable:
-        """The identity of the communicator or store. Calls with the same one run one after another."""
+        """The identity of the communicator or store. Calls with the same identity run one after another."""
 
     @abstractmethod
     def shapes(self, inputs: Sequence[Any]) -> list[Any]:
@@ -83,7 +83,7 @@ def bind(call: JaxCall, inputs: Arrays) -> list[jax.Array]:
 
 
 def bind_own(call: JaxCall, x: jax.Array) -> jax.Array:
-    """Apply `call.own` to x. It is linear, and its transpose is the call itself. It is local, so no rank waits."""
+    """Apply `call.own` to x. This is linear, and its transpose is the call itself. Local, so no rank waits."""
     return _own().bind(x, call=call)
 
 

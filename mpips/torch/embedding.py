@@ -154,9 +154,7 @@ class TableModule(nn.Module):
         return _Next(ids, places, self.table.ipull(ids.numpy()), self.table.origin, self.table.pushes)
 
     def _id_of(self, given: object) -> int:
-        """Convert `given`, such as a NumPy integer or a tensor, to an int. Raise TypeError or ValueError if it is no
-        id.
-        """
+        """Convert a NumPy integer or a tensor to an int. Raise TypeError or ValueError if it is not an id."""
         try:
             found = operator.index(given)  # type: ignore[arg-type]
         except TypeError:
@@ -346,9 +344,7 @@ class TableOptimizer:
             module.note_push()
 
     def _overflows(self, scaler: GradScaler) -> bool:
-        """Unscale the gradients. Return True if any worker's overflowed, and set the flag of this worker's scaler to
-        that.
-        """
+        """Unscale the gradients. Return True if any worker's overflowed, and tell this worker's scaler."""
         found, what = find_overflow(scaler, self), "TableOptimizer.step with a GradScaler"
         # The tables may belong to several stores, and the workers of each store have to be asked.
         words = [tables[0].is_any(what, bool(found)) for tables in by_store(self._of_table)]

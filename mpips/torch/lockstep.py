@@ -327,9 +327,7 @@ class Lockstep:
         self.begin_anew()
 
     def token(self) -> int:
-        """Return BITS bits that are equal on ranks whose programs ran the same passes and steps since the last
-        exchange.
-        """
+        """Return BITS bits, equal on ranks whose programs ran the same passes and steps since the last exchange."""
         done = self._forwards - self._backwards, self._failed, self._more_steps, self._steps
         return digest(msgspec.msgpack.encode(done)) & (1 << BITS) - 1
 

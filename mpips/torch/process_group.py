@@ -1,4 +1,4 @@
-"""The process group: c10d's collectives on CPU tensors, carried out by `collectives`; sends and receives by MPI.
+"""The process group: c10d's collectives on CPU tensors run in `collectives`, sends and receives in MPI.
 
 Every method takes the lists of tensors and the options that c10d passes, and returns a `Work`. With `asyncOp` the
 operation runs while the program computes. Tensors may have any shape and any strides. Bad arguments raise
@@ -74,20 +74,20 @@ COLLECTIVES = (
     "reduce_scatter_tensor_coalesced",
     "alltoall_base",
 )
-# A limit on waits is at least this, because 0 would mean that there is no limit.
+# Timeouts are at least this long, because 0 would mean no timeout.
 LEAST_SECONDS = 1e-3
-# Bit in the recorder's identity of a group: MPI's own calls have a lane beside that of the communicator.
+# Bit that marks MPI's own calls in the recorder's identity of a group: they get a lane of their own in traces.
 LANE = 1 << 62
-# copies a result to the tensor in which the caller wants it
+# called after an operation, for example to copy its result into the caller's tensor; None if there is nothing to do
 After = Callable[[], None] | None
 
 
 @uncompiled()
 @listened(*COLLECTIVES)
 class ProcessGroup(dist.ProcessGroup):
-    """The ranks of an MPI communicator as a process group of torch.distributed. Making it is collective over `comm`."""
+    """The ranks of an MPI communicator as a process group of torch.distributed. Creating it is collective."""
 
-    # PyTorch's split_group reads this, and refuses.
+    # PyTorch's split_group reads this, and then raises an error.
     supports_splitting = False
 
     def __init__(self, comm: MPI.Intracomm, timeout: timedelta) -> None:
@@ -104,8 +104,8 @@ class ProcessGroup(dist.ProcessGroup):
         """Run a job and return its work. The job's future gives `result`.
 
         The job runs in the background if the options say so. DistributedDataParallel starts its jobs inside of a
-        backward pass. Where ranks have one core each, these run at once instead, because a thread would only compete
-        with backward for the core.
+        backward pass. If each rank has only one core, these jobs run in the caller's thread instead, because a
+        background thread would only compete with backward for the core.
         """
         job.result = result
         if gradients.active:
@@ -124,7 +124,7 @@ class ProcessGroup(dist.ProcessGroup):
             raise ArgumentError(f"{what}: {argument} is {rank}, and the group has ranks 0 to {self.comm.size - 1}")
 
     def _check_parts(self, parts: Tensors, own: Tensor, what: str, argument: str) -> None:
-        """Raise ArgumentError unless there is a tensor for each rank, and this rank's has as many elements as `own`."""
+        """Raise ArgumentError unless there is a tensor for each rank, and this rank's tensor matches `own`."""
         if len(parts) != self.comm.size:
             raise ArgumentError(f"{what}: {len(parts)} {argument} for {self.comm.size} ranks: give one for each")
         _check_alike(parts[self.comm.rank], own, f"{what}: of {argument} that of rank {self.comm.rank}")
@@ -181,7 +181,7 @@ class ProcessGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    # ---- the same values for all
+    # ---- broadcast, gathers to all, barriers
 
     def broadcast(self, tensors: Tensors, opts: dist.BroadcastOptions | None = None) -> Work:
         opts = opts or dist.BroadcastOptions()
@@ -215,7 +215,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._start(_in_turn(jobs), opts, outputs)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Allgather = None) -> Work:
-        # Here c10d gives a list for each rank, and `allgather` takes a list for each tensor.
+        # c10d passes a list for each rank, and our `allgather` takes a list for each tensor.
         by_tensor = [[out[number] for out in outputs] for number in range(len(inputs))]
         return self.allgather(by_tensor, inputs, opts)
 
@@ -228,7 +228,7 @@ class ProcessGroup(dist.ProcessGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks, but for at most `timeout`. Collective, blocking.
 
-        If ranks do not come in time, StallError is raised on all ranks. It names every rank that is missing, whatever
+        If ranks do not arrive in time, StallError is raised on all ranks. It names every missing rank, whatever
         `wait_all_ranks` is. The group cannot be used afterwards.
         """
         if timeout is None:
@@ -237,7 +237,7 @@ class ProcessGroup(dist.ProcessGroup):
         with self._jobs.limited(timeout.total_seconds()):
             self.barrier().wait()
 
-    # ---- from each to each, from one to all and back
+    # ---- gather, scatter, reduce_scatter, all-to-all
 
     def all_to_all_single(
         self,
@@ -301,7 +301,7 @@ class ProcessGroup(dist.ProcessGroup):
     def gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Work:
         raise ArgumentError("Backend mpips does not support gather_single: call gather")
 
-    # ---- from one to one
+    # ---- sends and receives
 
     def send(self, tensors: Tensors, destination: int, tag: int) -> Work:
         check_on_host(tensors, "send")
@@ -343,9 +343,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The devices of the tensors, which `monitored_barrier` asks for. Empty until c10d knows the group.
+        """The devices whose tensors the group supports, for `monitored_barrier`. Empty until c10d knows the group.
 
-        If it were not empty then, c10d would attach its flight recorder, which works with backends in C++ only.
+        If the list were not empty from the start, c10d would attach its flight recorder, which only works with C++
+        backends.
         """
         return [torch.device("cpu")] if self.pg_name else []
 
@@ -355,7 +356,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> ProcessGroup:
         """Return the backend for a device: this group itself.
 
-        c10d also sees by it that operations are not coalesced.
+        This also tells c10d that the group does not coalesce operations.
         """
         return self
 
@@ -377,13 +378,13 @@ class ProcessGroup(dist.ProcessGroup):
         return self._sequence
 
     def shutdown(self) -> None:
-        """Do nothing: the communication thread serves all groups and goes on."""
+        """Do nothing: the communication thread is shared by all groups and keeps running."""
 
 
 class Jobs:
-    """Makes the jobs of one group: by `collectives` where it has the operation, else by MPI's own calls.
+    """Creates the jobs of one group. They run in `collectives` if it has the operation, else they are MPI's own calls.
 
-    Making it is collective.
+    Creating a Jobs is collective.
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout_seconds: float) -> None:
@@ -398,7 +399,7 @@ class Jobs:
         self._tokens = dict[str, int]()
 
     def free(self) -> None:
-        """Free the group's communicators. Local. Ranks that still wait for this one in the group raise."""
+        """Free the group's communicators. Local. Ranks that still wait for this rank in the group raise an error."""
         self._marks.close()
         self._home.leave()
         self._comm_of_messages.Free()
@@ -407,7 +408,7 @@ class Jobs:
     def reduce(
         self, kind: str, given: Tensor, target: Tensor, how: Reduction, root: int = 0, after: After = None
     ) -> GroupJob:
-        """Make a reduction of `given` into `target`, which may be the same tensor. Both are contiguous and 1-D."""
+        """Create the job that reduces `given` into `target`, possibly the same tensor. Both are contiguous and 1-D."""
         if how.factor is not None:
             given.mul_(how.factor)
         after = self._divide(target, after) if how.divided else after
@@ -418,7 +419,7 @@ class Jobs:
         return self._collective(kind, as_numbers(given), out, how.name, root, after)
 
     def allreduce_together(self, tensors: Tensors, op: dist.ReduceOp) -> GroupJob:
-        """Make an allreduce of several tensors, as a single operation if their reductions allow it."""
+        """Create the job of an allreduce of several tensors, as a single operation if their reductions allow it."""
         hows = [reduction(op, tensor.dtype) for tensor in tensors]
         results = [flatten_result(tensor) for tensor in tensors]
         if len({how.name for how in hows}) > 1 or any(how.bitwise or how.factor is not None for how in hows):
@@ -443,7 +444,7 @@ class Jobs:
         )
 
     def allreduce_sparse(self, tensor: Tensor, op: dist.ReduceOp) -> GroupJob:
-        """Make a sum of sparse tensors into `tensor`, which becomes coalesced.
+        """Create the job that sums sparse tensors into `tensor`, which becomes coalesced.
 
         Entries are added in the order of the ranks.
         """
@@ -474,7 +475,7 @@ class Jobs:
         return _in_turn([self.move("allgather", described, every), self.exchange(gather(), what, finish)])
 
     def move(self, kind: str, given: Tensor, target: Tensor | None, root: int = 0, after: After = None) -> GroupJob:
-        """Make a collective that moves values without adding them, so they may be of any dtype."""
+        """Create the job of a collective that only moves values, which may therefore be of any dtype."""
         out = None if target is None else as_movable(target)
         return self._collective(kind, as_movable(given), out, "sum", root, after)
 
@@ -482,9 +483,9 @@ class Jobs:
         return self._collective("allreduce", as_numbers(self._barrier_token), None, "sum", 0, None, "barrier")
 
     def reduce_scatter(self, output: Tensor, given: Tensor, sizes: Sequence[int], op: dist.ReduceOp) -> GroupJob:
-        """Make a reduction of `given`, of which this rank gets its part in `output`.
+        """Create the job that reduces `given` and stores this rank's part of the result in `output`.
 
-        `sizes`: the elements of each part.
+        `sizes` are the numbers of elements of the ranks' parts.
         """
         how, rank = reduction(op, given.dtype), self.comm.rank
         _check_types(output, given, "reduce_scatter")
@@ -508,7 +509,7 @@ class Jobs:
         return self.reduce("allreduce", whole, whole, how, 0, take_part)
 
     def allgather(self, outputs: Tensors, given: Tensor) -> GroupJob:
-        """Make an exchange after which outputs[r] is the tensor of rank r. Sizes may differ."""
+        """Create the job after which outputs[r] is the tensor of rank r. The tensors' sizes may differ."""
         check_on_host([*outputs, given], "all_gather")
         if len(outputs) != self.comm.size:
             raise ArgumentError(f"all_gather: {len(outputs)} outputs for {self.comm.size} ranks: give one for each")
@@ -521,10 +522,10 @@ class Jobs:
         return self.exchange(steps, "all_gather", lambda: _deal(target, outputs))
 
     def exchange(self, steps: Iterator[None], what: str, after: After = None, ordered: bool = True) -> GroupJob:
-        """Make a job of MPI's own calls. `steps` start the calls at the first step.
+        """Create a job of MPI's own calls. Advancing `steps` for the first time starts the calls.
 
-        If `ordered`, all ranks meet first: a rank that is already inside of an MPI call would not learn that another
-        one never comes.
+        If `ordered`, all ranks first wait for each other: a rank that is already inside of an MPI call would not learn
+        that another rank never makes it.
         """
         steps = listen(steps, self._home)
         if ordered:
@@ -539,9 +540,9 @@ class Jobs:
         return GroupJob(run, lambda: watch(steps, self._home, what), self._home if ordered else None, after)
 
     def _recorded(self, steps: Iterator[None], what: str) -> Iterator[None]:
-        """Show in the recorder, from its beginning, which of MPI's own calls is under way.
+        """Show in the recorder which of MPI's own calls is running, from its start on.
 
-        While a trace is on, record times.
+        While tracing is on, also record times.
         """
         self._marks.word[0] = self._tokens.get(what) or self._new_token(what)
         if not recorder.is_traced:
@@ -557,12 +558,12 @@ class Jobs:
         return token
 
     def empty(self, after: After = None) -> GroupJob:
-        """Make a job that sends nothing. It ends when the jobs before it have ended."""
+        """Create a job that sends nothing. It ends when the jobs before it have ended."""
         return GroupJob(lambda: None, lambda: iter(()), self._home, after)
 
     @contextmanager
     def limited(self, seconds: float) -> Iterator[None]:
-        """Set another limit on this group's waits, within a `with` block."""
+        """Change the timeout of this group within a `with` block."""
         usual = self._home.limits
         self._home.patient(usual.stall_seconds, max(seconds, LEAST_SECONDS))
         try:
@@ -618,7 +619,7 @@ def _join(parts: Tensors, dtype: torch.dtype) -> Tensor:
 
 
 def _deal(source: Tensor, outputs: Tensors) -> None:
-    """Copy a 1-D tensor into several tensors, part by part in their order."""
+    """Copy consecutive parts of a 1-D tensor into `outputs`, in order."""
     start = 0
     for output in outputs:
         output.detach().copy_(source[start : start + output.numel()].view(output.shape))
@@ -644,7 +645,8 @@ def _check_tag(tag: int, what: str) -> None:
 def _elements(tensor: Tensor, splits: Sequence[int] | None, ranks: int, argument: str) -> list[int]:
     """Return the number of elements that go to, or come from, each rank.
 
-    They are as many rows as `splits` says, or equal shares. Raises ArgumentError if the splits do not fit the tensor.
+    Each rank gets the number of rows that `splits` gives for it, or an equal share. Raises ArgumentError if the splits
+    do not fit the tensor.
     """
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits:

@@ -1,9 +1,10 @@
-"""The reducer averages gradients, bucket by bucket, while backward goes on; a parameter nobody used gets none.
+"""Average gradients over ranks, bucket by bucket, during the backward pass.
 
 The `Reducer` starts an allreduce for each bucket. The gradients lie in `SharedGradients`, memory that the ranks of a
-node share, in the order in which they become ready. Behind them lie numbers that are summed in the same allreduce: one
-for each parameter, which says whether any rank used it, and then those by which ranks compare what they did. Gradients
-of sparse embeddings are not part of that memory: `RowGradients` gathers their rows after backward.
+node share, in the order in which they become ready. After the gradients, the memory holds numbers that are summed in
+the same allreduce: one for each parameter, which says whether any rank used it (if not, its `grad` is None afterwards),
+and then numbers with which ranks compare what they did. Gradients of sparse embeddings are not part of that memory:
+`RowGradients` gathers their rows after backward.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ COMPARED = 2 * BITS + 1
 
 
 class Reducer:
-    """The gradients of a model, and the allreduces of their buckets. Making it is collective.
+    """The gradients of a model, and the allreduces of their buckets. Creating a Reducer is collective.
 
-    Buckets start in order, each when the gradient after its last one arrives. The last bucket also carries the numbers
-    that ranks compare, so it starts when backward has ended.
+    Buckets start in order, each when the first gradient after its own last gradient arrives. The last bucket also
+    carries the numbers that ranks compare, so it starts when backward has ended.
 
     Args:
         parameters: The parameters, in the order in which their gradients become ready.
         sparse: Positions in `parameters` of those with sparse gradients, which take no room in the buckets.
-        cuts: The buckets. One whose parameters have several dtypes is cut further.
+        cuts: The buckets. A bucket whose parameters have several dtypes is split further.
         comm: Gradients are averaged over its ranks.
         algorithm: The algorithm of the allreduces, as in `collectives.allreduce`.
         in_background: Run all buckets but the last while backward goes on.
@@ -57,7 +58,7 @@ class Reducer:
         algorithm: str,
         in_background: bool,
     ) -> None:
-        # Gradients that parameters have now (of a pass in no_sync) move into the new memory at the end.
+        # Gradients that parameters already have (from a pass in no_sync) move into the new memory at the end.
         before = [parameter.grad for parameter in parameters]
         self.gradients = SharedGradients(parameters, sparse, comm)
         self._rows = RowGradients([parameters[index] for index in sparse], comm)
@@ -77,7 +78,7 @@ class Reducer:
         self.reset()
 
     def reset(self) -> None:
-        """Prepare for the next backward pass, in which no gradient has arrived."""
+        """Prepare for the next backward pass."""
         self._under_way.clear()
         # positions of parameters whose gradient has not arrived
         self._missing = set(self._place.values())
@@ -87,14 +88,14 @@ class Reducer:
         self._left = [bucket.last - bucket.first for bucket in self.buckets]
         # gradients that arrived again after their bucket had started
         self._late: set[int] = set()
-        # the gradient that arrived last and is not taken yet, or -1
+        # position of the gradient that arrived last and has not been copied into its bucket yet, or -1
         self._pending = -1
 
     def note_arrival(self, parameter: Tensor) -> int:
         """Note that a parameter's gradient has been accumulated. Return the parameter's position.
 
-        The gradient is taken only when the next one arrives, because the user's own hooks, which may change it, run
-        after ours.
+        The gradient is copied into its bucket only when the next gradient arrives, because the user's own hooks, which
+        may change it, run after ours.
         """
         self._take_pending()
         self._pending = self._place[parameter]
@@ -103,14 +104,14 @@ class Reducer:
     def finish(self, token: int | None, scale: float = 1.0) -> bool:
         """End a backward pass: reduce the remaining buckets, and give all parameters their gradients.
 
-        Collective, blocking. Every gradient is multiplied by `scale`.
+        Collective, blocking.
 
         Args:
             token: BITS bits that say what this rank's program did (`Lockstep.token`), or None to compare nothing.
             scale: A factor on the means.
 
         Returns:
-            True if all ranks brought the same token. If they did not, no parameter gets a gradient.
+            True if all ranks passed the same token. If they did not, no parameter gets a gradient.
         """
         self._take_pending()
         self.gradients.complete(self._missing)
@@ -121,7 +122,7 @@ class Reducer:
         return alike
 
     def contribute_nothing(self) -> None:
-        """Take part in a backward pass of other ranks with zeros. For a rank that has no more steps to make."""
+        """Contribute zeros to a backward pass of the other ranks. For a rank that has finished its own steps."""
         self.gradients.zero()
         self._reduce_rest(None, ())
         self._rows.exchange(False, 1.0)
@@ -139,7 +140,7 @@ class Reducer:
     def _take_pending(self) -> None:
         """Copy the gradient that arrived last into its bucket, and start the buckets that are complete."""
         index, self._pending = self._pending, -1
-        # A gradient that is gone was dropped by one of the user's hooks.
+        # If the gradient is gone, one of the user's hooks has dropped it.
         if index < 0 or (gradient := self.gradients.parameters[index].grad) is None:
             return
         bucket = self._bucket_of[index]
@@ -153,7 +154,7 @@ class Reducer:
         if index in self._missing:
             self._missing.discard(index)
             self._left[bucket] -= 1
-        # Never the last bucket: it carries numbers that are known only when backward ends.
+        # The last bucket is never started here: it carries numbers that are known only when backward ends.
         while self._next < len(self.buckets) - 1 and not self._left[self._next]:
             self.gradients.release(*self.buckets[self._next])
             self._start_next(self._in_background)
@@ -170,11 +171,11 @@ class Reducer:
         return communication.run(GroupJob(plan, steps, self._home), in_background)
 
     def _reduce_rest(self, token: int | None, late: Sequence[int]) -> None:
-        """Start the buckets that are left and wait for all of them.
+        """Start the remaining buckets and wait for all of them.
 
-        If a gradient came late on any rank, all ranks reduce a second time. A bucket then holds the mean of the first
-        exchange on every rank, and each rank adds its late gradients to that. The mean of these sums is the mean of all
-        gradients.
+        If a gradient was late on any rank (it arrived after its bucket had started), all ranks reduce a second time. At
+        that point a bucket holds the mean of the first exchange on every rank, and each rank adds its late gradients to
+        it. The mean of these sums is the mean of all gradients.
         """
         try:
             self.gradients.write_words(token, bool(late))
@@ -194,10 +195,10 @@ class Reducer:
 
 
 class SharedGradients:
-    """Flat memory for gradients, which the ranks of a node share.
+    """Flat memory for gradients, shared by the ranks of a node.
 
-    Parameters of the same dtype lie in one tensor, in the order given. A complex gradient is kept as real numbers.
-    Those at positions in `sparse` get no room here; their parameters keep them.
+    Gradients of the same dtype lie in one tensor, in the order of `parameters`. A complex gradient is stored as real
+    numbers. Gradients at positions in `sparse` are not stored here; they stay in their parameters.
     """
 
     def __init__(self, parameters: Sequence[Tensor], sparse: Collection[int], comm: MPI.Comm) -> None:
@@ -216,11 +217,10 @@ class SharedGradients:
         for dtype, end in ends.items():
             words = len(self.parameters) + COMPARED if dtype is last else 0
             self._flats[dtype] = _allocate(end + words, dtype, comm)
-        # The compared numbers lie behind the gradients that share the last parameter's dtype. They have that dtype,
-        # too.
+        # The compared numbers lie after the gradients of the last parameter's dtype, and have the same dtype.
         self._words = self._flats[last][ends[last] :]
         self._used, self._compared = self._words.split((len(self.parameters), COMPARED))
-        # the numbers written last, and what they stand for: most steps write the same again
+        # a copy of the numbers that were written last, and the (token, late) that they encode: most steps repeat them
         self._written = self._compared.clone()
         self._last: tuple[int | None, bool] = (None, False)
         self._kinds = [(parameter.dtype, parameter.stride()) for parameter in self.parameters]
@@ -237,14 +237,14 @@ class SharedGradients:
     def stretch(self, first: int, last: int) -> Tensor:
         """Return gradients [first, last), which have one dtype, as a 1-D view.
 
-        If they are the last ones, the view goes on over the compared numbers.
+        If they include the last gradient, the view also covers the compared numbers.
         """
         flat = self._flats[self.parameters[first].dtype]
         words = len(self._words) if last == len(self.parameters) else 0
         return flat[self._starts[first] : self._ends[last - 1] + words]
 
     def take(self, index: int, gradient: Tensor) -> None:
-        """Copy a parameter's gradient to its place in the memory, and let `parameter.grad` be that place."""
+        """Copy a parameter's gradient to its place in the memory, and make `parameter.grad` a view of that place."""
         view = self._views[index]
         if gradient is not view and index not in self.sparse:
             plain = gradient.layout is torch.strided and not gradient.requires_grad
@@ -275,10 +275,10 @@ class SharedGradients:
         self._views[index].add_(_dense(self.parameters[index].grad))
 
     def write_words(self, token: int | None, late: bool) -> None:
-        """Write the numbers that ranks compare: the token, and whether gradients of this rank came late.
+        """Write the numbers that ranks compare: the token, and whether any gradient of this rank was late.
 
         A bit is a pair of numbers, (1, 0) or (0, 1). After a sum over ranks, and also after a mean, both numbers of a
-        pair are above 0 exactly if ranks had different bits. That holds in any dtype and for any number of ranks. A
+        pair are above 0 if and only if ranks had different bits. That holds in any dtype and for any number of ranks. A
         rank whose token is None writes zeros, and so agrees with all.
         """
         if self._last != (token, late):
@@ -289,13 +289,13 @@ class SharedGradients:
         self._compared.copy_(self._written)
 
     def any_late(self) -> bool:
-        """True if gradients came late on any rank. To be asked after the reduction."""
+        """True if a gradient was late on any rank. Valid after the reduction."""
         return bool(self._compared[-1] > 0)
 
     def give(self, scale: float) -> bool:
-        """Give every parameter that any rank used its gradient, times `scale`, and set `grad` of the others to None.
+        """Give each parameter that any rank used its gradient, times `scale`. Set `grad` of the others to None.
 
-        To be called after the reduction. Return True if all ranks' tokens were the same; if not, nothing is changed.
+        Call it after the reduction. Return True if all ranks' tokens were the same; if not, nothing is changed.
         """
         words = self._words.tolist()
         tokens = words[len(self.parameters) :]
@@ -363,7 +363,8 @@ class RowGradients:
             heads.append(rows.indices().shape[1])
         # 1. All ranks learn each other's kinds and numbers of rows.
         # 2. They gather the rows, padded to the largest number of bytes that any rank brings.
-        # 3. Each rank adds up the rows: for each parameter it finds all ranks' indices, and then all values.
+        # 3. Each rank adds up the rows. In each rank's data, a parameter has first all its indices, then all its
+        # values.
         every = gather_rows(np.array(heads), self._comm, LABEL).reshape(self._comm.size, len(self._parameters), 2)
         self._gather(parts, int((every[:, :, 1] * self._widths).sum(1).max()))
         starts = [0] * self._comm.size

@@ -1,4 +1,4 @@
-"""Notice a DistributedSampler that deals samples to servers, too, which never look at them."""
+"""Detect a DistributedSampler that also deals samples to server processes, which never train on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Broadcast parameters, and an optimizer's state, from one rank to all; as Horovod's calls of the same names.
+"""Broadcast parameters and optimizer state from one rank to all, like Horovod's functions of the same names.
 
 `store_bytes` and `load_bytes` give all workers the content of a store's file.
 """
@@ -61,7 +61,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], root: int = 0, comm: MPI.Comm |
 
 
 def broadcast_values(tensors: Sequence[Tensor], root: int = 0, comm: MPI.Comm | None = None) -> list[Tensor | None]:
-    """Return the root's values as new tensors, or None for those that are equal here. Collective, blocking."""
+    """Return the root's values as new tensors, or None for each that this rank already has. Collective, blocking."""
     packed = np.concatenate([bytes_of(tensor.detach().contiguous()) for tensor in tensors] or [np.empty(0, np.uint8)])
     if not packed.size:
         return [None] * len(tensors)
@@ -74,7 +74,7 @@ def broadcast_values(tensors: Sequence[Tensor], root: int = 0, comm: MPI.Comm | 
         if np.array_equal(packed[stretch], bytes_of(tensor.detach().contiguous())):
             found.append(None)
         else:
-            # What is made in inference mode can never be part of a backward pass.
+            # Tensors that are created in inference mode can never be part of a backward pass.
             with torch.inference_mode(False):
                 found.append(torch.from_numpy(packed[stretch].copy()).view(tensor.dtype).view(tensor.shape))
     return found
@@ -93,7 +93,7 @@ def broadcast_optimizer_state(
         comm: The ranks. None means COMM_WORLD or, if a store with servers is open, its workers.
 
     Raises:
-        TypeError: The state holds something else than numbers, texts and tensors. Only the root raises it.
+        TypeError: The state holds something other than numbers, strings and tensors. Only the root raises it.
     """
     comm = workers_of(MPI.COMM_WORLD) if comm is None else comm
     state = broadcast_state(optimizer.state_dict() if comm.rank == root_rank else {}, root_rank, comm)
@@ -137,7 +137,7 @@ def worker_collectives(store: KVStore, what: str, comm: MPI.Intracomm | None = N
 
 
 def store_bytes(store: KVStore) -> bytes:
-    """Return the content of the file that `store.save` writes, on all workers. Collective over them, blocking."""
+    """Return the content of the file that `store.save` writes. Collective over the workers, blocking."""
     with _shared_file(store, "state_dict") as path:
         store.save(path)
         data = path.read_bytes() if store.rank == 0 else b""
@@ -146,9 +146,9 @@ def store_bytes(store: KVStore) -> bytes:
 
 
 def load_bytes(store: KVStore, data: bytes) -> None:
-    """Let `store.load` read the content of such a file.
+    """Let `store.load` read the content that `store_bytes` returned.
 
-    Worker 0's `data` counts. Collective over the workers, blocking.
+    Only worker 0's `data` is used. Collective over the workers, blocking.
     """
     with _shared_file(store, "load_state_dict") as path:
         if store.rank == 0:
@@ -163,7 +163,7 @@ def _shared_file(store: KVStore, what: str) -> Iterator[Path]:
         yield Path(store.worker.agree(what, data=folder.encode())[0].decode(), "store.safetensors")
 
 
-# ---- a state as one message; its tensors follow by themselves
+# ---- a state as one message, followed by its tensors
 
 
 class _Tensor(msgspec.Struct, tag="tensor"):

@@ -1,4 +1,4 @@
-"""PyTorch's tensors and reductions as those of `collectives`: contiguous, flat, on the host; and back again."""
+"""Convert PyTorch's tensors and reductions to those of `collectives` (flat arrays on the host), and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 
 from mpips.collectives.errors import MismatchError
 
-# GradScaler warns that it passes itself to `step` of our optimizers. That is not the user's business.
+# GradScaler warns that it passes itself to `step` of our optimizers. Users can do nothing about that warning.
 warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", FutureWarning)
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ REALS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 class ArgumentError(RuntimeError, ValueError, TypeError):
-    """Bad arguments of a call of the backend. Nothing was sent, and the group can be used on.
+    """Bad arguments of a call of the backend. Nothing was sent, and the group can still be used.
 
     PyTorch's own backends raise RuntimeError for most bad arguments, and ValueError or TypeError for some. Programs try
     a call and catch RuntimeError to see whether a backend can do it. So this error is all three.
@@ -78,9 +78,10 @@ def check_on_host(tensors: Sequence[Tensor], what: str) -> None:
 
 
 def find_overflow(scaler: GradScaler, optimizer: Any) -> Tensor:
-    """Unscale an optimizer's gradients, unless that was done, and return the scaler's flag of their overflow.
+    """Unscale an optimizer's gradients, unless that was done already, and return the scaler's overflow flag.
 
-    The flag is above 0 if a gradient of this rank is infinite or NaN. It may be written: `GradScaler.update` reads it.
+    The flag is above 0 if a gradient of this rank is infinite or NaN. The caller may change the flag:
+    `GradScaler.update` reads it.
     """
     if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
         scaler.unscale_(optimizer)
@@ -98,9 +99,9 @@ def flatten(tensor: Tensor) -> Tensor:
 
 
 def flatten_result(tensor: Tensor) -> tuple[Tensor, Callable[[], None] | None]:
-    """Return a 1-D tensor to write a result into, and a function that then copies it back into `tensor`.
+    """Return a 1-D tensor for the result of an operation, and a function that copies the result back into `tensor`.
 
-    A contiguous tensor is written in place, and the function is None.
+    If `tensor` is contiguous, the 1-D tensor shares its memory, and the function is None.
     """
     if tensor.is_contiguous():
         return _as_line(tensor), None
@@ -220,7 +221,7 @@ class Reduction(NamedTuple):
     bitwise: MPI.Op | None = None
     # Every rank's tensor is multiplied by this first, unless it is None.
     factor: Any = None
-    # True to divide a sum of integers by the number of ranks, rounding toward 0, as NCCL's AVG does
+    # True if a sum of integers is then divided by the number of ranks, rounding toward 0, as NCCL's AVG does
     divided: bool = False
 
 

@@ -1,13 +1,12 @@
-"""Operations under way: run at once in the caller's thread, or by one communication thread, in program order.
+"""Run operations in program order, either at once in the caller's thread or in one communication thread.
 
-A `GroupJob` is one operation, and a `Work` is the handle for it that c10d gives to programs. `communication.run` runs
-jobs.
+A `GroupJob` is one operation, and a `Work` is the handle that c10d gives to the program. `communication.run` runs jobs.
 
-Collectives of one group run one after another, in the order in which the program started them. Only what a callback of
-a future starts goes first, whatever the program has started meanwhile. Otherwise that order would depend on timing, and
-ranks would wait in different collectives. (PowerSGD's hook starts operations in callbacks while backward starts
-others.) Collectives of other groups, sends and receives run at the same time, because groups may overlap and each rank
-may call them in its own order.
+Collectives of one group run one after another, in the order in which the program started them. The exception is a
+collective that a callback of a future starts: it goes to the front of the queue. Otherwise its place among those of the
+program would depend on timing, and ranks would wait in different collectives. (PowerSGD's hook starts operations in
+callbacks while backward starts others.) Collectives of other groups, sends and receives run at the same time, because
+groups may overlap and each rank may call them in its own order.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ if TYPE_CHECKING:
     from mpips.collectives.communicator import Communicator
     from mpips.collectives.plan import Plan
 
-# For YIELD_SECONDS after the last event the thread only yields its core between two looks at its jobs. From then on it
-# sleeps for NAP_SECONDS.
+# For YIELD_SECONDS after the last progress, the thread only yields its core between two polls of its jobs. After that
+# it sleeps for NAP_SECONDS between polls.
 YIELD_SECONDS, NAP_SECONDS = 2e-3, 2e-5
-# time between two looks for the end of the generation
+# time between two checks whether the generation has ended
 LOOK_SECONDS = 1e-2
 
 
 class Work(torch._C._distributed_c10d.Work):
     """The handle of an operation that c10d gives to programs.
 
-    PyTorch has a Work of its own around a future. This one differs in that `wait` raises the operation's error.
+    Like PyTorch's own Work around a future, except that `wait` raises the operation's error.
 
     Args:
         future: Completes when the operation ends.
@@ -53,7 +52,7 @@ class Work(torch._C._distributed_c10d.Work):
         sequence: The number of the operation in its group.
     """
 
-    # PyTorch's registry of works holds the C++ object only, so these are kept alive here.
+    # PyTorch's registry of works holds only the C++ objects, so the Python objects are kept alive here.
     _registered: ClassVar[set[Work]] = set()
 
     def __init__(self, future: Future[Any], status: MPI.Status | None = None, sequence: int = 0) -> None:
@@ -75,7 +74,7 @@ class Work(torch._C._distributed_c10d.Work):
         return cls(torch.futures.collect_all([work._future for work in works]).then(finish), None, works[-1]._sequence)
 
     def register(self, results: Sequence[Tensor]) -> None:
-        """Let `torch.ops._c10d_functional.wait_tensor` of these results wait for this work. Compiled code calls that.
+        """Make `torch.ops._c10d_functional.wait_tensor`, which compiled code calls, wait for this work.
 
         The registration lasts until `wait` is called.
         """
@@ -87,7 +86,7 @@ class Work(torch._C._distributed_c10d.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation has ended, and raise its error.
 
-        Blocking. `timeout` is ignored: the group's limit holds.
+        Blocking. `timeout` is ignored: the group's own timeout applies.
         """
         self._future.wait()
         if self._results:
@@ -129,9 +128,10 @@ class Work(torch._C._distributed_c10d.Work):
     _source_rank = source_rank
 
     def get_future(self) -> Future[Any]:
-        """Return a future that has failed in C++ too if the operation has.
+        """Return a future that, if the operation has failed, has failed for C++ code, too.
 
-        In C++ an exception that Python set on a future is a mere value. Raising it in a callback makes it an error.
+        If Python sets an exception on a future, C++ sees it as a plain value. Raising it in a callback turns it into an
+        error.
         """
         fine = self._future.done() and self.exception() is None
         return self._future if fine else self._future.then(lambda future: future.wait())
@@ -141,9 +141,9 @@ class GroupJob:
     """One operation of a group.
 
     Args:
-        run: Run the operation to its end, blocking.
-        steps: Do the same as an iterator, which yields wherever it would wait.
-        order: The communicator on which the job takes turns with others. None for sends and receives.
+        run: A function that runs the operation to its end, blocking. steps: A function that does the same as an
+        iterator, which yields wherever it would wait. order: The communicator whose jobs run one after another. None
+        for sends and receives.
         after: Called when the operation has ended, in either form.
         result: The value of the job's future.
     """
@@ -198,15 +198,14 @@ class Communication:
     def run(self, job: GroupJob, in_background: bool) -> Future[Any]:
         """Run a job, and return its future.
 
-        The job runs in the caller's thread, blocking, if it need not run in the background and no other job is under
-        way. Its errors are then raised here. Any other job is left to the communication thread, and this call returns
-        at once.
+        The job runs in the caller's thread, blocking, if `in_background` is False and no other job is under way. Its
+        errors are then raised here. Any other job runs in the communication thread, and this call returns at once.
 
         Args:
             job: The operation.
             in_background: Leave it to the thread in any case.
         """
-        # The caller is a callback of a future, in the communication thread itself, and may wait for this job.
+        # The caller is a callback of a future. It runs in the communication thread itself, and may wait for this job.
         if threading.current_thread() is self._thread:
             with self._state:
                 self._jobs.appendleft(job)
@@ -306,7 +305,7 @@ class Communication:
             job.future.set_exception(as_backend_error(error))
 
     def _next_job(self) -> GroupJob | None:
-        """Take the next job that may begin: none whose communicator has an earlier job that has not ended."""
+        """Take the next job whose communicator has no unfinished earlier job, or return None."""
         taken = {job.order for job, _ in self._under_way} - {None}
         with self._state:
             for place, job in enumerate(self._jobs):
@@ -334,8 +333,8 @@ def wait_for_plan(plan: Plan) -> Iterator[None]:
 class Messages:
     """MPI's own calls on a communicator that is used for nothing else.
 
-    They carry uneven and rooted exchanges, bitwise reductions, sends and receives. Each returns an iterator that starts
-    the call at its first step and ends when MPI has ended it.
+    They are used for uneven and rooted exchanges, bitwise reductions, sends and receives. Each method returns an
+    iterator that starts the MPI call at its first step and ends when the call has completed.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -382,7 +381,8 @@ def _wait_for_request(start: Callable[[], MPI.Request], status: MPI.Status | Non
         while not request.Test(status):
             yield
     finally:
-        # MPI may still write to the arrays, so the request and with it the arrays must live on.
+        # The iterator was abandoned, and MPI may still write to the arrays. So the request and its arrays must be kept
+        # alive.
         if request:
             keep([request])
 
@@ -403,8 +403,8 @@ def listen(steps: Iterator[None], home: Communicator) -> Iterator[None]:
 def watch(steps: Iterator[None], home: Communicator, what: str) -> Iterator[None]:
     """Run the steps of one operation beside others.
 
-    Raises if the generation of `home` has ended, or if the steps take longer than the limit on waits. If the steps
-    fail, the generation ends on all ranks.
+    Raises if the generation of `home` has ended, or if the steps exceed the timeout. If the steps fail, the generation
+    ends on all ranks.
     """
     clock, due = Clock(), 0.0
     try:

@@ -230,9 +230,7 @@ class Consensus:
         return [digest(bytes_of(parameter.detach().contiguous()).tobytes()) for parameter in self._parameters]
 
     def _count_changes(self) -> tuple[int, str]:
-        """Return the number of changes that the program has made to parameters since `note`, and the key of a changed
-        one.
-        """
+        """Count the program's changes of parameters since `note`. Return the count and the key of a changed one."""
         versions = [parameter._version for parameter in self._parameters]
         changes = [now - before for now, before in zip(versions, self._versions)]
         if self._bits:

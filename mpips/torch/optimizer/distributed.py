@@ -307,8 +307,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return None if self._survival.new else self._survival.call("save", save)
 
     def load(self, path: str | Path) -> None:
-        """Load a file that `save` has written, with any number of servers. The model then has the parameters of the
-        file.
+        """Load a file that `save` has written, with any number of servers, and give the model its parameters.
 
         Collective over the workers, blocking.
         """

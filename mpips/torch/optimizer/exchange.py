@@ -227,8 +227,7 @@ class ServerExchange(GradientExchange):
             store.worker.settle()
 
     def _find_changed(self) -> str:
-        """Return the key of a parameter that differs from the servers' value, or "" if all changes were undone.
-        Blocking.
+        """Return the key of a parameter that differs from the servers' value, or "" if none does. Blocking.
 
         In a synchronous store all workers return a key if any of them does, so that they raise together.
         """
