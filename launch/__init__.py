@@ -43,7 +43,7 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(home), name)
 
 
-# Our own modules import mpips.launch. This is for users who import launch.
+# True only for users who write `import launch`; our own modules import `mpips.launch`.
 if __name__ == "launch":
     from mpips.doors import open_door
 

@@ -166,7 +166,7 @@ class Watched:
         self._hopeless = hopeless
         # the signal to this process that ends the job, or 0
         self._heard = 0
-        # We have ended the job because of its ranks.
+        # True once we have told the job to end because of what its ranks did: one died, failed or never connected.
         self._deserted = False
         # The line about a slow start is still to be printed.
         self._starts_silently = speaking > 0
@@ -268,14 +268,16 @@ class Watched:
         remove_leftovers(self._job.pid, self._began)
 
     def _lacks_a_rank(self) -> bool:
-        """True if a rank has ended while the job started, before it connected and before its process was seen.
+        """True if a rank ended while the job was starting, before it connected and before its process was seen.
+
+        This happens as follows:
 
         1. mpirun starts all ranks.
         2. A signal ends one of them while its Python starts. It has not connected to `presence`, and this process has
            not seen it among its descendants.
         3. The other ranks start MPI and wait for it for ever.
 
-        It is noticed because the number of known ranks stays below that of all ranks for `STARTING` seconds. A rank
+        The loss is noticed because fewer ranks than expected are known for `STARTING` seconds. A rank
         whose process was seen before it ended is added to the deaths instead.
         """
         presence = self._presence

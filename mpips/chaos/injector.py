@@ -52,7 +52,7 @@ class Made(msgspec.Struct, tag=True, frozen=True):
 
 
 class Reached(msgspec.Struct, tag=True, frozen=True):
-    """Message of a rank that it is at the point of fault number `fault` of the plan."""
+    """Sent by a rank when it reaches the point at which the plan's fault number `fault` is due."""
 
     time: float
     rank: int

@@ -1,16 +1,16 @@
 """The process of a rank: how it starts MPI, reports to its launcher, starts children, and ends.
 
-MPI starts when the program imports mpi4py. The import returns when all ranks have made it.
+MPI starts when the program imports mpi4py. The import returns once all ranks have imported it.
 
 A rank reports to the `mpips run` of its machine, if one listens: that it has started, that MPI has started, its role,
-and how it ends. A process that ends without such a message counts as dead. The last message is sent after everything
+and how it ends. A process that ends without reporting how counts as dead. The last message is sent after everything
 that closes at exit has closed. If ranks have died and no launcher listens, as on another host, the lowest rank that is
 left reports them on standard error.
 
 A child that starts a new program, as with `subprocess`, inherits the variables by which a launcher tells a rank its
 place. If the child imports MPI, MPI takes it for that rank and hangs. So these variables are hidden from children as
-soon as MPI has started, and a child that imports MPI becomes a world of its own. A fork inherits the memory in which
-MPI runs. So it ends without mpi4py's last step, which would end MPI or the job.
+soon as MPI has started, and a child that imports MPI becomes a world of its own. A forked child inherits MPI's
+memory. So it exits without mpi4py's finalization, which would end MPI or the job.
 
 After a death, MPI_Finalize of Open MPI hangs in one of five runs, and mpi4py calls it after the interpreter has ended.
 So it is called earlier, in a thread. If it returns in time, mpi4py sees that MPI has ended and does not call it. If

@@ -1,4 +1,4 @@
-"""Find optimizers and schedules by name: `register`, `create`, and their form on the wire (msgpack, never pickle)."""
+"""Registry of optimizers and schedules by name, and how they are encoded for messages: msgpack, never pickle."""
 
 from __future__ import annotations
 
