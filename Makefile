@@ -30,7 +30,7 @@ demo: ## train on real data with servers and MPI clients in every mode: out/demo
 test: ## what protects users, in 8 minutes: lint, unit tests, MPI tests on 1 and 3 ranks of Open MPI and 2 of MPICH
 	$(TESTS) --stages lint,unit,mpi --ranks 1,2,3
 
-test-quick: ## in little more than a minute: unit tests, and on 2 ranks what users call most
+test-quick: ## in a minute: unit tests, and on 2 ranks what users call most
 	$(VENV) --extra test --extra fast
 	$(BIN)/$(RUN) --part quick --stages unit,mpi --ranks 2
 
