@@ -24,10 +24,11 @@ from collectives.call import Call
 from collectives.errors import given_up
 from collectives.fabric.board import Board, Ending, Poison
 from collectives.fabric.layout import ArrayPlace
-from collectives.node.executor import MET, SHARED, SLOTS, Executor, Part, _Bound, _sum_of_scalars
-from collectives.node.program import NOTHING, Phase, Program, Scalars, Turns, Window
+from collectives.node import short_cut
+from collectives.node.executor import MET, SHARED, SLOTS, Executor, Part
+from collectives.node.program import NOTHING, Phase, Program, Turns, Window
 from tests.unit.collectives import explorer
-from tests.unit.collectives.explorer import Explorer, Fault, Memory, Stepping, World
+from tests.unit.collectives.explorer import Address, Explorer, Fault, Memory, Stepping, World
 
 Make = Callable[[World], Board]
 TEXT = "allreduce of 1 float64"
@@ -63,18 +64,11 @@ class Slots(Executor):
     def free(self) -> None:
         """Others only read what lies in slots."""
 
-    def few(self) -> Scalars:
-        even, odd = self.slots
-        rank = self.world.rank
-        return Scalars(
-            self.x,
-            self.out,
-            (even[rank], odd[rank]),
-            (even[0], odd[0]),
-            (even[1], odd[1]),  # type: ignore[arg-type]
-            (tuple(even[2:]), tuple(odd[2:])),
-            False,
-        )
+    def actions(self, parity: int) -> tuple[list[list[Any]], list[list[Any]]]:
+        """What this rank does before it meets the others, and then, as a record has it."""
+        slots = self.slots[parity]
+        put = [0, Address(slots[self.world.rank]), 8, Address(self.x)]
+        return [put], [[self.world.size, Address(self.out), 1, 0, *map(Address, slots)]]
 
     def _mode(self, part: Any) -> int:
         return SLOTS
@@ -92,10 +86,18 @@ class Slots(Executor):
 
         return Program(last=tuple(((take, (slots,)),) for slots in self.slots))  # type: ignore[arg-type]
 
-    def _fast(self, tokens: tuple[int, ...]) -> Callable[[], int]:
-        others = sum(token << 64 * rank for rank, token in enumerate(tokens))
-        bound = _Bound(self._board, self._text, self._put, self._token, others)
-        return _sum_of_scalars(bound, self.few())
+    def _bind_short_cut(self, tokens: tuple[int, ...], program: Program) -> None:
+        if any(phase.after for phase in program.phases):
+            return
+        board, phased = self._board, bool(program.phases)
+        rows = [Address(row) for pair in (board.entries, board.progress) for row in pair]
+        record = [board.rank, board.size, phased, 0, 0, Address([0]), 0, 0, *rows, *tokens]
+        for field, parity in ((short_cut.EVEN, 0), (short_cut.ODD, 1)):
+            record[field] = len(record)
+            for actions in self.actions(parity):
+                record += [len(actions), *(word for action in actions for word in action)]
+        call: Any = short_cut.carry_out.function
+        self.fast = short_cut.short_cut(board, self._text, self._put, phased, record, call)  # type: ignore[arg-type]
 
 
 class Touching(Slots):
@@ -105,11 +107,11 @@ class Touching(Slots):
         ranks = range(world.size)
         self.xs = [world.words(("x", rank), owner=rank) for rank in ranks]
         self.outs = [world.words(*(("out", rank, element) for element in ranks)) for rank in ranks]
-        self.mine = 0
+        self.mine = [0]
         super().__init__(world, board)
 
     def bring(self, operation: int) -> None:
-        self.mine = self.xs[self.world.rank][0] = brings(self.world.rank, operation)
+        self.mine[0] = self.xs[self.world.rank][0] = brings(self.world.rank, operation)
 
     def result(self) -> Any:
         rank = self.world.rank
@@ -132,14 +134,22 @@ class Touching(Slots):
     def _compile(self, number: int, descriptors: Any) -> Program:
         return Program((Phase(((self.touch, ()),)),))
 
+    def actions(self, parity: int) -> tuple[list[list[Any]], list[list[Any]]]:
+        rank, size = self.world.rank, self.world.size
+        copies = [[0, Address(self.outs[other], rank), 8, Address(self.out)] for other in range(size) if other != rank]
+        return [], [self.reduction(), *copies]
+
+    def reduction(self) -> list[Any]:
+        rank = self.world.rank
+        parts = [Address(self.mine if other == rank else x) for other, x in enumerate(self.xs)]
+        return [self.world.size, Address(self.out), 1, 0, *parts]
+
     def touch(self) -> None:
         rank = self.world.rank
         others = [other for other in range(self.world.size) if other != rank]
-        self.out[0] = self.mine + sum(self.xs[other][0] for other in others)  # type: ignore[call-overload]
+        self.out[0] = self.mine[0] + sum(self.xs[other][0] for other in others)  # type: ignore[call-overload]
         for other in others:
             self.outs[other][rank] = self.out[0]
-
-    _fast = Executor._fast
 
 
 def program(
@@ -204,8 +214,9 @@ def bind(call: Any, board: Board) -> None:
     call._put = call._token = board.descriptors.put = 1
     board.hold(False)
     call._tokens = (1,) * size
-    call._program = call._compile(0, [])
-    call.fast = call._fast(call._tokens)
+    program = call._compile(0, [])
+    call._program = program
+    call._bind_short_cut(call._tokens, program)
 
 
 def sound(size: int, interrupted: bool, operations: int = 2) -> Callable[[tuple[Any, ...]], None]:
@@ -243,8 +254,11 @@ class Reading(Touching):
     def free(self) -> None:
         self.world.free(("x", self.world.rank))
 
+    def actions(self, parity: int) -> tuple[list[list[Any]], list[list[Any]]]:
+        return [], [self.reduction()]
+
     def touch(self) -> None:
-        self.out[0] = sum(x[0] if rank != self.world.rank else self.mine for rank, x in enumerate(self.xs))  # type: ignore[call-overload]
+        self.out[0] = sum(x[0] if rank != self.world.rank else self.mine[0] for rank, x in enumerate(self.xs))  # type: ignore[call-overload]
 
 
 CASES = {
@@ -300,6 +314,9 @@ class Late:
         self._row[rank] = word
         self._put()
 
+    def __getitem__(self, rank: int) -> int:
+        return self._row[rank]
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._row, name)
 
@@ -310,14 +327,16 @@ class Late:
 class LateVector(Slots):
     """A flag that is set before its data."""
 
-    def few(self) -> Scalars:
-        few = super().few()
+    def _bind_short_cut(self, tokens: tuple[int, ...], program: Program) -> None:
         board, rank = self._board, self.world.rank
         board.entries = tuple(  # type: ignore[assignment]
             Late(row, lambda slots=slots: slots[rank].__setitem__(0, self.x[0]))
             for row, slots in zip(board.entries, self.slots)
         )
-        return few._replace(mine=([0], [0]))  # type: ignore[arg-type]
+        super()._bind_short_cut(tokens, program)
+
+    def actions(self, parity: int) -> tuple[list[list[Any]], list[list[Any]]]:
+        return [], super().actions(parity)[1]
 
 
 class LateWork(Touching):
