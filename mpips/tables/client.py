@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -19,17 +20,19 @@ from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.arena import Region, SparseFile
 from mpips.collectives.fabric.tasks import Task
 from mpips.collectives.recorder import page
-from mpips.store.keys.key import Array
+from mpips.store.keys.key import Array, Name
 from mpips.store.remote.link import Link
 from mpips.store.remote.setup import Setup
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import RoomError
+from mpips.store.server.service import ServicePlan
 from mpips.store.transport import frames
 from mpips.store.worker.interface import KnownTable
 from mpips.tables import kernels
 from mpips.tables.in_place import RowsInPlace
 from mpips.tables.initial import Ids, owners_of
 from mpips.tables.merge import Distinct, deal, distinct, sum_into
+from mpips.tables.plan import TablesPlan
 
 Payload = NDArray[np.uint8]
 PUSHED, ASKED, IN_PLACE, REFUSED = map(page.TABLE.index, ("pushed", "asked", "in_place", "refused_pushes"))
@@ -115,6 +118,8 @@ class RemoteTables:
     Ids are int64 (k,) in any order, and may repeat. Rows are (k, dim).
     """
 
+    service = "tables"
+
     def __init__(self, layout: Layout, link: Link, setup: Setup) -> None:
         self._link = link
         self._setup = setup
@@ -139,6 +144,18 @@ class RemoteTables:
         self._pushes.clear()
         self._pulls.clear()
         self._in_place.clear()
+
+    # ---- the worker's part in a recovery
+
+    def known_in(self, names: Container[Name]) -> bytes:
+        """Return the cards of the tables that have these names, encoded. b"" if there are none."""
+        cards = [card for card in self.cards if card.table in names]
+        return msgspec.msgpack.encode(cards) if cards else b""
+
+    def begin(self, plan: ServicePlan | None) -> None:
+        """Begin the next generation with the tables of the plan."""
+        assert plan is None or isinstance(plan, TablesPlan)
+        self.cards = [] if plan is None else plan.cards
 
     def make(self, card: frames.MakeTable) -> Task[None]:
         """Make a table on all servers. Collective. Raises ValueError on all workers if a server cannot make it."""

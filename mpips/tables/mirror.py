@@ -24,6 +24,7 @@ from mpips.collectives.fabric import requests
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.fabric.failure import is_death
 from mpips.collectives.machine import free_memory
+from mpips.store.keys.key import Name
 from mpips.store.transport.frames import MakeTable
 from mpips.tables import row_optimizers
 from mpips.tables.journal import CLOSED, COUNTS, OPENED, ROWS, TORN, WORDS, Journal, Positions, kept_arrays
@@ -184,6 +185,10 @@ class MirroredTables:
         # new copies whose rows have not all come; the older copy stays in `_copies` meanwhile
         self._coming: dict[Place, MirroredTable] = {}
 
+    def connect(self, comm: MPI.Intracomm, mirror: int | None, generation: int) -> RowMirror:
+        """Connect this server to its mirror (None: it has none), and these copies to their servers."""
+        return RowMirror(comm, mirror, self, generation)
+
     def apply_message(self, server: int, servers: int, message: TableBegins | RowsChanged, generation: int) -> None:
         """Take in a message of a server, which is one of `servers`."""
         if isinstance(message, TableBegins):
@@ -199,7 +204,7 @@ class MirroredTables:
         if copy.whole and place in self._coming:
             self._copies[place] = self._coming.pop(place)
 
-    def begin(self, rounds: Mapping[str, int] | None) -> None:
+    def begin(self, rounds: Mapping[Name, int] | None) -> None:
         """Begin a generation in which tables stand at these rounds, and drop copies that cannot go there.
 
         `rounds` is None in an asynchronous store: every copy stays at its newest round.

@@ -14,7 +14,7 @@ as a mirror, numbered by `recovery.plan.copies_of(rank)`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -22,11 +22,15 @@ import numpy as np
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.store.keys.key import Name
 from mpips.store.roles import Layout
+from mpips.store.server.service import ServiceInventory
 from mpips.store.transport.frames import MakeTable
 from mpips.tables import row_optimizers
 from mpips.tables.admission import COUNTS
 from mpips.tables.journal import Journal, Standing
 from mpips.tables.rows import arrays_of
+
+# an empty list
+NOTHING = msgspec.msgpack.encode([])
 
 
 class TableHolding(msgspec.Struct, array_like=True):
@@ -100,34 +104,6 @@ class TablePlan(NamedTuple):
     sources: Mapping[int, list[RowSource] | None] = {}
 
 
-class TableShelf(Protocol):
-    """One shelf, as far as tables need it; see `recovery.plan.Shelf`."""
-
-    @property
-    def owner(self) -> int: ...
-    @property
-    def live(self) -> bool: ...
-    @property
-    def tables(self) -> Sequence[TableHolding]: ...
-
-
-class TableInventory(Protocol):
-    """What one rank brings into a recovery, as far as tables need it; see `recovery.plan`.
-
-    `keys` is None on a rank that was not a worker before.
-    """
-
-    @property
-    def keys(self) -> object: ...
-    @property
-    def tables(self) -> Sequence[MakeTable]: ...
-    @property
-    def mapped(self) -> Sequence[int]: ...
-    @property
-    def shelves(self) -> Sequence[TableShelf]: ...
-
-
-# the copy of one table that each server of the last generation has, by the server's rank then
 # server of the last generation, by its rank then -> the holding of one table that is used for it
 Owners = Mapping[int, TableHolding]
 
@@ -157,24 +133,93 @@ def common_holdings(owners: Owners, counts: Owners) -> dict[int, TableHolding]:
     return found
 
 
-def common_tables(inventories: Sequence[TableInventory]) -> list[MakeTable]:
-    """Return the tables that all former workers know.
+class TablesPlan(NamedTuple):
+    """All tables in the next generation (`ServicePlan`)."""
 
-    Their cards are taken from the first of these workers.
+    tables: list[TablePlan]
+
+    @property
+    def cards(self) -> list[MakeTable]:
+        return [table.card for table in self.tables]
+
+    @property
+    def rounds(self) -> dict[Name, int]:
+        return {table.card.table: table.round for table in self.tables}
+
+    @property
+    def _known_to_users(self) -> list[TablePlan]:
+        """All tables but those that count ids of others."""
+        counts = names_of_counts(self.cards)
+        return [table for table in self.tables if table.card.table not in counts]
+
+    def rounds_of(self, rank: int) -> dict[Name, int]:
+        """Return the round of each table; of a worker the number of its pushes that are in it."""
+        return {
+            table.card.table: table.pushes[rank] if rank < len(table.pushes) else table.round
+            for table in self._known_to_users
+        }
+
+    @property
+    def torn(self) -> list[Name]:
+        return [table.card.table for table in self._known_to_users if table.torn]
+
+
+def names_of_counts(cards: Iterable[MakeTable]) -> set[str]:
+    """Return the names of the tables that count ids of others."""
+    return {card.table + COUNTS for card in cards if card.seen}
+
+
+class FoundTables:
+    """What all ranks together hold of the tables that all former workers know (`FoundService`).
+
+    A table is lost if a server's rows are nowhere. Tables of counts are not named as lost, because users do not know
+    them.
     """
-    lists = [one.tables for one in inventories if one.keys is not None]
-    known = [{card.table for card in cards} for cards in lists]
-    return [card for card in lists[0] if all(card.table in names for names in known)] if lists else []
+
+    def __init__(self, layout: Layout, inventories: Sequence[ServiceInventory]) -> None:
+        self._layout = layout
+        known = [
+            msgspec.msgpack.decode(one.known or NOTHING, type=list[MakeTable])
+            for one in inventories
+            if one.known is not None
+        ]
+        names = [{card.table for card in cards} for cards in known]
+        # as the first of the workers knows them
+        self._cards = [card for card in known[0] if all(card.table in each for each in names)] if known else []
+        held = [msgspec.msgpack.decode(one.held or NOTHING, type=list[TableHolding]) for one in inventories]
+        self._owners = owners_of_tables(self._cards, [holding for holdings in held for holding in holdings])
+        # shelf -> the rank that has described it
+        self._holders = {holding.shelf: rank for rank, holdings in enumerate(held) for holding in holdings}
+        self._mapped = [one.mapped for one in inventories]
+        servers = layout.num_servers if layout.before is None else layout.before.num_servers
+        self.rounds: dict[Name, list[int]] = {
+            name: rounds_of(theirs) if len(theirs) == servers else [] for name, theirs in self._owners.items()
+        }
+        counts = names_of_counts(self._cards)
+        self.lost: list[Name] = [name for name, rounds in self.rounds.items() if not rounds and name not in counts]
+
+    def plan(self, rounds: Mapping[Name, int]) -> TablesPlan:
+        """Plan all tables at these rounds, and where each server takes rows from."""
+        layout, plans = self._layout, []
+        for card in self._cards:
+            theirs = self._owners[card.table]
+            sources = {
+                rank: sources_of(layout, rank, theirs, self._mapped[rank], self._holders)
+                for rank in map(layout.server_rank, range(layout.num_servers))
+            }
+            plans.append(plan_table(layout, card, theirs, rounds.get(card.table))._replace(sources=sources))
+        return TablesPlan(plans)
 
 
-def owners_of_tables(inventories: Sequence[TableInventory]) -> dict[str, dict[int, TableHolding]]:
-    """For each of the common tables and each server of the last generation, choose the holding to use.
+def owners_of_tables(
+    cards: Sequence[MakeTable], holdings: Iterable[TableHolding]
+) -> dict[str, dict[int, TableHolding]]:
+    """For each of these tables and each server of the last generation, choose the holding to use.
 
     A table and its counts of ids complete a round one after the other, so only rounds that both have are kept.
     """
-    cards = common_tables(inventories)
     found: dict[str, dict[int, TableHolding]] = {card.table: {} for card in cards}
-    for holding in (holding for one in inventories for shelf in one.shelves for holding in shelf.tables):
+    for holding in holdings:
         if (there := found.get(holding.table)) is None:
             continue
         known = there.get(holding.owner, holding)
@@ -183,29 +228,6 @@ def owners_of_tables(inventories: Sequence[TableInventory]) -> dict[str, dict[in
     for table in (card.table for card in cards if card.seen):
         found[table] = found[table + COUNTS] = common_holdings(found[table], found[table + COUNTS])
     return found
-
-
-def known_to_users(plans: Sequence[TablePlan]) -> list[TablePlan]:
-    """Leave out the tables that count ids of others."""
-    counts = _names_of_counts(plan.card for plan in plans)
-    return [plan for plan in plans if plan.card.table not in counts]
-
-
-def _names_of_counts(cards: Iterable[MakeTable]) -> set[str]:
-    return {card.table + COUNTS for card in cards if card.seen}
-
-
-def rounds_of_tables(inventories: Sequence[TableInventory], servers: int) -> tuple[dict[Name, list[int]], list[str]]:
-    """Return the rounds at which each table can be restored, and the names of lost tables.
-
-    A table is lost if any of the `servers` servers' rows are nowhere. It has no rounds. Tables of counts are not among
-    the names.
-    """
-    owners = owners_of_tables(inventories)
-    lost = [name for name, theirs in owners.items() if len(theirs) < servers]
-    counts = _names_of_counts(common_tables(inventories))
-    rounds: dict[Name, list[int]] = {name: [] if name in lost else rounds_of(theirs) for name, theirs in owners.items()}
-    return rounds, [name for name in lost if name not in counts]
 
 
 def rounds_of(owners: Owners) -> list[int]:
@@ -231,28 +253,10 @@ def plan_table(layout: Layout, card: MakeTable, owners: Owners, round_: int | No
     return TablePlan(card, chosen, updates, torn, pushes, rounds, counts)
 
 
-def plan_tables(
-    layout: Layout, inventories: Sequence[TableInventory], rounds: Mapping[Name, int | None], holders: Mapping[int, int]
-) -> list[TablePlan]:
-    """Plan all tables at these rounds, and where each server takes rows from. For `holders` see `sources_of`."""
-    owners = owners_of_tables(inventories)
-    live = {shelf.owner for one in inventories for shelf in one.shelves if shelf.live}
-    plans = []
-    for card in common_tables(inventories):
-        theirs = owners[card.table]
-        sources = {
-            rank: sources_of(layout, rank, theirs, live, inventories[rank].mapped, holders)
-            for rank in map(layout.server_rank, range(layout.num_servers))
-        }
-        plans.append(plan_table(layout, card, theirs, rounds[card.table])._replace(sources=sources))
-    return plans
-
-
 def sources_of(
     layout: Layout,
     rank: int,
     owners: Owners,
-    live: Collection[int],
     mapped: Collection[int],
     holders: Mapping[int, int],
 ) -> list[RowSource] | None:
@@ -260,9 +264,8 @@ def sources_of(
 
     Args:
         owners: The holding of the table to use for each former server.
-        live: The former servers that live, by their ranks then.
         mapped: The shelves that this server can map.
-        holders: Shelf -> the rank that can map it and has listed its contents.
+        holders: Shelf -> the rank that can map it and has described it.
     """
     before = layout.before
     if before is None:
@@ -271,7 +274,7 @@ def sources_of(
     wanted = range(first, first + count)
     if count == layout.num_servers:
         wanted = wanted[rank - layout.num_workers :][:1]
-        if own in live and own in wanted:
+        if own in wanted and holders.get(own) == rank:
             return None
     shelves = [(owner, owners[owner].shelf) for owner in wanted]
     return [

@@ -38,6 +38,11 @@ class Before(NamedTuple):
     clients: tuple[tuple[int, int], ...]
     places: tuple[int, ...]
 
+    @property
+    def lost_servers(self) -> list[int]:
+        """The servers that have died."""
+        return [rank for rank in self.lost if 0 <= rank - self.num_workers < self.num_servers]
+
     def in_whose_place(self, worker: int, kind: str) -> range:
         """Return the old workers whose pushes a worker continues. Empty if the store has grown by it.
 

@@ -31,8 +31,6 @@ from mpips.store.roles import Layout
 from mpips.store.server.unit import Unit
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Created, UnitCard, dtype_of
-from mpips.tables.journal import Journal
-from mpips.tables.plan import TableEntry, attached, holding_of_table
 
 SLOT_WORDS = 4
 # Words of a slot: the number of the text (0 while it is being written), its generation, and its offset and size in the
@@ -40,7 +38,7 @@ SLOT_WORDS = 4
 SEQUENCE, GENERATION, OFFSET, NBYTES = range(SLOT_WORDS)
 SLOTS = 2
 HEADER_WORDS = SLOTS * SLOT_WORDS + 2
-# After the slots: descriptor and inode of the sparse file with the rows of tables; zeros if there is none.
+# After the slots: descriptor and inode of the sparse file with the memory of services; zeros if there is none.
 FILE_WORDS = slice(SLOTS * SLOT_WORDS, HEADER_WORDS)
 
 
@@ -67,15 +65,20 @@ class LedgerEntry(msgspec.Struct, array_like=True):
 
 
 class LedgerText(msgspec.Struct, array_like=True):
-    """All that a server has. For `settings` see `encode_settings`."""
+    """All that a server has.
+
+    Attributes:
+        settings: See `encode_settings`.
+        services: Name of a service -> its `Service.ledger_entry`.
+    """
 
     units: list[LedgerEntry]
     settings: bytes
-    tables: list[TableEntry] = []
+    services: dict[str, bytes] = {}
 
 
 class Ledger:
-    """A server's own ledger. `file` is where rows of its tables lie."""
+    """A server's own ledger. `file` is where the memory of its services lies."""
 
     def __init__(self, file: SparseFile | None = None) -> None:
         self._memory = arena.empty(HEADER_WORDS, np.uint64)
@@ -184,7 +187,7 @@ class NodeMemory:
     def __init__(self, regions: Mapping[int, Region] | None = None) -> None:
         # rank of a server -> its segment, and where its ledger lies in it
         self._mapped: dict[int, tuple[NDArray[np.uint8], Region]] = {}
-        # rank of a server -> the file with the rows of its tables
+        # rank of a server -> the file with the memory of its services
         self._files: dict[int, SparseFile] = {}
         for rank, region in (regions or {}).items():
             try:
@@ -204,31 +207,29 @@ class NodeMemory:
         """The servers whose memory is mapped."""
         return list(self._mapped)
 
-    def shelves(self, layout: Layout, generation: int) -> list[Shelf]:
-        """Return what dead servers of this node had, if this is the lowest rank left on the node."""
+    def described(self, layout: Layout, generation: int) -> list[int]:
+        """Return the dead servers of this node whose memory this rank describes: all if it is the lowest left on it."""
         before = layout.before
-        if before is None:
-            return []
-        found = []
-        for rank in self._mapped:
-            # the lowest rank that is left on the node of the server
-            here = min(old for old in before.origin if before.nodes[old] == before.nodes[rank])
-            if rank in before.lost and here == before.origin[layout.rank]:
-                book = self._book(rank, generation)
-                if book is not None:
-                    units = self._holdings(rank, book, layout.asynchronous)
-                    tables = [
-                        holding_of_table(entry.card.table, attached(self._files[rank], entry), rank, rank)
-                        for entry in book.tables
-                    ]
-                    found.append(Shelf(rank, False, book.settings, units, tables=tables))
-        return found
+        assert before is not None
+        own = before.origin[layout.rank]
+        lowest = own == min(old for old in before.origin if before.nodes[old] == before.nodes[own])
+        dead = [rank for rank in self._mapped if rank in before.lost and before.nodes[rank] == before.nodes[own]]
+        return [rank for rank in dead if lowest and self._book(rank, generation) is not None]
 
-    def journal(self, owner: int, table: str, generation: int) -> Journal:
-        """Return the journal of a table of a server whose memory is mapped."""
+    def shelves(self, layout: Layout, generation: int) -> list[Shelf]:
+        """Return what the servers had that this rank describes."""
+        books = [(rank, self._book(rank, generation)) for rank in self.described(layout, generation)]
+        return [
+            Shelf(rank, False, book.settings, self._holdings(rank, book, layout.asynchronous))
+            for rank, book in books
+            if book is not None
+        ]
+
+    def service_of(self, owner: int, service: str, generation: int) -> tuple[SparseFile, bytes]:
+        """Return the file of a mapped server, and the ledger entry of its service: b"" if the service was empty."""
         book = self._book(owner, generation)
         assert book is not None
-        return attached(self._files[owner], next(entry for entry in book.tables if entry.card.table == table))
+        return self._files[owner], book.services.get(service, b"")
 
     def arrays_of(self, owner: int, index: int, before: bool, generation: int) -> list[Array]:
         """Return values and state of a unit of a mapped server. `before`: as of the round before the newest."""
@@ -317,9 +318,9 @@ class UnitMemory:
         return units, Created(arena.region_of(words), [arena.region_of(unit.stored) for unit in units])
 
     def publish(
-        self, units: Iterable[Unit], settings: bytes, generation: int, tables: Sequence[TableEntry] = ()
+        self, units: Iterable[Unit], settings: bytes, generation: int, services: Mapping[str, bytes] | None = None
     ) -> None:
-        """Write into the ledger what this server has from `generation` on."""
+        """Write into the ledger what this server has from `generation` on. For `services` see `LedgerText`."""
         if self.ledger is None:
             return
         offset = self.ledger.offset
@@ -345,7 +346,7 @@ class UnitMemory:
                     arrays,
                 )
             )
-        self.ledger.publish(LedgerText(entries, settings, list(tables)), generation)
+        self.ledger.publish(LedgerText(entries, settings, dict(services or {})), generation)
 
 
 def holding_of_unit(unit: Unit, asynchronous: bool) -> Holding:

@@ -2,7 +2,7 @@
 
 A unit that has changed is sent to the mirror as a whole, and is not written again before it has arrived there. The
 mirror keeps the last two complete versions of each unit, and receives the next one into the memory of the older. So if
-a version arrives only in part, a complete one is left. Rows of tables have a mirror of their own (`tables.mirror`).
+a version arrives only in part, a complete one is left. Services send their own copies (`ServiceMirror`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from mpi4py import MPI
 
 from mpips.collectives.errors import warn
 from mpips.collectives.fabric import requests
-from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.fabric.failure import is_death
 from mpips.store.keys.key import Array
 from mpips.store.recovery.membership import Before, mirror_of
@@ -25,10 +24,10 @@ from mpips.store.recovery.memory import arrays_of_unit, holding_of_unit
 from mpips.store.recovery.plan import Holding, Shelf, copies_of, dtype_names
 from mpips.store.recovery.undo import Version
 from mpips.store.roles import Layout
+from mpips.store.server.service import ServiceCopies
 from mpips.store.server.unit import Unit, UnitMirror
 from mpips.store.transport.frames import dtype_of
 from mpips.store.transport.pending import cut_bytes
-from mpips.tables.mirror import MirroredTables, RowMirror
 
 VERSIONS = 2
 # on the servers' communicator: of messages between mirrors, and of the arrays of units
@@ -121,12 +120,12 @@ class MirroredUnits:
     nothing is changed that they stand for.
 
     Args:
-        file: Where copies of tables lie. None makes a file.
+        services: Name of a service -> the copies of it.
     """
 
-    def __init__(self, file: SparseFile | None = None) -> None:
+    def __init__(self, services: Mapping[str, ServiceCopies] | None = None) -> None:
         self._copies: dict[UnitPlace, MirroredUnit] = {}
-        self.tables = MirroredTables(SparseFile() if file is None else file)
+        self.services = services or {}
 
     def of(self, place: UnitPlace) -> MirroredUnit:
         """Return the copy of a unit, an empty one if it is new."""
@@ -152,19 +151,19 @@ class MirroredUnits:
     def drop_before(self, generation: int) -> None:
         """Drop copies of earlier generations, once all servers have sent their units in this one."""
         self._copies = {place: copy for place, copy in self._copies.items() if copy.generation >= generation}
-        self.tables.drop_before(generation)
+        for copies in self.services.values():
+            copies.drop_before(generation)
 
     def shelves(self, before: Before | None, rank: int) -> list[Shelf]:
         """Return the complete copies, if a server has died. `rank` is the rank that this server had."""
-        if before is None or not any(0 <= lost - before.num_workers < before.num_servers for lost in before.lost):
+        if before is None or not before.lost_servers:
             return []
         units = []
         for (key, start, stop), copy in self._whole():
             states = max((dtype_names(version.arrays[1:]) for version in copy.versions), key=len)
             standings = [(one.round, one.step) for one in copy.versions]
             units.append(Holding(key, start, stop, standings, copy.torn, states, list(copy.versions[0].pushes)))
-        tables = self.tables.holdings(before.num_workers, before.num_servers, copies_of(rank))
-        return [Shelf(copies_of(rank), False, b"", units, tables=tables)] if units or tables else []
+        return [Shelf(copies_of(rank), False, b"", units)] if units else []
 
     def arrays_of(self, index: int, before: bool) -> list[Array]:
         """Return values and state of a unit on the shelf. `before`: as of the round before the newest."""
@@ -220,7 +219,10 @@ class Mirror(UnitMirror):
         self._number = 0
         self._nbytes = 0
         self._coming: list[Coming] = []
-        self.tables = RowMirror(layout.servers, self._mirror, copies.tables, generation)
+        # name of a service -> its connection to the mirror
+        self.services = {
+            name: kept.connect(layout.servers, self._mirror, generation) for name, kept in copies.services.items()
+        }
         if self._mirror is None and self._mine == 0:
             warn("mirrors=1, but all servers that are left share one node: another loss of a node loses what is stored")
 
@@ -250,12 +252,14 @@ class Mirror(UnitMirror):
 
     def turn(self) -> bool:
         """Take in what has come, and send what there is room for. Return True if anything was done."""
-        worked = self._hear() | self.tables.turn()
+        worked = self._hear()
+        for service in self.services.values():
+            worked |= service.turn()
         # With nothing under way a unit is sent whatever its size.
         while self._due and (not self._nbytes or self._nbytes < UNDER_WAY_BYTES):
             self._send(self._due.popleft())
             worked = True
-        if not self._told and self.quiet and self.tables.quiet:
+        if not self._told and self.quiet and all(service.quiet for service in self.services.values()):
             self._told = True
             self._post(MirrorFilled(), *(server for server in range(self._comm.size) if server != self._mine))
             self._note_filled(self._mine)
@@ -267,7 +271,8 @@ class Mirror(UnitMirror):
         Versions that have arrived only in part do not count.
         """
         self._hear()
-        self.tables.stop()
+        for service in self.services.values():
+            service.stop()
         self._over = True
         for unit in (*self._due, *(sent.unit for sent in self._under_way.values())):
             unit.mirrored = True

@@ -32,9 +32,9 @@ from mpips.store.keys.key import Key, Name, Rounds
 from mpips.store.keys.sharding import Interval
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError
+from mpips.store.server.service import FoundService, ServicePlan
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Change, Created, UnitCard, dtype_of
-from mpips.tables.plan import TableHolding, TablePlan, known_to_users, plan_tables, rounds_of_tables
 
 # lost keys named in an error
 SHOWN = 4
@@ -82,7 +82,6 @@ class Shelf(msgspec.Struct, array_like=True):
     settings: bytes
     units: list[Holding]
     changes: int = 0
-    tables: list[TableHolding] = []
 
     @property
     def is_copy(self) -> bool:
@@ -116,7 +115,8 @@ class Inventory(msgspec.Struct, array_like=True):
         keys: The keys it knows; None unless it was a worker before.
         local: On a worker: all servers are on its node.
         shared_cores: Processes of its node share cores.
-        tables: On a rank that was a worker before: the tables it knows.
+        known: Name of a service -> what this rank knows of it, if it was a worker before.
+        held: Name of a service -> what it can read of it (`ServiceKind.describe`).
         changes: On a worker of a store with servers: how many changes of settings it has begun, how many it has made,
             and the last one.
     """
@@ -126,7 +126,8 @@ class Inventory(msgspec.Struct, array_like=True):
     keys: list[KeyCard] | None = None
     local: bool = True
     shared_cores: bool = False
-    tables: list[frames.MakeTable] = []
+    known: dict[str, bytes] = {}
+    held: dict[str, bytes] = {}
     changes: tuple[int, int, bytes] = (0, 0, b"")
 
 
@@ -194,18 +195,18 @@ class KeyChoice(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The rounds of all keys and tables in the next generation.
+    """The rounds of all keys, and of all names of services, in the next generation.
 
     Attributes:
         step: The round at which all of them stand; None if they differ.
-        lost: Keys and tables of which a part is nowhere.
-        tables: The rounds of tables; None: each server's newest.
+        lost: Keys and names of which a part is nowhere.
+        rounds: The rounds of those that can be restored whole; empty in an asynchronous store.
     """
 
     keys: dict[Name, KeyChoice]
     step: int | None
     lost: list[Name]
-    tables: Mapping[Name, int | None]
+    rounds: Mapping[Name, int]
 
 
 class Transfer(NamedTuple):
@@ -269,6 +270,7 @@ class RecoveryPlan:
         replicas: In a store without servers what `units` is in others.
         rank: The rank that has made this plan.
         holdings: Owner of a shelf -> its units.
+        services: Name of a service -> its plan.
     """
 
     inventories: Sequence[Inventory]
@@ -278,7 +280,7 @@ class RecoveryPlan:
     cards: Cards = field(default_factory=dict)
     units: list[UnitPlan] = field(default_factory=list)
     replicas: dict[Name, ReplicaPlan] = field(default_factory=dict)
-    tables: list[TablePlan] = field(default_factory=list)
+    services: dict[str, ServicePlan] = field(default_factory=dict)
     rank: int = 0
     holdings: dict[int, list[Holding]] = field(default_factory=dict)
 
@@ -288,15 +290,15 @@ class RecoveryPlan:
 
     @property
     def rounds(self) -> Rounds:
-        """The rounds at which keys and tables stand.
+        """The rounds at which keys, and the names of services, stand.
 
         In an asynchronous store, the number of this worker's pushes that are in them.
         """
         rounds = Rounds({key.name: key.round for key in self.keys})
         torn = [name for name, chosen in self.choice.keys.items() if chosen.torn]
-        for table in known_to_users(self.tables):
-            rounds[table.card.table] = table.pushes[self.rank] if self.rank < len(table.pushes) else table.round
-            torn += [table.card.table] * table.torn
+        for service in self.services.values():
+            rounds.update(service.rounds_of(self.rank))
+            torn += service.torn
         rounds.torn = tuple(torn)
         rounds.step = self.choice.step
         return rounds
@@ -373,25 +375,26 @@ Candidate = tuple[Shelf, int, Holding]
 
 
 def choose_rounds(
-    inventories: Sequence[Inventory], synchronous: bool, replicas: bool = False, servers: int = 0
+    inventories: Sequence[Inventory],
+    synchronous: bool,
+    replicas: bool = False,
+    services: Collection[FoundService] = (),
 ) -> Choice:
-    """Choose the round of each key and table that all workers know, and from whose memory each key comes.
+    """Choose the round of each key, and of each name of a service, and from whose memory each key comes.
 
     A key is torn if no whole round of it can be restored.
 
     Args:
         replicas: The store has no servers. A torn replica is then not whole.
-        servers: Number of servers in the last generation. Each of them has rows of every table.
     """
     sizes = {card.name: prod(card.shape) for card in common_keys(inventories)}
     found = _candidates(sizes, [shelf for one in inventories for shelf in one.shelves])
     whole = {
         name: [one for one in there if not (replicas and one[2].torn)] for name, there in found.items() if synchronous
     }
-    available = {name: _whole_rounds(sizes[name], there) for name, there in whole.items()}
-    tables, lost_tables = rounds_of_tables(inventories, servers)
-    if synchronous:
-        available |= tables
+    available: dict[Name, Sequence[int]] = {name: _whole_rounds(sizes[name], there) for name, there in whole.items()}
+    for service in services if synchronous else ():
+        available |= service.rounds
     rounds, step = common_round({name: rounds for name, rounds in available.items() if rounds}, synchronous)
     keys: dict[Name, KeyChoice] = {}
     for name, there in found.items():
@@ -404,9 +407,9 @@ def choose_rounds(
             parts = _cover(sizes[name], there, None)
         if parts is not None:
             keys[name] = KeyChoice(round_, torn, parts)
-    together = synchronous and len(rounds) == len(found) + len(tables)
-    lost = [*(name for name in found if name not in keys), *lost_tables]
-    return Choice(keys, step if together else None, lost, {name: rounds.get(name) for name in tables})
+    together = synchronous and len(rounds) == len(available)
+    lost = [name for name in found if name not in keys]
+    return Choice(keys, step if together else None, lost + [name for each in services for name in each.lost], rounds)
 
 
 def common_round(available: Mapping[Name, Collection[int]], synchronous: bool) -> tuple[dict[Name, int], int | None]:
@@ -485,9 +488,13 @@ def _at_round(candidates: Sequence[Candidate], round_: int | None) -> Iterable[t
 
 
 def make_plan(
-    layout: Layout, inventories: Sequence[Inventory], choice: Choice, lines: Sequence[Any] = ()
+    layout: Layout,
+    inventories: Sequence[Inventory],
+    choice: Choice,
+    lines: Sequence[Any] = (),
+    services: Mapping[str, FoundService] | None = None,
 ) -> RecoveryPlan:
-    """Make the plan. Raises LostError if a part of any key or table is lost.
+    """Make the plan. Raises LostError if a part of any key, or of any name of a service, is lost.
 
     Args:
         inventories: One for each rank, in order.
@@ -496,14 +503,15 @@ def make_plan(
     if choice.lost:
         names = ", ".join(map(repr, choice.lost[:SHOWN])) + ", ..." * (len(choice.lost) > SHOWN)
         raise LostError(
-            f"recover: all memory with parts of these keys or tables has gone, with their hosts: {names}; "
+            f"recover: nobody has all parts of {names} any more, because hosts were lost with their memory; "
             "start again from a checkpoint"
         )
     keys = [Key(card.name, tuple(card.shape), dtype_of(card.dtype)) for card in common_keys(inventories)]
     for key in keys:
         key.round = choice.keys[key.name].round
     if layout.num_servers:
-        return _plan_units(layout, inventories, choice, keys, lines)
+        planned = {name: service.plan(choice.rounds) for name, service in (services or {}).items()}
+        return _plan_units(layout, inventories, choice, keys, lines, planned)
     return RecoveryPlan(inventories, choice, keys, replicas=_plan_replicas(layout, inventories, choice))
 
 
@@ -535,7 +543,12 @@ def _replica_stand(shelf: Shelf, name: Name, chosen: KeyChoice) -> tuple[int, in
 
 
 def _plan_units(
-    layout: Layout, inventories: Sequence[Inventory], choice: Choice, keys: list[Key], lines: Sequence[Any]
+    layout: Layout,
+    inventories: Sequence[Inventory],
+    choice: Choice,
+    keys: list[Key],
+    lines: Sequence[Any],
+    services: dict[str, ServicePlan],
 ) -> RecoveryPlan:
     shelves = {shelf.owner: shelf for one in inventories for shelf in one.shelves}
     counts = _count_pushes(layout, choice.keys, shelves) if layout.asynchronous else {}
@@ -556,13 +569,12 @@ def _plan_units(
         for card in cut
     ]
     holdings = {owner: shelf.units for owner, shelf in shelves.items()}
-    tables = plan_tables(layout, inventories, choice.tables, holders)
-    if layout.asynchronous:
-        mine = [key.round for key in keys] + [table.pushes[layout.rank] for table in tables if layout.is_worker]
-        choice = choice._replace(step=min(filter(None, mine), default=0))
-    return RecoveryPlan(
-        inventories, choice, keys, cutting, cards, units, holdings=holdings, tables=tables, rank=layout.rank
+    plan = RecoveryPlan(
+        inventories, choice, keys, cutting, cards, units, services=services, rank=layout.rank, holdings=holdings
     )
+    if layout.asynchronous:
+        plan.choice = choice._replace(step=min(filter(None, plan.rounds.values()), default=0))
+    return plan
 
 
 def _plan_unit(

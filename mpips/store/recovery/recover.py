@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from typing import Generic, TypeVar
 
@@ -58,13 +58,12 @@ from mpips.store.recovery.plan import (
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError, StoreError, of_kind, uninterrupted
 from mpips.store.runtime.generation import FREEING_SECONDS, NEVER, Generation
+from mpips.store.server.service import FoundService, OldMemory, Service, ServiceInventory
 from mpips.store.server.unit import Unit
+from mpips.store.services import KINDS
 from mpips.store.transport.frames import Created, dtype_of
 from mpips.store.transport.lines import Connection, Line, connect
 from mpips.store.transport.pending import cut_bytes
-from mpips.tables.journal import Journal
-from mpips.tables.plan import RowSource
-from mpips.tables.transfer import NewRows, RowTransfer
 
 T = TypeVar("T")
 WHAT = "recover"
@@ -103,11 +102,10 @@ def recover(
     def rebuild() -> tuple[Member[T], T]:
         layout, member = generation.layout, join()
         inventories = _gather(generation, member.take_inventory(known), Inventory)  # 2 gather what each holds
-        before = layout.before
-        servers = layout.num_servers if before is None else before.num_servers
+        services = find_services(layout, inventories)
         synchronous, replicas = not layout.asynchronous, not layout.num_servers
-        choice = choose_rounds(inventories, synchronous, replicas, servers)  # 3 choose the round
-        plan = make_plan(layout, inventories, choice, member.lines)  # 4 plan
+        choice = choose_rounds(inventories, synchronous, replicas, services.values())  # 3 choose the round
+        plan = make_plan(layout, inventories, choice, member.lines, services)  # 4 plan
         placed = _gather(generation, member.transfer(plan), Placed)  # 5 transfer
         filled = placed[layout.num_workers : layout.num_workers + layout.num_servers]
         return member, member.rebuild(plan, filled)  # 6 rebuild
@@ -134,6 +132,25 @@ def _gather(generation: Generation, mine: T, kind: type[T]) -> list[T]:
     """Exchange a value between all ranks. Return them in rank order. Collective, blocking."""
     told = generation.meet(msgspec.msgpack.encode(mine), WHAT, True)
     return [msgspec.msgpack.decode(data, type=kind) for data in told]
+
+
+def find_services(layout: Layout, inventories: Sequence[Inventory]) -> dict[str, FoundService]:
+    """For each service that a worker knows anything of, find out what all ranks together hold."""
+    return {
+        kind.name: kind.find(
+            layout,
+            [
+                ServiceInventory(
+                    None if one.keys is None else one.known.get(kind.name, b""),
+                    one.held.get(kind.name, b""),
+                    one.mapped,
+                )
+                for one in inventories
+            ],
+        )
+        for kind in KINDS
+        if any(kind.name in one.known for one in inventories)
+    }
 
 
 def former_rank(layout: Layout) -> int:
@@ -319,7 +336,16 @@ class Member(Generic[T]):
         old = self.old_memory
         if self.layout.num_servers:
             self.connection = self.connect()
-        return Inventory(old.shelves(self.layout, self.generation.number), old.ranks)
+        described = {kind.name: kind.describe(self.old_service(kind.name)) for kind in KINDS}
+        held = {name: data for name, data in described.items() if data}
+        return Inventory(old.shelves(self.layout, self.generation.number), old.ranks, held=held)
+
+    def old_service(self, name: str) -> OldMemory:
+        """Return what this rank can read of a service as it was in the last generation."""
+        layout, old, number = self.layout, self.old_memory, self.generation.number
+        assert layout.before is not None
+        described = old.described(layout, number)
+        return OldMemory(layout.before, former_rank(layout), lambda rank: old.service_of(rank, name, number), described)
 
     def transfer(self, plan: RecoveryPlan) -> Placed:
         """Send what others need, and receive what this rank needs. Collective, blocking."""
@@ -327,22 +353,35 @@ class Member(Generic[T]):
         return Placed()
 
     def move(
-        self, plan: RecoveryPlan, reached: ReachableMemory, units: Sequence[Unit] = (), tables: NewRows | None = None
+        self,
+        plan: RecoveryPlan,
+        reached: ReachableMemory,
+        units: Sequence[Unit] = (),
+        services: Mapping[str, Service] | None = None,
     ) -> None:
-        """Send what others need from memory that this rank reaches, and fill its own new `units` and `tables`.
+        """Send what others need from memory that this rank reaches, and fill its own new `units` and `services`.
 
         Collective, blocking.
         """
-        layout = self.layout
+        layout, own = self.layout, services or {}
         moved = UnitTransfer(plan, layout, reached, units)
-        rows = RowTransfer(plan.tables, layout.world, reached.journal, tables)
+        moves = [
+            kind.move(plan.services[kind.name], layout, self.old_service(kind.name), own.get(kind.name))
+            for kind in KINDS
+            if kind.name in plan.services
+        ]
+
+        def is_over() -> bool:
+            # a list, because all must be called for all to advance
+            over = [move.is_over() for move in moves]
+            return moved.is_over() and all(over)
+
         try:
-            # `&` and not `and`: both must be called for both to advance.
-            self.generation.wait(lambda: rows.is_over() & moved.is_over(), WHAT)
+            self.generation.wait(is_over, WHAT)
         finally:
-            keep(rows.under_way)
+            keep(request for one in moves for request in one.under_way)
         moved.finish()
-        self.nbytes = moved.nbytes + rows.nbytes
+        self.nbytes = moved.nbytes + sum(one.nbytes for one in moves)
 
     def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> T:
         """Become what the plan says, and return that. `placed` has an entry for each server. Local."""
@@ -386,7 +425,6 @@ class ReachableMemory:
         units: This rank's units, if it was a server.
         owner: The rank that it had as a server; -1 if it was none.
         copies: The copies that it keeps as a mirror.
-        tables: Returns the journal of a table that this rank had or keeps as a mirror.
     """
 
     def __init__(
@@ -396,14 +434,12 @@ class ReachableMemory:
         units: Sequence[Unit] = (),
         owner: int = -1,
         copies: MirroredUnits | None = None,
-        tables: Callable[[RowSource, str], Journal] | None = None,
     ) -> None:
         self.units = units
         self._owner = owner
         self._node = node
         self._generation = generation
         self._copies = copies
-        self._tables = tables
 
     def arrays_of(self, owner: int, index: int, before: bool) -> list[Array]:
         """Return values and state of a unit. The caller must not change them.
@@ -416,13 +452,6 @@ class ReachableMemory:
             assert self._copies is not None
             return self._copies.arrays_of(index, before)
         return self._node.arrays_of(owner, index, before, self._generation)
-
-    def journal(self, source: RowSource, table: str) -> Journal:
-        """Return the journal of a server's rows of a table. The caller must not change it."""
-        if source.shelf < 0 or source.shelf == self._owner:
-            assert self._tables is not None
-            return self._tables(source, table)
-        return self._node.journal(source.owner, table, self._generation)
 
 
 def make_units(

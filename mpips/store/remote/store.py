@@ -41,7 +41,8 @@ class Kept(NamedTuple):
     keys: list[Key]
     residuals: Residuals | None
     changes: Changes
-    tables: list[frames.MakeTable]
+    # name of a service -> what this worker knows of it
+    services: dict[str, bytes]
 
 
 class RemoteStore(Member[Recovered]):
@@ -193,9 +194,9 @@ class RemoteStore(Member[Recovered]):
         return self._link.lines
 
     def take_inventory(self, known: Container[Name]) -> Inventory:
-        """Add this worker's keys, tables and changes of settings."""
-        tables = [card for card in self.tables.cards if card.table in known]
-        now = Kept(self._setup.standing(known), self._push.residuals, self._settings.changes, tables)
+        """Add this worker's keys and changes of settings, and what it knows of services."""
+        services = {self.tables.service: data} if (data := self.tables.known_in(known)) else {}
+        now = Kept(self._setup.standing(known), self._push.residuals, self._settings.changes, services)
         old = self._last_kept.before(self.generation.number, now)
         mine = super().take_inventory(known)
         self._link.renew(self.connection.lines)
@@ -203,7 +204,7 @@ class RemoteStore(Member[Recovered]):
         mine.local, mine.shared_cores = self._link.all_local, self._cores_shared
         if former_rank(self.layout) >= 0:
             mine.keys, mine.changes = [KeyCard.of(key) for key in old.keys], old.changes
-            mine.tables = old.tables
+            mine.known = old.services
         self._old = old
         return mine
 
@@ -215,7 +216,7 @@ class RemoteStore(Member[Recovered]):
         self._settings.begin(Changes(*changes), groups)
         self._push.residuals = _residuals(self._old, plan.keys, compressor, Changes(*changes), self.layout.rank)
         self._bind_all()
-        self.tables.cards = [table.card for table in plan.tables]
+        self.tables.begin(plan.services.get(self.tables.service))
         return Recovered(plan.rounds, plan.keys, groups, compressor, self.tables.cards)
 
     def commit(self) -> None:

@@ -25,7 +25,7 @@ class UnknownError(ValueError):
 
 
 class Known(dict[K, V]):
-    """Units, tables and the like, by number or name. UnknownError for a name that is not among them."""
+    """Units and the like, by number or name. UnknownError for a name that is not among them."""
 
     def __init__(self, noun: str) -> None:
         super().__init__()
@@ -353,15 +353,15 @@ class Unit:
 
         Without an optimizer the sum replaces all elements, and rows that no part names become 0.
         """
-        table = self.stored.reshape(parts[0].shape)
+        rows = self.stored.reshape(parts[0].shape)
         if self.optimizer is None:
             self.keep_old(0, self.stored.size)
             total = sum_of(parts)
-            table[...] = 0
-            table[total.rows] = total.values
+            rows[...] = 0
+            rows[total.rows] = total.values
         else:
             assert self.state is not None
-            update_rows(self.optimizer, table, self.keep_old_rows(parts), self.state, self.step)
+            update_rows(self.optimizer, rows, self.keep_old_rows(parts), self.state, self.step)
         self.writes += 1
 
     def failed(self, error: Exception) -> CollectiveError:

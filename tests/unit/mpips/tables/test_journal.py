@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.msgpack import decode
 
 from collectives.fabric.arena import SparseFile
 from mpips.optimizers import encode_numbers
@@ -99,7 +100,7 @@ def test_rows_of_a_whole_round_are_there_wherever_it_is_killed(evict: int, seen:
         tables = made(evict, seen)
         for round_ in range(1, ROUNDS - 1):
             push(tables, round_)
-        entries = {entry.card.table: entry for entry in tables.entries()}
+        entries = {entry.card.table: entry for entry in decode(tables.ledger_entry(), type=list[TableEntry])}
         if not killed_at(tables, line, range(ROUNDS - 1, ROUNDS + 1)):
             break
         for name in names:

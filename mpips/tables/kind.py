@@ -1,0 +1,66 @@
+"""Tables as a kind of service of a store (see `store.server.service`): for servers, their mirrors, and a recovery."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+
+from mpips.collectives.fabric.arena import SparseFile
+from mpips.store.recovery.plan import copies_of
+from mpips.store.roles import Layout
+from mpips.store.server.service import OldMemory, Service, ServiceInventory, Surroundings
+from mpips.tables.journal import Journal
+from mpips.tables.mirror import MirroredTables
+from mpips.tables.plan import NOTHING, FoundTables, RowSource, TableEntry, TablesPlan, attached, holding_of_table
+from mpips.tables.service import ServerTables
+from mpips.tables.transfer import RowTransfer
+
+
+class Tables:
+    """The kind of service that tables are (`ServiceKind`)."""
+
+    name = ServerTables.name
+
+    def make(self, server: Surroundings) -> ServerTables:
+        return ServerTables.of(server)
+
+    def make_copies(self, file: SparseFile) -> MirroredTables:
+        return MirroredTables(file)
+
+    def describe(self, old: OldMemory) -> bytes:
+        """Return the holdings of this server's own rows, those of dead servers, and its copies, encoded."""
+        holdings = [] if old.service is None else old.service.holdings()
+        for rank in old.described:
+            for name, journal in _journals(old, rank).items():
+                holdings.append(holding_of_table(name, journal, rank, rank))
+        if old.copies is not None:
+            holdings += old.copies.holdings(old.before.num_workers, old.before.num_servers, copies_of(old.rank))
+        return msgspec.msgpack.encode(holdings) if holdings else b""
+
+    def find(self, layout: Layout, inventories: Sequence[ServiceInventory]) -> FoundTables:
+        return FoundTables(layout, inventories)
+
+    def move(self, plan: TablesPlan, layout: Layout, old: OldMemory, service: Service | None) -> RowTransfer:
+        assert service is None or isinstance(service, ServerTables)
+        return RowTransfer(plan.tables, layout.world, partial(_journal, old), service)
+
+
+def _journals(old: OldMemory, rank: int) -> dict[str, Journal]:
+    """Open the journals of the tables of a server whose memory is mapped."""
+    file, data = old.read(rank)
+    entries = msgspec.msgpack.decode(data or NOTHING, type=list[TableEntry])
+    return {entry.card.table: attached(file, entry) for entry in entries}
+
+
+def _journal(old: OldMemory, source: RowSource, table: str) -> Journal:
+    """Return the journal of a server's rows of a table. The caller must not change it."""
+    journal: Journal
+    if source.shelf < 0:
+        journal = old.copies.journal(table, source.owner - old.before.num_workers, old.before.num_servers)
+    elif source.shelf == old.rank:
+        journal = old.service.journal(table)
+    else:
+        journal = _journals(old, source.shelf)[table]
+    return journal
