@@ -25,10 +25,10 @@ whether everybody has finished.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import msgspec
@@ -168,8 +168,8 @@ def former_rank(layout: Layout) -> int:
 def renew(generation: Generation, rebuild: Callable[[], T], grow: bool = False) -> T | None:
     """Begin the next generation, and return what `rebuild` returns in it.
 
-    Collective over all ranks of the store, blocking. The layout gets new communicators (`Layout.again`); what was sent
-    on the old ones is dropped.
+    Collective over all ranks of the store, blocking. The layout gets new communicators
+    (`Layout.rebuild_after_death`); what was sent on the old ones is dropped.
 
     If the store survives deaths, `rebuild` may be called several times, once in each attempt. What it needs must stay
     until this function returns.
@@ -185,7 +185,7 @@ def renew(generation: Generation, rebuild: Callable[[], T], grow: bool = False) 
         StoreStallError: A rank has not called this within the limits. Calling again waits on for it.
     """
     if generation.over is None:
-        generation.end("recover", CollectiveError(f"rank {generation.rank} calls recover"))
+        generation.end("recover", CollectiveError(f"rank {generation.layout.rank} calls recover"))
     layout, succession = generation.layout, generation.succession
     limits = generation.limits if layout.is_worker else NEVER
 
@@ -208,8 +208,8 @@ def renew(generation: Generation, rebuild: Callable[[], T], grow: bool = False) 
 
 def _begin_with_all(generation: Generation, rebuild: Callable[[], T]) -> list[T]:
     """Begin the generation with the same ranks. Return the result of `rebuild` in a list."""
-    old = copy.copy(generation.layout)
-    generation.layout.again(old.world)
+    layout, old = generation.layout, replace(generation.layout)
+    layout.become(old.rebuild_after_death(old.world))
     old.part()
     generation.advance()
     sweep(FREEING_SECONDS)
@@ -223,8 +223,9 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
     raises although all live, all raise. What was there before stays until all ranks have finished, and is put back if
     they have not.
     """
-    layout, old, put_back = generation.layout, copy.copy(generation.layout), generation.put_back()
-    succession = generation.succession
+    layout, succession = generation.layout, generation.succession
+    # all that an attempt replaces
+    old, old_present = replace(layout), generation.present
     left = old.world.Shrink()
     assert isinstance(left, MPI.Intracomm)
     with suppress(MPI.Exception):
@@ -235,7 +236,7 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
     verdict, raised = DONE, None
     try:
         with Making(left) as making:
-            layout.again(left, grow)
+            layout.become(old.rebuild_after_death(left, grow))
             generation.advance()
             with generation.failing(WHAT):
                 results.append(rebuild())
@@ -260,8 +261,8 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
         return results
     if layout.world is not old.world:
         layout.abandon()
-    vars(layout).update(vars(old))
-    put_back()
+    layout.become(old)
+    generation.present = old_present
     LOG.info("an attempt at generation %d has failed: %s", generation.number + 1, raised)
     if verdict == FAILED:
         raise raised or LostError("recover: another rank could not go on, as its own error says")
