@@ -205,8 +205,8 @@ MUTATIONS = (
     Mutation(
         "of a push that some shards have the last shard says whether it counts",
         "mpips/store/recovery/plan.py",
-        "                told[worker] = max(count, told.get(worker, 0))\n",
-        "                told[worker] = count\n",
+        "                pushes[worker] = max(count, pushes.get(worker, 0))\n",
+        "                pushes[worker] = count\n",
         ((0, "tests/unit/mpips/recovery/test_recover.py"), *RECOVERY),
     ),
     Mutation(
@@ -219,7 +219,7 @@ MUTATIONS = (
     Mutation(
         "a unit that is put back by a round keeps the optimizer's later step",
         "mpips/store/recovery/recover.py",
-        "        old.go_back_to(old.undo.standings()[0][1])\n",
+        "        old.go_back_to(old.undo.available_rounds()[0].step)\n",
         "",
         ((0, "tests/unit/mpips/recovery/test_recover.py"), (1, "tests/mpi/mpips/test_survival.py"), *RECOVERY),
     ),

@@ -31,7 +31,7 @@ from mpips.collectives.machine import Quota, bound_cores, find_quota, usable_cor
 from mpips.store.keys.sharding import Interval, owners, split
 from mpips.store.options import OptionError, Options
 from mpips.store.recovery import membership as ring
-from mpips.store.recovery.membership import Before, Roles, refusal, succession
+from mpips.store.recovery.membership import Before, Roles, map_ranks, refusal
 from mpips.store.runtime.errors import LostError
 from mpips.store.runtime.rendezvous import Gathering, MeetingPlace
 
@@ -178,7 +178,7 @@ class Layout:
         grows = np.array([grow], np.int8)
         if self.spares:
             left.Allreduce(MPI.IN_PLACE, grows, MPI.MAX)
-        new = succession(old, lost, self.nodes, self.spares > 0 and bool(grows[0]), alone=self.kind != "mpi_sync")
+        new = map_ranks(old, lost, self.nodes, self.spares > 0 and bool(grows[0]), alone=self.kind != "mpi_sync")
         if why := refusal(old, new):
             raise LostError(f"recover: {why}")
         world = _split(left, 0, new.origin.index(self.rank))

@@ -10,7 +10,7 @@ made them all.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,15 +33,21 @@ WORDS = 16
 # HERE: for processes that read in place: the table's rows are still the ones of this journal.
 # REFUSALS: for the same: number of rounds refused.
 ROWS, CLOSED, OPENED, WHOLE, MARK, ROWS_BEFORE, TORN, HERE, REFUSALS = range(9)
-# counts at the last round and at the one before, in the order of `Standing`
+# counts at the last round and at the one before, in the order of `RowsRound`
 COUNTS, COUNTS_BEFORE = slice(9, 12), slice(12, 15)
 # prefix of the names of copies
 KEPT = "kept "
 # size of the pieces in which rows are read
 PIECE_BYTES = 4 << 20
 
-# A round that can be restored, with the table's counts at that time: updates, dropped rows, refused gradients.
-Standing = tuple[int, int, int, int]
+
+class RowsRound(NamedTuple):
+    """A round that can be restored, with the table's counts at that time: updates, dropped rows, refused gradients."""
+
+    round: int
+    updates: int
+    dropped: int
+    refused: int
 
 
 class Journal:
@@ -110,7 +116,7 @@ class Journal:
         self.words[ROWS] = rows
 
     def close(self, counts: Sequence[int], done: Sequence[int]) -> None:
-        """Complete the round. `counts` are those of a `Standing`, `done` the pushes of each worker that are applied."""
+        """Complete the round, with the counts of a `RowsRound`. `done`: the pushes of each worker that are applied."""
         words = self.words
         self._done[words[OPENED] % 2] = done
         words[COUNTS] = _words(counts)
@@ -118,9 +124,9 @@ class Journal:
         # Last: with this store the round is complete.
         words[CLOSED] = words[OPENED]
 
-    def begin(self, rows: int, standing: Standing, done: Sequence[int], torn: bool = False) -> None:
+    def begin(self, rows: int, at: RowsRound, done: Sequence[int], torn: bool = False) -> None:
         """Begin a generation at a round, with `rows` positions given out."""
-        words, (round_, *counts) = self.words, standing
+        words, (round_, *counts) = self.words, at
         words[TORN] = torn
         self._done[round_ % 2] = done
         words[ROWS], words[COUNTS] = rows, _words(counts)
@@ -157,13 +163,13 @@ class Journal:
         words = self.words
         return bool(words[TORN]) or (words[OPENED] != words[CLOSED] and not self._kept)
 
-    def standings(self) -> list[Standing]:
+    def available_rounds(self) -> list[RowsRound]:
         """Return the rounds that can be restored, newest first."""
         words = self.words
         if words[OPENED] != words[CLOSED]:
-            return [(int(words[CLOSED]), *words[COUNTS_BEFORE])]
-        before: list[Standing] = [(int(words[CLOSED]) - 1, *words[COUNTS_BEFORE])] if words[WHOLE] else []
-        return [(int(words[CLOSED]), *words[COUNTS]), *before]
+            return [RowsRound(int(words[CLOSED]), *words[COUNTS_BEFORE])]
+        before = [RowsRound(int(words[CLOSED]) - 1, *words[COUNTS_BEFORE])] if words[WHOLE] else []
+        return [RowsRound(int(words[CLOSED]), *words[COUNTS]), *before]
 
     def pushes_in(self, round_: int) -> list[int]:
         """Return the number of each worker's pushes in a round that can be restored."""

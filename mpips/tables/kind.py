@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import msgspec
@@ -10,12 +10,12 @@ import msgspec
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.store.recovery.plan import copies_of
 from mpips.store.roles import Layout
-from mpips.store.server.service import OldMemory, Service, ServiceInventory, Surroundings
+from mpips.store.server.service import OldMemory, Service, Surroundings
 from mpips.tables.journal import Journal
 from mpips.tables.mirror import MirroredTables
-from mpips.tables.plan import NOTHING, FoundTables, RowSource, TableEntry, TablesPlan, attached, holding_of_table
+from mpips.tables.mover import RowMover
+from mpips.tables.plan import NOTHING, FoundTables, RowSource, TableEntry, TablesPlan, attached, describe_rows
 from mpips.tables.service import ServerTables
-from mpips.tables.transfer import RowTransfer
 
 
 class Tables:
@@ -30,21 +30,27 @@ class Tables:
         return MirroredTables(file)
 
     def describe(self, old: OldMemory) -> bytes:
-        """Return the holdings of this server's own rows, those of dead servers, and its copies, encoded."""
-        holdings = [] if old.service is None else old.service.holdings()
+        """Describe this server's own rows, those of dead servers, and the copies that it keeps, encoded."""
+        copies = [] if old.service is None else old.service.describe()
         for rank in old.described:
             for name, journal in _journals(old, rank).items():
-                holdings.append(holding_of_table(name, journal, rank, rank))
+                copies.append(describe_rows(name, journal, rank, rank))
         if old.copies is not None:
-            holdings += old.copies.holdings(old.before.num_workers, old.before.num_servers, copies_of(old.rank))
-        return msgspec.msgpack.encode(holdings) if holdings else b""
+            copies += old.copies.describe(old.before.num_workers, old.before.num_servers, copies_of(old.rank))
+        return msgspec.msgpack.encode(copies) if copies else b""
 
-    def find(self, layout: Layout, inventories: Sequence[ServiceInventory]) -> FoundTables:
-        return FoundTables(layout, inventories)
+    def find(
+        self,
+        layout: Layout,
+        known: Sequence[bytes | None],
+        held: Sequence[bytes],
+        mapped: Sequence[Collection[int]],
+    ) -> FoundTables:
+        return FoundTables(layout, known, held, mapped)
 
-    def move(self, plan: TablesPlan, layout: Layout, old: OldMemory, service: Service | None) -> RowTransfer:
+    def move(self, plan: TablesPlan, layout: Layout, old: OldMemory, service: Service | None) -> RowMover:
         assert service is None or isinstance(service, ServerTables)
-        return RowTransfer(plan.tables, layout.world, partial(_journal, old), service)
+        return RowMover(plan.tables, layout.world, partial(_journal, old), service)
 
 
 def _journals(old: OldMemory, rank: int) -> dict[str, Journal]:
@@ -57,10 +63,10 @@ def _journals(old: OldMemory, rank: int) -> dict[str, Journal]:
 def _journal(old: OldMemory, source: RowSource, table: str) -> Journal:
     """Return the journal of a server's rows of a table. The caller must not change it."""
     journal: Journal
-    if source.shelf < 0:
+    if source.memory < 0:
         journal = old.copies.journal(table, source.owner - old.before.num_workers, old.before.num_servers)
-    elif source.shelf == old.rank:
+    elif source.memory == old.rank:
         journal = old.service.journal(table)
     else:
-        journal = _journals(old, source.shelf)[table]
+        journal = _journals(old, source.memory)[table]
     return journal

@@ -27,8 +27,8 @@ from mpips.collectives.machine import free_memory
 from mpips.store.keys.key import Name
 from mpips.store.transport.frames import MakeTable
 from mpips.tables import row_optimizers
-from mpips.tables.journal import CLOSED, COUNTS, OPENED, ROWS, TORN, WORDS, Journal, Positions, kept_arrays
-from mpips.tables.plan import TableHolding, holding_of_table
+from mpips.tables.journal import CLOSED, COUNTS, OPENED, ROWS, TORN, WORDS, Journal, Positions, RowsRound, kept_arrays
+from mpips.tables.plan import RowsCopy, describe_rows
 from mpips.tables.rows import arrays_of
 
 # on the servers' communicator
@@ -53,7 +53,7 @@ class RoundEnd(msgspec.Struct, array_like=True):
     """What the journal of a table says at the end of a round.
 
     Attributes:
-        counts: As in `Standing`.
+        counts: As in `RowsRound`.
         done: Number of pushes of each worker that are applied.
     """
 
@@ -148,7 +148,7 @@ class MirroredTable:
                 )
             journal.close(end.counts, end.done)
         else:
-            journal.begin(rows.rows, (end.round, *end.counts), end.done, end.torn)
+            journal.begin(rows.rows, RowsRound(end.round, *end.counts), end.done, end.torn)
             self.whole = True
 
     def go_to(self, round_: int | None) -> bool:
@@ -157,7 +157,7 @@ class MirroredTable:
         None: stay at the newest whole round.
         """
         self.journal.put_back()
-        rounds = [number for number, *_ in self.journal.standings()]
+        rounds = [available.round for available in self.journal.available_rounds()]
         if round_ is None or rounds[0] == round_:
             return True
         return round_ in rounds and self.journal.go_back()
@@ -220,13 +220,13 @@ class MirroredTables:
         """Drop the copies of earlier generations, once all servers have sent their rows in this one."""
         self._copies = {place: copy for place, copy in self._copies.items() if copy.generation >= generation}
 
-    def holdings(self, first: int, servers: int, shelf: int) -> list[TableHolding]:
-        """Return the holdings of the copies here that come from a generation with this many servers.
+    def describe(self, first: int, servers: int, memory: int) -> list[RowsCopy]:
+        """Describe the copies here that come from a generation with this many servers.
 
-        `first` is the rank of its first server, and `shelf` the number under which the copies are listed.
+        `first` is the rank of its first server, and `memory` the number of this memory.
         """
         return [
-            holding_of_table(copy.name, copy.journal, first + server, shelf)
+            describe_rows(copy.name, copy.journal, first + server, memory)
             for (_, server, of), copy in self._copies.items()
             if of == servers
         ]

@@ -19,10 +19,10 @@ from mpips.store.server.unit import Known, UnknownError
 from mpips.store.transport import frames
 from mpips.tables import admission, kernels
 from mpips.tables.initial import owners_of
-from mpips.tables.journal import HERE, TORN, Journal
+from mpips.tables.journal import HERE, TORN, Journal, RowsRound
 from mpips.tables.mirror import RowMirror
 from mpips.tables.places import room
-from mpips.tables.plan import TableEntry, TableHolding, TablesPlan, holding_of_table
+from mpips.tables.plan import RowsCopy, TableEntry, TablesPlan, describe_rows
 from mpips.tables.rounds import NO_IDS, NOTHING, ServerTable, TableRead
 from mpips.tables.rows import FrozenRows, TableRows
 
@@ -259,9 +259,9 @@ class ServerTables:
 
     # ---- the end of a generation, and the beginning of the next one
 
-    def holdings(self) -> list[TableHolding]:
-        """Return the rounds that this server has of each table."""
-        return [holding_of_table(name, one.journal, self._rank, self._rank) for name, one in self._tables.items()]
+    def describe(self) -> list[RowsCopy]:
+        """Describe this server's rows of each table, and the rounds that they can be restored at."""
+        return [describe_rows(name, table.journal, self._rank, self._rank) for name, table in self._tables.items()]
 
     def ledger_entry(self) -> bytes:
         """Return where other processes find the tables if this server dies, as encoded `TableEntry` records."""
@@ -304,7 +304,7 @@ class ServerTables:
         for planned in plan.tables:
             table = self._tables[planned.card.table]
             counts = planned.counts if not self._server else (0, 0)
-            table.begin((planned.round, planned.updates, *counts), planned.pushes, planned.torn)
+            table.begin(RowsRound(planned.round, planned.updates, *counts), planned.pushes, planned.torn)
             self._mirror_all(table)
 
     def left(self, worker: int) -> Answers:

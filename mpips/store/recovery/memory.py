@@ -25,8 +25,8 @@ from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Array
 from mpips.store.keys.row_sparse import RowSparse, sum_of
 from mpips.store.recovery import undo
-from mpips.store.recovery.plan import Holding, Shelf, dtype_names
-from mpips.store.recovery.undo import Undo, with_state, words_of
+from mpips.store.recovery.plan import OwnerInventory, UnitCopy, dtype_names
+from mpips.store.recovery.undo import AvailableRound, Undo, with_state, words_of
 from mpips.store.roles import Layout
 from mpips.store.server.unit import Unit
 from mpips.store.transport import frames
@@ -97,9 +97,9 @@ class Ledger:
             raise CollectiveError("a server's arrays lie in more than one segment: give the node fewer ranks")
         return region.offset
 
-    def publish(self, book: LedgerText, generation: int) -> None:
+    def publish(self, ledger: LedgerText, generation: int) -> None:
         """Write what the server has. It counts once `generation` has begun."""
-        text = msgspec.msgpack.encode(book)
+        text = msgspec.msgpack.encode(ledger)
         memory = arena.empty(len(text), np.uint8)
         memory[...] = np.frombuffer(text, np.uint8)
         slot = min(range(SLOTS), key=lambda slot: self._slots[slot * SLOT_WORDS + SEQUENCE])
@@ -147,7 +147,7 @@ def undo_of(segment: NDArray[np.uint8], entry: LedgerEntry) -> Undo:
     return Undo(first, second, memoryview(words), rows, entry.row_elements)  # type: ignore[arg-type]
 
 
-def told_pushes(segment: NDArray[np.uint8], entry: LedgerEntry) -> Sequence[int]:
+def announced_pushes(segment: NDArray[np.uint8], entry: LedgerEntry) -> Sequence[int]:
     """Return the number of each contributor's pushes that the server has announced in the unit's words."""
     words = segment[entry.words : entry.words + 8 * (1 + len(entry.contributors))].view(np.uint64)
     return [int(word) for word in words[1:]]
@@ -157,17 +157,14 @@ T = TypeVar("T")
 
 
 class LastGeneration(Generic[T]):
-    """A value as it was at the end of the last generation, for all attempts to begin the next one."""
+    """A value as it was at the end of the last generation. It is the same in all attempts to begin the next one."""
 
     def __init__(self) -> None:
         self._value: T | None = None
         self._generation = -1
 
-    def before(self, generation: int, now: T) -> T:
-        """Return the value from before the first attempt to begin this generation.
-
-        In the first attempt that is `now`.
-        """
+    def get_or_save(self, generation: int, now: T) -> T:
+        """Return the value that the first attempt to begin this generation has saved. The first attempt saves `now`."""
         if generation > self._generation or self._value is None:
             self._value, self._generation = now, generation
         return self._value
@@ -200,7 +197,8 @@ class NodeMemory:
             except CollectiveError:
                 # The server is in another container: MPI can share memory with it, but we cannot map it.
                 continue
-        self._books: dict[tuple[int, int], LedgerText | None] = {}
+        # (rank of a server, generation) -> what `read_ledger` has returned
+        self._ledgers: dict[tuple[int, int], LedgerText | None] = {}
 
     @property
     def ranks(self) -> list[int]:
@@ -214,48 +212,48 @@ class NodeMemory:
         own = before.origin[layout.rank]
         lowest = own == min(old for old in before.origin if before.nodes[old] == before.nodes[own])
         dead = [rank for rank in self._mapped if rank in before.lost and before.nodes[rank] == before.nodes[own]]
-        return [rank for rank in dead if lowest and self._book(rank, generation) is not None]
+        return [rank for rank in dead if lowest and self._ledger(rank, generation) is not None]
 
-    def shelves(self, layout: Layout, generation: int) -> list[Shelf]:
+    def owners(self, layout: Layout, generation: int) -> list[OwnerInventory]:
         """Return what the servers had that this rank describes."""
-        books = [(rank, self._book(rank, generation)) for rank in self.described(layout, generation)]
+        ledgers = [(rank, self._ledger(rank, generation)) for rank in self.described(layout, generation)]
         return [
-            Shelf(rank, False, book.settings, self._holdings(rank, book, layout.asynchronous))
-            for rank, book in books
-            if book is not None
+            OwnerInventory(rank, False, ledger.settings, self._copies(rank, ledger, layout.asynchronous))
+            for rank, ledger in ledgers
+            if ledger is not None
         ]
 
     def service_of(self, owner: int, service: str, generation: int) -> tuple[SparseFile, bytes]:
         """Return the file of a mapped server, and the ledger entry of its service: b"" if the service was empty."""
-        book = self._book(owner, generation)
-        assert book is not None
-        return self._files[owner], book.services.get(service, b"")
+        ledger = self._ledger(owner, generation)
+        assert ledger is not None
+        return self._files[owner], ledger.services.get(service, b"")
 
     def arrays_of(self, owner: int, index: int, before: bool, generation: int) -> list[Array]:
         """Return values and state of a unit of a mapped server. `before`: as of the round before the newest."""
-        book = self._book(owner, generation)
-        assert book is not None
-        return undo_of(self._mapped[owner][0], book.units[index]).arrays_at(before)
+        ledger = self._ledger(owner, generation)
+        assert ledger is not None
+        return undo_of(self._mapped[owner][0], ledger.units[index]).arrays_at(before)
 
-    def _book(self, rank: int, generation: int) -> LedgerText | None:
-        if (rank, generation) not in self._books:
-            self._books[rank, generation] = read_ledger(*self._mapped[rank], generation)
-        return self._books[rank, generation]
+    def _ledger(self, rank: int, generation: int) -> LedgerText | None:
+        if (rank, generation) not in self._ledgers:
+            self._ledgers[rank, generation] = read_ledger(*self._mapped[rank], generation)
+        return self._ledgers[rank, generation]
 
-    def _holdings(self, rank: int, book: LedgerText, asynchronous: bool) -> list[Holding]:
+    def _copies(self, rank: int, ledger: LedgerText, asynchronous: bool) -> list[UnitCopy]:
         segment = self._mapped[rank][0]
-        found = []
-        for entry in book.units:
+        copies = []
+        for entry in ledger.units:
             undo = undo_of(segment, entry)
-            standings = undo.standings()
-            counts = undo.pushes(told_pushes(segment, entry)) if asynchronous else []
+            rounds = undo.available_rounds()
+            counts = undo.pushes(announced_pushes(segment, entry)) if asynchronous else []
             if asynchronous:
                 # In an asynchronous store the round of a unit is the largest number of pushes of any contributor.
-                standings = [(max(counts, default=0), standings[0][1])]
+                rounds = [AvailableRound(max(counts, default=0), rounds[0].step)]
             states = [dtype for dtype, _, _ in entry.arrays[1:]]
             pushes = list(zip(entry.contributors, counts))
-            found.append(Holding(entry.key, entry.start, entry.stop, standings, undo.torn, states, pushes))
-        return found
+            copies.append(UnitCopy(entry.key, entry.start, entry.stop, rounds, undo.torn, states, pushes))
+        return copies
 
 
 class UnitMemory:
@@ -287,7 +285,7 @@ class UnitMemory:
         journals = _zeros(int(ends[-1]))
         units = []
         for index, (card, word) in enumerate(zip(cards, first_words, strict=True)):
-            mine = memoryview(words[word : word + 1 + len(card.contributors)])  # type: ignore[arg-type]
+            progress = memoryview(words[word : word + 1 + len(card.contributors)])  # type: ignore[arg-type]
             journal = memoryview(journals[ends[index] : ends[index + 1]])  # type: ignore[arg-type]
             old = adopted.get(card.number)
             kept: Undo | None = None
@@ -306,7 +304,7 @@ class UnitMemory:
                 card.number,
                 card.key,
                 stored,
-                mine,
+                progress,
                 card.contributors,
                 card.block_elements,
                 card.row_elements,
@@ -349,17 +347,17 @@ class UnitMemory:
         self.ledger.publish(LedgerText(entries, settings, dict(services or {})), generation)
 
 
-def holding_of_unit(unit: Unit, asynchronous: bool) -> Holding:
+def describe_unit(unit: Unit, asynchronous: bool) -> UnitCopy:
     """Describe a unit of a living server."""
     stop = unit.start + unit.stored.size
     if unit.undo is not None and not asynchronous:
-        standings = unit.undo.standings()
+        rounds = unit.undo.available_rounds()
     else:
         round_ = max(unit.done, default=0) if asynchronous else unit.round
-        standings = [(round_, unit.stands_at)]
+        rounds = [AvailableRound(round_, unit.stands_at)]
     state = unit.undo.state if unit.undo is not None else unit.state or ()
     pushes = list(zip(unit.contributors, unit.done)) if asynchronous else []
-    return Holding(unit.key, unit.start, stop, standings, unit.torn, dtype_names(state), pushes)
+    return UnitCopy(unit.key, unit.start, stop, rounds, unit.torn, dtype_names(state), pushes)
 
 
 def arrays_of_unit(unit: Unit, before: bool) -> list[Array]:
@@ -435,6 +433,6 @@ class SurvivingUnit(Unit):
         self.undo.begin_at(round_ if pushes is None else 0, self.stands_at, torn)
 
     def _in_its_memory(self, state: Sequence[Array]) -> State:
-        for mine, given in zip(self.undo.state, state, strict=True):
-            mine[...] = given
+        for own, given in zip(self.undo.state, state, strict=True):
+            own[...] = given
         return self.undo.state

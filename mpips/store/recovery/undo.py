@@ -45,8 +45,11 @@ SPARSE_ROW = 4
 ROWS_AT_A_TIME = 4096
 
 
-# A round that can be restored, and the optimizer's step there; None if there is no state.
-Standing = tuple[int, int | None]
+class AvailableRound(NamedTuple):
+    """A round that can be restored, and the optimizer's step there; None if there is no state yet."""
+
+    round: int
+    step: int | None
 
 
 class Version(NamedTuple):
@@ -55,7 +58,7 @@ class Version(NamedTuple):
     Attributes:
         step: The optimizer's step; None if there is no state yet.
         arrays: The values, then the optimizer's state.
-        pushes: See `Holding.pushes`.
+        pushes: See `UnitCopy.pushes`.
     """
 
     round: int
@@ -143,7 +146,7 @@ class Undo:
         # Last: with this store the round is complete.
         words[CLOSED] = words[OPENED]
 
-    def undo(self) -> Standing:
+    def undo(self) -> AvailableRound:
         """Give up a round that is not complete. Return the round and step that the unit has then."""
         words = self.words
         if words[OPENED] != words[CLOSED]:
@@ -153,7 +156,7 @@ class Undo:
             words[STEP] = words[STEP_BEFORE]
             # Last: if this process is killed before, all of the above can be done again.
             words[OPENED] = words[CLOSED]
-        return _standing(words[CLOSED], words[STEP])
+        return _available(words[CLOSED], words[STEP])
 
     def go_back(self) -> None:
         """Go back to the round before the last, which must be restorable."""
@@ -182,13 +185,13 @@ class Undo:
 
     # ---- reading
 
-    def standings(self) -> list[Standing]:
+    def available_rounds(self) -> list[AvailableRound]:
         """Return the rounds that can be restored, newest first."""
         words = self.words
         if words[OPENED] != words[CLOSED]:
-            return [_standing(words[CLOSED], words[STEP_BEFORE])]
-        before = [_standing(words[CLOSED] - 1, words[STEP_BEFORE])] if words[WHOLE] else []
-        return [_standing(words[CLOSED], words[STEP]), *before]
+            return [_available(words[CLOSED], words[STEP_BEFORE])]
+        before = [_available(words[CLOSED] - 1, words[STEP_BEFORE])] if words[WHOLE] else []
+        return [_available(words[CLOSED], words[STEP]), *before]
 
     def arrays_at(self, before: bool) -> list[Array]:
         """Return values and state (if there is any) at the newest restorable round or the one before.
@@ -259,8 +262,8 @@ def with_state(undo: Undo, states: Sequence[np.dtype]) -> Undo:
     return Undo([values, *state], [undo.copies[0], *copies], undo.words, undo.rows, undo.row_elements)
 
 
-def _standing(round_: int, step: int) -> Standing:
-    return round_, step - 1 if step else None
+def _available(round_: int, step: int) -> AvailableRound:
+    return AvailableRound(round_, step - 1 if step else None)
 
 
 def _move(pairs: Sequence[tuple[Array, Array]], rows: NDArray[np.int64], row_elements: int) -> None:

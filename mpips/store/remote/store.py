@@ -17,7 +17,7 @@ from mpips.optimizers import Optimizer
 from mpips.store.keys.cutting import Cutting
 from mpips.store.keys.key import Array, Fast, FastList, Key, Name
 from mpips.store.recovery.memory import LastGeneration, NodeMemory
-from mpips.store.recovery.plan import Inventory, KeyCard, Placed, RecoveryPlan
+from mpips.store.recovery.plan import Inventory, KeyCard, RecoveryPlan, ServerReady
 from mpips.store.recovery.recover import Member, former_rank
 from mpips.store.remote.client import Alone, Client
 from mpips.store.remote.fast import General, by_itself, in_client
@@ -196,23 +196,23 @@ class RemoteStore(Member[Recovered]):
     def take_inventory(self, known: Container[Name]) -> Inventory:
         """Add this worker's keys and changes of settings, and what it knows of services."""
         services = {self.tables.service: data} if (data := self.tables.known_in(known)) else {}
-        now = Kept(self._setup.standing(known), self._push.residuals, self._settings.changes, services)
-        old = self._last_kept.before(self.generation.number, now)
-        mine = super().take_inventory(known)
+        now = Kept(self._setup.known_keys(known), self._push.residuals, self._settings.changes, services)
+        old = self._last_kept.get_or_save(self.generation.number, now)
+        inventory = super().take_inventory(known)
         self._link.renew(self.connection.lines)
         self.tables.renew()
-        mine.local, mine.shared_cores = self._link.all_local, self._cores_shared
+        inventory.local, inventory.shared_cores = self._link.all_local, self._cores_shared
         if former_rank(self.layout) >= 0:
-            mine.keys, mine.changes = [KeyCard.of(key) for key in old.keys], old.changes
-            mine.known = old.services
+            inventory.keys, inventory.changes = [KeyCard.of(key) for key in old.keys], old.changes
+            inventory.known = old.services
         self._old = old
-        return mine
+        return inventory
 
-    def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> Recovered:
+    def rebuild(self, plan: RecoveryPlan, ready: Sequence[ServerReady]) -> Recovered:
         assert plan.cutting is not None
-        self._serve([one.local for one in plan.inventories[: self.layout.num_workers]])
-        self._setup.begin(plan.keys, plan.cutting, plan.cards, [one.where for one in placed])
-        groups, compressor, changes = plan.settings_after([one.refusal for one in placed])
+        self._serve([inventory.local for inventory in plan.inventories[: self.layout.num_workers]])
+        self._setup.begin(plan.keys, plan.cutting, plan.cards, [server.where for server in ready])
+        groups, compressor, changes = plan.settings_after([server.refusal for server in ready])
         self._settings.begin(Changes(*changes), groups)
         self._push.residuals = _residuals(self._old, plan.keys, compressor, Changes(*changes), self.layout.rank)
         self._bind_all()

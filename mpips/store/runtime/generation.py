@@ -2,7 +2,7 @@
 
 A generation uses what `collectives` keeps for the store's communicator: a flag and a sentence in memory that the ranks
 of a node share, and notes between nodes. The rank that finds a failure calls `end`. Every wait looks at the flag, and
-raises the same sentence. After the end the ranks tell each other by `succession` whether they go on. `recovery.recover`
+raises the same sentence. After the end the ranks tell each other by `barrier` whether they go on. `recovery.recover`
 makes the next generation.
 """
 
@@ -44,7 +44,7 @@ CLOSING_SECONDS = 5.0
 FREEING_SECONDS = 1.0
 # In a wait longer than LONG_SECONDS the functions in `checks` are called too, every CHECK_SECONDS.
 LONG_SECONDS, CHECK_SECONDS = 0.2, 0.1
-SUCCESSION_TAG = 4
+BARRIER_TAG = 4
 WOULD, GOES, TRIED, LEAVES = b"would go on", b"goes on", b"has tried", b"leaves"
 NEVER = Limits(math.inf, 0.0)
 LOG = log.get("mpips.store")
@@ -78,7 +78,7 @@ class Present:
         self.everybody = MeetingRoom(layout.world)
         self.workers = None if layout.workers is None else MeetingRoom(layout.workers)
         # what the ranks tell each other about the time after this generation
-        self.succession = Succession(layout.world, partial(_gone, layout.world, self.home), layout.survives)
+        self.barrier = NextGenerationBarrier(layout.world, partial(_gone, layout.world, self.home), layout.survives)
 
 
 class Generation:
@@ -120,9 +120,9 @@ class Generation:
         return self.present.over
 
     @property
-    def succession(self) -> Succession:
+    def barrier(self) -> NextGenerationBarrier:
         """What the ranks tell each other about the time after this generation."""
-        return self.present.succession
+        return self.present.barrier
 
     @property
     def on_end(self) -> list[Callable[[], None]]:
@@ -365,15 +365,15 @@ class Generation:
         self._closed = True
         for home in (*self.present.inner, self.present.home):
             home.leave(CLOSED)
-        self.succession.leave()
+        self.barrier.leave()
         try:
             if self.over is None:
                 with self.failing("close"):
-                    self.succession.wait_until_all_left(math.inf, self.look)
+                    self.barrier.wait_until_all_left(math.inf, self.look)
         # The generation has ended meanwhile.
         except CollectiveError:
             pass
-        all_left = self.succession.wait_until_all_left(CLOSING_SECONDS)
+        all_left = self.barrier.wait_until_all_left(CLOSING_SECONDS)
         self.layout.free()
         sweep(FREEING_SECONDS if all_left else 0.0)
         LOG.info("the store is closed")
@@ -383,7 +383,7 @@ def _gone(world: MPI.Comm, home: Communicator) -> dict[int, str]:
     return dict.fromkeys(failed(world), DEPARTURES[0]) | home.ended()
 
 
-class Succession:
+class NextGenerationBarrier:
     """The agreement of the ranks after a generation: all begin the next one together, or each leaves.
 
     Making new communicators blocks in MPI until all ranks have come. So no rank may begin before it knows that all will
@@ -399,7 +399,7 @@ class Succession:
     """
 
     def __init__(self, comm: MPI.Comm, gone: Callable[[], dict[int, str]], survives: bool) -> None:
-        self._room = MeetingRoom(comm, SUCCESSION_TAG)
+        self._room = MeetingRoom(comm, BARRIER_TAG)
         self._gone = gone
         self._survives = survives
         self._said = b""

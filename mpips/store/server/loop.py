@@ -22,9 +22,9 @@ from mpips.collectives.fabric.arena import SparseFile
 from mpips.compression import Compressor
 from mpips.optimizers import Groups
 from mpips.store.keys.key import Name
-from mpips.store.recovery.memory import LastGeneration, Ledger, NodeMemory, UnitMemory, holding_of_unit
+from mpips.store.recovery.memory import LastGeneration, Ledger, NodeMemory, UnitMemory, describe_unit
 from mpips.store.recovery.mirror import Mirror, MirroredUnits
-from mpips.store.recovery.plan import Inventory, Placed, RecoveryPlan, Shelf, encode_settings
+from mpips.store.recovery.plan import Inventory, OwnerInventory, RecoveryPlan, ServerReady, encode_settings
 from mpips.store.recovery.recover import Member, ReachableMemory, former_rank, make_units, recover
 from mpips.store.roles import Layout, Seat
 from mpips.store.runtime.generation import Generation
@@ -313,7 +313,7 @@ class Server(Member[None]):
         StallError if no worker comes for long.
         """
         assert self._ended is not None
-        if not self.generation.succession.is_due():
+        if not self.generation.barrier.is_due():
             limit = self.generation.limits.timeout_seconds
             if limit and CLOCK.seconds() - self._ended > max(limit, ORPHAN_SECONDS):
                 raise StallError("the generation is over, and no worker has called recover() or close()")
@@ -326,37 +326,36 @@ class Server(Member[None]):
     def take_inventory(self, known: Container[Name] = ()) -> Inventory:
         """Add the units that this server holds, and its copies of other servers' units."""
         layout, number = self.layout, self.generation.number
-        old = self._last_serving.before(number, self._now)
+        old = self._last_serving.get_or_save(number, self._now)
         if self._ledger is not None:
             self._ledger.attempt(number)
-        mine = super().take_inventory(known)
-        mine.shared_cores = self._shared_cores
-        if (owner := former_rank(layout)) >= 0:
+        inventory = super().take_inventory(known)
+        inventory.shared_cores = self._shared_cores
+        if (rank := former_rank(layout)) >= 0:
             settings = encode_settings(old.state.optimizers, old.state.compressor)
-            units = [holding_of_unit(unit, layout.asynchronous) for unit in old.state.units.values()]
-            mine.shelves.append(Shelf(owner, True, settings, units))
-            mine.shelves += self._copies.shelves(layout.before, owner)
-        return mine
+            units = [describe_unit(unit, layout.asynchronous) for unit in old.state.units.values()]
+            inventory.owners.append(OwnerInventory(rank, True, settings, units))
+            inventory.owners += self._copies.owners(layout.before, rank)
+        return inventory
 
     def old_service(self, name: str) -> OldMemory:
         """Add the service of this server, and the copies that it keeps of others if a server has died."""
         old = super().old_service(name)
-        service = self._last_serving.before(self.generation.number, self._now).services[name]
+        service = self._last_serving.get_or_save(self.generation.number, self._now).services[name]
         copies = self._copies.services.get(name) if old.before.lost_servers else None
         return old._replace(service=service, copies=copies)
 
-    def transfer(self, plan: RecoveryPlan) -> Placed:
+    def move(self, plan: RecoveryPlan) -> ServerReady:
         """Make this server's units, fill them from old memory on this and other ranks, and send what others need."""
         layout, number = self.layout, self.generation.number
         groups, compressor = plan.settings()
         self._next = serving = self._serving(self.connection.lines, groups, compressor)
-        old = self._last_serving.before(number, self._now)
-        there = [*old.state.units.values()]
-        reached = ReachableMemory(self.old_memory, number, there, former_rank(layout), self._copies)
+        old_units = [*self._last_serving.get_or_save(number, self._now).state.units.values()]
+        reached = ReachableMemory(self.old_memory, number, old_units, former_rank(layout), self._copies)
         units, where = make_units(plan, layout.rank, self._units, groups, reached)
         for name, planned in plan.services.items():
             serving.services[name].restore(planned, self.old_service(name), layout.rank)
-        self.move(plan, reached, units, serving.services)
+        self.run_movers(plan, reached, units, serving.services)
         for unit in units:
             serving.state.create(unit)
             serving.state.changed(unit)
@@ -364,9 +363,9 @@ class Server(Member[None]):
             serving.services[name].begin(planned)
         self._plan = plan
         LOG.info("%d unit%s moved, %d byte%s", len(units), "s"[: len(units) != 1], self.nbytes, "s"[: self.nbytes != 1])
-        return Placed(where, serving.requests.repeat_change(plan.change))
+        return ServerReady(where, serving.requests.repeat_change(plan.change))
 
-    def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> None:
+    def rebuild(self, plan: RecoveryPlan, ready: Sequence[ServerReady]) -> None:
         """Serve the new units over the new lines."""
         lines, rings, _ = self.connection
         self._serve(lines, rings, self._next)

@@ -188,17 +188,6 @@ class ServicePlan(Protocol):
         """The names of which no whole round can be restored."""
 
 
-class ServiceInventory(NamedTuple):
-    """What one rank brings into a recovery of a service."""
-
-    # what it knows of the service as a worker of the last generation; None: it was none, b"": it knows nothing
-    known: bytes | None
-    # what `ServiceKind.describe` has returned
-    held: bytes
-    # the servers of the last generation whose memory it has mapped
-    mapped: Collection[int]
-
-
 class FoundService(Protocol):
     """What all ranks together hold of a service."""
 
@@ -214,7 +203,7 @@ class FoundService(Protocol):
         """Plan the next generation at these rounds. A name that is missing stays at each server's newest round."""
 
 
-class ServiceMove(Protocol):
+class ServiceMover(Protocol):
     """The bytes of a service that one rank sends, copies and receives in a recovery."""
 
     # what has been sent and received
@@ -240,8 +229,20 @@ class ServiceKind(Protocol):
     def describe(self, old: OldMemory) -> bytes:
         """Return what a rank can read, for all ranks: b"" if that is nothing."""
 
-    def find(self, layout: Layout, inventories: Sequence[ServiceInventory]) -> FoundService:
-        """Find out what the ranks hold together. `inventories`: one of each rank, in order."""
+    def find(
+        self,
+        layout: Layout,
+        known: Sequence[bytes | None],
+        held: Sequence[bytes],
+        mapped: Sequence[Collection[int]],
+    ) -> FoundService:
+        """Find out what all ranks together hold. Each argument has an entry for each rank, in order.
 
-    def move(self, plan: Any, layout: Layout, old: OldMemory, service: Service | None) -> ServiceMove:
+        Args:
+            known: What the rank knows as a worker of the last generation: b"" if nothing; None if it was no worker.
+            held: What `describe` has returned there.
+            mapped: The servers of the last generation whose memory the rank has mapped.
+        """
+
+    def move(self, plan: Any, layout: Layout, old: OldMemory, service: Service | None) -> ServiceMover:
         """Begin to move what the plan says. `service`: the new service of this rank, if it is a server."""

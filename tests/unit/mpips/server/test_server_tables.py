@@ -16,7 +16,7 @@ from collectives.errors import MismatchError
 from collectives.fabric.arena import SparseFile
 from mpips.store.checkpoint.file import TableRecord
 from mpips.store.recovery.plan import RecoveryPlan, choose_rounds
-from mpips.store.server.service import OldMemory, ServiceInventory
+from mpips.store.server.service import OldMemory
 from mpips.store.transport import frames
 from mpips.tables.admission import COUNTS
 from mpips.tables.files import FilePart, restore
@@ -149,11 +149,11 @@ class Killed(Exception):
 
 def planned(servers: dict[int, Workers], layout: Any) -> tuple[list[TablePlan], RecoveryPlan]:
     """The plan of tables that these servers have had, by their ranks, of which all ranks know."""
-    holdings = [holding for one in servers.values() for holding in one.tables.holdings()]
-    known = ServiceInventory(msgspec.msgpack.encode(COUNTED), msgspec.msgpack.encode(holdings), [])
+    copies = [copy for one in servers.values() for copy in one.tables.describe()]
     layout.num_servers, layout.before = len(servers), None
     layout.server_rank = lambda server: 1 + server
-    tables = FoundTables(layout, [known] * (1 + len(servers)))
+    ranks, encode = 1 + len(servers), msgspec.msgpack.encode
+    tables = FoundTables(layout, [encode(COUNTED)] * ranks, [encode(copies)] * ranks, [[]] * ranks)
     choice = choose_rounds([], not layout.asynchronous, services=[tables])
     made = tables.plan(choice.rounds)
     return made.tables, RecoveryPlan([], choice, services={"tables": made})
