@@ -114,8 +114,8 @@ MUTATIONS = (
     Mutation(
         "the first block is not kept before it is written",
         "mpips/store/server/reduce.py",
-        "unit.undo.keep_old(unit.bounds(first)[0], unit.bounds(stop - 1)[1])",
-        "unit.undo.keep_old(unit.bounds(first)[1], unit.bounds(stop - 1)[1])",
+        "unit.keep_old(unit.bounds(first)[0], unit.bounds(stop - 1)[1])",
+        "unit.keep_old(unit.bounds(first)[1], unit.bounds(stop - 1)[1])",
         (*STORE[:1], *RECOVERY),
     ),
     Mutation(
@@ -219,7 +219,7 @@ MUTATIONS = (
     Mutation(
         "a unit that is put back by a round keeps the optimizer's later step",
         "mpips/store/recovery/recover.py",
-        "        old.go_back_to(old.undo.available_rounds()[0].step)\n",
+        "        old.go_to_undo_copy()\n",
         "",
         ((0, "tests/unit/mpips/recovery/test_recover.py"), (1, "tests/mpi/mpips/test_survival.py"), *RECOVERY),
     ),

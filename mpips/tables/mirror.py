@@ -131,7 +131,7 @@ class MirroredTable:
         """Take in a message with rows. Raises CollectiveError if it does not continue what is here."""
         self._see_memory(rows.rows)
         journal, words, end = self.journal, self.journal.words, rows.end
-        if self.whole and words[OPENED] == words[CLOSED]:
+        if self.whole and not journal.is_open:
             journal.open()
         arrays = {
             name: np.frombuffer(rows.arrays[name], kind).reshape(-1, *shape)
@@ -156,11 +156,11 @@ class MirroredTable:
 
         None: stay at the newest whole round.
         """
-        self.journal.put_back()
+        self.journal.undo()
         rounds = [available.round for available in self.journal.available_rounds()]
-        if round_ is None or rounds[0] == round_:
-            return True
-        return round_ in rounds and self.journal.go_back()
+        if round_ in rounds[1:]:
+            self.journal.go_back()
+        return round_ is None or round_ in rounds
 
     def _see_memory(self, rows: int) -> None:
         """Raise CollectiveError if the machine has no memory for this many rows."""

@@ -221,9 +221,10 @@ class TableRows:
     def go_to(self, journal: Journal, round_: int) -> None:
         """Put the rows back to `round_` if they are beyond it, from the journal of the generation that is over."""
         self.journal = journal
-        changed = self.journal.put_back()
+        changed = self.journal.undo()
         if self.journal.available_rounds()[0].round > round_:
-            changed = self.journal.go_back()
+            self.journal.go_back()
+            changed = True
         if changed:
             self.positions.restore(int(self.journal.words[ROWS]))
 

@@ -4,7 +4,7 @@ A server writes a ledger of its units into its own memory, which the other ranks
 ledger has two slots for its text, so that a server killed while it writes one leaves the other. Each text says which
 generation it is of. A text of a generation that never began, because somebody died before, does not count.
 
-`UnitMemory` makes units, with undo copies if the store survives deaths (`SurvivingUnit`). `Ledger` says where they lie.
+`UnitMemory` makes units, with undo copies if the store survives deaths. `Ledger` says where they lie.
 `NodeMemory` is what every rank of a node keeps mapped of them.
 """
 
@@ -20,13 +20,12 @@ from numpy.typing import NDArray
 from mpips.collectives.errors import CollectiveError
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.arena import Region, SparseFile
-from mpips.optimizers.base import Optimizer, State, state_dtypes
+from mpips.optimizers.base import state_dtypes
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Array
-from mpips.store.keys.row_sparse import RowSparse, sum_of
 from mpips.store.recovery import undo
 from mpips.store.recovery.plan import OwnerInventory, UnitCopy, dtype_names
-from mpips.store.recovery.undo import AvailableRound, Undo, with_state, words_of
+from mpips.store.recovery.undo import AvailableRound, Undo, words_of
 from mpips.store.roles import Layout
 from mpips.store.server.unit import Unit
 from mpips.store.transport import frames
@@ -300,7 +299,7 @@ class UnitMemory:
                 # It gets words of its own, because the old ones must stay true until the next generation begins.
                 if was is not None:
                     kept = Undo(was.arrays, was.copies, journal, was.rows, was.row_elements)
-            unit = (Unit if kept is None else SurvivingUnit)(
+            unit = Unit(
                 card.number,
                 card.key,
                 stored,
@@ -371,68 +370,3 @@ def _zeros(count: int) -> Array:
     words = arena.empty(max(count, 8), np.uint64)
     words[...] = 0
     return words
-
-
-class SurvivingUnit(Unit):
-    """A unit with an undo copy. Its values and state lie in memory that outlives the process."""
-
-    undo: Undo
-
-    def open_write(self, start: int = 0, stop: int = 0) -> None:
-        """Begin to write a round, and keep the round before. Elements [start, stop) are written first."""
-        super().open_write()
-        self.undo.open()
-        if start < stop:
-            self.undo.keep_old(start, stop)
-
-    def pass_round(self) -> None:
-        """Begin a round that changes no values."""
-        self.undo.open()
-
-    def keep_old(self, start: int, stop: int) -> None:
-        """Copy what is about to be written."""
-        self.undo.keep_old(start, stop)
-
-    def keep_old_rows(self, parts: Sequence[RowSparse]) -> Sequence[RowSparse]:
-        """Copy rows that are about to be written. Return the sum of `parts`, in which no row repeats."""
-        total = sum_of(parts)
-        self.undo.keep_old_rows(total.rows)
-        return [total]
-
-    def give_up(self) -> None:
-        """Go back to the last complete round."""
-        self.go_back_to(self.undo.undo()[1])
-
-    def go_back_to(self, step: int | None) -> None:
-        """Set the optimizer's step to that of the stored values. None: there is no state yet."""
-        self.state, self.step = (None, 0) if step is None else (self.undo.state, step)
-
-    def set_optimizer(self, optimizer: Optimizer | None) -> None:
-        """Set the optimizer, with memory for its state that outlives the process."""
-        super().set_optimizer(optimizer)
-        self.undo = with_state(self.undo, state_dtypes(optimizer, self.stored.dtype))
-
-    def begin_state(self, state: State) -> None:
-        """Begin with this state, in memory that outlives the process."""
-        super().begin_state(self._in_its_memory(state))
-
-    def put_state(self, state: State | None, step: int) -> None:
-        """Replace the state. If the server is killed meanwhile, the unit has none."""
-        self.undo.note_state(None)
-        super().put_state(None if state is None else self._in_its_memory(state), step)
-        self.undo.note_state(None if state is None else step)
-
-    def note_overwrite(self, torn: bool) -> None:
-        """Note an overwrite from outside, also in memory that outlives the process."""
-        super().note_overwrite(torn)
-        self.undo.note_overwrite(torn)
-
-    def begin_at(self, round_: int, pushes: Sequence[int] | None, state: State | None, step: int, torn: bool) -> None:
-        """Begin a generation at this round, and note it in memory that outlives the process."""
-        super().begin_at(round_, pushes, state, step, torn)
-        self.undo.begin_at(round_ if pushes is None else 0, self.stands_at, torn)
-
-    def _in_its_memory(self, state: Sequence[Array]) -> State:
-        for own, given in zip(self.undo.state, state, strict=True):
-            own[...] = given
-        return self.undo.state

@@ -46,7 +46,7 @@ from mpips.collectives.recorder import own as recorder
 from mpips.optimizers.base import initial
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Array, Name
-from mpips.store.recovery.memory import LastGeneration, NodeMemory, SurvivingUnit, UnitMemory, arrays_of_unit
+from mpips.store.recovery.memory import LastGeneration, NodeMemory, UnitMemory, arrays_of_unit
 from mpips.store.recovery.mirror import MirroredUnits
 from mpips.store.recovery.plan import (
     Inventory,
@@ -542,9 +542,9 @@ def _adopt(plan: UnitPlan, old: Unit, unit: Unit) -> None:
     If the plan takes the old one as of the round before, it is put back first.
     """
     if plan.sources[0].slice.before:
-        assert isinstance(old, SurvivingUnit)
+        assert old.undo is not None
         old.undo.go_back()
-        old.go_back_to(old.undo.available_rounds()[0].step)
+        old.go_to_undo_copy()
         old.round = plan.round
     slots = 0 if unit.optimizer is None else len(initial(unit.optimizer, unit.stored[:0]))
     state, step = (old.state, old.step) if slots == len(old.state or ()) else (None, 0)
