@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from mpips.collectives.recorder import own as recorder
 from mpips.store.server.quorum import QuorumState
@@ -34,7 +34,7 @@ class Load:
         self._missed = Counter[int]()
         self._rounds = 0
 
-    def write(self, now: float, states: list[tuple[ServerState, Sequence[Service]]]) -> None:
+    def write(self, now: float, states: list[tuple[ServerState, Collection[Service]]]) -> None:
         """Write the figures to the page. `now`: seconds of the caller's clock."""
         began, queued, found = time.monotonic(), 0, dict[str, Counter[int]]()
         more: dict[str, object] = {}
