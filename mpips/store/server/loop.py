@@ -75,12 +75,12 @@ def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None
         opened: Makes another store that all workers have asked for, collectively with them. Returns None if it is
             refused.
     """
-    here, turns, load = list(servers), 0, Load()
+    serving, turns, load = list(servers), 0, Load()
     # when the server began to be idle, and how often it has looked since
     since, spins = 0.0, 0
-    while here:
+    while serving:
         worked = False
-        for server in here:
+        for server in serving:
             worked |= server.turn()
         turns += 1
         if worked:
@@ -96,17 +96,17 @@ def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None
             now = CLOCK.seconds()
             since = since or now
         if now >= load.due:
-            load.write(now, [server.taken for server in here])
-        for server in list(here):
+            load.write(now, [server.taken for server in serving])
+        for server in list(serving):
             server.tick(now)
             if opened is not None and (asked := server.opens()) and (more := opened(asked)):
-                here.append(more)
+                serving.append(more)
             if server.finished:
-                here.remove(server)
+                serving.remove(server)
                 server.close()
         # Do not sleep if a worker of this node may complete a block of a sum at any moment: a sleep is longer than that
         # wait.
-        if since and now - since > SPIN_SECONDS and not any(server.is_summing for server in here):
+        if since and now - since > SPIN_SECONDS and not any(server.is_summing for server in serving):
             time.sleep(min(max(SLEEP_SHARE * (now - since), SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
 
 
@@ -135,8 +135,8 @@ class Server(Member[None]):
         self._shared_cores = seat.shared
         # Workers wait during a long sum, so the servers of a node share all cores that this process may use.
         every = range(layout.num_workers, layout.num_workers + layout.num_servers)
-        here = sum(layout.same_node(layout.rank, server) for server in every)
-        threads = max(1, min(MOST_THREADS, seat.usable // here))
+        on_node = sum(layout.same_node(layout.rank, server) for server in every)
+        threads = max(1, min(MOST_THREADS, seat.usable // on_node))
         self._reduce = Reduce(threads, seat.step_aside, seat.shared)
         kinds = KINDS if layout.options.mirrors else ()
         self._copies = MirroredUnits({kind.name: kind.make_copies(self._file) for kind in kinds})

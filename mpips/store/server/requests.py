@@ -199,7 +199,8 @@ class Requests:
             case frames.GetState():
                 unit = units[request.unit]
                 arrays = list(unit.state or ())
-                return frames.StatePart(unit.step, [one.dtype.name for one in arrays], [a.tobytes() for a in arrays])
+                dtypes = [array.dtype.name for array in arrays]
+                return frames.StatePart(unit.step, dtypes, [array.tobytes() for array in arrays])
             case frames.GetVersions():
                 return frames.Versions([sum(units[number].done) for number in request.units])
             case frames.PutState():

@@ -209,17 +209,17 @@ class ServerState(ABC):
                 return self._turn(unit)
         if not ready:
             return False, []
-        said: Replies = []
+        every: Replies = []
         turns = 0
         for unit in sorted(ready.values(), key=PRIORITY, reverse=True) if self._ranked else self._as_they_came():
             worked, replies = self._turn(unit)
             if not worked:
                 continue
             turns += 1
-            said += replies
+            every += replies
             if turns == TURNS or unit.stored.nbytes > SHORT_BYTES:
                 break
-        return turns > 0, said
+        return turns > 0, every
 
     def _as_they_came(self) -> Iterator[Unit]:
         """Yield the units that are ready.
