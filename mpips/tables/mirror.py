@@ -129,7 +129,7 @@ class MirroredTable:
 
     def apply(self, rows: RowsChanged) -> None:
         """Take in a message with rows. Raises CollectiveError if it does not continue what is here."""
-        self._see_memory(rows.rows)
+        self._check_memory(rows.rows)
         journal, words, end = self.journal, self.journal.words, rows.end
         if self.whole and not journal.is_open:
             journal.open()
@@ -162,7 +162,7 @@ class MirroredTable:
             self.journal.go_back()
         return round_ is None or round_ in rounds
 
-    def _see_memory(self, rows: int) -> None:
+    def _check_memory(self, rows: int) -> None:
         """Raise CollectiveError if the machine has no memory for this many rows."""
         if rows <= self._sure:
             return

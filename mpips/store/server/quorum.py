@@ -205,7 +205,7 @@ class QuorumState(ServerState):
         counted, self._closed, self._missed = (self._closed, self._missed), 0, Counter()
         return counted
 
-    def _see_gone(self, unit: Unit) -> None:
+    def _handle_gone(self, unit: Unit) -> None:
         # The round may close now, without a worker that has left or waits for all others.
         if unit.number in self.open:
             self.ready[unit.number] = unit
