@@ -26,10 +26,11 @@ from mpips.store.roles import Layout
 from mpips.store.runtime.errors import RoomError
 from mpips.store.transport import frames
 from mpips.store.worker.interface import KnownTable
-from mpips.tables import kernels
+from mpips.tables import kernels, messages
 from mpips.tables.in_place import RowsInPlace
 from mpips.tables.initial import Ids, owners_of
 from mpips.tables.merge import Distinct, deal, distinct, sum_into
+from mpips.tables.messages import decode_answer
 
 Payload = NDArray[np.uint8]
 PUSHED, ASKED, IN_PLACE, REFUSED = map(page.TABLE.index, ("pushed", "asked", "in_place", "refused_pushes"))
@@ -71,11 +72,11 @@ class _Block:
     """
 
     def __init__(
-        self, pool: _Pool, found: Distinct, dim: int, dtype: np.dtype, requests: Sequence[frames.TableRequest]
+        self, pool: _Pool, found: Distinct, dim: int, dtype: np.dtype, requests: Sequence[messages.TableRequest]
     ) -> None:
         self.counts = found.counts
         words, row_bytes = list(map(frames.encode, requests)), dim * dtype.itemsize
-        ids_at = [frames.ids_at(count, row_bytes) for count in self.counts]
+        ids_at = [messages.ids_at(count, row_bytes) for count in self.counts]
         self._words_at = [at + 8 * count for at, count in zip(ids_at, self.counts)]
         # Each server's part begins at a multiple of both a row and 8 bytes, so that all of the memory can be seen as
         # rows and as ids.
@@ -123,7 +124,7 @@ class RemoteTables:
         self._freezes = 0
         self._pool = _Pool()
         # the tables that exist on all servers
-        self.cards: list[frames.MakeTable] = []
+        self.cards: list[messages.MakeTable] = []
         # the tables as this worker knows them, by name
         self.known: Mapping[str, KnownTable] = {}
         # Memory that servers of this node may still read, by table: that of the last push, and of those under way.
@@ -140,7 +141,7 @@ class RemoteTables:
         self._pulls.clear()
         self._in_place.clear()
 
-    def make(self, card: frames.MakeTable) -> Task[None]:
+    def make(self, card: messages.MakeTable) -> Task[None]:
         """Make a table on all servers. Collective. Raises ValueError on all workers if a server cannot make it."""
         yield from self._setup.at_rank_0(lambda: self._setup.tell_all(card), f"table {card.table!r}")
         kernels.load(np.dtype(card.dtype), kernels.OF_WORKERS, kernels.LOADED_SECONDS)
@@ -148,7 +149,7 @@ class RemoteTables:
 
     def update(self, table: str, numbers: bytes) -> Task[None]:
         """Change the numbers of a table's optimizer on all servers. Collective."""
-        request = frames.UpdateTable(table, numbers)
+        request = messages.UpdateTable(table, numbers)
         yield from self._setup.at_rank_0(lambda: self._setup.tell_all(request), f"update_optimizer of table {table!r}")
 
     def push(self, pushes: Sequence[tuple[KnownTable, Ids, Array]]) -> Task[None]:
@@ -177,7 +178,7 @@ class RemoteTables:
 
     def _send(self, table: KnownTable, found: Distinct, gradients: Array) -> list[int]:
         """Send a push to all servers. Return the tokens of the answers."""
-        requests = [frames.PushRows(table.name, count, table.refusals) for count in found.counts]
+        requests = [messages.PushRows(table.name, count, table.refusals) for count in found.counts]
         block = _Block(self._pool, found, gradients.shape[1], gradients.dtype, requests)
         sum_into(block.rows, gradients, block.places)
         self._pushes.setdefault(table.name, []).append(block.memory)
@@ -188,7 +189,7 @@ class RemoteTables:
         sent = []
         for table, one in zip(tables, found):
             parts = [one.ids[one.owners == server].tobytes() for server in range(self._servers)]
-            asked = [frames.AskForRoom(table.name, table.round, part, table.refusals) for part in parts]
+            asked = [messages.AskForRoom(table.name, table.round, part, table.refusals) for part in parts]
             sent.append([self._link.post_request(server, request) for server, request in enumerate(asked)])
         every: list[Any] = []
         for table, tokens in zip(tables, sent):
@@ -199,10 +200,12 @@ class RemoteTables:
 
     def _take_room(self, table: KnownTable, answers: Sequence[Any]) -> None:
         """Note how many ids may be pushed to each server next without asking."""
-        granted = ((server, answer) for server, answer in enumerate(answers) if isinstance(answer, frames.RoomGranted))
+        granted = (
+            (server, answer) for server, answer in enumerate(answers) if isinstance(answer, messages.RoomGranted)
+        )
         table.room = {server: answer.ids for server, answer in granted}
 
-    def _see_refused(self, answers: Sequence[Any], step: Sequence[frames.TableRound] = ()) -> Task[None]:
+    def _see_refused(self, answers: Sequence[Any], step: Sequence[messages.TableRound] = ()) -> Task[None]:
         """Raise RoomError if a server has refused a round. Before that, have all servers drop it.
 
         Args:
@@ -210,7 +213,7 @@ class RemoteTables:
             step: The rounds that this worker was about to push together. If one of them is refused here, all of them
                 are dropped, and the other workers are told.
         """
-        refusals = [answer for answer in answers if isinstance(answer, frames.RoundRefused)]
+        refusals = [answer for answer in answers if isinstance(answer, messages.RoundRefused)]
         if not refusals:
             return
         # In an asynchronous store only this worker's own push is concerned, and it was not sent.
@@ -224,14 +227,13 @@ class RemoteTables:
             self.known[name].numbers[REFUSED] += 1
         raise of_caller(RoomError(refusals[0].why))
 
-    def _drop(self, step: list[frames.TableRound], why: str) -> Task[None]:
+    def _drop(self, step: list[messages.TableRound], why: str) -> Task[None]:
         """Have all servers drop the rounds of a step, and take back this worker's count of pushes."""
         for name, round_, refusals in step:
             table = self.known[name]
             if refusals <= table.refusals:
                 continue
-            request = frames.RefuseRound(name, round_, refusals, why, step)
-            yield from self._answers([self._link.post_request(server, request) for server in range(self._servers)])
+            yield from self._ask_all(messages.RefuseRound(name, round_, refusals, why, step))
             table.refusals, table.round, table.room = refusals, round_ - 1, {}
             table.numbers[REFUSED] += 1
             for memory in self._pushes.pop(name, []):
@@ -241,8 +243,12 @@ class RemoteTables:
         """Wait for the answers of all servers."""
         found = []
         for token in tokens:
-            found.append((yield from self._link.wait_for_answer(token)))
+            found.append((yield from self._link.wait_for_answer(token, decode_answer)))
         return found
+
+    def _ask_all(self, request: messages.TableRequest) -> Task[list[Any]]:
+        """Send a request to all servers, and wait for their answers."""
+        return self._answers([self._link.post_request(server, request) for server in range(self._servers)])
 
     def pull(self, table: KnownTable, ids: Ids, out: Array) -> Task[None]:
         """Write the rows of `ids` into `out` after this worker's pushes. Raises RoomError as `Tables.pull` does."""
@@ -256,7 +262,7 @@ class RemoteTables:
             return
         found, local = distinct(ids, self._servers), [line.local for line in self._link.lines]
         requests = [
-            frames.PullRows(table.name, table.round, count, near, table.refusals)
+            messages.PullRows(table.name, table.round, count, near, table.refusals)
             for count, near in zip(found.counts, local)
         ]
         block = _Block(self._pool, found, out.shape[1], out.dtype, requests)
@@ -301,7 +307,7 @@ class RemoteTables:
         """Map a table's rows in the servers' memory. Return an empty list if they cannot be mapped."""
         parts, card, kind = [], table.card, np.dtype(table.card.dtype)
         for server in range(self._servers):
-            found = yield from self._link.request(server, frames.LocateTable(table.name))
+            found = yield from self._link.request(server, messages.LocateTable(table.name), decode_answer)
             try:
                 parts.append(
                     RowsInPlace(
@@ -328,16 +334,14 @@ class RemoteTables:
         Only the first server is told: every worker pushes to every server, so it knows all.
         """
         for table in () if self._layout.asynchronous else tables:
-            self._link.post_request(0, frames.WaitForTable(table.name, table.round, table.refusals))
+            self._link.post_request(0, messages.WaitForTable(table.name, table.round, table.refusals))
 
-    def stats(self, table: KnownTable, ahead: int = 0) -> Task[list[frames.TableStats]]:
+    def stats(self, table: KnownTable, ahead: int = 0) -> Task[list[messages.TableStats]]:
         """Return the figures of each server after this worker's pushes and `ahead` more.
 
         Raises RoomError as `Tables.stats` does.
         """
-        request = frames.GetTableStats(table.name, table.round + ahead, table.refusals)
-        tokens = [self._link.post_request(server, request) for server in range(self._servers)]
-        found = yield from self._answers(tokens)
+        found = yield from self._ask_all(messages.GetTableStats(table.name, table.round + ahead, table.refusals))
         yield from self._see_refused(found)
         return found
 
@@ -347,12 +351,8 @@ class RemoteTables:
         For `since` and `export` see `FreezeTables`.
         """
         self._freezes += 1
-        found: list[list[frames.FrozenTable]] = []
-        for server in range(self._servers):
-            request = frames.FreezeTables(self._freezes, list(tables), since, export)
-            answer = yield from self._link.request(server, request)
-            found.append(answer.tables)
-        parts = {name: [part[number] for part in found] for number, name in enumerate(tables)}
+        answers = yield from self._ask_all(messages.FreezeTables(self._freezes, list(tables), since, export))
+        parts = {name: [answer.tables[number] for answer in answers] for number, name in enumerate(tables)}
         return FrozenOnServers(self._link, self._freezes, parts)
 
     def reset(self, table: str, updates: int) -> Task[None]:
@@ -360,13 +360,11 @@ class RemoteTables:
 
         Called by one worker.
         """
-        for server in range(self._servers):
-            yield from self._link.request(server, frames.ResetTable(table, updates))
+        yield from self._ask_all(messages.ResetTable(table, updates))
 
     def end_load(self, table: str) -> Task[None]:
         """Tell all servers that all rows of a load have come. Called by one worker."""
-        for server in range(self._servers):
-            yield from self._link.request(server, frames.EndLoad(table))
+        yield from self._ask_all(messages.EndLoad(table))
 
     def put_rows(self, table: str, arrays: Mapping[str, Array]) -> Task[None]:
         """Give rows to the servers that they belong to. Called by one worker.
@@ -376,7 +374,7 @@ class RemoteTables:
         tokens = []
         for server, chosen in enumerate(self._spread(arrays["ids"])):
             parts = {name: values[chosen].tobytes() for name, values in arrays.items()}
-            tokens.append(self._link.post_request(server, frames.PutRows(table, parts)))
+            tokens.append(self._link.post_request(server, messages.PutRows(table, parts)))
         yield from self._answers(tokens)
 
     def at_rank_0(self, do: Callable[[], Task[bytes]], what: str) -> Task[bytes]:
@@ -396,7 +394,7 @@ class FrozenOnServers:
         parts: For each table one entry for each server, in their order.
     """
 
-    def __init__(self, link: Link, number: int, parts: Mapping[str, Sequence[frames.FrozenTable]]) -> None:
+    def __init__(self, link: Link, number: int, parts: Mapping[str, Sequence[messages.FrozenTable]]) -> None:
         self._link = link
         self._number = number
         self.parts = parts
@@ -408,16 +406,17 @@ class FrozenOnServers:
 
         Positions must be read in order: the server has forgotten what lies before.
         """
-        request = frames.ReadTable(self._number, table, start, stop, list(names))
-        arrays: dict[str, bytes] = (yield from self._link.request(server, request)).arrays
+        request = messages.ReadTable(self._number, table, start, stop, list(names))
+        arrays: dict[str, bytes] = (yield from self._link.request(server, request, decode_answer)).arrays
         return arrays
 
     def dropped(self, table: str, server: int) -> Task[bytes]:
         """Return the ids that a server has dropped, as bytes."""
-        ids: bytes = (yield from self._link.request(server, frames.ReadDropped(self._number, table))).data
+        request = messages.ReadDropped(self._number, table)
+        ids: bytes = (yield from self._link.request(server, request, decode_answer)).data
         return ids
 
     def release(self) -> Task[None]:
         """Have the servers forget the frozen rows."""
         for server in range(len(self._link.lines)):
-            yield from self._link.request(server, frames.ThawTables(self._number))
+            yield from self._link.request(server, messages.ThawTables(self._number), decode_answer)

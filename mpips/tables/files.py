@@ -41,11 +41,11 @@ from mpips.store.checkpoint.file import (
 )
 from mpips.store.keys.key import Array
 from mpips.store.runtime.rendezvous import Items, attempt
-from mpips.store.transport.frames import TableStats
 from mpips.store.worker.interface import FrozenRows, KnownTable, Tables
 from mpips.store.worker.store import WorkerStore
 from mpips.tables.admission import COUNTS
 from mpips.tables.initial import Ids
+from mpips.tables.messages import TableStats
 
 # metadata key of the record that describes the table
 WORD = "mpips.table"

@@ -24,9 +24,9 @@ from mpips.collectives.fabric import requests
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.fabric.failure import is_death
 from mpips.collectives.machine import free_memory
-from mpips.store.transport.frames import MakeTable
 from mpips.tables import row_optimizers
 from mpips.tables.journal import CLOSED, COUNTS, OPENED, ROWS, TORN, WORDS, Journal, Positions, kept_arrays
+from mpips.tables.messages import MakeTable
 from mpips.tables.plan import TableHolding, holding_of_table
 from mpips.tables.rows import arrays_of
 

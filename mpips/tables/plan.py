@@ -22,10 +22,10 @@ import numpy as np
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.store.keys.key import Name
 from mpips.store.roles import Layout
-from mpips.store.transport.frames import MakeTable
 from mpips.tables import row_optimizers
 from mpips.tables.admission import COUNTS
 from mpips.tables.journal import Journal, Standing
+from mpips.tables.messages import MakeTable
 from mpips.tables.rows import arrays_of
 
 

@@ -33,7 +33,7 @@ from mpips.collectives.recorder.ring import Ring, form
 from mpips.store.server.late import BEFORE_LEAVING, Wait
 from mpips.store.server.service import Answers, Asker, Payload
 from mpips.store.transport import frames
-from mpips.tables import admission, row_optimizers
+from mpips.tables import admission, messages, row_optimizers
 from mpips.tables.initial import Ids
 from mpips.tables.journal import HERE, REFUSALS, TORN, Standing
 from mpips.tables.merge import summed
@@ -54,7 +54,7 @@ class TablePush(NamedTuple):
     rows: int
 
 
-Read = frames.PullRows | frames.GetTableStats | frames.AskForRoom
+Read = messages.PullRows | messages.GetTableStats | messages.AskForRoom
 
 
 class TableRead(NamedTuple):
@@ -97,7 +97,7 @@ class ServerTable:
 
     def __init__(
         self,
-        card: frames.MakeTable,
+        card: messages.MakeTable,
         workers: int,
         staleness: int | None,
         limit: int,
@@ -143,7 +143,7 @@ class ServerTable:
         # number of ids in the largest push
         self._largest = 0
         # the last refusal
-        self._refusal = frames.RoundRefused(0, 0, "")
+        self._refusal = messages.RoundRefused(0, 0, "")
         # workers that have not been told of the last refusal
         self._to_hear: set[int] = set()
 
@@ -173,7 +173,7 @@ class ServerTable:
 
     def waits_to_hear(self) -> list[Wait]:
         """Return the workers that ask for room, and must wait until others have heard of the last refusal."""
-        asks = [read for read in self._reads if isinstance(read.request, frames.AskForRoom)] if self._to_hear else []
+        asks = [read for read in self._reads if isinstance(read.request, messages.AskForRoom)] if self._to_hear else []
         behind = tuple(sorted(self._to_hear))
         return [Wait(read.worker, self.key, read.request.round + 1, behind, self.noun) for read in asks]
 
@@ -245,9 +245,9 @@ class ServerTable:
         dtype, dim = np.dtype(self.card.dtype), self.card.dim
         row_bytes = dtype.itemsize * dim
         rows = payload[: count * row_bytes].view(dtype).reshape(count, dim)
-        return frames.ids_in(payload, count, row_bytes), rows
+        return messages.ids_in(payload, count, row_bytes), rows
 
-    def push(self, worker: int, asker: Asker, request: frames.PushRows, payload: Payload, gone: set[int]) -> Answers:
+    def push(self, worker: int, asker: Asker, request: messages.PushRows, payload: Payload, gone: set[int]) -> Answers:
         """Take a push. Return the answers that are due now. `gone` are workers that no longer push."""
         if request.refusals < self.refusals:
             return [(asker, self._refusal)]
@@ -264,7 +264,7 @@ class ServerTable:
         self._reads.append(read)
         return self.go_on(gone)
 
-    def refuse(self, worker: int, refusal: frames.RoundRefused, gone: set[int]) -> Answers:
+    def refuse(self, worker: int, refusal: messages.RoundRefused, gone: set[int]) -> Answers:
         """Drop all pushes that are not applied yet, and answer requests that wait for one of them with the refusal.
 
         Every worker sends each refusal once; only the first of them drops anything.
@@ -287,12 +287,12 @@ class ServerTable:
 
     # ---- memory for rows
 
-    def _answer_push(self, worker: int) -> tuple[Asker, frames.Answer]:
+    def _answer_push(self, worker: int) -> tuple[Asker, messages.TableAnswer]:
         """Answer the worker's oldest waiting push, with room for the next one if there is memory."""
         wanted = max(LEAST_ROOM, 2 * self._largest)
         if self._has_room(worker, wanted):
             self._rooms[worker] = PushRoom(wanted, wanted)
-        return self.queues[worker][0].asker, frames.RoomGranted(self._rooms[worker].ids)
+        return self.queues[worker][0].asker, messages.RoomGranted(self._rooms[worker].ids)
 
     def _has_room(self, worker: int, rows: int) -> bool:
         """True if there is memory for `rows` new rows of a worker's next push.
@@ -304,16 +304,16 @@ class ServerTable:
         tables = [self] if self.counts is None else [self.counts, self]
         return all(table.rows.positions.has_room(promised + rows) for table in tables)
 
-    def _room_for(self, read: TableRead) -> frames.Answer:
+    def _room_for(self, read: TableRead) -> messages.TableAnswer:
         """Grant a worker room for these ids, or refuse the round."""
         new = int(np.count_nonzero(self.rows.positions.find(read.ids) < 0))
         if not self._has_room(read.worker, new):
             round_ = read.request.round + 1
             words = f"push {round_} of table {self.card.table!r} counts on no server, as server rank {self._rank} has"
             why = f"{words} {self.rows.positions.no_room(new)}; save and export go on"
-            return frames.RoundRefused(round_, read.request.refusals + 1, why)
+            return messages.RoundRefused(round_, read.request.refusals + 1, why)
         self._rooms[read.worker] = PushRoom(len(read.ids), new)
-        return frames.RoomGranted(len(read.ids))
+        return messages.RoomGranted(len(read.ids))
 
     # ---- rounds
 
@@ -322,13 +322,13 @@ class ServerTable:
 
         Raises MismatchError if a round can never end, because a worker has left.
         """
-        answers: list[tuple[Asker, frames.Answer]] = []
+        answers: list[tuple[Asker, messages.TableAnswer]] = []
         while workers := self._next(gone):
             self._apply(workers, [self.queues[worker].popleft() for worker in workers])
             answers += [self._answer_push(worker) for worker in workers if self.queues[worker]]
         waiting = []
         for read in self._reads:
-            asks = isinstance(read.request, frames.AskForRoom)
+            asks = isinstance(read.request, messages.AskForRoom)
             if (asks or self._done[read.worker] < read.request.round) and read.request.refusals < self.refusals:
                 answers.append((read.asker, self._refusal))
             elif self._may_read(read, gone):
@@ -343,11 +343,11 @@ class ServerTable:
     def _may_read(self, read: TableRead, gone: Collection[int]) -> bool:
         round_ = read.request.round
         match read.request:
-            case frames.PullRows():
+            case messages.PullRows():
                 waits = self._too_far(read.worker, round_, gone)
             # A worker may push anew only when all have heard of the last refusal. Otherwise a second one could come
             # before, and workers would have heard of different numbers of refusals.
-            case frames.AskForRoom():
+            case messages.AskForRoom():
                 waits = not self._to_hear <= set(gone)
             case _:
                 waits = False
@@ -416,12 +416,12 @@ class ServerTable:
             there[new] = admission.lucky(self.card.key, ids[new], self.updates, self.card.chance)
         return np.flatnonzero(there)
 
-    def _answer(self, read: TableRead) -> frames.Answer:
-        if isinstance(read.request, frames.AskForRoom):
+    def _answer(self, read: TableRead) -> messages.TableAnswer:
+        if isinstance(read.request, messages.AskForRoom):
             return self._room_for(read)
-        if isinstance(read.request, frames.GetTableStats):
+        if isinstance(read.request, messages.GetTableStats):
             rows, positions = self.rows, self.rows.positions
-            return frames.TableStats(
+            return messages.TableStats(
                 rows.count, positions.top, rows.nbytes, self.updates, rows.evicted, self.refused, rows.drops.exports
             )
         try:

@@ -22,14 +22,13 @@ from mpips.store.keys import arguments
 from mpips.store.keys.key import Array
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Handle
-from mpips.store.transport import frames
 from mpips.store.worker.interface import KnownTable
 from mpips.store.worker.operations import GIVEN, recorded, step_of_push
 from mpips.store.worker.restored import Restored
 from mpips.store.worker.route import Route
 from mpips.store.worker.store import WorkerStore
 from mpips.tables import files as table_files
-from mpips.tables import row_optimizers
+from mpips.tables import messages, row_optimizers
 from mpips.tables.admission import COUNTS, Chance, Seen
 from mpips.tables.initial import Ids, Uniform, key_of
 
@@ -280,7 +279,7 @@ class Table(Uncopied):
 
     # ---- calls
 
-    def _stats(self, table: KnownTable) -> list[frames.TableStats]:
+    def _stats(self, table: KnownTable) -> list[messages.TableStats]:
         tables = self._store.backend.tables
         assert tables is not None
         return self._store.run(f"stats of table {table.name!r}", tables.stats(table), tables=[self.name])
@@ -473,7 +472,7 @@ def make(store: WorkerStore, route: Route, name: object, asked: Asked) -> Table:
     return Table(store, route, store.tables[card.table])
 
 
-def _told(card: frames.MakeTable, asked: Asked) -> list[tuple[str, str]]:
+def _told(card: messages.MakeTable, asked: Asked) -> list[tuple[str, str]]:
     """Return all arguments as text, for the comparison between workers.
 
     Arguments that the card holds in a plain form are taken from it, so that 8 and numpy.int64(8) compare equal.
@@ -486,7 +485,7 @@ def _told(card: frames.MakeTable, asked: Asked) -> list[tuple[str, str]]:
     return [(word, given if word == "dtype" else repr(given)) for word, given in said.items()]
 
 
-def _unlike(here: frames.MakeTable, asked: frames.MakeTable, restored: Restored) -> str:
+def _unlike(here: messages.MakeTable, asked: messages.MakeTable, restored: Restored) -> str:
     """Compare a restored table with what the program asks for.
 
     Return a sentence if options differ that the restored table overrides, else "". Raise ValueError if it is a
@@ -501,7 +500,7 @@ def _unlike(here: frames.MakeTable, asked: frames.MakeTable, restored: Restored)
     return "" if here == asked else f"table {asked.table!r} has other options in {restored.source} than are asked for"
 
 
-def _card(store: WorkerStore, name: object, asked: Asked) -> frames.MakeTable:
+def _card(store: WorkerStore, name: object, asked: Asked) -> messages.MakeTable:
     """Check the arguments of a new table. Return the message by which servers make it."""
     if not isinstance(name, str):
         raise TypeError(f"table: the name {name!r} is no str: give one")
@@ -532,7 +531,7 @@ def _card(store: WorkerStore, name: object, asked: Asked) -> frames.MakeTable:
     if isinstance(admit, Seen):
         _at_least(name, "remember", admit.remember, store.layout.num_servers)
     chosen, numbers = _optimizer(name, lambda: row_optimizers.encode(row_optimizers.create(optimizer, options)))
-    return frames.MakeTable(
+    return messages.MakeTable(
         name,
         width,
         word,
@@ -556,14 +555,14 @@ def _optimizer(name: str, make: Callable[[], T]) -> T:
         raise kind(f"table {name!r}: {error}") from None
 
 
-def _card_of_counts(card: frames.MakeTable, admit: Seen) -> frames.MakeTable:
+def _card_of_counts(card: messages.MakeTable, admit: Seen) -> messages.MakeTable:
     """Return the card of the table that counts updates of ids without a row.
 
     It has one value a row, the count. Each update that names an id pushes -1 with learning rate 1, so the value grows
     by 1.
     """
     chosen, numbers = row_optimizers.encode(row_optimizers.create("sgd", {"learning_rate": 1.0}))
-    return frames.MakeTable(
+    return messages.MakeTable(
         card.table + COUNTS, 1, "float32", card.key, 0.0, chosen, numbers, card.evict, admit.remember
     )
 

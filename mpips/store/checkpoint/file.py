@@ -27,8 +27,8 @@ from mpips.collectives.errors import warn
 from mpips.collectives.files import NewFile
 from mpips.store.keys.key import Array
 from mpips.store.options import MOST
-from mpips.store.transport.frames import MakeTable
 from mpips.tables import row_optimizers
+from mpips.tables.messages import MakeTable
 from mpips.tables.rows import arrays_of
 
 # key of the metadata that has the header

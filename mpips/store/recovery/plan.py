@@ -34,6 +34,7 @@ from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Change, Created, UnitCard, dtype_of
+from mpips.tables import messages
 from mpips.tables.plan import TableHolding, TablePlan, known_to_users, plan_tables, rounds_of_tables
 
 # lost keys named in an error
@@ -126,7 +127,7 @@ class Inventory(msgspec.Struct, array_like=True):
     keys: list[KeyCard] | None = None
     local: bool = True
     shared_cores: bool = False
-    tables: list[frames.MakeTable] = []
+    tables: list[messages.MakeTable] = []
     changes: tuple[int, int, bytes] = (0, 0, b"")
 
 

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
@@ -131,7 +132,7 @@ class Link:
 
     # ---- requests to servers
 
-    def post_request(self, server: int, request: frames.Request) -> int:
+    def post_request(self, server: int, request: msgspec.Struct) -> int:
         """Send a request to a server. Return the token of its answer."""
         return self.post_request_with(server, frames.encode(request), 0)
 
@@ -144,8 +145,8 @@ class Link:
         self.lines[server].post_body(body, Op.CONTROL, token=self._tokens, aux=rows)
         return self._tokens
 
-    def wait_for_answer(self, token: int) -> Task[Any]:
-        """Wait for the answer to a request, and return it.
+    def wait_for_answer(self, token: int, decode: Callable[[bytes], Any] = frames.decode_answer) -> Task[Any]:
+        """Wait for the answer to a request, and return it. A service passes its own `decode`.
 
         If the server refuses the request, raise ValueError with its message, or ServerMemoryError if it lacks memory.
         """
@@ -156,11 +157,13 @@ class Link:
         data, failed = self._answers.pop(token)
         if failed:
             raise (ServerMemoryError if failed == frames.NO_MEMORY else ValueError)(data.decode())
-        return frames.decode_answer(data)
+        return decode(data)
 
-    def request(self, server: int, request: frames.Request) -> Task[Any]:
+    def request(
+        self, server: int, request: msgspec.Struct, decode: Callable[[bytes], Any] = frames.decode_answer
+    ) -> Task[Any]:
         """Send a request to a server and return its answer. Raises as `wait_for_answer`."""
-        return (yield from self.wait_for_answer(self.post_request(server, request)))
+        return (yield from self.wait_for_answer(self.post_request(server, request), decode))
 
     def set_first_values(self, pairs: Iterable[tuple[Key, Array]]) -> Task[None]:
         """Send keys their first values (1-D).

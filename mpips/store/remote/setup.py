@@ -59,7 +59,7 @@ class Setup:
             raise of_caller((ServerMemoryError if lacks_memory else ValueError)(failure))
         return done
 
-    def tell_all(self, request: frames.Request) -> Task[bytes]:
+    def tell_all(self, request: msgspec.Struct) -> Task[bytes]:
         """Send a request to all servers. For rank 0.
 
         Raise ValueError if the first server refuses. If only a later one does, the servers now differ, so raise
@@ -70,7 +70,7 @@ class Setup:
             yield from self._surely(server, request)
         return b""
 
-    def _surely(self, server: int, request: frames.Request) -> Task[Any]:
+    def _surely(self, server: int, request: msgspec.Struct) -> Task[Any]:
         """Send a request that the server can no longer refuse."""
         try:
             return (yield from self._link.request(server, request))

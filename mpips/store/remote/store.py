@@ -32,6 +32,7 @@ from mpips.store.runtime.generation import Generation
 from mpips.store.transport import frames
 from mpips.store.transport.lines import Line
 from mpips.store.worker.interface import KnownTable, Recovered
+from mpips.tables import messages
 from mpips.tables.client import RemoteTables
 
 
@@ -41,7 +42,7 @@ class Kept(NamedTuple):
     keys: list[Key]
     residuals: Residuals | None
     changes: Changes
-    tables: list[frames.MakeTable]
+    tables: list[messages.MakeTable]
 
 
 class RemoteStore(Member[Recovered]):

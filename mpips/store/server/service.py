@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.store.transport.frames import Answer
 from mpips.store.transport.lines import Line
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # the line of the worker that has asked, and the token of its request
 Asker = tuple[Line, int]
-Answers = Sequence[tuple[Asker, Answer]]
+Answers = Sequence[tuple[Asker, msgspec.Struct]]
 Payload = NDArray[np.uint8]
 
 

@@ -22,7 +22,7 @@ from mpips.optimizers.base import Optimizer
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Array, FastList, Key, Name, Rounds
 from mpips.store.keys.row_sparse import RowSparse
-from mpips.store.transport.frames import FrozenTable, MakeTable, TableStats
+from mpips.tables.messages import FrozenTable, MakeTable, TableStats
 
 # key -> (number of updates by the optimizer, its 1-D state arrays, each as long as the key)
 States = dict[Name, tuple[int, list[Array]]]

@@ -11,7 +11,7 @@ import pytest
 
 from collectives.fabric.arena import SparseFile
 from mpips.optimizers import encode_numbers
-from mpips.store.transport import frames
+from mpips.tables import messages
 from mpips.tables.initial import key_of
 from mpips.tables.journal import Journal
 from mpips.tables.plan import TableEntry, attached
@@ -32,19 +32,19 @@ def push(tables: ServerTables, round_: int) -> None:
     """Rows that come again, rows that are new, and time for others to go."""
     ids = np.unique(np.random.default_rng(round_).integers(-12, 12, 8) + 5 * round_)
     gradients = np.random.default_rng(9 * round_).standard_normal((len(ids), 3)).astype(np.float32)
-    payload = np.zeros(frames.ids_at(len(ids), 12) + ids.nbytes, np.uint8)
+    payload = np.zeros(messages.ids_at(len(ids), 12) + ids.nbytes, np.uint8)
     payload[: gradients.nbytes] = gradients.reshape(-1).view(np.uint8)
     payload[-ids.nbytes :] = ids.view(np.uint8)
-    tables.answer(0, (LINE, round_), frames.PushRows("t", len(ids)), payload)
+    tables.answer(0, (LINE, round_), messages.PushRows("t", len(ids)), payload)
 
 
 def made(evict: int, seen: int) -> ServerTables:
     tables = ServerTables(1, None, file=SparseFile(), survives=True)
     rate = encode_numbers({"learning_rate": 0.1})
-    cards = [frames.MakeTable("t", 3, "float32", key_of(0, "t"), 0.5, "adam", rate, evict, 0, seen)]
+    cards = [messages.MakeTable("t", 3, "float32", key_of(0, "t"), 0.5, "adam", rate, evict, 0, seen)]
     if seen:
         one = encode_numbers({"learning_rate": 1.0})
-        cards.insert(0, frames.MakeTable("t/seen", 1, "float32", key_of(0, "t"), 0.0, "sgd", one, evict, 1000))
+        cards.insert(0, messages.MakeTable("t/seen", 1, "float32", key_of(0, "t"), 0.0, "sgd", one, evict, 1000))
     for card in cards:
         tables.answer(0, (LINE, 0), card)
     return tables
