@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 from mpips.collectives.errors import CollectiveError, Uncopied, of_caller
 from mpips.ending.process import is_fork
@@ -18,18 +18,15 @@ from mpips.store.runtime.engine import Handle
 from mpips.store.runtime.errors import Step, StoreError, at_exit, in_order, skip_at_exit
 from mpips.store.runtime.generation import NEVER
 from mpips.store.worker import waiting
-from mpips.store.worker.interface import KnownTable, Recovered
+from mpips.store.worker.interface import Recovered
 from mpips.store.worker.recut import recut
 from mpips.store.worker.restored import Restored
 from mpips.store.worker.route import Route
 from mpips.store.worker.store import WorkerStore
-from mpips.tables.admission import Chance, Seen
-from mpips.tables.initial import Uniform, uniform
-from mpips.tables.table import Asked, Table
-from mpips.tables.table import make as make_table
 
-# the rule of first values of a table made without `init`
-DEFAULT_INIT = uniform(0.05)
+if TYPE_CHECKING:
+    from mpips.tables.make import Chance, Seen, Table, Uniform
+
 # any hashable names; operations that have one in common run in program order (see `KVStore.ipush`)
 Turns = Sequence[Hashable]
 
@@ -166,7 +163,7 @@ class KVStore(Uncopied):
         name: str,
         dim: int,
         dtype: object = "float32",
-        init: Uniform = DEFAULT_INIT,
+        init: Uniform | None = None,
         optimizer: str = "sgd",
         seed: int = 0,
         admit: Seen | Chance | None = None,
@@ -184,7 +181,7 @@ class KVStore(Uncopied):
             name: A name that no key and no other table has.
             dim: Number of values in a row.
             dtype: "float32" or "float64".
-            init: The distribution of first values, `mpips.uniform(bound)`.
+            init: The distribution of first values, `mpips.uniform(bound)`. None: `mpips.uniform(0.05)`.
             optimizer: "sgd", "adagrad", "row_adagrad" (one accumulator for each row) or "adam" (its bias correction
                 counts each row's own updates).
             seed: Any int.
@@ -199,9 +196,11 @@ class KVStore(Uncopied):
         Raises:
             ValueError: An argument is bad or differs between workers, or the store has no servers. Nothing has changed.
         """
+        from mpips.tables.make import TableOptions, make
+
         with self._route.marked("table"):
-            asked = Asked(dim, dtype, init, optimizer, seed, admit, evict, limit, options)
-            return make_table(self.worker, self._route, name, asked)
+            chosen = TableOptions(dim, dtype, init, optimizer, seed, admit, evict, limit)
+            return make(self.worker, self._route, name, chosen, options)
 
     def recut(self, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
         """Replace keys with new 1-D keys that divide the same elements in another way. Collective over all workers.
@@ -490,15 +489,11 @@ class Generations:
         store.restored = Restored(STORE, store.pushed, store.groups, store.compressor, strict=begun)
 
     def _take(self, recovered: Recovered) -> Rounds:
-        """Replace keys, tables and settings with those with which the next generation begins. Return its rounds."""
+        """Replace keys, collections and settings with those of the next generation. Return its rounds."""
         store = self._store
         store.keys.clear()
-        known = store.tables.copy()
-        store.tables.clear()
-        for card in recovered.tables:
-            table = store.tables[card.table] = known.get(card.table) or KnownTable(card)
-            table.card, table.round = card, recovered.rounds.get(card.table, 0)
-            table.refusals, table.room = 0, {}
+        for service in store.backend.services:
+            service.begin(recovered)
         for key in recovered.keys:
             key.replaced = True
         store.add(recovered.keys)

@@ -6,9 +6,11 @@ summing them first would save little.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,8 @@ from numpy.typing import NDArray
 
 from mpips.collectives.errors import CollectiveError, of_caller
 from mpips.collectives.fabric import arena
-from mpips.collectives.fabric.arena import Region, SparseFile
 from mpips.collectives.fabric.tasks import Task
+from mpips.collectives.recorder import own as recorder
 from mpips.collectives.recorder import page
 from mpips.store.keys.key import Array
 from mpips.store.remote.link import Link
@@ -25,7 +27,6 @@ from mpips.store.remote.setup import Setup
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import RoomError
 from mpips.store.transport import frames
-from mpips.store.worker.interface import KnownTable
 from mpips.tables import kernels, messages
 from mpips.tables.in_place import RowsInPlace
 from mpips.tables.initial import Ids, owners_of
@@ -110,6 +111,36 @@ class _Block:
         return self._bodies[server][skipped:], self._words_at[server] - skipped
 
 
+@dataclass
+class KnownTable:
+    """A table, as a worker knows it."""
+
+    # the description that servers are sent
+    card: messages.MakeTable
+    # number of rounds that this worker has pushed; after `recover`, the number that still count
+    round: int = 0
+    # number of refused rounds that this worker has heard of
+    refusals: int = 0
+    # number of times that the rows were loaded from a file
+    loads: int = 0
+    # server -> number of new ids that this worker may push there before it must ask for room
+    room: dict[int, int] = field(default_factory=dict)
+    noun = "table"
+
+    @functools.cached_property
+    def numbers(self) -> memoryview:
+        """Counters of this worker's calls, in its page, where other processes can read them (`recorder.page.TABLE`)."""
+        return recorder.numbers_of(self.name)
+
+    @property
+    def name(self) -> str:
+        return self.card.table
+
+    def note_load(self) -> None:
+        """Note that rows were loaded from a file. Servers have promised no room for those."""
+        self.loads, self.room = self.loads + 1, {}
+
+
 class RemoteTables:
     """The worker's side of all tables of a store: makes, pushes and pulls them by requests to the servers.
 
@@ -123,10 +154,8 @@ class RemoteTables:
         self._servers = layout.num_servers
         self._freezes = 0
         self._pool = _Pool()
-        # the tables that exist on all servers
-        self.cards: list[messages.MakeTable] = []
-        # the tables as this worker knows them, by name
-        self.known: Mapping[str, KnownTable] = {}
+        # the tables that exist on all servers, by name
+        self.known: dict[str, KnownTable] = {}
         # Memory that servers of this node may still read, by table: that of the last push, and of those under way.
         self._pushes: dict[str, list[Payload]] = {}
         # Memory that servers may still write: that of pulls under way, and of pulls that an error has ended.
@@ -145,7 +174,7 @@ class RemoteTables:
         """Make a table on all servers. Collective. Raises ValueError on all workers if a server cannot make it."""
         yield from self._setup.at_rank_0(lambda: self._setup.tell_all(card), f"table {card.table!r}")
         kernels.load(np.dtype(card.dtype), kernels.OF_WORKERS, kernels.LOADED_SECONDS)
-        self.cards.append(card)
+        self.known[card.table] = KnownTable(card)
 
     def update(self, table: str, numbers: bytes) -> Task[None]:
         """Change the numbers of a table's optimizer on all servers. Collective."""
@@ -153,9 +182,10 @@ class RemoteTables:
         yield from self._setup.at_rank_0(lambda: self._setup.tell_all(request), f"update_optimizer of table {table!r}")
 
     def push(self, pushes: Sequence[tuple[KnownTable, Ids, Array]]) -> Task[None]:
-        """Contribute to the next round of each table, on every server. Done when all servers have the push.
+        """Contribute (table, ids, gradients) to the next round of each table, on every server.
 
-        Raises RoomError as `Tables.push` does.
+        When the task is over, the arrays may be overwritten. RoomError if this round or an earlier one is refused. Then
+        none of these pushes counts, and each table's `round` is the last one that does.
         """
         found = [distinct(ids, self._servers) for _, ids, _ in pushes]
         rooms = [table.room.get(server, 0) for table, *_ in pushes for server in range(self._servers)]
@@ -251,7 +281,7 @@ class RemoteTables:
         return self._answers([self._link.post_request(server, request) for server in range(self._servers)])
 
     def pull(self, table: KnownTable, ids: Ids, out: Array) -> Task[None]:
-        """Write the rows of `ids` into `out` after this worker's pushes. Raises RoomError as `Tables.pull` does."""
+        """Write the rows of `ids` into `out`, with all earlier pushes of this worker. RoomError if one was refused."""
         options = self._layout.options
         # Servers must be asked if they may hold pulls back: because of `staleness`, or because a round counts only once
         # its mirror has it.
@@ -305,26 +335,14 @@ class RemoteTables:
 
     def _locate(self, table: KnownTable) -> Task[list[RowsInPlace]]:
         """Map a table's rows in the servers' memory. Return an empty list if they cannot be mapped."""
-        parts, card, kind = [], table.card, np.dtype(table.card.dtype)
-        for server in range(self._servers):
-            found = yield from self._link.request(server, messages.LocateTable(table.name), decode_answer)
-            try:
-                parts.append(
-                    RowsInPlace(
-                        SparseFile.opened(Region(*found.file)),
-                        found.places,
-                        found.capacity,
-                        self._layout.num_workers,
-                        card.dim,
-                        kind,
-                        card.key,
-                        card.bound,
-                        (server, self._servers),
-                    )
-                )
-            except (CollectiveError, OSError):
-                # no address space left, or the server is in another container
-                return []
+        places = yield from self._ask_all(messages.LocateTable(table.name))
+        try:
+            parts = [
+                RowsInPlace(at, table.card, self._layout.num_workers, (server, self._servers))
+                for server, at in enumerate(places)
+            ]
+        except (CollectiveError, OSError):
+            return []
         self._in_place[table.name] = parts
         return parts
 
@@ -337,10 +355,7 @@ class RemoteTables:
             self._link.post_request(0, messages.WaitForTable(table.name, table.round, table.refusals))
 
     def stats(self, table: KnownTable, ahead: int = 0) -> Task[list[messages.TableStats]]:
-        """Return the figures of each server after this worker's pushes and `ahead` more.
-
-        Raises RoomError as `Tables.stats` does.
-        """
+        """Return each server's figures after this worker's pushes and `ahead` more. RoomError as in `pull`."""
         found = yield from self._ask_all(messages.GetTableStats(table.name, table.round + ahead, table.refusals))
         yield from self._see_refused(found)
         return found

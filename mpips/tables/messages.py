@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from mpips.store.transport.frames import Bytes, RequestDone
+
+# suffix of the name of a hidden table that counts updates
+COUNTS = "/seen"
+# dtypes of values
+DTYPES = ("float32", "float64")
+
+
+class TableOptions(NamedTuple):
+    """The arguments of `KVStore.table` besides the name: as a program gives them, or checked and in plain form."""
+
+    dim: Any
+    dtype: Any
+    init: Any
+    optimizer: Any
+    seed: Any
+    admit: Any
+    evict: Any
+    limit: Any
 
 
 class MakeTable(msgspec.Struct, tag=True):
@@ -29,6 +49,11 @@ class MakeTable(msgspec.Struct, tag=True):
     limit: int = 0
     seen: int = 0
     chance: float = 1.0
+
+    @property
+    def table_of_counts(self) -> str:
+        """The hidden table that counts the updates that name an id without a row; "" if there is none."""
+        return self.table + COUNTS if self.seen else ""
 
 
 class UpdateTable(msgspec.Struct, tag=True):

@@ -13,17 +13,14 @@ as a mirror, numbered by `recovery.plan.copies_of(rank)`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import msgspec
-import numpy as np
 
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.store.keys.key import Name
 from mpips.store.roles import Layout
-from mpips.tables import row_optimizers
-from mpips.tables.admission import COUNTS
 from mpips.tables.journal import Journal, Standing
 from mpips.tables.messages import MakeTable
 from mpips.tables.rows import arrays_of
@@ -140,9 +137,7 @@ def holding_of_table(name: str, journal: Journal, owner: int, shelf: int) -> Tab
 
 def attached(file: SparseFile, entry: TableEntry) -> Journal:
     """Open the journal of a table whose server has died."""
-    card = entry.card
-    arrays = arrays_of(card.dim, np.dtype(card.dtype), row_optimizers.decode(card.optimizer, card.numbers))
-    return Journal.attached(file, entry.places, arrays, entry.capacity, entry.workers)
+    return Journal.attached(file, entry.places, arrays_of(entry.card), entry.capacity, entry.workers)
 
 
 def common_holdings(owners: Owners, counts: Owners) -> dict[int, TableHolding]:
@@ -180,19 +175,16 @@ def owners_of_tables(inventories: Sequence[TableInventory]) -> dict[str, dict[in
         known = there.get(holding.owner, holding)
         # A server's own memory is better than a mirror's, then a newer round than an older one.
         there[holding.owner] = max(known, holding, key=lambda one: (one.shelf == one.owner, one.standings[0]))
-    for table in (card.table for card in cards if card.seen):
-        found[table] = found[table + COUNTS] = common_holdings(found[table], found[table + COUNTS])
+    for card in cards:
+        if counts := card.table_of_counts:
+            found[card.table] = found[counts] = common_holdings(found[card.table], found[counts])
     return found
 
 
 def known_to_users(plans: Sequence[TablePlan]) -> list[TablePlan]:
     """Leave out the tables that count ids of others."""
-    counts = _names_of_counts(plan.card for plan in plans)
+    counts = {plan.card.table_of_counts for plan in plans}
     return [plan for plan in plans if plan.card.table not in counts]
-
-
-def _names_of_counts(cards: Iterable[MakeTable]) -> set[str]:
-    return {card.table + COUNTS for card in cards if card.seen}
 
 
 def rounds_of_tables(inventories: Sequence[TableInventory], servers: int) -> tuple[dict[Name, list[int]], list[str]]:
@@ -203,7 +195,7 @@ def rounds_of_tables(inventories: Sequence[TableInventory], servers: int) -> tup
     """
     owners = owners_of_tables(inventories)
     lost = [name for name, theirs in owners.items() if len(theirs) < servers]
-    counts = _names_of_counts(common_tables(inventories))
+    counts = {card.table_of_counts for card in common_tables(inventories)}
     rounds: dict[Name, list[int]] = {name: [] if name in lost else rounds_of(theirs) for name, theirs in owners.items()}
     return rounds, [name for name in lost if name not in counts]
 

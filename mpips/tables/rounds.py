@@ -117,7 +117,6 @@ class ServerTable:
         self._survives = survives
         # number of gradients dropped because their id got no row
         self.refused = 0
-        self._optimizer = row_optimizers.decode(card.optimizer, card.numbers)
         # for each worker the number of its pushes that are applied
         self._done = [0] * workers
         # the same when all workers last waited for all
@@ -205,7 +204,7 @@ class ServerTable:
     def set_numbers(self, numbers: bytes) -> None:
         """Use other numbers of the optimizer from now on."""
         self.card.numbers = numbers
-        self.rows.optimizer = self._optimizer = row_optimizers.decode(self.card.optimizer, numbers)
+        self.rows.optimizer = row_optimizers.decode(self.card.optimizer, numbers)
 
     def begin(self, standing: Standing, done: Sequence[int], torn: bool) -> None:
         """Begin a generation with the rows that are here.
@@ -214,7 +213,7 @@ class ServerTable:
         """
         self._done, (_, self.updates, _, self.refused) = list(done), standing
         self.rows.begin(standing, done, torn)
-        self.rows.optimizer = self._optimizer
+        self.set_numbers(self.card.numbers)
         self.journal = self.rows.journal
 
     def all_met(self) -> None:
@@ -222,20 +221,16 @@ class ServerTable:
         self._met = list(self._done)
 
     def _new_rows(self) -> TableRows:
-        card = self.card
-        kind, life = np.dtype(card.dtype), (card.evict, self._limit)
-        return TableRows(
-            card.dim, kind, card.key, card.bound, self._optimizer, *life, self._file, self._survives, len(self._done)
-        )
+        return TableRows(self.card, self._limit, self._file, self._survives, len(self._done))
 
     @property
     def array_names(self) -> list[str]:
         """The names of the arrays of its rows."""
-        return list(arrays_of(self.card.dim, np.dtype(self.card.dtype), self._optimizer))
+        return list(arrays_of(self.card))
 
     def put_rows(self, arrays: Mapping[str, bytes]) -> None:
         """Set rows that were sent."""
-        kinds = arrays_of(self.card.dim, np.dtype(self.card.dtype), self._optimizer)
+        kinds = arrays_of(self.card)
         self.rows.put_rows(
             {name: np.frombuffer(arrays[name], dtype).reshape(-1, *shape) for name, (dtype, shape) in kinds.items()}
         )

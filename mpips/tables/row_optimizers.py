@@ -20,6 +20,7 @@ from mpips.optimizers.base import Number, at, check
 from mpips.optimizers.registry import decode_numbers, encode_numbers
 from mpips.tables import kernels
 from mpips.tables.index import Positions
+from mpips.tables.messages import TableOptions
 
 Array = NDArray[Any]
 # powers of a beta that are kept at most
@@ -248,8 +249,8 @@ def create(name: object, options: dict[str, Any]) -> RowOptimizer:
     if unknown := sorted(set(options) - {field.name for field in dataclasses.fields(kind)}):
         have = ", ".join(field.name for field in dataclasses.fields(kind))
         raise TypeError(
-            f"a table has no argument {', '.join(unknown)}: beside its own (dtype, init, optimizer, seed, admit, "
-            f"evict, limit) it takes those of optimizer {name!r}: {have}"
+            f"a table has no argument {', '.join(unknown)}: beside its own ({', '.join(TableOptions._fields[1:])}) it "
+            f"takes those of optimizer {name!r}: {have}"
         )
     made: RowOptimizer = kind(**options)
     # The numbers are sent to servers, so they must be encodable.

@@ -17,7 +17,7 @@ from mpips.store.server.late import Late, Wait
 from mpips.store.server.service import Answers, Asker, Payload, Surroundings
 from mpips.store.server.unit import Known, UnknownError
 from mpips.store.transport import frames
-from mpips.tables import admission, kernels, messages
+from mpips.tables import kernels, messages
 from mpips.tables.initial import owners_of
 from mpips.tables.journal import HERE, TORN, Journal
 from mpips.tables.mirror import RowMirror
@@ -250,7 +250,7 @@ class ServerTables:
 
     def _make(self, card: messages.MakeTable) -> ServerTable:
         limit = (card.limit + self._servers - 1 - self._server) // self._servers
-        counts = self._tables[card.table + admission.COUNTS] if card.seen else None
+        counts = self._tables[card.table_of_counts] if card.seen else None
         made = ServerTable(
             card, self._workers, self._staleness, limit, counts, self._file, self._survives, self._rank, self._mirror
         )

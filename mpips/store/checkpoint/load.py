@@ -31,6 +31,7 @@ from mpips.store.checkpoint.file import (
     Header,
     Reader,
     Record,
+    decode_header,
     file_name,
     residual_dtype,
     residual_name,
@@ -45,7 +46,6 @@ from mpips.store.roles import Layout
 from mpips.store.runtime.rendezvous import attempt
 from mpips.store.worker.interface import States, Stored
 from mpips.store.worker.store import WorkerStore
-from mpips.tables import files as table_files
 
 LOG = log.get("mpips.store")
 
@@ -61,9 +61,9 @@ def load(store: WorkerStore, path: str | os.PathLike[str]) -> None:
         reader, unfit = attempt(lambda: _opened(store, name, stack) if refusal is None else None)
         mine = b"" if reader is None else reader.encoded
         told = store.agree_settled("load", [("path", name or "")], refusal or unfit, noun="argument", data=mine)
-        header = msgspec.msgpack.decode(told[0], type=Header)
+        header = decode_header(told[0])
         store.run("load", _loaded(store, reader, header))
-        LOG.info("checkpoint %s is loaded, %d keys, %d tables", name, len(header.records), len(header.tables))
+        LOG.info("checkpoint %s is loaded, with %d keys", name, len(header.records))
 
 
 def _opened(store: WorkerStore, path: str, stack: contextlib.ExitStack) -> Reader | None:
@@ -75,7 +75,7 @@ def _opened(store: WorkerStore, path: str, stack: contextlib.ExitStack) -> Reade
         return None
     reader = stack.enter_context(Reader(path))
     _see_keys(store, reader.path, reader.header)
-    table_files.see_tables(store, reader.path, reader.header)
+    _see_collections(store, reader.path, reader.header)
     # Raises if the user has not registered an optimizer that the file names.
     groups = _used(store, _groups(reader.header))
     for record in reader.header.records:
@@ -98,6 +98,26 @@ def _see_keys(store: WorkerStore, path: str, header: Header) -> None:
     kinds = {type(name).__name__ for name in (*records, *store.keys)}
     if len(kinds) > 1:
         raise ValueError(f"{path} has keys of type {' and '.join(sorted(kinds))}, beside those of the store")
+
+
+def _see_collections(store: WorkerStore, path: str, header: Header) -> None:
+    """Raise ValueError unless the file has all collections of the store, of the same kinds, and no other's names."""
+    services = {service.name: service for service in store.backend.services}
+    for name, records in header.services.items():
+        if records and name not in services:
+            raise ValueError(
+                f"{path} has {records[0].noun} {records[0].name!r}, which only servers keep: load it into a store with "
+                "servers=1 or more"
+            )
+    for name, service in services.items():
+        service.check_records(path, header.services.get(name, ()))
+    keys = {record.key for record in header.records} | store.keys.keys()
+    nouns: dict[Name, str] = {one.name: one.noun for one in header.collections}
+    nouns |= {name: one.noun for name, one in store.collections.items()}
+    if twice := next((name for name in nouns if name in keys), None):
+        raise ValueError(
+            f"{path} and the store use the name {twice!r} for a key and for a {nouns[twice]}: choose another"
+        )
 
 
 def _see_state(path: str, record: Record, optimizer: Optimizer | None) -> None:
@@ -144,7 +164,9 @@ def _loaded(store: WorkerStore, reader: Reader | None, header: Header) -> Task[N
         if header.residuals:
             floats = [record for record in records if record.floats]
             yield from _residuals_loaded(store, reader, header, floats)
-    yield from table_files.load_all(store, reader, header.tables)
+    for service in store.backend.services:
+        if collections := header.services.get(service.name):
+            yield from service.load(store, reader, collections)
 
 
 def _use(store: WorkerStore, groups: Groups, compressor: Compressor | None) -> Task[None]:

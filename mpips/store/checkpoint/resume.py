@@ -120,7 +120,7 @@ class RegularSaves:
         self._store = store
         self._step = step
         self.pushing: object = ()
-        # number of this worker's pushes of each key and table
+        # number of this worker's pushes of each key and collection
         self._counts: dict[Name, int] = {}
         # steps that this worker has begun since `step`
         self._most = 0
@@ -137,10 +137,10 @@ class RegularSaves:
 
     def is_due(self, key: Any) -> bool:
         """True if a push of this key, or list of keys, begins a step before which the store must be saved."""
-        for name, table in self._store.tables.items():
+        for name, one in self._store.collections.items():
             # The numbers differ after a round was refused.
-            if table.round != self._counts.get(name, 0):
-                self._counts[name] = table.round
+            if one.round != self._counts.get(name, 0):
+                self._counts[name] = one.round
                 self._most = max(self._counts.values())
         if self._step + self._most < self._next:
             return False
@@ -180,7 +180,7 @@ class RegularSaves:
         """
         store, step, alone = self._store, self._step + self._most, self._store.layout.asynchronous
         store.finish()
-        store.hear_refusals("save")
+        store.agree_on_refusals("save")
         busy = store.saving is not None and not store.saving.go_on()
         if busy if alone else store.agree("save", data=b"busy" if busy else b"")[0]:
             self._next = self._soon(step)

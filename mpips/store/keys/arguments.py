@@ -12,7 +12,7 @@ import contextlib
 import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from mpips.collectives.errors import did_you_mean, of_caller
 from mpips.collectives.fabric.tasks import Task
 from mpips.collectives.kernels.quiet import quiet
 from mpips.store.keys import row_sparse
-from mpips.store.keys.key import Array, Key, Name
+from mpips.store.keys.key import Array, Key, Name, Pushed
 from mpips.store.keys.row_sparse import RowSparse
 from mpips.store.options import LEAST, MOST
 
@@ -250,25 +250,15 @@ def total(values: Sequence[Array]) -> Array:
     return result
 
 
-class Pushed(Protocol):
-    """A key or a table."""
+def see_one_round(what: str, pushed: Sequence[Pushed], rounds: Sequence[Sequence[int]]) -> None:
+    """Raise ValueError unless all workers have pushed each key or collection equally often.
 
-    @property
-    def name(self) -> Name: ...
-
-    @property
-    def noun(self) -> str: ...
-
-
-def see_one_round(what: str, keys: Sequence[Pushed], rounds: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError unless all workers have pushed each key equally often.
-
-    `rounds[rank]` has a count for each key.
+    `rounds[rank]` has a count for each.
     """
-    for key, counts in zip(keys, zip(*rounds)):
+    for one, counts in zip(pushed, zip(*rounds)):
         most, least = max(counts), min(counts)
         if most > least:
-            name = f"{key.noun} {key.name!r}"
+            name = f"{one.noun} {one.name!r}"
             raise of_caller(
                 ValueError(
                     f"{what}: {name} was pushed {most} times by rank {counts.index(most)} and {least} times by rank "

@@ -85,6 +85,20 @@ class Rounds(dict[Name, int]):
     torn: tuple[Name, ...] = ()
 
 
+class Pushed(Protocol):
+    """Anything that workers push to in rounds: a key, or a collection of a service (`worker.interface`)."""
+
+    # number of rounds that this worker has pushed; after `recover`, the number that still count
+    round: int
+
+    @property
+    def name(self) -> Name: ...
+
+    @property
+    def noun(self) -> str:
+        """The word for it in error messages."""
+
+
 @dataclass
 class Key:
     """One key, as a worker knows it."""

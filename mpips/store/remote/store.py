@@ -29,11 +29,10 @@ from mpips.store.remote.transfers import Pull, Push
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import in_order
 from mpips.store.runtime.generation import Generation
+from mpips.store.services import worker_services
 from mpips.store.transport import frames
 from mpips.store.transport.lines import Line
-from mpips.store.worker.interface import KnownTable, Recovered
-from mpips.tables import messages
-from mpips.tables.client import RemoteTables
+from mpips.store.worker.interface import Recovered
 
 
 class Kept(NamedTuple):
@@ -42,7 +41,8 @@ class Kept(NamedTuple):
     keys: list[Key]
     residuals: Residuals | None
     changes: Changes
-    tables: list[messages.MakeTable]
+    # for each service what `WorkerService.describe` returned
+    services: list[Any]
 
 
 class RemoteStore(Member[Recovered]):
@@ -65,7 +65,7 @@ class RemoteStore(Member[Recovered]):
         self._pull = Pull(layout, self._link)
         self._setup = Setup(layout, generation, self._link)
         self._settings = ServerSettings(layout, self._setup, self._push)
-        self.tables = RemoteTables(layout, self._link, self._setup)
+        self.services = [make(layout, self._link, self._setup) for make in worker_services().values()]
         self._last_kept: LastGeneration[Kept] = LastGeneration()
         self._members: Members | None = None
         generation.on_end.append(self._quiesce)
@@ -163,9 +163,10 @@ class RemoteStore(Member[Recovered]):
     def settle(self, keys: Sequence[Key], meets: bool = False) -> Task[None]:
         return self._push.settle(keys, meets)
 
-    def tell_wait(self, keys: Sequence[Key], tables: Sequence[KnownTable]) -> None:
-        self._push.tell_wait(keys)
-        self.tables.tell_wait(tables)
+    def tell_wait(self, names: Sequence[Name]) -> None:
+        self._push.tell_wait([key for key in self._setup.keys.values() if key.name in names])
+        for service in self.services:
+            service.tell_wait(names)
 
     def sums(self) -> tuple[int, str]:
         return 0, ""
@@ -194,17 +195,18 @@ class RemoteStore(Member[Recovered]):
         return self._link.lines
 
     def take_inventory(self, known: Container[Name]) -> Inventory:
-        """Add this worker's keys, tables and changes of settings."""
-        tables = [card for card in self.tables.cards if card.table in known]
-        now = Kept(self._setup.standing(known), self._push.residuals, self._settings.changes, tables)
+        """Add this worker's keys, collections of services, and changes of settings."""
+        services = [service.describe(known) for service in self.services]
+        now = Kept(self._setup.standing(known), self._push.residuals, self._settings.changes, services)
         old = self._last_kept.before(self.generation.number, now)
         mine = super().take_inventory(known)
         self._link.renew(self.connection.lines)
-        self.tables.renew()
+        for service in self.services:
+            service.renew()
         mine.local, mine.shared_cores = self._link.all_local, self._cores_shared
         if former_rank(self.layout) >= 0:
             mine.keys, mine.changes = [KeyCard.of(key) for key in old.keys], old.changes
-            mine.tables = old.tables
+            (mine.tables,) = old.services
         self._old = old
         return mine
 
@@ -216,8 +218,7 @@ class RemoteStore(Member[Recovered]):
         self._settings.begin(Changes(*changes), groups)
         self._push.residuals = _residuals(self._old, plan.keys, compressor, Changes(*changes), self.layout.rank)
         self._bind_all()
-        self.tables.cards = [table.card for table in plan.tables]
-        return Recovered(plan.rounds, plan.keys, groups, compressor, self.tables.cards)
+        return Recovered(plan.rounds, plan.keys, groups, compressor, [table.card for table in plan.tables])
 
     def commit(self) -> None:
         super().commit()

@@ -20,7 +20,7 @@ from mpips.store.replicated.replica import Replica
 from mpips.store.replicated.replicas import Replicas, ReplicaSettings
 from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
-from mpips.store.worker.interface import Frozen, KnownTable, Recovered, States
+from mpips.store.worker.interface import Frozen, Recovered, States
 
 
 class ReplicatedStore(Member[Recovered]):
@@ -31,6 +31,7 @@ class ReplicatedStore(Member[Recovered]):
     """
 
     lists = True
+    services = ()
     communicators: tuple[Hashable, ...] = (("communicator", "workers"),)
 
     def __init__(self, layout: Layout, generation: Generation) -> None:
@@ -111,10 +112,6 @@ class ReplicatedStore(Member[Recovered]):
     # ---- pushes and pulls
 
     @property
-    def tables(self) -> None:
-        """None: tables need servers."""
-
-    @property
     def transfers(self) -> ReplicatedStore:
         return self
 
@@ -189,7 +186,7 @@ class ReplicatedStore(Member[Recovered]):
         """Return at once, because a push has completed its round by the time its task ends."""
         return nothing()
 
-    def tell_wait(self, keys: Sequence[Key], tables: Sequence[KnownTable]) -> None:
+    def tell_wait(self, names: Sequence[Name]) -> None:
         """Do nothing: `collectives` itself detects workers that make different calls."""
 
     def sums(self) -> tuple[int, str]:

@@ -18,15 +18,15 @@ from mpips.collectives.recorder import own as recorder
 from mpips.collectives.recorder.ring import Ring
 from mpips.store.keys import arguments
 from mpips.store.keys.arguments import KeyCall
-from mpips.store.keys.key import Array, Key, Name
+from mpips.store.keys.key import Array, Key, Name, Pushed
 from mpips.store.keys.row_sparse import RowSparse
 from mpips.store.runtime.engine import Ending, Engine, Handle
 from mpips.store.runtime.errors import refused
-from mpips.store.worker.interface import Backend, KnownTable
+from mpips.store.worker.interface import Backend
 
 T = TypeVar("T")
-# a record that has begun: its ring, its sequence number there, and its key or table
-Begun: TypeAlias = tuple[Ring, int, Key | KnownTable]
+# a record that has begun: its ring, its sequence number there, and what the call pushes or pulls
+Begun: TypeAlias = tuple[Ring, int, Pushed]
 # Peers are told what this worker waits for when it has waited this long.
 LONG_SECONDS = 1.0
 CLOSED = "the store is closed: make this call before close()"
@@ -65,15 +65,12 @@ GIVEN = Given()
 class Operations:
     """Checks calls, puts them in order, and runs them as tasks."""
 
-    def __init__(
-        self, rank: int, backend: Backend, engine: Engine, known: Mapping[Name, Key], tables: Mapping[str, KnownTable]
-    ) -> None:
+    def __init__(self, rank: int, backend: Backend, engine: Engine, known: Mapping[Name, Key]) -> None:
         self.rank = rank
         self._backend = backend
         self._engine = engine
-        # the initialised keys, and tables
+        # the initialised keys
         self._known = known
-        self._tables = tables
         self.closed = False
         # refuse pushes that hold NaN or infinity
         self.checks_finite = False
@@ -153,19 +150,22 @@ class Operations:
         self.run([call.key.name for call in made], self._newer(made, found), priority, "pull")
         return [version + base for version in found]
 
-    def run(self, names: Sequence[Name], task: Task[Any], priority: int, what: str, tables: Sequence[str] = ()) -> None:
-        """Run a task, blocking. A failure ends the generation. `tables`: tables for whose rounds it may wait."""
+    def run(
+        self, names: Sequence[Name], task: Task[Any], priority: int, what: str, collections: Sequence[str] = ()
+    ) -> None:
+        """Run a task, blocking. A failure ends the generation.
+
+        Args:
+            names: The keys of the call.
+            collections: Collections of services for whose rounds it may wait; `what` names them.
+        """
         with self.guard(what, names):
             self._backend.direct = not self._engine.under_way
-            order, heard = [*self._order(names), *tables], self.hearing(task, [*names, *tables])
+            order, heard = [*self._order(names), *collections], self.hearing(task, [*names, *collections])
             try:
-                self._engine.run(order, heard, priority, lambda: self._describe(what, names, tables))
+                self._engine.run(order, heard, priority, lambda: text(what, names))
             finally:
                 self._backend.direct = False
-
-    def _describe(self, what: str, names: Sequence[Name], tables: Sequence[str]) -> str:
-        after = f" after push {self._tables[tables[0]].round}" if len(tables) == 1 else ""
-        return f"{text(what, names)}{after}"
 
     def guard(self, what: str, names: Sequence[Name] = ()) -> Guard:
         """Return a context in which any exception ends the generation, except those that change nothing (`refused`)."""
@@ -197,8 +197,8 @@ class Operations:
         """Run a task, and take in the servers' messages before each step.
 
         Args:
-            names: Keys or tables of a call that the program waits for. If it makes no progress for LONG_SECONDS, peers
-                are told, once.
+            names: Keys and collections of a call that the program waits for. If it makes no progress for LONG_SECONDS,
+                the servers are told, once.
         """
         since = 0.0
         try:
@@ -214,8 +214,7 @@ class Operations:
                         since = now
                     elif now - since > LONG_SECONDS:
                         since = math.inf
-                        tables = [table for table in self._tables.values() if table.name in names]
-                        self._backend.tell_wait([self._known[name] for name in names if name in self._known], tables)
+                        self._backend.tell_wait(names)
                 yield moved
         finally:
             task.close()

@@ -1,9 +1,10 @@
-"""Keep what a store has restored and its program has not asked for yet: keys, tables, optimizers and compression.
+"""Keep what a store has restored and its program has not asked for yet: keys, collections, optimizers, compression.
 
 A job that resumes from a checkpoint makes the same calls as one that begins. So does a worker that joins a running
 store, and after a recovery a program may repeat them. On restored content these calls keep what the store has: `init`
-the values, `table` the rows, `set_optimizer` the optimizer with its numbers and state, and `set_gradient_compression`
-the residuals. Such a call is local, because other workers make it at another time or have made it long ago.
+the values, the call that makes a collection its content, `set_optimizer` the optimizer with its numbers and state, and
+`set_gradient_compression` the residuals. Such a call is local, because other workers make it at another time or have
+made it long ago.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Restored:
 
     Args:
         source: The checkpoint or store, as error messages name it.
-        names: Names of the restored keys and tables.
+        names: Names of the restored keys and collections.
         later: Those that may also be claimed after the first push. None: all of them.
         saved: The content was saved by another job, so perhaps by another training.
         strict: Setting an optimizer of another class raises ValueError.

@@ -24,9 +24,9 @@ from mpips.collectives.recorder.own import Marks
 from mpips.collectives.recorder.ring import form
 from mpips.store.keys import arguments
 from mpips.store.keys.arguments import PRIORITY_BITS
-from mpips.store.keys.key import NO_MARKS, FastList, Key, Name
+from mpips.store.keys.key import NO_MARKS, FastList, Key, Name, Pushed
 from mpips.store.runtime.engine import Handle
-from mpips.store.worker.interface import Backend, KnownTable, Saves, Written
+from mpips.store.worker.interface import Backend, Saves, Written
 from mpips.store.worker.operations import Array, Begun, Operations, text
 
 LISTS = (list, tuple)
@@ -93,34 +93,29 @@ class CallMarks:
         begun: list[Begun] = []
         for name in key if type(key) in LISTS else (key,):
             known = self._known.get(name) if isinstance(name, (str, int)) else None
-            if known is None or not (self.every or known.is_long):
-                continue
-            made = self._forms.get((what, name))
-            if made is None:
-                line = recorder.user_line(sys._getframe(2))
-                lane, nbytes = self._marks.identity, known.nbytes
-                made = form(lane, what, repr(name), nbytes, known.size, known.dtype.name, line=line)
-                if len(self._forms) >= MOST_TOKENS:
-                    self._forms.clear()
-                self._forms[what, name] = made
-            ring = recorder.ring
-            round_ = known.round + (what != "pull")
-            begun.append((ring, ring.begin(made, 0, round_, starts), known))
+            if known is not None and (self.every or known.is_long):
+                begun.append(self.begin_record(what, known, repr(name), known.size, known.dtype, starts))
         return begun
 
-    def begin_table(self, what: str, table: KnownTable, rows: int, starts: bool = True) -> Begun:
-        """Begin the record of a call of a table that names `rows` rows."""
-        made = self._forms.get((what, table.name, rows))
-        if made is None:
-            line, dtype = recorder.user_line(sys._getframe(2)), dtype_of(table.card.dtype)
-            elements = rows * table.card.dim
-            lane, nbytes = self._marks.identity, elements * dtype.itemsize
-            made = form(lane, what, f"table {table.name!r}", nbytes, elements, dtype.name, line=line)
+    def begin_record(
+        self, what: str, pushed: Pushed, label: str, elements: int, dtype: dtype_of, starts: bool = True
+    ) -> Begun:
+        """Begin the record of a call that transfers so many elements of a key or collection.
+
+        Args:
+            label: The key or collection, as `mpips why` and traces show it.
+            starts: False: the call starts later.
+        """
+        encoded = self._forms.get((what, label, elements))
+        if encoded is None:
+            line = recorder.user_line(sys._getframe(2))
+            nbytes = elements * dtype.itemsize
+            encoded = form(self._marks.identity, what, label, nbytes, elements, dtype.name, line=line)
             if len(self._forms) >= MOST_TOKENS:
                 self._forms.clear()
-            self._forms[what, table.name, rows] = made
+            self._forms[what, label, elements] = encoded
         ring = recorder.ring
-        return ring, ring.begin(made, 0, table.round + (what != "pull"), starts), table
+        return ring, ring.begin(encoded, 0, pushed.round + (what != "pull"), starts), pushed
 
 
 class ListTransfers:
@@ -361,8 +356,8 @@ class Route:
         self._first_push, self._extra = do, True
 
     @contextmanager
-    def pushing_tables(self, names: list[str]) -> Iterator[None]:
-        """Do what is due before and after a push of these tables, which is made in the block."""
+    def pushing(self, names: list[str]) -> Iterator[None]:
+        """Do what is due before and after a push of these collections, which is made in the block."""
         saves = self._prepare("push", names) if self._extra else None
         yield
         if self._extra:

@@ -23,7 +23,7 @@ from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.optimizers.elastic import Elastic1
 from mpips.store.keys import arguments
-from mpips.store.keys.key import Array, Key, Name
+from mpips.store.keys.key import Array, Key, Name, Pushed
 from mpips.store.roles import Layout
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Engine, Handle
@@ -31,7 +31,7 @@ from mpips.store.runtime.errors import StoreError
 from mpips.store.runtime.generation import Generation
 from mpips.store.runtime.rendezvous import Items
 from mpips.store.worker import waiting
-from mpips.store.worker.interface import Backend, KnownTable, Saves, Written
+from mpips.store.worker.interface import Backend, Saves, Written
 from mpips.store.worker.operations import GIVEN, Operations
 from mpips.store.worker.restored import Restored
 
@@ -55,9 +55,9 @@ os.register_at_fork(after_in_child=_end_in_fork)
 
 
 class WorkerStore:
-    """A store on one worker: its keys, tables, optimizers and compression, and the calls that change them.
+    """A store on one worker: its keys, optimizers and compression, and the calls that change them.
 
-    These are the same on all workers. Users call `KVStore`; checkpoints, tables and trainers use this class directly.
+    These are the same on all workers. Users call `KVStore`; checkpoints, services and trainers use this class directly.
     """
 
     def __init__(self, layout: Layout, backend: Backend, generation: Generation) -> None:
@@ -72,10 +72,7 @@ class WorkerStore:
         _here.add(self)
         generation.checks.append(self._check_waits)
         self.keys: dict[Name, Key] = {}
-        self.tables: dict[str, KnownTable] = {}
-        if backend.tables is not None:
-            backend.tables.known = self.tables
-        self.operations = Operations(layout.rank, backend, self.engine, self.keys, self.tables)
+        self.operations = Operations(layout.rank, backend, self.engine, self.keys)
         # the optimizers of keys
         self.groups = Groups()
         self.compressor: Compressor | None = None
@@ -93,9 +90,14 @@ class WorkerStore:
         self.regular: Saves | None = None
 
     @property
-    def pushed(self) -> dict[Name, Key | KnownTable]:
-        """All that is pushed in rounds: keys and tables."""
-        return dict([*self.keys.items(), *self.tables.items()])
+    def collections(self) -> dict[Name, Pushed]:
+        """The collections of all services."""
+        return {name: one for service in self.backend.services for name, one in service.collections.items()}
+
+    @property
+    def pushed(self) -> dict[Name, Pushed]:
+        """All that is pushed in rounds: keys and collections."""
+        return {**self.keys, **self.collections}
 
     # ---- keys
 
@@ -117,8 +119,9 @@ class WorkerStore:
 
         def asked() -> tuple[list[Key], list[Array]]:
             pairs = _first_values(self.keys, key, value)
-            if twice := next((name for name, _ in pairs if name in self.tables), None):
-                raise ValueError(f"init: a table has the name {twice!r}: choose another")
+            collections = self.collections
+            if twice := next((name for name, _ in pairs if name in collections), None):
+                raise ValueError(f"init: a {collections[twice].noun} has the name {twice!r}: choose another")
             keys = [Key(name, array.shape, array.dtype) for name, array in pairs]
             if self.groups.default is not None:
                 _see_floats(keys, "init", "name the keys that have one, set_optimizer(..., keys=[...])")
@@ -236,22 +239,14 @@ class WorkerStore:
         self.finish()
         self.run("settle", self.backend.settle(list(self.keys.values())))
 
-    def hear_refusals(self, what: str) -> None:
-        """Exchange, in the call `what`, which rounds of tables servers have refused for lack of memory.
+    def agree_on_refusals(self, what: str) -> None:
+        """Let each worker learn of rounds that servers have refused, before all compare their rounds in a call.
 
-        Raise RoomError on a worker that had not heard of a refusal. The other workers wait until that worker makes the
-        call again. Collective in a synchronous store with tables; does nothing in other stores.
+        Collective in a synchronous store. Raise RoomError on a worker that had not heard of a refusal. The others wait
+        until it makes the call `what` again.
         """
-        tables = self.backend.tables
-        while tables is not None and self.tables and not self.layout.asynchronous:
-            mine = msgspec.msgpack.encode([table.refusals for table in self.tables.values()])
-            words = self.agree(what, data=mine, alike="rounds of tables")
-            told = [msgspec.msgpack.decode(word, type=list[int]) for word in words]
-            if all(one == told[0] for one in told):
-                return
-            for table, counts in zip(self.tables.values(), zip(*told)):
-                if table.refusals < max(counts):
-                    self.run(f"stats of table {table.name!r}", tables.stats(table, ahead=1))
+        for service in self.backend.services if not self.layout.asynchronous else ():
+            service.agree(self, what)
 
     def agree_settled(
         self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
@@ -262,15 +257,15 @@ class WorkerStore:
         servers would wait for those that have pushed less.
         """
         self.finish()
-        self.hear_refusals(what)
-        keys = list(self.pushed.values())
-        mine = msgspec.msgpack.encode(([key.round for key in keys], data))
+        self.agree_on_refusals(what)
+        pushed = list(self.pushed.values())
+        mine = msgspec.msgpack.encode(([one.round for one in pushed], data))
         told = [
             msgspec.msgpack.decode(word, type=tuple[list[int], bytes])
             for word in self.agree(what, items, refusal, noun, mine)
         ]
         if not self.layout.asynchronous:
-            arguments.see_one_round(what, keys, [rounds for rounds, _ in told])
+            arguments.see_one_round(what, pushed, [rounds for rounds, _ in told])
         # Worker 0 sends the request for all workers, so the servers must have read every worker's pushes before.
         if self.layout.num_servers:
             self.settle()
@@ -311,23 +306,24 @@ class WorkerStore:
                 self.engine.run([("beside", what)], task, 0, lambda: what)
             return rendezvous.agree(self.generation, what, items, refusal, noun, data, alike=alike)
 
-    def run(self, what: str, task: Task[T], names: Sequence[Name] = (), tables: Sequence[str] = ()) -> T:
+    def run(self, what: str, task: Task[T], names: Sequence[Name] = (), collections: Sequence[str] = ()) -> T:
         """Run a task, blocking, and return its result. A failure ends the generation.
 
         Args:
-            tables: Tables for whose rounds it may wait.
+            names: The keys of the call.
+            collections: Collections of services for whose rounds it may wait.
         """
         results: list[T] = []
-        self.operations.run(names, kept(task, results), 0, what, tables)
+        self.operations.run(names, kept(task, results), 0, what, collections)
         return results[0]
 
-    def start(self, what: str, task: Task[Any], detached: bool = True, tables: Sequence[str] = ()) -> Handle:
-        """Run a task in the background, in turn with others of the same `what` or of these tables.
+    def start(self, what: str, task: Task[Any], detached: bool = True, collections: Sequence[str] = ()) -> Handle:
+        """Run a task in the background, in turn with others of the same `what` or of these collections.
 
         Args:
             detached: Only the end of the store waits for it.
         """
-        return self.engine.submit([("beside", what), *tables], self.operations.hearing(task), 0, what, detached)
+        return self.engine.submit([("beside", what), *collections], self.operations.hearing(task), 0, what, detached)
 
     # ---- inside
 
@@ -337,7 +333,7 @@ class WorkerStore:
         if any(name in used for name in self.backend.communicators):
             return b""
         keys = [key for key in self.keys.values() if key.name not in used] if self.layout.num_servers else []
-        return waiting.describe(what, self.backend.sums()[0], [*keys, *self.tables.values()])
+        return waiting.describe(what, self.backend.sums()[0], [*keys, *self.collections.values()])
 
     def _check_waits(self) -> None:
         """Tell the others how far this worker has pushed, if it waits in a collective call.
@@ -361,7 +357,7 @@ class WorkerStore:
                 return
         rounds = {key.name: waiting.needed(key, call) for key in self.keys.values() if key.name in names}
         if not self.layout.asynchronous:
-            rounds.update((name, table.round) for name, table in self.tables.items() if name in names)
+            rounds.update((name, one.round) for name, one in self.collections.items() if name in names)
         mine = waiting.Blocked(call, sums, rounds, blocked is None)
         if why := waiting.why_in_vain(mine, self.layout, others):
             raise MismatchError(why)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from collectives.fabric.arena import SparseFile
 from mpips.optimizers import encode_numbers
 from mpips.tables import messages
-from mpips.tables.admission import COUNTS, Chance, Seen, chance, seen
+from mpips.tables.admission import Chance, Seen, chance, seen
+from mpips.tables.messages import COUNTS
 from mpips.tables.mirror import RowMirror
 from mpips.tables.service import ServerTables
 

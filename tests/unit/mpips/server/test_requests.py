@@ -23,7 +23,6 @@ from mpips.store.transport.frames import FRAME, Frame, Op, UnitCard
 from mpips.tables import messages
 from mpips.tables.service import ServerTables
 
-
 decode_answer = msgspec.msgpack.Decoder(frames.Answer | messages.TableAnswer).decode
 
 

@@ -8,10 +8,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from collectives.fabric.arena import Region, SparseFile
 from collectives.kernels import engine
 from mpips.optimizers import encode_numbers
 from mpips.store.transport import frames
@@ -48,8 +48,7 @@ def push(tables: ServerTables, ids: np.ndarray, gradients: np.ndarray) -> None:
 def located(
     found: messages.TablePlaces, dtype: str = "float32", server: tuple[int, int] = (0, 1), bound: float = 0.5
 ) -> RowsInPlace:
-    file, kind = SparseFile.opened(Region(*found.file)), np.dtype(dtype)
-    return RowsInPlace(file, found.places, found.capacity, 1, DIM, kind, key_of(3, "t"), bound, server)
+    return RowsInPlace(found, msgspec.structs.replace(card(dtype), bound=bound), 1, server)
 
 
 @pytest.fixture(scope="module", autouse=True)

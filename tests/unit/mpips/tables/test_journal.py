@@ -15,9 +15,9 @@ from mpips.tables import messages
 from mpips.tables.initial import key_of
 from mpips.tables.journal import Journal
 from mpips.tables.plan import TableEntry, attached
-from mpips.tables.row_optimizers import create
 from mpips.tables.rows import TableRows
 from mpips.tables.service import ServerTables
+from tests.unit.mpips.tables.cards import card_of
 
 ROUNDS = 5
 KILLED_IN = ("tables/rows", "tables/journal", "tables/places", "tables/service")
@@ -127,8 +127,7 @@ def test_rows_of_an_undone_round_leave_nothing_to_those_that_get_their_places() 
 
     found = []
     for undone in ((), (3, 4, 5)):
-        kind, optimizer = np.dtype(np.float32), create("adam", {"learning_rate": 0.1})
-        rows = TableRows(2, kind, key_of(0, "t"), 0.5, optimizer, file=SparseFile(), survives=True, workers=1)
+        rows = TableRows(card_of(2, "float32", "adam", rate=0.1), file=SparseFile(), survives=True, workers=1)
         update(rows, 1, 1, 2)
         if undone:
             update(rows, 2, *undone)
