@@ -123,7 +123,7 @@ class KVStore(Uncopied):
     def broadcast(self, key: object, value: object, out: object, priority: int = 0) -> None:
         """Call `init`, then `pull` into `out`. If `out` is bad, no key is created."""
         with self._route.marked("broadcast"):
-            self.worker.init(key, value, lambda keys: self._operations.see_pull(keys, key, out, priority))
+            self.worker.init(key, value, lambda keys: self._operations.check_pull(keys, key, out, priority))
         self.pull(key, out, priority)
 
     def set_optimizer(self, optimizer: str | Optimizer, keys: object = None, **keywords: Any) -> None:
@@ -322,7 +322,7 @@ class KVStore(Uncopied):
         """
         return self._route.start("push", key, value, None, priority, turns)
 
-    def taken(self, key: object, push: Handle) -> Handle:
+    def read_by_servers(self, key: object, push: Handle) -> Handle:
         """Return a handle that is done when the servers have read the values of a push.
 
         The handle of the push itself is done earlier, when its arrays may be overwritten. In stores without servers and
@@ -332,7 +332,7 @@ class KVStore(Uncopied):
             key: The keys of the push.
             push: The handle of the last `ipush` of these keys.
         """
-        return self._operations.taken(key, push, self.layout.num_servers > 0 and not self.layout.asynchronous)
+        return self._operations.read_by_servers(key, push, self.layout.num_servers > 0 and not self.layout.asynchronous)
 
     @overload
     def pull(

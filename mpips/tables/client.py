@@ -204,7 +204,7 @@ class RemoteTables:
                 for memory in kept[:-1]:
                     self._pool.give_back(memory)
                 del kept[:-1]
-        yield from self._see_refused(every)
+        yield from self._check_refused(every)
 
     def _send(self, table: KnownTable, found: Distinct, gradients: Array) -> list[int]:
         """Send a push to all servers. Return the tokens of the answers."""
@@ -226,7 +226,7 @@ class RemoteTables:
             every += (answers := (yield from self._answers(tokens)))
             self._take_room(table, answers)
         step = [(table.name, table.round + 1, table.refusals + 1) for table in tables]
-        yield from self._see_refused(every, step)
+        yield from self._check_refused(every, step)
 
     def _take_room(self, table: KnownTable, answers: Sequence[Any]) -> None:
         """Note how many ids may be pushed to each server next without asking."""
@@ -235,7 +235,7 @@ class RemoteTables:
         )
         table.room = {server: answer.ids for server, answer in granted}
 
-    def _see_refused(self, answers: Sequence[Any], step: Sequence[messages.TableRound] = ()) -> Task[None]:
+    def _check_refused(self, answers: Sequence[Any], step: Sequence[messages.TableRound] = ()) -> Task[None]:
         """Raise RoomError if a server has refused a round. Before that, have all servers drop it.
 
         Args:
@@ -309,7 +309,7 @@ class RemoteTables:
             if isinstance(answer, frames.Bytes):
                 block.rows_of(server)[...] = np.frombuffer(answer.data, out.dtype).reshape(-1, out.shape[1])
         del self._pulls[id(block.memory)]
-        yield from self._see_refused(answers)
+        yield from self._check_refused(answers)
         # mode="clip": otherwise NumPy would write a copy of `out` first, to leave it unchanged if an index is wrong.
         np.take(block.rows, block.places, axis=0, out=out, mode="clip")
         self._pool.give_back(block.memory)
@@ -357,7 +357,7 @@ class RemoteTables:
     def stats(self, table: KnownTable, ahead: int = 0) -> Task[list[messages.TableStats]]:
         """Return each server's figures after this worker's pushes and `ahead` more. RoomError as in `pull`."""
         found = yield from self._ask_all(messages.GetTableStats(table.name, table.round + ahead, table.refusals))
-        yield from self._see_refused(found)
+        yield from self._check_refused(found)
         return found
 
     def freeze(self, tables: Sequence[str], since: int = 0, export: int = -1) -> Task[FrozenOnServers]:

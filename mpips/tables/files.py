@@ -185,7 +185,7 @@ def _are_among(ids: Ids, others: Ids) -> NDArray[np.bool_]:
     return others[np.minimum(np.searchsorted(others, ids), len(others) - 1)] == ids
 
 
-def see_fit(what: str, path: str, record: TableRecord, table: KnownTable) -> None:
+def check_fit(what: str, path: str, record: TableRecord, table: KnownTable) -> None:
     """Raise ValueError if the rows of a file do not fit a table: other dim, dtype or optimizer."""
     for word in ("dim", "dtype", "optimizer"):
         theirs, ours = getattr(record.card, word), getattr(table.card, word)
@@ -303,7 +303,7 @@ def _written(
     tables: RemoteTables, table: KnownTable, counts: KnownTable | None, what: str, writer: Writer, since: int
 ) -> Task[bytes]:
     stats = yield from tables.stats(table)
-    updates = _see_since(what, stats, since)
+    updates = _check_since(what, stats, since)
     frozen = [(WORD, "", table, (yield from tables.freeze([table.name], since, updates)))]
     if counts is not None:
         frozen.append((COUNTS_WORD, COUNTS_PREFIX, counts, (yield from tables.freeze([counts.name]))))
@@ -326,7 +326,7 @@ def _written(
     return b"%d" % updates
 
 
-def _see_since(what: str, stats: Sequence[TableStats], since: int) -> int:
+def _check_since(what: str, stats: Sequence[TableStats], since: int) -> int:
     """Return the number of updates. Raise ValueError if it is not known which rows were changed after `since`."""
     if since and not all(since in part.exports for part in stats):
         raise ValueError(
@@ -408,10 +408,10 @@ def _opened(
         part = msgspec.json.decode(file.metadata[PART_WORD], type=_Part) if PART_WORD in file.metadata else whole
     except msgspec.MsgspecError as error:
         raise ValueError(f"{path} has a header of a table that cannot be read: {error}") from error
-    see_fit(what, path, records[""], table)
+    check_fit(what, path, records[""], table)
     if (theirs := records[""].card.table) != table.name:
         warn(f"{what}: {path} holds table {theirs!r}, whose rows this table has from now on")
-    file.see_sums(())
+    file.check_sums(())
     promised = {name: tensor for prefix, record in records.items() for name, tensor in record.tensors(prefix)}
     if part.since and "dropped" in file.tensors:
         promised["dropped"] = Tensor(np.dtype(np.int64), file.tensors["dropped"].shape[:1])
@@ -458,7 +458,7 @@ def export(store: WorkerStore, tables: RemoteTables, table: KnownTable, path: ob
 
 def _exported(tables: RemoteTables, table: KnownTable, what: str, writer: Writer, since: int) -> Task[bytes]:
     stats = yield from tables.stats(table)
-    updates = _see_since(what, stats, since)
+    updates = _check_since(what, stats, since)
     card, names = table.card, ["ids", "values"]
     frozen = yield from tables.freeze([table.name], since, updates)
     dropped = yield from _dropped(frozen, table)

@@ -9,7 +9,7 @@ import numpy as np
 from mpips.collectives.errors import warn
 from mpips.store.keys import arguments
 from mpips.store.runtime import rendezvous
-from mpips.store.worker.operations import GIVEN
+from mpips.store.worker.operations import CALLER_ERRORS
 from mpips.store.worker.restored import Restored
 from mpips.store.worker.route import Route
 from mpips.store.worker.store import WorkerStore
@@ -38,7 +38,7 @@ def make(store: WorkerStore, route: Route, name: Any, options: TableOptions, num
     service = next((service for service in store.backend.services if isinstance(service, WorkerTables)), None)
     # Restored tables: compare what the program asks for with what is there.
     if service is not None and name in store.restored.names and name in service.collections:
-        with GIVEN:
+        with CALLER_ERRORS:
             asked = card_of(name, _checked(store, name, options, numbers))
             table = service.collections[asked.table]
             difference = _difference(table.card, asked, store.restored)
@@ -73,7 +73,7 @@ def make(store: WorkerStore, route: Route, name: Any, options: TableOptions, num
 def _check_name(store: WorkerStore, name: object) -> str:
     if not isinstance(name, str):
         raise TypeError(f"table: the name {name!r} is no str: give one")
-    arguments.see_new(name, "table", "name")
+    arguments.check_new(name, "table", "name")
     return str.__str__(name)
 
 

@@ -127,7 +127,7 @@ class MirroredTable:
 
     def apply(self, rows: RowsChanged) -> None:
         """Take in a message with rows. Raises CollectiveError if it does not continue what is here."""
-        self._see_memory(rows.rows)
+        self._check_memory(rows.rows)
         journal, words, end = self.journal, self.journal.words, rows.end
         if self.whole and words[OPENED] == words[CLOSED]:
             journal.open()
@@ -160,7 +160,7 @@ class MirroredTable:
             return True
         return round_ in rounds and self.journal.go_back()
 
-    def _see_memory(self, rows: int) -> None:
+    def _check_memory(self, rows: int) -> None:
         """Raise CollectiveError if the machine has no memory for this many rows."""
         if rows <= self._sure:
             return

@@ -332,7 +332,7 @@ class ServerTable:
                 waiting.append(read)
         self._reads = waiting
         if self._staleness is None and any(self.queues):
-            self._see_gone(gone)
+            self._check_gone(gone)
         return answers
 
     def _may_read(self, read: TableRead, gone: Collection[int]) -> bool:
@@ -425,7 +425,7 @@ class ServerTable:
         except Exception as error:
             raise CollectiveError(f"table {self.card.table!r}: rows cannot be made: {error}") from error
 
-    def _see_gone(self, gone: Iterable[int]) -> None:
+    def _check_gone(self, gone: Iterable[int]) -> None:
         for worker in gone:
             if not self.queues[worker]:
                 round_ = f"table {self.card.table!r}: round {self.updates + 1}"

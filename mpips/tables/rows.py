@@ -148,7 +148,7 @@ class TableRows:
     def change_rows(self, ids: Ids, gradients: Array, step: int) -> None:
         """Do the first half of `update`, without dropping rows. Call `drop_due_rows` afterwards."""
         if self._put:
-            self.positions.see_touched()
+            self.positions.check_touched()
             self._put = False
         self._step = step
         at = self._positions(ids)
@@ -256,7 +256,7 @@ class TableRows:
         found = self.positions.find(ids)
         missing = np.flatnonzero(found < 0)
         if len(missing):
-            self.positions.see_room(len(missing))
+            self.positions.check_room(len(missing))
             found[missing] = self._add(ids[missing])
         return found
 

@@ -21,7 +21,7 @@ from mpips.collectives.recorder import own as recorder
 from mpips.store.keys.key import Array
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Handle
-from mpips.store.worker.operations import GIVEN, Begun, recorded, step_of_push
+from mpips.store.worker.operations import CALLER_ERRORS, Begun, recorded, step_of_push
 from mpips.store.worker.route import Route
 from mpips.store.worker.store import WorkerStore
 from mpips.tables import files as table_files
@@ -91,7 +91,7 @@ class Table(Uncopied):
             MemoryError: One of this worker's pushes was refused; see `push`.
         """
         self._check_there("pull")
-        with GIVEN:
+        with CALLER_ERRORS:
             where, shape = self._ids_of("pull", ids)
             target, rows = self._target_of("pull", out, shape)
         self._pull("pull", where, rows)
@@ -104,7 +104,7 @@ class Table(Uncopied):
         this one.
         """
         self._check_there("ipull")
-        with GIVEN:
+        with CALLER_ERRORS:
             where, shape = self._ids_of("ipull", ids)
             target, rows = self._target_of("ipull", out, shape)
         task = self._read("ipull", where, rows, target)
@@ -117,8 +117,8 @@ class Table(Uncopied):
 
     def pushpull(self, ids: object, gradients: object, out: object = None) -> Any:
         """Push gradients of these ids, then return their rows after that push, as `pull` does."""
-        where, flat = self._see_push("pushpull", ids, gradients)
-        with GIVEN:
+        where, flat = self._check_push("pushpull", ids, gradients)
+        with CALLER_ERRORS:
             target, rows = self._target_of("pushpull", out, self._ids_of("pushpull", ids)[1])
         _push_all("pushpull", [(self, where, flat)])
         self._pull("pushpull", where, rows)
@@ -318,16 +318,16 @@ class Table(Uncopied):
                 )
             )
 
-    def _see_push(self, what: str, ids: object, gradients: object) -> tuple[Ids, Array]:
+    def _check_push(self, what: str, ids: object, gradients: object) -> tuple[Ids, Array]:
         """Check the arguments of a push. Return its ids and gradients as (k,) and (k, dim)."""
         self._check_there(what)
-        with GIVEN:
+        with CALLER_ERRORS:
             where, shape = self._ids_of(what, ids)
             found = self._array_of(what, "gradients", gradients, shape)
         flat = found.reshape(-1, self.dim)
         if self._store.operations.checks_finite:
             with self._store.operations.guard(f"{what} of table {self.name!r}"):
-                self._see_finite(what, where, flat)
+                self._check_finite(what, where, flat)
         return where, flat
 
     def _ids_of(self, what: str, ids: object) -> tuple[Ids, tuple[int, ...]]:
@@ -368,7 +368,7 @@ class Table(Uncopied):
             raise ValueError(f"{what} of table {self.name!r}: out cannot be written: pass a writable array")
         return out, found.reshape(-1, self.dim)
 
-    def _see_finite(self, what: str, ids: Ids, gradients: Array) -> None:
+    def _check_finite(self, what: str, ids: Ids, gradients: Array) -> None:
         """Raise FloatingPointError if a push holds NaN or infinity, with its rank, table, number and first bad id."""
         fine = np.isfinite(gradients)
         if fine.all():
@@ -394,7 +394,7 @@ def push_together(pushes: Sequence[tuple[Table, object, object]]) -> None:
 
     Nothing is sent if any argument is bad.
     """
-    seen = [(table, *table._see_push("push", ids, gradients)) for table, ids, gradients in pushes]
+    seen = [(table, *table._check_push("push", ids, gradients)) for table, ids, gradients in pushes]
     for tables in by_store(table for table, *_ in seen):
         _push_all("push", [push for push in seen if push[0] in tables])
 

@@ -17,7 +17,7 @@ from mpips.store.worker.interface import Recovered
 from mpips.store.worker.store import WorkerStore
 from mpips.tables import files
 from mpips.tables.client import FrozenOnServers, KnownTable, RemoteTables
-from mpips.tables.files import FilePart, RowsPiece, TableRecord, record_of, see_fit, table_prefix
+from mpips.tables.files import FilePart, RowsPiece, TableRecord, check_fit, record_of, table_prefix
 from mpips.tables.messages import MakeTable
 
 
@@ -80,7 +80,7 @@ class WorkerTables:
         for table in self.client.known.values():
             if table.name not in by_name:
                 raise ValueError(f"{path} has no table {table.name!r}, which the store has: save it too, by kv.save")
-            see_fit("load", path, by_name[table.name], table)
+            check_fit("load", path, by_name[table.name], table)
 
     def load(self, store: WorkerStore, reader: Reader | None, records: Sequence[TableRecord]) -> Task[None]:
         for record in records:

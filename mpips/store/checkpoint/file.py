@@ -176,9 +176,9 @@ class Reader:
                 self.header = decode_header(self.encoded)
             except (msgspec.MsgspecError, OverflowError, RecursionError) as error:
                 raise ValueError(f"{self.path} cannot be read: {error}") from error
-            self._see_header()
-            self._see_tensors()
-            self._file.see_sums((STORE,))
+            self._check_header()
+            self._check_tensors()
+            self._file.check_sums((STORE,))
             stack.pop_all()
 
     def __enter__(self) -> Reader:
@@ -191,7 +191,7 @@ class Reader:
         """Return a tensor, or some of its rows, as a writable array. Raises ValueError if the disk fails."""
         return self._file.get(name, rows)
 
-    def _see_header(self) -> None:
+    def _check_header(self) -> None:
         if not 1 <= self.header.version <= VERSION:
             version = f"has version {self.header.version}, this program reads versions up to {VERSION}"
             raise ValueError(f"{self.path} {version}: use a newer one")
@@ -216,7 +216,7 @@ class Reader:
         if self.header.residuals and self.header.compression is None:
             raise ValueError(f"{self.path} has residuals, and no compression that kept them back: save it anew")
 
-    def _see_tensors(self) -> None:
+    def _check_tensors(self) -> None:
         for name, promised in self.header.tensors():
             if name not in self._file.tensors:
                 raise ValueError(f"{self.path} has no tensor {name!r}, which its header promises: save it anew")
@@ -424,7 +424,7 @@ class TensorFile:
         with contextlib.ExitStack() as stack:
             self._fd = self._opened()
             stack.callback(self.close)
-            self._see_header(*self._header())
+            self._check_header(*self._header())
             stack.pop_all()
 
     def __enter__(self) -> TensorFile:
@@ -438,7 +438,7 @@ class TensorFile:
             os.close(self._fd)
         self._fd = -1
 
-    def see_sums(self, known: Collection[str], warns: bool = True) -> None:
+    def check_sums(self, known: Collection[str], warns: bool = True) -> None:
         """Check the tensors against their checksums. Raises ValueError if one does not match.
 
         A file without checksums is accepted if its metadata has only `known` keys, as an older mpips wrote it.
@@ -517,7 +517,7 @@ class TensorFile:
                 raise self._damaged("its header does not fit its checksum")
         return bytes(text), size - LENGTH_BYTES - count
 
-    def _see_header(self, text: bytes, size: int) -> None:
+    def _check_header(self, text: bytes, size: int) -> None:
         """Parse a header. Raises ValueError if it does not fit `size` bytes of data."""
         try:
             raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])

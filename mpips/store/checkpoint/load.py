@@ -44,7 +44,7 @@ from mpips.store.keys.key import Array, Key, Name
 from mpips.store.options import MOST
 from mpips.store.roles import Layout
 from mpips.store.runtime.rendezvous import attempt
-from mpips.store.worker.interface import States, Stored
+from mpips.store.worker.interface import StateAccess, States
 from mpips.store.worker.store import WorkerStore
 
 LOG = log.get("mpips.store")
@@ -74,18 +74,18 @@ def _opened(store: WorkerStore, path: str, stack: contextlib.ExitStack) -> Reade
     if store.layout.rank:
         return None
     reader = stack.enter_context(Reader(path))
-    _see_keys(store, reader.path, reader.header)
-    _see_collections(store, reader.path, reader.header)
+    _check_keys(store, reader.path, reader.header)
+    _check_collections(store, reader.path, reader.header)
     # Raises if the user has not registered an optimizer that the file names.
     groups = _used(store, _groups(reader.header))
     for record in reader.header.records:
-        _see_state(reader.path, record, groups.of(record.key))
+        _check_state(reader.path, record, groups.of(record.key))
     if reader.header.compression is not None:
         create(reader.header.compression)
     return reader
 
 
-def _see_keys(store: WorkerStore, path: str, header: Header) -> None:
+def _check_keys(store: WorkerStore, path: str, header: Header) -> None:
     """Raise ValueError unless the file has every key of the store, with the same shape and dtype."""
     records = {record.key: record for record in header.records}
     for key in store.keys.values():
@@ -100,7 +100,7 @@ def _see_keys(store: WorkerStore, path: str, header: Header) -> None:
         raise ValueError(f"{path} has keys of type {' and '.join(sorted(kinds))}, beside those of the store")
 
 
-def _see_collections(store: WorkerStore, path: str, header: Header) -> None:
+def _check_collections(store: WorkerStore, path: str, header: Header) -> None:
     """Raise ValueError unless the file has all collections of the store, of the same kinds, and no other's names."""
     services = {service.name: service for service in store.backend.services}
     for name, records in header.services.items():
@@ -120,7 +120,7 @@ def _see_collections(store: WorkerStore, path: str, header: Header) -> None:
         )
 
 
-def _see_state(path: str, record: Record, optimizer: Optimizer | None) -> None:
+def _check_state(path: str, record: Record, optimizer: Optimizer | None) -> None:
     """Raise ValueError if the optimizer cannot update the key, or the state in the file is of another optimizer."""
     if optimizer is None:
         return
@@ -229,7 +229,7 @@ def _residuals_loaded(
 
 
 def give_back_residuals(
-    layout: Layout, stored: Stored, keys: Sequence[Key], saved: Sequence[Sequence[Array]], groups: int
+    layout: Layout, stored: StateAccess, keys: Sequence[Key], saved: Sequence[Sequence[Array]], groups: int
 ) -> Task[None]:
     """Give each sender its share of the residuals that `groups` senders have saved. Collective.
 
@@ -349,5 +349,5 @@ def _read_states(fname: str | os.PathLike[str], keys: Sequence[Key]) -> States:
                     )
                 names.append(name)
             result[key.name] = step, names
-        found.see_sums((STEPS, OPTIMIZERS))
+        found.check_sums((STEPS, OPTIMIZERS))
         return {key: (step, [found.get(name) for name in names]) for key, (step, names) in result.items()}

@@ -52,7 +52,7 @@ from mpips.store.roles import Layout
 from mpips.store.runtime.engine import Handle
 from mpips.store.runtime.errors import StoreError
 from mpips.store.runtime.rendezvous import attempt
-from mpips.store.worker.interface import FrozenService, Piece, Snapshot, Stored
+from mpips.store.worker.interface import FrozenService, Piece, Snapshot, StateAccess
 from mpips.store.worker.store import WorkerStore
 
 LOG = log.get("mpips.store")
@@ -225,7 +225,7 @@ def senders(layout: Layout) -> list[range]:
     return [range(worker, worker + 1) for worker in range(layout.num_workers)]
 
 
-def gathered(layout: Layout, stored: Stored, keys: Sequence[Key]) -> Task[list[list[Array]]]:
+def gathered(layout: Layout, stored: StateAccess, keys: Sequence[Key]) -> Task[list[list[Array]]]:
     """Gather the residuals of float keys: for each sender an array for each key. Collective.
 
     Only worker 0 gets them; the others get an empty list.

@@ -57,7 +57,7 @@ def names(key: object) -> list[Name]:
     return [str.__str__(name) if isinstance(name, str) else int(name) for name in keys]
 
 
-def see_new(name: Name, what: str, noun: str = "key") -> None:
+def check_new(name: Name, what: str, noun: str = "key") -> None:
     """Raise ValueError if `name` cannot be stored in messages and files. `what` is the call, for the error message."""
     if isinstance(name, int):
         if not LEAST <= name <= MOST:
@@ -87,7 +87,7 @@ def find_key(keys: Mapping[Name, T], name: Name, what: str) -> T:
         raise ValueError(f"{what}: key {name!r} was not initialised{perhaps}; call init first{such}") from None
 
 
-def see_priority(value: object, what: str) -> None:
+def check_priority(value: object, what: str) -> None:
     """Raise TypeError or ValueError if a priority is not an int that fits into a message."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{what}: priority={value!r} is no int: pass one, the highest goes first")
@@ -200,11 +200,11 @@ def _host(value: object, name: Name, what: str, cure: str) -> Array:
         kind = type(value).__name__
         why = f" ({error})" if hasattr(value, "shape") else ""
         raise TypeError(f"{what}: key {name!r} needs an array, not {kind}: {cure}{why}") from None
-    see_dtype(array.dtype, name, what)
+    check_dtype(array.dtype, name, what)
     return array
 
 
-def see_dtype(dtype: np.dtype, name: Name, what: str) -> None:
+def check_dtype(dtype: np.dtype, name: Name, what: str) -> None:
     """Raise TypeError if servers cannot sum elements of this dtype."""
     if not (dtype.isnative and (dtype.kind in "iu" or dtype.name in FLOATS)):
         cure = " (numbers that were read as text: array.astype(float))" if dtype.kind in "SU" else ""
@@ -227,7 +227,7 @@ def fits(
         )
 
 
-def see_alike(values: Sequence[Array], name: Name, what: str) -> None:
+def check_alike(values: Sequence[Array], name: Name, what: str) -> None:
     """Raise ValueError if a key's arrays (one per device) differ in shape or dtype."""
     kinds = [f"{value.dtype.name}{value.shape}" for value in values]
     if len(set(kinds)) > 1:
@@ -250,7 +250,7 @@ def total(values: Sequence[Array]) -> Array:
     return result
 
 
-def see_one_round(what: str, pushed: Sequence[Pushed], rounds: Sequence[Sequence[int]]) -> None:
+def check_one_round(what: str, pushed: Sequence[Pushed], rounds: Sequence[Sequence[int]]) -> None:
     """Raise ValueError unless all workers have pushed each key or collection equally often.
 
     `rounds[rank]` has a count for each.
@@ -433,7 +433,7 @@ def check(known: Known, what: str, key: object, value: object = None, out: objec
     target, argument = (value, "value") if out is None and what != "pull" else (out, "out")
     outs = pairs(key, target, what, argument) if what != "push" else None
     if outs and out is not None:
-        _see_apart(outs, what)
+        _check_apart(outs, what)
     keys = [find_key(known, name, what) for name, _ in values or outs or ()]
     made = []
     for index, one in enumerate(keys):
@@ -443,7 +443,7 @@ def check(known: Known, what: str, key: object, value: object = None, out: objec
     return made
 
 
-def _see_apart(outs: Sequence[tuple[Name, Sequence[Any]]], what: str) -> None:
+def _check_apart(outs: Sequence[tuple[Name, Sequence[Any]]], what: str) -> None:
     """Raise ValueError if two keys have the same output array: the second key's value would overwrite the first's."""
     taken: dict[int, Name] = {}
     for name, targets in outs:
@@ -553,13 +553,13 @@ def first_value(name: Name, values: Sequence[Any]) -> Array:
     given = [value.to_dense() if isinstance(value, RowSparse) else value for value in values]
     if not any(map(is_device, given)):
         hosts = [readable(value, name, what) for value in given]
-        see_alike(hosts, name, what)
+        check_alike(hosts, name, what)
         return total(hosts)
     try:
         staged = HostStaging(given, False)
     except (ValueError, TypeError, ImportError) as error:
         raise TypeError(f"{what}: key {name!r}: {error}") from error
-    see_dtype(staged.host.dtype, name, what)
+    check_dtype(staged.host.dtype, name, what)
     for _ in staged.gathered(staged.begin()):
         os.sched_yield()
     return staged.host

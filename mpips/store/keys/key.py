@@ -213,7 +213,7 @@ class Shard:
     # on one node: the outbox for arrays that the server cannot read in place
     outbox: Any = None
     # on one node: the push of the outbox's content
-    copy: Any = None
+    outbox_push: Any = None
     # on one node: the compressed or row-sparse payload that the server may still read
     kept: Array | None = None
     # between nodes: numbers of the blocks that the server has asked for

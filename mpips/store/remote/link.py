@@ -86,13 +86,13 @@ class Link:
     def outbox(self, key: Key, shard: Shard) -> Outbox:
         """Return a shard's outbox.
 
-        It is made at the first call, together with the push of its content (`shard.copy`).
+        It is made at the first call, together with the push of its content (`shard.outbox_push`).
         """
         if shard.outbox is None:
             size = shard.stop - shard.start
             outbox = Outbox(shard.words, size, shard.blocks, shard.block_elements, key.dtype)
             region, coding = (outbox.plain, Coding.PLAIN) if shard.blocks == 1 else (outbox.growing, Coding.GROWING)
-            shard.copy = RepeatedPush(shard.line.repost, shard.number, region, coding)
+            shard.outbox_push = RepeatedPush(shard.line.repost, shard.number, region, coding)
             shard.outbox = outbox
         made: Outbox = shard.outbox
         return made

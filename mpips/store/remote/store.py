@@ -19,8 +19,8 @@ from mpips.store.keys.key import Array, Fast, FastList, Key, Name
 from mpips.store.recovery.memory import LastGeneration, NodeMemory
 from mpips.store.recovery.plan import Inventory, KeyCard, Placed, RecoveryPlan
 from mpips.store.recovery.recover import Member, former_rank
-from mpips.store.remote.client import Alone, Client
-from mpips.store.remote.fast import General, by_itself, in_client
+from mpips.store.remote.client import Client, SingleWorker
+from mpips.store.remote.fast import SlowPath, by_itself, in_client
 from mpips.store.remote.link import Link
 from mpips.store.remote.members import Members
 from mpips.store.remote.setup import Setup
@@ -35,7 +35,7 @@ from mpips.store.transport.lines import Line
 from mpips.store.worker.interface import Recovered
 
 
-class Kept(NamedTuple):
+class WorkerCarryOver(NamedTuple):
     """A worker's keys and settings, kept from the end of a generation to the next one."""
 
     keys: list[Key]
@@ -66,7 +66,7 @@ class RemoteStore(Member[Recovered]):
         self._setup = Setup(layout, generation, self._link)
         self._settings = ServerSettings(layout, self._setup, self._push)
         self.services = [make(layout, self._link, self._setup) for make in worker_services().values()]
-        self._last_kept: LastGeneration[Kept] = LastGeneration()
+        self._carry_over: LastGeneration[WorkerCarryOver] = LastGeneration()
         self._members: Members | None = None
         generation.on_end.append(self._quiesce)
 
@@ -92,14 +92,14 @@ class RemoteStore(Member[Recovered]):
         # True if each member of this client reads the servers' memory by itself
         self._reads = all(near[worker] for worker in names) and not layout.asynchronous
         self.communicators: tuple[Hashable, ...] = (("communicator", "client"),) if self._size > 1 else ()
-        self.transfers: Alone | Client = Alone(layout, self._push, self._pull, self.one_node)
+        self.transfers: SingleWorker | Client = SingleWorker(layout, self._push, self._pull, self.one_node)
         if self._size > 1:
             assert layout.sums is not None
             home = self.generation.within(layout.sums, names)
             self._members = Members(home, layout.sums, names[0], self.one_node)
             self.transfers = Client(layout, self._push, self._pull, self._members, self._reads)
         self.stored = RemoteStates(layout, self._link, self._setup, self._push, self._size)
-        self._general = General(self.generation.flag, self._link, self._push, self._pull)
+        self._slow_path = SlowPath(self.generation.flag, self._link, self._push, self._pull)
 
     def _quiesce(self) -> None:
         """At the end of a generation, let nothing touch memory that the caller gets back."""
@@ -132,8 +132,8 @@ class RemoteStore(Member[Recovered]):
             return None
         if isinstance(self.transfers, Client):
             direct = self.one_node and self._reads
-            return in_client(self._general, key, self.layout, self.transfers.push_key) if direct else None
-        return by_itself(self._general, key, self.layout)
+            return in_client(self._slow_path, key, self.layout, self.transfers.push_key) if direct else None
+        return by_itself(self._slow_path, key, self.layout)
 
     def _bind_all(self) -> None:
         for key in self._setup.keys.values():
@@ -197,8 +197,8 @@ class RemoteStore(Member[Recovered]):
     def take_inventory(self, known: Container[Name]) -> Inventory:
         """Add this worker's keys, collections of services, and changes of settings."""
         services = [service.describe(known) for service in self.services]
-        now = Kept(self._setup.standing(known), self._push.residuals, self._settings.changes, services)
-        old = self._last_kept.before(self.generation.number, now)
+        now = WorkerCarryOver(self._setup.standing(known), self._push.residuals, self._settings.changes, services)
+        old = self._carry_over.before(self.generation.number, now)
         mine = super().take_inventory(known)
         self._link.renew(self.connection.lines)
         for service in self.services:
@@ -222,7 +222,7 @@ class RemoteStore(Member[Recovered]):
 
     def commit(self) -> None:
         super().commit()
-        self._last_kept.forget()
+        self._carry_over.forget()
 
     def open_store(self, request: frames.OpenStore) -> Task[None]:
         """Ask all servers to take part in making another store. All workers ask, and then make it."""
@@ -234,7 +234,7 @@ class RemoteStore(Member[Recovered]):
 
 
 def _residuals(
-    old: Kept, keys: Sequence[Key], compressor: Compressor | None, changes: Changes, rank: int
+    old: WorkerCarryOver, keys: Sequence[Key], compressor: Compressor | None, changes: Changes, rank: int
 ) -> Residuals | None:
     """Return the residuals of compression for keys that may be cut differently now. Those of a dead worker are lost."""
     if compressor is None:

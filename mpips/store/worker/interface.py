@@ -66,7 +66,7 @@ class Snapshot(Protocol):
         """Free its memory."""
 
 
-class Stored(Protocol):
+class StateAccess(Protocol):
     """Reads and writes the states of keys, for files and for `recut`."""
 
     def states(self, keys: Sequence[Key]) -> Task[States]:
@@ -206,7 +206,7 @@ class Backend(Protocol):
         """Everything that servers keep besides keys. Empty in a store without servers."""
 
     @property
-    def stored(self) -> Stored:
+    def stored(self) -> StateAccess:
         """Access to everything that keys have besides their values."""
 
     @property
@@ -291,7 +291,7 @@ class Backend(Protocol):
 # ---- checkpoints, as the calls of a worker see them
 
 
-class Written(Protocol):
+class BackgroundSave(Protocol):
     """A checkpoint that is written while the training goes on."""
 
     def go_on(self) -> bool:
@@ -301,7 +301,7 @@ class Written(Protocol):
         """Wait until all is written."""
 
 
-class Saves(Protocol):
+class SaveSchedule(Protocol):
     """The schedule by which a store saves itself (`resume.RegularSaves`)."""
 
     # the key, or list of keys, of the push that is being made; () outside a push
@@ -313,7 +313,7 @@ class Saves(Protocol):
     def count(self, key: object) -> None:
         """Count a push of this key, or list of keys."""
 
-    def save(self) -> Written | None:
+    def save(self) -> BackgroundSave | None:
         """Begin a save in the background. None if none was begun."""
 
     def save_last(self, alike: bool) -> None:

@@ -48,7 +48,7 @@ class Guard:
             raise self._generation.end(text(self._what, self._names), error) from None
 
 
-class Given:
+class CallerErrors:
     """A context in which arguments are checked. Its ValueErrors and TypeErrors are shown with the caller's lines."""
 
     def __enter__(self) -> None:
@@ -59,7 +59,7 @@ class Given:
             of_caller(error)
 
 
-GIVEN = Given()
+CALLER_ERRORS = CallerErrors()
 
 
 class Operations:
@@ -96,7 +96,7 @@ class Operations:
         Args:
             begun: Records of the operation, which start and end with it.
         """
-        with GIVEN:
+        with CALLER_ERRORS:
             others = arguments.turns(turns, what)
         names, task = self._prepare(what, key, value, out, priority)
         order = [*self._order(names), *(("turns", name) for name in others)]
@@ -104,33 +104,35 @@ class Operations:
         with self.guard(what, names):
             return self._engine.submit(order, self.hearing(task), priority, text(what, names))
 
-    def see_pull(self, keys: Sequence[Key], key: object, out: object, priority: int) -> None:
+    def check_pull(self, keys: Sequence[Key], key: object, out: object, priority: int) -> None:
         """Check the arguments of a pull of keys that do not exist yet. ValueError or TypeError if they are bad."""
-        arguments.see_priority(priority, "pull")
+        arguments.check_priority(priority, "pull")
         arguments.check({record.name: record for record in keys}, "pull", key, out=out)
 
-    def taken(self, key: object, push: Handle, told: bool) -> Handle:
+    def read_by_servers(self, key: object, push: Handle, reported: bool) -> Handle:
         """Return a handle that is done when the servers have read a push of these keys.
 
-        `told` is False if the servers do not report this. Then `push` itself is returned.
+        `reported` is False if the servers do not report this. Then `push` itself is returned.
         """
         self.check_open()
-        with GIVEN:
+        with CALLER_ERRORS:
             if not isinstance(push, Handle):
-                raise TypeError(f"taken: push={push!r} is no handle: pass what ipush of these keys has returned")
-            keys = [arguments.find_key(self._known, name, "taken") for name in arguments.names(key)]
-        if not told:
+                raise TypeError(
+                    f"read_by_servers: push={push!r} is no handle: pass what ipush of these keys has returned"
+                )
+            keys = [arguments.find_key(self._known, name, "read_by_servers") for name in arguments.names(key)]
+        if not reported:
             return push
         what = f"{push.what}, read by the servers"
         with self.guard(what):
-            return self._engine.submit([("taken", push)], self.hearing(self._read(keys, push)), 0, what)
+            return self._engine.submit([("read_by_servers", push)], self.hearing(self._read(keys, push)), 0, what)
 
     def pull_rows(self, key: object, out: object, row_ids: object, priority: int) -> None:
         """See `KVStore.row_sparse_pull`."""
         what = "row_sparse_pull"
         self.check_open()
-        with GIVEN:
-            arguments.see_priority(priority, what)
+        with CALLER_ERRORS:
+            arguments.check_priority(priority, what)
             rows = arguments.rows(self._known, key, out, row_ids)
         for record, target, ids in rows:
             self.run([record.name], self._backend.transfers.pull_rows(record, target, ids), priority, what)
@@ -142,8 +144,8 @@ class Operations:
             base: Rounds of the job that this one continues. Versions count them too.
         """
         self.check_open()
-        with GIVEN:
-            arguments.see_priority(priority, "pull")
+        with CALLER_ERRORS:
+            arguments.check_priority(priority, "pull")
             made = arguments.check(self._known, "pull", key, out=out)
             held = arguments.versions(key, newer_than)
         found = [version - base for version in held]
@@ -222,8 +224,8 @@ class Operations:
     def _prepare(self, what: str, key: object, value: Any, out: object, priority: int) -> tuple[list[Name], Task[None]]:
         """Check a call, and return its keys and its task. ValueError or TypeError if an argument is bad."""
         self.check_open()
-        with GIVEN:
-            arguments.see_priority(priority, what)
+        with CALLER_ERRORS:
+            arguments.check_priority(priority, what)
             made = arguments.check(self._known, what, key, value, out)
             if what != "pull":
                 self._backend.check_updated([call.key for call in made], what)
@@ -231,7 +233,7 @@ class Operations:
         if self.checks_finite and what != "pull":
             with self.guard(what, names):
                 for call in made:
-                    see_finite(self.rank, what, call)
+                    check_finite(self.rank, what, call)
         if len(made) == 1:
             return names, self._one(made[0], priority)
         mixed = out is not None or len(set(map(id, value or ()))) < len(made)
@@ -338,7 +340,7 @@ def step_of_push() -> str:
     return f" (the step noted last is {recorder.place.step})" if recorder.place.step >= 0 else ""
 
 
-def see_finite(rank: int, what: str, call: KeyCall) -> None:
+def check_finite(rank: int, what: str, call: KeyCall) -> None:
     """Raise FloatingPointError if a push holds NaN or infinity. It names rank, key, push and the first such element."""
     rows = call.payload if isinstance(call.payload, RowSparse) else None
     values = call.payload if rows is None else rows.values

@@ -31,8 +31,8 @@ from mpips.store.runtime.errors import StoreError
 from mpips.store.runtime.generation import Generation
 from mpips.store.runtime.rendezvous import Items
 from mpips.store.worker import waiting
-from mpips.store.worker.interface import Backend, Saves, Written
-from mpips.store.worker.operations import GIVEN, Operations
+from mpips.store.worker.interface import Backend, BackgroundSave, SaveSchedule
+from mpips.store.worker.operations import CALLER_ERRORS, Operations
 from mpips.store.worker.restored import Restored
 
 LOG = log.get("mpips.store")
@@ -77,7 +77,7 @@ class WorkerStore:
         self.groups = Groups()
         self.compressor: Compressor | None = None
         # the last checkpoint that was begun in the background
-        self.saving: Written | None = None
+        self.saving: BackgroundSave | None = None
         # the step from which the job has resumed; rounds count from there
         self.base = 0
         # see `KVStore.resumed`
@@ -87,7 +87,7 @@ class WorkerStore:
         # this worker has taken a dead worker's place, and has yet to reach the step that the others are at
         self.fresh = False
         # the schedule by which the store saves itself
-        self.regular: Saves | None = None
+        self.regular: SaveSchedule | None = None
 
     @property
     def collections(self) -> dict[Name, Pushed]:
@@ -107,7 +107,7 @@ class WorkerStore:
         held: dict[Name, Key] = {}
         names: Sequence[Name] = ()
         if self.restored.names:
-            with GIVEN:
+            with CALLER_ERRORS:
                 pairs = arguments.pairs(key, value, "init")
                 held, names = _restored_keys(self.restored, self.keys, pairs), [name for name, _ in pairs]
                 if len(held) == len(names):
@@ -124,7 +124,7 @@ class WorkerStore:
                 raise ValueError(f"init: a {collections[twice].noun} has the name {twice!r}: choose another")
             keys = [Key(name, array.shape, array.dtype) for name, array in pairs]
             if self.groups.default is not None:
-                _see_floats(keys, "init", "name the keys that have one, set_optimizer(..., keys=[...])")
+                _check_floats(keys, "init", "name the keys that have one, set_optimizer(..., keys=[...])")
             every = held | {one.name: one for one in keys}
             see([every[name] for name in names or every])
             return keys, [array for _, array in pairs]
@@ -169,7 +169,7 @@ class WorkerStore:
         names, other = rendezvous.attempt(lambda: _names_of_floats(self, keys, what))
         asked = names
         if self.restored.optimizers and chosen is not None and other is None:
-            with GIVEN:
+            with CALLER_ERRORS:
                 names = self.restored.unrestored(chosen, asked)
                 if (said := self.restored.ignored_numbers(chosen, asked)) and self.layout.rank == 0:
                     warn(f"{what}: {said}: the checkpoint's holds; change it by update_optimizer")
@@ -265,7 +265,7 @@ class WorkerStore:
             for word in self.agree(what, items, refusal, noun, mine)
         ]
         if not self.layout.asynchronous:
-            arguments.see_one_round(what, pushed, [rounds for rounds, _ in told])
+            arguments.check_one_round(what, pushed, [rounds for rounds, _ in told])
         # Worker 0 sends the request for all workers, so the servers must have read every worker's pushes before.
         if self.layout.num_servers:
             self.settle()
@@ -386,7 +386,7 @@ def _first_values(known: Mapping[Name, Key], key: object, value: object) -> list
         other = arguments.of_other_kind(known, name)
         if other is not None:
             raise TypeError(f"key {name!r} is not of the type of the keys before, such as {other!r}: pass one kind")
-        arguments.see_new(name, "init")
+        arguments.check_new(name, "init")
         result.append((name, arguments.first_value(name, values)))
     return result
 
@@ -407,11 +407,11 @@ def _optimizer(layout: Layout, optimizer: str | Optimizer, keywords: Mapping[str
 def _names_of_floats(store: WorkerStore, keys: object, what: str) -> list[Name] | None:
     """Return the names of keys (None for all), after a check that an optimizer can update them."""
     found = list(store.keys.values()) if keys is None else store.known(keys, what)
-    _see_floats(found, what, "give keys=[...] without it")
+    _check_floats(found, what, "give keys=[...] without it")
     return None if keys is None else [key.name for key in found]
 
 
-def _see_floats(keys: Iterable[Key], what: str, cure: str) -> None:
+def _check_floats(keys: Iterable[Key], what: str, cure: str) -> None:
     """Raise ValueError if an optimizer cannot update one of the keys."""
     for key in keys:
         if not key.floats:
