@@ -75,10 +75,10 @@ class _Block:
     def __init__(
         self, pool: _Pool, found: Distinct, dim: int, dtype: np.dtype, requests: Sequence[messages.TableRequest]
     ) -> None:
-        self.counts = found.counts
+        self.per_server = found.per_server
         words, row_bytes = list(map(frames.encode, requests)), dim * dtype.itemsize
-        ids_at = [messages.ids_at(count, row_bytes) for count in self.counts]
-        self._words_at = [at + 8 * count for at, count in zip(ids_at, self.counts)]
+        ids_at = [messages.ids_at(count, row_bytes) for count in self.per_server]
+        self._words_at = [at + 8 * count for at, count in zip(ids_at, self.per_server)]
         # Each server's part begins at a multiple of both a row and 8 bytes, so that all of the memory can be seen as
         # rows and as ids.
         unit = math.lcm(row_bytes, 8)
@@ -100,7 +100,7 @@ class _Block:
 
     def rows_of(self, server: int) -> Array:
         """Return the rows of the ids that belong to a server."""
-        return self.rows[self._first_rows[server] :][: self.counts[server]]
+        return self.rows[self._first_rows[server] :][: self.per_server[server]]
 
     def body(self, server: int, with_rows: bool = True) -> tuple[Payload, int]:
         """Return the bytes to send to a server, and how many of them come before the request.
@@ -189,7 +189,7 @@ class RemoteTables:
         """
         found = [distinct(ids, self._servers) for _, ids, _ in pushes]
         rooms = [table.room.get(server, 0) for table, *_ in pushes for server in range(self._servers)]
-        if any(count > room for count, room in zip((count for one in found for count in one.counts), rooms)):
+        if any(count > room for count, room in zip((count for one in found for count in one.per_server), rooms)):
             yield from self._ask_for_room([table for table, *_ in pushes], found)
         sent = [self._send(table, one, gradients) for (table, _, gradients), one in zip(pushes, found)]
         every: list[Any] = []
@@ -208,7 +208,7 @@ class RemoteTables:
 
     def _send(self, table: KnownTable, found: Distinct, gradients: Array) -> list[int]:
         """Send a push to all servers. Return the tokens of the answers."""
-        requests = [messages.PushRows(table.name, count, table.refusals) for count in found.counts]
+        requests = [messages.PushRows(table.name, count, table.refusals) for count in found.per_server]
         block = _Block(self._pool, found, gradients.shape[1], gradients.dtype, requests)
         sum_into(block.rows, gradients, block.places)
         self._pushes.setdefault(table.name, []).append(block.memory)
@@ -293,7 +293,7 @@ class RemoteTables:
         found, local = distinct(ids, self._servers), [line.local for line in self._link.lines]
         requests = [
             messages.PullRows(table.name, table.round, count, near, table.refusals)
-            for count, near in zip(found.counts, local)
+            for count, near in zip(found.per_server, local)
         ]
         block = _Block(self._pool, found, out.shape[1], out.dtype, requests)
         self._pulls[id(block.memory)] = block.memory
@@ -301,7 +301,7 @@ class RemoteTables:
         # whether the worker's last push counts.
         asked = [
             (server, self._link.post_request_with(server, *block.body(server, local[server])))
-            for server, count in enumerate(block.counts)
+            for server, count in enumerate(block.per_server)
             if count or not (server or len(ids))
         ]
         answers = yield from self._answers([token for _, token in asked])

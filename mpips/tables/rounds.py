@@ -86,7 +86,7 @@ class ServerTable:
     Args:
         staleness: None in a synchronous store; -1 for any number of pushes ahead.
         limit: This server's share of the table's limit.
-        counts: The table that counts ids without a row, if `admit` needs one.
+        seen_counts: The table that counts updates of ids without a row, if `admit` needs one.
         file: Where rows lie.
         survives: Keep the round before, for a recovery.
         rank: The rank of this server.
@@ -101,7 +101,7 @@ class ServerTable:
         workers: int,
         staleness: int | None,
         limit: int,
-        counts: ServerTable | None,
+        seen_counts: ServerTable | None,
         file: SparseFile,
         survives: bool,
         rank: int,
@@ -112,7 +112,7 @@ class ServerTable:
         self.card = card
         self._staleness = staleness
         self._limit = limit
-        self.counts = counts
+        self.seen_counts = seen_counts
         self._file = file
         self._survives = survives
         # number of gradients dropped because their id got no row
@@ -179,7 +179,7 @@ class ServerTable:
     @property
     def numbers(self) -> tuple[int, ...]:
         """The table's figures, in the order in which the pages of ranks list them."""
-        rows, counts = self.rows, self.counts
+        rows, counts = self.rows, self.seen_counts
         nbytes = rows.nbytes + (counts.rows.nbytes if counts else 0)
         return rows.count, nbytes, self.updates, rows.evicted, self.refused, counts.rows.count if counts else 0
 
@@ -296,7 +296,7 @@ class ServerTable:
         """
         promised = sum(push.rows for queue in self.queues for push in queue)
         promised += sum(room.rows for other, room in enumerate(self._rooms) if other != worker)
-        tables = [self] if self.counts is None else [self.counts, self]
+        tables = [self] if self.seen_counts is None else [self.seen_counts, self]
         return all(table.rows.positions.has_room(promised + rows) for table in tables)
 
     def _room_for(self, read: TableRead) -> messages.TableAnswer:
@@ -374,12 +374,12 @@ class ServerTable:
         self.updates += 1
         # Counts and rows complete the round one after the other. If this server dies in between, a recovery takes a
         # round that both have.
-        tables = [self] if self.counts is None else [self.counts, self]
+        tables = [self] if self.seen_counts is None else [self.seen_counts, self]
         for table in tables:
             table.updates = self.updates
             table.journal.open()
         try:
-            if self.counts is not None or self.card.chance < 1:
+            if self.seen_counts is not None or self.card.chance < 1:
                 admitted = self._admitted(ids)
                 self.refused += len(ids) - len(admitted)
                 ids, gradients = ids[admitted], gradients[admitted]
@@ -405,8 +405,8 @@ class ServerTable:
         """Return the indices of ids that have a row or get one now."""
         there = self.rows.positions.find(ids) >= 0
         new = np.flatnonzero(~there)
-        if self.counts is not None:
-            there[new] = admission.often_named(self.counts.rows, ids[new], self.updates, self.card.seen)
+        if self.seen_counts is not None:
+            there[new] = admission.often_named(self.seen_counts.rows, ids[new], self.updates, self.card.seen)
         else:
             there[new] = admission.lucky(self.card.key, ids[new], self.updates, self.card.chance)
         return np.flatnonzero(there)

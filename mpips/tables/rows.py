@@ -49,7 +49,7 @@ def arrays_of(card: MakeTable) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
     dim, dtype = card.dim, np.dtype(card.dtype)
     optimizer = row_optimizers.decode(card.optimizer, card.numbers)
     state = {f"state{number}": (dtype, (width,)) for number, width in enumerate(optimizer.widths(dim))}
-    counts = {"counts": (np.dtype(np.int32), ())} if optimizer.counts_rows else {}
+    counts = {"counts": (np.dtype(np.int32), ())} if optimizer.counts_updates else {}
     ages = {"touched": (np.dtype(np.int32), ())}
     return {"ids": (np.dtype(np.int64), ()), "values": (dtype, (dim,)), **state, **counts, **ages}
 

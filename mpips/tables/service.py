@@ -17,7 +17,7 @@ from mpips.store.server.late import Late, Wait
 from mpips.store.server.service import Answers, Asker, Payload, Surroundings
 from mpips.store.server.unit import Known, UnknownError
 from mpips.store.transport import frames
-from mpips.tables import kernels, messages
+from mpips.tables import kernels, messages, row_optimizers
 from mpips.tables.initial import owners_of
 from mpips.tables.journal import HERE, TORN, Journal
 from mpips.tables.mirror import RowMirror
@@ -115,7 +115,7 @@ class ServerTables:
 
     def known(self) -> list[ServerTable]:
         """Return all tables except those that count ids of others."""
-        counting = [table.counts for table in self._tables.values()]
+        counting = [table.seen_counts for table in self._tables.values()]
         return [table for table in self._tables.values() if table not in counting]
 
     @property
@@ -176,7 +176,10 @@ class ServerTables:
                 return [(asker, self._answer_of_frozen(request))]
             case messages.MakeTable():
                 self._make(request)
-                kernels.load(np.dtype(request.dtype), [*kernels.OF_SERVERS, kernels.OF_OPTIMIZERS[request.optimizer]])
+                kernels.load(
+                    np.dtype(request.dtype),
+                    [*kernels.OF_SERVERS, row_optimizers.ROW_OPTIMIZERS[request.optimizer].kernel],
+                )
                 return [(asker, answer)]
             case messages.WaitForTable() if request.table not in self._tables:
                 # WaitForTable has no answer.

@@ -33,7 +33,7 @@ def rounds(optimizer: str, dim: int, dtype: Any) -> Iterator[bytes]:
             gradients = random.standard_normal((len(ids), dim)).astype(dtype)
             gradients[::7] = -0.0
             found = merge.distinct(ids, 2)
-            first = found.counts[0]
+            first = found.per_server[0]
             rows, words = np.zeros((len(found.ids) + 3, dim), dtype), np.zeros(len(found.ids) + 4, np.int64)
             places = merge.deal(found, [0, first + 3], [0, first + 4], words)
             merge.sum_into(rows, gradients, places)
