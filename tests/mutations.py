@@ -114,8 +114,8 @@ MUTATIONS = (
     Mutation(
         "the first block is not kept before it is written",
         "mpips/store/server/reduce.py",
-        "unit.undo.keep_old(unit.bounds(first)[0], unit.bounds(stop - 1)[1])",
-        "unit.undo.keep_old(unit.bounds(first)[1], unit.bounds(stop - 1)[1])",
+        "unit.keep_old(unit.bounds(first)[0], unit.bounds(stop - 1)[1])",
+        "unit.keep_old(unit.bounds(first)[1], unit.bounds(stop - 1)[1])",
         (*STORE[:1], *RECOVERY),
     ),
     Mutation(
@@ -205,8 +205,8 @@ MUTATIONS = (
     Mutation(
         "of a push that some shards have the last shard says whether it counts",
         "mpips/store/recovery/plan.py",
-        "                told[worker] = max(count, told.get(worker, 0))\n",
-        "                told[worker] = count\n",
+        "                pushes[worker] = max(count, pushes.get(worker, 0))\n",
+        "                pushes[worker] = count\n",
         ((0, "tests/unit/mpips/recovery/test_recover.py"), *RECOVERY),
     ),
     Mutation(
@@ -219,7 +219,7 @@ MUTATIONS = (
     Mutation(
         "a unit that is put back by a round keeps the optimizer's later step",
         "mpips/store/recovery/recover.py",
-        "        old.go_back_to(old.undo.standings()[0][1])\n",
+        "        old.go_to_undo_copy()\n",
         "",
         ((0, "tests/unit/mpips/recovery/test_recover.py"), (1, "tests/mpi/mpips/test_survival.py"), *RECOVERY),
     ),

@@ -493,7 +493,7 @@ class Generations:
         store = self._store
         store.keys.clear()
         for service in store.backend.services:
-            service.begin(recovered)
+            service.begin(recovered.services.get(service.name), recovered.rounds)
         for key in recovered.keys:
             key.replaced = True
         store.add(recovered.keys)

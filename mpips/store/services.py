@@ -1,17 +1,8 @@
-"""The services of a store: what its servers keep besides keys. This list is all that the store knows of them."""
+"""The kinds of services that servers have besides keys. The rest of the store does not know which there are."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from mpips.store.server.service import ServiceKind
+from mpips.tables.kind import Tables
 
-if TYPE_CHECKING:
-    from mpips.store.worker.interface import WorkerService
-
-
-def worker_services() -> Mapping[str, type[WorkerService]]:
-    """Return the classes of workers' parts in services, by the services' names."""
-    # imported late, because services are built on the store
-    from mpips.tables.worker import WorkerTables
-
-    return {WorkerTables.name: WorkerTables}
+KINDS: tuple[ServiceKind, ...] = (Tables(),)

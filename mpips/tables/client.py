@@ -147,6 +147,8 @@ class RemoteTables:
     Ids are int64 (k,) in any order, and may repeat. Rows are (k, dim).
     """
 
+    service = "tables"
+
     def __init__(self, layout: Layout, link: Link, setup: Setup) -> None:
         self._link = link
         self._setup = setup

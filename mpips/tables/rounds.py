@@ -35,7 +35,7 @@ from mpips.store.server.service import Answers, Asker, Payload
 from mpips.store.transport import frames
 from mpips.tables import admission, messages, row_optimizers
 from mpips.tables.initial import Ids
-from mpips.tables.journal import HERE, REFUSALS, TORN, Standing
+from mpips.tables.journal import HERE, REFUSALS, TORN, RowsRound
 from mpips.tables.merge import summed
 from mpips.tables.mirror import RowMirror
 from mpips.tables.rows import Array, TableRows, arrays_of
@@ -193,8 +193,8 @@ class ServerTable:
         self.journal.words[HERE] = 0
         self._before_load, self.rows = self.rows, self._new_rows()
         self._rooms = [NO_ROOM] * len(self._rooms)
-        standing = self.journal.standings()[0][0], updates, self._before_load.evicted, self.refused
-        self.rows.begin(standing, self._done, True)
+        round_ = self.journal.available_rounds()[0].round
+        self.rows.begin(RowsRound(round_, updates, self._before_load.evicted, self.refused), self._done, True)
         self.updates, self.journal = updates, self.rows.journal
 
     def end_load(self) -> None:
@@ -206,13 +206,15 @@ class ServerTable:
         self.card.numbers = numbers
         self.rows.optimizer = row_optimizers.decode(self.card.optimizer, numbers)
 
-    def begin(self, standing: Standing, done: Sequence[int], torn: bool) -> None:
+    def begin(self, at: RowsRound, done: Sequence[int], torn: bool) -> None:
         """Begin a generation with the rows that are here.
 
         `done` is the number of pushes of each worker that are in the rows. `torn`: no whole round is here.
         """
-        self._done, (_, self.updates, _, self.refused) = list(done), standing
-        self.rows.begin(standing, done, torn)
+        self._done = list(done)
+        self.updates = at.updates
+        self.refused = at.refused
+        self.rows.begin(at, done, torn)
         self.set_numbers(self.card.numbers)
         self.journal = self.rows.journal
 

@@ -28,7 +28,7 @@ from mpips.collectives.kernels.quiet import quiet
 from mpips.tables import index, kernels, row_optimizers
 from mpips.tables.index import MOST_ROWS, Positions
 from mpips.tables.initial import Ids, first_rows
-from mpips.tables.journal import HERE, KEPT, ROWS, WORDS, Journal, Standing, kept_arrays
+from mpips.tables.journal import HERE, KEPT, ROWS, WORDS, Journal, RowsRound, kept_arrays
 from mpips.tables.messages import MakeTable
 from mpips.tables.places import FREE, Places
 
@@ -220,23 +220,24 @@ class TableRows:
     def go_to(self, journal: Journal, round_: int) -> None:
         """Put the rows back to `round_` if they are beyond it, from the journal of the generation that is over."""
         self.journal = journal
-        changed = self.journal.put_back()
-        if self.journal.standings()[0][0] > round_:
-            changed = self.journal.go_back()
+        changed = self.journal.undo()
+        if self.journal.available_rounds()[0].round > round_:
+            self.journal.go_back()
+            changed = True
         if changed:
             self.positions.restore(int(self.journal.words[ROWS]))
 
-    def begin(self, standing: Standing, done: Sequence[int], torn: bool) -> None:
+    def begin(self, at: RowsRound, done: Sequence[int], torn: bool) -> None:
         """Begin a generation at a round.
 
         The journal of the last generation stays as it is until the new one stands, so that it can still be read if this
         server dies meanwhile.
         """
-        self.evicted = standing[2]
+        self.evicted = at.dropped
         self._frozen, self.drops = [], Drops()
         self.journal.words[HERE] = 0
         self.journal = self._new_journal(len(done))
-        self.journal.begin(self.positions.top, standing, done, torn)
+        self.journal.begin(self.positions.top, at, done, torn)
 
     def _new_journal(self, workers: int) -> Journal:
         words = self._reserved("words", (WORDS,), np.dtype(np.uint64))

@@ -14,15 +14,15 @@ import numpy as np
 from mpips.collectives.errors import CollectiveError
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.store.server.late import Late, Wait
-from mpips.store.server.service import Answers, Asker, Payload, Surroundings
+from mpips.store.server.service import Answers, Asker, OldMemory, Payload, Surroundings
 from mpips.store.server.unit import Known, UnknownError
 from mpips.store.transport import frames
 from mpips.tables import kernels, messages, row_optimizers
 from mpips.tables.initial import owners_of
-from mpips.tables.journal import HERE, TORN, Journal
+from mpips.tables.journal import HERE, TORN, Journal, RowsRound
 from mpips.tables.mirror import RowMirror
 from mpips.tables.places import room
-from mpips.tables.plan import TableEntry, TableHolding, TablePlan, holding_of_table
+from mpips.tables.plan import RowsCopy, TableEntry, TablesPlan, describe_rows
 from mpips.tables.rounds import NO_IDS, NOTHING, ServerTable, TableRead
 from mpips.tables.rows import FrozenRows, TableRows
 
@@ -44,6 +44,7 @@ class ServerTables:
         late: Watches long waits.
     """
 
+    name = "tables"
     requests = messages.TableRequest
 
     def __init__(
@@ -85,9 +86,8 @@ class ServerTables:
     @classmethod
     def of(cls, server: Surroundings) -> ServerTables:
         """Make the service of a server, without tables."""
-        mirror = None if server.mirror is None else server.mirror.tables
         place = server.staleness, server.server, server.servers
-        made = cls(server.workers, *place, server.file, server.survives, mirror, server.late)
+        made = cls(server.workers, *place, server.file, server.survives, server.mirror, server.late)
         made.lane = server.lane
         return made
 
@@ -262,32 +262,32 @@ class ServerTables:
 
     # ---- the end of a generation, and the beginning of the next one
 
-    def holdings(self) -> list[TableHolding]:
-        """Return the rounds that this server has of each table."""
-        return [holding_of_table(name, one.journal, self._rank, self._rank) for name, one in self._tables.items()]
+    def describe(self) -> list[RowsCopy]:
+        """Describe this server's rows of each table, and the rounds that they can be restored at."""
+        return [describe_rows(name, table.journal, self._rank, self._rank) for name, table in self._tables.items()]
 
-    def entries(self) -> list[TableEntry]:
-        """Return where other processes find the tables if this server dies."""
-        return [
+    def ledger_entry(self) -> bytes:
+        """Return where other processes find the tables if this server dies, as encoded `TableEntry` records."""
+        entries = [
             TableEntry(table.card, dict(table.rows.places), table.rows.capacity, self._workers)
             for table in self._tables.values()
         ]
+        return msgspec.msgpack.encode(entries) if entries else b""
 
     def journal(self, name: str) -> Journal:
         """Return the journal of a table."""
         return self._tables[name].journal
 
-    def restore(self, plan: TablePlan, old: ServerTables | None, mine: int) -> None:
-        """Take a table over from the last generation. It has no round until `begin`.
+    def restore(self, plan: TablesPlan, old: OldMemory, rank: int) -> None:
+        """Take the tables over from the last generation. They have no round until `begin`.
 
-        Args:
-            old: This server's tables of the last generation, if it keeps its rows. None if `put_rows` brings them next.
-            mine: The rank of this server in the last generation.
+        Where this server does not keep its rows, `put_rows` brings them next.
         """
-        table = self._make(plan.card)
-        if old is not None:
-            table.rows = old._tables[plan.card.table].rows
-            table.rows.go_to(old.journal(plan.card.table), plan.rounds[mine])
+        for planned in plan.tables:
+            table, name = self._make(planned.card), planned.card.table
+            if planned.sources[rank] is None:
+                table.rows = old.service._tables[name].rows
+                table.rows.go_to(old.service.journal(name), planned.rounds[old.rank])
 
     def put_rows(self, table: str, arrays: Mapping[str, bytes]) -> None:
         """Set rows that belong to this server. `arrays` has all arrays by name.
@@ -302,12 +302,13 @@ class ServerTables:
         except MemoryError as error:
             raise CollectiveError(f"table {table!r}: rows cannot be taken from other memory: {error}") from error
 
-    def begin(self, plan: TablePlan) -> None:
-        """Begin the generation of a table, at the round of its plan. All of its rows must have come."""
-        table = self._tables[plan.card.table]
-        counts = plan.counts if not self._server else (0, 0)
-        table.begin((plan.round, plan.updates, *counts), plan.pushes, plan.torn)
-        self._mirror_all(table)
+    def begin(self, plan: TablesPlan) -> None:
+        """Begin the generation of the tables, at the rounds of the plan. All of their rows must have come."""
+        for planned in plan.tables:
+            table = self._tables[planned.card.table]
+            counts = planned.counts if not self._server else (0, 0)
+            table.begin(RowsRound(planned.round, planned.updates, *counts), planned.pushes, planned.torn)
+            self._mirror_all(table)
 
     def left(self, worker: int) -> Answers:
         """Note that a worker has left. Return the answers that are due without it.

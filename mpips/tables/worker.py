@@ -13,12 +13,11 @@ from mpips.store.keys.key import Name
 from mpips.store.remote.link import Link
 from mpips.store.remote.setup import Setup
 from mpips.store.roles import Layout
-from mpips.store.worker.interface import Recovered
 from mpips.store.worker.store import WorkerStore
 from mpips.tables import files
 from mpips.tables.client import FrozenOnServers, KnownTable, RemoteTables
 from mpips.tables.files import FilePart, RowsPiece, TableRecord, check_fit, record_of, table_prefix
-from mpips.tables.messages import MakeTable
+from mpips.tables.plan import TablesPlan
 
 
 class WorkerTables:
@@ -32,10 +31,6 @@ class WorkerTables:
     @property
     def collections(self) -> Mapping[str, KnownTable]:
         return self.client.known
-
-    @staticmethod
-    def decode_records(data: bytes) -> list[TableRecord]:
-        return msgspec.json.decode(data, type=list[TableRecord])
 
     def agree(self, store: WorkerStore, what: str) -> None:
         """Exchange, in the call `what`, which rounds servers have refused for lack of memory. See `WorkerService`."""
@@ -53,19 +48,19 @@ class WorkerTables:
     def tell_wait(self, names: Sequence[Name]) -> None:
         self.client.tell_wait([table for table in self.client.known.values() if table.name in names])
 
-    def describe(self, known: Container[Name]) -> list[MakeTable]:
-        return [table.card for table in self.client.known.values() if table.name in known]
+    def describe(self, known: Container[Name]) -> bytes:
+        cards = [table.card for table in self.client.known.values() if table.name in known]
+        return msgspec.msgpack.encode(cards) if cards else b""
 
     def renew(self) -> None:
         self.client.renew()
 
-    def begin(self, recovered: Recovered) -> None:
-        """Go on with the tables that all workers know, at their rounds. `Table` objects keep their `KnownTable`."""
-        before = dict(self.client.known)
-        self.client.known.clear()
-        for card in recovered.tables:
+    def begin(self, plan: TablesPlan | None, rounds: Mapping[Name, int]) -> None:
+        """Go on with the tables of the plan at these rounds. `Table` objects keep their `KnownTable`."""
+        before, self.client.known = self.client.known, {}
+        for card in [] if plan is None else plan.cards:
             table = self.client.known[card.table] = before.get(card.table) or KnownTable(card)
-            table.card, table.round = card, recovered.rounds.get(card.table, 0)
+            table.card, table.round = card, rounds.get(card.table, 0)
             table.refusals, table.room = 0, {}
 
     # ---- checkpoints

@@ -16,8 +16,8 @@ import math
 import os
 import stat
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 by name)
 import msgspec
@@ -27,7 +27,9 @@ from mpips.collectives.errors import warn
 from mpips.collectives.files import NewFile
 from mpips.store.keys.key import Array
 from mpips.store.options import MOST
-from mpips.store.services import worker_services
+
+if TYPE_CHECKING:
+    from mpips.store.server.service import ServiceKind
 
 # key of the metadata that has the header
 STORE = "mpips.store"
@@ -161,9 +163,12 @@ class Reader:
 
     Raises ValueError if the file is not a checkpoint of a store, cannot be read, is damaged, or lacks something that
     its header promises.
+
+    Args:
+        kinds: The kinds of services whose collections to read, too.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], kinds: Iterable[ServiceKind] = ()) -> None:
         with contextlib.ExitStack() as stack:
             self._file = stack.enter_context(TensorFile(path))
             self.path = self._file.path
@@ -173,7 +178,7 @@ class Reader:
             try:
                 # the header, as text
                 self.encoded = text.encode()
-                self.header = decode_header(self.encoded)
+                self.header = decode_header(self.encoded, kinds)
             except (msgspec.MsgspecError, OverflowError, RecursionError) as error:
                 raise ValueError(f"{self.path} cannot be read: {error}") from error
             self._check_header()
@@ -232,10 +237,10 @@ def metadata(header: Header) -> dict[str, str]:
     return {STORE: msgspec.json.encode(fields).decode()}
 
 
-def decode_header(text: bytes) -> Header:
-    """Decode the header from metadata. MsgspecError if it is none."""
+def decode_header(text: bytes, kinds: Iterable[ServiceKind]) -> Header:
+    """Decode the header from metadata, with the records of these kinds of services. MsgspecError if it is none."""
     fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    services = {name: kind.decode_records(fields[name]) for name, kind in worker_services().items() if name in fields}
+    services = {kind.name: kind.decode_records(fields[kind.name]) for kind in kinds if kind.name in fields}
     return msgspec.structs.replace(msgspec.json.decode(text, type=Header), services=services)
 
 

@@ -44,6 +44,7 @@ from mpips.store.keys.key import Array, Key, Name
 from mpips.store.options import MOST
 from mpips.store.roles import Layout
 from mpips.store.runtime.rendezvous import attempt
+from mpips.store.services import KINDS
 from mpips.store.worker.interface import StateAccess, States
 from mpips.store.worker.store import WorkerStore
 
@@ -61,7 +62,7 @@ def load(store: WorkerStore, path: str | os.PathLike[str]) -> None:
         reader, unfit = attempt(lambda: _opened(store, name, stack) if refusal is None else None)
         mine = b"" if reader is None else reader.encoded
         told = store.agree_settled("load", [("path", name or "")], refusal or unfit, noun="argument", data=mine)
-        header = decode_header(told[0])
+        header = decode_header(told[0], KINDS)
         store.run("load", _loaded(store, reader, header))
         LOG.info("checkpoint %s is loaded, with %d keys", name, len(header.records))
 
@@ -73,7 +74,7 @@ def _opened(store: WorkerStore, path: str, stack: contextlib.ExitStack) -> Reade
     """
     if store.layout.rank:
         return None
-    reader = stack.enter_context(Reader(path))
+    reader = stack.enter_context(Reader(path, KINDS))
     _check_keys(store, reader.path, reader.header)
     _check_collections(store, reader.path, reader.header)
     # Raises if the user has not registered an optimizer that the file names.

@@ -166,7 +166,7 @@ class Setup:
 
     # ---- the next generation
 
-    def standing(self, known: Container[Name]) -> list[Key]:
+    def known_keys(self, known: Container[Name]) -> list[Key]:
         """Return the keys of `known` at the end of a generation, without those that were about to be forgotten."""
         return [key for name, key in self.keys.items() if name in known and name not in self._going]
 

@@ -17,7 +17,7 @@ from mpips.optimizers import Optimizer
 from mpips.store.keys.cutting import Cutting
 from mpips.store.keys.key import Array, Fast, FastList, Key, Name
 from mpips.store.recovery.memory import LastGeneration, NodeMemory
-from mpips.store.recovery.plan import Inventory, KeyCard, Placed, RecoveryPlan
+from mpips.store.recovery.plan import Inventory, KeyCard, RecoveryPlan, ServerReady
 from mpips.store.recovery.recover import Member, former_rank
 from mpips.store.remote.client import Client, SingleWorker
 from mpips.store.remote.fast import SlowPath, by_itself, in_client
@@ -29,7 +29,7 @@ from mpips.store.remote.transfers import Pull, Push
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import in_order
 from mpips.store.runtime.generation import Generation
-from mpips.store.services import worker_services
+from mpips.store.services import KINDS
 from mpips.store.transport import frames
 from mpips.store.transport.lines import Line
 from mpips.store.worker.interface import Recovered
@@ -41,8 +41,8 @@ class WorkerCarryOver(NamedTuple):
     keys: list[Key]
     residuals: Residuals | None
     changes: Changes
-    # for each service what `WorkerService.describe` returned
-    services: list[Any]
+    # name of a service -> what this worker knows of it
+    services: dict[str, bytes]
 
 
 class RemoteStore(Member[Recovered]):
@@ -65,7 +65,7 @@ class RemoteStore(Member[Recovered]):
         self._pull = Pull(layout, self._link)
         self._setup = Setup(layout, generation, self._link)
         self._settings = ServerSettings(layout, self._setup, self._push)
-        self.services = [make(layout, self._link, self._setup) for make in worker_services().values()]
+        self.services = [kind.make_worker(layout, self._link, self._setup) for kind in KINDS]
         self._carry_over: LastGeneration[WorkerCarryOver] = LastGeneration()
         self._members: Members | None = None
         generation.on_end.append(self._quiesce)
@@ -195,30 +195,30 @@ class RemoteStore(Member[Recovered]):
         return self._link.lines
 
     def take_inventory(self, known: Container[Name]) -> Inventory:
-        """Add this worker's keys, collections of services, and changes of settings."""
-        services = [service.describe(known) for service in self.services]
-        now = WorkerCarryOver(self._setup.standing(known), self._push.residuals, self._settings.changes, services)
-        old = self._carry_over.before(self.generation.number, now)
-        mine = super().take_inventory(known)
+        """Add this worker's keys and changes of settings, and what it knows of services."""
+        services = {service.name: data for service in self.services if (data := service.describe(known))}
+        now = WorkerCarryOver(self._setup.known_keys(known), self._push.residuals, self._settings.changes, services)
+        old = self._carry_over.get_or_save(self.generation.number, now)
+        inventory = super().take_inventory(known)
         self._link.renew(self.connection.lines)
         for service in self.services:
             service.renew()
-        mine.local, mine.shared_cores = self._link.all_local, self._cores_shared
+        inventory.local, inventory.shared_cores = self._link.all_local, self._cores_shared
         if former_rank(self.layout) >= 0:
-            mine.keys, mine.changes = [KeyCard.of(key) for key in old.keys], old.changes
-            (mine.tables,) = old.services
+            inventory.keys, inventory.changes = [KeyCard.of(key) for key in old.keys], old.changes
+            inventory.known = old.services
         self._old = old
-        return mine
+        return inventory
 
-    def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> Recovered:
+    def rebuild(self, plan: RecoveryPlan, ready: Sequence[ServerReady]) -> Recovered:
         assert plan.cutting is not None
-        self._serve([one.local for one in plan.inventories[: self.layout.num_workers]])
-        self._setup.begin(plan.keys, plan.cutting, plan.cards, [one.where for one in placed])
-        groups, compressor, changes = plan.settings_after([one.refusal for one in placed])
+        self._serve([inventory.local for inventory in plan.inventories[: self.layout.num_workers]])
+        self._setup.begin(plan.keys, plan.cutting, plan.cards, [server.where for server in ready])
+        groups, compressor, changes = plan.settings_after([server.refusal for server in ready])
         self._settings.begin(Changes(*changes), groups)
         self._push.residuals = _residuals(self._old, plan.keys, compressor, Changes(*changes), self.layout.rank)
         self._bind_all()
-        return Recovered(plan.rounds, plan.keys, groups, compressor, [table.card for table in plan.tables])
+        return Recovered(plan.rounds, plan.keys, groups, compressor, plan.services)
 
     def commit(self) -> None:
         super().commit()

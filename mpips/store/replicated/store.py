@@ -13,7 +13,7 @@ from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.store.keys.key import Array, Key, Name, label
 from mpips.store.keys.row_sparse import RowSparse
-from mpips.store.recovery.plan import Inventory, Placed, RecoveryPlan
+from mpips.store.recovery.plan import Inventory, RecoveryPlan, ServerReady
 from mpips.store.recovery.recover import Member
 from mpips.store.replicated.fast import Blocks, ReplicaFastPath, ReplicaLists, RowSums, Sums, blocks_of, take_from
 from mpips.store.replicated.replica import Replica
@@ -225,12 +225,12 @@ class ReplicatedStore(Member[Recovered]):
         self._replicas.keep_only(known)
         return self._replicas.inventory(self.layout.rank, self.layout.fresh)
 
-    def transfer(self, plan: RecoveryPlan) -> Placed:
+    def move(self, plan: RecoveryPlan) -> ServerReady:
         """Send the chosen version of each key from a worker that has it to those that lack it. See `Member`."""
         self._replicas.take_over(plan)
-        return Placed()
+        return ServerReady()
 
-    def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> Recovered:
+    def rebuild(self, plan: RecoveryPlan, ready: Sequence[ServerReady]) -> Recovered:
         self._bind_all()
         keys = [replica.key for replica in self._replicas.by_name.values()]
         residuals = self._settings.residuals

@@ -261,7 +261,7 @@ class Requests:
         """Write into the ledger what this server has, for ranks that outlive it."""
         if self._memory.ledger is not None:
             settings = encode_settings(self._state.optimizers, self._state.compressor)
-            entries = [entry for service in self.services for entry in service.entries()]
+            entries = {service.name: entry for service in self.services if (entry := service.ledger_entry())}
             self._memory.publish(self._state.units.values(), settings, self._generation, entries)
 
     # ---- snapshots

@@ -19,13 +19,9 @@ from mpips.optimizers.base import Optimizer
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Array, FastList, Key, Name, Pushed, Rounds
 from mpips.store.keys.row_sparse import RowSparse
-from mpips.tables.messages import MakeTable
 
 if TYPE_CHECKING:
     from mpips.store.checkpoint.file import CollectionRecord, Reader
-    from mpips.store.remote.link import Link
-    from mpips.store.remote.setup import Setup
-    from mpips.store.roles import Layout
     from mpips.store.worker.store import WorkerStore
 
 # key -> (number of updates by the optimizer, its 1-D state arrays, each as long as the key)
@@ -47,7 +43,8 @@ class Recovered(NamedTuple):
     keys: list[Key]
     groups: Groups
     compressor: Compressor | None
-    tables: Sequence[MakeTable] = ()
+    # name of a service -> its `server.service.ServicePlan`
+    services: Mapping[str, Any] = {}
 
 
 class Snapshot(Protocol):
@@ -146,18 +143,12 @@ class WorkerService(Protocol):
     A service keeps *collections*. A collection has a name that no key has, and is pushed to in rounds, as keys are.
     """
 
-    # the name of the service; its records in the header of a checkpoint have it, too
+    # the name of its kind; in the header of a checkpoint its records have it, too
     name: str
-
-    def __init__(self, layout: Layout, link: Link, setup: Setup) -> None: ...
 
     @property
     def collections(self) -> Mapping[str, Pushed]:
         """The collections that this worker knows, by name."""
-
-    @staticmethod
-    def decode_records(data: bytes) -> Sequence[CollectionRecord]:
-        """Decode the records of a checkpoint's header (JSON). MsgspecError if they are none."""
 
     def agree(self, store: WorkerStore, what: str) -> None:
         """Let this worker learn of rounds that servers have refused, before all workers compare rounds in a call.
@@ -169,14 +160,14 @@ class WorkerService(Protocol):
     def tell_wait(self, names: Sequence[Name]) -> None:
         """Tell the servers that the program has waited long in a call with those of these names that are its own."""
 
-    def describe(self, known: Container[Name]) -> Any:
-        """Describe the collections whose names are in `known`, for a recovery."""
+    def describe(self, known: Container[Name]) -> bytes:
+        """Return the collections whose names are in `known`, for a recovery. b"" if there are none."""
 
     def renew(self) -> None:
         """Forget what belongs to the generation that has ended. Servers no longer use this worker's memory."""
 
-    def begin(self, recovered: Recovered) -> None:
-        """Replace the collections by those with which a generation begins."""
+    def begin(self, plan: Any, rounds: Mapping[Name, int]) -> None:
+        """Begin the next generation with the collections of a `ServicePlan` (None: with none), at these rounds."""
 
     def freeze(self) -> Task[FrozenService]:
         """Freeze all collections as they are now. Called by one worker."""

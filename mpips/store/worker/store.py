@@ -48,7 +48,7 @@ def _end_in_fork() -> None:
         rank = f"rank {settings.layout.rank}"
         settings.unbind()
         said = f"this process is a fork of {rank}, and no rank: call the store in {rank}, not in workers of DataLoader"
-        settings.generation.over = StoreError(said)
+        settings.generation.present.over = StoreError(said)
 
 
 os.register_at_fork(after_in_child=_end_in_fork)

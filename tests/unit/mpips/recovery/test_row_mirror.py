@@ -81,7 +81,7 @@ class Mirrored:
         every = {}
         for name in self.names:
             there = self.copies.journal(name, 0, 2)
-            every[name] = {round_: content(there, round_) for round_, *_ in there.standings()}
+            every[name] = {round_: content(there, round_) for round_, *_ in there.available_rounds()}
         return every
 
 
@@ -157,7 +157,7 @@ def test_a_load_that_breaks_off_leaves_a_torn_copy() -> None:
     assert asked in one.server.said and one.copies.journal("t", 0, 2).torn
     one.server.ask(0, messages.EndLoad("t"))
     one.until_there()
-    assert not one.copies.journal("t", 0, 2).torn and one.copies.journal("t", 0, 2).standings() == [(1, 7, 0, 0)]
+    assert not one.copies.journal("t", 0, 2).torn and one.copies.journal("t", 0, 2).available_rounds() == [(1, 7, 0, 0)]
 
 
 def test_copies_stay_until_all_rows_have_come_anew() -> None:
@@ -182,10 +182,10 @@ def test_copies_stay_until_all_rows_have_come_anew() -> None:
         taking.turn()
     one.copies.drop_before(1)
     assert one.copied() == {"t": {2: one.content()["t"]}}
-    assert [(held.owner, held.shelf) for held in one.copies.holdings(4, 2, -9)] == [(4, -9)]
-    assert one.copies.holdings(4, 3, -9) == []  # the rows of one of three servers are others
+    assert [(held.owner, held.memory) for held in one.copies.describe(4, 2, -9)] == [(4, -9)]
+    assert one.copies.describe(4, 3, -9) == []  # the rows of one of three servers are others
     one.copies.begin({"t": 9})
-    assert one.copies.holdings(4, 2, -9) == []
+    assert one.copies.describe(4, 2, -9) == []
 
 
 def test_a_round_out_of_turn_is_refused() -> None:

@@ -260,7 +260,7 @@ def test_a_frame_that_names_what_is_unknown_ends_the_generation_with_a_sentence(
     traffic._rings, traffic.remote, traffic._callers = SimpleNamespace(any_written=lambda: True), [], [(1, line)]
     traffic._state, traffic._pushes = server.state, Pushes(server.state, None)
     what = "operation 99" if op == 99 else "unit 9"
-    with pytest.raises(CollectiveError, match=f"there is no {what}.*and rank 1 names it: make keys and tables on all"):
+    with pytest.raises(CollectiveError, match=f"there is no {what}.*and rank 1 names it: make keys on all"):
         traffic.read_frames()
 
 
@@ -271,7 +271,7 @@ class Book(UnitMemory):
         super().__init__(None)
         self.ledger, self.told = object(), []
 
-    def publish(self, units, settings, generation, tables=()):
+    def publish(self, units, settings, generation, services=None):
         self.told.append(generation)
 
 

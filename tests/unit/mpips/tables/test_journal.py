@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.msgpack import decode
 
 from collectives.fabric.arena import SparseFile
 from mpips.optimizers import encode_numbers
 from mpips.tables import messages
 from mpips.tables.initial import key_of
-from mpips.tables.journal import Journal
+from mpips.tables.journal import Journal, RowsRound
 from mpips.tables.plan import TableEntry, attached
 from mpips.tables.rows import TableRows
 from mpips.tables.service import ServerTables
@@ -93,25 +94,25 @@ def test_rows_of_a_whole_round_are_there_wherever_it_is_killed(evict: int, seen:
         push(undisturbed, round_)
         for name in names:
             contents[name, round_] = content(undisturbed.journal(name), round_)
-            counts[name, round_] = undisturbed.journal(name).standings()[0]
+            counts[name, round_] = undisturbed.journal(name).available_rounds()[0]
     line, went_back, step = 0, set(), 7
     while True:
         tables = made(evict, seen)
         for round_ in range(1, ROUNDS - 1):
             push(tables, round_)
-        entries = {entry.card.table: entry for entry in tables.entries()}
+        entries = {entry.card.table: entry for entry in decode(tables.ledger_entry(), type=list[TableEntry])}
         if not killed_at(tables, line, range(ROUNDS - 1, ROUNDS + 1)):
             break
         for name in names:
             there = _seen_from_outside(tables, entries[name])
-            standings = there.standings()
-            assert not there.torn and standings[0][0] in range(ROUNDS - 2, ROUNDS + 1)
-            for standing in standings:
-                number = standing[0]
-                assert standing == counts[name, number] and there.pushes_in(standings[0][0]) == [standings[0][0]]
+            rounds = there.available_rounds()
+            assert not there.torn and rounds[0].round in range(ROUNDS - 2, ROUNDS + 1)
+            for available in rounds:
+                number = available.round
+                assert available == counts[name, number] and there.pushes_in(rounds[0].round) == [rounds[0].round]
                 assert content(there, number) == contents[name, number], (line, name, number)
         rows = tables._tables["t"].rows  # as another generation of the same process takes them
-        oldest = rows.journal.standings()[-1][0]
+        oldest = rows.journal.available_rounds()[-1][0]
         rows.go_to(rows.journal, oldest)
         went_back.add(oldest)
         assert content(rows.journal, oldest) == contents["t", oldest]
@@ -132,7 +133,7 @@ def test_rows_of_an_undone_round_leave_nothing_to_those_that_get_their_places() 
         if undone:
             update(rows, 2, *undone)
             rows.go_to(rows.journal, 1)
-            rows.begin((1, 1, 0, 0), [1], False)
+            rows.begin(RowsRound(1, 1, 0, 0), [1], False)
         for step in (2, 3):
             update(rows, step, 2, 6, 7)
         found.append(rows.pull(np.arange(9)).tobytes())

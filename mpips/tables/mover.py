@@ -71,7 +71,7 @@ def check_of(arrays: Mapping[str, bytes]) -> int:
     return total
 
 
-class RowTransfer:
+class RowMover:
     """The rows that one rank sends, reads into its own new tables, and receives, in one recovery.
 
     Args:
