@@ -225,7 +225,7 @@ class RegularSaves:
             self._warned = True
             name = f"{self._store.pushed[few].noun} {few!r}"
             warn(
-                f"the store is not saved: {name} was pushed {pushed[few]} times, others {self._most} times; push every "
-                "key and table once a step, or save by kv.save"
+                f"the store is not saved: {name} was pushed {pushed[few]} times, others {self._most} times; push all "
+                "of them once a step, or save by kv.save"
             )
         return False

@@ -71,14 +71,14 @@ class FastList(Protocol):
 
 
 class Rounds(dict[Name, int]):
-    """Name of a key or table -> the round that it holds after `recover`: its last complete one.
+    """Name of a key or collection -> the round that it holds after `recover`: its last complete one.
 
     In an asynchronous store, the number is instead how many pushes of this worker, or of its client, were applied.
 
     Attributes:
-        step: The round of all keys and tables that were ever pushed, or None if their rounds differ. In an asynchronous
-            store, the lowest of their numbers.
-        torn: Keys and tables whose last round was applied only in part. They must be loaded from a checkpoint.
+        step: The round of all keys and collections that were ever pushed, or None if their rounds differ. In an
+            asynchronous store, the lowest of their numbers.
+        torn: Keys and collections whose last round was applied only in part. They must be loaded from a checkpoint.
     """
 
     step: int | None = None
