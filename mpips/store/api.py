@@ -532,18 +532,18 @@ class Generations:
     def _exit(self) -> None:
         in_order(self.close, self._leave)
 
-    def _save_last(self, told: Sequence[bytes]) -> None:
+    def _save_last(self, pushes: Sequence[bytes]) -> None:
         """Write the last regular save of a store that saves itself, if all workers close it after the same step.
 
         Args:
-            told: What each worker has pushed (`waiting.pushes_of`), or empty if not all workers closed the store.
+            pushes: What each worker has pushed (`waiting.pushes_of`), or empty if not all workers closed the store.
         """
         store = self._store
-        if store.regular is None or not told:
+        if store.regular is None or not pushes:
             return
         # If a rank has died, earlier saves are still there.
         with suppress(CollectiveError):
-            store.regular.save_last(alike=all(said == told[0] for said in told))
+            store.regular.save_last(alike=all(each == pushes[0] for each in pushes))
 
     def _meet_to_save(self) -> Sequence[bytes]:
         """In a store that saves itself, wait until all workers close it. Return what each has pushed.
@@ -574,11 +574,11 @@ class Generations:
             return ()
         # Rounds that are complete before the workers meet are not undone by a death.
         store.settle()
-        pushed = {name: one.round for name, one in store.pushed.items()}
-        told = waiting.pushes_of(store.pushed)
+        pushed = {name: each.round for name, each in store.pushed.items()}
+        pushes = waiting.pushes_of(store.pushed)
         while True:
             try:
-                return store.agree(waiting.CLOSE, data=told)
+                return store.agree(waiting.CLOSE, data=pushes)
             except StoreError:
                 pass
             try:
@@ -588,10 +588,10 @@ class Generations:
                 return ()
             undone = [name for name, round_ in rounds.items() if round_ < pushed.get(name, 0)]
             if undone and not store.layout.asynchronous:
-                one = f"{store.pushed[undone[0]].noun} {undone[0]!r}"
+                name = f"{store.pushed[undone[0]].noun} {undone[0]!r}"
                 raise StoreError(
-                    f"close: a death has undone round {pushed[undone[0]]} of {one}, and the others make it again: call "
-                    "recover(), and go on from its step, with close() inside the same try"
+                    f"close: a death has undone round {pushed[undone[0]]} of {name}, and the others make it again: "
+                    "call recover(), and go on from its step, with close() inside the same try"
                 )
             # The ranks are the same, so nobody has died. Workers that push more must not wait for this one.
             if not store.layout.changed:

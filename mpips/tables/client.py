@@ -67,22 +67,22 @@ class _Block:
     On a node the server reads gradients here, or writes rows here.
 
     Args:
-        found: The ids, each once.
+        ids: The ids, each once.
         dim: Values in a row.
         requests: One for each server.
     """
 
     def __init__(
-        self, pool: _Pool, found: Distinct, dim: int, dtype: np.dtype, requests: Sequence[messages.TableRequest]
+        self, pool: _Pool, ids: Distinct, dim: int, dtype: np.dtype, requests: Sequence[messages.TableRequest]
     ) -> None:
-        self.per_server = found.per_server
-        words, row_bytes = list(map(frames.encode, requests)), dim * dtype.itemsize
+        self.per_server = ids.per_server
+        encoded, row_bytes = list(map(frames.encode, requests)), dim * dtype.itemsize
         ids_at = [messages.ids_at(count, row_bytes) for count in self.per_server]
         self._words_at = [at + 8 * count for at, count in zip(ids_at, self.per_server)]
         # Each server's part begins at a multiple of both a row and 8 bytes, so that all of the memory can be seen as
         # rows and as ids.
         unit = math.lcm(row_bytes, 8)
-        sizes = [-(-(at + len(data)) // unit) * unit for at, data in zip(self._words_at, words)]
+        sizes = [-(-(at + len(data)) // unit) * unit for at, data in zip(self._words_at, encoded)]
         *starts, total = [0, *itertools.accumulate(sizes)]
         self.memory = pool.borrow(total)
         whole = self.memory[:total]
@@ -91,12 +91,12 @@ class _Block:
         self._first_rows = [start // row_bytes for start in starts]
         self._ids_at = ids_at
         self._bodies = []
-        for start, at, data in zip(starts, self._words_at, words):
+        for start, at, data in zip(starts, self._words_at, encoded):
             self._bodies.append(whole[start : start + at + len(data)])
             self._bodies[-1][at:] = np.frombuffer(data, np.uint8)
         first_ids = [(start + at) // 8 for start, at in zip(starts, ids_at)]
         # for each id of the caller the index of its row in `rows`
-        self.places = deal(found, self._first_rows, first_ids, whole.view(np.int64))
+        self.places = deal(ids, self._first_rows, first_ids, whole.view(np.int64))
 
     def rows_of(self, server: int) -> Array:
         """Return the rows of the ids that belong to a server."""
@@ -189,11 +189,11 @@ class RemoteTables:
         When the task is over, the arrays may be overwritten. RoomError if this round or an earlier one is refused. Then
         none of these pushes counts, and each table's `round` is the last one that does.
         """
-        found = [distinct(ids, self._servers) for _, ids, _ in pushes]
+        merged = [distinct(ids, self._servers) for _, ids, _ in pushes]
         rooms = [table.room.get(server, 0) for table, *_ in pushes for server in range(self._servers)]
-        if any(count > room for count, room in zip((count for one in found for count in one.per_server), rooms)):
-            yield from self._ask_for_room([table for table, *_ in pushes], found)
-        sent = [self._send(table, one, gradients) for (table, _, gradients), one in zip(pushes, found)]
+        if any(count > room for count, room in zip((count for ids_of in merged for count in ids_of.per_server), rooms)):
+            yield from self._ask_for_room([table for table, *_ in pushes], merged)
+        sent = [self._send(table, ids_of, gradients) for (table, _, gradients), ids_of in zip(pushes, merged)]
         every: list[Any] = []
         for (table, ids, _), tokens in zip(pushes, sent):
             every += (answers := (yield from self._answers(tokens)))
@@ -201,26 +201,26 @@ class RemoteTables:
             if len(table.room) == self._servers:
                 table.round += 1
                 table.numbers[PUSHED] += len(ids)
-                kept = self._pushes[table.name]
+                memories = self._pushes[table.name]
                 # The answer says that the push before has been applied, so its memory is free.
-                for memory in kept[:-1]:
+                for memory in memories[:-1]:
                     self._pool.give_back(memory)
-                del kept[:-1]
+                del memories[:-1]
         yield from self._check_refused(every)
 
-    def _send(self, table: KnownTable, found: Distinct, gradients: Array) -> list[int]:
+    def _send(self, table: KnownTable, ids: Distinct, gradients: Array) -> list[int]:
         """Send a push to all servers. Return the tokens of the answers."""
-        requests = [messages.PushRows(table.name, count, table.refusals) for count in found.per_server]
-        block = _Block(self._pool, found, gradients.shape[1], gradients.dtype, requests)
+        requests = [messages.PushRows(table.name, count, table.refusals) for count in ids.per_server]
+        block = _Block(self._pool, ids, gradients.shape[1], gradients.dtype, requests)
         sum_into(block.rows, gradients, block.places)
         self._pushes.setdefault(table.name, []).append(block.memory)
         return [self._link.post_request_with(server, *block.body(server)) for server in range(self._servers)]
 
-    def _ask_for_room(self, tables: Sequence[KnownTable], found: Sequence[Distinct]) -> Task[None]:
+    def _ask_for_room(self, tables: Sequence[KnownTable], merged: Sequence[Distinct]) -> Task[None]:
         """Ask all servers for memory for rows of these ids, in all tables. Raises RoomError if a server has none."""
         sent = []
-        for table, one in zip(tables, found):
-            parts = [one.ids[one.owners == server].tobytes() for server in range(self._servers)]
+        for table, ids in zip(tables, merged):
+            parts = [ids.ids[ids.owners == server].tobytes() for server in range(self._servers)]
             asked = [messages.AskForRoom(table.name, table.round, part, table.refusals) for part in parts]
             sent.append([self._link.post_request(server, request) for server, request in enumerate(asked)])
         every: list[Any] = []
@@ -250,8 +250,8 @@ class RemoteTables:
             return
         # In an asynchronous store only this worker's own push is concerned, and it was not sent.
         if not self._layout.asynchronous:
-            for told in refusals:
-                yield from self._drop(list(told.step or step), told.why)
+            for refusal in refusals:
+                yield from self._drop(list(refusal.step or step), refusal.why)
         # Servers that have granted room keep memory for the rows of this step. Forget their grants, so that the next
         # push asks them all again, even if it is smaller.
         for name, *_ in step if self._layout.asynchronous else ():
@@ -273,10 +273,10 @@ class RemoteTables:
 
     def _answers(self, tokens: Sequence[int]) -> Task[list[Any]]:
         """Wait for the answers of all servers."""
-        found = []
+        answers = []
         for token in tokens:
-            found.append((yield from self._link.wait_for_answer(token, decode_answer)))
-        return found
+            answers.append((yield from self._link.wait_for_answer(token, decode_answer)))
+        return answers
 
     def _ask_all(self, request: messages.TableRequest) -> Task[list[Any]]:
         """Send a request to all servers, and wait for their answers."""
@@ -292,12 +292,12 @@ class RemoteTables:
         if near and (yield from self._read_in_place(table, ids, out)):
             table.numbers[IN_PLACE] += len(ids)
             return
-        found, local = distinct(ids, self._servers), [line.local for line in self._link.lines]
+        merged, local = distinct(ids, self._servers), [line.local for line in self._link.lines]
         requests = [
             messages.PullRows(table.name, table.round, count, near, table.refusals)
-            for count, near in zip(found.per_server, local)
+            for count, near in zip(merged.per_server, local)
         ]
-        block = _Block(self._pool, found, out.shape[1], out.dtype, requests)
+        block = _Block(self._pool, merged, out.shape[1], out.dtype, requests)
         self._pulls[id(block.memory)] = block.memory
         # A server without any of the ids is not asked. If there are no ids at all, the first server is: its answer says
         # whether the worker's last push counts.
@@ -358,9 +358,9 @@ class RemoteTables:
 
     def stats(self, table: KnownTable, ahead: int = 0) -> Task[list[messages.TableStats]]:
         """Return each server's figures after this worker's pushes and `ahead` more. RoomError as in `pull`."""
-        found = yield from self._ask_all(messages.GetTableStats(table.name, table.round + ahead, table.refusals))
-        yield from self._check_refused(found)
-        return found
+        answers = yield from self._ask_all(messages.GetTableStats(table.name, table.round + ahead, table.refusals))
+        yield from self._check_refused(answers)
+        return answers
 
     def freeze(self, tables: Sequence[str], since: int = 0, export: int = -1) -> Task[FrozenOnServers]:
         """Have the servers keep the rows of tables as they are now, to be read piece by piece. Called by one worker.

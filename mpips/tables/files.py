@@ -172,8 +172,8 @@ def restore(tables: RemoteTables, parts: Sequence[FilePart]) -> Task[None]:
             step = max(1, LOADED_BYTES // _row_bytes(record))
             for start in range(0, record.rows, step):
                 arrays = {name: file.get(prefix + name, slice(start, start + step)) for name in names}
-                kept = ~_are_among(arrays["ids"], later)
-                yield from tables.put_rows(record.name, {name: array[kept] for name, array in arrays.items()})
+                wanted = ~_are_among(arrays["ids"], later)
+                yield from tables.put_rows(record.name, {name: array[wanted] for name, array in arrays.items()})
     for record in parts[-1].records.values():
         yield from tables.end_load(record.name)
 
@@ -187,10 +187,10 @@ def _are_among(ids: Ids, others: Ids) -> NDArray[np.bool_]:
 
 def check_fit(what: str, path: str, record: TableRecord, table: KnownTable) -> None:
     """Raise ValueError if the rows of a file do not fit a table: other dim, dtype or optimizer."""
-    for word in ("dim", "dtype", "optimizer"):
-        theirs, ours = getattr(record.card, word), getattr(table.card, word)
-        if theirs != ours:
-            raise ValueError(f"{what}: {path} has {word} {theirs}, and the table {ours}: make it as it was saved")
+    for field in ("dim", "dtype", "optimizer"):
+        in_file, in_table = getattr(record.card, field), getattr(table.card, field)
+        if in_file != in_table:
+            raise ValueError(f"{what}: {path} has {field} {in_file}, and the table {in_table}: make it as it was saved")
 
 
 def _row_bytes(record: TableRecord) -> int:
@@ -283,12 +283,12 @@ def meet(store: WorkerStore, what: str, items: Items, table: KnownTable, refusal
     """
     store.finish()
     store.agree_on_refusals(what)
-    told = store.agree(what, items, refusal, noun="argument", data=b"%d" % table.round)
-    for rank, theirs in enumerate(told):
-        if theirs != told[0] and not store.layout.asynchronous:
+    counts = store.agree(what, items, refusal, noun="argument", data=b"%d" % table.round)
+    for rank, count in enumerate(counts):
+        if count != counts[0] and not store.layout.asynchronous:
             raise of_caller(
                 ValueError(
-                    f"{what}: rank 0 has pushed {int(told[0])} times and rank {rank} {int(theirs)}: call it after the "
+                    f"{what}: rank 0 has pushed {int(counts[0])} times and rank {rank} {int(count)}: call it after the "
                     "same step"
                 )
             )
@@ -307,14 +307,14 @@ def _written(
     frozen = [(WORD, "", table, (yield from tables.freeze([table.name], since, updates)))]
     if counts is not None:
         frozen.append((COUNTS_WORD, COUNTS_PREFIX, counts, (yield from tables.freeze([counts.name]))))
-    records = [(word, prefix, record_of(one, rows)) for word, prefix, one, rows in frozen]
+    records = [(word, prefix, record_of(each, rows)) for word, prefix, each, rows in frozen]
     tensors = {name: tensor for _, prefix, record in records for name, tensor in record.tensors(prefix)}
     part = _Part(since, updates, sum(server.rows for server in stats))
-    words = {word: msgspec.json.encode(record).decode() for word, _, record in records}
+    metadata = {word: msgspec.json.encode(record).decode() for word, _, record in records}
     dropped = yield from _dropped(frozen[0][3], table)
     if since:
         tensors["dropped"] = Tensor(dropped.dtype, dropped.shape)
-    writer.begin(tensors, {**words, PART_WORD: msgspec.json.encode(part).decode()})
+    writer.begin(tensors, {**metadata, PART_WORD: msgspec.json.encode(part).decode()})
     if since:
         writer.append("dropped", dropped)
     for (_, prefix, record), (*_, rows) in zip(records, frozen, strict=True):
@@ -338,10 +338,10 @@ def _check_since(what: str, stats: Sequence[TableStats], since: int) -> int:
 
 def _dropped(frozen: FrozenOnServers, table: KnownTable) -> Task[Ids]:
     """Return the ids that all servers have dropped after `since`."""
-    found = [NO_IDS]
+    parts = [NO_IDS]
     for server in range(len(frozen.parts[table.name])):
-        found.append(np.frombuffer((yield from frozen.dropped(table.name, server)), np.int64))
-    return np.concatenate(found)
+        parts.append(np.frombuffer((yield from frozen.dropped(table.name, server)), np.int64))
+    return np.concatenate(parts)
 
 
 def _finish(writer: Writer) -> None:
@@ -358,9 +358,9 @@ def _fitting(
 
     Raises ValueError if one is damaged, of another table, or not the continuation of the one before.
     """
-    found = [_opened(table, what, path, stack) for path in paths]
+    opened = [_opened(table, what, path, stack) for path in paths]
     before: _Part | None = None
-    for _, file, part in found:
+    for _, file, part in opened:
         if part.since != (0 if before is None else before.updates):
             expected = "all rows" if before is None else f"the changes since update {before.updates}"
             holds = f"the changes since update {part.since}" if part.since else "all rows"
@@ -372,18 +372,18 @@ def _fitting(
     parts: list[FilePart] = []
     later, rows = NO_IDS, 0
     # From the last file to the first, to know which ids later files have.
-    for records, file, part in reversed(found):
+    for records, file, part in reversed(opened):
         chosen = {"": msgspec.structs.replace(records[""], card=table.card)}
         if counts is not None and not parts:
             none = TableRecord(counts.card, 0, records[""].updates)
             chosen[COUNTS_PREFIX] = msgspec.structs.replace(records.get(COUNTS_PREFIX, none), card=counts.card)
         parts.insert(0, FilePart(chosen, file, later))
         step = PIECE_BYTES // 8
-        for start in range(0, records[""].rows if len(found) > 1 else 0, step):
+        for start in range(0, records[""].rows if len(opened) > 1 else 0, step):
             rows += int(np.count_nonzero(~_are_among(file.get("ids", slice(start, start + step)), later)))
         if part.since:
             later = np.unique(np.concatenate([later, file.get("ids"), file.get("dropped")]))
-    if before is not None and len(found) > 1 and rows != before.rows:
+    if before is not None and len(opened) > 1 and rows != before.rows:
         raise ValueError(f"{what}: the files hold {rows} rows, and the table had {before.rows}: give those of one job")
     return parts
 

@@ -151,14 +151,14 @@ class Table(Uncopied):
         """True if an update waits for a push by every worker."""
         return not self._store.layout.asynchronous
 
-    def is_any(self, what: str, mine: bool) -> bool:
+    def is_any(self, what: str, own: bool) -> bool:
         """Return True if `mine` is true on any worker of a synchronous store. Collective over the workers, blocking.
 
         Raises ValueError in an asynchronous store with several workers, because those do not wait for each other.
         `what` begins the sentence of that error.
         """
         if self._store.layout.num_workers == 1:
-            return mine
+            return own
         if not self.synchronous:
             raise of_caller(
                 ValueError(
@@ -166,7 +166,7 @@ class Table(Uncopied):
                     "other's overflows: take dist_sync, or bfloat16, which needs no scaler"
                 )
             )
-        return any(any(word) for word in self._store.agree(what, data=bytes([mine])))
+        return any(any(answer) for answer in self._store.agree(what, data=bytes([own])))
 
     @property
     def rows(self) -> int:
@@ -322,51 +322,51 @@ class Table(Uncopied):
         """Check the arguments of a push. Return its ids and gradients as (k,) and (k, dim)."""
         self._check_there(what)
         with CALLER_ERRORS:
-            where, shape = self._ids_of(what, ids)
-            found = self._array_of(what, "gradients", gradients, shape)
-        flat = found.reshape(-1, self.dim)
+            flat_ids, shape = self._ids_of(what, ids)
+            rows = self._array_of(what, "gradients", gradients, shape)
+        flat = rows.reshape(-1, self.dim)
         if self._store.operations.checks_finite:
             with self._store.operations.guard(f"{what} of table {self.name!r}"):
-                self._check_finite(what, where, flat)
-        return where, flat
+                self._check_finite(what, flat_ids, flat)
+        return flat_ids, flat
 
     def _ids_of(self, what: str, ids: object) -> tuple[Ids, tuple[int, ...]]:
         """Check ids. Return them as (k,), and the shape that the caller gave them."""
         name = f"{what} of table {self.name!r}: ids"
         if isinstance(ids, (list, tuple, int, np.integer)):
             raise TypeError(f"{name} are of type {type(ids).__name__}: pass numpy.array(ids, numpy.int64)")
-        found = arrays.host(ids, name)  # type: ignore[arg-type]
-        if found.dtype != np.int64:
+        array = arrays.host(ids, name)  # type: ignore[arg-type]
+        if array.dtype != np.int64:
             way = "ids.long()" if arrays.is_torch(ids) else "ids.astype(numpy.int64)"
-            raise TypeError(f"{name} have dtype {found.dtype}, and need int64: pass {way}")
-        if found.size * self.dim * self.dtype.itemsize > MOST_BYTES:
+            raise TypeError(f"{name} have dtype {array.dtype}, and need int64: pass {way}")
+        if array.size * self.dim * self.dtype.itemsize > MOST_BYTES:
             raise ValueError(
-                f"{name} are {found.size}, whose rows of {self.dim} {self.dtype.name} are more than {MOST_BYTES} "
+                f"{name} are {array.size}, whose rows of {self.dim} {self.dtype.name} are more than {MOST_BYTES} "
                 "bytes: give fewer at a time"
             )
-        return np.ascontiguousarray(found).reshape(-1), found.shape
+        return np.ascontiguousarray(array).reshape(-1), array.shape
 
-    def _array_of(self, what: str, word: str, given: object, shape: tuple[int, ...]) -> Array:
+    def _array_of(self, what: str, argument: str, given: object, shape: tuple[int, ...]) -> Array:
         """Check that an array holds rows for ids of this shape. `word` is the name of the argument, for errors."""
-        name = f"{what} of table {self.name!r}: {word}"
-        found = arrays.host(given, name)  # type: ignore[arg-type]
-        if found.dtype != self.dtype:
-            raise TypeError(f"{name} has dtype {found.dtype}, and the table {self.dtype.name}: convert it")
-        if found.shape != (*shape, self.dim):
-            raise ValueError(f"{name} has shape {found.shape}, and ids of shape {shape} need {(*shape, self.dim)}")
-        if not found.flags.c_contiguous:
+        name = f"{what} of table {self.name!r}: {argument}"
+        array = arrays.host(given, name)  # type: ignore[arg-type]
+        if array.dtype != self.dtype:
+            raise TypeError(f"{name} has dtype {array.dtype}, and the table {self.dtype.name}: convert it")
+        if array.shape != (*shape, self.dim):
+            raise ValueError(f"{name} has shape {array.shape}, and ids of shape {shape} need {(*shape, self.dim)}")
+        if not array.flags.c_contiguous:
             raise ValueError(f"{name} is not C-contiguous: pass numpy.ascontiguousarray(...) of it")
-        return found
+        return array
 
     def _target_of(self, what: str, out: object, shape: tuple[int, ...]) -> tuple[Any, Array]:
         """Return the array that a pull returns, and its memory as (k, dim)."""
         if out is None:
             made = np.empty((*shape, self.dim), self.dtype)
             return made, made.reshape(-1, self.dim)
-        found = self._array_of(what, "out", out, shape)
-        if not found.flags.writeable:
+        array = self._array_of(what, "out", out, shape)
+        if not array.flags.writeable:
             raise ValueError(f"{what} of table {self.name!r}: out cannot be written: pass a writable array")
-        return out, found.reshape(-1, self.dim)
+        return out, array.reshape(-1, self.dim)
 
     def _check_finite(self, what: str, ids: Ids, gradients: Array) -> None:
         """Raise FloatingPointError if a push holds NaN or infinity, with its rank, table, number and first bad id."""
@@ -401,10 +401,10 @@ def push_together(pushes: Sequence[tuple[Table, object, object]]) -> None:
 
 def by_store(tables: Iterable[Table]) -> list[list[Table]]:
     """Group tables by the store that they belong to."""
-    found: dict[int, list[Table]] = {}
+    groups: dict[int, list[Table]] = {}
     for table in tables:
-        found.setdefault(id(table._store), []).append(table)
-    return list(found.values())
+        groups.setdefault(id(table._store), []).append(table)
+    return list(groups.values())
 
 
 def _push_all(what: str, pushes: Sequence[tuple[Table, Ids, Array]]) -> None:

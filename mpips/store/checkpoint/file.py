@@ -114,8 +114,8 @@ class Header(msgspec.Struct):
                 yield state_name(record.key, slot), Tensor(np.dtype(dtype), (record.size,))
             for group in range(self.residuals if record.floats else 0):
                 yield residual_name(record.key, group), Tensor(residual_dtype(record.dtype), (record.size,))
-        for one in self.collections:
-            yield from one.tensors()
+        for collection in self.collections:
+            yield from collection.tensors()
 
 
 def value_name(key: int | str) -> str:
@@ -211,11 +211,11 @@ class Reader:
             for name, number in (("step", record.step), ("round", record.round)):
                 if not 0 <= number <= MOST:
                     raise ValueError(f"{self.path}: key {record.key!r} has {name} {number}: give one in [0, 2**63)")
-        for one in self.header.collections:
-            one.check(self.path)
-            if one.name in seen:
-                raise ValueError(f"{self.path} names {one.name!r} twice: save it anew")
-            seen.add(one.name)
+        for collection in self.header.collections:
+            collection.check(self.path)
+            if collection.name in seen:
+                raise ValueError(f"{self.path} names {collection.name!r} twice: save it anew")
+            seen.add(collection.name)
         if not 0 <= self.header.residuals <= MOST:
             raise ValueError(f"{self.path} has {self.header.residuals} residuals: give a number in [0, 2**63)")
         if self.header.residuals and self.header.compression is None:
@@ -226,8 +226,8 @@ class Reader:
             if name not in self._file.tensors:
                 raise ValueError(f"{self.path} has no tensor {name!r}, which its header promises: save it anew")
             if self._file.tensors[name] != promised:
-                found = f"{self._file.tensors[name]}, its header promises {promised}"
-                raise ValueError(f"{self.path}: tensor {name!r} is {found}: save anew")
+                actual = f"{self._file.tensors[name]}, its header promises {promised}"
+                raise ValueError(f"{self.path}: tensor {name!r} is {actual}: save anew")
 
 
 def metadata(header: Header) -> dict[str, str]:
@@ -460,12 +460,12 @@ class TensorFile:
             raise self._damaged(f"its checksums are not where they belong (who writes it anew leaves out {SUMS!r})")
         buffer = memoryview(bytearray(min(PIECE_BYTES, max((t.nbytes for t in self.tensors.values()), default=0))))
         for (name, tensor), expected in zip(self.tensors.items(), self._sums):
-            found, offset, left = 0, self._offsets[name], tensor.nbytes
+            checksum, offset, left = 0, self._offsets[name], tensor.nbytes
             while left:
                 piece = buffer[: min(left, len(buffer))]
                 self._read(piece, offset)
-                found, offset, left = zlib.crc32(piece, found), offset + len(piece), left - len(piece)
-            if f"{found:0{DIGITS}x}" != expected:
+                checksum, offset, left = zlib.crc32(piece, checksum), offset + len(piece), left - len(piece)
+            if f"{checksum:0{DIGITS}x}" != expected:
                 raise self._damaged(f"tensor {name!r} does not fit its checksum")
 
     def get(self, name: str, rows: slice | None = None) -> Array:

@@ -56,9 +56,9 @@ def resume(store: WorkerStore) -> tuple[int, Restored]:
             steps = files.steps_in(folder)
         except ValueError as error:
             refusal = error
-    told = store.agree("create", refusal=refusal, data=" ".join(map(str, steps)).encode())
+    texts = store.agree("create", refusal=refusal, data=" ".join(map(str, steps)).encode())
     failure: ValueError | None = None
-    for step in sorted(map(int, told[0].split()), reverse=True):
+    for step in sorted(map(int, texts[0].split()), reverse=True):
         path = files.path_of(folder, step)
         try:
             load(store, path)
@@ -90,15 +90,15 @@ def tell_spares(layout: Layout, step: int | None) -> None:
 
 def hear_step(layout: Layout, generation: Generation) -> int | None:
     """Wait on a spare for what worker 0 tells. Blocking."""
-    said: list[bytes] = []
+    received: list[bytes] = []
 
     def heard() -> bool:
         if (message := requests.received(layout.world, TAG)) is not None:
-            said.append(message[1])
-        return bool(said)
+            received.append(message[1])
+        return bool(received)
 
     generation.wait(heard, "create")
-    return msgspec.msgpack.decode(said[0], type=int | None)
+    return msgspec.msgpack.decode(received[0], type=int | None)
 
 
 LISTS = (list, tuple)
@@ -137,10 +137,10 @@ class RegularSaves:
 
     def is_due(self, key: Any) -> bool:
         """True if a push of this key, or list of keys, begins a step before which the store must be saved."""
-        for name, one in self._store.collections.items():
+        for name, collection in self._store.collections.items():
             # The numbers differ after a round was refused.
-            if one.round != self._counts.get(name, 0):
-                self._counts[name] = one.round
+            if collection.round != self._counts.get(name, 0):
+                self._counts[name] = collection.round
                 self._most = max(self._counts.values())
         if self._step + self._most < self._next:
             return False

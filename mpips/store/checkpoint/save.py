@@ -230,17 +230,17 @@ def gathered(layout: Layout, stored: StateAccess, keys: Sequence[Key]) -> Task[l
 
     Only worker 0 gets them; the others get an empty list.
     """
-    mine = yield from stored.residuals(keys)
+    residuals = yield from stored.residuals(keys)
     ends = np.cumsum([key.size for key in keys])[:-1]
-    parts = [np.zeros(key.size) for key in keys] if mine is None else np.split(mine, ends)
+    parts = [np.zeros(key.size) for key in keys] if residuals is None else np.split(residuals, ends)
     kept = [quietly(part.astype, residual_dtype(key.dtype.name)) for key, part in zip(keys, parts, strict=True)]
-    found = []
+    gathered_arrays = []
     for group in senders(layout):
         arrays = kept if group[0] == layout.rank else [np.empty_like(array) for array in kept]
         if group[0]:
             from_worker(layout, group[0], [key.name for key in keys], arrays, "save")
-        found.append(arrays)
-    return found if layout.rank == 0 else []
+        gathered_arrays.append(arrays)
+    return gathered_arrays if layout.rank == 0 else []
 
 
 def from_worker(layout: Layout, root: int, names: Sequence[Name], arrays: Sequence[Array], what: str = "load") -> None:

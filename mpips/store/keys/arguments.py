@@ -73,7 +73,7 @@ def check_new(name: Name, what: str, noun: str = "key") -> None:
 
 def of_other_kind(keys: Iterable[Name], name: Name) -> Name | None:
     """Return the first key that is a str if `name` is an int, or an int if `name` is a str. None if there is none."""
-    return next((one for one in keys if isinstance(one, str) != isinstance(name, str)), None)
+    return next((key for key in keys if isinstance(key, str) != isinstance(name, str)), None)
 
 
 def find_key(keys: Mapping[Name, T], name: Name, what: str) -> T:
@@ -255,10 +255,10 @@ def check_one_round(what: str, pushed: Sequence[Pushed], rounds: Sequence[Sequen
 
     `rounds[rank]` has a count for each.
     """
-    for one, counts in zip(pushed, zip(*rounds)):
+    for each, counts in zip(pushed, zip(*rounds)):
         most, least = max(counts), min(counts)
         if most > least:
-            name = f"{one.noun} {one.name!r}"
+            name = f"{each.noun} {each.name!r}"
             raise of_caller(
                 ValueError(
                     f"{what}: {name} was pushed {most} times by rank {counts.index(most)} and {least} times by rank "
@@ -460,7 +460,7 @@ def rows(known: Known, key: object, out: object, row_ids: Any) -> list[tuple[Key
         raise ValueError("row_sparse_pull needs row_ids: pass the numbers of the rows, as row_ids=[0, 2]")
     outs = pairs(key, out, what, "out")
     several = isinstance(key, (list, tuple)) and isinstance(row_ids, (list, tuple))
-    ids = pairs(key, [_lists(one) for one in row_ids] if several else [row_ids], what, "row_ids")
+    ids = pairs(key, [_lists(single) for single in row_ids] if several else [row_ids], what, "row_ids")
     result = []
     for (name, targets), (_, numbers) in zip(outs, ids, strict=True):
         record = find_key(known, name, what)

@@ -74,8 +74,8 @@ class RemoteStore(Member[Recovered]):
         """Begin the store's first generation. Collective over workers and servers, blocking."""
         self._link.renew(self.connect().lines)
         self.memory = self.new_memory
-        told = self.generation.meet(b"%d" % self._link.all_local, "create")
-        self._serve([data == b"1" for data in told])
+        answers = self.generation.meet(b"%d" % self._link.all_local, "create")
+        self._serve([data == b"1" for data in answers])
         side_by_side = not (self._cores_shared or self.layout.asynchronous)
         self._setup.cutting = Cutting(self.layout, self.one_node, side_by_side)
 

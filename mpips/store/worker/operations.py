@@ -147,10 +147,10 @@ class Operations:
         with CALLER_ERRORS:
             arguments.check_priority(priority, "pull")
             made = arguments.check(self._known, "pull", key, out=out)
-            held = arguments.versions(key, newer_than)
-        found = [version - base for version in held]
-        self.run([call.key.name for call in made], self._newer(made, found), priority, "pull")
-        return [version + base for version in found]
+            given = arguments.versions(key, newer_than)
+        versions = [version - base for version in given]
+        self.run([call.key.name for call in made], self._newer(made, versions), priority, "pull")
+        return [version + base for version in versions]
 
     def run(
         self, names: Sequence[Name], task: Task[Any], priority: int, what: str, collections: Sequence[str] = ()
@@ -293,16 +293,16 @@ class Operations:
         push = transfers.push_rows(key, payload, priority)
         return in_turn(push, transfers.pull([key], outs)) if outs else push
 
-    def _newer(self, made: Sequence[KeyCall], found: list[int]) -> Task[None]:
+    def _newer(self, made: Sequence[KeyCall], held: list[int]) -> Task[None]:
         """Pull the keys whose version differs from that in `found`, and write their new versions there."""
         versions = yield from self._backend.versions([call.key for call in made])
-        chosen = [at for at, version in enumerate(versions) if made[at].key.replaced or version != found[at]]
+        chosen = [at for at, version in enumerate(versions) if made[at].key.replaced or version != held[at]]
         if not chosen:
             return
         outs = [made[at].targets[0].reshape(-1) for at in chosen]
         versions = yield from self._backend.pull_versions([made[at].key for at in chosen], outs)
         for at, version in zip(chosen, versions):
-            found[at], made[at].key.replaced = version, False
+            held[at], made[at].key.replaced = version, False
             yield from _finish(made[at])
 
     def _read(self, keys: Sequence[Key], push: Handle) -> Task[None]:

@@ -39,16 +39,16 @@ LOG = log.get("mpips.store")
 
 T = TypeVar("T")
 # all stores of this process that are in use, for `_end_in_fork`
-_here: weakref.WeakSet[WorkerStore] = weakref.WeakSet()
+_stores: weakref.WeakSet[WorkerStore] = weakref.WeakSet()
 
 
 def _end_in_fork() -> None:
     """End the stores in a fork of this process: it has its parent's memory, and would take its parent's messages."""
-    for settings in _here:
-        rank = f"rank {settings.layout.rank}"
-        settings.unbind()
-        said = f"this process is a fork of {rank}, and no rank: call the store in {rank}, not in workers of DataLoader"
-        settings.generation.present.over = StoreError(said)
+    for store in _stores:
+        rank = f"rank {store.layout.rank}"
+        store.unbind()
+        why = f"this process is a fork of {rank}, and no rank: call the store in {rank}, not in workers of DataLoader"
+        store.generation.present.over = StoreError(why)
 
 
 os.register_at_fork(after_in_child=_end_in_fork)
@@ -69,7 +69,7 @@ class WorkerStore:
         self.generation = generation
         self.engine = Engine(generation, level >= MPI.THREAD_SERIALIZED)
         generation.on_end.append(self.unbind)
-        _here.add(self)
+        _stores.add(self)
         generation.checks.append(self._check_waits)
         self.keys: dict[Name, Key] = {}
         self.operations = Operations(layout.rank, backend, self.engine, self.keys)
@@ -125,15 +125,15 @@ class WorkerStore:
             keys = [Key(name, array.shape, array.dtype) for name, array in pairs]
             if self.groups.default is not None:
                 _check_floats(keys, "init", "name the keys that have one, set_optimizer(..., keys=[...])")
-            every = held | {one.name: one for one in keys}
+            every = held | {each.name: each for each in keys}
             see([every[name] for name in names or every])
             return keys, [array for _, array in pairs]
 
         made, refusal = rendezvous.attempt(asked)
         keys, values = made or ([], [])
-        self.agree("init", [(one.name, f"{one.dtype.name}{one.shape}") for one in keys], refusal)
+        self.agree("init", [(each.name, f"{each.dtype.name}{each.shape}") for each in keys], refusal)
         self.restored.claim(held)
-        self.run("init", self.backend.init(keys, values), [one.name for one in keys])
+        self.run("init", self.backend.init(keys, values), [each.name for each in keys])
         self.add(keys)
 
     def forget(self, keys: object) -> None:
@@ -171,8 +171,8 @@ class WorkerStore:
         if self.restored.optimizers and chosen is not None and other is None:
             with CALLER_ERRORS:
                 names = self.restored.unrestored(chosen, asked)
-                if (said := self.restored.ignored_numbers(chosen, asked)) and self.layout.rank == 0:
-                    warn(f"{what}: {said}: the checkpoint's holds; change it by update_optimizer")
+                if (ignored := self.restored.ignored_numbers(chosen, asked)) and self.layout.rank == 0:
+                    warn(f"{what}: {ignored}: the checkpoint's holds; change it by update_optimizer")
         if names is None or names or names is asked:
             items = [("optimizer", optimizers.describe(chosen)), ("keys", repr(names))]
             self.agree_settled(what, items, refusal or other, noun="argument")
@@ -259,18 +259,18 @@ class WorkerStore:
         self.finish()
         self.agree_on_refusals(what)
         pushed = list(self.pushed.values())
-        mine = msgspec.msgpack.encode(([one.round for one in pushed], data))
-        told = [
+        encoded = msgspec.msgpack.encode(([each.round for each in pushed], data))
+        answers = [
             msgspec.msgpack.decode(word, type=tuple[list[int], bytes])
-            for word in self.agree(what, items, refusal, noun, mine)
+            for word in self.agree(what, items, refusal, noun, encoded)
         ]
         if not self.layout.asynchronous:
-            arguments.check_one_round(what, pushed, [rounds for rounds, _ in told])
+            arguments.check_one_round(what, pushed, [rounds for rounds, _ in answers])
         # Worker 0 sends the request for all workers, so the servers must have read every worker's pushes before.
         if self.layout.num_servers:
             self.settle()
             self.agree(what)
-        return [theirs for _, theirs in told]
+        return [answer for _, answer in answers]
 
     def agree(
         self,
@@ -357,9 +357,9 @@ class WorkerStore:
                 return
         rounds = {key.name: waiting.needed(key, call) for key in self.keys.values() if key.name in names}
         if not self.layout.asynchronous:
-            rounds.update((name, one.round) for name, one in self.collections.items() if name in names)
-        mine = waiting.Blocked(call, sums, rounds, blocked is None)
-        if why := waiting.why_in_vain(mine, self.layout, others):
+            rounds.update((name, each.round) for name, each in self.collections.items() if name in names)
+        wait = waiting.Blocked(call, sums, rounds, blocked is None)
+        if why := waiting.why_in_vain(wait, self.layout, others):
             raise MismatchError(why)
 
     def _names(self, keys: object, what: str) -> list[Name] | None:
@@ -369,12 +369,12 @@ class WorkerStore:
 def _restored_keys(restored: Restored, known: Mapping[Name, Key], pairs: Sequence[tuple[Name, Any]]) -> dict[Name, Key]:
     """Return those keys of an `init` that are restored. Raise ValueError if their shape or dtype differs."""
     restored.check_first_init([name for name, _ in pairs])
-    found = {}
+    restored_keys = {}
     for name, values in pairs:
         if name in restored.names and name in known:
-            asked, found[name] = arguments.first_value(name, values), known[name]
-            restored.check_key(found[name], Key(name, asked.shape, asked.dtype))
-    return found
+            asked, restored_keys[name] = arguments.first_value(name, values), known[name]
+            restored.check_key(restored_keys[name], Key(name, asked.shape, asked.dtype))
+    return restored_keys
 
 
 def _first_values(known: Mapping[Name, Key], key: object, value: object) -> list[tuple[Name, Array]]:
@@ -406,9 +406,9 @@ def _optimizer(layout: Layout, optimizer: str | Optimizer, keywords: Mapping[str
 
 def _names_of_floats(store: WorkerStore, keys: object, what: str) -> list[Name] | None:
     """Return the names of keys (None for all), after a check that an optimizer can update them."""
-    found = list(store.keys.values()) if keys is None else store.known(keys, what)
-    _check_floats(found, what, "give keys=[...] without it")
-    return None if keys is None else [key.name for key in found]
+    chosen = list(store.keys.values()) if keys is None else store.known(keys, what)
+    _check_floats(chosen, what, "give keys=[...] without it")
+    return None if keys is None else [key.name for key in chosen]
 
 
 def _check_floats(keys: Iterable[Key], what: str, cure: str) -> None:

@@ -22,7 +22,7 @@ CLOSE = "close"
 
 def pushes_of(pushed: Mapping[Name, Pushed]) -> bytes:
     """Encode how often this worker has pushed each key and collection."""
-    return msgspec.msgpack.encode([(name, one.round) for name, one in pushed.items()])
+    return msgspec.msgpack.encode([(name, each.round) for name, each in pushed.items()])
 
 
 def waits_for_closed(words: Sequence[bytes], pushed: Mapping[Name, Pushed], pushing: Sequence[Name] = ()) -> str:
@@ -39,8 +39,8 @@ def waits_for_closed(words: Sequence[bytes], pushed: Mapping[Name, Pushed], push
         data = data_of(word, CLOSE)
         for name, count in msgspec.msgpack.decode(data, type=list[tuple[Name, int]]) if data else ():
             if name in pushed and pushed[name].round + (name in pushing) > count:
-                one = f"{pushed[name].noun} {name!r}"
-                return f"rank {rank} has closed the store after {count} pushes of {one}, and this needs another"
+                label = f"{pushed[name].noun} {name!r}"
+                return f"rank {rank} has closed the store after {count} pushes of {label}, and this needs another"
     return ""
 
 
@@ -69,7 +69,7 @@ class Blocked(NamedTuple):
 
 def describe(what: str, sums: int, pushed: Iterable[Pushed]) -> bytes:
     """Encode a `WaitingWorker`. `pushed`: keys and collections that no operation under way pushes."""
-    return msgspec.msgpack.encode(WaitingWorker(what, sums, [(one.name, one.round) for one in pushed]))
+    return msgspec.msgpack.encode(WaitingWorker(what, sums, [(each.name, each.round) for each in pushed]))
 
 
 def needed(key: Key, call: str) -> int:
@@ -83,34 +83,34 @@ def needed(key: Key, call: str) -> int:
     return key.round - early
 
 
-def why_in_vain(mine: Blocked, layout: Layout, others: Mapping[int, bytes]) -> str:
+def why_in_vain(own: Blocked, layout: Layout, others: Mapping[int, bytes]) -> str:
     """Return an error message that names the two calls of a deadlock, or "" if there is none.
 
     `others`: rank -> its `WaitingWorker`, encoded.
     """
     for rank, word in others.items():
-        theirs = msgspec.msgpack.decode(word, type=WaitingWorker)
-        if call := waits_for(mine, layout, rank, theirs):
+        other = msgspec.msgpack.decode(word, type=WaitingWorker)
+        if call := waits_for(own, layout, rank, other):
             return (
-                f"rank {rank} waits in {theirs.what} for all workers, and rank {layout.rank} in {call} for rank "
+                f"rank {rank} waits in {other.what} for all workers, and rank {layout.rank} in {call} for rank "
                 f"{rank}: let all make these calls in the same order"
             )
     return ""
 
 
-def waits_for(mine: Blocked, layout: Layout, rank: int, theirs: WaitingWorker) -> str:
+def waits_for(own: Blocked, layout: Layout, rank: int, other: WaitingWorker) -> str:
     """Return the call in which this worker waits for a push that worker `rank` has not made, or ""."""
     if not layout.num_servers:
-        return mine.call if theirs.sums < mine.sums else ""
+        return own.call if other.sums < own.sums else ""
     fellow = layout.kind.startswith("mpi_") and any(
         layout.rank in range(*client) and rank in range(*client) for client in layout.clients
     )
-    if mine.inside and not fellow:
+    if own.inside and not fellow:
         return ""
     if layout.asynchronous and not fellow:
         # Servers hold up nobody for a worker that waits for all.
         return ""
-    for name, count in theirs.rounds:
-        if mine.rounds.get(name, 0) > count:
-            return mine.call or f"push of key {name!r}"
+    for name, count in other.rounds:
+        if own.rounds.get(name, 0) > count:
+            return own.call or f"push of key {name!r}"
     return ""
