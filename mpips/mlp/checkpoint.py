@@ -140,7 +140,7 @@ def load_checkpoint(
     def see(file: TensorFile) -> tuple[CheckpointHeader, Optimizer]:
         header = _read_header(file)
         optimizer = _see_tensors(file, header)
-        file.see_sums((WORD,), warns=mesh.comm.rank == 0)
+        file.check_sums((WORD,), warns=mesh.comm.rank == 0)
         return header, optimizer
 
     header, optimizer = _read(path, mesh.comm, see)

@@ -1,4 +1,4 @@
-"""Tables as a kind of service of a store (see `store.server.service`): for servers, their mirrors, and a recovery."""
+"""Tables as a kind of service of a store (`store.server.service`): for workers, servers, mirrors and recoveries."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import msgspec
 from mpips.store.recovery.plan import copies_of
 from mpips.store.roles import Layout
 from mpips.store.server.service import OldMemory, ServiceKind
+from mpips.tables.files import TableRecord
 from mpips.tables.journal import Journal
 from mpips.tables.mirror import MirroredTables
 from mpips.tables.mover import RowMover
 from mpips.tables.plan import NOTHING, FoundTables, RowSource, TableEntry, TablesPlan, attached, describe_rows
 from mpips.tables.service import ServerTables
+from mpips.tables.worker import WorkerTables
 
 
 def _describe(old: OldMemory) -> bytes:
@@ -29,6 +31,10 @@ def _describe(old: OldMemory) -> bytes:
 
 def _move(plan: TablesPlan, layout: Layout, old: OldMemory, service: ServerTables | None) -> RowMover:
     return RowMover(plan.tables, layout.world, partial(_journal, old), service)
+
+
+def _decode_records(data: bytes) -> list[TableRecord]:
+    return msgspec.json.decode(data, type=list[TableRecord])
 
 
 def _journals(old: OldMemory, rank: int) -> dict[str, Journal]:
@@ -50,4 +56,6 @@ def _journal(old: OldMemory, source: RowSource, table: str) -> Journal:
     return journal
 
 
-TABLES = ServiceKind(ServerTables.name, ServerTables.of, MirroredTables, _describe, FoundTables, _move)
+TABLES = ServiceKind(
+    ServerTables.name, WorkerTables, _decode_records, ServerTables.of, MirroredTables, _describe, FoundTables, _move
+)

@@ -25,9 +25,8 @@ from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.fabric.failure import is_death
 from mpips.collectives.machine import free_memory
 from mpips.store.keys.key import Name
-from mpips.store.transport.frames import MakeTable
-from mpips.tables import row_optimizers
 from mpips.tables.journal import CLOSED, COUNTS, OPENED, ROWS, TORN, WORDS, Journal, Positions, RowsRound, kept_arrays
+from mpips.tables.messages import MakeTable
 from mpips.tables.plan import RowsCopy, describe_rows
 from mpips.tables.rows import arrays_of
 
@@ -113,7 +112,7 @@ class MirroredTable:
 
     def __init__(self, file: SparseFile, begins: TableBegins, generation: int) -> None:
         card, capacity, self._file = begins.card, begins.capacity, file
-        self._arrays = arrays_of(card.dim, np.dtype(card.dtype), row_optimizers.decode(card.optimizer, card.numbers))
+        self._arrays = arrays_of(card)
         arrays = {name: file.zeros((capacity, *shape), kind)[0] for name, (kind, shape) in self._arrays.items()}
         kept = {
             name: file.zeros((capacity, *shape), kind)[0] for name, (kind, shape) in kept_arrays(self._arrays).items()

@@ -17,15 +17,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.store.keys.key import Name
 from mpips.store.roles import Layout
-from mpips.store.transport.frames import MakeTable
-from mpips.tables import row_optimizers
-from mpips.tables.admission import COUNTS
 from mpips.tables.journal import Journal, RowsRound
+from mpips.tables.messages import MakeTable
 from mpips.tables.rows import arrays_of
 
 # an empty list
@@ -115,9 +112,7 @@ def describe_rows(name: str, journal: Journal, owner: int, memory: int) -> RowsC
 
 def attached(file: SparseFile, entry: TableEntry) -> Journal:
     """Open the journal of a table whose server has died."""
-    card = entry.card
-    arrays = arrays_of(card.dim, np.dtype(card.dtype), row_optimizers.decode(card.optimizer, card.numbers))
-    return Journal.attached(file, entry.places, arrays, entry.capacity, entry.workers)
+    return Journal.attached(file, entry.places, arrays_of(entry.card), entry.capacity, entry.workers)
 
 
 def in_common(owners: Owners, counts: Owners) -> dict[int, RowsCopy]:
@@ -165,7 +160,7 @@ class TablesPlan(NamedTuple):
 
 def names_of_counts(cards: Iterable[MakeTable]) -> set[str]:
     """Return the names of the tables that count ids of others."""
-    return {card.table + COUNTS for card in cards if card.seen}
+    return {card.table_of_counts for card in cards if card.seen}
 
 
 class FoundTables:
@@ -219,8 +214,9 @@ def owners_of_tables(cards: Sequence[MakeTable], copies: Iterable[RowsCopy]) -> 
             known = owners.get(copy.owner, copy)
             # A server's own memory is better than a mirror's, then a newer round than an older one.
             owners[copy.owner] = max(known, copy, key=lambda each: (each.memory == each.owner, each.rounds[0]))
-    for name in (card.table for card in cards if card.seen):
-        tables[name] = tables[name + COUNTS] = in_common(tables[name], tables[name + COUNTS])
+    for card in cards:
+        if counts := card.table_of_counts:
+            tables[card.table] = tables[counts] = in_common(tables[card.table], tables[counts])
     return tables
 
 

@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.kernels.quiet import quiet
-from mpips.tables import index, kernels
+from mpips.tables import index, kernels, row_optimizers
 from mpips.tables.index import MOST_ROWS, Positions
 from mpips.tables.initial import Ids, first_rows
 from mpips.tables.journal import HERE, KEPT, ROWS, WORDS, Journal, RowsRound, kept_arrays
+from mpips.tables.messages import MakeTable
 from mpips.tables.places import FREE, Places
-from mpips.tables.row_optimizers import RowOptimizer
 
 Array = NDArray[Any]
 # size of the blocks in which rows with their state are updated
@@ -41,10 +41,15 @@ FEW = 1 << 16
 LAST = 1000
 
 
-def arrays_of(dim: int, dtype: np.dtype, optimizer: RowOptimizer) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-    """Return the arrays of a table by name: the dtype, and the shape of one row's part."""
+def arrays_of(card: MakeTable) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    """Return the arrays of a table by name: the dtype, and the shape of one row's part.
+
+    ValueError or TypeError if its optimizer is unknown here.
+    """
+    dim, dtype = card.dim, np.dtype(card.dtype)
+    optimizer = row_optimizers.decode(card.optimizer, card.numbers)
     state = {f"state{number}": (dtype, (width,)) for number, width in enumerate(optimizer.widths(dim))}
-    counts = {"counts": (np.dtype(np.int32), ())} if optimizer.counts_rows else {}
+    counts = {"counts": (np.dtype(np.int32), ())} if optimizer.counts_updates else {}
     ages = {"touched": (np.dtype(np.int32), ())}
     return {"ids": (np.dtype(np.int64), ()), "values": (dtype, (dim,)), **state, **counts, **ages}
 
@@ -53,9 +58,8 @@ class TableRows:
     """The rows of one table on one server.
 
     Args:
-        dim: Values in a row.
-        key, bound: Of the first values (see `initial.first_rows`).
-        evict, limit: Which rows are dropped (see `places`). 0 drops none.
+        card: What the table is.
+        limit: Most rows that this server keeps (see `places`), its share of the table's limit. 0: any number.
         file: Where rows lie. None makes a file of its own.
         survives: Keep what the last round has overwritten (see `journal`), so that the round before can be restored
             after a death.
@@ -64,26 +68,21 @@ class TableRows:
 
     def __init__(
         self,
-        dim: int,
-        dtype: np.dtype,
-        key: int,
-        bound: float,
-        optimizer: RowOptimizer,
-        evict: int = 0,
+        card: MakeTable,
         limit: int = 0,
         file: SparseFile | None = None,
         survives: bool = False,
         workers: int = 0,
     ) -> None:
-        self._dim = dim
-        self._dtype = dtype
-        self._key = key
-        self._bound = bound
-        self.optimizer = optimizer
+        self._dim = card.dim
+        self._dtype = np.dtype(card.dtype)
+        self._key = card.key
+        self._bound = card.bound
+        self.optimizer = row_optimizers.decode(card.optimizer, card.numbers)
         self._file = SparseFile() if file is None else file
         # offset in the file of each array, and of `words`, `done` and `index`
         self.places: dict[str, int] = {}
-        arrays = arrays_of(dim, dtype, optimizer)
+        arrays = arrays_of(card)
         # Bytes of a row with its id and state. Its share of the index, 8 to 16 bytes (24 while that grows), is not
         # included.
         self.row_bytes = sum(kind.itemsize * math.prod(shape) for kind, shape in arrays.values())
@@ -100,7 +99,7 @@ class TableRows:
         self._counts = self._arrays.get("counts")
         words = self._reserved("index", (index.WORDS,), np.dtype(np.uint64))
         ids, touched = self._arrays["ids"], self._arrays["touched"]
-        self.positions = Places(ids, touched, self.row_bytes, self._file, words, evict, limit)
+        self.positions = Places(ids, touched, self.row_bytes, self._file, words, card.evict, limit)
         # number of rows dropped
         self.evicted = 0
         self.drops = Drops()

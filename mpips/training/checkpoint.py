@@ -354,7 +354,7 @@ def _found(name: str, begin: bool, update: Update) -> tuple[str, Header] | None:
         header = _header(path, found.metadata.get(WORD))
         _see_update(path, header, update)
         _see_arrays(path, found.tensors, header, update)
-        found.see_sums((WORD,))
+        found.check_sums((WORD,))
     return prefix, header
 
 

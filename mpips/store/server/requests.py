@@ -45,6 +45,7 @@ class Requests:
     ) -> None:
         # by name
         self.services = services or {}
+        self._decode = frames.request_decoder(service.requests for service in self.services.values())
         self._state = state
         self._name = name
         self._memory = memory
@@ -68,7 +69,7 @@ class Requests:
         """Answer a request, or keep it for `answer_all`. True if units were made or forgotten."""
         body = line.body(frame)
         try:
-            request = frames.decode_request(body[frame.aux :].data)
+            request = self._decode(body[frame.aux :].data)
         except msgspec.MsgspecError as error:
             text = f"{self._name}: a request cannot be read: {error}: run the same version of mpips on all ranks"
             line.post_body(text.encode(), Op.ANSWER, token=frame.token, flags=frames.REFUSED)

@@ -14,23 +14,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpips.store.keys.key import Name
 from mpips.store.recovery.membership import Before
-from mpips.store.transport.frames import Answer
 from mpips.store.transport.lines import Line
 
 if TYPE_CHECKING:
     from mpips.collectives.fabric.arena import SparseFile
+    from mpips.store.remote.link import Link
+    from mpips.store.remote.setup import Setup
     from mpips.store.roles import Layout
     from mpips.store.server.late import InRounds, Late, Wait
 
 # the line of the worker that has asked, and the token of its request
 Asker = tuple[Line, int]
-Answers = Sequence[tuple[Asker, Answer]]
+Answers = Sequence[tuple[Asker, msgspec.Struct]]
 Payload = NDArray[np.uint8]
 
 
@@ -219,6 +221,9 @@ class ServiceKind(NamedTuple):
     """A kind of service: how its objects are made, and its part in a recovery.
 
     Attributes:
+        make_worker: Makes a worker's part in the service (`WorkerService`), which lasts as long as its store.
+        decode_records: Decodes what the header of a checkpoint says of the service, in JSON, to `CollectionRecord`s.
+            MsgspecError if it is damaged.
         make: Makes the service of a server for one generation, empty.
         make_copies: Makes what a server keeps of others as their mirror, empty. It lies in the file.
         describe: Returns what a rank can read, for all ranks: b"" if that is nothing.
@@ -229,6 +234,8 @@ class ServiceKind(NamedTuple):
     """
 
     name: str
+    make_worker: Callable[[Layout, Link, Setup], Any]
+    decode_records: Callable[[bytes], Sequence[Any]]
     make: Callable[[Surroundings], Service]
     make_copies: Callable[[SparseFile], ServiceCopies]
     describe: Callable[[OldMemory], bytes]

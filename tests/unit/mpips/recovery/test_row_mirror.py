@@ -15,8 +15,7 @@ from mpi4py import MPI
 
 from collectives.errors import CollectiveError
 from collectives.fabric.arena import SparseFile
-from mpips.store.transport import frames
-from mpips.tables import journal
+from mpips.tables import journal, messages
 from mpips.tables import mirror as row_mirror
 from mpips.tables.initial import key_of
 from mpips.tables.mirror import MirroredTables, RowMirror
@@ -51,7 +50,7 @@ class Pair:
 class Mirrored:
     """Tables on one server, with a mirror that takes in so much as `turn` lets it."""
 
-    def __init__(self, cards: list[frames.MakeTable]) -> None:
+    def __init__(self, cards: list[messages.MakeTable]) -> None:
         self.mail: Any = (deque(), deque())
         self.comm: Any = Pair(0, self.mail)
         self.copies = MirroredTables(SparseFile())
@@ -71,7 +70,7 @@ class Mirrored:
         askers = []
         for worker in range(2):
             gradients = random.standard_normal((len(ids), 3))
-            askers.append(self.server.ask(worker, frames.PushRows("t", len(ids)), gradients, np.array(ids, np.int64)))
+            askers.append(self.server.ask(worker, messages.PushRows("t", len(ids)), gradients, np.array(ids, np.int64)))
         return askers
 
     def content(self) -> dict[str, Any]:
@@ -140,7 +139,7 @@ def test_a_round_sends_the_rows_that_it_has_changed() -> None:
 
 def test_requests_of_a_table_wait_until_the_mirror_has_it() -> None:
     one = Mirrored(CARDS)
-    pull, freeze = frames.PullRows("t", 0, 1, False), frames.FreezeTables(0, ["t"])
+    pull, freeze = messages.PullRows("t", 0, 1, False), messages.FreezeTables(0, ["t"])
     assert not one.server.tables.waits(pull)
     one.push(np.random.default_rng(3), [1])
     assert one.server.tables.waits(pull) and not one.server.tables.waits(freeze)
@@ -152,11 +151,11 @@ def test_a_load_that_breaks_off_leaves_a_torn_copy() -> None:
     one = Mirrored(CARDS)
     one.push(np.random.default_rng(3), [1, 2])
     one.until_there()
-    asked = one.server.ask(0, frames.ResetTable("t", 7))
+    asked = one.server.ask(0, messages.ResetTable("t", 7))
     assert asked not in one.server.said
     one.until_there()
     assert asked in one.server.said and one.copies.journal("t", 0, 2).torn
-    one.server.ask(0, frames.EndLoad("t"))
+    one.server.ask(0, messages.EndLoad("t"))
     one.until_there()
     assert not one.copies.journal("t", 0, 2).torn and one.copies.journal("t", 0, 2).available_rounds() == [(1, 7, 0, 0)]
 

@@ -15,8 +15,7 @@ from mpi4py import MPI
 
 from collectives.errors import CollectiveError
 from collectives.fabric.arena import SparseFile
-from mpips.store.transport import frames
-from mpips.tables import journal, mover
+from mpips.tables import journal, messages, mover
 from mpips.tables.admission import Seen, seen
 from mpips.tables.initial import key_of, owners_of
 from mpips.tables.mover import RowMover, RowsSent
@@ -64,7 +63,7 @@ def push(servers: list[Workers], step: int, ids: list[int], expected: ReferenceT
     expected.push([(where, gradients)])
     for number, server in enumerate(servers):
         mine = owners_of(where, len(servers)) == number
-        server.ask(0, frames.PushRows("t", int(mine.sum())), gradients[mine], where[mine])
+        server.ask(0, messages.PushRows("t", int(mine.sum())), gradients[mine], where[mine])
 
 
 def contents(servers: list[Workers]) -> list[dict[int, list[bytes]]]:
@@ -79,7 +78,7 @@ def contents(servers: list[Workers]) -> list[dict[int, list[bytes]]]:
     return every
 
 
-def plans_of(cards: list[frames.MakeTable], round_: int, sources: dict[int, Any], old: int) -> list[TablePlan]:
+def plans_of(cards: list[messages.MakeTable], round_: int, sources: dict[int, Any], old: int) -> list[TablePlan]:
     rounds = dict.fromkeys(range(OLD, OLD + old), round_)
     return [TablePlan(card, round_, round_, False, [round_], rounds, (0, 0), sources) for card in cards]
 
@@ -144,7 +143,7 @@ def test_rows_are_the_same_on_other_servers(
     every = np.unique(np.array([one for ids in rounds for one in ids], np.int64))
     for number, server in enumerate(after):
         ids = every[owners_of(every, new) == number]
-        read = server.ask(0, frames.PullRows("t", 0, len(ids), False), ids)
+        read = server.ask(0, messages.PullRows("t", 0, len(ids), False), ids)
         assert server.said[read].data == expected.pull(ids).tobytes()
 
 

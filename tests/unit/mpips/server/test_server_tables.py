@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 
 from collectives.errors import MismatchError
 from collectives.fabric.arena import SparseFile
-from mpips.store.checkpoint.file import TableRecord
 from mpips.store.recovery.plan import RecoveryPlan, choose_rounds
 from mpips.store.server.service import OldMemory
-from mpips.store.transport import frames
-from mpips.tables.admission import COUNTS
-from mpips.tables.files import FilePart, restore
+from mpips.tables import messages
+from mpips.tables.files import FilePart, TableRecord, restore
 from mpips.tables.initial import key_of, owners_of
 from mpips.tables.journal import Journal
+from mpips.tables.messages import COUNTS
 from mpips.tables.plan import FoundTables, RowSource, TableEntry, TablePlan, TablesPlan, attached
 from mpips.tables.row_optimizers import ROW_OPTIMIZERS
 from tests.mpi.mpips.reference_table import ReferenceTable
@@ -46,14 +45,14 @@ def test_servers_hold_what_a_dictionary_holds(
         for number in data.draw(st.permutations(range(count * servers))):
             (ids, gradients), server = pushes[number % count], number // count
             chosen = owners_of(ids, servers) == server
-            words = frames.PushRows("t", int(chosen.sum()))
+            words = messages.PushRows("t", int(chosen.sum()))
             parts[server].ask(number % count, words, gradients[chosen], ids[chosen])
         every = np.unique(np.concatenate([ids for ids, _ in pushes]))
         for server, part in enumerate(parts):
             ids = every[owners_of(every, servers) == server]
-            read = part.ask(0, frames.PullRows("t", 0, len(ids), False), ids)
+            read = part.ask(0, messages.PullRows("t", 0, len(ids), False), ids)
             assert part.said[read].data == expected.pull(ids).tobytes()
-        stats = [part.said[part.ask(0, frames.GetTableStats("t"))] for part in parts]
+        stats = [part.said[part.ask(0, messages.GetTableStats("t"))] for part in parts]
         assert sum(one.rows for one in stats) == len(expected.rows)
         assert sum(one.evicted for one in stats) == len(expected.evicted)
         assert sum(one.refused for one in stats) == expected.refused
@@ -81,15 +80,15 @@ def test_a_second_push_waits_for_room() -> None:
 
 
 def test_a_push_that_was_under_way_when_its_round_was_refused_does_not_count() -> None:
-    workers, refused = Workers(2), frames.RefuseRound("t", 1, 1, "no memory", [])
+    workers, refused = Workers(2), messages.RefuseRound("t", 1, 1, "no memory", [])
     workers.push(1, 100)
     workers.ask(1, refused)
     late = workers.push(0, 1000)
-    assert isinstance(workers.said[late], frames.RoundRefused)
+    assert isinstance(workers.said[late], messages.RoundRefused)
     workers.ask(0, refused)
     for worker, value in ((0, 1), (1, 10)):
         gradients = np.array([-value, 0], np.float32)
-        workers.ask(worker, frames.PushRows("t", 1, 1), gradients, np.array([9], np.int64))
+        workers.ask(worker, messages.PushRows("t", 1, 1), gradients, np.array([9], np.int64))
     assert workers.value(workers.pull(0, 1)) == 11
 
 
@@ -204,17 +203,17 @@ def test_a_load_that_breaks_off_leaves_a_torn_table() -> None:
     class Loading:
         """The servers, as rank 0 reaches them; after each request they may die."""
 
-        def ask(self, request: frames.TableRequest) -> Iterator[None]:
+        def ask(self, request: messages.TableRequest) -> Iterator[None]:
             server.ask(0, request)
             _, plan = planned({1: server}, SimpleNamespace(asynchronous=False, num_workers=1))
             torn.append(plan.rounds.torn)
             return iter(())
 
         def reset(self, table: str, updates: int) -> Iterator[None]:
-            return self.ask(frames.ResetTable(table, updates))
+            return self.ask(messages.ResetTable(table, updates))
 
         def end_load(self, table: str) -> Iterator[None]:
-            return self.ask(frames.EndLoad(table))
+            return self.ask(messages.EndLoad(table))
 
     parts = {"": TableRecord(COUNTED[1], 0, 2), "seen_": TableRecord(COUNTED[0], 0, 2)}
     file: Any = None

@@ -12,13 +12,13 @@ from msgspec.msgpack import decode
 
 from collectives.fabric.arena import SparseFile
 from mpips.optimizers import encode_numbers
-from mpips.store.transport import frames
+from mpips.tables import messages
 from mpips.tables.initial import key_of
 from mpips.tables.journal import Journal, RowsRound
 from mpips.tables.plan import TableEntry, attached
-from mpips.tables.row_optimizers import create
 from mpips.tables.rows import TableRows
 from mpips.tables.service import ServerTables
+from tests.unit.mpips.tables.cards import card_of
 
 ROUNDS = 5
 KILLED_IN = ("tables/rows", "tables/journal", "tables/places", "tables/service")
@@ -33,19 +33,19 @@ def push(tables: ServerTables, round_: int) -> None:
     """Rows that come again, rows that are new, and time for others to go."""
     ids = np.unique(np.random.default_rng(round_).integers(-12, 12, 8) + 5 * round_)
     gradients = np.random.default_rng(9 * round_).standard_normal((len(ids), 3)).astype(np.float32)
-    payload = np.zeros(frames.ids_at(len(ids), 12) + ids.nbytes, np.uint8)
+    payload = np.zeros(messages.ids_at(len(ids), 12) + ids.nbytes, np.uint8)
     payload[: gradients.nbytes] = gradients.reshape(-1).view(np.uint8)
     payload[-ids.nbytes :] = ids.view(np.uint8)
-    tables.answer(0, (LINE, round_), frames.PushRows("t", len(ids)), payload)
+    tables.answer(0, (LINE, round_), messages.PushRows("t", len(ids)), payload)
 
 
 def made(evict: int, seen: int) -> ServerTables:
     tables = ServerTables(1, None, file=SparseFile(), survives=True)
     rate = encode_numbers({"learning_rate": 0.1})
-    cards = [frames.MakeTable("t", 3, "float32", key_of(0, "t"), 0.5, "adam", rate, evict, 0, seen)]
+    cards = [messages.MakeTable("t", 3, "float32", key_of(0, "t"), 0.5, "adam", rate, evict, 0, seen)]
     if seen:
         one = encode_numbers({"learning_rate": 1.0})
-        cards.insert(0, frames.MakeTable("t/seen", 1, "float32", key_of(0, "t"), 0.0, "sgd", one, evict, 1000))
+        cards.insert(0, messages.MakeTable("t/seen", 1, "float32", key_of(0, "t"), 0.0, "sgd", one, evict, 1000))
     for card in cards:
         tables.answer(0, (LINE, 0), card)
     return tables
@@ -128,8 +128,7 @@ def test_rows_of_an_undone_round_leave_nothing_to_those_that_get_their_places() 
 
     found = []
     for undone in ((), (3, 4, 5)):
-        kind, optimizer = np.dtype(np.float32), create("adam", {"learning_rate": 0.1})
-        rows = TableRows(2, kind, key_of(0, "t"), 0.5, optimizer, file=SparseFile(), survives=True, workers=1)
+        rows = TableRows(card_of(2, "float32", "adam", rate=0.1), file=SparseFile(), survives=True, workers=1)
         update(rows, 1, 1, 2)
         if undone:
             update(rows, 2, *undone)
