@@ -50,8 +50,8 @@ NEVER = Limits(math.inf, 0.0)
 LOG = log.get("mpips.store")
 
 
-class Present:
-    """What belongs to one generation alone. The next one has another `Present`, and so has each attempt to begin it.
+class PresentGeneration:
+    """What belongs to one generation alone. Each attempt to begin the next one makes another.
 
     The constructor is collective over `layout.world`.
 
@@ -66,15 +66,17 @@ class Present:
         # True if all ranks of the store share memory
         one_node = len(set(layout.nodes)) == 1
         self.nap_after = NAP_AFTER_ON_NODE if one_node else NAP_AFTER_BETWEEN_NODES
+        # what `collectives` keeps for the store's communicator
         self.home = communicator(layout.world)
         self.home.patient(*limits)
         self.flag: memoryview = self.home.board.poison.flag
-        # of smaller communicators, see `Generation.within`
+        # the same for smaller communicators of the store, see `Generation.within`
         self.inner: list[Communicator] = []
         # the error that every call raises once the generation is over
         self.over: StoreError | None = None
         # True while a task of this rank is in a meeting
         self.meeting = False
+        # meetings of all ranks, and of the workers
         self.everybody = MeetingRoom(layout.world)
         self.workers = None if layout.workers is None else MeetingRoom(layout.workers)
         # what the ranks tell each other about the time after this generation
@@ -101,7 +103,7 @@ class Generation:
         self._ending = threading.RLock()
         self._closed = False
         # all that the next generation replaces
-        self.present = Present(layout, self.limits, 0)
+        self.present = PresentGeneration(layout, self.limits, 0)
         self._log_begin()
 
     @property
@@ -137,7 +139,8 @@ class Generation:
 
     def check(self) -> None:
         """Raise StoreError if the generation has ended on this node. Cheap; sends and receives nothing."""
-        if (self.over is not None or self.flag[0]) and not self.present.meeting:
+        present = self.present
+        if (present.over is not None or present.flag[0]) and not present.meeting:
             raise self._error()
 
     def look(self, waited: float = 0.0) -> None:
@@ -338,7 +341,7 @@ class Generation:
     def advance(self) -> None:
         """Become the next generation, on the layout's new communicators. Collective, blocking."""
         now = self.present
-        self.present = Present(self.layout, self.limits, now.number + 1, now.on_end)
+        self.present = PresentGeneration(self.layout, self.limits, now.number + 1, now.on_end)
         self._log_begin()
 
     def _log_begin(self) -> None:
