@@ -96,10 +96,10 @@ def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None
             now = CLOCK.seconds()
             since = since or now
         if now >= load.due:
-            load.write(now, [server.taken for server in serving])
+            load.write(now, [server.counted for server in serving])
         for server in list(serving):
             server.tick(now)
-            if opened is not None and (asked := server.opens()) and (more := opened(asked)):
+            if opened is not None and (asked := server.take_opening()) and (more := opened(asked)):
                 serving.append(more)
             if server.finished:
                 serving.remove(server)
@@ -205,7 +205,7 @@ class Server(Member[None]):
         return self._closed or self._traffic.over
 
     @property
-    def taken(self) -> tuple[ServerState, Collection[Service]]:
+    def counted(self) -> tuple[ServerState, Collection[Service]]:
         """The state and services that count the pushes of the present generation, for the server's page."""
         return self._state, self._requests.services.values()
 
@@ -214,7 +214,7 @@ class Server(Member[None]):
         """True if a sum waits for a block that a worker of this node may complete at any moment."""
         return bool(self._state.ready) and not self._traffic.remote
 
-    def opens(self) -> OpenStore | None:
+    def take_opening(self) -> OpenStore | None:
         """Return a store that all workers have asked to open since the last such call, or None."""
         asked = self._requests.opening
         if len(asked) < self.layout.num_workers:

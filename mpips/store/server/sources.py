@@ -1,8 +1,10 @@
-"""Contributions: what push frames say, and their payloads, in memory of this node or in messages from other nodes.
+"""What workers push, as a server reads it: in memory of this node, or in messages from other nodes.
 
-A worker of another node sends a block when the server has a buffer for it and tells it so (CREDIT). Payloads of one
-block come right behind their frame instead: a credit for them would wait in the server's link behind the answers that
-fill it. First values are received directly into the unit's memory. Nothing blocks here, except the end of a generation.
+A push is a frame (a small message) that says where the payload is. `Pushes` makes a `Contribution` of each.
+
+A worker of another node sends a block of its payload when the server has a buffer for it and says so (CREDIT). A
+payload of one block comes right behind its frame instead: a credit for it would wait in the server's link behind the
+answers that fill it. First values are received directly into the unit's memory. Only the end of a generation blocks.
 
 Memory for payloads is bounded, however many pushes are under way. Besides weights and optimizer state, a server keeps
 at most one copy of the model in sums that wait for other contributors, and a second one in payloads. The latter are
@@ -59,16 +61,18 @@ Read = Callable[[Array], Contribution]
 class Pushes:
     """Turns push frames into contributions.
 
-    A region that may be pushed again is remembered by its frame without the round. With `wholly` a message counts only
-    when all of it has come.
+    Args:
+        wholly: A payload that comes in messages counts only when all of it has come.
     """
 
     def __init__(self, state: ServerState, receiver: Receiver, wholly: bool = False) -> None:
         self._state = state
         self._receiver = receiver
         self._wholly = wholly
+        # region of a payload -> its bytes
         self._views: dict[tuple[int, ...], Array] = {}
         self._most = VIEWS
+        # frame without its round -> its push, if the payload is in memory that may be pushed again
         self.known: dict[bytes, Push] = {}
 
     def new(self, worker: int, line: Line, data: bytes) -> Push:
@@ -225,6 +229,7 @@ class MessageBlocks(Contribution):
         self._unit = unit
         self._round = frame.round
         self._blocks = unit.blocks if frame.coding == Coding.PLAIN else 1
+        # how many blocks to ask for, counted from the one that is needed
         self._early = max(2, receiver.in_flight // len(unit.contributors))
         # the blocks from `_asked - len(_coming)` up to `_asked`
         self._coming: deque[_Block] = deque()

@@ -37,9 +37,9 @@ class Known(dict[K, V]):
 
 
 class Contribution:
-    """Base class for the payload of a push. Subclasses in `server.sources` tell where it lies and how it is coded.
+    """Base class of pushes to a unit. Subclasses (`server.sources`) know where the payload lies and how it is coded.
 
-    The defaults describe a payload in memory of this node that is complete.
+    The defaults here are those of a payload that is complete, and in memory of this node.
     """
 
     # True if it lies in memory of this node
