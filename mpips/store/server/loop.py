@@ -26,7 +26,7 @@ from mpips.store.recovery.memory import LastGeneration, Ledger, NodeMemory, Unit
 from mpips.store.recovery.mirror import Mirror, MirroredUnits
 from mpips.store.recovery.plan import Inventory, OwnerInventory, RecoveryPlan, ServerReady, UnitSlice, encode_settings
 from mpips.store.recovery.recover import Member, former_rank, make_units, recover
-from mpips.store.roles import Layout, Seat
+from mpips.store.roles import CorePinning, Layout
 from mpips.store.runtime.generation import Generation
 from mpips.store.server.late import Gossip, Late
 from mpips.store.server.load import Load
@@ -123,7 +123,9 @@ class Server(Member[None]):
     `memory` is what this rank kept of other ranks' memory while it was a spare.
     """
 
-    def __init__(self, layout: Layout, seat: Seat, generation: Generation, memory: NodeMemory | None = None) -> None:
+    def __init__(
+        self, layout: Layout, seat: CorePinning, generation: Generation, memory: NodeMemory | None = None
+    ) -> None:
         super().__init__(layout, generation, memory)
         if layout.survives:
             arena.in_one_segment()
