@@ -65,9 +65,9 @@ class WorkerTables:
 
     # ---- checkpoints
 
-    def freeze(self) -> Task[FrozenTables]:
+    def freeze(self) -> Task[SavedTables]:
         frozen = yield from self.client.freeze(list(self.client.known))
-        return FrozenTables(frozen, [record_of(table, frozen) for table in self.client.known.values()])
+        return SavedTables(frozen, [record_of(table, frozen) for table in self.client.known.values()])
 
     def check_records(self, path: str, records: Sequence[TableRecord]) -> None:
         """Raise ValueError unless a checkpoint has all tables of the store, of the same kinds."""
@@ -98,7 +98,7 @@ class WorkerTables:
 
 
 @dataclass
-class FrozenTables:
+class SavedTables:
     """All tables of a store as they were at one moment, to be written to a checkpoint."""
 
     frozen: FrozenOnServers
