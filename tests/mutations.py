@@ -307,7 +307,7 @@ MUTATIONS = (
     Mutation(
         "a pull of what is newer leaves out what a load has brought",
         "mpips/store/checkpoint/load.py",
-        "        for record in there:\n            store.keys[record.key].replaced = True\n",
+        "        for record in existing:\n            store.keys[record.key].replaced = True\n",
         "",
         ((2, "tests/mpi/mpips/test_versions.py"), *CHECKPOINTS),
     ),
