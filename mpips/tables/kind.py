@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from functools import partial
 
 import msgspec
 
-from mpips.collectives.fabric.arena import SparseFile
 from mpips.store.recovery.plan import copies_of
-from mpips.store.remote.link import Link
-from mpips.store.remote.setup import Setup
 from mpips.store.roles import Layout
-from mpips.store.server.service import OldMemory, Service, Surroundings
+from mpips.store.server.service import OldMemory, ServiceKind
 from mpips.tables.files import TableRecord
 from mpips.tables.journal import Journal
 from mpips.tables.mirror import MirroredTables
@@ -22,45 +18,23 @@ from mpips.tables.service import ServerTables
 from mpips.tables.worker import WorkerTables
 
 
-class Tables:
-    """The kind of service that tables are (`ServiceKind`)."""
+def _describe(old: OldMemory) -> bytes:
+    """Describe this server's own rows, those of dead servers, and the copies that it keeps, encoded."""
+    copies = [] if old.service is None else old.service.describe()
+    for rank in old.described:
+        for name, journal in _journals(old, rank).items():
+            copies.append(describe_rows(name, journal, rank, rank))
+    if old.copies is not None:
+        copies += old.copies.describe(old.before.num_workers, old.before.num_servers, copies_of(old.rank))
+    return msgspec.msgpack.encode(copies) if copies else b""
 
-    name = ServerTables.name
 
-    def make_worker(self, layout: Layout, link: Link, setup: Setup) -> WorkerTables:
-        return WorkerTables(layout, link, setup)
+def _move(plan: TablesPlan, layout: Layout, old: OldMemory, service: ServerTables | None) -> RowMover:
+    return RowMover(plan.tables, layout.world, partial(_journal, old), service)
 
-    def decode_records(self, data: bytes) -> list[TableRecord]:
-        return msgspec.json.decode(data, type=list[TableRecord])
 
-    def make(self, server: Surroundings) -> ServerTables:
-        return ServerTables.of(server)
-
-    def make_copies(self, file: SparseFile) -> MirroredTables:
-        return MirroredTables(file)
-
-    def describe(self, old: OldMemory) -> bytes:
-        """Describe this server's own rows, those of dead servers, and the copies that it keeps, encoded."""
-        copies = [] if old.service is None else old.service.describe()
-        for rank in old.described:
-            for name, journal in _journals(old, rank).items():
-                copies.append(describe_rows(name, journal, rank, rank))
-        if old.copies is not None:
-            copies += old.copies.describe(old.before.num_workers, old.before.num_servers, copies_of(old.rank))
-        return msgspec.msgpack.encode(copies) if copies else b""
-
-    def find(
-        self,
-        layout: Layout,
-        known: Sequence[bytes | None],
-        held: Sequence[bytes],
-        mapped: Sequence[Collection[int]],
-    ) -> FoundTables:
-        return FoundTables(layout, known, held, mapped)
-
-    def move(self, plan: TablesPlan, layout: Layout, old: OldMemory, service: Service | None) -> RowMover:
-        assert service is None or isinstance(service, ServerTables)
-        return RowMover(plan.tables, layout.world, partial(_journal, old), service)
+def _decode_records(data: bytes) -> list[TableRecord]:
+    return msgspec.json.decode(data, type=list[TableRecord])
 
 
 def _journals(old: OldMemory, rank: int) -> dict[str, Journal]:
@@ -80,3 +54,8 @@ def _journal(old: OldMemory, source: RowSource, table: str) -> Journal:
     else:
         journal = _journals(old, source.memory)[table]
     return journal
+
+
+TABLES = ServiceKind(
+    ServerTables.name, WorkerTables, _decode_records, ServerTables.of, MirroredTables, _describe, FoundTables, _move
+)

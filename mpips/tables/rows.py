@@ -148,7 +148,7 @@ class TableRows:
     def change_rows(self, ids: Ids, gradients: Array, step: int) -> None:
         """Do the first half of `update`, without dropping rows. Call `drop_due_rows` afterwards."""
         if self._put:
-            self.positions.check_touched()
+            self.positions.rebuild_order()
             self._put = False
         self._step = step
         at = self._positions(ids)

@@ -145,8 +145,9 @@ def refuse_mirrors(mirrors: int, spares: int, nodes: Sequence[int]) -> str:
         return f"mirrors={mirrors} and spares={spares}: a death ends the store all the same; ask for spares=0 or more"
     if not mirrors or len(set(nodes)) > 1:
         return ""
-    there = "this store has no servers"
+    why = "this store has no servers"
     if nodes:
-        there = f"all {len(nodes)} share one" if len(nodes) > 1 else "there is one server"
-    start = "start one on another host, or leave it out"
-    return f"mirrors={mirrors} needs servers on at least two nodes, but {there}: {start}"
+        why = f"all {len(nodes)} share one" if len(nodes) > 1 else "there is one server"
+    return (
+        f"mirrors={mirrors} needs servers on at least two nodes, but {why}: start one on another host, or leave it out"
+    )

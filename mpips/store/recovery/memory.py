@@ -46,7 +46,7 @@ class LedgerEntry(msgspec.Struct, array_like=True):
 
     Attributes:
         words: The unit's progress words. Word 1 + i counts pushes of contributor i.
-        journal: The words of its undo copy.
+        undo: The words of its undo copy.
         rows: Room for row numbers: its place and how many fit.
         arrays: For the values and each array of state: dtype, place, place of its copy.
     """
@@ -58,7 +58,7 @@ class LedgerEntry(msgspec.Struct, array_like=True):
     row_elements: int
     contributors: tuple[int, ...]
     words: int
-    journal: int
+    undo: int
     rows: tuple[int, int]
     arrays: list[tuple[str, int, int]]
 
@@ -142,7 +142,7 @@ def undo_of(segment: NDArray[np.uint8], entry: LedgerEntry) -> Undo:
     first = [view(array, size, dtype_of(name)) for name, array, _ in entry.arrays]
     second = [view(copy, size, dtype_of(name)) for name, _, copy in entry.arrays]
     rows = view(entry.rows[0], entry.rows[1], np.dtype(np.int64)) if entry.rows[1] else None
-    words = view(entry.journal, words_of(len(entry.contributors)), np.dtype(np.uint64))
+    words = view(entry.undo, words_of(len(entry.contributors)), np.dtype(np.uint64))
     return Undo(first, second, memoryview(words), rows, entry.row_elements)  # type: ignore[arg-type]
 
 
@@ -281,11 +281,11 @@ class UnitMemory:
         first_words, count = frames.arrange_words(cards)
         words = _zeros(count)
         ends = np.cumsum([0, *(words_of(len(card.contributors)) for card in cards)])
-        journals = _zeros(int(ends[-1]))
+        undo_words = _zeros(int(ends[-1]))
         units = []
         for index, (card, word) in enumerate(zip(cards, first_words, strict=True)):
             progress = memoryview(words[word : word + 1 + len(card.contributors)])  # type: ignore[arg-type]
-            journal = memoryview(journals[ends[index] : ends[index + 1]])  # type: ignore[arg-type]
+            own_undo = memoryview(undo_words[ends[index] : ends[index + 1]])  # type: ignore[arg-type]
             old = adopted.get(card.number)
             kept: Undo | None = None
             if old is None:
@@ -293,12 +293,12 @@ class UnitMemory:
                 stored = memory[at : at + (card.stop - card.start) * dtype.itemsize].view(dtype)
                 if self.ledger is not None:
                     states = state_dtypes(groups.of(card.key), stored.dtype)
-                    kept = undo.new(stored, card.row_elements, states, journal)
+                    kept = undo.new(stored, card.row_elements, states, own_undo)
             else:
                 stored, was = old.stored, old.undo
                 # It gets words of its own, because the old ones must stay true until the next generation begins.
                 if was is not None:
-                    kept = Undo(was.arrays, was.copies, journal, was.rows, was.row_elements)
+                    kept = Undo(was.arrays, was.copies, own_undo, was.rows, was.row_elements)
             unit = Unit(
                 card.number,
                 card.key,

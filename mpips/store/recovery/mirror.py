@@ -373,12 +373,12 @@ class Mirror(UnitMirror):
         rest = []
         for coming in self._coming:
             try:
-                there = MPI.Request.Testall(coming.requests)
+                is_complete = MPI.Request.Testall(coming.requests)
             except MPI.Exception:
                 # the sender has died
                 requests.keep(coming.requests)
                 continue
-            if not there:
+            if not is_complete:
                 rest.append(coming)
                 continue
             coming.copy.add_version(coming.sent, coming.arrays, self._generation)

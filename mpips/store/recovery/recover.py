@@ -46,13 +46,13 @@ from mpips.collectives.recorder import own as recorder
 from mpips.optimizers.base import initial
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Array, Name
-from mpips.store.recovery.memory import LastGeneration, NodeMemory, UnitMemory, arrays_of_unit
-from mpips.store.recovery.mirror import MirroredUnits
+from mpips.store.recovery.memory import LastGeneration, NodeMemory, UnitMemory
 from mpips.store.recovery.plan import (
     Inventory,
     RecoveryPlan,
     ServerReady,
     UnitPlan,
+    UnitSlice,
     UnitSource,
     choose_rounds,
     make_plan,
@@ -347,22 +347,26 @@ class Member(Generic[T]):
 
     def move(self, plan: RecoveryPlan) -> ServerReady:
         """Send what others need, and receive what this rank needs. Collective, blocking."""
-        self.run_movers(plan, ReachableMemory(self.old_memory, self.generation.number))
+        self.run_movers(plan)
         return ServerReady()
+
+    def read_old(self, piece: UnitSlice) -> list[Array]:
+        """Return values and state of an old unit that this rank can read. The caller must not change them."""
+        return self.old_memory.arrays_of(piece.owner, piece.unit, piece.before, self.generation.number)
 
     def run_movers(
         self,
         plan: RecoveryPlan,
-        reached: ReachableMemory,
         units: Sequence[Unit] = (),
+        old_units: Sequence[Unit] = (),
         services: Mapping[str, Service] | None = None,
     ) -> None:
-        """Send what others need from memory that this rank reaches, and fill its own new `units` and `services`.
+        """Send what others need from memory that this rank reads, and fill its own new `units` and `services`.
 
         Collective, blocking.
         """
         layout, own = self.layout, services or {}
-        unit_mover = UnitMover(plan, layout, reached, units)
+        unit_mover = UnitMover(plan, layout, self.read_old, units, old_units)
         movers = [
             kind.move(plan.services[kind.name], layout, self.old_service(kind.name), own.get(kind.name))
             for kind in KINDS
@@ -411,53 +415,15 @@ class StandBy(Member[None]):
 # ---- 5: bytes go where the plan says
 
 
-class ReachableMemory:
-    """The memory that this rank can read in a recovery.
-
-    It consists of its own units, those of servers whose memory is mapped here, and the copies that it keeps as a
-    mirror.
-
-    Args:
-        node: The mapped memory of servers.
-        generation: The generation that is to begin.
-        units: This rank's units, if it was a server.
-        owner: The rank that it had as a server; -1 if it was none.
-        copies: The copies that it keeps as a mirror.
-    """
-
-    def __init__(
-        self,
-        node: NodeMemory,
-        generation: int,
-        units: Sequence[Unit] = (),
-        owner: int = -1,
-        copies: MirroredUnits | None = None,
-    ) -> None:
-        self.units = units
-        self._owner = owner
-        self._node = node
-        self._generation = generation
-        self._copies = copies
-
-    def arrays_of(self, owner: int, index: int, before: bool) -> list[Array]:
-        """Return values and state of a unit. The caller must not change them.
-
-        `before`: as of the round before the newest.
-        """
-        if owner >= 0 and owner == self._owner:
-            return arrays_of_unit(self.units[index], before)
-        if owner < 0:
-            assert self._copies is not None
-            return self._copies.arrays_of(index, before)
-        return self._node.arrays_of(owner, index, before, self._generation)
-
-
 def make_units(
-    plan: RecoveryPlan, rank: int, memory: UnitMemory, groups: Groups, reached: ReachableMemory
+    plan: RecoveryPlan, rank: int, memory: UnitMemory, groups: Groups, old_units: Sequence[Unit]
 ) -> tuple[list[Unit], Created]:
-    """Make the units that the server `rank` will have, still to be filled. Also return where workers find them."""
+    """Make the units that the server `rank` will have, still to be filled. Also return where workers find them.
+
+    `old_units` are those that it had in the last generation.
+    """
     planned = [unit for unit in plan.units if unit.server == rank]
-    adopted = {unit.card.number: reached.units[unit.sources[0].slice.unit] for unit in planned if unit.adopted}
+    adopted = {unit.card.number: old_units[unit.sources[0].slice.unit] for unit in planned if unit.adopted}
     return memory.make([unit.card for unit in planned], groups, adopted)
 
 
@@ -468,15 +434,22 @@ class UnitMover:
     `finish`.
 
     Args:
+        read: Returns values and state of an old unit that this rank can read.
         units: The new units of this server, in the order of the plan.
+        old_units: Those that it had in the last generation.
     """
 
     def __init__(
-        self, plan: RecoveryPlan, layout: Layout, reached: ReachableMemory, units: Sequence[Unit] = ()
+        self,
+        plan: RecoveryPlan,
+        layout: Layout,
+        read: Callable[[UnitSlice], list[Array]],
+        units: Sequence[Unit] = (),
+        old_units: Sequence[Unit] = (),
     ) -> None:
         self._plan = plan
         self._comm = layout.world
-        self._reached = reached
+        self._read = read
         self._requests: list[MPI.Request] = []
         # bytes that this rank sends and receives
         self.nbytes = 0
@@ -486,7 +459,7 @@ class UnitMover:
         own = [planned for planned in plan.units if planned.server == layout.rank]
         for planned, unit in zip(own, units, strict=True):
             if planned.adopted:
-                _adopt(planned, reached.units[planned.sources[0].slice.unit], unit)
+                _adopt(planned, old_units[planned.sources[0].slice.unit], unit)
             else:
                 self._filled.append((planned, unit, [self._fill(unit, source) for source in planned.sources]))
 
@@ -504,8 +477,7 @@ class UnitMover:
     def _old_arrays(self, source: UnitSource) -> list[Array]:
         """Return the elements of values and state that a source says. The caller must not change them."""
         piece, start = source.slice, self._plan.copy_of(source).start
-        arrays = self._reached.arrays_of(piece.owner, piece.unit, piece.before)
-        return [array[piece.start - start : piece.stop - start] for array in arrays]
+        return [array[piece.start - start : piece.stop - start] for array in self._read(piece)]
 
     def _send(self, rank: int) -> None:
         """Begin to send what other ranks need of this rank's memory. The messages keep their arrays alive."""

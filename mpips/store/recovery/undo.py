@@ -300,7 +300,7 @@ def with_state(undo: Undo, states: Sequence[np.dtype]) -> Undo:
 def _move(pairs: Sequence[tuple[Array, Array]], rows: NDArray[np.int64], row_elements: int) -> None:
     """Copy rows from the first array of each pair to the second."""
     for source, target in pairs:
-        theirs, mine = source.reshape(-1, row_elements), target.reshape(-1, row_elements)
+        old, new = source.reshape(-1, row_elements), target.reshape(-1, row_elements)
         for at in range(0, len(rows), ROWS_AT_A_TIME):
             some = rows[at : at + ROWS_AT_A_TIME]
-            mine[some] = theirs[some]
+            new[some] = old[some]

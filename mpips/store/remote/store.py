@@ -32,7 +32,7 @@ from mpips.store.runtime.generation import Generation
 from mpips.store.services import KINDS
 from mpips.store.transport import frames
 from mpips.store.transport.lines import Line
-from mpips.store.worker.interface import Recovered
+from mpips.store.worker.interface import Recovered, WorkerService
 
 
 class WorkerCarryOver(NamedTuple):
@@ -65,7 +65,7 @@ class RemoteStore(Member[Recovered]):
         self._pull = Pull(layout, self._link)
         self._setup = Setup(layout, generation, self._link)
         self._settings = ServerSettings(layout, self._setup, self._push)
-        self.services = [kind.make_worker(layout, self._link, self._setup) for kind in KINDS]
+        self.services: list[WorkerService] = [kind.make_worker(layout, self._link, self._setup) for kind in KINDS]
         self._carry_over: LastGeneration[WorkerCarryOver] = LastGeneration()
         self._members: Members | None = None
         generation.on_end.append(self._quiesce)

@@ -2,8 +2,8 @@
 
 A generation uses what `collectives` keeps for the store's communicator: a flag and a sentence in memory that the ranks
 of a node share, and notes between nodes. The rank that finds a failure calls `end`. Every wait looks at the flag, and
-raises the same sentence. After the end the ranks tell each other by `barrier` whether they go on. `recovery.recover`
-makes the next generation.
+raises the same sentence. After the end the ranks tell each other whether they go on (`NextGenerationBarrier`).
+`recovery.recover` makes the next generation.
 """
 
 from __future__ import annotations
@@ -402,7 +402,7 @@ class NextGenerationBarrier:
         self._room = MeetingRoom(comm, BARRIER_TAG)
         self._gone = gone
         self._survives = survives
-        self._said = b""
+        self._last_word = b""
         self._attempt = 0
 
     def is_due(self) -> bool:
@@ -453,31 +453,31 @@ class NextGenerationBarrier:
         gone = self._gone()
         return all(gone.get(rank) == DEPARTURES[CLOSED] for rank in self._others(LEAVES))
 
-    def _wait(self, limits: Limits, mine: bytes, *words: bytes) -> str:
+    def _wait(self, limits: Limits, word: bytes, *words: bytes) -> str:
         """Send a word of this attempt, and wait until all have sent one of `words`.
 
         Return "", or why they cannot go on.
         """
-        present = [word + b" %d" % self._attempt for word in words]
+        present = [each + b" %d" % self._attempt for each in words]
 
         def late() -> list[int]:
             """Return the living ranks, as far as known, that have not sent one of the expected words last."""
             others = self._others(*present)
             return [rank for rank in others if rank not in self._dead()] if others and self._survives else others
 
-        self._say(mine + b" %d" % self._attempt)
+        self._say(word + b" %d" % self._attempt)
         drive(until(lambda: self._why_not() or not late()), Watch(limits, late=late), "recover")
         return self._why_not()
 
     def _say(self, word: bytes) -> None:
-        if self._said != word:
-            self._said = word
+        if self._last_word != word:
+            self._last_word = word
             self._room.begin(word)
 
     def _others(self, *words: bytes) -> list[int]:
         """Return the ranks that have not sent one of these words last. Does not block."""
         self._room.missing()
-        return [rank for rank, said in enumerate(self._room.last_words()) if said not in words]
+        return [rank for rank, word in enumerate(self._room.last_words()) if word not in words]
 
     def _dead(self) -> set[int]:
         """Return the ranks that have died, in a store that goes on after a death."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -21,11 +21,11 @@ from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.compression import Compressor
 from mpips.optimizers import Groups
-from mpips.store.keys.key import Name
-from mpips.store.recovery.memory import LastGeneration, Ledger, NodeMemory, UnitMemory, describe_unit
+from mpips.store.keys.key import Array, Name
+from mpips.store.recovery.memory import LastGeneration, Ledger, NodeMemory, UnitMemory, arrays_of_unit, describe_unit
 from mpips.store.recovery.mirror import Mirror, MirroredUnits
-from mpips.store.recovery.plan import Inventory, OwnerInventory, RecoveryPlan, ServerReady, encode_settings
-from mpips.store.recovery.recover import Member, ReachableMemory, former_rank, make_units, recover
+from mpips.store.recovery.plan import Inventory, OwnerInventory, RecoveryPlan, ServerReady, UnitSlice, encode_settings
+from mpips.store.recovery.recover import Member, former_rank, make_units, recover
 from mpips.store.roles import Layout, Seat
 from mpips.store.runtime.generation import Generation
 from mpips.store.server.late import Gossip, Late
@@ -75,12 +75,12 @@ def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None
         opened: Makes another store that all workers have asked for, collectively with them. Returns None if it is
             refused.
     """
-    here, turns, load = list(servers), 0, Load()
+    serving, turns, load = list(servers), 0, Load()
     # when the server began to be idle, and how often it has looked since
     since, spins = 0.0, 0
-    while here:
+    while serving:
         worked = False
-        for server in here:
+        for server in serving:
             worked |= server.turn()
         turns += 1
         if worked:
@@ -96,17 +96,17 @@ def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None
             now = CLOCK.seconds()
             since = since or now
         if now >= load.due:
-            load.write(now, [server.taken for server in here])
-        for server in list(here):
+            load.write(now, [server.taken for server in serving])
+        for server in list(serving):
             server.tick(now)
             if opened is not None and (asked := server.opens()) and (more := opened(asked)):
-                here.append(more)
+                serving.append(more)
             if server.finished:
-                here.remove(server)
+                serving.remove(server)
                 server.close()
         # Do not sleep if a worker of this node may complete a block of a sum at any moment: a sleep is longer than that
         # wait.
-        if since and now - since > SPIN_SECONDS and not any(server.is_summing for server in here):
+        if since and now - since > SPIN_SECONDS and not any(server.is_summing for server in serving):
             time.sleep(min(max(SLEEP_SHARE * (now - since), SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
 
 
@@ -115,8 +115,6 @@ class Serving(NamedTuple):
 
     state: ServerState
     requests: Requests
-    # by name
-    services: dict[str, Service]
 
 
 class Server(Member[None]):
@@ -137,8 +135,8 @@ class Server(Member[None]):
         self._shared_cores = seat.shared
         # Workers wait during a long sum, so the servers of a node share all cores that this process may use.
         every = range(layout.num_workers, layout.num_workers + layout.num_servers)
-        here = sum(layout.same_node(layout.rank, server) for server in every)
-        threads = max(1, min(MOST_THREADS, seat.usable // here))
+        on_node = sum(layout.same_node(layout.rank, server) for server in every)
+        threads = max(1, min(MOST_THREADS, seat.usable // on_node))
         self._reduce = Reduce(threads, seat.step_aside, seat.shared)
         kinds = KINDS if layout.options.mirrors else ()
         self._copies = MirroredUnits({kind.name: kind.make_copies(self._file) for kind in kinds})
@@ -180,7 +178,7 @@ class Server(Member[None]):
                 )
             )
         name = f"server rank {layout.rank}"
-        return Serving(state, Requests(state, name, self._units, number, [*services.values()]), services)
+        return Serving(state, Requests(state, name, self._units, number, services))
 
     def begin(self) -> None:
         """Begin the store's first generation. Collective over its workers and servers, blocking."""
@@ -207,9 +205,9 @@ class Server(Member[None]):
         return self._closed or self._traffic.over
 
     @property
-    def taken(self) -> tuple[ServerState, Sequence[Service]]:
+    def taken(self) -> tuple[ServerState, Collection[Service]]:
         """The state and services that count the pushes of the present generation, for the server's page."""
-        return self._state, self._requests.services
+        return self._state, self._requests.services.values()
 
     @property
     def is_summing(self) -> bool:
@@ -341,26 +339,34 @@ class Server(Member[None]):
     def old_service(self, name: str) -> OldMemory:
         """Add the service of this server, and the copies that it keeps of others if a server has died."""
         old = super().old_service(name)
-        service = self._last_serving.get_or_save(self.generation.number, self._now).services[name]
+        service = self._last_serving.get_or_save(self.generation.number, self._now).requests.services[name]
         copies = self._copies.services.get(name) if old.before.lost_servers else None
         return old._replace(service=service, copies=copies)
+
+    def read_old(self, piece: UnitSlice) -> list[Array]:
+        """Return an old unit of this server, of one that it mirrors, or of one whose memory is mapped."""
+        if piece.owner < 0:
+            return self._copies.arrays_of(piece.unit, piece.before)
+        if piece.owner == former_rank(self.layout):
+            return arrays_of_unit(self._old_units[piece.unit], piece.before)
+        return super().read_old(piece)
 
     def move(self, plan: RecoveryPlan) -> ServerReady:
         """Make this server's units, fill them from old memory on this and other ranks, and send what others need."""
         layout, number = self.layout, self.generation.number
         groups, compressor = plan.settings()
         self._next = serving = self._serving(self.connection.lines, groups, compressor)
-        old_units = [*self._last_serving.get_or_save(number, self._now).state.units.values()]
-        reached = ReachableMemory(self.old_memory, number, old_units, former_rank(layout), self._copies)
-        units, where = make_units(plan, layout.rank, self._units, groups, reached)
+        services = serving.requests.services
+        self._old_units = [*self._last_serving.get_or_save(number, self._now).state.units.values()]
+        units, where = make_units(plan, layout.rank, self._units, groups, self._old_units)
         for name, planned in plan.services.items():
-            serving.services[name].restore(planned, self.old_service(name), layout.rank)
-        self.run_movers(plan, reached, units, serving.services)
+            services[name].restore(planned, self.old_service(name), layout.rank)
+        self.run_movers(plan, units, self._old_units, services)
         for unit in units:
             serving.state.create(unit)
             serving.state.changed(unit)
         for name, planned in plan.services.items():
-            serving.services[name].begin(planned)
+            services[name].begin(planned)
         self._plan = plan
         LOG.info("%d unit%s moved, %d byte%s", len(units), "s"[: len(units) != 1], self.nbytes, "s"[: self.nbytes != 1])
         return ServerReady(where, serving.requests.repeat_change(plan.change))
@@ -374,11 +380,12 @@ class Server(Member[None]):
         """Free the memory of the old generation after the next one has begun."""
         super().commit()
         self._last_serving.forget()
+        self._old_units = []
         rounds = None if self.layout.asynchronous else self._plan.rounds
         self._copies.begin(rounds)
         for name, copies in self._copies.services.items():
             planned = self._plan.services.get(name)
-            copies.begin(rounds and (planned.rounds if planned else {}))
+            copies.begin(None if rounds is None else planned.rounds if planned else {})
 
 
 class WorkerTraffic:

@@ -25,12 +25,10 @@ from mpips.store.transport.lines import Line
 
 if TYPE_CHECKING:
     from mpips.collectives.fabric.arena import SparseFile
-    from mpips.store.checkpoint.file import CollectionRecord
     from mpips.store.remote.link import Link
     from mpips.store.remote.setup import Setup
     from mpips.store.roles import Layout
     from mpips.store.server.late import InRounds, Late, Wait
-    from mpips.store.worker.interface import WorkerService
 
 # the line of the worker that has asked, and the token of its request
 Asker = tuple[Line, int]
@@ -219,40 +217,27 @@ class ServiceMover(Protocol):
         """Work for a moment. True when everything has been sent and received."""
 
 
-class ServiceKind(Protocol):
-    """A kind of service."""
+class ServiceKind(NamedTuple):
+    """A kind of service: how its objects are made, and its part in a recovery.
+
+    Attributes:
+        make_worker: Makes a worker's part in the service (`WorkerService`), which lasts as long as its store.
+        decode_records: Decodes what the header of a checkpoint says of the service, in JSON, to `CollectionRecord`s.
+            MsgspecError if it is damaged.
+        make: Makes the service of a server for one generation, empty.
+        make_copies: Makes what a server keeps of others as their mirror, empty. It lies in the file.
+        describe: Returns what a rank can read, for all ranks: b"" if that is nothing.
+        find: Finds out what all ranks hold together. Its arguments after the layout have an entry for each rank: what
+            the rank knows as a worker of the last generation (None if it was none), what `describe` has returned there,
+            and the servers of the last generation whose memory it has mapped.
+        move: Begins to move what a plan says. The last argument is the new service of this rank, if it is a server.
+    """
 
     name: str
-
-    def make_worker(self, layout: Layout, link: Link, setup: Setup) -> WorkerService:
-        """Make the part of a worker in the service, which lasts as long as its store."""
-
-    def decode_records(self, data: bytes) -> Sequence[CollectionRecord]:
-        """Decode what the header of a checkpoint says of the service (JSON). MsgspecError if it is damaged."""
-
-    def make(self, server: Surroundings) -> Service:
-        """Make the service of a server for one generation, empty."""
-
-    def make_copies(self, file: SparseFile) -> ServiceCopies:
-        """Make what a server keeps of others as their mirror, empty. It lies in `file`."""
-
-    def describe(self, old: OldMemory) -> bytes:
-        """Return what a rank can read, for all ranks: b"" if that is nothing."""
-
-    def find(
-        self,
-        layout: Layout,
-        known: Sequence[bytes | None],
-        held: Sequence[bytes],
-        mapped: Sequence[Collection[int]],
-    ) -> FoundService:
-        """Find out what all ranks together hold. Each argument has an entry for each rank, in order.
-
-        Args:
-            known: What the rank knows as a worker of the last generation: b"" if nothing; None if it was no worker.
-            held: What `describe` has returned there.
-            mapped: The servers of the last generation whose memory the rank has mapped.
-        """
-
-    def move(self, plan: Any, layout: Layout, old: OldMemory, service: Service | None) -> ServiceMover:
-        """Begin to move what the plan says. `service`: the new service of this rank, if it is a server."""
+    make_worker: Callable[[Layout, Link, Setup], Any]
+    decode_records: Callable[[bytes], Sequence[Any]]
+    make: Callable[[Surroundings], Service]
+    make_copies: Callable[[SparseFile], ServiceCopies]
+    describe: Callable[[OldMemory], bytes]
+    find: Callable[[Layout, Sequence[bytes | None], Sequence[bytes], Sequence[Collection[int]]], FoundService]
+    move: Callable[[Any, Layout, OldMemory, Any], ServiceMover]

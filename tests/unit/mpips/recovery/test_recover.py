@@ -16,9 +16,9 @@ from mpips.store.keys.cutting import Cutting
 from mpips.store.keys.key import Key
 from mpips.store.keys.sharding import Interval, split
 from mpips.store.recovery.membership import Before, Roles, map_ranks
-from mpips.store.recovery.memory import Ledger, NodeMemory, UnitMemory, describe_unit
+from mpips.store.recovery.memory import Ledger, NodeMemory, UnitMemory, arrays_of_unit, describe_unit
 from mpips.store.recovery.plan import Inventory, KeyCard, OwnerInventory, UnitCopy, choose_rounds, make_plan
-from mpips.store.recovery.recover import ReachableMemory, UnitMover, make_units
+from mpips.store.recovery.recover import UnitMover, make_units
 from mpips.store.recovery.undo import AvailableRound
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError
@@ -116,6 +116,17 @@ def test_a_push_that_one_shard_has_counts_for_all():
         assert made.rounds == {"d": count} and [unit.pushes for unit in made.units] == [[5, 4]] * 2
 
 
+def reader(maps, origin, units):
+    """What a rank can read of old units: its own, and those that it has mapped."""
+
+    def read(piece):
+        if piece.owner == origin:
+            return arrays_of_unit(units[piece.unit], piece.before)
+        return maps.arrays_of(piece.owner, piece.unit, piece.before, 1)
+
+    return read
+
+
 ROLES = Roles(4, 2, 1, tuple(split(Interval(0, 4), 2)))
 KINDS = [("dist_sync", "one"), ("mpi_sync", "one"), ("mpi_sync", "all")]
 
@@ -172,12 +183,12 @@ def see_what_it_was(kind, lost, optimizer, ahead, where, spares, grow):
     found, filled = {}, []
     for rank, (here, maps, origin) in enumerate(ranks):
         made = make_plan(here, said, choose_rounds(said, True), [None, None])
-        reached = ReachableMemory(maps, 1, servers[origin].units if origin in servers else [], origin)
+        old_units = servers[origin].units if origin in servers else []
         units = []
         if here.is_server:
             ledger = servers[origin].ledger if origin in servers else Ledger()
-            units, _ = make_units(made, rank, UnitMemory(ledger), Groups(optimizer), reached)
-        filled.append((here, units, UnitMover(made, here, reached, units)))
+            units, _ = make_units(made, rank, UnitMemory(ledger), Groups(optimizer), old_units)
+        filled.append((here, units, UnitMover(made, here, reader(maps, origin, old_units), units, old_units)))
     for here, units, one in filled:
         here.world.deliver()
         one.finish()

@@ -47,7 +47,10 @@ class Server:
 
     def __init__(self, asynchronous=False):
         self.state = AsynchronousState() if asynchronous else SynchronousState()
-        self.requests, self.line = Requests(self.state, "server rank 4", UnitMemory(None), 0, [ServerTables(0)]), Line()
+        self.requests, self.line = (
+            Requests(self.state, "server rank 4", UnitMemory(None), 0, {"tables": ServerTables(0)}),
+            Line(),
+        )
         cards = [UnitCard(number, key, "float32", 0, 10, 1, 4, (0, 1)) for number, key in ((3, "a"), (7, "b"))]
         self.ask(frames.Create(cards))
         self.units = [self.state.units[3], self.state.units[7]]
