@@ -28,6 +28,7 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from mpips.collectives.agreement import SAME_VALUES, Items, difference
 from mpips.collectives.api import begin
 from mpips.collectives.communicator import communicator
 from mpips.collectives.errors import CollectiveError, ranks
@@ -55,6 +56,23 @@ class Request(msgspec.Struct, array_like=True):
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r}"
+
+    def items(self) -> Items:
+        """Return what must be the same on all ranks."""
+        # In these two operations tensors may have any number of rows.
+        free = 1 if self.kind in ("allgather", "alltoall") else 0
+        things = {
+            "the operation": self.kind,
+            "the number of tensors": len(self.shapes),
+            "dtype": self.dtypes,
+            "number of dimensions": [*map(len, self.shapes)],
+            "shape behind the first dimension" if free else "shape": [shape[free:] for shape in self.shapes],
+            "op": self.op,
+            "prescale_factor": self.prescale,
+            "postscale_factor": self.postscale,
+            "root_rank": self.root,
+        }
+        return [(thing, str(_only_item(value))) for thing, value in things.items()]
 
 
 T = TypeVar("T")
@@ -359,7 +377,10 @@ class Negotiator:
             if len(requests_of.keys() | set(self._joined)) == self.comm.size:
                 del self._met[name]
                 first = requests_of[min(requests_of)]
-                if wrong := self._difference(first, requests_of) or self._against_joined(first):
+                # Nearly all requests are equal, and equality is found sooner than the items are made.
+                differ = any(request != first for request in requests_of.values())
+                unlike = difference({self.names[rank]: each.items() for rank, each in requests_of.items() if differ})
+                if wrong := f"{unlike}: {SAME_VALUES}" if unlike else self._against_joined(first):
                     self._end(name, None, HorovodInternalError(f"{first}: {wrong}"))
                 else:
                     ready.append((first, requests_of))
@@ -389,34 +410,6 @@ class Negotiator:
         if handle is not None:
             return handle.tensors
         return [torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in zip(request.dtypes, request.shapes)]
-
-    def _difference(self, first: Request, requests: dict[int, Request]) -> str:
-        """Describe the first difference between the requests of two ranks, or return "" if they fit together."""
-        one = min(requests)
-        for rank, request in requests.items():
-            # In these two operations tensors may have any number of rows.
-            free = 1 if first.kind in ("allgather", "alltoall") else 0
-            for what, a, b in (
-                ("the operation", first.kind, request.kind),
-                ("the number of tensors", len(first.shapes), len(request.shapes)),
-                ("dtype", first.dtypes, request.dtypes),
-                ("number of dimensions", [*map(len, first.shapes)], [*map(len, request.shapes)]),
-                (
-                    "shape behind the first dimension" if free else "shape",
-                    [shape[free:] for shape in first.shapes],
-                    [shape[free:] for shape in request.shapes],
-                ),
-                ("op", first.op, request.op),
-                ("prescale_factor", first.prescale, request.prescale),
-                ("postscale_factor", first.postscale, request.postscale),
-                ("root_rank", first.root, request.root),
-            ):
-                if a != b:
-                    return (
-                        f"{what} is {_said(a)} on rank {self.names[one]} and {_said(b)} on rank "
-                        f"{self.names[rank]}: give all ranks the same"
-                    )
-        return ""
 
     def _against_joined(self, first: Request) -> str:
         """Return why an operation cannot run while some ranks have joined, or "" if it can."""
@@ -465,6 +458,6 @@ def _fusion(request: Request) -> tuple[object, ...]:
     return (request.op, request.prescale, request.postscale, sorted(set(request.dtypes)))
 
 
-def _said(value: object) -> object:
+def _only_item(value: object) -> object:
     """Return the item of a list that has only one, for an error message. Anything else is returned as it is."""
-    return _said(value[0]) if isinstance(value, list) and len(value) == 1 else value
+    return _only_item(value[0]) if isinstance(value, list) and len(value) == 1 else value

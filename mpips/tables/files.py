@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.collectives.errors import CollectiveError, of_caller, warn
+from mpips.collectives.errors import CollectiveError, warn
 from mpips.collectives.fabric.tasks import Task
 from mpips.store.checkpoint.file import (
     Header,
@@ -39,6 +39,7 @@ from mpips.store.checkpoint.file import (
     table_prefix,
     why,
 )
+from mpips.store.keys.arguments import see_one_round
 from mpips.store.keys.key import Array
 from mpips.store.runtime.rendezvous import Items, attempt
 from mpips.store.transport.frames import TableStats
@@ -328,15 +329,9 @@ def meet(store: WorkerStore, what: str, items: Items, table: KnownTable, refusal
     """
     store.finish()
     store.hear_refusals(what)
-    told = store.agree(what, items, refusal, noun="argument", data=b"%d" % table.round)
-    for rank, theirs in enumerate(told):
-        if theirs != told[0] and not store.layout.asynchronous:
-            raise of_caller(
-                ValueError(
-                    f"{what}: rank 0 has pushed {int(told[0])} times and rank {rank} {int(theirs)}: call it after the "
-                    "same step"
-                )
-            )
+    rounds = store.agree(what, items, refusal, noun="argument", data=b"%d" % table.round)
+    if not store.layout.asynchronous:
+        see_one_round(what, [table], [[int(round_)] for round_ in rounds])
 
 
 def _counts_of(store: WorkerStore, table: KnownTable) -> KnownTable | None:

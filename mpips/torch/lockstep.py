@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import mpips.collectives as collectives
+from mpips.collectives.agreement import SAME_VALUES, Items, difference
 from mpips.collectives.communicator import communicator
 from mpips.collectives.errors import of_caller, warn
 from mpips.torch.tensors import sparse_parameters
@@ -59,8 +60,6 @@ PAIRED = {
     "DistributedOptimizer": "mpips.torch.DistributedOptimizer with the model itself",
     "hvd.DistributedOptimizer": "hvd.DistributedOptimizer with the model itself",
 }
-# (thing, its description on this rank), such as ("parameter 'weight'", "float32(2, 3)"); no thing occurs twice
-Items = Sequence[tuple[str, str]]
 
 
 # ---- before training
@@ -114,54 +113,33 @@ def model_items(module: torch.nn.Module, buckets: str | float, algorithm: str) -
     ]
 
 
-def agree(
-    items: Items, comm: MPI.Intracomm, what: str, cure: str = "give all ranks the same", unlike: bool = False
-) -> None:
+def agree(items: Items, comm: MPI.Intracomm, what: str, cure: str = SAME_VALUES, unlike: bool = False) -> None:
     """Raise the same MismatchError on all ranks unless they all pass the same items. Collective, blocking.
 
     Args:
         items: What this rank has.
         comm: The ranks that compare.
-        what: Name of the operation, which begins the error message. cure: What the user should do, which ends the error
-        message.
+        what: Name of the operation, which begins the error message.
+        cure: What the user should do, which ends the error message.
         unlike: The ranks are known to differ, so raise even if all items are the same.
     """
-    if found := gather_difference(items, comm, what) or (UNEXPLAINED if unlike else ""):
+    if sentence := gather_difference(items, comm, what) or (UNEXPLAINED if unlike else ""):
         with communicator(comm).failing(what):
-            raise collectives.MismatchError(f"{what}: {found}: {cure}")
+            raise collectives.MismatchError(f"{what}: {sentence}: {cure}")
 
 
 def gather_difference(items: Items, comm: MPI.Intracomm, what: str, first: int = 0) -> str:
-    """Gather all ranks' items and return their `difference` from those of rank `first`. Collective, blocking."""
+    """Gather all ranks' items and return their `difference`. Collective, blocking.
+
+    `first`: the number by which the description names the first rank of `comm`.
+    """
     word = np.frombuffer(msgspec.msgpack.encode(items), np.uint8)
     sizes = gather_rows(np.array([word.size]), comm, what)[:, 0]
     padded = np.zeros(sizes.max(), np.uint8)
     padded[: word.size] = word
     rows = zip(gather_rows(padded, comm, what), sizes.tolist())
     every = [msgspec.msgpack.decode(row[:size].tobytes(), type=list[tuple[str, str]]) for row, size in rows]
-    return difference(every, first)
-
-
-def difference(every: Sequence[Items], first: int = 0) -> str:
-    """Describe the first difference between rank `first` and the ranks after it, or return "" if there is none.
-
-    `every` has the items of ranks `first`, `first` + 1 and so on. Pure.
-    """
-    known = dict(every[0])
-    for rank, items in enumerate(every, first):
-        theirs = dict(items)
-        for thing, kind in every[0]:
-            if thing not in theirs:
-                return f"rank {rank} has no {thing}, which rank {first} has"
-            if theirs[thing] != kind:
-                return f"{thing} is {kind} on rank {first} and {theirs[thing]} on rank {rank}"
-        for other in theirs:
-            if other not in known:
-                return f"rank {first} has no {other}, which rank {rank} has"
-        for thing, other in zip(known, theirs):
-            if other != thing:
-                return f"rank {first} has {thing} where rank {rank} has {other}"
-    return ""
+    return difference(dict(enumerate(every, first)))
 
 
 def content(value: object) -> Any:
@@ -402,13 +380,12 @@ def check_frozen(named: Iterable[tuple[str, Tensor]], comm: MPI.Intracomm, what:
                     f"{what}: parameter {name!r} is not known to DataParallel: wrap the model when it is complete"
                 )
     every = gather_rows(np.array([parameter.requires_grad for _, parameter in named], np.uint8), comm, what)
-    for rank, place in np.argwhere(every != every[0]):
-        frozen, other = (rank, 0) if every[0, place] else (0, rank)
+    if (every != every[0]).any():
+        names = [f"parameter {name!r}" for name, _ in named]
+        kinds = [["trained" if needs else "frozen" for needs in row] for row in every]
+        unlike = difference({rank: [*zip(names, row)] for rank, row in enumerate(kinds)})
         with communicator(comm).failing(what):
-            raise collectives.MismatchError(
-                f"{what}: parameter {named[place][0]!r} requires a gradient on rank {other} and none on rank {frozen}: "
-                "freeze it on all ranks, or on none"
-            )
+            raise collectives.MismatchError(f"{what}: {unlike}: freeze it on all ranks, or on none")
 
 
 class WeightWatch:
