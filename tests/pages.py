@@ -1,10 +1,12 @@
-"""The pages of the documents, and what their blocks of code hold."""
+"""The pages of the documents, and what their blocks of code hold; the examples of docstrings, which are pages too."""
 
 from __future__ import annotations
 
+import doctest
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tests.tracked import tracked
 
@@ -23,3 +25,12 @@ def blocks(page: Path) -> Iterator[str]:
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     for fenced, indented in re.findall(r"^```[^\n]*\n(.*?)^```|^((?:    [^\n]*\n)+)", text, re.MULTILINE | re.DOTALL):
         yield fenced or indented
+
+
+def failed_examples(call: Any, **names: Any) -> str:
+    """Run the examples of a docstring, in which `names` are known. Return what is wrong with them, or ""."""
+    test = doctest.DocTestParser().get_doctest(call.__doc__, names, call.__name__, None, None)
+    reports: list[str] = []
+    options = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    outcome = doctest.DocTestRunner(optionflags=options).run(test, out=reports.append)
+    return "".join(reports) if outcome.attempted else f"{call.__name__} has no example"

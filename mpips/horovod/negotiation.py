@@ -1,10 +1,11 @@
 """Negotiation: match the operations of a process set by name, in whatever order ranks begin them.
 
 Each operation is described by a `Request`. While a rank has operations in flight, its communication thread runs rounds
-   with the other ranks. In each round:
+with the other ranks. In each round:
 
-1. An allgather collects every rank's new requests, and whether its program is waiting. 2. Operations that all ranks
-   have requested run, in the same order on all of them. Consecutive allreduces of the same kind run as one.
+1. An allgather collects every rank's new requests, and whether its program is waiting.
+2. Operations that all ranks have requested run, in the same order on all of them. Consecutive allreduces of the same
+   kind run as one.
 
 If the requests of an operation do not fit together, its handles on all ranks get the same error, and the process set
 stays usable. Any other failure ends all operations in flight.
@@ -81,9 +82,11 @@ T = TypeVar("T")
 class Handle(Generic[T]):
     """An operation in flight on this rank.
 
-    Args: request: The description of the operation that is sent to the other ranks. tensors: The tensors that it reads,
-        or changes in place. deliver: Turns the list of results into what the program gets. waiting: A context in which
-        the other ranks know that this rank's program waits.
+    Args:
+        request: The description of the operation that is sent to the other ranks.
+        tensors: The tensors that it reads, or changes in place.
+        deliver: Turns the list of results into what the program gets.
+        waiting: A context in which the other ranks know that this rank's program waits.
     """
 
     def __init__(
@@ -239,8 +242,8 @@ class Negotiator:
 
     Args:
         comm: A communicator that is used for nothing else.
-        names: For each rank of `comm` its rank in the world, for error messages. timeout_seconds: The timeout of
-        operations; 0 means none.
+        names: For each rank of `comm` its rank in the world, for error messages.
+        timeout_seconds: The timeout of operations; 0 means none.
     """
 
     def __init__(self, comm: MPI.Intracomm, names: Sequence[int], timeout_seconds: float) -> None:

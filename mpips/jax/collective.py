@@ -1,11 +1,11 @@
 """Differentiable collectives of JAX arrays: `allreduce` and the like, applied to each leaf of a pytree.
 
 Every rank differentiates its own loss. If all ranks get the result, the argument `gradient` says what is
-                differentiated:
+differentiated:
 
-"sum" the sum of all ranks' losses: cotangents are summed over the ranks, as data parallelism needs it "identity" a
-                single loss, which every rank computes from the result in the same way: each rank's cotangent is used as
-                it is
+- "sum": the sum of all ranks' losses. Cotangents are summed over the ranks, as data parallelism needs it.
+- "identity": a single loss, which every rank computes from the result in the same way. Each rank's cotangent is used as
+  it is.
 
 With p ranks, `allgather` puts an axis of length p in front of a leaf's shape, and `reduce_scatter` removes it, as in
 `jax.lax`.
@@ -138,9 +138,7 @@ class Collective(JaxCall):
 def allreduce(
     tree: Tree, op: str = "mean", comm: MPI.Comm | None = None, algorithm: str = "auto", *, gradient: str = "sum"
 ) -> Tree:
-    """Reduce every leaf of a pytree over all ranks. Return a tree of the same shapes and dtypes. Collective.
-
-    >>> mpips.jax.allreduce({"w": jnp.ones(3), "b": jnp.zeros(())})
+    """Reduce every leaf of a pytree over all ranks. Collective.
 
     All leaves are reduced in a single call. XLA puts a result into the memory of its leaf if nothing reads the leaf
     afterwards. That is often so for gradients, and for arguments that `jit` may overwrite (`donate_argnums`).
@@ -151,13 +149,21 @@ def allreduce(
         op: "mean", "sum", "min", "max" or "prod".
         comm: An mpi4py communicator, all of whose ranks make the call. None means COMM_WORLD.
         algorithm: As in `collectives.allreduce`.
-        gradient: "sum" or "identity", as described above. With op "mean" cotangents are also divided by the number of
-            ranks.
+        gradient: "sum" differentiates the sum of all ranks' losses, as data parallelism needs it. "identity"
+            differentiates a single loss that every rank computes from the result. With op "mean" cotangents are also
+            divided by the number of ranks.
+
+    Returns:
+        A tree of the same form, shapes and dtypes.
 
     Raises:
         ValueError: `op`, `gradient` or a shape does not fit. Raised while the call is traced.
         NotImplementedError: The gradient of "min", "max" or "prod" is needed.
         jax.errors.JaxRuntimeError: What `collectives.allreduce` raises, with its message, when the call runs.
+
+    Example:
+        >>> mpips.jax.allreduce({"b": jnp.zeros(()), "w": jnp.ones(3)})
+        {'b': Array(0., dtype=float32), 'w': Array([1., 1., 1.], dtype=float32)}
     """
     leaves, shape = jax.tree.flatten(tree)
     parts = [_encode(jax.numpy.asarray(leaf), op) for leaf in leaves]
@@ -169,26 +175,72 @@ def allreduce(
 
 
 def broadcast(tree: Tree, root: int = 0, comm: MPI.Comm | None = None, *, gradient: str = "sum") -> Tree:
-    """Return the root's leaves on all ranks. Shapes and dtypes must be the same on all ranks. Collective.
+    """Return the root's leaves on all ranks. Only the root gets a gradient. Collective.
 
-    Leaves may be of any dtype. Only the root gets a gradient. For `gradient` and errors see `allreduce`.
+    Args:
+        tree: Arrays of any dtype, with the same shapes and dtypes on all ranks.
+        root: The rank whose leaves are taken.
+        comm: As in `allreduce`.
+        gradient: As in `allreduce`.
+
+    Returns:
+        A tree of the same form.
+
+    Raises:
+        ValueError: `root` is not a rank, or `gradient` is unknown. Raised while the call is traced.
+        jax.errors.JaxRuntimeError: What `collectives.broadcast` raises, when the call runs.
+
+    Example:
+        >>> mpips.jax.broadcast(jnp.arange(3), root=0)
+        Array([0, 1, 2], dtype=int32)
     """
     see_root(root, Collective("broadcast", comm).ranks)
     return _map(Collective("broadcast", comm, root=int(root), gradient=_checked(gradient)), tree)
 
 
 def allgather(tree: Tree, comm: MPI.Comm | None = None, *, gradient: str = "sum") -> Tree:
-    """Return all ranks' leaves on all ranks, with the rank as the first axis: shape -> (p, *shape). Collective.
+    """Return all ranks' leaves on all ranks. Collective.
 
-    Leaves may be of any dtype. For `gradient` and errors see `allreduce`.
+    Args:
+        tree: Arrays of any dtype, with the same shapes and dtypes on all ranks.
+        comm: As in `allreduce`.
+        gradient: As in `allreduce`.
+
+    Returns:
+        A tree of the same form. A leaf of a shape has become one of (ranks, *shape).
+
+    Raises:
+        ValueError: `gradient` is unknown. Raised while the call is traced.
+        jax.errors.JaxRuntimeError: What `collectives.allgather` raises, when the call runs.
+
+    Example:
+        >>> mpips.jax.allgather(jnp.full(3, 7))[0]
+        Array([7, 7, 7], dtype=int32)
     """
     return _map(Collective("allgather", comm, gradient=_checked(gradient)), tree)
 
 
 def reduce_scatter(tree: Tree, op: str = "sum", comm: MPI.Comm | None = None) -> Tree:
-    """Reduce every leaf over all ranks, and return row r of the result on rank r: (p, *shape) -> shape. Collective.
+    """Reduce every leaf over all ranks, and return row r of the result on rank r. Collective.
 
-    The gradient is an allgather of the cotangents. For `op` and errors see `allreduce`.
+    The gradient is an allgather of the cotangents.
+
+    Args:
+        tree: Arrays of shape (ranks, *shape), of the dtypes that `allreduce` takes.
+        op: As in `allreduce`.
+        comm: As in `allreduce`.
+
+    Returns:
+        A tree of the same form, whose leaves have shape `shape`.
+
+    Raises:
+        ValueError: `op` or a shape does not fit. Raised while the call is traced.
+        NotImplementedError: The gradient of "min", "max" or "prod" is needed.
+        jax.errors.JaxRuntimeError: What `collectives.reduce_scatter` raises, when the call runs.
+
+    Example:
+        >>> mpips.jax.reduce_scatter(jnp.ones((mpips.size(), 2)), op="mean")
+        Array([1., 1.], dtype=float32)
     """
     for leaf in jax.tree.leaves(tree):
         operation(op, jax.numpy.result_type(leaf))
@@ -196,9 +248,22 @@ def reduce_scatter(tree: Tree, op: str = "sum", comm: MPI.Comm | None = None) ->
 
 
 def alltoall(tree: Tree, comm: MPI.Comm | None = None) -> Tree:
-    """Return on rank r row r of every rank's leaf, ordered by rank: (p, *shape) -> (p, *shape). Collective.
+    """Send row r of every leaf to rank r. Collective.
 
-    Leaves may be of any dtype. For errors see `allreduce`.
+    Args:
+        tree: Arrays of any dtype and shape (ranks, *shape), the same on all ranks.
+        comm: As in `allreduce`.
+
+    Returns:
+        A tree of the same form and shapes: row s of a leaf is what rank s has sent to this rank.
+
+    Raises:
+        ValueError: A shape does not fit. Raised while the call is traced.
+        jax.errors.JaxRuntimeError: What `collectives.alltoall` raises, when the call runs.
+
+    Example:
+        >>> mpips.jax.alltoall(jnp.full((mpips.size(), 2), 7))[0]
+        Array([7, 7], dtype=int32)
     """
     return _map(Collective("alltoall", comm), tree)
 
@@ -207,6 +272,15 @@ def barrier(comm: MPI.Comm | None = None) -> None:
     """Wait for all ranks.
 
     Inside of `jit`, later calls run once all ranks have reached the barrier. Collective, blocking outside of `jit`.
+
+    Args:
+        comm: As in `allreduce`.
+
+    Raises:
+        jax.errors.JaxRuntimeError: The ranks make different calls, or one has ended.
+
+    Example:
+        >>> mpips.jax.barrier()
     """
     _run(Collective("barrier", comm), [])
     if not isinstance(jax.numpy.zeros(()), jax.core.Tracer):

@@ -230,6 +230,15 @@ class Embedding(TableModule):
     Args:
         table: What `kv.table` has returned, on each worker.
         padding_idx: An id whose row is and stays zeros, because its gradient is never pushed.
+
+    Raises:
+        TypeError, ValueError: An argument does not fit. The forward pass raises them for ids that do not fit.
+        RuntimeError: In a backward pass, if no `TableOptimizer` would push the gradient.
+
+    Example:
+        >>> users = mpips.torch.Embedding(kv.table("users", dim=2))
+        >>> users(torch.tensor([[3, 5, 3]])).shape
+        torch.Size([1, 3, 2])
     """
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -248,6 +257,14 @@ class EmbeddingBag(TableModule):
         mode: "sum" or "mean".
         padding_idx: An id that is ignored in all bags: it adds nothing to sums and does not count in means.
         include_last_offset: The last of `offsets` is the end of the last bag, not the start of another bag.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As in `Embedding`.
+
+    Example:
+        >>> words = mpips.torch.EmbeddingBag(kv.table("words", dim=2), mode="sum")
+        >>> words(torch.tensor([3, 5, 3]), torch.tensor([0, 2])).shape  # two bags
+        torch.Size([2, 2])
     """
 
     def __init__(
@@ -303,6 +320,17 @@ class TableOptimizer:
 
     Args:
         model: A module that holds `Embedding` or `EmbeddingBag` modules at any depth, the same on all workers.
+
+    Raises:
+        TypeError, ValueError: `model` is not a module, or has no such module.
+
+    Example:
+        >>> items = mpips.torch.Embedding(kv.table("items", dim=2, init=mpips.uniform(0), learning_rate=1.0))
+        >>> optimizer = mpips.torch.TableOptimizer(items)
+        >>> items(torch.tensor([3])).sum().backward()
+        >>> optimizer.step()
+        >>> items.table.pull([3]).tolist()
+        [[-1.0, -1.0]]
     """
 
     # Tells GradScaler to call `step` even if a gradient has overflowed on this worker.

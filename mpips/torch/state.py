@@ -40,6 +40,10 @@ def broadcast_parameters(
 
     Raises:
         MismatchError: Names, dtypes, shapes or their order differ. All ranks raise it, and nothing has changed.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> mpips.torch.broadcast_parameters(model.state_dict())
     """
     comm = workers_of(MPI.COMM_WORLD) if comm is None else comm
     pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
@@ -94,6 +98,10 @@ def broadcast_optimizer_state(
 
     Raises:
         TypeError: The state holds something other than numbers, strings and tensors. Only the root raises it.
+
+    Example:
+        >>> optimizer = torch.optim.Adam(torch.nn.Linear(3, 2).parameters())
+        >>> mpips.torch.broadcast_optimizer_state(optimizer)
     """
     comm = workers_of(MPI.COMM_WORLD) if comm is None else comm
     state = broadcast_state(optimizer.state_dict() if comm.rank == root_rank else {}, root_rank, comm)

@@ -84,6 +84,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         interval: Steps between two exchanges of elastic averaging.
         options: Options of the store, as in `mpips.create`: servers=2, staleness=4. In a server process this call does
             not return: it runs the server, and raises SystemExit when the workers have closed the store.
+
+    Raises:
+        TypeError, ValueError: An argument does not fit, or the hyperparameters differ between workers.
+        RuntimeError: A launcher such as torchrun has started processes that MPI has not joined.
+        mpips.OptionError: An option of the store does not fit.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = mpips.torch.DistributedOptimizer(sgd, model.named_parameters(), kind="dist_sync")
+        >>> model(torch.ones(4, 3)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.close()
     """
 
     # Tells GradScaler to call `step` even if a gradient has overflowed on this worker.
@@ -163,6 +176,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Returns:
             The result of `closure`, or None.
+
+        Raises:
+            RuntimeError: Workers make different calls, or the optimizer's groups or the parameters have changed in a
+                way that the servers do not know of. All workers raise it, and nothing was sent.
+            ValueError: Hyperparameters or parameters differ between workers. All workers raise it, and nothing was
+                sent.
+            mpips.StoreError: The generation has ended, and the store does not survive deaths.
         """
         loss = None
         if closure is not None:
@@ -209,8 +229,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         full. If servers update, their optimizers' state is also in "state", in PyTorch's form: for `get_state_dict` of
         `torch.distributed.checkpoint.state_dict`, and to load it into a plain PyTorch optimizer.
 
-        Raises RuntimeError if a process has died and the other workers have already finished this call. Call it again
-        after the next step.
+        Raises:
+            RuntimeError: A process has died, and the other workers have already finished this call. Call it again after
+                the next step.
         """
         if not self._in_store():
             with self._live.shown():
@@ -236,7 +257,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         has no parameters, so the servers take those of rank 0's model at the next step. The model may be loaded before
         or after this call.
 
-        Raises ValueError if the saved optimizer was of another kind, or kept its state elsewhere.
+        Args:
+            state_dict: The same on all workers.
+
+        Raises:
+            ValueError: The saved optimizer was of another kind, or kept its state elsewhere.
         """
         state = dict(state_dict)
         data = state.pop("store", None)
@@ -289,10 +314,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def save(self, path: str | Path, wait: bool = True) -> Saving | None:
         """Write the parameters and the servers' state into a file, as `kv.save` does.
 
-        Collective over the workers, blocking.
+        Collective over the workers, blocking. The state of an optimizer that runs on the workers is not in the file:
+        save `optimizer.state_dict()` as usual.
 
-        With `wait=False` the file is written in the background, and the returned `Saving` waits for it. The state of an
-        optimizer that runs on the workers is not in the file: save `optimizer.state_dict()` as usual.
+        Args:
+            path: The file, on rank 0's machine.
+            wait: False to write the file in the background.
+
+        Returns:
+            With `wait=False`, a `Saving` that waits for the file. Otherwise None.
+
+        Raises:
+            ValueError: The file cannot be written. All workers raise it.
         """
 
         def save() -> Saving | None:
@@ -310,6 +343,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Load a file that `save` has written, with any number of servers, and give the model its parameters.
 
         Collective over the workers, blocking.
+
+        Args:
+            path: The file, on rank 0's machine.
+
+        Raises:
+            ValueError: The file cannot be read, or does not fit the store. All workers raise it.
         """
 
         def load() -> None:

@@ -414,11 +414,12 @@ class WorkerExchange(GradientExchange):
 # ---- elastically
 
 
-class ElasticExchange(GradientExchange):
+class ElasticExchange(WorkerExchange):
     """Elastic averaging (MXNET-MPI, equations 2 and 3). For stores that do not survive deaths.
 
-    Each worker runs its own optimizer. Every `interval` steps the worker and the servers' centre move towards each
-    other by the share `alpha` of their difference.
+    The workers of a client average their gradients, and each runs the optimizer. Every `interval` steps the worker and
+    the servers' centre, whose first value is rank 0's parameters, move towards each other by the share `alpha` of their
+    difference.
     """
 
     def __init__(
@@ -431,24 +432,16 @@ class ElasticExchange(GradientExchange):
         alpha: float,
         interval: int,
     ) -> None:
-        self._store = store
-        self._optimizer = optimizer
-        self._passes = passes
-        self._parameters = parameters
-        self._keys = keys
+        super().__init__(store, optimizer, parameters, keys, passes)
         self._alpha = alpha
         self._interval = interval
+        # exchanges of gradients so far
         self._steps = 0
         self._client = store.layout.client
         self._members = self._client.Get_size() if self._client is not None else 1
 
-    def begin(self, new: bool) -> None:
-        """Take rank 0's parameters, which are also the centre's first value."""
-        with values_of(self._parameters) as outs:
-            self._store.pull(self._keys, outs)
-
     def push(self, step: AgreedStep) -> None:
-        """Exchange with the centre, if that is due, and then average the gradients over the workers of the client."""
+        """Exchange with the centre, if that is due, and then sum the gradients over the workers of the client."""
         if self._steps % self._interval == 0:
             # A push sums over the client's workers, so each pushes its parameters divided by their number.
             share = 1.0 / self._members
@@ -460,17 +453,11 @@ class ElasticExchange(GradientExchange):
                     if parameter.requires_grad:
                         parameter.lerp_(center, self._alpha)
         used = [place for place, has in enumerate(step.used) if has]
-        rows = gather_used_rows(self._parameters, [place for place in used if step.sparse[place]], self._client)
-        given = own_gradients([self._parameters[place] for place in used], [True] * len(used))
-        if self._members > 1 and given:
-            collectives.grouped_allreduce(given, self._client)
-        for place, total in zip(used, given):
-            mean = total.mul_(1.0 / (self._members * self._passes))
-            give_gradient(self._parameters[place], mean, rows.get(place))
-
-    def end(self, step: AgreedStep) -> None:
-        if not step.skipped:
-            self._optimizer.step()
+        self._rows = gather_used_rows(self._parameters, [place for place in used if step.sparse[place]], self._client)
+        self._share = 1.0 / (self._members * self._passes)
+        self._totals = own_gradients(self._parameters, step.used)
+        if self._members > 1 and used:
+            collectives.grouped_allreduce([self._totals[place] for place in used], self._client)
         self._steps += 1
 
 

@@ -198,7 +198,7 @@ def test_options_that_make_no_sense():
         ({"servers": size}, "at least one worker need"),
         ({"servers": 0, "clients": size + 1}, f"more than the {size} workers"),
         ({"servers": 0, "workers": size + 1}, f"but the job has {size}"),
-        ({"servers": 0, "clients": 1 + (WORLD.rank == last)}, "option clients" if last else ""),
+        ({"servers": 0, "clients": 1 + (WORLD.rank == last)}, "option 'clients'" if last else ""),
     ]:
         if word:
             said = WORLD.allgather(failure(lambda options=options: mpips.create("mpi_sync", **options)))
