@@ -32,7 +32,7 @@ LINEAR = ("sum", "mean")
 
 
 @dataclass(frozen=True)
-class Collective(JaxCall):
+class JaxCollective(JaxCall):
     """A call of one of these collectives. `kind` is the name of the function in `collectives` that runs."""
 
     kind: str
@@ -169,7 +169,7 @@ def allreduce(
     parts = [_encode(jax.numpy.asarray(leaf), op) for leaf in leaves]
     for part in (part for one in parts for part in one):
         operation(op, part.dtype)
-    call = Collective("allreduce", comm, op, algorithm, gradient=_checked(gradient))
+    call = JaxCollective("allreduce", comm, op, algorithm, gradient=_checked(gradient))
     found = iter(_run(call, [part for one in parts for part in one]))
     return jax.tree.unflatten(shape, [_decode(leaf, [next(found) for _ in one]) for leaf, one in zip(leaves, parts)])
 
@@ -194,8 +194,8 @@ def broadcast(tree: Tree, root: int = 0, comm: MPI.Comm | None = None, *, gradie
         >>> mpips.jax.broadcast(jnp.arange(3), root=0)
         Array([0, 1, 2], dtype=int32)
     """
-    see_root(root, Collective("broadcast", comm).ranks)
-    return _map(Collective("broadcast", comm, root=int(root), gradient=_checked(gradient)), tree)
+    see_root(root, JaxCollective("broadcast", comm).ranks)
+    return _map(JaxCollective("broadcast", comm, root=int(root), gradient=_checked(gradient)), tree)
 
 
 def allgather(tree: Tree, comm: MPI.Comm | None = None, *, gradient: str = "sum") -> Tree:
@@ -217,7 +217,7 @@ def allgather(tree: Tree, comm: MPI.Comm | None = None, *, gradient: str = "sum"
         >>> mpips.jax.allgather(jnp.full(3, 7))[0]
         Array([7, 7, 7], dtype=int32)
     """
-    return _map(Collective("allgather", comm, gradient=_checked(gradient)), tree)
+    return _map(JaxCollective("allgather", comm, gradient=_checked(gradient)), tree)
 
 
 def reduce_scatter(tree: Tree, op: str = "sum", comm: MPI.Comm | None = None) -> Tree:
@@ -244,7 +244,7 @@ def reduce_scatter(tree: Tree, op: str = "sum", comm: MPI.Comm | None = None) ->
     """
     for leaf in jax.tree.leaves(tree):
         operation(op, jax.numpy.result_type(leaf))
-    return _map(Collective("reduce_scatter", comm, op), tree)
+    return _map(JaxCollective("reduce_scatter", comm, op), tree)
 
 
 def alltoall(tree: Tree, comm: MPI.Comm | None = None) -> Tree:
@@ -265,7 +265,7 @@ def alltoall(tree: Tree, comm: MPI.Comm | None = None) -> Tree:
         >>> mpips.jax.alltoall(jnp.full((mpips.size(), 2), 7))[0]
         Array([7, 7], dtype=int32)
     """
-    return _map(Collective("alltoall", comm), tree)
+    return _map(JaxCollective("alltoall", comm), tree)
 
 
 def barrier(comm: MPI.Comm | None = None) -> None:
@@ -282,17 +282,17 @@ def barrier(comm: MPI.Comm | None = None) -> None:
     Example:
         >>> mpips.jax.barrier()
     """
-    _run(Collective("barrier", comm), [])
+    _run(JaxCollective("barrier", comm), [])
     if not isinstance(jax.numpy.zeros(()), jax.core.Tracer):
         jax.effects_barrier()
 
 
-def _map(call: Collective, tree: Tree) -> Tree:
+def _map(call: JaxCollective, tree: Tree) -> Tree:
     leaves, shape = jax.tree.flatten(tree)
     return jax.tree.unflatten(shape, _run(call, leaves) if leaves else [])
 
 
-def _run(call: Collective, arrays: list[Any]) -> list[Any]:
+def _run(call: JaxCollective, arrays: list[Any]) -> list[Any]:
     return bind(call, arrays) if arrays or call.kind == "barrier" else []
 
 

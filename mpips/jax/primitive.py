@@ -70,8 +70,8 @@ def bind(call: JaxCall, inputs: Arrays) -> list[jax.Array]:
     """Add a call to the program that is being traced, or run it at once. Return its outputs."""
     arrays = [jax.numpy.asarray(one) for one in inputs]
     if ffi.is_available():
-        found: list[jax.Array] = _primitive().bind(*arrays, call=call)
-        return found
+        results: list[jax.Array] = _primitive().bind(*arrays, call=call)
+        return results
     shapes = call.shapes(arrays)
 
     def run(*sources: jax.Array) -> list[NDArray[Any]]:

@@ -65,23 +65,23 @@ def cut_by_strategy(nbytes: Sequence[int], ready: Sequence[float], costs: LinkCo
 
 def cut_by_bytes(nbytes: Sequence[int], most: float) -> list[Bucket]:
     """Cut gradients into buckets of at most `most` bytes. A gradient that is larger gets a bucket of its own."""
-    found: list[Bucket] = []
+    cuts: list[Bucket] = []
     first, size = 0, 0
     for index, n in enumerate(nbytes):
         if index > first and size + n > most:
-            found.append(Bucket(first, index))
+            cuts.append(Bucket(first, index))
             first, size = index, 0
         size += n
-    return [*found, Bucket(first, len(nbytes))] if nbytes else []
+    return [*cuts, Bucket(first, len(nbytes))] if nbytes else []
 
 
 def cut_by_type(buckets: Sequence[Bucket], dtypes: Sequence[object]) -> list[Bucket]:
     """Cut buckets further, so that each has parameters of one dtype."""
-    found = []
+    cuts = []
     for first, last in buckets:
         inner = [index for index in range(first + 1, last) if dtypes[index] != dtypes[index - 1]]
-        found += [Bucket(*ends) for ends in pairwise([first, *inner, last])]
-    return found
+        cuts += [Bucket(*ends) for ends in pairwise([first, *inner, last])]
+    return cuts
 
 
 def measure_costs(comm: MPI.Intracomm, algorithm: str) -> LinkCost:

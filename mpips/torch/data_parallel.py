@@ -410,9 +410,9 @@ class DataParallel(torch.nn.Module):
             *costs,
         )
 
-    def _count_active(self, one: float) -> float:
+    def _count_active(self, share: float) -> float:
         """Return the number of ranks still training. They pass 1, and ranks that are done pass 0. Collective."""
-        self._active[0] = one
+        self._active[0] = share
         collectives.allreduce(self._active, self._comm)
         return float(self._active[0])
 

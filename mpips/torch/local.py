@@ -153,8 +153,8 @@ class LocalSGD:
             "by_tokens": self._by_tokens,
         }
         if not self._joins:
-            said = [(name, repr(word)) for name, word in words.items()]
-            kv.worker.agree("LocalSGD", said, refusal, noun="argument")
+            items = [(name, repr(word)) for name, word in words.items()]
+            kv.worker.agree("LocalSGD", items, refusal, noun="argument")
         elif refusal is not None:
             raise refusal
         assert outer is not None
@@ -175,7 +175,7 @@ class LocalSGD:
 
     def _outer(self, rule: Local) -> Optimizer:
         layout = self.store.layout
-        self._see_inner("LocalSGD")
+        self._check_inner("LocalSGD")
         if layout.survives and layout.asynchronous and len(layout.clients) < layout.num_workers:
             raise ValueError(
                 f"LocalSGD: with spares each client of an asynchronous store has one worker, and this "
@@ -234,7 +234,7 @@ class LocalSGD:
             raise of_caller(ValueError(f"LocalSGD.step: tokens={tokens}: make it with by_tokens=True, or give none"))
         if self._by_tokens and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0):
             raise of_caller(ValueError(f"LocalSGD.step: tokens={tokens!r}: give the step's tokens, an int, 0 or more"))
-        self._see_inner("LocalSGD.step")
+        self._check_inner("LocalSGD.step")
         loss = None
         if grad_scaler is not None and find_overflow(grad_scaler, self):
             tokens = 0
@@ -307,8 +307,8 @@ class LocalSGD:
         self._through(self._rounds.wait, again=died)
         self.inner.load_state_dict(state_dict["inner"])
         load_bytes(self.store, state_dict["store"].numpy().tobytes())
-        for mine, center in zip(self._rounds.centers, centers or ()):
-            mine[...] = center
+        for own_center, center in zip(self._rounds.centers, centers or ()):
+            own_center[...] = center
         self._rounds.see_workers()
         due = state_dict.get("open")
         open_ = Open(due[0], due[1], come=True) if due else None
@@ -327,9 +327,9 @@ class LocalSGD:
                 f"load_state_dict: parameters are {shapes[0]} there and {shapes[1]} here: give the model "
                 "that it was saved with"
             )
-        if (saved := len(state["since"])) != (here := len(self._rounds.fragments)):
+        if (saved := len(state["since"])) != (parts := len(self._rounds.fragments)):
             raise ValueError(
-                f"load_state_dict: the state was saved with fragments={saved}, and here are {here}: give "
+                f"load_state_dict: the state was saved with fragments={saved}, and here are {parts}: give "
                 "LocalSGD as many"
             )
         return centers
@@ -376,17 +376,17 @@ class LocalSGD:
             except StoreError as other:
                 error = other
 
-    def _see_inner(self, what: str) -> None:
+    def _check_inner(self, what: str) -> None:
         """Raise ValueError if `inner` trains a parameter that is not exchanged: the workers would drift apart in it."""
         exchanged = set(map(id, self._parameters))
         for number, group in enumerate(self.inner.param_groups):
-            for place, one in enumerate(group["params"]):
-                if one.requires_grad and id(one) not in exchanged:
-                    name = self._names.get(id(one), f"{place} of group {number} of inner, which the model lacks")
+            for place, trained in enumerate(group["params"]):
+                if trained.requires_grad and id(trained) not in exchanged:
+                    name = self._names.get(id(trained), f"{place} of group {number} of inner, which the model lacks")
                     raise of_caller(
                         ValueError(
-                            f"{what}: inner trains parameter {name}, {tuple(one.shape)}, and workers do not exchange "
-                            "it: make LocalSGD with a model that has it, when it asks for a gradient"
+                            f"{what}: inner trains parameter {name}, {tuple(trained.shape)}, and workers do not "
+                            "exchange it: make LocalSGD with a model that has it, when it asks for a gradient"
                         )
                     )
 

@@ -166,12 +166,12 @@ def content(value: object) -> Any:
             return content(value.tolist())
         return f"{value.dtype}{value.shape} with digest {digest(np.ascontiguousarray(value).tobytes()):x}"
     if isinstance(value, Mapping):
-        named = {key if isinstance(key, str) else repr(content(key)): one for key, one in value.items()}
+        named = {key if isinstance(key, str) else repr(content(key)): item for key, item in value.items()}
         return {name: content(named[name]) for name in sorted(named)}
     if isinstance(value, Set):
-        return sorted((content(one) for one in value), key=repr)
+        return sorted((content(item) for item in value), key=repr)
     if isinstance(value, (list, tuple)):
-        return [content(one) for one in value]
+        return [content(item) for item in value]
     if isinstance(value, (bytes, bytearray)):
         return f"{len(value)} bytes with digest {digest(bytes(value)):x}"
     if isinstance(value, (torch.dtype, torch.device, np.dtype, PurePath)):
@@ -311,20 +311,20 @@ class Lockstep:
 
     def items(self) -> Items:
         """Return what the token is computed from, as text for an error message."""
-        found = [
+        every = [
             ("the number of forward passes without a backward pass", str(self._forwards - self._backwards)),
             ("the number of backward passes that raised", str(self._failed)),
             ("the number of optimizer steps since the last backward pass", str(len(self._steps) + self._more_steps)),
         ]
         for number, (name, groups) in enumerate(self._steps, 1):
-            found.append((f"the optimizer of step {number} since the last backward pass", name))
-            found.append((f"the number of {name}'s groups" + f" in step {number}" * (number > 1), str(len(groups))))
+            every.append((f"the optimizer of step {number} since the last backward pass", name))
+            every.append((f"the number of {name}'s groups" + f" in step {number}" * (number > 1), str(len(groups))))
             for group, numbers in enumerate(groups):
-                found += [
+                every += [
                     (f"{key} of {name}'s group {group}" + f" in step {number}" * (number > 1), repr(value))
                     for key, value in numbers.items()
                 ]
-        return found
+        return every
 
 
 _all: WeakSet[Lockstep] = WeakSet()
@@ -436,8 +436,8 @@ class WeightWatch:
         if not self.due or (not self._after_step and (self.has_stepped or number < PASSES_BY_HAND)):
             return
         absent = [ABSENT] * len(self._parameters)
-        mine = np.array([self._after_step or absent, self._before_forward or absent, self._norms()])
-        every = gather_rows(mine.ravel(), comm, what).reshape(comm.size, *mine.shape)
+        own = np.array([self._after_step or absent, self._before_forward or absent, self._norms()])
+        every = gather_rows(own.ravel(), comm, what).reshape(comm.size, *own.shape)
         # for each moment (after the step, before the forward pass, now), whether every rank has norms
         known = (every != ABSENT).all(axis=(0, 2))
         # (rank, moment, parameter) -> whether the norm differs from rank 0's; only known ones of the first two moments
@@ -449,8 +449,8 @@ class WeightWatch:
             return
         rank, place = map(int, np.argwhere(far.all(axis=1))[0])
         every = every[:, known]
-        name, one, other = names.get(self._parameters[place], "?"), every[0, 0, place], every[rank, 0, place]
-        differ = f"parameter {name!r} has norm {one:.6g} on rank 0 and {other:.6g} on rank {rank}"
+        name, norms = names.get(self._parameters[place], "?"), every[:, 0, place]
+        differ = f"parameter {name!r} has norm {norms[0]:.6g} on rank 0 and {norms[rank]:.6g} on rank {rank}"
         # If each rank's norms are the same at all moments, the program does not move weights itself, so the difference
         # means that the ranks have drifted apart.
         if self.has_stepped and np.allclose(every, every[:, :1], rtol=MOVED, atol=0, equal_nan=True):

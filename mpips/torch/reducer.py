@@ -232,7 +232,9 @@ class SharedGradients:
 
     def are_fitting(self) -> bool:
         """True if the parameters still have the dtypes and strides for which the memory was laid out."""
-        return all((one.dtype, one.stride()) == kind for one, kind in zip(self.parameters, self._kinds))
+        return all(
+            (parameter.dtype, parameter.stride()) == kind for parameter, kind in zip(self.parameters, self._kinds)
+        )
 
     def stretch(self, first: int, last: int) -> Tensor:
         """Return gradients [first, last), which have one dtype, as a 1-D view.

@@ -86,9 +86,9 @@ def find_overflow(scaler: GradScaler, optimizer: Any) -> Tensor:
     """
     if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
         scaler.unscale_(optimizer)
-    found: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
+    flags: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
     # The scaler has no flag if this worker has no gradient.
-    return found.setdefault(torch.device("cpu"), torch.zeros(()))
+    return flags.setdefault(torch.device("cpu"), torch.zeros(()))
 
 
 def flatten(tensor: Tensor) -> Tensor:

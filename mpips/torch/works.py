@@ -364,8 +364,8 @@ class Messages:
         if root is None:
             yield from _wait_for_request(lambda: self._comm.Iallreduce(given, result, op))
         else:
-            mine = result if self._comm.rank == root else None
-            yield from _wait_for_request(lambda: self._comm.Ireduce(given, mine, op, root))
+            receive = result if self._comm.rank == root else None
+            yield from _wait_for_request(lambda: self._comm.Ireduce(given, receive, op, root))
 
     def send(self, source: Tensor, destination: int, tag: int) -> Iterator[None]:
         return _wait_for_request(lambda: self._comm.Isend(bytes_of(source), destination, tag))

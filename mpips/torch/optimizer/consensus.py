@@ -100,7 +100,7 @@ class Consensus:
             self._bits = self._digest_each()
         self._notes += 1
 
-    def see_call(self, call: str, steps: int) -> None:
+    def check_call(self, call: str, steps: int) -> None:
         """Raise on all workers unless all of them make the call `call`. Collective, blocking.
 
         In a synchronous store they must also have made the same number of steps.
@@ -183,11 +183,11 @@ class Consensus:
             self._compare_parameters(comm, what)
         if (heads[:, DIGEST] != heads[0, DIGEST]).any():
             with self._within(what, comm):
-                found = gather_difference(items, comm, what, first) or UNEXPLAINED
+                unlike_items = gather_difference(items, comm, what, first) or UNEXPLAINED
             raise of_caller(
                 ValueError(
-                    f"{what}: {found}: give all workers the same, and average over them what it is computed from, such "
-                    "as a loss"
+                    f"{what}: {unlike_items}: give all workers the same, and average over them what it is computed "
+                    "from, such as a loss"
                 )
             )
         return self._rows

@@ -199,9 +199,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._survival.step(Brought(cleared=self._cleared))
         # All workers get the same flag of an overflow, so their scales stay equal.
         else:
-            found = find_overflow(grad_scaler, self)
-            skipped = self._survival.step(Brought(bool(found), grad_scaler.get_scale(), self._cleared))
-            found.fill_(float(skipped))
+            overflow = find_overflow(grad_scaler, self)
+            skipped = self._survival.step(Brought(bool(overflow), grad_scaler.get_scale(), self._cleared))
+            overflow.fill_(float(skipped))
         self._cleared = 0
         return loss
 
@@ -268,10 +268,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         records = self._server_records()
         states = states_by_key(state, self._keys) if records and data is None else {}
         if (data is not None) is not self._in_store() and not states and not self._is_stateless():
-            here, there = ("has", "has none") if self._in_store() else ("has none", "has")
+            own, saved = ("has", "has none") if self._in_store() else ("has none", "has")
             raise ValueError(
-                f"load_state_dict: this optimizer {here} of its state in the store, the saved one "
-                f"{there}: make it as the saved one was, and load what its state_dict() gave"
+                f"load_state_dict: this optimizer {own} of its state in the store, the saved one "
+                f"{saved}: make it as the saved one was, and load what its state_dict() gave"
             )
 
         if self._survival.new:
@@ -397,7 +397,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if is_new:
             self._cleared = UNKNOWN
         else:
-            consensus.see_call("DistributedOptimizer", 0)
+            consensus.check_call("DistributedOptimizer", 0)
         self._exchange = choose_exchange(self.store, optimizer, self._names, self._passes, elastic, interval)
         self._survival: SurvivingSteps = SurvivingSteps(self.store, self._keys, self._exchange, consensus)
         self._survival.begin()
@@ -418,7 +418,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _check_groups(self) -> None:
         """Raise RuntimeError if the wrapped optimizer gained or lost parameters: new ones have no key in the store."""
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if len(held) != len(self._parameters) or any(p is not one for p, one in zip(held, self._parameters)):
+        if len(held) != len(self._parameters) or any(p is not known for p, known in zip(held, self._parameters)):
             raise of_caller(
                 RuntimeError(
                     f"step: {type(self.optimizer).__name__} on rank {self.store.rank} has {len(held)} parameters in "

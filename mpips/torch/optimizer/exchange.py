@@ -117,15 +117,15 @@ def choose_exchange(
         return ElasticExchange(store, optimizer, parameters, keys, passes, elastic, interval)
     if store.layout.num_servers:
         rescale = gradient_share(store.layout, passes)
-        found = [server_optimizer(optimizer, group, rescale) for group in optimizer.param_groups]
-        if None not in found:
+        records = [server_optimizer(optimizer, group, rescale) for group in optimizer.param_groups]
+        if None not in records:
             every = [each for own in optimizer.state.values() for each in own.values()]
             if any(isinstance(each, Tensor) and each.any() for each in every):
                 raise ValueError(
                     f"{type(optimizer).__name__} has made steps, and the servers would begin its state "
                     "anew: wrap it before, or choose a store without servers, which keeps it"
                 )
-            return ServerExchange(store, optimizer, names, [each for each in found if each is not None], passes)
+            return ServerExchange(store, optimizer, names, [each for each in records if each is not None], passes)
     if store.layout.asynchronous:
         raise ValueError(
             f"{type(optimizer).__name__} with these options or hooks has no counterpart on the servers, "
@@ -256,14 +256,14 @@ class ServerExchange(GradientExchange):
         """
         for at, group in enumerate(self._optimizer.param_groups):
             for name in self._keys(group):
-                found, mine = self._store.worker.groups.of(name), self._records[at]
-                if found is None or type(found) is not type(mine):
-                    kind = type(mine).__name__
+                current, record = self._store.worker.groups.of(name), self._records[at]
+                if current is None or type(current) is not type(record):
+                    kind = type(record).__name__
                     raise ValueError(
-                        f"key {name!r} was saved with {found}, and is updated by {kind} here: make the "
+                        f"key {name!r} was saved with {current}, and is updated by {kind} here: make the "
                         "DistributedOptimizer as the saved one was"
                     )
-                self._records[at], self._numbers[at] = found, {}
+                self._records[at], self._numbers[at] = current, {}
 
     def put_loaded(self) -> None:
         if self.is_loaded:
@@ -292,12 +292,12 @@ class ServerExchange(GradientExchange):
         supports the new values.
         """
         for at, group in enumerate(self._optimizer.param_groups):
-            if (found := group_numbers(group)) == self._numbers[at]:
+            if (numbers := group_numbers(group)) == self._numbers[at]:
                 continue
             record = server_optimizer(self._optimizer, group, gradient_share(self._store.layout, self._passes))
             if record is None:
                 raise ValueError(
-                    f"group {at} of the optimizer has {found}, which the servers cannot compute: make "
+                    f"group {at} of the optimizer has {numbers}, which the servers cannot compute: make "
                     "another DistributedOptimizer"
                 )
             before = asdict(self._records[at])
@@ -306,7 +306,7 @@ class ServerExchange(GradientExchange):
                 patience = warn_soon(self._store.worker.generation) if self._store.layout.asynchronous else None
                 with patience or nullcontext():
                     self._store.update_optimizer(keys=self._keys(group), **changed)
-            self._records[at], self._numbers[at] = record, found
+            self._records[at], self._numbers[at] = record, numbers
 
     def _check_sparse(self, step: AgreedStep) -> None:
         """Raise TypeError on all workers if a gradient is sparse and PyTorch's optimizer would refuse it."""
@@ -404,10 +404,10 @@ class WorkerExchange(GradientExchange):
         """
         with worker_collectives(self._store, "rejoin") as workers:
             broadcast_tensors([parameter.detach() for parameter in self._parameters], giver, workers)
-            mine = self._optimizer.state_dict()
-            theirs = broadcast_state(mine, giver, workers)
+            own_state = self._optimizer.state_dict()
+            theirs = broadcast_state(own_state, giver, workers)
         if new:
-            self._optimizer.load_state_dict({**theirs, "param_groups": mine["param_groups"]})
+            self._optimizer.load_state_dict({**theirs, "param_groups": own_state["param_groups"]})
             self._given = [parameter.detach().clone() for parameter in self._parameters]
 
 
@@ -466,17 +466,17 @@ class ElasticExchange(WorkerExchange):
 
 def gradient(parameter: Tensor, used: bool) -> Tensor:
     """Return this rank's gradient, contiguous and dense, or zeros if it has none or the step does not use it."""
-    found = parameter.grad
-    if found is None or not used:
+    grad = parameter.grad
+    if grad is None or not used:
         return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-    return (found.detach().to_dense() if found.is_sparse else found.detach()).contiguous()
+    return (grad.detach().to_dense() if grad.is_sparse else grad.detach()).contiguous()
 
 
 def own_gradients(parameters: Sequence[Tensor], used: Sequence[bool]) -> list[Tensor]:
     """Return `gradient` of each parameter. No two results share memory, so they can be summed in place."""
-    found = [gradient(parameter, each) for parameter, each in zip(parameters, used)]
-    places = [each.data_ptr() for each in found if each.numel()]
-    return found if len(set(places)) == len(places) else [each.clone() for each in found]
+    gradients = [gradient(parameter, each) for parameter, each in zip(parameters, used)]
+    places = [each.data_ptr() for each in gradients if each.numel()]
+    return gradients if len(set(places)) == len(places) else [each.clone() for each in gradients]
 
 
 def gather_used_rows(
@@ -565,8 +565,8 @@ def warn_soon(generation: Generation) -> Iterator[None]:
 
 def group_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a parameter group by name, as plain data that ranks can compare."""
-    found: dict[str, Any] = content({k: v for k, v in group.items() if k not in ("params", "param_names")})
-    return found
+    numbers: dict[str, Any] = content({k: v for k, v in group.items() if k not in ("params", "param_names")})
+    return numbers
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -111,7 +111,7 @@ class SurvivingSteps:
             self._see_others(False)
             if number <= self._done:
                 return None
-            self._consensus.see_call(what, self.steps)
+            self._consensus.check_call(what, self.steps)
             return call()
 
         made_of_it = self._through(made)
