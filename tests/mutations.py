@@ -286,8 +286,8 @@ MUTATIONS = (
     Mutation(
         "after a load servers go on with the rate of the file, whatever the groups say",
         "mpips/torch/optimizer/exchange.py",
-        "self._records[at], self._numbers[at] = found, {}",
-        "self._records[at] = found",
+        "self._records[at], self._numbers[at] = current, {}",
+        "self._records[at] = current",
         ((2, "tests/mpi/torch/test_optimizer.py"), (2, "tests/mpi/torch/test_state_dicts.py"), *TORCH),
     ),
     Mutation(

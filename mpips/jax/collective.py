@@ -63,16 +63,16 @@ class JaxCollective(JaxCall):
         return self.kind in ("allreduce", "broadcast")
 
     def shapes(self, inputs: Sequence[Any]) -> list[Any]:
-        found = []
-        for one in inputs:
-            if self.kind in ("reduce_scatter", "alltoall") and one.shape[:1] != (self.ranks,):
+        outputs = []
+        for x in inputs:
+            if self.kind in ("reduce_scatter", "alltoall") and x.shape[:1] != (self.ranks,):
                 raise ValueError(
-                    f"{self.kind} of an array of shape {one.shape}: its first axis must have length "
+                    f"{self.kind} of an array of shape {x.shape}: its first axis must have length "
                     f"{self.ranks}, a row for each rank"
                 )
-            shape = {"allgather": (self.ranks, *one.shape), "reduce_scatter": one.shape[1:]}.get(self.kind, one.shape)
-            found.append(jax.ShapeDtypeStruct(shape, one.dtype))
-        return found
+            shape = {"allgather": (self.ranks, *x.shape), "reduce_scatter": x.shape[1:]}.get(self.kind, x.shape)
+            outputs.append(jax.ShapeDtypeStruct(shape, x.dtype))
+        return outputs
 
     def run(self, inputs: list[NDArray[Any]], outputs: list[NDArray[Any]]) -> None:
         # XLA runs this in its own thread, while the program may make calls on `self.comm`. So XLA's calls use another
@@ -119,20 +119,20 @@ class JaxCollective(JaxCall):
         if self.kind == "allreduce":
             if self.gradient == "sum":
                 return bind(self, cotangents)
-            return [bind_own(self, one) for one in cotangents]
+            return [bind_own(self, x) for x in cotangents]
         if self.kind == "broadcast":
             if self.gradient == "sum":
                 cotangents = bind(replace(self, kind="allreduce", root=0, algorithm="auto"), cotangents)
-            return [one if self.rank == self.root else numpy.zeros_like(one) for one in cotangents]
+            return [x if self.rank == self.root else numpy.zeros_like(x) for x in cotangents]
         if self.kind == "allgather":
             if self.gradient == "sum":
                 return bind(replace(self, kind="reduce_scatter", algorithm="auto"), cotangents)
-            return [one[self.rank] for one in cotangents]
+            return [x[self.rank] for x in cotangents]
         if self.kind == "alltoall":
             return bind(self, cotangents)
         divisor = self.ranks if self.op == "mean" else 1
-        found = bind(replace(self, kind="allgather", op="sum", algorithm="auto"), cotangents)
-        return [one / divisor if divisor > 1 else one for one in found]
+        rows = bind(replace(self, kind="allgather", op="sum", algorithm="auto"), cotangents)
+        return [x / divisor if divisor > 1 else x for x in rows]
 
 
 def allreduce(

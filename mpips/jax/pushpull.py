@@ -32,7 +32,7 @@ class StoreCall(JaxCall):
         return id(self.kv)
 
     def shapes(self, inputs: Sequence[Any]) -> list[Any]:
-        return [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in inputs]
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
 
     def run(self, inputs: list[NDArray[Any]], outputs: list[NDArray[Any]]) -> None:
         names = keys(self.name, len(outputs))

@@ -141,9 +141,9 @@ class GroupJob:
     """One operation of a group.
 
     Args:
-        run: A function that runs the operation to its end, blocking. steps: A function that does the same as an
-        iterator, which yields wherever it would wait. order: The communicator whose jobs run one after another. None
-        for sends and receives.
+        run: A function that runs the operation to its end, blocking.
+        steps: A function that does the same as an iterator, which yields wherever it would wait.
+        order: The communicator whose jobs run one after another. None for sends and receives.
         after: Called when the operation has ended, in either form.
         result: The value of the job's future.
     """
