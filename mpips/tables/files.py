@@ -39,7 +39,7 @@ from mpips.store.checkpoint.file import (
     table_prefix,
     why,
 )
-from mpips.store.keys.arguments import see_one_round
+from mpips.store.keys.arguments import check_one_round
 from mpips.store.keys.key import Array
 from mpips.store.runtime.rendezvous import Items, attempt
 from mpips.store.transport.frames import TableStats
@@ -331,7 +331,7 @@ def meet(store: WorkerStore, what: str, items: Items, table: KnownTable, refusal
     store.hear_refusals(what)
     rounds = store.agree(what, items, refusal, noun="argument", data=b"%d" % table.round)
     if not store.layout.asynchronous:
-        see_one_round(what, [table], [[int(round_)] for round_ in rounds])
+        check_one_round(what, [table], [[int(round_)] for round_ in rounds])
 
 
 def _counts_of(store: WorkerStore, table: KnownTable) -> KnownTable | None:

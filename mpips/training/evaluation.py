@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from mpips.collectives.agreement import difference
 from mpips.collectives.errors import CollectiveError
 from mpips.training.batches import Arrays, Source, share_of
 from mpips.training.model import Samples, samples_of, see_method
@@ -114,17 +115,12 @@ def means(every: Iterable[Sums]) -> Sums:
     Raises ValueError if there are no samples, or if workers measured different things.
     """
     total: Sums = {}
-    first: tuple[int, Sums] | None = None
-    for rank, sums in enumerate(every):
-        if not sums[SAMPLES]:
-            continue
-        first = first or (rank, sums)
-        if unlike := sorted(first[1].keys() ^ sums.keys()):
-            has, lacks = (first[0], rank) if unlike[0] in first[1] else (rank, first[0])
-            raise ValueError(
-                f"evaluate: {unlike[0]} is measured on rank {has} and not on rank {lacks}, where y are no "
-                "classes, whole numbers (samples,): give all workers alike batches"
-            )
+    filled = {rank: sums for rank, sums in enumerate(every) if sums[SAMPLES]}
+    if unlike := difference({rank: [(name, "measured") for name in sorted(sums)] for rank, sums in filled.items()}):
+        raise ValueError(
+            f"evaluate: {unlike}, where y are no classes, whole numbers (samples,): give all workers alike batches"
+        )
+    for sums in filled.values():
         for name, value in sums.items():
             total[name] = total.get(name, 0.0) + value
     samples = total.pop(SAMPLES, 0.0)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpips.collectives import arrays
+from mpips.collectives.agreement import difference
 from mpips.collectives.arrays import see_unmasked
 from mpips.collectives.errors import did_you_mean, of_caller
 from mpips.collectives.fabric.tasks import Task
@@ -260,21 +261,16 @@ class Pushed(Protocol):
     def noun(self) -> str: ...
 
 
-def see_one_round(what: str, keys: Sequence[Pushed], rounds: Sequence[Sequence[int]]) -> None:
+def check_one_round(what: str, keys: Sequence[Pushed], rounds: Sequence[Sequence[int]]) -> None:
     """Raise ValueError unless all workers have pushed each key equally often.
 
-    `rounds[rank]` has a count for each key.
+    `rounds[rank]` has a count for each key. The sentence is such as
+    "save: the number of pushes of key 'w' is 1 on rank 0 and 0 on rank 1: call it after a round that all have pushed".
     """
-    for key, counts in zip(keys, zip(*rounds)):
-        most, least = max(counts), min(counts)
-        if most > least:
-            name = f"{key.noun} {key.name!r}"
-            raise of_caller(
-                ValueError(
-                    f"{what}: {name} was pushed {most} times by rank {counts.index(most)} and {least} times by rank "
-                    f"{counts.index(least)}: call it after a round that all have pushed"
-                )
-            )
+    if any(counts != rounds[0] for counts in rounds):
+        names = [f"the number of pushes of {key.noun} {key.name!r}" for key in keys]
+        unlike = difference({rank: [*zip(names, map(str, counts))] for rank, counts in enumerate(rounds)})
+        raise of_caller(ValueError(f"{what}: {unlike}: call it after a round that all have pushed"))
 
 
 # Small arrays are sent together, in vectors of at most this many bytes.

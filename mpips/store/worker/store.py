@@ -270,7 +270,7 @@ class WorkerStore:
             for word in self.agree(what, items, refusal, noun, mine)
         ]
         if not self.layout.asynchronous:
-            arguments.see_one_round(what, keys, [rounds for rounds, _ in told])
+            arguments.check_one_round(what, keys, [rounds for rounds, _ in told])
         # Worker 0 sends the request for all workers, so the servers must have read every worker's pushes before.
         if self.layout.num_servers:
             self.settle()
