@@ -17,7 +17,8 @@ import numpy as np
 from mpi4py import MPI
 
 import mpips.collectives as collectives
-from mpips.collectives.simulator.cost import FREE, LinkCost, fit
+from mpips.collectives.benchmark.harness import measure_costs
+from mpips.collectives.simulator.cost import FREE, LinkCost
 from mpips.mlp.mesh import Mesh, Spans, alike, arguments_of, factorings, spans_nodes
 from mpips.mlp.network import Network, Specification, interval, kinds, largest_slice, working_dtype
 from mpips.mlp.parallel import Sum, buckets
@@ -26,7 +27,6 @@ from mpips.optimizers import SGD, Optimizer
 
 # bytes of the smaller sum that is timed, and the least size of the larger one
 _SMALL, _LARGE = 64, 1024
-_REPEATS = 7
 # steps are timed for this long (seconds), but at least and at most this number of steps
 _TIMED_SECONDS = 0.2
 _FEWEST_STEPS, _MOST_STEPS = 3, 20
@@ -191,22 +191,14 @@ def measure_allreduce(comm: MPI.Comm, size: int, half: bool = False) -> LinkCost
     """
     if comm.size == 1:
         return FREE
-    points = []
+    sums = {}
     for nbytes in (_SMALL, max(size, _LARGE)):
         array = collectives.empty(nbytes // (2 if half else 4), np.float32, comm)
         array[...] = 0
-        running, times = Sum(array, comm, half), np.empty(_REPEATS)
-        # The first sum, index -1, warms up and is not timed.
-        for index in range(-1, _REPEATS):
-            comm.Barrier()
-            start = perf_counter()
-            running.run()
-            if index >= 0:
-                times[index] = perf_counter() - start
-        running.free()
-        comm.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
-        points.append((nbytes, float(np.median(times))))
-    alpha, beta = fit(points)
+        sums[nbytes] = Sum(array, comm, half)
+    alpha, beta = measure_costs(comm, {nbytes: each.run for nbytes, each in sums.items()})
+    for each in sums.values():
+        each.free()
     return LinkCost(alpha / (2 * math.ceil(math.log2(comm.size))), beta / (2 * (comm.size - 1) / comm.size))
 
 

@@ -27,7 +27,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +35,6 @@ import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
-from collectives.benchmark.harness import take_turns
 from collectives.terminal import OutFile, Picture, RankedCommand, Whole, console, show_table, write_text, writing
 from examples.reproduce.overlap.networks import MODELS
 from examples.reproduce.overlap.rivals import PARTITIONS
@@ -127,7 +125,11 @@ def measure_strategies(
             job.see(name, numbers[name])
         return seconds
 
-    times = take_turns({name: partial(turn, name) for name in found}, iterations + 1)
+    times: dict[str, list[float]] = {name: [] for name in found}
+    for number in range(iterations + 1):
+        # Every other round is in reverse order, so that no strategy always follows the same other one.
+        for name in list(found)[:: -1 if number % 2 else 1]:
+            times[name].append(turn(name))
     results = []
     for name, plan in found.items():
         expected = planner.iteration(profile, plan, link)
@@ -477,7 +479,7 @@ class OverlapJob:
     def costs(self, repeats: int) -> tuple[float, ...]:
         """Measure startup and seconds a byte of a push, then of a pull. All workers return rank 0's."""
         modes = (True,) if self.asleep else (True, False)
-        push, pull = measure.message_costs(self.wire("measured"), self.slowest, repeats, modes)
+        push, pull = measure.message_costs(self.wire("measured"), self.comm, repeats, modes)
         return tuple(self.agreed([*push, *pull]))
 
     def profile(self, costs: tuple[float, ...]) -> Profile:

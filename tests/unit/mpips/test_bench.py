@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from collectives.benchmark.harness import take_turns
 from collectives.kernels import engine
 from examples.reproduce.overlap.measured import RATE, OverlapJob
 from mpips.bench.kvstore import check, expecting, measure_rounds
@@ -124,18 +123,6 @@ def test_an_iteration_whose_parameters_are_those_before_it_is_no_result() -> Non
     job.see("other keys", 1)
     with pytest.raises(RuntimeError, match=r"merged, iteration 4: a parameter moved by 0, not by 0\.009"):
         job.see("merged", 4)
-
-
-def test_contenders_take_turns_forwards_and_backwards() -> None:
-    called: list[str] = []
-
-    def turn(name: str) -> float:
-        called.append(name)
-        return float(len(called))
-
-    times = take_turns({name: lambda name=name: turn(name) for name in "abc"}, 2)  # type: ignore[misc]
-    assert "".join(called) == "abccba"
-    assert times["a"].tolist() == [1.0, 6.0]
 
 
 def test_without_pytorch_it_says_so_and_measures_the_rest(monkeypatch, tmp_path):
