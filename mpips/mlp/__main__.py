@@ -33,11 +33,11 @@ from mpips.collectives.terminal import (
     writing,
 )
 from mpips.mlp import checkpoint, train_options
+from mpips.mlp.clock import PHASES
 from mpips.mlp.data.base import name_classes
 from mpips.mlp.data.loading import WAYS, Data, load_opened, open_everywhere
 from mpips.mlp.mesh import Mesh, TrainingError, agree, counted, parse
 from mpips.mlp.network import ACTIVATIONS, DTYPES, MODES, Specification
-from mpips.mlp.parallel import PHASES
 from mpips.mlp.perceptron import MLP
 from mpips.mlp.prediction import MeshPrediction, predict_all
 from mpips.mlp.servers import STORES, Servers

@@ -19,9 +19,10 @@ from mpi4py import MPI
 import mpips.collectives as collectives
 from mpips.collectives.benchmark.harness import measure_costs
 from mpips.collectives.simulator.cost import FREE, LinkCost
+from mpips.mlp.clock import PhaseClock
 from mpips.mlp.mesh import Mesh, Spans, alike, arguments_of, factorings, spans_nodes
 from mpips.mlp.network import Network, Specification, interval, kinds, largest_slice, working_dtype
-from mpips.mlp.parallel import Sum, buckets
+from mpips.mlp.parallel import RepeatedCollective, buckets
 from mpips.mlp.perceptron import MLP
 from mpips.optimizers import SGD, Optimizer
 
@@ -195,7 +196,7 @@ def measure_allreduce(comm: MPI.Comm, size: int, half: bool = False) -> LinkCost
     for nbytes in (_SMALL, max(size, _LARGE)):
         array = collectives.empty(nbytes // (2 if half else 4), np.float32, comm)
         array[...] = 0
-        sums[nbytes] = Sum(array, comm, half)
+        sums[nbytes] = RepeatedCollective("allreduce", array, comm, PhaseClock(), "backward", half)
     alpha, beta = measure_costs(comm, {nbytes: each.run for nbytes, each in sums.items()})
     for each in sums.values():
         each.free()

@@ -30,9 +30,10 @@ from mpi4py import MPI
 from mpips.collectives import log
 from mpips.collectives.fabric.tasks import Task
 from mpips.collectives.kernels.quiet import quietly
+from mpips.mlp.clock import PhaseClock
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, counted, nodes
 from mpips.mlp.network import Network, interval
-from mpips.mlp.parallel import Clock, LocalUpdate
+from mpips.mlp.parallel import LocalUpdate
 from mpips.optimizers.base import Optimizer, State, initial
 from mpips.optimizers.elastic import INTERVAL, Elastic1, Elastic2
 from mpips.store.api import KVStore
@@ -152,8 +153,8 @@ class Servers:
             agree(self.comm, sentence)
 
     def connect(
-        self, network: Network, mesh: Mesh, optimizer: Optimizer, clock: Clock, overlap: bool | None
-    ) -> SynchronousUpdate | ElasticUpdate:
+        self, network: Network, mesh: Mesh, optimizer: Optimizer, clock: PhaseClock, overlap: bool | None
+    ) -> LocalUpdate | SynchronousUpdate:
         """Open the store and return what updates a worker's slice.
 
         Collective over the workers, while the servers wait in `join`. With `overlap`, gradients are sent during the
@@ -182,7 +183,9 @@ class Servers:
         beside = self.between if overlap is None else overlap
         if self.kind == "sync":
             return SynchronousUpdate(self._store, group, network, mesh, optimizer, clock, beside)
-        return ElasticUpdate(self._store, group, network, mesh, optimizer, clock, beside, self)
+        members = mesh.batch // self.clients
+        centre = Centre(self._store, group, network.flat_parameters, members, self, clock)
+        return LocalUpdate(network, mesh, optimizer, clock, beside, clients=self.clients, exchange=centre.exchange)
 
     def close(self) -> None:
         """Let the servers end. Collective over the workers. If it is not called, the end of the process does it."""
@@ -271,7 +274,7 @@ class SliceGroup:
 class SynchronousUpdate:
     """Updates weights through sync servers: gradients are pushed, weights pulled, with a key for each layer of a slice.
 
-    Has the methods of `LocalUpdate`. Collective over the workers.
+    Has the methods of `LocalUpdate`.
 
     Args:
         store: None on a worker that does not lead its group.
@@ -288,7 +291,7 @@ class SynchronousUpdate:
         network: Network,
         mesh: Mesh,
         optimizer: Optimizer,
-        clock: Clock,
+        clock: PhaseClock,
         overlap: bool,
     ) -> None:
         self._mesh = mesh
@@ -387,73 +390,49 @@ class SynchronousUpdate:
         return found
 
 
-class ElasticUpdate(LocalUpdate):
-    """Updates weights by elastic averaging.
-
-    In every step a client updates its weights by the mean gradient over its part of the minibatch. Every `every` steps
-    its weights and the centre on the servers move towards each other. Collective over the workers.
+class Centre:
+    """The centre of elastic averaging, which servers keep. Making one is collective over the workers.
 
     Source: MXNET-MPI, section 5 and equations 2 and 3 (`mpips.optimizers.Elastic1`, `Elastic2`).
 
     Args:
         store: None on a worker that does not lead its group.
+        members: Batch ranks of a client.
     """
 
     def __init__(
         self,
         store: KVStore | None,
         group: SliceGroup,
-        network: Network,
-        mesh: Mesh,
-        optimizer: Optimizer,
-        clock: Clock,
-        overlap: bool,
+        weights: np.ndarray,
+        members: int,
         servers: Servers,
+        clock: PhaseClock,
     ) -> None:
-        self._clock = clock
-        self._every = servers.every
-        self._weights = network.flat_parameters
-        # batch ranks of all clients, and of one
-        self._ranks = mesh.batch
-        self._members = mesh.batch // servers.clients
-        client, place = divmod(mesh.batch_index, self._members)
-        # batch index of the client's first rank
-        self._first = mesh.batch_index - place
-        # samples of this client in the current minibatch, which may have fewer samples than there are clients
-        self._samples = 0
-        super().__init__(network, mesh.batch_comm.Split(client, place), optimizer, clock, overlap)
-        self._attract = Elastic2(alpha=servers.alpha)
         self._group = group
+        self._weights = weights
+        self._members = members
+        self._every = servers.every
+        self._clock = clock
+        self._attract = Elastic2(alpha=servers.alpha)
         # what is pushed, then the centre that is pulled
-        self._centre = network.flat_parameters.copy()
+        self._centre = weights.copy()
         self._whole = group.whole(self._centre)
         group.gather(self._centre, self._whole)
         self._centres = group.init_store(store, self._whole, Elastic1(alpha=servers.alpha))
         self._kv = store if self._centres else None
 
-    def gradient(self, layer: int) -> None:
-        if self._samples:
-            super().gradient(layer)
-
-    def divisor(self, samples: int) -> float:
-        """Return the number of samples that this client has in a minibatch of `samples` samples, at least 1."""
-        last = self._first + self._members - 1
-        start, stop = interval(samples, self._ranks, self._first)[0], interval(samples, self._ranks, last)[1]
-        self._samples = stop - start
-        return max(1, self._samples)
-
-    def run(self, step: int) -> None:
-        """Exchange with the centre if it is time, then update by the client's mean gradient."""
-        if (step - 1) % self._every == 0:
-            with self._clock.waiting("backward"):
-                # A push sums over the members of the client, who have equal weights: so each pushes its share.
-                quietly(np.divide, self._weights, self._members, out=self._centre)
-                self._group.gather(self._centre, self._whole)
-                if self._kv is not None:
-                    names, arrays = list(self._centres), list(self._centres.values())
-                    self._kv.push(names, arrays)
-                    self._kv.pull(names, arrays)
-                self._group.scatter(self._whole, self._centre)
-                self._attract.update(self._weights, self._centre, (), 1)
-        if self._samples:
-            super().run(step)
+    def exchange(self, step: int) -> None:
+        """If an exchange is due in this step, move the centre and this rank's weights towards each other. Blocking."""
+        if (step - 1) % self._every:
+            return
+        with self._clock.waiting("backward"):
+            # A push sums over the members of the client, who have equal weights: so each pushes its share.
+            quietly(np.divide, self._weights, self._members, out=self._centre)
+            self._group.gather(self._centre, self._whole)
+            if self._kv is not None:
+                names, arrays = list(self._centres), list(self._centres.values())
+                self._kv.push(names, arrays)
+                self._kv.pull(names, arrays)
+            self._group.scatter(self._whole, self._centre)
+            self._attract.update(self._weights, self._centre, (), 1)

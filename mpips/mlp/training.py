@@ -17,11 +17,12 @@ from mpi4py import MPI
 
 import mpips.collectives as collectives
 from mpips.collectives import log
+from mpips.mlp.clock import PHASES, PhaseClock, hidden_share
 from mpips.mlp.data.base import DataSource
 from mpips.mlp.data.loading import Data, DealRule, epoch_order, load
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, arguments_of, counted, parse, spans_nodes
 from mpips.mlp.network import Network, Specification
-from mpips.mlp.parallel import PHASES, Clock, LocalUpdate, LossScale, TensorExchange, hidden_share, on_host
+from mpips.mlp.parallel import LocalUpdate, LossScale, TensorExchange, on_host
 from mpips.mlp.perceptron import MLP
 from mpips.mlp.prediction import choose_mesh
 from mpips.mlp.servers import Servers, SynchronousUpdate
@@ -228,7 +229,7 @@ class Worker:
     ) -> None:
         self.mesh = mesh
         self.optimizer = optimizer
-        self.clock = Clock()
+        self.clock = PhaseClock()
         self.choices = Choices(mesh, optimizer, mode, overlap, half, servers)
         spans, mixed = spans_nodes(mesh), model.specification.dtype == "mixed"
         narrow = [mixed and (each if half is None else half) for each in spans]
@@ -249,7 +250,7 @@ class Worker:
         if servers is None:
             beside = spans.batch if overlap is None else overlap
             scale = LossScale(mesh.model_comm) if mixed else None
-            self.update = LocalUpdate(self.network, mesh.batch_comm, optimizer, self.clock, beside, narrow[0], scale)
+            self.update = LocalUpdate(self.network, mesh, optimizer, self.clock, beside, narrow[0], scale)
         else:
             self.update = servers.connect(self.network, mesh, optimizer, self.clock, overlap)
         # True if poll() must progress sums between model ranks

@@ -19,9 +19,9 @@ from mpi4py import MPI
 from collectives.benchmark.harness import measure
 from examples.reproduce import rank
 from mpips.mlp import MLP
+from mpips.mlp.clock import hidden_share
 from mpips.mlp.mesh import Mesh
 from mpips.mlp.network import Specification, interval
-from mpips.mlp.parallel import hidden_share
 from mpips.mlp.prediction import predict, predict_all
 from mpips.mlp.training import Worker
 from mpips.optimizers import SGD
