@@ -45,7 +45,7 @@ COUNT = Whole(1)
 SETTINGS: dict[str, dict[str, bool]] = {"fused": {"fused": True}, "foreach": {"foreach": True}, "default": {}}
 
 
-class Case(NamedTuple):
+class UpdateTiming(NamedTuple):
     """The result of timing one update. Times are in ms, medians over the repeats; None if an engine is missing."""
 
     optimizer: str
@@ -100,7 +100,7 @@ def theirs(torch: ModuleType, optimizer: Any, weights: np.ndarray, gradient: np.
 
 def measure_update(
     optimizer: optimizers.Equation, elements: int, repeats: int, torch: ModuleType | None, gradients: int = 1
-) -> Case:
+) -> UpdateTiming:
     """Time an update by each engine and by PyTorch, and a copy of as many bytes, in `repeats` rounds."""
     rng = np.random.default_rng(0)
     weights = rng.random(elements, np.float32)
@@ -128,7 +128,7 @@ def measure_update(
     median = {name: 1e3 * timing.median for name, timing in zip(steps, timings, strict=True)}
     others = [median[name] for name in ("foreach", "default") if name in median]
     best = min([*others, median.get("fused", math.inf)])
-    return Case(
+    return UpdateTiming(
         optimizer=label(optimizer),
         elements=elements,
         gradients=gradients,
@@ -160,7 +160,7 @@ def largest_difference(optimizer: optimizers.Equation, torch: ModuleType) -> flo
     return float(np.abs(weights - other).max())
 
 
-def show_updates(cases: Sequence[Case]) -> Table:
+def show_updates(cases: Sequence[UpdateTiming]) -> Table:
     """Build the table of updates by one gradient."""
     view = Table(
         title=f"One update of {cases[0].elements:,} float32, one thread, median ms",
@@ -177,7 +177,7 @@ def show_updates(cases: Sequence[Case]) -> Table:
     return view
 
 
-def show_sums(cases: Sequence[Case]) -> Table:
+def show_sums(cases: Sequence[UpdateTiming]) -> Table:
     """Build the table of updates by sums of gradients."""
     view = Table(title="Sum of several gradients and update, one thread, median ms")
     for column in ("optimizer", "elements", "gradients", "NumPy", "compiled", "copy", "times as fast"):

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from mpips.collectives.benchmark.harness import measure
 from mpips.collectives.simulator.cost import LinkCost, fit
 from mpips.overlap.messages import Hook, LayeredModel, StoreMessages
-from mpips.overlap.problem import PARAMETER_BYTES, Groups, Linear, Profile, bandwidth, create_profile
+from mpips.overlap.problem import PARAMETER_BYTES, Groups, LinearNetwork, Profile, bandwidth, create_profile
 from mpips.overlap.timeline import COMPUTE, Task
 from mpips.store.runtime.rendezvous import attempt
 
@@ -43,13 +43,20 @@ Costs = tuple[LinkCost, LinkCost]
 
 
 def job_profile(model: LayeredModel, kv: KVStore, x: np.ndarray, y: np.ndarray, costs: Costs | None = None) -> Profile:
-    """Return the profile of this job: its layers clocked on a batch, and the costs of its messages.
+    """Measure the profile of this job: the times of its layers on a batch, and the costs of its messages.
 
     Collective over the workers, blocking. No message may be under way. The store must have its optimizer already,
     because it changes what messages cost. Gradients are overwritten; parameters and optimizer state stay.
 
     Args:
-        costs: The costs of messages if they are known already. None measures them.
+        model: The model, a `LayeredModel`.
+        kv: The store.
+        x: Inputs of a batch.
+        y: Targets of the batch.
+        costs: The costs of messages if they are known already. Default: they are measured.
+
+    Raises:
+        ValueError: On every worker, if the model fails on this batch on any worker.
     """
     clocked, refusal = attempt(lambda: layer_seconds(model, x, y))
     kv.worker.agree("profile", refusal=refusal)
@@ -57,7 +64,7 @@ def job_profile(model: LayeredModel, kv: KVStore, x: np.ndarray, y: np.ndarray, 
     forward, backward = clocked
     push, (startup, per_byte) = job_costs(model, kv) if costs is None else costs
     names = [f"layer{number}" for number in range(1, len(model.layer_elements) + 1)]
-    network = Linear(*push, kv.num_workers, "servers" if kv.layout.num_servers else "allreduce")
+    network = LinearNetwork(*push, kv.num_workers, "servers" if kv.layout.num_servers else "allreduce")
     return create_profile(names, model.layer_elements, forward, backward, network, startup, bandwidth(per_byte))
 
 
@@ -136,11 +143,11 @@ def layer_seconds(
 ) -> tuple[list[float], list[float]]:
     """Return (forward, backward) seconds of every layer on a batch, as medians. Only gradients are written."""
     watch = Stopwatch(len(model.layer_elements))
-    found = []
+    seconds = []
     for _ in range(repeats):
         watch.step(model, x, y, lambda layer: None, lambda layer: None)
-        found.append(watch.seconds())
-    forward, backward = np.median(found, axis=0)
+        seconds.append(watch.seconds())
+    forward, backward = np.median(seconds, axis=0)
     return forward.tolist(), backward.tolist()
 
 

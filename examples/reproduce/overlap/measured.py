@@ -43,7 +43,7 @@ from mpips.overlap import exchange as runtime
 from mpips.overlap import measure, planner, timeline
 from mpips.overlap import timeline as trace
 from mpips.overlap.messages import StoreMessages
-from mpips.overlap.problem import PARAMETER_BYTES, JointPlan, Linear, Profile, bandwidth, create_profile
+from mpips.overlap.problem import PARAMETER_BYTES, JointPlan, LinearNetwork, Profile, bandwidth, create_profile
 from mpips.overlap.problem import save_profile as write_profile
 from mpips.overlap.timeline import Kind, Task
 from mpips.store import create as processes
@@ -487,7 +487,7 @@ class OverlapJob:
         a, b, startup, per_byte = costs
         names = [f"layer{number}" for number in range(1, len(self.elements) + 1)]
         forward, backward = self._clocked(self.compute_forward), self._clocked(self.compute_backward)
-        network = Linear(a, b, self.kv.num_workers, "servers" if self.kv.layout.num_servers else "allreduce")
+        network = LinearNetwork(a, b, self.kv.num_workers, "servers" if self.kv.layout.num_servers else "allreduce")
         return create_profile(names, self.elements, forward, backward, network, startup, bandwidth(per_byte))
 
     def _clocked(self, compute: Callable[[int], None]) -> list[float]:

@@ -9,6 +9,7 @@ import pytest
 
 import mpips
 import mpips.chaos
+import mpips.mlp
 import mpips.overlap
 
 EXAMPLES = {
