@@ -57,6 +57,12 @@ def collect(worker: Worker) -> MLP:
 
     Collective over the mesh; blocking. With elastic averaging the clients' networks differ, and every rank returns its
     client's.
+
+    >>> model, rows = mpips.mlp.MLP([4, 16, 1]), lambda: mpips.mlp.open_source("synthetic:400,4,1")
+    >>> mesh = mpips.mlp.Mesh(batch=mpips.size())
+    >>> worker = mpips.mlp.train(model, rows, mesh, epochs=1, batch=40).worker
+    >>> mpips.mlp.collect(worker).predict(np.zeros((2, 4))).shape
+    (2, 1)
     """
     model = MLP(*worker.network.specification)
     for index, target in enumerate(model.parameters):
@@ -82,6 +88,11 @@ def save_checkpoint(path: str, worker: Worker, data: Data | None = None) -> None
 
     Raises:
         TrainingError: On every rank, if the file cannot be written.
+
+    >>> model, rows = mpips.mlp.MLP([4, 16, 1]), lambda: mpips.mlp.open_source("synthetic:400,4,1")
+    >>> mesh = mpips.mlp.Mesh(batch=mpips.size())
+    >>> worker = mpips.mlp.train(model, rows, mesh, epochs=1, batch=40).worker
+    >>> mpips.mlp.save_checkpoint(str(folder / "mlp.safetensors"), worker)
     """
     state = worker.update.fetch()
     arrays: dict[str, np.ndarray] = {}
@@ -135,6 +146,14 @@ def load_checkpoint(
 
     Raises:
         TrainingError: On every rank, if any rank cannot read the file or it is no such checkpoint.
+
+    >>> model, rows = mpips.mlp.MLP([4, 16, 1]), lambda: mpips.mlp.open_source("synthetic:400,4,1")
+    >>> mesh = mpips.mlp.Mesh(batch=mpips.size())
+    >>> worker = mpips.mlp.train(model, rows, mesh, epochs=1, batch=40).worker
+    >>> mpips.mlp.save_checkpoint(str(folder / "mlp.safetensors"), worker)
+    >>> worker = mpips.mlp.load_checkpoint(str(folder / "mlp.safetensors"), mesh)
+    >>> len(mpips.mlp.train(model, rows, mesh, epochs=2, worker=worker, batch=40).epochs)
+    2
     """
 
     def see(file: TensorFile) -> tuple[CheckpointHeader, Optimizer]:

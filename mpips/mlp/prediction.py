@@ -77,6 +77,10 @@ def choose_mesh(
 
     Raises:
         TrainingError: On every rank, if the ranks give different arguments or the network is not NumPy's.
+
+    >>> mesh = mpips.mlp.choose_mesh(mpips.mlp.MLP([4, 16, 1]), batch=40)
+    >>> mesh.batch * mesh.model == mpips.size()
+    True
     """
     comm = MPI.COMM_WORLD if comm is None else comm
     optimizer = optimizer or SGD(learning_rate=0.01)
@@ -90,9 +94,22 @@ def choose_mesh(
 def predict_all(
     specification: Specification, batch: int, comm: MPI.Comm, optimizer: Optimizer, mode: str = "pairs"
 ) -> list[MeshPrediction]:
-    """Return the predictions for every mesh of the ranks of `comm`, the fastest first. Collective.
+    """Predict the time of a step on every mesh of the ranks of `comm`. Collective; it times messages and steps.
 
-    They are equal on every rank. `batch` is the size of a whole minibatch, `mode` how model ranks cut the layers.
+    Args:
+        specification: The network, such as `MLP.specification`.
+        batch: Samples of a whole minibatch.
+        comm: The ranks.
+        optimizer: The optimizer of the step.
+        mode: How model ranks cut the layers: "pairs" or "columns".
+
+    Returns:
+        The predictions, the fastest mesh first. They are equal on every rank.
+
+    >>> model = mpips.mlp.MLP([4, 16, 1])
+    >>> best = mpips.mlp.predict_all(model.specification, 40, MPI.COMM_WORLD, mpips.optimizers.SGD())[0]
+    >>> best.seconds > 0
+    True
     """
     result = []
     for shape in factorings(comm.size):

@@ -65,6 +65,10 @@ class Servers:
 
     Raises:
         TrainingError: If an argument is out of range.
+
+    >>> servers = mpips.mlp.Servers(1, clients=2, kind="elastic", every=16)
+    >>> mesh = servers.join(batch=1, model=1)  # doctest: +SKIP
+    >>> trained = mpips.mlp.train(model, data, mesh, servers=servers)  # doctest: +SKIP
     """
 
     def __init__(

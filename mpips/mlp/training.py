@@ -130,6 +130,12 @@ def train(
     Raises:
         TrainingError: On every rank, if the ranks give different arguments, if mesh, network, data and `worker` do not
             fit, or when a loss is no longer finite.
+
+    >>> rows = lambda: mpips.mlp.open_source("synthetic:400,4,1")
+    >>> model = mpips.mlp.MLP([4, 16, 1], seed=1)
+    >>> trained = mpips.mlp.train(model, rows, mesh="auto", epochs=3, batch=40)
+    >>> trained.epochs[-1].train_loss < trained.epochs[0].train_loss
+    True
     """
     optimizer = optimizer or (worker.optimizer if worker is not None else SGD(learning_rate=0.01))
     mode = mode or (worker.network.mode if worker is not None else "pairs")

@@ -49,6 +49,9 @@ def open_source(
 
     Raises:
         TrainingError: If there is no such source, its file cannot be read, or the arguments do not fit it.
+
+    >>> mpips.mlp.open_source("synthetic:500,4,1").columns()
+    '4 features -> 1 target'
     """
     built_in = {"digits": digits, "mnist": lambda: mnist(directory), "airfoil": lambda: airfoil(directory)}
     is_file = data not in built_in and data.split(":")[0] != "synthetic"
@@ -88,6 +91,9 @@ class ArraySource(DataSource):
 
     Raises:
         TrainingError: If the arrays do not have these shapes or do not hold numbers.
+
+    >>> mpips.mlp.ArraySource("two rows", x=np.eye(2), y=np.array([0, 1]), classes=2).columns()
+    '2 features -> a class'
     """
 
     def __init__(
@@ -329,6 +335,9 @@ class SyntheticSource(DataSource):
 
     Raises:
         TrainingError: If a number is below 1, or a block of rows does not fit in memory.
+
+    >>> mpips.mlp.SyntheticSource(rows=500, features=4, targets=1).columns()
+    '4 features -> 1 target'
     """
 
     def __init__(self, rows: int = 700_000, features: int = 16, targets: int = 2) -> None:

@@ -57,6 +57,11 @@ class TextSource(DataSource):
     Raises:
         TrainingError: If the file is not such a text, or has no such columns. Reading it raises TrainingError, too: the
             message names file, line, column and value of what is not a finite number or not a label.
+
+    >>> path = folder / "rows.csv"
+    >>> _ = path.write_text("height,width,price\\n1,2,3\\n4,5,6\\n")
+    >>> mpips.mlp.TextSource(str(path)).columns()
+    'column 1 (height), column 2 (width) -> column 3 (price) (names from line 1)'
     """
 
     def __init__(
