@@ -103,7 +103,7 @@ def command(**given: Any) -> None:
     Start the ranks with `mpips train ... --ranks P` or with mpirun.
     """
     comm = MPI.COMM_WORLD
-    train_options.check_words(comm.size, **given)
+    train_options.check_texts(comm.size, **given)
     run = _Run(comm, SimpleNamespace(**given))
     try:
         run.run()
@@ -161,7 +161,7 @@ class _Run:
         if saved is not None:
             labels = saved.labels or tuple(str(number) for number in range(saved.specification.sizes[-1]))
             if saved.rule:
-                train_options.deal_by(saved.rule, o)
+                train_options.take_deal_rule(saved.rule, o)
         start = perf_counter()
         opened = open_everywhere(partial(train_options.open_data, o), self.comm, o.way, labels)
         seconds = perf_counter() - start
@@ -179,10 +179,10 @@ class _Run:
         data = load_opened(opened, mesh, o.batch, specification.dtype, o.seed, o.test_share, scaling)
         if o.explain:
             why = "every rank reads one part of the rows" if data.way == "read" else "rank 0 sends them by scatter"
-            self._say(f"data: {why}")
-        self._say(f"{o.data}: {counted(opened.rows, 'row')}; {opened.columns}; data by {data.way}")
+            self._print(f"data: {why}")
+        self._print(f"{o.data}: {counted(opened.rows, 'row')}; {opened.columns}; data by {data.way}")
         if named := name_classes(opened.labels):
-            self._say(named)
+            self._print(named)
         self._train(specification, data, mesh, seconds + perf_counter() - start)
 
     def _choose_mesh(self, specification: Specification, train_rows: int) -> Mesh:
@@ -207,7 +207,7 @@ class _Run:
                 o.load_path, mesh, o.split, self.xp, overlap=o.overlap, servers=self.servers
             )
             last += worker.updates // len(data.deal.samples)
-        self._say(
+        self._print(
             f"{'-'.join(str(size) for size in specification.sizes)}, {counted(data.train_rows, 'row')}, "
             f"batch {o.batch}, {grid} (batch x model), {specification.dtype}"
         )
@@ -219,7 +219,7 @@ class _Run:
             o.epochs,
             None if worker else self.optimizer,
             o.split,
-            partial(self._say_epoch, last),
+            partial(self._print_epoch, last),
             worker,
             overlap=o.overlap,
             servers=self.servers,
@@ -231,14 +231,14 @@ class _Run:
             checkpoint.save_checkpoint(str(o.save_path), trained.worker, data)
         agree(self.comm, problem)
 
-    def _say_epoch(self, last: int, epoch: EpochResult) -> None:
+    def _print_epoch(self, last: int, epoch: EpochResult) -> None:
         """Print a line of progress. `last` is the number of the last epoch."""
-        words = [f"epoch {epoch.epoch:>{len(str(last))}}/{last}", f"train {epoch.train_loss:.6f}"]
+        parts = [f"epoch {epoch.epoch:>{len(str(last))}}/{last}", f"train {epoch.train_loss:.6f}"]
         if epoch.test_loss is not None:
-            words.append(f"test {epoch.test_loss:.6f}")
+            parts.append(f"test {epoch.test_loss:.6f}")
         if epoch.test_accuracy is not None:
-            words.append(f"accuracy {100 * epoch.test_accuracy:.2f} %")
-        self._say("  ".join([*words, f"{epoch.seconds:.2f} s"]))
+            parts.append(f"accuracy {100 * epoch.test_accuracy:.2f} %")
+        self._print("  ".join([*parts, f"{epoch.seconds:.2f} s"]))
 
     def _report(self, trained: Trained, data: Data, data_seconds: float, memory: list[int]) -> str | None:
         """Print the time budget, and write the files of --json and --plot. Return an error message, or None.
@@ -260,7 +260,7 @@ class _Run:
         show_table(table, self.console)
         mean = sum(epoch.seconds for epoch in epochs) / len(epochs)
         peaks = ", ".join(f"{peak / 2**20:,.0f}" for peak in memory)
-        self._say(f"mean of an epoch: {mean:.2f} s; peak memory by rank, MiB: {peaks}")
+        self._print(f"mean of an epoch: {mean:.2f} s; peak memory by rank, MiB: {peaks}")
         try:
             if self.options.json_path:
                 content = self._record(trained, data) | {"phases": phases, "hidden": hidden, "memory_bytes": memory}
@@ -308,7 +308,7 @@ class _Run:
                 return f"--{name} {path} {reason}"
         return None
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self.comm.rank == 0:
             self.console.print(text, markup=False)
 

@@ -313,14 +313,14 @@ def buckets(elements: Sequence[int], itemsize: int) -> list[tuple[int, int, int]
     Returns:
         (layer, start, stop) of each bucket. The bucket is complete when the gradient of `layer`, its lowest, is.
     """
-    found = []
+    cut = []
     stop = start = sum(elements)
     for layer in range(len(elements) - 1, -1, -1):
         start -= elements[layer]
         if (stop - start) * itemsize >= BUCKET_BYTES or layer == 0:
-            found.append((layer, start, stop))
+            cut.append((layer, start, stop))
             stop = start
-    return found
+    return cut
 
 
 class LossScale:

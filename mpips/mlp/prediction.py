@@ -3,7 +3,7 @@
 1. Two sums of different sizes are timed on each communicator of the mesh. They give its alpha and beta.
 2. Every rank runs steps of slice 0 alone, with collectives that do nothing. This gives the computation between one
    message and the next, as a list of `StepEvent`.
-3. The messages are put between these events, with the times that the formulas give (`replay`).
+3. The messages are put between these events, with the times that the formulas give (`step_seconds`).
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def predict(
     batch_link = measure_allreduce(mesh.batch_comm, max(bucket_bytes), narrow[0])
     model_link = measure_allreduce(mesh.model_comm, int(np.mean([n for _, n in moved])) if moved else 0, narrow[1])
     comm.Barrier()
-    traced = trace(specification, mesh.model, samples, batch, optimizer, mode, cut, any(spans))
+    traced = time_events(specification, mesh.model, samples, batch, optimizer, mode, cut, any(spans))
     greatest = np.array([sum(event.compute for event in traced), *batch_link, *model_link])
     comm.Allreduce(MPI.IN_PLACE, greatest, MPI.MAX)
     compute, *links = greatest.tolist()
@@ -146,7 +146,8 @@ def predict(
     reductions = {layer: allreduce_seconds(mesh.batch, n, batch_link) for (layer, _, _), n in zip(cut, bucket_bytes)}
     exchange = exchange_seconds(moved, mesh.model, model_link)
     whole, overlapped = (
-        replay(events, mesh.model, model_link, model_size, reductions, each) for each in (Spans(False, False), spans)
+        step_seconds(events, mesh.model, model_link, model_size, reductions, each)
+        for each in (Spans(False, False), spans)
     )
     return MeshPrediction(
         mesh.batch, mesh.model, compute, sum(reductions.values()), exchange, whole - overlapped, batch_link, model_link
@@ -242,7 +243,7 @@ class StepEvent(NamedTuple):
     compute: float
 
 
-class MuteExchange:
+class EventRecorder:
     """A `ModelExchange` and `StepProgress` for slice 0 without other ranks. It exchanges nothing and records events."""
 
     def __init__(self, parts: int) -> None:
@@ -280,7 +281,7 @@ class MuteExchange:
         """Do nothing: no message is under way."""
 
 
-def trace(
+def time_events(
     specification: Specification,
     model: int,
     samples: int,
@@ -302,7 +303,7 @@ def trace(
         cut: The buckets by which weights are updated, as `buckets` returns them. Empty: all weights at once.
         beside: Compute the backward pass in blocks and record gradients, as if messages were sent during it.
     """
-    mute = MuteExchange(model)
+    mute = EventRecorder(model)
     network = Network(specification, mute, mode, np.zeros)
     # The optimizer updates a copy: its updates are no training, and could make the network's weights infinite.
     weights = network.flat_parameters.copy()
@@ -333,7 +334,7 @@ def trace(
     return [event._replace(compute=seconds) for event, seconds in zip(steps[0], middle.tolist())]
 
 
-def replay(
+def step_seconds(
     events: Sequence[StepEvent], model: int, link: LinkCost, itemsize: int, reductions: dict[int, float], spans: Spans
 ) -> float:
     """Return the seconds of a step if messages are sent at its events.
@@ -342,7 +343,7 @@ def replay(
     waits.
 
     Args:
-        events: The computation, as `trace` returns it.
+        events: The computation, as `time_events` returns it.
         model: Number of model ranks.
         link: Alpha and beta between model ranks.
         itemsize: Bytes of an element that model ranks send.

@@ -131,18 +131,18 @@ class Servers:
         self._groups = min(model, self.count)
         server, slice_ = rank - (ranks - self.count), rank % model
         # the group of slices that this rank serves or leads
-        mine = MPI.UNDEFINED
+        own_group = MPI.UNDEFINED
         for group in range(self._groups):
             start, stop = interval(self.count, self._groups, group)
             if start <= server < stop or (server < 0 and interval(model, self._groups, group)[0] == slice_):
-                mine, self._share = group, stop - start
+                own_group, self._share = group, stop - start
         role = self.comm.Split(int(server >= 0), rank)
-        self._members = self.comm.Split(mine, rank)  # type: ignore[assignment]
+        self._members = self.comm.Split(own_group, rank)  # type: ignore[assignment]
         if server < 0:
             return Mesh(self.clients * batch, model, role)
         # Wait for the workers' call of give_up(), or for connect(), which calls agree() without a problem.
         agree(self.comm, None)
-        LOG.info("this server has group %d of the slices", mine)
+        LOG.info("this server has group %d of the slices", own_group)
         self._create()
         raise AssertionError("a server leaves inside create")
 
@@ -223,10 +223,10 @@ class SliceGroup:
     """
 
     def __init__(self, network: Network, model_comm: MPI.Comm, groups: int) -> None:
-        mine = [interval(model_comm.size, groups, group) for group in range(groups)]
-        group = next(group for group, (_, stop) in enumerate(mine) if model_comm.rank < stop)
+        bounds = [interval(model_comm.size, groups, group) for group in range(groups)]
+        group = next(group for group, (_, stop) in enumerate(bounds) if model_comm.rank < stop)
         # model index of the leader
-        self.first = mine[group][0]
+        self.first = bounds[group][0]
         self._comm = model_comm.Split(group, model_comm.rank)
         self.single = self._comm.size == 1
         self._leads = self._comm.rank == 0
@@ -357,9 +357,9 @@ class SynchronousUpdate:
         wholes = [self._group.whole(array) for array in state]
         views = [self._group.keyed(whole) for whole in wholes]
         if state:
-            found = self._run_on_servers("fetch", lambda stored, keys: stored.states(keys))
-            if found is not None and self._mesh.batch_index == 0:
-                for name, (_, arrays) in found.items():
+            states = self._run_on_servers("fetch", lambda stored, keys: stored.states(keys))
+            if states is not None and self._mesh.batch_index == 0:
+                for name, (_, arrays) in states.items():
                     for view, array in zip(views, arrays):
                         view[str(name)][...] = array
         for whole, array in zip(wholes, state):
@@ -382,16 +382,16 @@ class SynchronousUpdate:
         Return its result, or None on other ranks. Collective over the workers; if the task fails on any rank, all raise
         TrainingError. `what` names the operation.
         """
-        found, problem = None, None
+        result, problem = None, None
         if self._kv is not None:
             worker = self._kv.worker
             try:
                 worker.settle()
-                found = worker.run(what, task(worker.backend.stored, [worker.keys[name] for name in self._in]))
+                result = worker.run(what, task(worker.backend.stored, [worker.keys[name] for name in self._in]))
             except ValueError as error:
                 problem = f"the servers' optimizer states: {error}"
         agree(self._mesh.comm, problem)
-        return found
+        return result
 
 
 class Centre:

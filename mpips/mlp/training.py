@@ -68,7 +68,7 @@ class Trained(NamedTuple):
     worker: Worker
 
 
-class Choices(NamedTuple):
+class TrainingChoices(NamedTuple):
     """The arguments of `train` that say how to train. They must be the same on all ranks."""
 
     mesh: Mesh | str
@@ -139,7 +139,7 @@ def train(
     """
     optimizer = optimizer or (worker.optimizer if worker is not None else SGD(learning_rate=0.01))
     mode = mode or (worker.network.mode if worker is not None else "pairs")
-    asked = Choices(mesh, optimizer, mode, overlap, half, servers)
+    asked = TrainingChoices(mesh, optimizer, mode, overlap, half, servers)
     serving = servers or (worker.choices.servers if worker is not None else None)
     try:
         how = _agree(model, data, asked, epochs, worker, loading)
@@ -236,7 +236,7 @@ class Worker:
         self.mesh = mesh
         self.optimizer = optimizer
         self.clock = PhaseClock()
-        self.choices = Choices(mesh, optimizer, mode, overlap, half, servers)
+        self.choices = TrainingChoices(mesh, optimizer, mode, overlap, half, servers)
         spans, mixed = spans_nodes(mesh), model.specification.dtype == "mixed"
         narrow = [mixed and (each if half is None else half) for each in spans]
         self._exchange = TensorExchange(mesh.model_comm, self.clock, narrow[1]) if mesh.model > 1 else None
@@ -348,11 +348,11 @@ def check_fit(specification: Specification, data: Data, mesh: Mesh, worker: Work
 def _agree(
     model: MLP,
     data: Data | Callable[[], DataSource],
-    asked: Choices,
+    asked: TrainingChoices,
     epochs: int,
     worker: Worker | None,
     loading: Mapping[str, object],
-) -> Choices:
+) -> TrainingChoices:
     """Return how to train, after checking that all ranks ask for the same. Collective.
 
     If `worker` continues an earlier run, its choices count, and the arguments must not contradict them. Raise
