@@ -58,7 +58,7 @@ def check(ranks: int, *, grid_text: str, **_: Any) -> None:
 @click.option("--width", default="1024", type=WholeList(), help="Widths of the two hidden layers, commas between.")
 @click.option("--seconds", default=15.0, help="About how long each case is timed.")
 @click.option("--rounds", default=15, type=Whole(1), help="In each round each kind of step has a turn.")
-@click.option("--torch/--no-torch", "with_torch", default=True, help="PyTorch beside it, where it is installed.")
+@click.option("--torch/--no-torch", "with_torch", default=True, help="Also time PyTorch, if it is installed.")
 @click.option("--json", "json_path", type=OutFile(), help="Write the rows as JSON.")
 def command(
     grid_text: str,
@@ -135,8 +135,8 @@ def _ours(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray) -> d
     }
     if mesh.comm.size > 1:
         worker = Worker(MLP(sizes, seed=1), mesh, SGD(learning_rate=1e-3))
-        mine = slice(*interval(len(x), mesh.batch, mesh.batch_index))
-        steps["grid"] = lambda: worker.step(x[mine], y[mine], len(x))
+        own = slice(*interval(len(x), mesh.batch, mesh.batch_index))
+        steps["grid"] = lambda: worker.step(x[own], y[own], len(x))
     return steps
 
 
@@ -144,9 +144,9 @@ def _theirs(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, wi
     """Return steps of PyTorch, one for each of its settings. The fastest setting counts."""
     steps = {"torch plain": torch_step(sizes, x, y, False), "torch fused": torch_step(sizes, x, y, True)}
     if with_ddp:
-        mine = slice(*interval(len(x), mesh.batch, mesh.batch_index))
+        own = slice(*interval(len(x), mesh.batch, mesh.batch_index))
         for bucket in (1, 25):
-            steps[f"ddp {bucket} MB"] = torch_step(sizes, x[mine], y[mine], True, bucket)
+            steps[f"ddp {bucket} MB"] = torch_step(sizes, x[own], y[own], True, bucket)
     return steps
 
 
@@ -158,8 +158,8 @@ def _ratios(times: dict[str, np.ndarray]) -> dict[str, float]:
     """
 
     def best(kind: str) -> np.ndarray | None:
-        found = [values for name, values in times.items() if name.startswith(kind)]
-        return min(found, key=np.median) if found else None
+        candidates = [values for name, values in times.items() if name.startswith(kind)]
+        return min(candidates, key=np.median) if candidates else None
 
     def ratio(above: np.ndarray, below: np.ndarray) -> float:
         return float(np.median(above / below))

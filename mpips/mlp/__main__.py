@@ -57,12 +57,12 @@ MEANINGS = {
 
 @click.command(cls=RankedCommand, context_settings={"show_default": True})
 @click.option(
-    "--data", required=True, help="One of digits, airfoil, mnist, synthetic[:ROWS,FEATURES,TARGETS], a text, .npz."
+    "--data", required=True, help="digits, airfoil, mnist, synthetic[:ROWS,FEATURES,TARGETS], or a file: text or .npz."
 )
 @click.option("--data-directory", default=".", help="Where the files of airfoil and mnist lie.")
 @click.option("--target", default="", show_default="last", help="Target columns of a text: names or numbers.")
 @click.option("--features", default="", show_default="all others", help="Feature columns of a text.")
-@click.option("--header/--no-header", default=None, show_default="look", help="A text's first line holds names.")
+@click.option("--header/--no-header", default=None, show_default="look", help="The first line of a text holds names.")
 @click.option("--classify", is_flag=True, help="The target of a file is a label: a number or a word (softmax loss).")
 @click.option(
     "--test-share", default=0.2, type=FiniteRange(0, 1, max_open=True), help="Share of the rows kept for testing."
@@ -74,24 +74,35 @@ MEANINGS = {
 @click.option("--grid", "grid_text", default="auto", help="BATCHxMODEL ranks, for instance 4x2, or auto.")
 @click.option("--explain", is_flag=True, help="Print the predicted time of every grid.")
 @click.option("--epochs", default=10, type=click.IntRange(1))
-@click.option("--batch", default=100, type=click.IntRange(1), help="Samples of a whole minibatch; --load: as before.")
-@click.option("--seed", default=1, type=click.IntRange(0), help="Of weights and of how rows are dealt.")
-@click.option("--dtype", default="float32", type=click.Choice(DTYPES), help="In mixed, float16 travels between nodes.")
+@click.option(
+    "--batch", default=100, type=click.IntRange(1), help="Samples of a whole minibatch. With --load: as before."
+)
+@click.option("--seed", default=1, type=click.IntRange(0), help="Determines the first weights and how rows are dealt.")
+@click.option("--dtype", default="float32", type=click.Choice(DTYPES), help="mixed: float16 travels between nodes.")
 @click.option(
     "--device",
     default="cpu",
     type=click.Choice(train_options.DEVICES),
-    help="With gpu: CuPy; the node's GPUs are dealt.",
+    help="gpu: compute by CuPy; the ranks of a node share its GPUs evenly.",
 )
 @click.option("--optimizer", default="sgd", type=click.Choice(train_options.OPTIMIZERS))
 @click.option("--learning-rate", default=0.01, type=FiniteRange(0))
 @click.option("--momentum", default=0.0, type=FiniteRange(0, 1, max_open=True), help="For sgd.")
-@click.option("--overlap/--no-overlap", default=None, show_default="between nodes", help="Send beside computation.")
+@click.option(
+    "--overlap/--no-overlap", default=None, show_default="between nodes", help="Send messages during computation."
+)
 @click.option("--servers", default=0, type=click.IntRange(0), help="Ranks that are servers; they are the last ones.")
-@click.option("--clients", default=1, type=click.IntRange(1), help="With servers: clients, each of them a --grid.")
-@click.option("--averaging", default="sync", type=click.Choice(list(STORES)), help="With servers: what they do.")
+@click.option("--clients", default=1, type=click.IntRange(1), help="With servers: number of clients; each is a --grid.")
+@click.option(
+    "--averaging", default="sync", type=click.Choice(list(STORES)), help="With servers: how they update weights."
+)
 @click.option("--every", default=INTERVAL, type=click.IntRange(1), help="Elastic: steps between two exchanges.")
-@click.option("--alpha", default=0.5, type=FiniteRange(0, 1, min_open=True), help="Elastic: how far they move.")
+@click.option(
+    "--alpha",
+    default=0.5,
+    type=FiniteRange(0, 1, min_open=True),
+    help="Elastic: share of their distance by which they move.",
+)
 @click.option("--threads", default=0, type=click.IntRange(0), help="BLAS threads a rank; 0: cores / ranks of the node.")
 @click.option("--save", "save_path", type=OutFile(), help="Write a checkpoint (safetensors) after the last epoch.")
 @click.option("--load", "load_path", help="Go on from a checkpoint of any grid, with its network and optimizer.")
