@@ -67,8 +67,9 @@ class Servers:
         TrainingError: If an argument is out of range.
 
     >>> servers = mpips.mlp.Servers(1, clients=2, kind="elastic", every=16)
-    >>> mesh = servers.join(batch=1, model=1)  # doctest: +SKIP
-    >>> trained = mpips.mlp.train(model, data, mesh, servers=servers)  # doctest: +SKIP
+    >>> def run(model, rows):  # on all ranks; only workers return from join()
+    ...     mesh = servers.join(batch=1, model=1)
+    ...     return mpips.mlp.train(model, rows, mesh, servers=servers, batch=40)
     """
 
     def __init__(
