@@ -313,22 +313,21 @@ class SynchronousUpdate:
         self._kv = store if self._in else None
         # key -> view that is pushed
         self._out = group.keyed(self._gradients) if self._in else {}
-        # pushes begun in this step; the servers are known to have read the first `_read` of them
-        self._pushes: list[Handle] = []
-        self._read = 0
+        # pushes of this step that servers may not have read yet
+        self._unread: list[Handle] = []
 
     def gradient(self, layer: int) -> None:
         """Push the gradients of a layer. The first layers have the highest priority: the next step needs them first."""
         key = f"slice{self._group.first}.layer{layer}"
         if self._kv is not None and self._overlap and key in self._out:
             start = perf_counter()
-            self._pushes.append(self._kv.ipush(key, self._out[key], priority=-layer))
+            self._unread.append(self._kv.ipush(key, self._out[key], priority=-layer))
             self._clock.sent()
             self._clock.add("backward", start)
 
     def poll(self) -> None:
-        while self._read < len(self._pushes) and self._pushes[self._read].test():
-            self._read += 1
+        while self._unread and self._unread[0].test():
+            del self._unread[0]
             self._clock.arrived()
 
     def divisor(self, samples: int) -> float:
@@ -337,15 +336,15 @@ class SynchronousUpdate:
     def run(self, step: int) -> None:
         """Push the gradients, unless gradient() has, and pull the new weights."""
         with self._clock.waiting("backward"):
-            if self._kv is not None and self._pushes:
+            if self._kv is not None and self._overlap:
                 kv = self._kv
                 pulls = [kv.ipull(key, array, priority=-number) for number, (key, array) in enumerate(self._in.items())]
-                for handle in (*self._pushes, *pulls):
-                    handle.wait()
-                for _ in self._pushes[self._read :]:
+                for push in self._unread:
+                    push.wait()
                     self._clock.arrived()
-                self._pushes.clear()
-                self._read = 0
+                self._unread.clear()
+                for pull in pulls:
+                    pull.wait()
                 return
             self._group.gather(self._network.flat_gradients, self._gradients)
             if self._kv is not None:

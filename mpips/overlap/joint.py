@@ -95,8 +95,8 @@ def _table(problem: Problem, rest: Array, last: Array, candidates: Numbers) -> A
 def _forward(pull: Problem, candidates: Numbers) -> Array:
     """Return to_go[i, m], the seconds from the start of pulling i + 1..m to the end of the forward pass.
 
-    There is a column for each m in `candidates`. The best groups are taken. Layers 1..i and all above m have their parameters, and layers up to i are computed.
-    to_go[0, m] is F[m].
+    There is a column for each m in `candidates`. The best groups are taken. Layers 1..i and all above m have their
+    parameters, and layers up to i are computed. to_go[0, m] is F[m].
     """
     rest = _rest(pull)
     to_go = _table(pull, rest, np.zeros(pull.layers + 1), candidates)
