@@ -31,7 +31,8 @@ LEAST_ROUNDS, MOST_ROUNDS = 5, 200
 # how often a rank without a part in a call looks whether the others have ended it
 LOOK_SECONDS = 5e-4
 
-Call: TypeAlias = Callable[[], object]
+# a call to time; its result is ignored
+TimedCall: TypeAlias = Callable[[], object]
 
 
 class Timing(NamedTuple):
@@ -54,7 +55,7 @@ class Timing(NamedTuple):
 
 
 def measure(
-    comm: MPI.Comm, calls: Sequence[Call | None], seconds: float, rounds: int | None = None, settle: bool = True
+    comm: MPI.Comm, calls: Sequence[TimedCall | None], seconds: float, rounds: int | None = None, settle: bool = True
 ) -> list[Timing]:
     """Time calls in alternation. Collective and blocking, for about `seconds` in all.
 
@@ -91,7 +92,7 @@ def measure(
     return [Timing(row) for row in samples]
 
 
-def measure_costs(comm: MPI.Comm, calls: Mapping[int, Call], seconds: float = 0.0) -> LinkCost:
+def measure_costs(comm: MPI.Comm, calls: Mapping[int, TimedCall], seconds: float = 0.0) -> LinkCost:
     """Time calls that differ in their number of bytes, and fit alpha and beta to the medians. Collective and blocking.
 
     The calls use the kernels that are compiled by now, because a training step should not wait for a compilation.
@@ -105,7 +106,7 @@ def measure_costs(comm: MPI.Comm, calls: Mapping[int, Call], seconds: float = 0.
     return fit([(nbytes, timing.median) for nbytes, timing in zip(calls, timings, strict=True)])
 
 
-def _batch(comm: MPI.Comm, call: Call | None, share: float) -> tuple[float, int]:
+def _batch(comm: MPI.Comm, call: TimedCall | None, share: float) -> tuple[float, int]:
     """Return the seconds of a call, and the number of calls in a batch, the same on all ranks.
 
     `share` is the time that the batch should take if it is longer than `BATCH_SECONDS`.
@@ -119,7 +120,7 @@ def _batch(comm: MPI.Comm, call: Call | None, share: float) -> tuple[float, int]
         count *= 2
 
 
-def _sample(comm: MPI.Comm, call: Call | None, count: int) -> float:
+def _sample(comm: MPI.Comm, call: TimedCall | None, count: int) -> float:
     """Return this rank's mean seconds of a call over `count` calls, which all ranks begin together."""
     _meet(comm, asleep=call is None)
     start = time.perf_counter()
@@ -156,7 +157,7 @@ def ping_pong(comm: MPI.Comm, x: NDArray[Any], seconds: float, other: int = 1) -
     """
     if comm.size < 2:
         raise ValueError("a point-to-point case needs two ranks: start it with --ranks 2")
-    calls: dict[str, Call | None] = {"blocking": None, "persistent": None}
+    calls: dict[str, TimedCall | None] = {"blocking": None, "persistent": None}
     requests: list[MPI.Prequest] = []
     if comm.rank in (0, other):
         partner = other - comm.rank

@@ -21,7 +21,7 @@ from rich.table import Table
 from threadpoolctl import threadpool_limits
 
 from mpips.collectives.benchmark.case import join_gloo, leave_gloo
-from mpips.collectives.benchmark.harness import Call, measure
+from mpips.collectives.benchmark.harness import TimedCall, measure
 from mpips.collectives.machine import usable_cores
 from mpips.collectives.terminal import (
     OutFile,
@@ -121,7 +121,7 @@ def _case(
     return {"width": width, "batch": batch, **medians, **_ratios({name: t.rounds for name, t in timings.items()})}
 
 
-def _ours(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray) -> dict[str, Call]:
+def _ours(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray) -> dict[str, TimedCall]:
     """Return steps of mpips: in one process, on the mesh ("grid"), and of a network of width 1 ("Python").
 
     A step of the network of width 1 takes the time that every step spends in Python.
@@ -129,7 +129,7 @@ def _ours(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray) -> d
     alone = Mesh(1, 1, MPI.COMM_SELF)
     serial = Worker(MLP(sizes, seed=1), alone, SGD(learning_rate=1e-3))
     tiny = Worker(MLP((1, 1, 1, 1), seed=1), alone, SGD(learning_rate=1e-3))
-    steps: dict[str, Call] = {
+    steps: dict[str, TimedCall] = {
         "one process": lambda: serial.step(x, y, len(x)),
         "Python": lambda: tiny.step(x[:1, :1], y[:1, :1], 1),
     }
@@ -140,7 +140,7 @@ def _ours(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray) -> d
     return steps
 
 
-def _theirs(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, with_ddp: bool) -> dict[str, Call]:
+def _theirs(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, with_ddp: bool) -> dict[str, TimedCall]:
     """Return steps of PyTorch, one for each of its settings. The fastest setting counts."""
     steps = {"torch plain": torch_step(sizes, x, y, False), "torch fused": torch_step(sizes, x, y, True)}
     if with_ddp:
@@ -189,7 +189,9 @@ def _show(rows: list[dict[str, float]]) -> None:
     show_table(table)
 
 
-def torch_step(sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, fused: bool, bucket_megabytes: int = 0) -> Call:
+def torch_step(
+    sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, fused: bool, bucket_megabytes: int = 0
+) -> TimedCall:
     """Return PyTorch's step of SGD on a fully connected ReLU network with mean squared error, on one thread.
 
     Args:

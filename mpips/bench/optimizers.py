@@ -16,7 +16,7 @@ from mpi4py import MPI
 from rich.table import Table
 
 from mpips import optimizers
-from mpips.collectives.benchmark.harness import Call, measure
+from mpips.collectives.benchmark.harness import TimedCall, measure
 from mpips.collectives.kernels import engine
 from mpips.collectives.machine import check_memory
 from mpips.collectives.terminal import Interruptible, OutFile, Whole, console, show_progress, show_table, write_json
@@ -73,7 +73,7 @@ def label(optimizer: optimizers.Optimizer) -> str:
     return name
 
 
-def theirs(torch: ModuleType, optimizer: Any, weights: np.ndarray, gradient: np.ndarray, **setting: bool) -> Call:
+def theirs(torch: ModuleType, optimizer: Any, weights: np.ndarray, gradient: np.ndarray, **setting: bool) -> TimedCall:
     """Return PyTorch's step for the same update, in the memory of `weights`.
 
     Raise RuntimeError or TypeError if PyTorch has no such optimizer, or not with these settings.
@@ -114,7 +114,7 @@ def measure_update(
         with engine.numpy_only():
             optimizer.update_by_sum(weights, parts, state, next(numbers))
 
-    steps: dict[str, Call] = {"copy": lambda: np.copyto(target, source), "numpy": by_numpy}
+    steps: dict[str, TimedCall] = {"copy": lambda: np.copyto(target, source), "numpy": by_numpy}
     kernel = optimizer.prepare(weights.dtype, gradients)
     engine.settle(COMPILES)
     if kernel is not None and kernel.call is not None:
