@@ -59,7 +59,7 @@ def collect(worker: Worker) -> MLP:
     client's.
 
     >>> model, rows = mpips.mlp.MLP([4, 16, 1]), lambda: mpips.mlp.open_source("synthetic:400,4,1")
-    >>> mesh = mpips.mlp.Mesh(batch=mpips.size())
+    >>> mesh = mpips.mlp.Mesh(batch=MPI.COMM_WORLD.size)
     >>> worker = mpips.mlp.train(model, rows, mesh, epochs=1, batch=40).worker
     >>> mpips.mlp.collect(worker).predict(np.zeros((2, 4))).shape
     (2, 1)
@@ -90,7 +90,7 @@ def save_checkpoint(path: str, worker: Worker, data: Data | None = None) -> None
         TrainingError: On every rank, if the file cannot be written.
 
     >>> model, rows = mpips.mlp.MLP([4, 16, 1]), lambda: mpips.mlp.open_source("synthetic:400,4,1")
-    >>> mesh = mpips.mlp.Mesh(batch=mpips.size())
+    >>> mesh = mpips.mlp.Mesh(batch=MPI.COMM_WORLD.size)
     >>> worker = mpips.mlp.train(model, rows, mesh, epochs=1, batch=40).worker
     >>> mpips.mlp.save_checkpoint(str(folder / "mlp.safetensors"), worker)
     """
@@ -148,7 +148,7 @@ def load_checkpoint(
         TrainingError: On every rank, if any rank cannot read the file or it is no such checkpoint.
 
     >>> model, rows = mpips.mlp.MLP([4, 16, 1]), lambda: mpips.mlp.open_source("synthetic:400,4,1")
-    >>> mesh = mpips.mlp.Mesh(batch=mpips.size())
+    >>> mesh = mpips.mlp.Mesh(batch=MPI.COMM_WORLD.size)
     >>> worker = mpips.mlp.train(model, rows, mesh, epochs=1, batch=40).worker
     >>> mpips.mlp.save_checkpoint(str(folder / "mlp.safetensors"), worker)
     >>> worker = mpips.mlp.load_checkpoint(str(folder / "mlp.safetensors"), mesh)

@@ -50,7 +50,7 @@ class Mesh:
     Raises:
         TrainingError: On every rank, if ranks ask for different meshes or batch x model is not the number of ranks.
 
-    >>> mesh = mpips.mlp.Mesh(batch=mpips.size(), model=1)  # data parallel
+    >>> mesh = mpips.mlp.Mesh(batch=MPI.COMM_WORLD.size, model=1)  # data parallel
     >>> mesh.model_comm.size
     1
     """

@@ -79,7 +79,7 @@ def choose_mesh(
         TrainingError: On every rank, if the ranks give different arguments or the network is not NumPy's.
 
     >>> mesh = mpips.mlp.choose_mesh(mpips.mlp.MLP([4, 16, 1]), batch=40)
-    >>> mesh.batch * mesh.model == mpips.size()
+    >>> mesh.batch * mesh.model == MPI.COMM_WORLD.size
     True
     """
     comm = MPI.COMM_WORLD if comm is None else comm

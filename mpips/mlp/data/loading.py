@@ -166,7 +166,7 @@ def load(
         TrainingError: On every rank, with the same message, if any rank finds the data bad, or if the ranks give
             different arguments or see different data.
 
-    >>> mesh = mpips.mlp.Mesh(batch=mpips.size())
+    >>> mesh = mpips.mlp.Mesh(batch=MPI.COMM_WORLD.size)
     >>> data = mpips.mlp.load(lambda: mpips.mlp.open_source("synthetic:500,4,1"), mesh, batch=40)
     >>> data.train_rows, data.test_rows
     (400, 100)
