@@ -1,7 +1,7 @@
-"""`mpips bench mlp`: times steps of the MLP beside PyTorch's, in one process, data parallel and tensor parallel.
+"""`mpips bench mlp`: times steps of the MLP and of PyTorch, in one process, data parallel and tensor parallel.
 
-    mpips bench mlp [--batch 100,1000] [--width 1024]                   one process beside PyTorch
-    mpips bench mlp -n 2 --grid 2x1 --batch 1000                        speedup; beside DDP over gloo
+    mpips bench mlp [--batch 100,1000] [--width 1024]                   one process, and PyTorch
+    mpips bench mlp -n 2 --grid 2x1 --batch 1000                        speedup, and DDP over gloo
     mpips bench mlp -n 2 --grid 1x2 --batch 1000 --width 4096           speedup of tensor parallelism
 
 PyTorch's step runs in one process and, with data parallel ranks, with DistributedDataParallel over gloo.
@@ -69,7 +69,7 @@ def command(
     with_torch: bool,
     json_path: Path | None,
 ) -> None:
-    """Time steps of a 16-width-width-2 network, float32, one BLAS thread a rank, beside PyTorch.
+    """Time steps of a 16-width-width-2 network by mpips and by PyTorch: float32, one BLAS thread a rank.
 
     Start the ranks with -n/--ranks, or with mpirun: mpirun -n P python -m mpips.bench.mlp.
     """

@@ -76,7 +76,7 @@ def label(optimizer: optimizers.Optimizer) -> str:
 def theirs(torch: ModuleType, optimizer: Any, weights: np.ndarray, gradient: np.ndarray, **setting: bool) -> TimedCall:
     """Return PyTorch's step for the same update, in the memory of `weights`.
 
-    Raise RuntimeError or TypeError if PyTorch has no such optimizer, or not with these settings.
+    Raise TypeError if PyTorch has no such optimizer, or RuntimeError or TypeError if it does not take these settings.
     """
     parameter = torch.nn.Parameter(torch.from_numpy(weights))
     parameter.grad = torch.from_numpy(gradient)
@@ -209,7 +209,7 @@ def load_torch() -> tuple[ModuleType | None, str]:
 @click.option("--repeats", default=9, type=COUNT, show_default=True, help="Timed updates of each side, alternating.")
 @click.option("--json", "json_path", type=OutFile(), help="Write the cases as JSON.")
 def command(elements: int, repeats: int, json_path: Path | None) -> None:
-    """Time server-side optimizer updates, by each engine, beside PyTorch's where that is installed."""
+    """Time the updates of a server's optimizers by NumPy, by compiled kernels, and by PyTorch if it is installed."""
     try:
         check_memory(f"--elements {elements}", 4 * elements, ARRAYS)
         engine.chosen()

@@ -63,7 +63,7 @@ class Nodes(click.ParamType):
 
 
 def parse_nodes(text: str) -> tuple[int, ...]:
-    """Return the numbers of nodes that an argument names. Raises ValueError if there is none, or one is below 1."""
+    """Parse numbers of nodes. Raises ValueError if the text has no number, or one below 1."""
     first, *rest = text.split(":")
     if not rest:
         sizes = [int(part) for part in first.split(",")]

@@ -473,7 +473,8 @@ class Overlapped:
     def _gather(self, what: str, own: np.ndarray) -> list[np.ndarray]:
         """Return the arrays of all workers, which have one length and dtype, by rank.
 
-        It uses the store's own rendezvous, so that a worker that waits here learns of a death or an error elsewhere.
+        It uses the store's own rendezvous, so that a worker that waits in it learns of a death or an error on another
+        rank.
         """
         everybody = self._kv.worker.agree(f"overlap: {what}", data=own.tobytes())
         return [np.frombuffer(data, own.dtype) for data in everybody]

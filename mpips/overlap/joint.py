@@ -251,7 +251,7 @@ def _groups_below(push: Problem, paths: Array, m: int, number: int) -> list[int]
 def _duplex(push: Problem, pull: Problem, least: float) -> tuple[float, JointPlan]:
     layers = push.layers
     ready, sent, fetched = _rest(push), sums(push.transfer), sums(pull.transfer)
-    # The pushes take what they take alone; the early pulls come after the first push. Both are lower bounds.
+    # Two lower bounds: all pushes take as long as without pulls, and the early pulls begin after the first push.
     first = ready[-2] + push.startup + push.transfer[-1] + pull.startup
     pushed = np.full(layers + 1, makespan(push, optimal(push)))
     pushed[:-1] = np.maximum(pushed[:-1], first + fetched[-1] - fetched[:-1])
