@@ -101,7 +101,7 @@ def command(
     picture: Path | None,
     argv: tuple[str, ...],
 ) -> None:
-    """Run COMMAND, such as `mpips run -w 4 train.py`, and make faults in its ranks on this machine, or in a lab's hosts.
+    """Run COMMAND, such as `mpips run -w 4 train.py`, and make faults in its ranks, on this machine or a lab's hosts.
 
     Its program may call `mpips.chaos.note(step, loss)` at the beginning of each step: the report then tells seconds to
     go on, and whether bits are equal. The exit code is 0 only if the job ended well, nothing is left of it, and no bits
