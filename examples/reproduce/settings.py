@@ -132,17 +132,12 @@ def copy() -> float:
 
 
 def _median(work: Callable[[], object], count: int) -> float:
-    """Return the median seconds of `count` runs that all ranks start together, of the slowest rank."""
+    """Return the median seconds of `work` over `count` rounds, on the slowest rank."""
     from mpi4py import MPI
 
-    world, times = MPI.COMM_WORLD, []
-    work()
-    for _ in range(count):
-        world.Barrier()
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return float(world.allreduce(statistics.median(times), MPI.MAX))
+    from collectives.benchmark.harness import measure
+
+    return measure(MPI.COMM_WORLD, [work], 0.0, count)[0].median
 
 
 CORES = usable_cores()

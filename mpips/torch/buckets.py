@@ -17,13 +17,14 @@ import numpy as np
 from mpi4py import MPI
 
 import mpips.collectives as collectives
-from mpips.collectives.simulator.cost import LinkCost, fit
+from mpips.collectives.benchmark.harness import measure_costs
+from mpips.collectives.simulator.cost import LinkCost
 from mpips.overlap.problem import Problem
 from mpips.overlap.strategies import PARTITIONS
 
 CHOICES = f"auto, {', '.join(PARTITIONS)}, or a number of MiB"
-# sizes of the allreduces that are timed, and the number of times that each size is timed
-PROBE_BYTES, PROBES = (1 << 12, 1 << 18, 1 << 21), 5
+# sizes of the allreduces that are timed
+PROBE_BYTES = (1 << 12, 1 << 18, 1 << 21)
 # If the duration of backward passes changes by this fraction, buckets are planned again.
 DRIFT = 0.3
 
@@ -84,22 +85,17 @@ def cut_by_type(buckets: Sequence[Bucket], dtypes: Sequence[object]) -> list[Buc
     return cuts
 
 
-def measure_costs(comm: MPI.Intracomm, algorithm: str) -> LinkCost:
+def measure_allreduce(comm: MPI.Intracomm, algorithm: str) -> LinkCost:
     """Measure what an allreduce costs on this communicator: seconds per call and per byte. Collective, blocking."""
-    seconds = np.zeros(len(PROBE_BYTES))
-    for index, nbytes in enumerate(PROBE_BYTES):
+    plans = {}
+    for nbytes in PROBE_BYTES:
         array = collectives.empty(nbytes // 4, np.float32, comm)
         array.fill(0)
-        run = collectives.plan("allreduce", array, comm, algorithm=algorithm)
-        runs = []
-        for _ in range(PROBES):
-            begin = time.perf_counter()
-            run()
-            runs.append(time.perf_counter() - begin)
-        seconds[index] = np.median(runs)
-        run.free()
-    collectives.allreduce(seconds, comm, op="mean")
-    return fit(list(zip(PROBE_BYTES, seconds.tolist())))
+        plans[nbytes] = collectives.plan("allreduce", array, comm, algorithm=algorithm)
+    costs = measure_costs(comm, plans)
+    for plan in plans.values():
+        plan.free()
+    return costs
 
 
 class BackwardProfile:

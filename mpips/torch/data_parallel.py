@@ -29,7 +29,7 @@ from mpips.collectives import log
 from mpips.collectives.communicator import communicator
 from mpips.store.create import workers_of
 from mpips.torch.backend import check_joined
-from mpips.torch.buckets import BackwardProfile, Bucket, check_buckets, cut_by_bytes, cut_by_strategy, measure_costs
+from mpips.torch.buckets import BackwardProfile, Bucket, check_buckets, cut_by_bytes, cut_by_strategy, measure_allreduce
 from mpips.torch.lockstep import Lockstep, agree, check_frozen, claim_gradients, is_due, model_items
 from mpips.torch.reducer import Reducer
 from mpips.torch.state import broadcast_tensors, broadcast_values
@@ -397,7 +397,7 @@ class DataParallel(torch.nn.Module):
             return
         order, ready = self._profile.average()
         parameters = [self._reducer.gradients.parameters[index] for index in order]
-        costs = measure_costs(self._comm, self._algorithm)
+        costs = measure_allreduce(self._comm, self._algorithm)
         cuts = cut_by_strategy(self._sizes(parameters), ready, costs, self._strategy)
         self._reducer.free()
         self._make_reducer(parameters, cuts)

@@ -15,7 +15,7 @@ import numpy as np
 
 import mpips.collectives as collectives
 from mpips.collectives.kernels.quiet import quiet
-from mpips.overlap.exchange import Overlapped, Recorder, Report
+from mpips.overlap.exchange import Overlapped, OverlapReport, Recorder
 from mpips.training.batches import Source
 from mpips.training.model import Model, Samples, samples_of
 from mpips.training.updates import Arrays, LocalTraining, Update, weigh
@@ -132,7 +132,7 @@ class Blocking:
     def finish(self) -> None:
         """Do nothing: no exchange is ever under way between two steps."""
 
-    def report(self) -> Report:
+    def report(self) -> OverlapReport:
         """Return how long the last steps took on this worker. Local."""
         return self._recorder.report(self.update.name, ((1, len(self.model.parameters)),), (), 0, None)
 

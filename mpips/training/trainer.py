@@ -13,7 +13,7 @@ import numpy as np
 from mpips.collectives.errors import Uncopied
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.registry import create
-from mpips.overlap.exchange import Overlapped, Report
+from mpips.overlap.exchange import Overlapped, OverlapReport
 from mpips.overlap.measure import job_profile
 from mpips.overlap.messages import check_model
 from mpips.overlap.problem import Profile, save_profile
@@ -294,7 +294,7 @@ class Trainer(Uncopied):
 
     # ---- how fast
 
-    def report(self) -> Report:
+    def report(self) -> OverlapReport:
         """Return how long the last steps took on this worker, and how much of the communication the compute hid. Local.
 
         The report has the seconds of an iteration, measured and predicted, the groups of layers that travel together,
