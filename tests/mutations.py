@@ -321,15 +321,15 @@ MUTATIONS = (
     Mutation(
         "a job that was made smaller stays so when its hosts answer again",
         "launch/restarts.py",
-        "changed = fitting(wanted)",
-        "changed = fitting(options)",
+        "changed = fit_to_hosts(wanted)",
+        "changed = fit_to_hosts(options)",
         ((0, "tests/unit/launch/test_restarts.py"), *LAUNCH),
     ),
     Mutation(
         "a job of which a rank has failed ends with 0 where another ended well",
         "launch/running/verdict.py",
-        "        if presence.code is not None:\n            return presence.code\n        if leaver",
-        "        if leaver",
+        "        if presence.code is not None:\n            return presence.code\n        if death",
+        "        if death",
         ((0, "tests/unit/launch/test_verdict.py"), *LAUNCH),
     ),
     Mutation(

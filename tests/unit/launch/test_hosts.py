@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.hosts import Host, HostError, Placed, parse, place, read
+from launch.hosts import Host, HostError, RankBlock, parse, place, read
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ FOUR = [Host(name, 4) for name in "abcd"]
     ],
 )
 def test_ranks_fill_hosts_workers_first(hosts: list[Host], workers: int, servers: int, placed: str) -> None:
-    assert place(hosts, workers, servers) == tuple(Placed(word[0], int(word[1:])) for word in placed.split())
+    assert place(hosts, workers, servers) == tuple(RankBlock(word[0], int(word[1:])) for word in placed.split())
 
 
 hosts_strategy = st.lists(st.one_of(st.none(), st.integers(1, 5)), min_size=1, max_size=6)

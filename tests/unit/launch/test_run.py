@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 
 from collectives.benchmark.__main__ import CASES
 from launch import Launcher, LauncherError, Machine, cli, machine, network, run
-from launch.hosts import Placed
+from launch.hosts import RankBlock
 from launch.running import process
 from mpips.__main__ import COMMANDS
 from mpips.store import world
@@ -132,10 +132,10 @@ def test_ranks_meet_on_the_first_host_unless_the_user_says_where(
 def test_options_behind_a_script_that_reads_none_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (script := tmp_path / "x.py").write_text("print(1)")
     for words, said in (("-s 1", True), ("--servers=1", True), ("--lr 0.1", False), ("", False)):
-        run.note_options([str(script), *words.split()], run.command.params)
+        run.warn_of_late_options([str(script), *words.split()], run.command.params)
         assert ("the script gets" in capsys.readouterr().err) == said
     script.write_text("import sys\nprint(sys.argv)")
-    run.note_options([str(script), "-s", "1"], run.command.params)
+    run.warn_of_late_options([str(script), "-s", "1"], run.command.params)
     assert not capsys.readouterr().err
 
 
@@ -263,17 +263,17 @@ def test_hosts_are_asked_for_an_interface_that_is_not_here(monkeypatch: pytest.M
 
     monkeypatch.setattr(network, "ask_hosts", ask)
     launcher, machine = Launcher("mpiexec", "mpich", "4"), Machine(2)
-    network.check_interface("fast0", launcher, (Placed("a", 1), Placed("a", 1)), machine)
-    network.check_interface("10.0.0.0/8", launcher, (Placed("a", 1),), machine)
+    network.check_interface("fast0", launcher, (RankBlock("a", 1), RankBlock("a", 1)), machine)
+    network.check_interface("10.0.0.0/8", launcher, (RankBlock("a", 1),), machine)
     with pytest.raises(LauncherError, match=r"b has no interface 'fast0'.*lo, fast1"):
-        network.check_interface("fast0", launcher, (Placed("a", 1), Placed("b", 1)), machine)
+        network.check_interface("fast0", launcher, (RankBlock("a", 1), RankBlock("b", 1)), machine)
     with pytest.raises(LauncherError, match=r"a has no IPv4 address in the subnet 10\.9\.0\.0/16.*10\.0\.0\.1"):
-        network.check_interface("10.9.0.0/16", launcher, (Placed("a", 1),), machine)
+        network.check_interface("10.9.0.0/16", launcher, (RankBlock("a", 1),), machine)
 
 
 def test_a_subnet_is_looked_for_among_the_addresses_here(monkeypatch: pytest.MonkeyPatch) -> None:
     nics = {"lo": (IPv4Interface("127.0.0.1/8"),), "eth0": (IPv4Interface("10.0.0.1/24"), IPv4Interface("10.7.0.1/24"))}
-    monkeypatch.setattr(network, "report_here", lambda: network.HostReport("here", nics, ()))
+    monkeypatch.setattr(network, "report_this_host", lambda: network.HostReport("here", nics, ()))
     launcher, machine = Launcher("mpiexec", "mpich", "4"), Machine(2)
     network.check_interface("10.7.0.0/16", launcher, (), machine)
     with pytest.raises(LauncherError, match=r"no IPv4 address in the subnet 10\.9\.0\.0/16.*10\.0\.0\.1"):
