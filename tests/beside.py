@@ -1,8 +1,8 @@
-"""Time this checkout beside another: `python -m tests.beside OTHER [--rounds 5] [--rows TEXT] [--json FILE]`.
+"""Compare the speed of two checkouts: `python -m tests.beside OTHER [--rounds 5] [--rows TEXT] [--json FILE]`.
 
-Every round measures the other checkout, this one, and the other again; the median of all rounds counts. `again` is what
-the other's second times are of its first: what the same code gives against itself. Rows whose program needs PyTorch are
-left out where this Python has none.
+Every round measures the other checkout, then this one, and then the other one again. The medians of all rounds are
+compared. The column `again` is the ratio of the other checkout's second times to its first times, which shows how much
+times of the same code vary. If this Python has no PyTorch, rows that need it are left out.
 
     git worktree add ../old e292923 && python -m tests.beside ../old
     git worktree add ../old a70c988 && python -m tests.beside ../old --rows updates
@@ -31,11 +31,14 @@ from rich.table import Table
 import launch
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT = 300  # seconds for one job
+# seconds that a job may take
+LIMIT = 300
 SIZES = "8,1KiB,32KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 KEYS = "1KiB,16KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
-OURS = ("mpips", "DataParallel")  # contenders of the DDP steps
-REPEATS = 5  # deaths, one a job
+# the contenders of the DDP benchmark that are mpips
+OURS = ("mpips", "DataParallel")
+# how many jobs measure recover(), each with one death
+REPEATS = 5
 RECOVER = """
 import json, os, signal, sys, time
 
@@ -108,17 +111,19 @@ kv.close()
 
 
 class Job(NamedTuple):
-    """A program that writes JSON rows: words after `python -m` or `mpips run`, and how it is started."""
+    """A program that writes its results as rows of JSON."""
 
     name: str
     ranks: int
+    # The arguments. {out} stands for the file of results, {program} for a file with the text `program`.
     words: tuple[str, ...]
+    # what starts it: "mpirun" (with python -m), "mpips bench" or "mpips run"
     by: str = "mpirun"
+    # a program that needs only the public API of a checkout, or ""
     program: str = ""
-    """Text of {program}, for which checkouts need nothing but the public API."""
 
     def command(self, out: Path, program: Path) -> list[str]:
-        """The command that writes its rows to `out`."""
+        """Return the command that writes its rows to `out`. Write `self.program` to the file `program`."""
         program.write_text(self.program)
         words = [word.format(out=out, program=program) for word in self.words]
         if self.by == "mpips bench":
@@ -130,7 +135,7 @@ class Job(NamedTuple):
 
 
 def jobs() -> list[Job]:
-    """All jobs of a round."""
+    """Return all jobs of a round."""
     every = []
     for ranks in (2, 4):
         words = ("--sizes", SIZES, "--seconds", "0.25", "--json", "{out}")
@@ -151,7 +156,7 @@ def jobs() -> list[Job]:
 
 
 def measure(checkout: Path, job: Job, folder: Path) -> Iterator[tuple[str, float]]:
-    """Run a job of a checkout; (row, seconds) of each measurement."""
+    """Run a job with the code of a checkout. Yield the name of each row and its seconds."""
     out, program = folder / "rows.json", folder / "program.py"
     out.unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
@@ -182,7 +187,7 @@ def measure(checkout: Path, job: Job, folder: Path) -> Iterator[tuple[str, float
 
 
 def show(times: dict[str, list[list[float]]]) -> list[dict[str, float | str]]:
-    """Print the table; its rows."""
+    """Print the table of all rows, and return the rows. `times`: row -> seconds of the other, this, the other again."""
     table, rows = Table(title="This checkout beside another: medians"), []
     for name in ("row", "other", "this", "this / other", "again"):
         table.add_column(name, justify="left" if name == "row" else "right")
@@ -200,7 +205,7 @@ def show(times: dict[str, list[list[float]]]) -> list[dict[str, float | str]]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Time this checkout beside another.")
     parser.add_argument("other", type=Path)
     parser.add_argument("--rounds", type=int, default=5)

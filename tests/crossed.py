@@ -1,8 +1,8 @@
-"""Count the files of the packages that a call crosses, by a profiler: `python -m tests.crossed [CASE ...] [-v]`.
+"""Count the files that a call crosses, with a profiler: `python -m tests.crossed [CASE ...] [-v]`.
 
-The cases start jobs of `mpips run`. Files are counted on the worker that calls and on the servers together: those whose
-functions run meanwhile, and the server's loop. Functions that run while nobody calls do not count, as a server looks
-around all the time. The least of five calls counts.
+Each case starts a job by `mpips run`. A file counts if one of its functions runs during the call, on the worker that
+calls or on a server. Functions that servers run all the time, even without a call, do not count, except for the loop
+of the server. Of five calls, the one with the fewest files counts.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = f"{ROOT / 'mpips'}{os.sep}"  # collectives is a link in it
+# All code is below this folder, because collectives and launch are links in it.
+PACKAGES = f"{ROOT / 'mpips'}{os.sep}"
 LOOP = "mpips/store/server/loop.py"
 TEXT: Any = {"text": True, "capture_output": True}
 JOB = ("-m", "tests.crossed", "--job")
-NEWLOCALS = 2  # of code: the flag of functions, which modules and classes have not
+# A flag of code objects (CO_NEWLOCALS). Functions have it, the bodies of modules and classes do not.
+NEWLOCALS = 2
 NODES = {"MPIPS_SHARED_MEMORY": "0"}
+# case -> (options of `mpips run`, description, environment variables, the number of files to aim at)
 CASES: dict[str, tuple[str, str, dict[str, str], int]] = {
     "pushpull": ("-w 2 -s 1", "a pushpull on a node", {}, 11),
     "push": ("-w 2 -s 1", "a push between nodes", NODES, 14),
@@ -38,17 +41,16 @@ CASES: dict[str, tuple[str, str, dict[str, str], int]] = {
     "backward": ("-w 2", "the backward pass of a DataParallel", {}, 8),
     "train": ("-n 1", "mpips train", {}, 20),
 }
-"""What `mpips run` is given, the words of the table, variables of the job, and the most files that are asked for."""
 
 
 @cache
 def place_of(file: str) -> str:
-    """The path of a file of ours in the repository."""
+    """Return the path of a file relative to the repository. Links are followed."""
     return os.path.relpath(os.path.realpath(file), ROOT)
 
 
 class Crossed:
-    """The functions that run while `on`, with their files."""
+    """A profiler that records the functions that run while it is `on`, with their files."""
 
     def __init__(self) -> None:
         self.functions: set[str] = set()
@@ -61,7 +63,7 @@ class Crossed:
             self.functions.add(f"{place_of(code.co_filename)}:{code.co_qualname}")
 
     def turn(self, number: int, frame: FrameType | None) -> None:
-        """Begin at SIGUSR1, end at SIGUSR2 and write down what was crossed."""
+        """Handle a signal: SIGUSR1 begins a recording, SIGUSR2 ends it and writes it to a file."""
         self.on = number == signal.SIGUSR1
         if not self.on:
             self.write()
@@ -74,7 +76,7 @@ class Crossed:
 
 @contextlib.contextmanager
 def counted(crossed: Crossed, others: list[int]) -> Iterator[None]:
-    """Count here and in the processes `others` while the block runs."""
+    """Context manager that records functions in this process and in the processes `others`."""
     for other in others:
         with contextlib.suppress(ProcessLookupError):
             os.kill(other, signal.SIGUSR1)
@@ -91,7 +93,7 @@ def counted(crossed: Crossed, others: list[int]) -> Iterator[None]:
 
 
 def job(case: str) -> None:
-    """Be one rank of a case."""
+    """Run one rank of a case."""
     crossed = Crossed()
     place = Path(os.environ["CROSSED"])
     signal.signal(signal.SIGUSR1, crossed.turn)
@@ -103,7 +105,7 @@ def job(case: str) -> None:
 
 
 def pids(place: Path) -> list[int]:
-    """Return the processes of the job but this one."""
+    """Return the pids of the other processes of the job, except workers of a store."""
     return [pid for path in place.glob("*.pid") if (pid := int(path.stem)) != os.getpid()]
 
 
@@ -125,7 +127,8 @@ def store(case: str, crossed: Crossed) -> None:
         if first:
             os.kill(pids(place)[0], signal.SIGKILL)
         try:
-            while True:  # until the death is heard
+            # Call until this worker notices the death.
+            while True:
                 kv.pushpull("w", value, out=out)
         except mpips.StoreError:
             with counted(crossed, pids(place)) if first else contextlib.nullcontext():
@@ -138,7 +141,8 @@ def store(case: str, crossed: Crossed) -> None:
         for _ in range(5):
             kv.barrier()
             if first:
-                time.sleep(0.2)  # the other worker pushes meanwhile
+                # In this time the other worker makes its call.
+                time.sleep(0.2)
                 with counted(crossed, pids(place)):
                     call()
             else:
@@ -156,7 +160,8 @@ def backward(case: str, crossed: Crossed) -> None:
 
     torch.distributed.init_process_group("mpips")
     model = mpips.torch.DataParallel(torch.nn.Sequential(torch.nn.Linear(50, 50), torch.nn.Linear(50, 50)))
-    for turn in range(5):  # the fifth compares no parameters, and plans no buckets
+    # Count the fifth pass: the earlier ones also compare parameters and plan buckets.
+    for turn in range(5):
         loss = model(torch.ones(4, 50)).sum()
         with counted(crossed, []) if turn == 4 else contextlib.nullcontext():
             loss.backward()
@@ -174,7 +179,7 @@ def train(case: str, crossed: Crossed) -> None:
 
 
 def main() -> None:
-    """Run the cases, and print a table."""
+    """Run the cases that the arguments name, or all, and print a table."""
     names = [name for name in sys.argv[1:] if name != "-v"] or list(CASES)
     for name in names:
         options, words, variables, asked = CASES[name]

@@ -15,7 +15,7 @@ from launch import find
 from launch.lab.job import AGENT, launcher_options
 from tests.child import wait_for
 from tests.lab.support import command
-from tests.perfetto import see_in_perfetto, why_not
+from tests.perfetto import check_in_perfetto, why_not
 from tests.timeline import WAYS, read_flows
 
 pytestmark = pytest.mark.lab
@@ -86,7 +86,7 @@ def test_clocks_of_hosts_are_aligned(make: Callable[[str], str], tmp_path: Path)
     assert len(joined) == shards * 4 * 50
     assert all(kinds in WAYS for kinds in joined)
     if not why_not():
-        see_in_perfetto(tmp_path / "t.json", trace)
+        check_in_perfetto(tmp_path / "t.json", trace)
 
 
 def test_a_running_job_is_traced_on_all_hosts(make: Callable[[str], str], tmp_path: Path) -> None:
