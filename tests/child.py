@@ -127,9 +127,9 @@ def remaining(token: str) -> list[int]:
     Waits up to `GRACE` seconds for them to end, because some are still ending when mpirun has ended.
     """
     deadline = time.monotonic() + GRACE
-    while (found := list(find_carriers(token))) and time.monotonic() < deadline:
+    while (pids := list(find_carriers(token))) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return found
+    return pids
 
 
 def _words(pid: int) -> str:

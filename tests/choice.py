@@ -64,8 +64,8 @@ def covering(sizes: Sequence[int], strength: int) -> set[Row]:
     chosen: set[Row] = set()
     for new in range(len(columns), 0, -1):
         for row in rows:
-            found = {(c, tuple(row[i] for i in c)) for c in columns} & missing
-            if len(found) >= new:
+            new_combinations = {(c, tuple(row[i] for i in c)) for c in columns} & missing
+            if len(new_combinations) >= new:
                 chosen.add(row)
-                missing -= found
+                missing -= new_combinations
     return chosen

@@ -182,7 +182,7 @@ def main() -> None:
     """Run the cases that the arguments name, or all, and print a table."""
     names = [name for name in sys.argv[1:] if name != "-v"] or list(CASES)
     for name in names:
-        options, words, variables, asked = CASES[name]
+        options, description, variables, aim = CASES[name]
         with tempfile.TemporaryDirectory() as place:
             run = [sys.executable, "-m", "launch.cli", "run", *options.split()]
             environment = {**os.environ, **variables, "CROSSED": place}
@@ -193,7 +193,7 @@ def main() -> None:
                 alone = min((call - idle for call in calls), key=len) if calls else idle
                 files |= {function.partition(":")[0] for function in alone}
                 files |= {LOOP for function in idle if function.startswith(LOOP)}
-        print(f"{words:36} {len(files):3} files, {asked} asked" + ("" if files else f"\n{done.stderr[-2000:]}"))
+        print(f"{description:36} {len(files):3} files, {aim} asked" + ("" if files else f"\n{done.stderr[-2000:]}"))
         if "-v" in sys.argv:
             print("".join(f"    {file}\n" for file in sorted(files)))
 

@@ -381,13 +381,13 @@ def run(checkout: Path, ranks: int, place: str) -> str:
     If the output does not name the failing test, return the place. A run that exceeds the time limit has failed.
     """
     if ranks:
-        words = ["-m", "tests.run", "--stages", "mpi", "--ranks", str(ranks), "--limit", str(LIMIT), "-x", place]
+        arguments = ["-m", "tests.run", "--stages", "mpi", "--ranks", str(ranks), "--limit", str(LIMIT), "-x", place]
     else:
-        words = ["-m", "pytest", "-q", "--color=no", "-x", place]
+        arguments = ["-m", "pytest", "-q", "--color=no", "-x", place]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     try:
         done = subprocess.run(
-            [python_of(place), *words],
+            [python_of(place), *arguments],
             cwd=checkout,
             env=environment,
             stdout=subprocess.PIPE,
@@ -425,7 +425,7 @@ def seen_by(mutation: Mutation) -> str:
 
 def chosen(words: Sequence[str]) -> list[Mutation]:
     """Return the faults whose names contain one of the words. Return all faults if there are no words."""
-    return [one for one in MUTATIONS if not words or any(word in one.name for word in words)]
+    return [mutation for mutation in MUTATIONS if not words or any(word in mutation.name for word in words)]
 
 
 def lacks_python(mutation: Mutation) -> bool:
@@ -452,10 +452,10 @@ def main() -> None:
         begun = time.monotonic()
         where = "" if lacks_python(mutation) else seen_by(mutation)
         seen += bool(where)
-        said = where or ("NOT TRIED" if lacks_python(mutation) else "MISSED")
+        outcome = where or ("NOT TRIED" if lacks_python(mutation) else "MISSED")
         seconds = time.monotonic() - begun
-        print(f"{said}: {mutation.name} ({seconds:.0f} s)", file=sys.stderr, flush=True)
-        table.add_row(mutation.name, mutation.file, escape(said), f"{seconds:.0f}")
+        print(f"{outcome}: {mutation.name} ({seconds:.0f} s)", file=sys.stderr, flush=True)
+        table.add_row(mutation.name, mutation.file, escape(outcome), f"{seconds:.0f}")
     Console(width=160).print(table)
     print(f"{seen} of {len(mutations)} seen")
     sys.exit(0 if seen == len(mutations) else 1)

@@ -15,7 +15,7 @@ PAGES = sorted([ROOT / "README.md", *tracked(ROOT / "docs", "*.md")])
 def programs(page: Path) -> dict[str, str]:
     """Return name -> text, for the blocks of a page whose first line is a comment with the name of a file."""
     blocks = re.findall(r"```\w+\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    return {found[1]: block for block in blocks if (found := re.match(r"# (\w+\.\w+)\n", block))}
+    return {match[1]: block for block in blocks if (match := re.match(r"# (\w+\.\w+)\n", block))}
 
 
 def blocks(page: Path) -> Iterator[str]:

@@ -80,13 +80,13 @@ def check_in_perfetto(path: Path, trace: dict[str, Any]) -> None:
             "select a.category, b.category, count(*), min(b.ts - a.ts) from flow "
             "join slice a on a.id = slice_out join slice b on b.id = slice_in group by 1, 2"
         )
-        gone = {(one, other): count for one, other, count, _ in parts}
+        gone = {(start, end): count for start, end, count, _ in parts}
         assert {*gone} <= {part for way in WAYS for part in pairwise(way)}
-        assert sum(count for (one, _), count in gone.items() if one != "sum") == arrows
-        assert sum(count for (one, _), count in gone.items() if one == "sum") == arrows
+        assert sum(count for (start, _), count in gone.items() if start != "sum") == arrows
+        assert sum(count for (start, _), count in gone.items() if start == "sum") == arrows
         assert min(least for *_, least in parts) >= -slack
-        names = [one for (one,) in perfetto.query("select name from process where name is not null order by pid")]
-        assert [name.split()[1] for name in names] == [str(one["rank"]) for one in trace["otherData"]["ranks"]]
+        names = [name for (name,) in perfetto.query("select name from process where name is not null order by pid")]
+        assert [name.split()[1] for name in names] == [str(rank["rank"]) for rank in trace["otherData"]["ranks"]]
 
 
 class Browser:
@@ -94,9 +94,9 @@ class Browser:
 
     def __init__(self, size: str) -> None:
         self._folder = tempfile.mkdtemp()
-        theirs, self._to = os.pipe()
+        browser_end, self._to = os.pipe()
         self._from, answers = os.pipe()
-        words = f'exec "$@" 3<&{theirs} 4>&{answers}'
+        shell_line = f'exec "$@" 3<&{browser_end} 4>&{answers}'
         options = [
             "--headless=new",
             "--no-sandbox",
@@ -107,29 +107,29 @@ class Browser:
             "about:blank",
         ]
         self._process = subprocess.Popen(
-            ["bash", "-c", words, "-", str(CHROMIUM), *options],
+            ["bash", "-c", shell_line, "-", str(CHROMIUM), *options],
             start_new_session=True,
-            pass_fds=(theirs, answers),
+            pass_fds=(browser_end, answers),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        os.close(theirs)
+        os.close(browser_end)
         os.close(answers)
         self._said, self._number, self._session = b"", 0, {}
-        page = next(one for one in self.do("Target.getTargets")["targetInfos"] if one["type"] == "page")
+        page = next(target for target in self.do("Target.getTargets")["targetInfos"] if target["type"] == "page")
         session = self.do("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]
         self._session = {"sessionId": session}
 
     def do(self, method: str, **params: Any) -> dict[str, Any]:
         """Call a method of the protocol, and return the result. Blocks until the answer has arrived."""
         self._number += 1
-        asked = {"id": self._number, "method": method, "params": params, **self._session}
-        os.write(self._to, json.dumps(asked).encode() + b"\0")
+        request = {"id": self._number, "method": method, "params": params, **self._session}
+        os.write(self._to, json.dumps(request).encode() + b"\0")
         until = time.monotonic() + LIMIT
         while True:
             while b"\0" in self._said:
-                one, _, self._said = self._said.partition(b"\0")
-                answer = json.loads(one)
+                message, _, self._said = self._said.partition(b"\0")
+                answer = json.loads(message)
                 if answer.get("id") == self._number:
                     assert "error" not in answer, answer
                     return dict(answer["result"])

@@ -77,7 +77,7 @@ def innermost(stack: Path) -> str:
     """Return the frames of the test in which a rank's main thread was, from the file of faulthandler; "" if none."""
     text = stack.read_text(errors="replace") if stack.is_file() else ""
     threads = re.split("^Current thread |^Thread ", text, flags=re.MULTILINE)
-    main = next((one.partition(CALLER)[0] for one in threads if CALLER in one), "")
+    main = next((thread.partition(CALLER)[0] for thread in threads if CALLER in thread), "")
     frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', main, re.MULTILINE)
     return "".join(f", in {function} ({Path(file).name}:{line})" for file, line, function in frames)
 
@@ -93,7 +93,7 @@ def show(folder: Path, out: IO[bytes] | None) -> None:
 def summarise(results: Sequence[Result]) -> None:
     """Print a line for each run, the slowest tests, and the failures. This is the end of the log."""
     print("\n" + "\n".join(map(str, results)))
-    times = sorted(((*one, result.name) for result in results for one in result.times), reverse=True)
+    times = sorted(((*timed, result.name) for result in results for timed in result.times), reverse=True)
     slow = [f"{seconds:6.1f} s  {name}: {test}" for seconds, test, name in times[:SLOWEST] if seconds >= SLOW]
     if slow:
         print("\nslowest tests\n" + "\n".join(slow))

@@ -239,7 +239,7 @@ def mpi(pythons: Sequence[str], counts: Sequence[int], choice: Choice, limits: L
     pythons = [python for python in pythons if usable(python)]
     every = [(python, count) for python in pythons for count in counts]
     runs = [(python, count) for python, count in every if choice.part == "all" or turn(python, count, pythons, counts)]
-    one: list[Task] = [
+    tasks: list[Task] = [
         lambda out, python=python, name=name, places=places: ranks(  # type: ignore[misc]
             python, 1, choice.only(places), limits, out, part=name
         )
@@ -247,7 +247,7 @@ def mpi(pythons: Sequence[str], counts: Sequence[int], choice: Choice, limits: L
         for name, places in parts("mpi", choice).items()
         if count == 1
     ]
-    results += together(one)
+    results += together(tasks)
     many = [count for count in counts if count >= MANY]
     for python, count in runs:
         if count > 1:
@@ -345,15 +345,15 @@ def ranks(
         words = choice.of(*mpi_places(choice.part), new=count >= MANY)
         program = (python, "-m", "tests.rank", folder, str(limit), *words)
         job = Job(count, program, {"OMP_NUM_THREADS": "1", **environment})
-        said = Relayed(out or sys.stdout.buffer)
-        code = child.run(build(launcher, job, this_machine()), limit, ROOT, said)
+        output = Relayed(out or sys.stdout.buffer)
+        code = child.run(build(launcher, job, this_machine()), limit, ROOT, output)
         result = counted(name, Path(folder, "0.xml"), code, time.monotonic() - started)
         where = unfinished(Path(folder))
         if where and not result.failed:
             result = result._replace(failed=1)
         if result.failed:
             show(Path(folder), out)
-        last = [line for line in said.tail.decode(errors="replace").splitlines() if line.strip("=- ")][-LAST_LINES:]
+        last = [line for line in output.tail.decode(errors="replace").splitlines() if line.strip("=- ")][-LAST_LINES:]
         return result._replace(failures=(*result.failures, *where, *(f"  {line}" for line in last if where)))
 
 

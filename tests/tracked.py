@@ -8,8 +8,8 @@ from pathlib import Path
 
 def tracked(folder: Path, pattern: str = "*.py") -> list[Path]:
     """Return the files below a folder that git tracks, sorted. Without git, as in an sdist, return all files."""
-    if known := list_files(folder):
-        return sorted(path for path in known if path.match(pattern) and path.is_file())
+    if files := list_files(folder):
+        return sorted(path for path in files if path.match(pattern) and path.is_file())
     return sorted(path for path in folder.rglob(pattern) if path.is_file())
 
 
@@ -18,9 +18,9 @@ def untracked(folder: Path) -> list[Path]:
     return [path for path in list_files(folder, "--others", "--exclude-standard") if path.suffix == ".py"]
 
 
-def list_files(folder: Path, *words: str) -> list[Path]:
+def list_files(folder: Path, *options: str) -> list[Path]:
     """Return the files that `git ls-files` lists. Empty without git, or if git refuses to read the folder."""
-    git = ["git", "-C", str(folder), "ls-files", "-z", *words]
+    git = ["git", "-C", str(folder), "ls-files", "-z", *options]
     try:
         listed = subprocess.run(git, capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):

@@ -268,9 +268,9 @@ def _network(survey: Mapping[str, Any]) -> Check:
     names = [interface["name"] for interface in survey["interfaces"]]
     speeds = [f" {interface['mbit']} Mbit/s" if interface["mbit"] else "" for interface in survey["interfaces"]]
     text = ", ".join(name + speed for name, speed in zip(names, speeds)) or "no interface is up"
-    wanted = survey.get("interface")
-    if wanted and wanted not in names:
-        return Check("network", False, text, f"there is no {wanted} that is up: give --interface another of these")
+    interface = survey.get("interface")
+    if interface and interface not in names:
+        return Check("network", False, text, f"there is no {interface} that is up: give --interface another of these")
     return Check("network", True if set(names) - {"lo"} else None, text)
 
 

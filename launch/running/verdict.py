@@ -233,7 +233,7 @@ class SurvivingVerdict:
         early = end.ended_for_ranks and not presence.started
         if not (presence.deaths or early) or presence.ended_well or presence.code is not None or end.signal:
             return ""
-        return f"{'no rank is left that works' if presence.started else 'MPI had not started'}: the job has ended"
+        return f"{'no working rank is left' if presence.started else 'MPI had not started'}: the job has ended"
 
     def death(self, end: MpirunEnd) -> str:
         """Return a description of the last death before the job failed, or "".

@@ -18,8 +18,8 @@ def only_on(*sizes: int) -> pytest.MarkDecorator:
 
     It is for tests that sleep or start jobs, and for those whose result does not depend on the number of ranks.
     """
-    size, wanted = MPI.COMM_WORLD.size, " or ".join(map(str, sizes))
-    return pytest.mark.skipif(size not in sizes, reason=f"{wanted} ranks are enough")
+    size, text = MPI.COMM_WORLD.size, " or ".join(map(str, sizes))
+    return pytest.mark.skipif(size not in sizes, reason=f"{text} ranks are enough")
 
 
 # For tests of results that do not depend on the MPI. If several MPIs are tested, only one runs them on many ranks (see

@@ -284,7 +284,7 @@ def test_an_mpirun_that_does_not_end_with_its_ranks_is_ended(
     said = process.communicate(timeout=60)[1]
     assert time.monotonic() - begun < 20
     assert process.returncode in (code, min(code, 1))  # 1 where the kernel does not keep how they ended
-    assert ("no rank is left that works: the job has ended" in said) == (code > 0)
+    assert ("no working rank is left: the job has ended" in said) == (code > 0)
 
 
 @pytest.mark.slow

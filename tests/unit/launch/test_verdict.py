@@ -96,7 +96,7 @@ def test_a_job_in_which_only_spares_wait_ends(presence: Presence, left_well: tup
     assert of_job.end_time(6.0) == 5.0 + verdict.AFTER_THE_LAST
     end = MpirunEnd(-signal.SIGKILL, ended_for_ranks=True)
     assert of_job.code(end) == code
-    assert of_job.sentence(end) == ("" if left_well else "no rank is left that works: the job has ended")
+    assert of_job.sentence(end) == ("" if left_well else "no working rank is left: the job has ended")
     assert "the others go on" not in str(list(of_job.news()))
 
 
