@@ -303,7 +303,7 @@ def _check_request(request: BatchRequest) -> None:
         raise BatchRequestError(f"{request.nodes} nodes are more than the {request.ranks} ranks of the job")
     if not re.fullmatch(r"[A-Za-z][\w.-]{0,14}", request.name):
         raise BatchRequestError(
-            f"{request.name!r} is no job name: a letter, then at most 14 letters, digits, '_', '.', '-'"
+            f"{request.name!r} is not a job name: use a letter, then at most 14 letters, digits, '_', '.', '-'"
         )
     if (request.restarts or request.requeue) and not (request.options.checkpoint and request.options.every):
         option = f"--restarts {request.restarts}" if request.restarts else "--requeue"
@@ -313,7 +313,7 @@ def _check_request(request: BatchRequest) -> None:
         raise BatchRequestError(describe_refused_spares(request.options.spares, name, why))
     for value in (request.queue, request.account):
         if value is not None and not re.fullmatch(r"[\w.@:-]+", value):
-            raise BatchRequestError(f"{value!r} is no name of a queue or account")
+            raise BatchRequestError(f"{value!r} is not the name of a queue or account")
 
 
 def _format_walltime(minutes: int) -> str:

@@ -135,7 +135,9 @@ BENCHES = {
         "mpips bench allreduce -n 4 --sizes 8,1KiB,1MiB --algorithms auto,ring --check",
     ),
     "reduce_scatter": _collective_benchmark(
-        "reduce_scatter", "Time sums of which every rank gets a block.", "mpips bench reduce_scatter -n 4 --sizes 1MiB"
+        "reduce_scatter",
+        "Time sums, of which each rank gets one block.",
+        "mpips bench reduce_scatter -n 4 --sizes 1MiB",
     ),
     "allgather": _collective_benchmark(
         "allgather", "Time gathering every rank's block.", "mpips bench allgather -n 4 --sizes 1MiB"
@@ -159,12 +161,12 @@ BENCHES = {
     ),
     "optimizers": Subcommand(
         "mpips.bench.optimizers",
-        "Time optimizer updates, beside PyTorch's.",
+        "Time optimizer updates, and compare with PyTorch.",
         ("mpips bench optimizers", "mpips bench optimizers --elements 1000000 --repeats 15"),
     ),
     "mlp": Subcommand(
         "mpips.bench.mlp",
-        "Time steps of an MLP, beside PyTorch's.",
+        "Time steps of an MLP, and compare with PyTorch.",
         ("mpips bench mlp", "mpips bench mlp -n 2 --grid 1x2 --batch 1000 --width 4096"),
         ranked=True,
     ),

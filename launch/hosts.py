@@ -97,7 +97,7 @@ def read(path: str | Path) -> tuple[Host, ...]:
     except OSError as error:
         raise HostError(f"cannot read the host file {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise HostError(f"the host file {path} is no text in UTF-8 ({error.reason}): save it as that") from error
+        raise HostError(f"the host file {path} is not UTF-8 text ({error.reason}): save it as that") from error
     return parse(text, str(path))
 
 

@@ -234,7 +234,7 @@ def _check_shared_memory(launcher: Launcher, ranks: int) -> Iterator[Hindrance]:
             return
         yield Hindrance(
             str(SHARED),
-            f"nothing can be written to {SHARED}, in which ranks of {mpi} meet",
+            f"{SHARED} is not writable, and ranks of {mpi} share memory in it",
             "mount it for writing (docker run without --read-only, or with --tmpfs /dev/shm)",
         )
         return
@@ -259,7 +259,7 @@ def _check_session_folder(environment: Mapping[str, str]) -> Iterator[Hindrance]
     try:
         os.rmdir(tempfile.mkdtemp(dir=existing))
     except OSError as error:
-        problem = f"Open MPI needs a folder for files, and nothing can be written to {folder} ({error.strerror})"
+        problem = f"Open MPI needs a folder for files, and {folder} is not writable ({error.strerror})"
         yield Hindrance("temporary files", problem, "export TMPDIR=DIR, with a folder of yours")
 
 

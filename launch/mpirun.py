@@ -192,7 +192,9 @@ def find(path: str | None = None, python: str = sys.executable) -> Launcher:
     parsed = parse_version(done.stdout + done.stderr)
     if parsed is None:
         output = (done.stdout + done.stderr).strip().splitlines()[:1] or [f"exit code {done.returncode}"]
-        raise LauncherError(f"{chosen} is no mpirun of Open MPI, MPICH or Intel MPI: `--version` said {output[0]!r}")
+        raise LauncherError(
+            f"{chosen} is not an mpirun of Open MPI, MPICH or Intel MPI: `--version` said {output[0]!r}"
+        )
     return Launcher(chosen, *parsed)
 
 
@@ -203,7 +205,7 @@ def _describe_missing(path: str | None) -> str:
             "one with --mpirun"
         )
     where = "" if os.path.dirname(path) else " on the PATH"
-    what = "is no program that can be run" if os.path.exists(path) else f"is not there{where}"
+    what = "is not an executable program" if os.path.exists(path) else f"is not there{where}"
     return f"--mpirun {path} {what}: name an mpirun that is, or leave the option out"
 
 

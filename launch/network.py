@@ -73,7 +73,9 @@ def place_in_topology(
     if options.spares > 0:
         raise MappingError(f"--topology places workers only: with spares={options.spares} use --hostfile alone")
     if options.workers % topology.hosts:
-        raise MappingError(f"workers={options.workers} is no multiple of the {topology.hosts} hosts of {topology.name}")
+        raise MappingError(
+            f"workers={options.workers} is not a multiple of the {topology.hosts} hosts of {topology.name}"
+        )
     ordered = order_hosts(topology, ask_hosts(launcher, [host.name for host in hosts], machine, extra), nics)
     if isinstance(topology, BCube) and topology.k > 1:
         if interface is None:
@@ -311,7 +313,7 @@ def check_interface(
         try:
             interfaces.append(IPv4Network(text, strict=False) if "/" in text else text)
         except ValueError as error:
-            raise LauncherError(f"--interface {text!r} is no IPv4 subnet: write it as 10.0.0.0/8") from error
+            raise LauncherError(f"--interface {text!r} is not an IPv4 subnet: write it as 10.0.0.0/8") from error
     missing = [each for each in interfaces if isinstance(each, IPv4Network) or each not in names]
     if any(isinstance(each, IPv4Network) for each in missing):
         report = report_this_host()

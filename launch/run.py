@@ -695,7 +695,7 @@ def _compile(source: str | bytes, name: str) -> None:
     # compile() raises ValueError if the source contains a NUL byte.
     except (SyntaxError, ValueError) as error:
         lines = "".join(traceback.format_exception_only(error))
-        raise NotPythonError(f"no rank is started, as the script is no Python:\n{lines.rstrip()}") from None
+        raise NotPythonError(f"no rank is started: the script is not valid Python:\n{lines.rstrip()}") from None
 
 
 def _module_exists(module: str) -> bool:

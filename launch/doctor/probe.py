@@ -51,14 +51,14 @@ def examine() -> dict[str, Any]:
         "node_ranks": node.size,
         "threads": {getattr(MPI, f"THREAD_{name}"): name for name in LEVELS}[MPI.Query_thread()],
         "affinities": world.allgather(sorted(os.sched_getaffinity(0))),
-        "window": alone or _window(node),
-        "memfd": alone or _memfd(node),
+        "window": alone or _check_window(node),
+        "memfd": alone or _check_memfd(node),
         "denied": _substitute_folder(),
         "reach": alone or ("" if process_memory.open_to_all(node) else "not allowed here"),
     }
 
 
-def _window(node: MPI.Comm) -> str:
+def _check_window(node: MPI.Comm) -> str:
     """Return "" if the ranks of a node share the memory of MPI.Win.Allocate_shared, otherwise the reason why not."""
     from mpi4py import MPI
 
@@ -73,7 +73,7 @@ def _window(node: MPI.Comm) -> str:
     return _first_problem(node, "" if is_shared else "a rank does not see what another wrote")
 
 
-def _memfd(node: MPI.Comm) -> str:
+def _check_memfd(node: MPI.Comm) -> str:
     """Return "" if other ranks can map, through /proc, the memory that rank 0 makes by memfd_create.
 
     Otherwise return the reason why not.

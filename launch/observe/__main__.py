@@ -153,7 +153,7 @@ def _read_dump(path: Path, with_json: bool) -> str:
         sentence = str(json.loads(text)["sentence"])
     except (OSError, ValueError, KeyError, TypeError):
         raise click.UsageError(
-            f"{path} is no dump, or is damaged: name a folder that `mpips why JOB --dump DIR` has written"
+            f"{path} is not a dump, or is damaged: name a folder that `mpips why JOB --dump DIR` has written"
         ) from None
     return text if with_json else sentence
 
@@ -326,7 +326,9 @@ def _gather(watch: JobWatch, folder: Path, seconds: float) -> JobView:
         silent = (f"host {host} does not answer: {why}" for host, why in view.unreached.items())
         raise click.UsageError("; ".join(silent))
     if not view.ranks:
-        raise click.UsageError(f"{folder} holds no page of a rank: it is no job's folder, or the job has ended well")
+        raise click.UsageError(
+            f"{folder} holds no page of a rank: it is not the folder of a job, or the job has ended well"
+        )
     return view
 
 

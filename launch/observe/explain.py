@@ -272,7 +272,7 @@ def _describe(
     if rank.in_mpips:
         return f"{who}which is in a call of mpips{at}, not stopped, {cpu}{last}"
     if not rank.stack:
-        return f"{who}which does not say where it is, not stopped, {cpu}{last}"
+        return f"{who}whose stack is unknown, not stopped, {cpu}{last}"
     return f"{who}which is in Python code outside mpips{at}, not stopped, {cpu}{last if others else ''}"
 
 
@@ -375,7 +375,7 @@ def _explain_ended(head: str, ranks: Sequence[Rank], missing: int, end: Mapping[
     if own and silent:
         parts.append(f"R{name_ranks([each.rank for each in silent])[1:]} ended with the job.")
     if missing > 0:
-        parts.append(f"Of the other {missing} nothing is kept here: they have ended well, or ran on other hosts.")
+        parts.append(f"Nothing is known here about the other {missing}: they have ended well, or ran on other hosts.")
     culprits = own or silent or list(ranks)
     return Explanation("ended", f"{head} has ended. {' '.join(parts)}", tuple(each.rank for each in culprits))
 

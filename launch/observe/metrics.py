@@ -272,7 +272,9 @@ def exporting(folder: str | None, address: str | None, job: str) -> Iterator[Non
         UsageError: The folder does not exist, or the file or the port cannot be used.
     """
     if folder is not None and not Path(folder).is_dir():
-        raise click.UsageError(f"--metrics {folder!r} is no folder: name the one that node_exporter reads, or make it")
+        raise click.UsageError(
+            f"--metrics {folder!r} is not a folder: name the one that node_exporter reads, or make it"
+        )
     with ExitStack() as stack:
         try:
             if address is not None:

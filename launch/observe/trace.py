@@ -242,7 +242,7 @@ def trace_running(folder: Path, seconds: float) -> JobTrace:
 def write(path: Path, job_trace: JobTrace) -> None:
     """Write the timeline of all ranks to a file, and print its contents. Raises OSError if it cannot be written."""
     if not any(trace.records for trace in job_trace.traces):
-        click.echo("mpips: no rank has begun a call meanwhile; `mpips why` says where they are", err=True)
+        click.echo("mpips: no rank has begun a call during the trace; `mpips why` says where the ranks are", err=True)
     events, about = merge(job_trace.traces, job_trace.clocks)
     about |= {"reference_clock": socket.gethostname(), "left_out": job_trace.left_out}
     chrome.save(path, events, about)

@@ -144,7 +144,7 @@ class SurvivingVerdict:
     def __init__(self, presence: Presence, roles: Sequence[str], spares: int) -> None:
         self._presence = presence
         self._roles = roles
-        # numbers of the ranks that are no spares
+        # numbers of the ranks that are not spares
         self._working = range(len(roles) - spares)
         self._spares = {*range(len(roles))} - {*self._working}
         self._all_are_local = presence.ranks_here == len(roles)

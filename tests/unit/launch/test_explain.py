@@ -74,7 +74,7 @@ BEGIN = (
         ({"state": "D"}, "rank 2, which waits in the kernel for a disk or a file system (train.py:7)."),
         ({"state": ""}, "rank 2, whose process 102 is gone, without a word."),
         ({"state": "", "end": {"failed": "no space"}}, "rank 2, whose process 102 is gone: no space."),
-        ({"stack": ()}, "rank 2, which does not say where it is, not stopped, 50 % CPU."),
+        ({"stack": ()}, "rank 2, whose stack is unknown, not stopped, 50 % CPU."),
         (
             {"stack": (StackFrame(str(MPIPS / "store/api.py"), 3, "push"), *USUAL["stack"])},
             "rank 2, which is in a call of mpips (train.py:7), not stopped, 50 % CPU.",

@@ -32,7 +32,7 @@ def test_a_file_from_another_system_is_read_or_refused(tmp_path: Path) -> None:
         file.write_bytes(mark + b"node1 slots=2\r\nnode2:2\r\n")
         assert read(file) == (Host("node1", 2), Host("node2", 2))
     file.write_bytes("node1\n".encode("utf-16"))
-    with pytest.raises(HostError, match="hosts is no text in UTF-8"):
+    with pytest.raises(HostError, match="hosts is not UTF-8 text"):
         read(file)
     with pytest.raises(HostError, match=r"none\.txt"):
         read(tmp_path / "none.txt")

@@ -118,7 +118,7 @@ def test_a_rank_that_gets_its_role_later_is_told(monkeypatch: pytest.MonkeyPatch
 def test_a_browser_shows_the_job(job: Ranks, address: str, size: str) -> None:
     data(address, "barrier")
     page = browsed(address, size)
-    assert "<title>mpips: job 77 stands</title>" in page and "wait in barrier" in page
+    assert "<title>mpips: job 77 is stuck</title>" in page and "wait in barrier" in page
     assert page.count('<tr class="culprit">') == 2 and "Loss, accuracy 0.5" in page  # each waits for the other
     assert "rank 0 has begun as worker" in page and "rank 1 has begun as server" in page
     assert '<td data-label="role" class="text">server</td>' in page

@@ -114,9 +114,9 @@ def run_in(flavour: str, prepare: str, tmp_path: Path, *unshare: str) -> subproc
     ("flavour", "prepare", "unshare", "words"),
     [
         ("mpich", "mount -t tmpfs -o size=1m tmpfs /dev/shm", "-m", "/dev/shm has 1.0 MiB free, and 2 ranks of MPICH"),
-        ("mpich", "mount -t tmpfs -o ro tmpfs /dev/shm", "-m", "nothing can be written to /dev/shm, in which ranks"),
+        ("mpich", "mount -t tmpfs -o ro tmpfs /dev/shm", "-m", "/dev/shm is not writable, and ranks"),
         ("openmpi", "true", "-n", "no network interface is up, and Open MPI's ranks find each other by one"),
-        ("openmpi", "export TMPDIR=/proc", "", "needs a folder for files, and nothing can be written to /proc"),
+        ("openmpi", "export TMPDIR=/proc", "", "needs a folder for files, and /proc is not writable"),
         ("mpich", "ulimit -n 30", "", "a process may have 30 files open (ulimit -n), and 2 ranks need some 44"),
     ],
 )

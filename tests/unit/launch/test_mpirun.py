@@ -145,7 +145,7 @@ def test_a_mistyped_or_unknown_mpirun_is_told_from_an_mpi_that_is_missing(tmp_pa
         find(f"{tmp_path}/none")
     with pytest.raises(LauncherError, match=r"^--mpirun mpirum is not there on the PATH: "):
         find("mpirum")
-    with pytest.raises(LauncherError, match=f"^--mpirun {tmp_path} is no program that can be run: "):
+    with pytest.raises(LauncherError, match=f"^--mpirun {tmp_path} is not an executable program: "):
         find(str(tmp_path))
 
 

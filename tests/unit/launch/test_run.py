@@ -163,7 +163,7 @@ def test_hostfile(mpirun: str, tmp_path: Path) -> None:
         ("python x.py", "leave out 'python': the ranks run the script that follows it by"),
         ("-w 2 /bin/sh -c true", "'/bin/sh' is a binary program, and the ranks run Python: start it with mpirun"),
         ("-w 2 x.sh", "'x.sh' is a shell script, and the ranks run Python"),
-        ("-w 2 no-python", "no rank is started, as the script is no Python"),
+        ("-w 2 no-python", "no rank is started: the script is not valid Python"),
         ("-w 2 .", "'.' is a folder: name a script in it"),
         ("-w 4 --nics eth0 x.py", "--nics says which NIC serves which level of a --topology: give that, too"),
         ("-w 0 x.py", "'0' is no whole number of at least 1"),
@@ -230,7 +230,7 @@ def test_a_script_that_is_no_python_is_refused_once_and_shown(mpirun: str, tmp_p
     script.write_text(text)
     done = call("-w", "2", "--mpirun", mpirun, str(script))
     assert done.exit_code == 2
-    assert "no rank is started, as the script is no Python" in done.output
+    assert "no rank is started: the script is not valid Python" in done.output
     assert "Error: " in done.output.splitlines()[-1]
     done = call("-w", "2", "--mpirun", mpirun, "--", "-c", "x = = 1")
     assert done.exit_code == 2
@@ -278,7 +278,7 @@ def test_a_subnet_is_looked_for_among_the_addresses_here(monkeypatch: pytest.Mon
     network.check_interface("10.7.0.0/16", launcher, (), machine)
     with pytest.raises(LauncherError, match=r"no IPv4 address in the subnet 10\.9\.0\.0/16.*10\.0\.0\.1"):
         network.check_interface("127.0.0.0/8,10.9.0.0/16", launcher, (), machine)
-    with pytest.raises(LauncherError, match=r"'10\.0\.0\.0/99' is no IPv4 subnet"):
+    with pytest.raises(LauncherError, match=r"'10\.0\.0\.0/99' is not an IPv4 subnet"):
         network.check_interface("10.0.0.0/99", launcher, (), machine)
 
 
