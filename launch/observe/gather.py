@@ -41,8 +41,6 @@ LIBRARIES = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3\.\d+/|^<")
 
 
 class StackFrame(NamedTuple):
-    """One frame of a stack."""
-
     path: str
     line: int
     function: str
@@ -356,7 +354,7 @@ def _read_new_program(pid: int, began: float) -> str:
 
 
 def _ranks_on_host(pid: int) -> int:
-    """Return how many ranks of its job were started on the host of process `pid`; -1 if that is unknown."""
+    """Return how many ranks of its job the launcher has started on the host of a rank; -1 if this is unknown."""
     with suppress(OSError, ValueError):
         pairs = (variable.partition(b"=") for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
         return next((int(number) for name, _, number in pairs if name in LOCAL_SIZES), -1)

@@ -32,8 +32,6 @@ LABELS = ("job", "rank")
 
 
 class RankMetric(NamedTuple):
-    """One metric of a rank."""
-
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily]
     name: str
     # the help text

@@ -53,8 +53,6 @@ class RankSummary(NamedTuple):
 
 
 class Summary(NamedTuple):
-    """The summary of a job."""
-
     # the line with the largest share first
     lines: list[CallSummary]
     # in the order of the ranks

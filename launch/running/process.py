@@ -62,7 +62,7 @@ LOG = log.get("mpips.launch")
 
 
 class JobEnd(NamedTuple):
-    """The end of a job."""
+    """How a job has ended."""
 
     # the exit code for the user; after a signal it is 128 plus the signal's number, as in shells
     code: int

@@ -30,7 +30,7 @@ BARE_CODES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, sig
 
 
 class MpirunEnd(NamedTuple):
-    """The end of mpirun."""
+    """How mpirun has ended."""
 
     # mpirun's exit code, or minus the number of the signal that ended mpirun
     mpirun_code: int
