@@ -1,4 +1,4 @@
-"""The pages of the documents, and what their blocks of code hold; the examples of docstrings, which are pages too."""
+"""The pages of the documentation with their blocks of code, and the examples in docstrings."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PAGES = sorted([ROOT / "README.md", *tracked(ROOT / "docs", "*.md")])
 
 
 def programs(page: Path) -> dict[str, str]:
-    """Return the programs and other files of a page that have a name, in the comment on their first line."""
+    """Return name -> text, for the blocks of a page whose first line is a comment with the name of a file."""
     blocks = re.findall(r"```\w+\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    return {found[1]: block for block in blocks if (found := re.match(r"# (\w+\.\w+)\n", block))}
+    return {match[1]: block for block in blocks if (match := re.match(r"# (\w+\.\w+)\n", block))}
 
 
 def blocks(page: Path) -> Iterator[str]:
-    """Give the blocks of code of a page, fenced or indented; long lines are joined."""
+    """Yield the blocks of code of a page, fenced or indented. Lines that end with a backslash are joined."""
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     for fenced, indented in re.findall(r"^```[^\n]*\n(.*?)^```|^((?:    [^\n]*\n)+)", text, re.MULTILINE | re.DOTALL):
         yield fenced or indented
