@@ -13,26 +13,25 @@ Between two exchanges workers train without communication, which suits slow link
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch.amp.grad_scaler import GradScaler
 
 from mpips.collectives import arrays, log
-from mpips.collectives.errors import MismatchError, of_caller
+from mpips.collectives.errors import of_caller
 from mpips.optimizers.base import Optimizer
 from mpips.store.api import KVStore
 from mpips.store.create import create
-from mpips.store.runtime.errors import LostError, StoreError
 from mpips.store.runtime.rendezvous import attempt
 from mpips.torch.backend import check_joined
 from mpips.torch.state import load_bytes, store_bytes
 from mpips.torch.tensors import find_overflow
 from mpips.training.local import TOKENS, Local, LocalRounds, Open, averaged, workers_in_a_sum
+from mpips.training.recovery import Recovery
 from mpips.training.updates import begins
 
-T = TypeVar("T")
 LOG = log.get("mpips.torch")
 # the entries of a `state_dict`
 STATE = "inner", "steps", "since", "centers", "store"
@@ -118,7 +117,7 @@ class LocalSGD:
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._by_tokens = by_tokens
         self.store = store if store is not None else create(kind, **options)
-        self._joins = self.store.layout.survives and self.store.worker.fresh
+        self._recovery = Recovery(self.store, self._keys, self._meet)
         try:
             self._begin(rule, compression)
         except Exception:
@@ -128,7 +127,7 @@ class LocalSGD:
 
     def _begin(self, rule: Local, compression: dict[str, Any] | None) -> None:
         """Create the keys and take rank 0's parameters. Collective over the workers, blocking."""
-        kv = self.store
+        kv, joins = self.store, self.store.worker.fresh
         outer, refusal = attempt(lambda: self._outer(rule))
         words = {
             "every": rule.every,
@@ -139,7 +138,7 @@ class LocalSGD:
             "compression": compression,
             "by_tokens": self._by_tokens,
         }
-        if not self._joins:
+        if not joins:
             said = [(name, repr(word)) for name, word in words.items()]
             kv.worker.agree("LocalSGD", said, refusal, noun="argument")
         elif refusal is not None:
@@ -151,10 +150,10 @@ class LocalSGD:
                 kv.set_gradient_compression(compression)
             if self._by_tokens and not kv.layout.asynchronous:
                 kv.init(TOKENS, np.zeros(1, np.int64))
-        self._rounds = LocalRounds(kv, self._keys, self._views(), rule, self._by_tokens, self._joins)
+        self._rounds = LocalRounds(kv, self._keys, self._views(), rule, self._by_tokens, joins)
         LOG.info("LocalSGD: %r on a %s store of %d parameters", rule, kv.type, len(self._keys))
-        if self._joins:
-            self._through(lambda: self._rounds.rejoin(self._views()))
+        if joins:
+            self._recovery.run_once(self._meet)
             return
         self._rounds.begin_at((kv.resumed or 0) * rule.every)
         # Nobody may push before all have pulled rank 0's parameters.
@@ -227,7 +226,7 @@ class LocalSGD:
             tokens = 0
         else:
             loss = self.inner.step(closure) if closure is not None else self.inner.step()
-        self._through(lambda: self._rounds.step(self._views(), tokens or 0), again=False)
+        self._recovery.run_once(lambda: self._rounds.step(self._views(), tokens or 0))
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -242,10 +241,10 @@ class LocalSGD:
         worker takes the newest parameters, which others may change later.
         """
         layout = self.store.layout
-        self._through(lambda: self._rounds.finish(self._views()))
+        self._recovery.run(lambda: self._rounds.finish(self._views()))
         if waits := layout.asynchronous and not layout.survives:
             self.store.barrier()
-        self._through(lambda: self._rounds.share(self._views(), newest=layout.asynchronous))
+        self._recovery.run(lambda: self._rounds.share(self._views(), newest=layout.asynchronous))
         if waits:
             self.store.barrier()
 
@@ -258,10 +257,10 @@ class LocalSGD:
         Raises:
             RuntimeError: A process died during the call. Training can continue: call it again after another step.
         """
-        self._through(self._rounds.wait)
-        died = "state_dict: a process has died meanwhile: call it again after the next step"
-        data = self._through(lambda: store_bytes(self.store), again=RuntimeError(died))
-        assert data is not None
+        self._recovery.run(self._rounds.wait)
+        data = self._recovery.run_once(lambda: store_bytes(self.store))
+        if data is None:
+            raise RuntimeError("state_dict: a process has died meanwhile: call it again after the next step")
         return {
             "inner": self.inner.state_dict(),
             "steps": self.steps,
@@ -281,14 +280,17 @@ class LocalSGD:
             ValueError: The state lacks an entry, or does not fit the model or `fragments`.
             RuntimeError: A process died during the call. Load the model's state and this one again.
         """
-        kv, died = (
-            self.store,
-            RuntimeError("load_state_dict: a process has died meanwhile: load the model and this again"),
-        )
+        kv = self.store
         centers, refusal = attempt(lambda: self._centers_of(state_dict))
         steps = [] if kv.layout.asynchronous else [("steps", str(state_dict.get("steps")))]
-        self._through(lambda: kv.worker.agree("load_state_dict", steps, refusal, noun="argument"), again=died)
-        self._through(self._rounds.wait, again=died)
+
+        def all_are_ready() -> bool:
+            kv.worker.agree("load_state_dict", steps, refusal, noun="argument")
+            self._rounds.wait()
+            return True
+
+        if not self._recovery.run_once(all_are_ready):
+            raise RuntimeError("load_state_dict: a process has died meanwhile: load the model and this again")
         self.inner.load_state_dict(state_dict["inner"])
         load_bytes(self.store, state_dict["store"].numpy().tobytes())
         for mine, center in zip(self._rounds.centers, centers or ()):
@@ -323,42 +325,14 @@ class LocalSGD:
 
         Collective over the workers.
         """
-        self._through(lambda: self._rounds.finish(self._views()))
+        self._recovery.run(lambda: self._rounds.finish(self._views()))
         if self.store.layout.survives:
-            self._through(self.store.barrier)
+            self._recovery.run(self.store.barrier)
         self.store.close()
 
-    def _through(self, call: Callable[[], T], again: bool | Exception = True) -> T | None:
-        """Call `call` and return its result. If a process dies during the call, let the workers recover.
-
-        `again` says what happens after the recovery: True calls `call` again, False returns None, and an exception is
-        raised.
-        """
-        while True:
-            try:
-                return call()
-            except StoreError as error:
-                self._recover(error)
-            if isinstance(again, Exception):
-                raise again
-            if not again:
-                return None
-
-    def _recover(self, error: StoreError) -> None:
-        """Begin the next generation, and repeat the exchange in flight. Raise `error` if no process has died."""
-        while True:
-            if not self.store.layout.survives or isinstance(error, (MismatchError, LostError)):
-                raise error
-            rounds = self.store.recover()
-            if not self.store.layout.changed:
-                raise error
-            if torn := [key for key in self._keys if key in rounds.torn or key not in rounds]:
-                raise StoreError(f"LocalSGD: key {torn[0]!r} is not whole after a death: go on from a checkpoint")
-            try:
-                self._rounds.rejoin(self._views())
-                return
-            except StoreError as other:
-                error = other
+    def _meet(self) -> None:
+        """Meet the other workers after a recovery, and make the exchanges that were under way. Collective, blocking."""
+        self._rounds.rejoin(self._views())
 
     def _see_inner(self, what: str) -> None:
         """Raise ValueError if `inner` trains a parameter that is not exchanged: the workers would drift apart in it."""

@@ -19,7 +19,6 @@ import numpy as np
 
 import mpips.collectives as collectives
 from mpips.collectives import log
-from mpips.collectives.errors import CollectiveError, MismatchError
 from mpips.collectives.recorder import own as recorder
 from mpips.store.runtime.rendezvous import attempt
 from mpips.training import callbacks as hooks
@@ -42,6 +41,7 @@ from mpips.training.callbacks import Callback, Fitting, order_of, see_order
 from mpips.training.checkpoint import Epoch, Position
 from mpips.training.evaluation import evaluate, evaluate_here, test_words
 from mpips.training.model import Samples, samples_of
+from mpips.training.recovery import Recovery
 from mpips.training.rejoin import BEGIN, COUNTED, ENDED, OVER, TOLD, SurvivingFit
 from mpips.training.step import Blocking, Job, see_joined
 
@@ -66,6 +66,7 @@ class Fit:
         self._on_step = [each for each in self._callbacks if type(each).on_step is not Callback.on_step]
         self._began = 0.0
         self._survival = survival
+        self._recovery = Recovery(job.kv, () if job.blocking is None else job.blocking.update.keys, self._go_back)
         # the stage to which the fit has come, a constant of `rejoin`
         self._stage = BEGIN
 
@@ -75,14 +76,7 @@ class Fit:
         LOG.info("fit begins at epoch %d of %d, step %d", at.epoch, self._fit.epochs, at.step)
         try:
             self._enter()
-            while True:
-                try:
-                    self._go_on()
-                    break
-                except CollectiveError as error:
-                    if self._survival is None or isinstance(error, MismatchError):
-                        raise
-                    self._put_back(self._survival.recover(error))
+            self._recovery.run(self._go_on)
         finally:
             for callback in self._callbacks:
                 callback.close()
@@ -97,7 +91,7 @@ class Fit:
                 self._survival.begin(self._position)
             self._mark(BEGIN)
             return
-        self._put_back(self._survival.join())
+        self._recovery.run_once(self._go_back)
         if self._stage != BEGIN:
             self._fit.alone = True
             for callback in self._callbacks:
@@ -114,8 +108,8 @@ class Fit:
             self._tell()
         while self._position.epoch <= self._fit.epochs and not self._position.stopped:
             self._meet()
-            if (growing := self._growing()) is not None:
-                self._put_back(growing.recover(None, grow=True))
+            if self._grows():
+                self._recovery.recover(grow=True)
             else:
                 self._one_epoch()
         if self._stage != ENDED:
@@ -135,22 +129,20 @@ class Fit:
             states = None if stage == COUNTED else hooks.states(self._callbacks)
             self._survival.mark(self._position, stage, states)
 
-    def _put_back(self, back: tuple[Position, int]) -> None:
-        """Go to the position and the stage from which all workers continue."""
-        position, self._stage = back
+    def _go_back(self) -> None:
+        """Go to the position and the stage from which all workers continue after a recovery. Collective, blocking."""
+        assert self._survival is not None
+        position, self._stage = self._survival.meet()
         for field in fields(Position):
             setattr(self._position, field.name, getattr(position, field.name))
         self._fit.count_workers()
         self._fit.restore()
         self._began = time.perf_counter()
 
-    def _growing(self) -> SurvivingFit | None:
-        """Return the object by which spares can become workers now, or None if none should.
-
-        Spares join only between two epochs.
-        """
+    def _grows(self) -> bool:
+        """True if spares are to become workers now. They join only between two epochs."""
         between = self._stage == OVER and bool(self._position.history)
-        return self._survival if between and self._survival is not None and self._survival.grows else None
+        return between and self._survival is not None and self._survival.grows
 
     def _one_epoch(self) -> None:
         """Train, evaluate, and call the callbacks. Without a test and callbacks, nothing is sent between two epochs."""
@@ -279,7 +271,7 @@ class Fit:
 
         Raises ValueError on all workers if callbacks have ended the training on some of them only.
         """
-        if not self._callbacks and self._test is None and self._growing() is None:
+        if not self._callbacks and self._test is None and not self._grows():
             return
         if not self._fit.asynchronous:
             ended = ("ended the training", str(self._position.stopped))

@@ -1,10 +1,10 @@
-"""A fit that continues by itself after a death, on the workers that are left and on spares that take a place.
+"""The moment to which the workers of a fit go back after a death, and everything that they need there.
 
-1. The store recovers.
-2. All workers meet once. Each tells its last marks, the moments to which it can go back.
-3. They agree on a moment.
-4. Parameters come from the store, or from a worker that has them.
-5. Training continues from that moment.
+When the store has recovered (`recovery`), all workers meet:
+
+1. Each tells its last marks, the moments to which it can go back.
+2. They agree on a moment.
+3. Parameters come from the store, or from a worker that has them.
 
 Before each exchange of a synchronous store the workers sum a few numbers, by which each knows the sums of losses of
 all. A spare then has the history of the worker whose place it takes. A worker keeps its marks until it has everything
@@ -22,9 +22,8 @@ import msgspec
 import numpy as np
 
 import mpips.collectives as collectives
-from mpips.collectives.errors import CollectiveError, MismatchError
 from mpips.optimizers.registry import as_data, from_data
-from mpips.store.runtime.errors import LostError, StoreError
+from mpips.store.runtime.errors import LostError
 from mpips.store.runtime.rendezvous import Items
 from mpips.training.batches import Arrays, Source
 from mpips.training.checkpoint import Epoch, Position
@@ -65,8 +64,6 @@ class SurvivingFit:
         self._offset = 0
         # True if this worker has all arrays that the store does not have
         self._whole = False
-        # step and stage of the last recovery in which no worker had died
-        self._before: tuple[int, int] | None = None
 
     @property
     def fresh(self) -> bool:
@@ -135,43 +132,12 @@ class SurvivingFit:
 
     # ---- after a death
 
-    def recover(self, error: CollectiveError | None, grow: bool = False) -> tuple[Position, int]:
-        """Let the store recover, and meet the other workers. Collective, blocking.
+    def meet(self) -> tuple[Position, int]:
+        """Meet the other workers, as one that has recovered or as a spare that has taken a place.
 
-        Return the position from which to continue, with its history and the states of callbacks, and the stage.
-
-        Args:
-            error: The error that began the recovery. It is raised again if no worker has died and training has not
-                advanced since the last recovery, as it would only occur again.
-            grow: Let waiting spares join.
+        Collective, blocking. Return the position from which to continue, with its history and the states of callbacks,
+        and the stage.
         """
-        while True:
-            rounds = self._kv.recover(grow)
-            if rounds.torn:
-                raise StoreError(
-                    f"fit: {rounds.torn[0]!r} has a round that was applied in part: go on from a checkpoint"
-                ) from error
-            try:
-                return self._meet(error)
-            except (MismatchError, LostError):
-                raise
-            except CollectiveError as other:
-                if other is error:
-                    raise
-
-    def join(self) -> tuple[Position, int]:
-        """Meet the others, as a spare that has taken a place. Return the position and the stage from which to continue.
-
-        Collective, blocking.
-        """
-        try:
-            return self._meet(None)
-        except (MismatchError, LostError):
-            raise
-        except CollectiveError as error:
-            return self.recover(error)
-
-    def _meet(self, error: CollectiveError | None) -> tuple[Position, int]:
         kv = self._kv
         self._ranks[kv.generation] = kv.rank
         mine = b"" if self.fresh else msgspec.msgpack.encode(self._word())
@@ -186,12 +152,6 @@ class SurvivingFit:
             word = words[moment.source]
         assert word is not None
         mark = word.at(moment.step, moment.place)
-        # An error that no death has caused would only occur again. All workers decide this alike.
-        died = any(word is None for word in words) or mark.workers != len(words)
-        at = None if died else (mark.step, mark.stage)
-        if at is not None and at == self._before and error is not None:
-            raise error
-        self._before = at
         back = self._take(words, word, mark)
         kv.worker.fresh = False
         self._restore(words, group, mark)

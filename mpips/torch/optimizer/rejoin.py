@@ -1,4 +1,4 @@
-"""Steps of a DistributedOptimizer that survive deaths: the store recovers, and unfinished steps are repeated.
+"""Steps of a DistributedOptimizer that survive deaths: unfinished steps are repeated.
 
 In a synchronous store a step that has ended on any worker is never undone. So after a recovery the store is either at
 the round where this worker's step began, and the same gradients are pushed again, or at the round where the step ends.
@@ -20,9 +20,10 @@ import msgspec
 from mpips.collectives import log
 from mpips.store.api import KVStore
 from mpips.store.keys.key import Name
-from mpips.store.runtime.errors import StoreError
+from mpips.store.runtime.errors import LostError, StoreError
 from mpips.torch.optimizer.consensus import Brought, Consensus
 from mpips.torch.optimizer.exchange import AgreedStep, GradientExchange
+from mpips.training.recovery import Recovery
 
 T = TypeVar("T")
 
@@ -38,6 +39,7 @@ class SurvivingSteps:
         self._names = names
         self._exchange = exchange
         self._consensus = consensus
+        self._recovery = Recovery(store, names, self._note_recovery)
         # what the workers have agreed on for the current step; still valid after a death
         self._agreed: AgreedStep | None = None
         # True while this worker, which has replaced a dead one, has made no step
@@ -65,7 +67,7 @@ class SurvivingSteps:
             self._see_others(False)
             self._exchange.begin(self.new)
 
-        self._through(begun)
+        self._recovery.run(begun)
         self._consensus.note()
 
     def step(self, brought: Brought) -> bool:
@@ -88,7 +90,7 @@ class SurvivingSteps:
             self._agreed = self._consensus.agree(self.steps, brought)
             self._exchange.push(self._agreed)
 
-        self._through(exchange)
+        self._recovery.run(exchange)
         assert self._agreed is not None
         self._exchange.end(self._agreed)
         self._consensus.note()
@@ -96,7 +98,7 @@ class SurvivingSteps:
         log.place.step = self.steps
         self._calls = self._done = 0
         # If the store has recovered and only the result was taken, the workers have not exchanged positions yet.
-        self._through(lambda: self._see_others(False))
+        self._recovery.run(lambda: self._see_others(False))
         return self._agreed.skipped
 
     def call(self, what: str, call: Callable[[], T]) -> T | None:
@@ -114,7 +116,7 @@ class SurvivingSteps:
             self._consensus.see_call(what, self.steps)
             return call()
 
-        made_of_it = self._through(made)
+        made_of_it = self._recovery.run(made)
         self._consensus.note()
         return made_of_it
 
@@ -132,7 +134,7 @@ class SurvivingSteps:
                 self._store.barrier()
 
         with suppress(StoreError):
-            self._through(ended)
+            self._recovery.run(ended)
 
     # ---- inside
 
@@ -140,30 +142,14 @@ class SurvivingSteps:
         """Return the store's current round. During a step this is the round that this worker has begun."""
         return self._store.worker.keys[self._names[0]].round
 
-    def _through(self, call: Callable[[], T]) -> T:
-        """Call `call`, again after each death, until it returns."""
-        while True:
-            try:
-                return call()
-            except StoreError as error:
-                self._recover(error)
+    def _note_recovery(self) -> None:
+        """Continue with the store of the next generation. The workers meet in their next call (`_see_others`).
 
-    def _recover(self, error: StoreError) -> None:
-        """Begin the next generation.
-
-        Raise `error` if no process has died. Raise an error, too, if a part of the store is lost.
+        Raises LostError if a step counts in some keys and not in others.
         """
         store = self._store
-        if not store.layout.survives:
-            raise error
-        rounds = store.recover()
-        if not store.layout.lost:
-            raise error
-        torn = [name for name in self._names if name in rounds.torn or name not in rounds]
-        apart = not store.layout.asynchronous and len({rounds.get(name) for name in self._names}) > 1
-        if torn or apart:
-            what = f"key {torn[0]!r} is" if torn else "keys are"
-            raise StoreError(f"recover: {what} not whole after a death: load a checkpoint") from error
+        if not store.layout.asynchronous and len({store.worker.keys[name].round for name in self._names}) > 1:
+            raise LostError("recover: keys are not whole after a death: load a checkpoint")
         self._exchange.renew()
         self._unmet = True
 
