@@ -18,7 +18,7 @@ from mpips.collectives.kernels.quiet import quiet
 from mpips.overlap.exchange import Overlapped, Recorder, Report
 from mpips.training.batches import Source
 from mpips.training.model import Model, Samples, samples_of
-from mpips.training.updates import Arrays, LocalTraining, Update, weigh
+from mpips.training.updates import Arrays, Update, weigh
 
 if TYPE_CHECKING:
     from mpips.store.api import KVStore
@@ -152,7 +152,7 @@ def see_joined(job: Job, source: Source) -> None:
             "fit: overlap= sends gradients while others are computed, before a step's samples are "
             "counted: give arrays x and y with batch_size, or leave overlap out"
         )
-    if isinstance(job.blocking.update, LocalTraining) and not job.kv.layout.asynchronous:
+    if job.blocking.update.apart and not job.kv.layout.asynchronous:
         raise ValueError(
             f"fit: with local= a store of kind {job.kv.type} waits for a worker that is out of batches: "
             "give arrays x and y with batch_size, or take dist_async"

@@ -30,7 +30,7 @@ from mpips.training.loop import Fit, begin, requested, words_of
 from mpips.training.model import Model, Samples, see_method, see_model
 from mpips.training.rejoin import see_alike, survival_of
 from mpips.training.step import Blocking, Job, update_optimizer
-from mpips.training.updates import ElasticAveraging, Gradients, LocalTraining, Summed, Update, check_clip
+from mpips.training.updates import ClientUpdate, StoreUpdate, Update, WorkerUpdate, check_clip
 
 
 class Trainer(Uncopied):
@@ -85,7 +85,8 @@ class Trainer(Uncopied):
         def chosen() -> tuple[Optimizer, dict[str, Metric]]:
             if local is not None:
                 _see_local(kv, local, elastic, overlap)
-            _see_together(kv, elastic, overlap, None if local else check_clip(clip_norm), accumulate)
+            limit = check_clip(clip_norm)
+            _see_together(kv, elastic, overlap, None if local else limit, accumulate)
             # With overlap the model is one in layers, which Overlapped checks.
             if overlap is None:
                 see_model(model)
@@ -313,7 +314,7 @@ class Trainer(Uncopied):
         Raises ValueError if the model is not one in layers, as `overlap` needs it, or with `elastic`.
         """
         check_model(self.model, "profile")
-        if self._job.blocking is not None and isinstance(self._job.blocking.update, ElasticAveraging):
+        if self._job.blocking is not None and self._job.blocking.update.name == "none, elastic":
             raise ValueError("elastic averaging sends its model whole, every few iterations: there is nothing to plan")
         if isinstance(self.exchange, Overlapped):
             found = self.exchange.measure(x, y)
@@ -328,13 +329,11 @@ def _update_of(
     model: Model, kv: KVStore, made: Optimizer, elastic: Elastic | None, local: Local | None, clip_norm: float | None
 ) -> Update:
     """Return the object that turns the gradients of a step into the next parameters."""
-    if elastic is not None:
-        return ElasticAveraging(model, kv, made, elastic, clip_norm)
-    if local is not None:
-        return LocalTraining(model, kv, made, local, check_clip(clip_norm))
+    if (rule := elastic or local) is not None:
+        return ClientUpdate(model, kv, made, rule, clip_norm)
     if clip_norm is not None and not kv.layout.asynchronous:
-        return Summed(model, kv, made, clip_norm)
-    return Gradients(model, kv, made, clip_norm)
+        return WorkerUpdate(model, kv, made, clip_norm)
+    return StoreUpdate(model, kv, made, clip_norm)
 
 
 def _see_local(kv: KVStore, local: Local, elastic: Elastic | None, overlap: str | None) -> None:

@@ -1,9 +1,9 @@
-"""Turn a step's gradients into the next parameters: by the store's optimizer, by every worker, or elastic averaging.
+"""Turn a step's gradients into the next parameters: by the store's optimizer, by every worker, or by every client.
 
-`Gradients` serves all kinds of store (MXNET-MPI, figures 6 and 7). `Summed` is for clipping in a synchronous store:
-only a rank that has the whole sum knows its norm, so the store sums without an optimizer and every worker updates.
-`ElasticAveraging` exchanges whole models (MXNET-MPI, figure 8), and `LocalTraining` the changes that workers have made
-to them (DiLoCo). Both are built on `local`.
+`StoreUpdate` serves all kinds of store (MXNET-MPI, figures 6 and 7). `WorkerUpdate` is for clipping in a synchronous
+store: only a rank that has the whole sum knows its norm, so the store sums without an optimizer and every worker
+updates. With `ClientUpdate` clients train apart (`local`): they exchange whole models by elastic averaging (MXNET-MPI,
+figure 8), or the changes that they have made to them (DiLoCo).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def rescaled(optimizer: Optimizer, like: Optimizer) -> Optimizer:
     return replace(optimizer, rescale=like.rescale)  # type: ignore[call-arg, attr-defined]
 
 
-class Gradients:
+class StoreUpdate:
     """Pushes gradients and pulls parameters. The store's optimizer updates, on servers or, without any, on the workers.
 
     Args:
@@ -154,9 +154,9 @@ class Gradients:
         self._kv.pushpull(self.keys, list(self._model.gradients), out=list(self._model.parameters))
 
     def change(self, numbers: Mapping[str, Any]) -> None:
-        """Change numbers of the optimizer, such as `learning_rate`.
+        """Change numbers of the optimizer, such as `learning_rate`. Its state stays.
 
-        Its state stays. All workers of the store call it.
+        All workers of the store call it.
         """
         self._kv.update_optimizer(self.keys, **numbers)
 
@@ -200,8 +200,12 @@ class Gradients:
             self._kv.update_optimizer(self.keys, **numbers)
         self._pull()
 
-    # Restores arrays and parameters after a death. `arrays` is None if no worker is left in the group that has them.
-    rejoin = restore
+    def rejoin(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer) -> None:
+        """Restore arrays and parameters after a death, with the optimizer's numbers of the moment to go back to.
+
+        `arrays` is None if no worker is left in the group that has them. All workers call it.
+        """
+        self.restore(arrays, optimizer)
 
     def _pull(self) -> None:
         """Pull the store's parameters on all workers, before any of them pushes again."""
@@ -210,13 +214,14 @@ class Gradients:
             self._kv.barrier()
 
 
-class OnWorkers:
-    """Base of updates by an optimizer that runs on every worker, on the mean of the group's gradients.
+class WorkerUpdate:
+    """The store sums gradients. Every worker clips their mean by its global norm and updates by itself.
 
-    Each worker keeps the optimizer's state. The calls are those of `Gradients`.
+    Equal sums give equal norms and equal parameters on all workers, bit for bit. Each keeps the optimizer's state. The
+    calls are those of `StoreUpdate`.
     """
 
-    name: str
+    name = "none, clipped"
     apart = False
 
     def __init__(self, model: Model, kv: KVStore, optimizer: Optimizer, clip_norm: float | None) -> None:
@@ -228,23 +233,35 @@ class OnWorkers:
         if begins(kv, self.keys, model.parameters):
             self._prepare()
             kv.pull(self.keys, list(model.parameters))
-        self._updater = self._new_updater()
+        self._updater = self._new_updater(optimizer)
 
     def _prepare(self) -> None:
         """Set the store up once its keys are there. Collective."""
 
-    def _new_updater(self) -> Updater:
-        return Updater(averaged(self._optimizer, self.group.Get_size()), self._model.parameters)
+    def _new_updater(self, optimizer: Optimizer) -> Updater:
+        """Return an optimizer without state, with these numbers, for the gradients' sum over the group."""
+        mean = rescaled(optimizer, averaged(self._optimizer, self.group.Get_size()))
+        return Updater(mean, self._model.parameters)
 
     @property
     def group(self) -> MPI.Intracomm:
-        raise NotImplementedError
+        return self._kv.layout.workers  # type: ignore[return-value]
 
     def exchange(self) -> None:
-        raise NotImplementedError
+        gradients = list(self._model.gradients)
+        self._kv.pushpull(self.keys, gradients)
+        self._update(gradients)
+
+    def _update(self, sums: Arrays) -> None:
+        """Clip gradients that are sums over the group, and update the parameters by them. Local."""
+        if self._clip is not None:
+            # The limit is one for the mean, so scale it.
+            clip(sums, self._clip * self.group.Get_size())
+        self._updater.update(sums)
 
     def owners(self) -> list[int]:
-        raise NotImplementedError
+        """Return rank 0 only, because all workers are equal."""
+        return [0]
 
     def share(self) -> None:
         """Do nothing: equal workers have equal parameters already."""
@@ -278,149 +295,91 @@ class OnWorkers:
             if name != "step":
                 array[...] = arrays[name]
 
-    def rejoin(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
+    def rejoin(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer) -> None:
         self.restore(arrays, optimizer)
 
 
-class Summed(OnWorkers):
-    """The store sums gradients. Every worker clips their mean by its global norm and updates by itself.
+class ClientUpdate(WorkerUpdate):
+    """Each client trains by itself, and now and then exchanges with the store's centre, as the rule says (`local`).
 
-    Equal sums give equal norms and equal parameters on all workers, bit for bit.
+    With `Elastic` an exchange comes before an update (MXNET-MPI, figure 8), with `Local` after one. `clip_norm` bounds
+    the mean gradient of the client's workers.
     """
 
-    name = "none, clipped"
-
-    @property
-    def group(self) -> MPI.Intracomm:
-        return self._kv.layout.workers  # type: ignore[return-value]
-
-    def exchange(self) -> None:
-        gradients = list(self._model.gradients)
-        self._kv.pushpull(self.keys, gradients)
-        assert self._clip is not None
-        # The gradients are sums over the workers, and the limit is one for their mean, so scale the limit.
-        clip(gradients, self._clip * self._kv.num_workers)
-        self._updater.update(gradients)
-
-    def owners(self) -> list[int]:
-        """Return rank 0 only, because all workers are equal."""
-        return [0]
-
-
-class ElasticAveraging(OnWorkers):
-    """Elastic averaging between clients and the servers' centre every `interval` iterations, with SGD inside a client.
-
-    `clip_norm` bounds the mean gradient of the client's workers.
-    """
-
-    name = "none, elastic"
-
-    def __init__(
-        self, model: Model, kv: KVStore, optimizer: Optimizer, elastic: Elastic, clip_norm: float | None = None
-    ) -> None:
-        self._elastic = elastic
-        super().__init__(model, kv, optimizer, clip_norm)
-        self._exchange = Exchange(kv, self.keys, model.parameters, elastic, self.group.Get_size())
-
-    def _prepare(self) -> None:
-        self._kv.set_optimizer(Elastic1(alpha=self._elastic.alpha), keys=self.keys)
-
-    @property
-    def group(self) -> MPI.Intracomm:
-        return self._kv.layout.client  # type: ignore[return-value]
-
-    def exchange(self) -> None:
-        """Exchange with the centre if it is due. Then update by the client's mean gradient."""
-        workers = self.group.Get_size()
-        if self._updater.step % self._elastic.interval == 0:
-            places = range(len(self.keys))
-            self._exchange.measure(self._model.parameters, places)
-            self._exchange.send(places)
-            self._exchange.take(self._model.parameters, places)
-        for gradient in self._model.gradients:
-            collectives.allreduce(gradient, self.group)
-        if self._clip is not None:
-            clip(self._model.gradients, self._clip * workers)
-        self._updater.update(self._model.gradients)
-
-    def owners(self) -> list[int]:
-        """Return the first worker of each client."""
-        return [client.start for client in self._kv.layout.clients]
-
-    def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Write the arrays back. Without arrays begin at the servers' centre, with a new optimizer."""
-        if arrays is None:
-            self._kv.pull(self.keys, list(self._model.parameters))
-            self._updater = self._new_updater()
-        else:
-            super().restore(arrays, optimizer)
-
-
-class LocalTraining(OnWorkers):
-    """Each client trains by itself and now and then sends its changes through the store's outer optimizer (`local`).
-
-    `clip_norm` bounds the mean gradient of the client's workers.
-    """
-
-    name = "none, local"
     apart = True
 
     def __init__(
-        self, model: Model, kv: KVStore, optimizer: Optimizer, local: Local, clip_norm: float | None = None
+        self, model: Model, kv: KVStore, optimizer: Optimizer, rule: Elastic | Local, clip_norm: float | None = None
     ) -> None:
-        self._local = local
+        self.rule = rule
+        self.name = "none, elastic" if isinstance(rule, Elastic) else "none, local"
         super().__init__(model, kv, optimizer, clip_norm)
-        joins = bool(kv.worker.fresh)
-        self._rounds = LocalRounds(kv, self.keys, model.parameters, local, joins=joins)
+        joins = kv.worker.fresh
+        self._exchange: Exchange | None = None
+        self._rounds: LocalRounds | None = None
+        if isinstance(rule, Elastic):
+            self._exchange = Exchange(kv, self.keys, model.parameters, rule, self.group.Get_size())
+            return
+        self._rounds = LocalRounds(kv, self.keys, model.parameters, rule, joins=joins)
         if kv.layout.asynchronous and not joins:
             # All workers must have pulled rank 0's values before any of them pushes.
             kv.barrier()
 
     def _prepare(self) -> None:
-        outer = averaged(self._local.optimizer, workers_in_a_sum(self._kv))
-        self._kv.set_optimizer(outer, keys=self.keys)
+        center: Optimizer
+        if isinstance(self.rule, Elastic):
+            center = Elastic1(alpha=self.rule.alpha)
+        else:
+            center = averaged(self.rule.optimizer, workers_in_a_sum(self._kv))
+        self._kv.set_optimizer(center, keys=self.keys)
 
     @property
     def group(self) -> MPI.Intracomm:
         return self._kv.layout.client  # type: ignore[return-value]
 
     def exchange(self) -> None:
-        """Update by the client's mean gradient. Then exchange the fragments that are due."""
-        workers = self.group.Get_size()
-        for gradient in self._model.gradients if workers > 1 else ():
+        """Update by the client's mean gradient, and exchange with the centre if that is due."""
+        parameters, places = self._model.parameters, range(len(self.keys))
+        if isinstance(self.rule, Elastic) and self._updater.step % self.rule.interval == 0:
+            assert self._exchange is not None
+            self._exchange.measure(parameters, places)
+            self._exchange.send(places)
+            self._exchange.take(parameters, places)
+        for gradient in self._model.gradients if self.group.Get_size() > 1 else ():
             collectives.allreduce(gradient, self.group)
-        if self._clip is not None:
-            clip(self._model.gradients, self._clip * workers)
-        self._updater.update(self._model.gradients)
-        self._rounds.step(self._model.parameters)
+        self._update(self._model.gradients)
+        if self._rounds is not None:
+            self._rounds.step(parameters)
 
     def owners(self) -> list[int]:
         """Return the first worker of each client."""
         return [client.start for client in self._kv.layout.clients]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return also the centre of the last exchange, from which changes are counted, and the number of steps."""
-        centers = {f"center/{key}": center for key, center in zip(self.keys, self._rounds.centers)}
-        return {**super().arrays(), **centers, "steps": np.array([self._rounds.steps], np.int64)}
+        """With `Local`, return also the centre of the last exchange, from which changes are counted, and the steps."""
+        found = super().arrays()
+        if self._rounds is not None:
+            found.update((f"center/{key}", center) for key, center in zip(self.keys, self._rounds.centers))
+            found["steps"] = np.array([self._rounds.steps], np.int64)
+        return found
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Write the arrays back, and count inner steps from the saved number."""
         super().restore(arrays, optimizer)
-        assert arrays is not None
-        self._rounds.see_workers()
-        self._rounds.begin_at(int(arrays["steps"][0]))
+        if self._rounds is not None:
+            assert arrays is not None
+            self._rounds.see_workers()
+            self._rounds.begin_at(int(arrays["steps"][0]))
 
-    def rejoin(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Continue with this worker's arrays.
-
-        Without arrays begin at the outer parameters, with a new inner optimizer.
-        """
-        assert optimizer is not None
-        if arrays is None:
-            self._updater = self._new_updater()
-        self._updater.optimizer = rescaled(optimizer, averaged(self._optimizer, self.group.Get_size()))
-        self._rounds.rejoin(self._model.parameters)
+    def rejoin(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer) -> None:
+        """Continue with this client's arrays. Without them begin at the centre, with an optimizer without state."""
+        if arrays is not None:
+            super().restore(arrays, optimizer)
+        else:
+            self._kv.pull(self.keys, list(self._model.parameters))
+            self._updater = self._new_updater(optimizer)
+        if self._rounds is not None:
+            self._rounds.rejoin(self._model.parameters)
 
 
 # any way from gradients to the next parameters
-Update = Gradients | OnWorkers
+Update = StoreUpdate | WorkerUpdate
