@@ -64,15 +64,15 @@ def table(name: str, given: Any) -> Any:
     if arrays.is_torch(given) and str(given.layout) != "torch.strided":
         raise TypeError(f"{name} is a tensor of layout {given.layout}: pass tensor.to_dense()")
     if _is_array(given):
-        return see_numbers(name, given)
+        return check_numbers(name, given)
     if hasattr(given, "toarray") and hasattr(given, "tocsr"):
-        return Rows(name, see_numbers(name, given).tocsr(), sparse=True)
+        return Rows(name, check_numbers(name, given).tocsr(), sparse=True)
     if hasattr(given, "to_numpy"):
-        return see_numbers(name, _of_frame(name, given), type(given).__name__)
+        return check_numbers(name, _of_frame(name, given), type(given).__name__)
     if not all(hasattr(given, what) for what in ("dtype", "__len__", "__getitem__")):
         raise TypeError(f"{name} is a {type(given).__name__}, whose rows cannot be taken by position: {CURE}")
     lazy = Rows(name, given)
-    see_numbers(name, lazy, type(given).__name__)
+    check_numbers(name, lazy, type(given).__name__)
     # Read the first and the last row by slices and by their positions. A library that finds rows by labels gives
     # others.
     try:
@@ -99,7 +99,7 @@ def in_memory(name: str, given: object) -> np.ndarray:
     return found[:] if isinstance(found, Rows) else np.asarray(arrays.host(found, name))
 
 
-def see_numbers(name: str, given: Any, kind: str = "") -> Any:
+def check_numbers(name: str, given: Any, kind: str = "") -> Any:
     """Return an array, matrix or tensor as it is. Raises TypeError if elements are masked or not numbers."""
     arrays.see_unmasked(given, name)
     dtype = given.dtype

@@ -226,7 +226,7 @@ MUTATIONS = (
     Mutation(
         "after a death the rest of an epoch is dealt as if those who are left had begun it",
         "mpips/training/rejoin.py",
-        "position.deal(self._source.batch_size * mark.workers)",
+        "position.deal(self._source.batch_size * moment.workers)",
         "position.deal(self._source.batch_size * kv.num_workers)",
         ((1, "tests/mpi/mpips/training/test_survival.py"), (1, "tests/mpi/mpips/training")),
     ),

@@ -161,7 +161,7 @@ class LocalSGD:
 
     def _outer(self, rule: Local) -> Optimizer:
         layout = self.store.layout
-        self._see_inner("LocalSGD")
+        self._check_inner("LocalSGD")
         if layout.survives and layout.asynchronous and len(layout.clients) < layout.num_workers:
             raise ValueError(
                 f"LocalSGD: with spares each client of an asynchronous store has one worker, and this "
@@ -220,7 +220,7 @@ class LocalSGD:
             raise of_caller(ValueError(f"LocalSGD.step: tokens={tokens}: make it with by_tokens=True, or give none"))
         if self._by_tokens and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0):
             raise of_caller(ValueError(f"LocalSGD.step: tokens={tokens!r}: give the step's tokens, an int, 0 or more"))
-        self._see_inner("LocalSGD.step")
+        self._check_inner("LocalSGD.step")
         loss = None
         if grad_scaler is not None and find_overflow(grad_scaler, self):
             tokens = 0
@@ -295,7 +295,7 @@ class LocalSGD:
         load_bytes(self.store, state_dict["store"].numpy().tobytes())
         for mine, center in zip(self._rounds.centers, centers or ()):
             mine[...] = center
-        self._rounds.see_workers()
+        self._rounds.average_over_workers()
         due = state_dict.get("open")
         open_ = Open(due[0], due[1], come=True) if due else None
         self._rounds.begin_at(state_dict["steps"], state_dict["since"], open_)
@@ -334,7 +334,7 @@ class LocalSGD:
         """Meet the other workers after a recovery, and make the exchanges that were under way. Collective, blocking."""
         self._rounds.rejoin(self._views())
 
-    def _see_inner(self, what: str) -> None:
+    def _check_inner(self, what: str) -> None:
         """Raise ValueError if `inner` trains a parameter that is not exchanged: the workers would drift apart in it."""
         exchanged = set(map(id, self._parameters))
         for number, group in enumerate(self.inner.param_groups):

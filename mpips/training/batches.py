@@ -36,12 +36,12 @@ def shares(samples: int, batch_size: int, epoch: int, seed: int, kv: KVStore, de
     """
     order = np.random.default_rng([seed, epoch]).permutation(samples)
     mini_batch = batch_size * kv.num_workers
-    see_enough(samples, batch_size, kv.num_workers)
+    check_enough(samples, batch_size, kv.num_workers)
     for start in range(dealt + kv.rank * batch_size, samples - (samples - dealt) % mini_batch, mini_batch):
         yield order[start : start + batch_size]
 
 
-def see_enough(samples: int, batch_size: int, workers: int) -> None:
+def check_enough(samples: int, batch_size: int, workers: int) -> None:
     """Raise ValueError if the samples do not fill one mini-batch of all workers."""
     if batch_size * workers > samples:
         raise ValueError(
@@ -172,7 +172,7 @@ def source_of(
     Raises TypeError or ValueError for other arguments.
     """
     if y is None:
-        _see_iterable(x, what)
+        _check_iterable(x, what)
         if batch_size is not None:
             raise TypeError(f"{what}: batch_size={batch_size} goes with arrays x and y; batches have their own sizes")
         return Batches(x, most)
@@ -204,11 +204,11 @@ def test_of(test: Any) -> Source | None:
         if len(test) != 2:
             raise TypeError(f"test: give two arrays, inputs (samples, ...) and targets (samples, ...), not {len(test)}")
         return Arrays(*paired("test", *test), batch_size=BLOCK)
-    _see_iterable(test, "test")
+    _check_iterable(test, "test")
     return Batches(test)
 
 
-def _see_iterable(batches: Any, what: str) -> None:
+def _check_iterable(batches: Any, what: str) -> None:
     if hasattr(batches, "shape"):
         raise TypeError(
             f"{what}: x is an array {tuple(batches.shape)} without y: give both, or an iterable of batches (x, y)"
@@ -221,7 +221,7 @@ def _see_iterable(batches: Any, what: str) -> None:
         )
 
 
-def see_again(source: Source, epochs: int, survives: bool = False) -> None:
+def check_repeatable(source: Source, epochs: int, survives: bool = False) -> None:
     """Raise TypeError if the source is an iterator that cannot be iterated as often as this fit needs it.
 
     That is so if there are more epochs (unless `most` limits them: an iterator then continues in the next epoch), or if
@@ -259,7 +259,7 @@ def paired(name: str, x: Samples, y: Samples) -> tuple[Samples, Samples]:
     return found
 
 
-def see_samples(model: object, source: Source | None) -> None:
+def check_samples(model: object, source: Source | None) -> None:
     """Let the model check the arrays, by `EvaluatedModel.check_samples` if it has that."""
     check = getattr(model, "check_samples", None)
     if callable(check) and isinstance(source, Arrays):
@@ -283,7 +283,7 @@ def samples_shown(*sources: Source | None) -> np.ndarray:
     return np.concatenate(shown)
 
 
-def see_same(shown: Sequence[np.ndarray]) -> None:
+def check_same_arrays(shown: Sequence[np.ndarray]) -> None:
     """Raise ValueError if the numbers that workers have shown (by rank) differ by more than rounding."""
     first = shown[0]
     for rank, other in enumerate(shown):

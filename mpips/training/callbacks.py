@@ -120,10 +120,10 @@ class Fitting:
         self.position.callbacks = states(self.callbacks)
         checkpoint.save(self._job, path, self.position, keep)
 
-    def see_folder(self, path: str | os.PathLike[str]) -> None:
+    def check_folder(self, path: str | os.PathLike[str]) -> None:
         """Raise ValueError or TypeError, on rank 0 only, if `save(path)` could not write after the next step. Local."""
         if self.rank == 0:
-            checkpoint.see_folder(path, self.step)
+            checkpoint.check_folder(path, self.step)
 
     def update_optimizer(self, **numbers: Any) -> None:
         """Change numbers of the optimizer, such as `learning_rate`. Its state stays. Collective, blocking."""
@@ -137,7 +137,7 @@ def order_of(job: Job, source: Source, workers: int) -> str:
     return source.order(workers) + (f", accumulate={accumulate}" if accumulate > 1 else "")
 
 
-def see_order(position: Position, order: str, same: Collection[str] = ()) -> None:
+def check_order(position: Position, order: str, same: Collection[str] = ()) -> None:
     """Raise ValueError if a fit would continue in the middle of an epoch with other batches or other exchanges.
 
     Args:
@@ -238,7 +238,7 @@ class Checkpoint(Callback):
                 "steps over batches of their own, and a checkpoint is of all: give every=None, which "
                 "saves after each epoch"
             )
-        fit.see_folder(self.path)
+        fit.check_folder(self.path)
 
     def on_begin(self, fit: Fitting) -> None:
         # What the fit continues from is not saved again.

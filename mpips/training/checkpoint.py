@@ -268,7 +268,7 @@ def of_worker(positions: Sequence[Position], rank: int) -> Position:
     return positions[rank % len(positions)]
 
 
-def see_folder(path: str | os.PathLike[str], step: int) -> None:
+def check_folder(path: str | os.PathLike[str], step: int) -> None:
     """Make the folder.
 
     Raises ValueError or TypeError if a checkpoint of this step or a later one could not be saved there.
@@ -352,8 +352,8 @@ def _found(name: str, begin: bool, update: Update) -> tuple[str, Header] | None:
     path = prefix + TRAINER
     with _reading(path), file.TensorFile(path) as found:
         header = _header(path, found.metadata.get(WORD))
-        _see_update(path, header, update)
-        _see_arrays(path, found.tensors, header, update)
+        _check_update(path, header, update)
+        _check_arrays(path, found.tensors, header, update)
         found.see_sums((WORD,))
     return prefix, header
 
@@ -381,7 +381,7 @@ def _header(path: str, text: str | None) -> Header:
     return header
 
 
-def _see_update(path: str, header: Header, update: Update) -> None:
+def _check_update(path: str, header: Header, update: Update) -> None:
     """Raise ValueError if the checkpoint is from another way of exchange, or from another optimizer on the workers."""
     if header.update != update.name:
         raise ValueError(
@@ -398,7 +398,7 @@ def _see_update(path: str, header: Header, update: Update) -> None:
         )
 
 
-def _see_arrays(path: str, found: Mapping[str, file.Tensor], header: Header, update: Update) -> None:
+def _check_arrays(path: str, found: Mapping[str, file.Tensor], header: Header, update: Update) -> None:
     """Raise ValueError if names, shapes or dtypes in the file are not those of this Trainer."""
     # Do not trust the number in the file: with one name more than the file has, a missing one is found already.
     numbers = range(min(max(header.clients, 1), len(found) + 1))

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpips.collectives.errors import CollectiveError
 from mpips.training.batches import Arrays, Source, share_of
-from mpips.training.model import Samples, samples_of, see_method
+from mpips.training.model import Samples, check_method, samples_of
 from mpips.training.step import Job
 
 Metric = Callable[[Any, Any], Any]
@@ -39,7 +39,7 @@ def check_metrics(metrics: object, model: object) -> dict[str, Metric]:
         if not callable(metric):
             raise TypeError(f"metrics[{name!r}] is a {type(metric).__name__}: give a function of (outputs, y)")
     if metrics:
-        see_method(model, "predict", "metrics=")
+        check_method(model, "predict", "metrics=")
     return dict(metrics)
 
 

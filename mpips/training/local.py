@@ -262,11 +262,11 @@ class LocalRounds:
         self.centers = self._exchange.centers
         self.begin_at(0)
         if not joins:
-            self.see_workers()
+            self.average_over_workers()
             self._exchange.pull(range(len(keys)))
             self.share(parameters)
 
-    def see_workers(self) -> None:
+    def average_over_workers(self) -> None:
         """Let the outer optimizer take the mean over the workers that are here now.
 
         After a load from a checkpoint, or after a death, its rescale may be that of another number of workers.
@@ -407,7 +407,7 @@ class LocalRounds:
         if not there:
             raise LostError("local training: no worker is left that knows its step: go on from a checkpoint")
         if synchronous:
-            self.see_workers()
+            self.average_over_workers()
         due = [] if self.open is None else [self.open.number]
         numbers = range(len(self.fragments)) if synchronous or self._joins else due
         if numbers:

@@ -28,22 +28,22 @@ from mpips.training.batches import (
     Batch,
     Batches,
     Source,
+    check_enough,
+    check_repeatable,
+    check_same_arrays,
+    check_samples,
     samples_shown,
-    see_again,
-    see_enough,
-    see_same,
-    see_samples,
     source_of,
     test_of,
     whole,
 )
-from mpips.training.callbacks import Callback, Fitting, order_of, see_order
+from mpips.training.callbacks import Callback, Fitting, check_order, order_of
 from mpips.training.checkpoint import Epoch, Position
 from mpips.training.evaluation import evaluate, evaluate_here, test_words
 from mpips.training.model import Samples, samples_of
 from mpips.training.recovery import Recovery
-from mpips.training.rejoin import BEGIN, COUNTED, ENDED, OVER, TOLD, SurvivingFit
-from mpips.training.step import Blocking, Job, see_joined
+from mpips.training.rejoin import BEGIN, CALLED, COUNTED, ENDED, OVER, SurvivingFit
+from mpips.training.step import Blocking, Job, check_uneven_batches
 
 LOG = log.get("mpips.training")
 
@@ -127,7 +127,7 @@ class Fit:
         self._stage = stage
         if self._survival is not None:
             states = None if stage == COUNTED else hooks.states(self._callbacks)
-            self._survival.mark(self._position, stage, states)
+            self._survival.note_stage(self._position, stage, states)
 
     def _go_back(self) -> None:
         """Go to the position and the stage from which all workers continue after a recovery. Collective, blocking."""
@@ -190,7 +190,7 @@ class Fit:
 
     def _exchange(self, blocking: Blocking) -> None:
         if self._survival is not None:
-            self._survival.ahead(self._position)
+            self._survival.note_exchange(self._position)
         blocking.flush()
         self._stepped()
 
@@ -209,7 +209,7 @@ class Fit:
                     at.batches += 1
                 samples += count
             if self._survival is not None:
-                self._survival.ahead(at)
+                self._survival.note_exchange(at)
             has_batch = blocking.waiting > 0
             joined = blocking.join(samples)
             if not joined.batches:
@@ -225,13 +225,13 @@ class Fit:
                 return
             together = taken if joined.everybody else together
             if together and taken == UNEVEN * together + MANY:
-                self._see_end(has_batch, together, taken)
+                self._check_end(has_batch, together, taken)
             if joined.samples:
                 self._stepped()
             elif self._survival is not None:
-                self._survival.no_exchange()
+                self._survival.cancel_exchange()
 
-    def _see_end(self, has_batch: bool, together: int, taken: int) -> None:
+    def _check_end(self, has_batch: bool, together: int, taken: int) -> None:
         """Raise ValueError on all workers if one of them seems to have endless batches while others have none left."""
         assert self._job.blocking is not None
         group, endless = self._job.blocking.update.group, has_batch and not self._source.bounded
@@ -261,7 +261,7 @@ class Fit:
             for callback in self._on_step:
                 callback.on_step(self._fit)
             self._began = time.perf_counter()
-        self._mark(TOLD)
+        self._mark(CALLED)
 
     def _meet(self) -> None:
         """Wait for the other workers at the start of an epoch, unless nothing was done since the last one.
@@ -311,17 +311,17 @@ def requested(
     accumulate = 1 if job.blocking is None else job.blocking.accumulate
     most = None if steps is None else whole("steps", steps, 1) * accumulate
     source, workers = source_of(x, y, batch_size, seed, most=most), job.kv.num_workers + spares
-    see_again(source, epochs, job.kv.layout.survives)
-    see_joined(job, source)
+    check_repeatable(source, epochs, job.kv.layout.survives)
+    check_uneven_batches(job, source)
     if isinstance(source, Arrays):
-        see_enough(len(source.x), source.batch_size, workers)
+        check_enough(len(source.x), source.batch_size, workers)
     if isinstance(callbacks, Callback) or not all(isinstance(each, Callback) for each in callbacks):
         raise TypeError(f"callbacks={callbacks!r}: give a list of mpips.training.Callback objects")
     if resume is not None:
         checkpoint.saved_by(job, "resume")
     found, tested = (*callbacks, hooks.OnEpoch(on_epoch)) if on_epoch is not None else tuple(callbacks), test_of(test)
     for given in (source, tested):
-        see_samples(job.model, given)
+        check_samples(job.model, given)
     return Request(source, epochs, tested, found)
 
 
@@ -336,7 +336,7 @@ def begin(job: Job, request: Request, resume: str | os.PathLike[str] | None, own
         own: The position of this worker alone, or those of all workers of a checkpoint that was restored before.
     """
     shown = samples_shown(request.source, request.test)
-    see_same([np.frombuffer(told) for told in job.kv.worker.agree("fit", data=shown.tobytes())])
+    check_same_arrays([np.frombuffer(told) for told in job.kv.worker.agree("fit", data=shown.tobytes())])
     found = checkpoint.find(job, resume, begin=True) if resume is not None else None
     position, refusal = attempt(lambda: _start(job, request, own if found is None else found.positions))
     job.kv.worker.agree("fit", refusal=refusal)
@@ -358,7 +358,7 @@ def _start(job: Job, request: Request, positions: Sequence[Position]) -> Positio
     order = order_of(job, source, workers)
     same = {order, order_of(job, source, before)} if isinstance(source, Arrays) else {order}
     for position in positions:
-        see_order(position, order, same)
+        check_order(position, order, same)
     position = replace(checkpoint.of_worker(positions, job.kv.rank))
     if isinstance(source, Arrays) and position.batches and before != workers and position.order != order:
         position.deal(source.batch_size * before)

@@ -68,7 +68,7 @@ class EvaluatedModel(Model, Protocol):
         ...
 
 
-def see_model(model: object) -> None:
+def check_model_arrays(model: object) -> None:
     """Raise TypeError or ValueError that says which part of `Model` is missing."""
     lacks = [name for name in REQUIRED if not hasattr(model, name)]
     if type(model).__module__.partition(".")[0] == "torch" or hasattr(model, "named_parameters"):
@@ -91,7 +91,7 @@ def see_model(model: object) -> None:
             raise ValueError(f"parameters[{number}] is {mine}, but gradients[{number}] {theirs}: they must be equal")
 
 
-def see_method(model: object, method: str, feature: str) -> None:
+def check_method(model: object, method: str, feature: str) -> None:
     """Raise TypeError if the model lacks a method that a feature needs. The error names both."""
     if not callable(getattr(model, method, None)):
         raise TypeError(

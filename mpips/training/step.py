@@ -143,7 +143,7 @@ class Blocking:
         self._added = 0
 
 
-def see_joined(job: Job, source: Source) -> None:
+def check_uneven_batches(job: Job, source: Source) -> None:
     """Raise ValueError if this Trainer does not allow different numbers of batches on workers, and they may differ."""
     if not source.joined:
         return

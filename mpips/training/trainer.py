@@ -21,14 +21,14 @@ from mpips.samples import Rows, table
 from mpips.store.api import KVStore
 from mpips.store.runtime.rendezvous import attempt
 from mpips.training import checkpoint
-from mpips.training.batches import BLOCK, Source, see_samples, source_of
+from mpips.training.batches import BLOCK, Source, check_samples, source_of
 from mpips.training.callbacks import Callback, of_job
 from mpips.training.checkpoint import Epoch, Position
 from mpips.training.evaluation import Metric, check_metrics, evaluate, test_words
 from mpips.training.local import Elastic, Local, averaged, workers_in_a_sum
 from mpips.training.loop import Fit, begin, requested, words_of
-from mpips.training.model import Model, Samples, see_method, see_model
-from mpips.training.rejoin import see_alike, survival_of
+from mpips.training.model import Model, Samples, check_method, check_model_arrays
+from mpips.training.rejoin import check_alike, survival_of
 from mpips.training.step import Blocking, Job, update_optimizer
 from mpips.training.updates import ClientUpdate, StoreUpdate, Update, WorkerUpdate, check_clip
 
@@ -84,12 +84,12 @@ class Trainer(Uncopied):
 
         def chosen() -> tuple[Optimizer, dict[str, Metric]]:
             if local is not None:
-                _see_local(kv, local, elastic, overlap)
+                _check_local(kv, local, elastic, overlap)
             limit = check_clip(clip_norm)
-            _see_together(kv, elastic, overlap, None if local else limit, accumulate)
+            _check_options(kv, elastic, overlap, None if local else limit, accumulate)
             # With overlap the model is one in layers, which Overlapped checks.
             if overlap is None:
-                see_model(model)
+                check_model_arrays(model)
             made = create(optimizer, **options)
             # Fails unless the optimizer has a rescale.
             averaged(made, 1)
@@ -108,7 +108,7 @@ class Trainer(Uncopied):
             "grow": bool(grow),
         }
         self._words = [(name, repr(word)) for name, word in words.items()]
-        see_alike(kv, "Trainer", self._words, refusal)
+        check_alike(kv, "Trainer", self._words, refusal)
         self.model = model
         self.kv = kv
         self._grow = bool(grow)
@@ -205,7 +205,7 @@ class Trainer(Uncopied):
             )
         )
         words = words_of(request, resume)
-        see_alike(self.kv, "fit", words, refusal)
+        check_alike(self.kv, "fit", words, refusal)
         if not self.kv.worker.fresh:
             own = self._resumed or [Position(step=self._position.step)]
             before, self._resumed = self._position.step, ()
@@ -246,7 +246,7 @@ class Trainer(Uncopied):
 
         def asked() -> Source:
             found = source_of(x, y, None if y is None else batch_size, 0, "evaluate")
-            see_samples(self.model, found)
+            check_samples(self.model, found)
             return found
 
         source, refusal = attempt(asked)
@@ -256,7 +256,7 @@ class Trainer(Uncopied):
 
     def predict(self, x: Samples) -> np.ndarray:
         """Return the model's outputs (samples, ...) for x (samples, ...), with this worker's parameters. Local."""
-        see_method(self.model, "predict", "predict")
+        check_method(self.model, "predict", "predict")
         self.exchange.finish()
         rows = table("predict: x", x) if hasattr(x, "shape") else x
         if not isinstance(rows, Rows):
@@ -336,7 +336,7 @@ def _update_of(
     return StoreUpdate(model, kv, made, clip_norm)
 
 
-def _see_local(kv: KVStore, local: Local, elastic: Elastic | None, overlap: str | None) -> None:
+def _check_local(kv: KVStore, local: Local, elastic: Elastic | None, overlap: str | None) -> None:
     """Raise TypeError or ValueError for options that do not go with training apart."""
     if not isinstance(local, Local):
         raise TypeError(f"local={local!r}: give an mpips.training.Local, as Local(every=500)")
@@ -363,7 +363,7 @@ def _see_local(kv: KVStore, local: Local, elastic: Elastic | None, overlap: str 
     averaged(local.optimizer, 1)
 
 
-def _see_together(
+def _check_options(
     kv: KVStore, elastic: Elastic | None, overlap: str | None, clip_norm: float | None, accumulate: int
 ) -> None:
     """Raise ValueError for options that do not go together."""

@@ -367,7 +367,7 @@ class ClientUpdate(WorkerUpdate):
         super().restore(arrays, optimizer)
         if self._rounds is not None:
             assert arrays is not None
-            self._rounds.see_workers()
+            self._rounds.average_over_workers()
             self._rounds.begin_at(int(arrays["steps"][0]))
 
     def rejoin(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer) -> None:
