@@ -20,7 +20,7 @@ NUMBERED = "pass numbers, as astype('float32') makes them, or of words np.unique
 CURE = "pass an array of NumPy, such as frame.to_numpy(), matrix.toarray() or dataset[:]"
 
 
-class Rows:
+class SampleRows:
     """A table that is not an array in memory. `rows[...]` reads some of its rows, by position, into a NumPy array."""
 
     def __init__(self, name: str, source: Any, sparse: bool = False) -> None:
@@ -66,12 +66,12 @@ def table(name: str, given: Any) -> Any:
     if _is_array(given):
         return check_numbers(name, given)
     if hasattr(given, "toarray") and hasattr(given, "tocsr"):
-        return Rows(name, check_numbers(name, given).tocsr(), sparse=True)
+        return SampleRows(name, check_numbers(name, given).tocsr(), sparse=True)
     if hasattr(given, "to_numpy"):
         return check_numbers(name, _of_frame(name, given), type(given).__name__)
     if not all(hasattr(given, what) for what in ("dtype", "__len__", "__getitem__")):
         raise TypeError(f"{name} is a {type(given).__name__}, whose rows cannot be taken by position: {CURE}")
-    lazy = Rows(name, given)
+    lazy = SampleRows(name, given)
     check_numbers(name, lazy, type(given).__name__)
     # Read the first and the last row by slices and by their positions. A library that finds rows by labels gives
     # others.
@@ -96,7 +96,7 @@ def in_memory(name: str, given: object) -> np.ndarray:
     if not hasattr(given, "shape"):
         raise TypeError(f"{name} is a {type(given).__name__}: {CURE}")
     found = table(name, given)
-    return found[:] if isinstance(found, Rows) else np.asarray(arrays.host(found, name))
+    return found[:] if isinstance(found, SampleRows) else np.asarray(arrays.host(found, name))
 
 
 def check_numbers(name: str, given: Any, kind: str = "") -> Any:

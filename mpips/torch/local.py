@@ -1,4 +1,4 @@
-"""`LocalSGD(model, inner, every=500)` for PyTorch models, built on `training.local`.
+"""`LocalSGD`: local SGD and DiLoCo for PyTorch models, built on `training.local`.
 
     inner = torch.optim.AdamW(model.parameters(), 1e-3)
     trainer = mpips.torch.LocalSGD(model, inner, every=500, kind="dist_sync", servers=1)
@@ -28,13 +28,13 @@ from mpips.store.runtime.rendezvous import attempt
 from mpips.torch.backend import check_joined
 from mpips.torch.state import load_bytes, store_bytes
 from mpips.torch.tensors import find_overflow
-from mpips.training.local import TOKENS, Local, LocalRounds, Open, averaged, workers_in_a_sum
+from mpips.training.local import TOKENS, InFlight, Local, LocalRounds, averaged, workers_in_a_sum
 from mpips.training.recovery import Recovery
-from mpips.training.updates import begins
+from mpips.training.updates import create_keys
 
 LOG = log.get("mpips.torch")
 # the entries of a `state_dict`
-STATE = "inner", "steps", "since", "centers", "store"
+STATE_ENTRIES = "inner", "steps", "since", "centers", "store"
 
 
 class LocalSGD:
@@ -110,7 +110,7 @@ class LocalSGD:
             )
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         for name, parameter in named:
-            _check(name, parameter)
+            _check_parameter(name, parameter)
         self.inner = inner
         self._parameters = [p for _, p in named]
         self._keys = [name for name, _ in named]
@@ -119,17 +119,17 @@ class LocalSGD:
         self.store = store if store is not None else create(kind, **options)
         self._recovery = Recovery(self.store, self._keys, self._meet)
         try:
-            self._begin(rule, compression)
+            self._create_keys(rule, compression)
         except Exception:
             if store is None:
                 self.store.close()
             raise
 
-    def _begin(self, rule: Local, compression: dict[str, Any] | None) -> None:
+    def _create_keys(self, rule: Local, compression: dict[str, Any] | None) -> None:
         """Create the keys and take rank 0's parameters. Collective over the workers, blocking."""
         kv, joins = self.store, self.store.worker.fresh
-        outer, refusal = attempt(lambda: self._outer(rule))
-        words = {
+        outer, refusal = attempt(lambda: self._check_store(rule))
+        arguments = {
             "every": rule.every,
             "outer": outer,
             "fragments": rule.fragments,
@@ -139,12 +139,12 @@ class LocalSGD:
             "by_tokens": self._by_tokens,
         }
         if not joins:
-            said = [(name, repr(word)) for name, word in words.items()]
-            kv.worker.agree("LocalSGD", said, refusal, noun="argument")
+            compared = [(name, repr(value)) for name, value in arguments.items()]
+            kv.worker.agree("LocalSGD", compared, refusal, noun="argument")
         elif refusal is not None:
             raise refusal
         assert outer is not None
-        if begins(kv, self._keys, self._views()):
+        if create_keys(kv, self._keys, self._views()):
             kv.set_optimizer(outer, keys=self._keys)
             if compression is not None:
                 kv.set_gradient_compression(compression)
@@ -159,7 +159,8 @@ class LocalSGD:
         # Nobody may push before all have pulled rank 0's parameters.
         kv.barrier()
 
-    def _outer(self, rule: Local) -> Optimizer:
+    def _check_store(self, rule: Local) -> Optimizer:
+        """Return the outer optimizer for this store. Raise ValueError if the arguments do not fit the store."""
         layout = self.store.layout
         self._check_inner("LocalSGD")
         if layout.survives and layout.asynchronous and len(layout.clients) < layout.num_workers:
@@ -183,7 +184,7 @@ class LocalSGD:
 
     @property
     def steps(self) -> int:
-        """Inner steps made. After a death the number may jump ahead (see `step`)."""
+        """The number of inner steps made. After a death it may jump ahead (see `step`)."""
         return self._rounds.steps
 
     @property
@@ -199,7 +200,7 @@ class LocalSGD:
         tokens: int | None = None,
         grad_scaler: GradScaler | None = None,
     ) -> Any:
-        """Make an inner step, and exchange what is due. Blocks if an exchange is due.
+        """Make an inner step, and exchange the fragments that are due. Blocks if an exchange is due.
 
         After a death in a store that survives it, all workers continue from the step of the worker that is furthest
         ahead. So a training loop should use `steps` as its counter.
@@ -236,9 +237,9 @@ class LocalSGD:
     def share(self) -> None:
         """Copy the outer parameters, which all workers have in common, into the model, to evaluate or to save it.
 
-        Collective over the workers. Changes that inner steps have made since the last exchange are lost, so call it at
-        a multiple of `every`. In an asynchronous store that survives deaths it does not wait for the others: each
-        worker takes the newest parameters, which others may change later.
+        Collective over the workers, blocking. Changes that inner steps have made since the last exchange are lost, so
+        call it at a multiple of `every`. In an asynchronous store that survives deaths, a worker does not wait for the
+        others: it takes the newest parameters, which others may change later.
         """
         layout = self.store.layout
         self._recovery.run(lambda: self._rounds.finish(self._views()))
@@ -265,7 +266,7 @@ class LocalSGD:
             "inner": self.inner.state_dict(),
             "steps": self.steps,
             "since": list(self._rounds.since),
-            "open": list(self._rounds.open[:2]) if self._rounds.open is not None else [],
+            "open": list(self._rounds.in_flight[:2]) if self._rounds.in_flight is not None else [],
             "centers": [_tensor(center, like) for center, like in zip(self._rounds.centers, self._parameters)],
             "store": torch.from_numpy(np.frombuffer(data, np.uint8).copy()),
         }
@@ -293,30 +294,30 @@ class LocalSGD:
             raise RuntimeError("load_state_dict: a process has died meanwhile: load the model and this again")
         self.inner.load_state_dict(state_dict["inner"])
         load_bytes(self.store, state_dict["store"].numpy().tobytes())
-        for mine, center in zip(self._rounds.centers, centers or ()):
-            mine[...] = center
+        for center, loaded in zip(self._rounds.centers, centers or ()):
+            center[...] = loaded
         self._rounds.average_over_workers()
         due = state_dict.get("open")
-        open_ = Open(due[0], due[1], come=True) if due else None
-        self._rounds.begin_at(state_dict["steps"], state_dict["since"], open_)
+        in_flight = InFlight(due[0], due[1], arrived=True) if due else None
+        self._rounds.begin_at(state_dict["steps"], state_dict["since"], in_flight)
 
     def _centers_of(self, state: Mapping[str, Any]) -> list[np.ndarray]:
         """Return the outer parameters ("centers") in a state. Raise ValueError if the state does not fit."""
-        if lacks := [name for name in STATE if name not in state]:
+        if lacks := [name for name in STATE_ENTRIES if name not in state]:
             raise ValueError(
                 f"load_state_dict: there is no {', '.join(map(repr, lacks))}: give what LocalSGD.state_dict() gave"
             )
         centers = [arrays.host(center) for center in state["centers"]]
-        shapes = [[center.shape for center in found] for found in (centers, self._rounds.centers)]
-        if shapes[0] != shapes[1]:
+        saved, own = ([center.shape for center in each] for each in (centers, self._rounds.centers))
+        if saved != own:
             raise ValueError(
-                f"load_state_dict: parameters are {shapes[0]} there and {shapes[1]} here: give the model "
-                "that it was saved with"
+                f"load_state_dict: the state is of parameters {saved}, and the model has {own}: give the model that "
+                "it was saved with"
             )
-        if (saved := len(state["since"])) != (here := len(self._rounds.fragments)):
+        if (fragments := len(state["since"])) != len(self._rounds.fragments):
             raise ValueError(
-                f"load_state_dict: the state was saved with fragments={saved}, and here are {here}: give "
-                "LocalSGD as many"
+                f"load_state_dict: the state was saved with fragments={fragments}, and this LocalSGD has "
+                f"{len(self._rounds.fragments)}: give it as many"
             )
         return centers
 
@@ -334,17 +335,17 @@ class LocalSGD:
         """Meet the other workers after a recovery, and make the exchanges that were under way. Collective, blocking."""
         self._rounds.rejoin(self._views())
 
-    def _check_inner(self, what: str) -> None:
+    def _check_inner(self, call: str) -> None:
         """Raise ValueError if `inner` trains a parameter that is not exchanged: the workers would drift apart in it."""
         exchanged = set(map(id, self._parameters))
         for number, group in enumerate(self.inner.param_groups):
-            for place, one in enumerate(group["params"]):
-                if one.requires_grad and id(one) not in exchanged:
-                    name = self._names.get(id(one), f"{place} of group {number} of inner, which the model lacks")
+            for place, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and id(parameter) not in exchanged:
+                    name = self._names.get(id(parameter), f"{place} of group {number} of inner, which the model lacks")
                     raise of_caller(
                         ValueError(
-                            f"{what}: inner trains parameter {name}, {tuple(one.shape)}, and workers do not exchange "
-                            "it: make LocalSGD with a model that has it, when it asks for a gradient"
+                            f"{call}: inner trains parameter {name}, {tuple(parameter.shape)}, and workers do not "
+                            "exchange it: make LocalSGD with a model that has it, when it asks for a gradient"
                         )
                     )
 
@@ -354,7 +355,7 @@ class LocalSGD:
 
 
 def _tensor(array: Any, like: torch.Tensor) -> torch.Tensor:
-    """Return a copy of an array as a tensor.
+    """Return a copy of an array as a tensor like another one.
 
     `torch.from_numpy` would fail for bfloat16, because PyTorch does not know NumPy's bfloat16.
     """
@@ -363,7 +364,7 @@ def _tensor(array: Any, like: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _check(name: str, parameter: torch.Tensor) -> None:
+def _check_parameter(name: str, parameter: torch.Tensor) -> None:
     """Raise ValueError if a parameter cannot be exchanged in its own memory."""
     if parameter.device.type != "cpu":
         raise of_caller(ValueError(f"LocalSGD: parameter {name!r} is on {parameter.device}: move the model to the CPU"))

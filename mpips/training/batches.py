@@ -63,7 +63,7 @@ class Arrays:
     seed: int = 0
 
     # True if workers may have different numbers of batches
-    joined: ClassVar[bool] = False
+    uneven: ClassVar[bool] = False
     # True if an epoch is known to end
     bounded: ClassVar[bool] = True
 
@@ -99,7 +99,7 @@ class Batches:
     most: int | None = None
 
     # True if workers may have different numbers of batches
-    joined: ClassVar[bool] = True
+    uneven: ClassVar[bool] = True
 
     def order(self, workers: int) -> str:
         """Describe what decides which samples come in which step."""

@@ -27,7 +27,7 @@ from mpips.store.runtime.errors import LostError
 from mpips.store.runtime.rendezvous import Items
 from mpips.training.batches import Arrays, Source
 from mpips.training.checkpoint import Epoch, Position
-from mpips.training.step import Blocking, Job
+from mpips.training.step import Blocking, TrainerParts
 
 if TYPE_CHECKING:
     from mpips.store.api import KVStore
@@ -56,13 +56,15 @@ class SurvivingFit:
         grow: Let waiting spares become workers.
     """
 
-    def __init__(self, job: Job, blocking: Blocking, source: Source, arguments: Items, grow: bool = False) -> None:
-        self._kv = job.kv
+    def __init__(
+        self, parts: TrainerParts, blocking: Blocking, source: Source, arguments: Items, grow: bool = False
+    ) -> None:
+        self._kv = parts.kv
         self._blocking = blocking
         self._source = source
         self._arguments = arguments
         self._grow = grow
-        self._asynchronous = job.kv.layout.asynchronous
+        self._asynchronous = parts.kv.layout.asynchronous
         # True if each step is an exchange of all workers
         self._synchronous = not (self._asynchronous or blocking.update.apart)
         # moments to which this worker can go back, the latest last
@@ -77,9 +79,9 @@ class SurvivingFit:
         self._states: dict[str, Any] = {}
         self._history: list[Epoch] = []
         # generation -> this worker's rank in it
-        self._ranks = {job.kv.generation: job.kv.rank}
+        self._ranks = {parts.kv.generation: parts.kv.rank}
         # the generation by whose ranks losses are ordered
-        self._ordered_by = job.kv.generation
+        self._ordered_by = parts.kv.generation
         # steps minus rounds of the Trainer's keys: the store counts only its own rounds
         self._offset = 0
         # True if this worker has all arrays that the store does not have
@@ -278,7 +280,7 @@ def check_alike(kv: KVStore, call: str, arguments: Items, refusal: BaseException
         raise refusal
 
 
-def survival_of(job: Job, source: Source, number: int, arguments: Items, grow: bool) -> SurvivingFit | None:
+def survival_of(parts: TrainerParts, source: Source, number: int, arguments: Items, grow: bool) -> SurvivingFit | None:
     """Return the SurvivingFit of a Trainer's fit, or None if the store does not survive deaths.
 
     Args:
@@ -286,11 +288,11 @@ def survival_of(job: Job, source: Source, number: int, arguments: Items, grow: b
         arguments: Arguments that must be equal on all workers.
         grow: Let spares become workers. Only the first fit can, because spares begin with it.
     """
-    blocking = job.blocking
-    if blocking is None or not job.kv.layout.survives:
+    blocking = parts.blocking
+    if blocking is None or not parts.kv.layout.survives:
         return None
     fit = f"{number} of the Trainer of key {blocking.update.keys[0]!r}"
-    return SurvivingFit(job, blocking, source, [("fit", fit), *arguments], grow and number == 1)
+    return SurvivingFit(parts, blocking, source, [("fit", fit), *arguments], grow and number == 1)
 
 
 class Moment(msgspec.Struct, frozen=True):

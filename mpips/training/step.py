@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainerParts:
     """The parts of a Trainer, for the modules that fit, evaluate and save."""
 
     model: Any
@@ -36,7 +36,7 @@ class Job:
     metrics: Mapping[str, Callable[[Any, Any], Any]]
 
 
-class Joined(NamedTuple):
+class StepTotals(NamedTuple):
     """What all workers together had in a step in which they may have different numbers of batches."""
 
     # True if any worker had a batch; if not, the epoch is over
@@ -100,7 +100,7 @@ class Blocking:
         self._exchange()
         return True
 
-    def join(self, samples: int) -> Joined:
+    def flush_uneven(self, samples: int) -> StepTotals:
         """Flush when workers may have different numbers of samples, or none.
 
         The mean is over the samples of all workers.
@@ -116,13 +116,13 @@ class Blocking:
         total = np.array([samples, self._added > 0], np.float64)
         if group.Get_size() > 1:
             collectives.allreduce(total, group, label="fit: samples of a step")
-        joined = Joined(bool(total[1]), bool(total[0]), total[1] == group.Get_size())
-        if joined.samples:
+        totals = StepTotals(bool(total[1]), bool(total[0]), total[1] == group.Get_size())
+        if totals.samples:
             self._sum.mean()
             weigh(self.model.gradients, samples * group.Get_size() / float(total[0]))
             self._exchange()
         self._added = 0
-        return joined
+        return totals
 
     def forget(self) -> None:
         """Drop the batches that wait for the next exchange."""
@@ -143,33 +143,33 @@ class Blocking:
         self._added = 0
 
 
-def check_uneven_batches(job: Job, source: Source) -> None:
+def check_uneven_batches(parts: TrainerParts, source: Source) -> None:
     """Raise ValueError if this Trainer does not allow different numbers of batches on workers, and they may differ."""
-    if not source.joined:
+    if not source.uneven:
         return
-    if job.blocking is None:
+    if parts.blocking is None:
         raise ValueError(
             "fit: overlap= sends gradients while others are computed, before a step's samples are "
             "counted: give arrays x and y with batch_size, or leave overlap out"
         )
-    if job.blocking.update.apart and not job.kv.layout.asynchronous:
+    if parts.blocking.update.apart and not parts.kv.layout.asynchronous:
         raise ValueError(
-            f"fit: with local= a store of kind {job.kv.type} waits for a worker that is out of batches: "
+            f"fit: with local= a store of kind {parts.kv.type} waits for a worker that is out of batches: "
             "give arrays x and y with batch_size, or take dist_async"
         )
 
 
-def update_optimizer(job: Job, numbers: dict[str, Any]) -> None:
+def update_optimizer(parts: TrainerParts, numbers: dict[str, Any]) -> None:
     """Change numbers of the optimizer. Collective; all workers raise ValueError or TypeError if one is wrong."""
-    if job.blocking is None:
+    if parts.blocking is None:
         raise ValueError(
             "update_optimizer: a Trainer with overlap= sets its optimizer in the first step: give a "
             "schedule, as learning_rate=mpips.optimizers.Cosine(0.1, 1000), or use kv.update_optimizer"
         )
     if "rescale" in numbers:
         raise ValueError("update_optimizer: rescale is the Trainer's, which divides it by the workers of a sum")
-    job.exchange.finish()
-    job.blocking.update.change(numbers)
+    parts.exchange.finish()
+    parts.blocking.update.change(numbers)
 
 
 def _number(loss: Any) -> float:

@@ -1,4 +1,4 @@
-"""`Trainer`: the loops of examples/ for users who do not want to write one (MXNET-MPI, section 5, figures 6 to 8)."""
+"""`Trainer`: a training loop for users who do not want to write one (MXNET-MPI, section 5, figures 6 to 8)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from mpips.overlap.exchange import Overlapped, Report
 from mpips.overlap.measure import job_profile
 from mpips.overlap.messages import check_model
 from mpips.overlap.problem import Profile, save_profile
-from mpips.samples import Rows, table
+from mpips.samples import SampleRows, table
 from mpips.store.api import KVStore
 from mpips.store.runtime.rendezvous import attempt
 from mpips.training import checkpoint
 from mpips.training.batches import BLOCK, Source, check_samples, source_of
 from mpips.training.callbacks import Callback, of_job
 from mpips.training.checkpoint import Epoch, Position
-from mpips.training.evaluation import Metric, check_metrics, evaluate, test_words
+from mpips.training.evaluation import Metric, check_metrics, compared_test, evaluate
 from mpips.training.local import Elastic, Local, averaged, workers_in_a_sum
-from mpips.training.loop import Fit, begin, requested, words_of
+from mpips.training.loop import Fit, begin, check_arguments, compared_arguments
 from mpips.training.model import Model, Samples, check_method, check_model_arrays
 from mpips.training.rejoin import check_alike, survival_of
-from mpips.training.step import Blocking, Job, update_optimizer
+from mpips.training.step import Blocking, TrainerParts, update_optimizer
 from mpips.training.updates import ClientUpdate, StoreUpdate, Update, WorkerUpdate, check_clip
 
 
@@ -82,7 +82,7 @@ class Trainer(Uncopied):
         if not isinstance(kv, KVStore):
             raise TypeError(f"a Trainer trains through a store, as mpips.create makes it, not {type(kv).__name__}")
 
-        def chosen() -> tuple[Optimizer, dict[str, Metric]]:
+        def checked() -> tuple[Optimizer, dict[str, Metric]]:
             if local is not None:
                 _check_local(kv, local, elastic, overlap)
             limit = check_clip(clip_norm)
@@ -95,9 +95,9 @@ class Trainer(Uncopied):
             averaged(made, 1)
             return made, check_metrics(metrics, model)
 
-        found, refusal = attempt(chosen)
-        made, measures = found if found is not None else (None, {})
-        words = {
+        checked_arguments, refusal = attempt(checked)
+        made, measures = checked_arguments if checked_arguments is not None else (None, {})
+        options_by_name = {
             "optimizer": made,
             "elastic": elastic,
             "local": local,
@@ -107,8 +107,9 @@ class Trainer(Uncopied):
             "metrics": sorted(measures),
             "grow": bool(grow),
         }
-        self._words = [(name, repr(word)) for name, word in words.items()]
-        check_alike(kv, "Trainer", self._words, refusal)
+        # arguments that must be equal on all workers
+        self._compared = [(name, repr(value)) for name, value in options_by_name.items()]
+        check_alike(kv, "Trainer", self._compared, refusal)
         self.model = model
         self.kv = kv
         self._grow = bool(grow)
@@ -118,7 +119,7 @@ class Trainer(Uncopied):
             self.exchange = steps = Blocking(model, _update_of(model, kv, made, elastic, local, clip_norm), accumulate)
         else:
             self.exchange = Overlapped(model, kv, averaged(made, workers_in_a_sum(kv)), overlap)
-        self._job = Job(model, kv, self.exchange, steps, measures)
+        self._parts = TrainerParts(model, kv, self.exchange, steps, measures)
         self._position = Position()
         self._fits = 0
         # positions of all workers in the checkpoint from which the next fit continues
@@ -127,12 +128,20 @@ class Trainer(Uncopied):
     # ---- training
 
     def step(self, x: Samples, y: Samples) -> float:
-        """Train on one batch of this worker and return the batch's loss. Blocks until the parameters are the new ones.
+        """Train on one batch of this worker. Blocks until the parameters are the new ones.
 
-        All workers of a synchronous store (in an asynchronous one: of a client) call it equally often. With
-        `accumulate=k` every k-th call exchanges gradients.
+        All workers of a synchronous store call it equally often; in an asynchronous store all workers of a client do.
+        With `accumulate=k` every k-th call exchanges gradients, and the others are local.
 
-        Raises ValueError if the batch is empty, because it has no mean.
+        Args:
+            x: Inputs, (samples, ...).
+            y: Targets, (samples, ...).
+
+        Returns:
+            The mean loss of the batch, before the update.
+
+        Raises:
+            ValueError: The batch is empty, so it has no mean.
         """
         if getattr(x if y is None else y, "shape", (1,))[:1] == (0,):
             raise ValueError(
@@ -141,7 +150,7 @@ class Trainer(Uncopied):
             )
         loss = self.exchange.step(x, y)
         self.exchange.finish()
-        self._position.step += 1 if self._job.blocking is None or not self._job.blocking.waiting else 0
+        self._position.step += 1 if self._parts.blocking is None or not self._parts.blocking.waiting else 0
         return loss
 
     def fit(
@@ -188,9 +197,9 @@ class Trainer(Uncopied):
                 synchronous store the result has the same bits as without the interruption.
         """
         callbacks, resume = of_job(self.kv, callbacks, resume)
-        request, refusal = attempt(
-            lambda: requested(
-                self._job,
+        arguments, refusal = attempt(
+            lambda: check_arguments(
+                self._parts,
                 x,
                 y,
                 batch_size,
@@ -204,18 +213,18 @@ class Trainer(Uncopied):
                 self.kv.spares if self._grow and not self._fits else 0,
             )
         )
-        words = words_of(request, resume)
-        check_alike(self.kv, "fit", words, refusal)
+        compared = compared_arguments(arguments, resume)
+        check_alike(self.kv, "fit", compared, refusal)
         if not self.kv.worker.fresh:
             own = self._resumed or [Position(step=self._position.step)]
             before, self._resumed = self._position.step, ()
-            self._position = begin(self._job, request, resume, own)
+            self._position = begin(self._parts, arguments, resume, own)
             if self._position.step != before and self.kv.rank == 0:
                 print(f"mpips: fit goes on from step {self._position.step}, saved in {resume}", file=sys.stderr)
-        # A spare that becomes a worker starts with the first fit.
+        # A spare begins with its first fit. If the others are in a later one, the numbers differ, and all raise.
         self._fits += 1
-        survival = survival_of(self._job, request.source, self._fits, [*self._words, *words], self._grow)
-        return Fit(self._job, request, self._position, survival).run()
+        survival = survival_of(self._parts, arguments.source, self._fits, [*self._compared, *compared], self._grow)
+        return Fit(self._parts, arguments, self._position, survival).run()
 
     def update_optimizer(self, **numbers: Any) -> None:
         """Change numbers of the optimizer, such as `learning_rate`, from the next exchange on. Its state stays.
@@ -223,7 +232,7 @@ class Trainer(Uncopied):
         Collective, blocking. If a number is wrong, every worker raises ValueError or TypeError, and nothing has
         changed.
         """
-        update_optimizer(self._job, numbers)
+        update_optimizer(self._parts, numbers)
 
     # ---- what was learnt
 
@@ -244,22 +253,22 @@ class Trainer(Uncopied):
             batch_size: Samples to compute at a time. For arrays only.
         """
 
-        def asked() -> Source:
-            found = source_of(x, y, None if y is None else batch_size, 0, "evaluate")
-            check_samples(self.model, found)
-            return found
+        def checked_source() -> Source:
+            test = source_of(x, y, None if y is None else batch_size, 0, "evaluate")
+            check_samples(self.model, test)
+            return test
 
-        source, refusal = attempt(asked)
-        self.kv.worker.agree("evaluate", test_words(source), refusal, noun="argument")
+        source, refusal = attempt(checked_source)
+        self.kv.worker.agree("evaluate", compared_test(source), refusal, noun="argument")
         self.exchange.finish()
-        return evaluate(self._job, source)
+        return evaluate(self._parts, source)
 
     def predict(self, x: Samples) -> np.ndarray:
         """Return the model's outputs (samples, ...) for x (samples, ...), with this worker's parameters. Local."""
         check_method(self.model, "predict", "predict")
         self.exchange.finish()
         rows = table("predict: x", x) if hasattr(x, "shape") else x
-        if not isinstance(rows, Rows):
+        if not isinstance(rows, SampleRows):
             outputs: np.ndarray = self.model.predict(rows)
             return outputs
         starts = range(0, max(len(rows), 1), BLOCK)
@@ -268,29 +277,42 @@ class Trainer(Uncopied):
     # ---- checkpoints
 
     def save(self, path: str | os.PathLike[str], keep: int | None = None) -> str:
-        """Write a checkpoint into the folder `path` and return the checkpoint's path. Call it between two steps.
+        """Write a checkpoint into a folder. For training loops of your own; `fit` saves by `Checkpoint`.
 
-        This is for training loops of your own; `fit` saves by `Checkpoint`. `keep` is the number of newest checkpoints
-        to keep (None: all).
+        Collective, blocking. Call it between two steps.
 
-        Collective, blocking. If the checkpoint cannot be written, every worker raises ValueError or TypeError, and
-        older checkpoints are still there.
+            trainer.save("out/mine", keep=2)
+
+        Args:
+            path: The folder. It is made if it does not exist.
+            keep: The number of newest checkpoints that stay. None keeps all.
+
+        Returns:
+            The path of the checkpoint's files, without their endings.
+
+        Raises:
+            ValueError, TypeError: The checkpoint cannot be written. Every worker raises it, and older checkpoints stay.
         """
-        return checkpoint.save(self._job, path, self._position, keep)
+        return checkpoint.save(self._parts, path, self._position, keep)
 
     def resume(self, path: str | os.PathLike[str]) -> int:
-        """Continue from the newest checkpoint of a folder, or from one file step-*.trainer.safetensors.
+        """Continue from a checkpoint. The next `step` or `fit` starts there. Collective, blocking.
 
-        Return its step.
+        Args:
+            path: A folder, whose newest checkpoint is taken, or one file step-*.trainer.safetensors.
 
-        The next `fit` starts there. Collective, blocking. If there is no checkpoint, or it does not fit this Trainer,
-        every worker raises ValueError or TypeError.
+        Returns:
+            The step of the checkpoint.
+
+        Raises:
+            ValueError, TypeError: There is no checkpoint, or it does not fit this Trainer. Every worker raises it, and
+                nothing has changed.
         """
-        found = checkpoint.find(self._job, path)
+        found = checkpoint.find(self._parts, path)
         # Without begin=, find() raises if there is no checkpoint.
         assert found is not None
-        checkpoint.take(self._job, found)
-        self._position, self._resumed = checkpoint.of_worker(found.positions, self.kv.rank), found.positions
+        checkpoint.take(self._parts, found)
+        self._position, self._resumed = checkpoint.position_of(found.positions, self.kv.rank), found.positions
         return self._position.step
 
     # ---- how fast
@@ -314,15 +336,15 @@ class Trainer(Uncopied):
         Raises ValueError if the model is not one in layers, as `overlap` needs it, or with `elastic`.
         """
         check_model(self.model, "profile")
-        if self._job.blocking is not None and self._job.blocking.update.name == "none, elastic":
+        if self._parts.blocking is not None and self._parts.blocking.update.name == "none, elastic":
             raise ValueError("elastic averaging sends its model whole, every few iterations: there is nothing to plan")
         if isinstance(self.exchange, Overlapped):
-            found = self.exchange.measure(x, y)
+            profile = self.exchange.measure(x, y)
         else:
-            found = job_profile(self.model, self.kv, x, y)
+            profile = job_profile(self.model, self.kv, x, y)
         if save is not None and self.kv.rank == 0:
-            save_profile(found, save)
-        return found
+            save_profile(profile, save)
+        return profile
 
 
 def _update_of(
@@ -379,9 +401,9 @@ def _check_options(
     if elastic is not None and not kv.layout.asynchronous:
         raise ValueError(f"elastic averaging needs a store of kind dist_async or mpi_async, not {kv.type}")
     if overlap is not None and (clip_norm is not None or accumulate > 1):
-        word = f"clip_norm={clip_norm}" if clip_norm is not None else f"accumulate={accumulate}"
+        option = f"clip_norm={clip_norm}" if clip_norm is not None else f"accumulate={accumulate}"
         raise ValueError(
-            f"{word} needs all gradients of a step before the first is sent, and overlap={overlap!r} "
+            f"{option} needs all gradients of a step before the first is sent, and overlap={overlap!r} "
             "sends them one by one: leave one of the two out"
         )
     if clip_norm is None or elastic is not None:

@@ -1,4 +1,4 @@
-"""Turn a step's gradients into the next parameters: by the store's optimizer, by every worker, or by every client.
+"""Three ways from a step's gradients to the next parameters: by the store's optimizer, every worker, or every client.
 
 `StoreUpdate` serves all kinds of store (MXNET-MPI, figures 6 and 7). `WorkerUpdate` is for clipping in a synchronous
 store: only a rank that has the whole sum knows its norm, so the store sums without an optimizer and every worker
@@ -22,7 +22,7 @@ from mpips.optimizers.base import Optimizer, changed
 from mpips.optimizers.elastic import Elastic1
 from mpips.optimizers.equation import Updater
 from mpips.store.runtime.rendezvous import attempt
-from mpips.training.local import Elastic, Exchange, Local, LocalRounds, averaged, workers_in_a_sum
+from mpips.training.local import CenterExchange, Elastic, Local, LocalRounds, averaged, workers_in_a_sum
 from mpips.training.model import Model, keys_of
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def clip(gradients: Arrays, limit: float) -> float:
 
 @quiet
 def weigh(gradients: Arrays, factor: float) -> None:
-    """Multiply gradients by a factor in place. 1 changes no bit; 0 gives zeros, even where there was NaN."""
+    """Multiply gradients by a factor in place. With 1 no bit changes; with 0 all are 0, even where they were NaN."""
     for gradient in gradients if factor != 1.0 else ():
         if factor == 0.0:
             gradient[...] = 0
@@ -87,21 +87,22 @@ def own_keys(model: Model, kv: KVStore) -> list[str]:
     return [key if number == 1 else f"trainer{number}/{key}" for key in keys_of(model)]
 
 
-def begins(kv: KVStore, keys: Sequence[str], parameters: Sequence[np.ndarray]) -> bool:
-    """Make the keys, with rank 0's parameters as values. Return False on a spare that has taken a place.
+def create_keys(kv: KVStore, keys: Sequence[str], parameters: Sequence[np.ndarray]) -> bool:
+    """Create the keys of a model, with rank 0's parameters as values. Collective, blocking. Return True.
 
-    The other workers made the keys before. Raises ValueError on the spare if theirs are not those of its model.
+    On a spare that has taken a place return False, because the other workers created the keys before. Raise ValueError
+    on the spare if their keys are not those of its model.
     """
     if not kv.worker.fresh:
         kv.init(list(keys), list(parameters))
         return True
     for key, array in zip(keys, parameters):
         known = kv.worker.keys.get(key)
-        there = "no such key" if known is None else f"{known.dtype}{known.shape}"
-        if there != (here := f"{array.dtype}{array.shape}"):
+        kind = "no such key" if known is None else f"{known.dtype}{known.shape}"
+        if kind != (own_kind := f"{array.dtype}{array.shape}"):
             raise ValueError(
-                f"Trainer: key {key!r} is {here} in the program of this spare, and the other workers have "
-                f"{there}: start all with the same program, and let Trainer make its keys before a death"
+                f"Trainer: key {key!r} is {own_kind} in the program of this spare, and the other workers have "
+                f"{kind}: start all with the same program, and let Trainer make its keys before a death"
             )
     return False
 
@@ -134,7 +135,7 @@ class StoreUpdate:
         self.keys = own_keys(model, kv)
         self._clip = clip_norm
         self._optimizer = optimizer
-        if begins(kv, self.keys, model.parameters):
+        if create_keys(kv, self.keys, model.parameters):
             kv.set_optimizer(averaged(optimizer, workers_in_a_sum(kv)), keys=self.keys)
             self._pull()
 
@@ -163,9 +164,9 @@ class StoreUpdate:
     @property
     def numbers(self) -> Optimizer:
         """The optimizer with its current numbers, wherever it runs."""
-        found = self._kv.worker.groups.of(self.keys[0])
-        assert found is not None
-        return found
+        optimizer = self._kv.worker.groups.of(self.keys[0])
+        assert optimizer is not None
+        return optimizer
 
     def share(self) -> None:
         """In an asynchronous store take the servers' parameters, the same on all workers. All workers call it."""
@@ -185,9 +186,9 @@ class StoreUpdate:
         return {}
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Restore arrays and parameters after `kv.load`. All workers call it.
+        """Restore arrays and parameters after `kv.load`. Collective over all workers, blocking.
 
-        `rescale` becomes the one for the workers that are here now.
+        `rescale` becomes the one for the present workers.
 
         Args:
             arrays: This worker's arrays from the checkpoint, or None if the store holds everything.
@@ -230,7 +231,7 @@ class WorkerUpdate:
         self.keys = own_keys(model, kv)
         self._clip = clip_norm
         self._optimizer = optimizer
-        if begins(kv, self.keys, model.parameters):
+        if create_keys(kv, self.keys, model.parameters):
             self._prepare()
             kv.pull(self.keys, list(model.parameters))
         self._updater = self._new_updater(optimizer)
@@ -268,8 +269,8 @@ class WorkerUpdate:
 
     def change(self, numbers: Mapping[str, Any]) -> None:
         made, refusal = attempt(lambda: changed(self._updater.optimizer, **numbers))
-        words = [(name, repr(numbers[name])) for name in sorted(numbers)]
-        self._kv.worker.agree("update_optimizer", words, refusal, noun="argument")
+        arguments = [(name, repr(numbers[name])) for name in sorted(numbers)]
+        self._kv.worker.agree("update_optimizer", arguments, refusal, noun="argument")
         self._updater.optimizer = made
 
     @property
@@ -280,11 +281,11 @@ class WorkerUpdate:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the parameters, and the optimizer's arrays and its step, by name."""
-        found = {"step": np.array([self._updater.step], np.int64)}
+        arrays = {"step": np.array([self._updater.step], np.int64)}
         for key, parameter, state in zip(self.keys, self._model.parameters, self._updater.states):
-            found[f"parameter/{key}"] = parameter
-            found.update((f"state{slot}/{key}", array) for slot, array in enumerate(state))
-        return found
+            arrays[f"parameter/{key}"] = parameter
+            arrays.update((f"state{slot}/{key}", array) for slot, array in enumerate(state))
+        return arrays
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
         """Write the arrays back. The optimizer's numbers become those that were saved."""
@@ -315,10 +316,10 @@ class ClientUpdate(WorkerUpdate):
         self.name = "none, elastic" if isinstance(rule, Elastic) else "none, local"
         super().__init__(model, kv, optimizer, clip_norm)
         joins = kv.worker.fresh
-        self._exchange: Exchange | None = None
+        self._exchange: CenterExchange | None = None
         self._rounds: LocalRounds | None = None
         if isinstance(rule, Elastic):
-            self._exchange = Exchange(kv, self.keys, model.parameters, rule, self.group.Get_size())
+            self._exchange = CenterExchange(kv, self.keys, model.parameters, rule, self.group.Get_size())
             return
         self._rounds = LocalRounds(kv, self.keys, model.parameters, rule, joins=joins)
         if kv.layout.asynchronous and not joins:
@@ -342,7 +343,7 @@ class ClientUpdate(WorkerUpdate):
         parameters, places = self._model.parameters, range(len(self.keys))
         if isinstance(self.rule, Elastic) and self._updater.step % self.rule.interval == 0:
             assert self._exchange is not None
-            self._exchange.measure(parameters, places)
+            self._exchange.prepare(parameters, places)
             self._exchange.send(places)
             self._exchange.take(parameters, places)
         for gradient in self._model.gradients if self.group.Get_size() > 1 else ():
@@ -357,11 +358,11 @@ class ClientUpdate(WorkerUpdate):
 
     def arrays(self) -> dict[str, np.ndarray]:
         """With `Local`, return also the centre of the last exchange, from which changes are counted, and the steps."""
-        found = super().arrays()
+        arrays = super().arrays()
         if self._rounds is not None:
-            found.update((f"center/{key}", center) for key, center in zip(self.keys, self._rounds.centers))
-            found["steps"] = np.array([self._rounds.steps], np.int64)
-        return found
+            arrays.update((f"center/{key}", center) for key, center in zip(self.keys, self._rounds.centers))
+            arrays["steps"] = np.array([self._rounds.steps], np.int64)
+        return arrays
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
         super().restore(arrays, optimizer)

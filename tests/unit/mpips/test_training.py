@@ -261,7 +261,7 @@ def test_early_stop_waits_for_what_is_better(stop, values, ends):
         (lambda: Checkpoint("a", every=0), "every=0"),
         (lambda: Checkpoint("a", keep=True), "keep=True"),
         (lambda: EarlyStop("test_accuracy").check(fitting(measures=("loss",))), "this fit measures loss; test= adds"),
-        (lambda: Checkpoint("a", every=2).check(fitting(joined=True, asynchronous=True)), "give every=None"),
+        (lambda: Checkpoint("a", every=2).check(fitting(uneven=True, asynchronous=True)), "give every=None"),
     ],
 )
 def test_callbacks_say_what_cannot_be(make, words):
@@ -297,4 +297,4 @@ def test_states_of_callbacks_are_found_by_class_and_number():
     assert list(hooks.states([EarlyStop(), Checkpoint("a"), EarlyStop()])) == ["EarlyStop 0", "EarlyStop 1"]
     with pytest.raises(TypeError, match="Own 0 is no JSON data"):
         hooks.states([Own()])
-    assert hooks.words_of([EarlyStop("loss", 2), LearningRate(print), Own()]).endswith("mode=None), LearningRate, Own")
+    assert hooks.describe([EarlyStop("loss", 2), LearningRate(print), Own()]).endswith("mode=None), LearningRate, Own")
