@@ -119,13 +119,13 @@ class LocalSGD:
         self.store = store if store is not None else create(kind, **options)
         self._recovery = Recovery(self.store, self._keys, self._meet)
         try:
-            self._create_keys(rule, compression)
+            self._begin(rule, compression)
         except Exception:
             if store is None:
                 self.store.close()
             raise
 
-    def _create_keys(self, rule: Local, compression: dict[str, Any] | None) -> None:
+    def _begin(self, rule: Local, compression: dict[str, Any] | None) -> None:
         """Create the keys and take rank 0's parameters. Collective over the workers, blocking."""
         kv, joins = self.store, self.store.worker.fresh
         outer, refusal = attempt(lambda: self._check_store(rule))
