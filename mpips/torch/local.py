@@ -29,7 +29,7 @@ from mpips.torch.backend import check_joined
 from mpips.torch.state import load_bytes, store_bytes
 from mpips.torch.tensors import find_overflow
 from mpips.training.local import TOKENS, InFlight, Local, LocalRounds, averaged, workers_in_a_sum
-from mpips.training.recovery import Recovery
+from mpips.training.recovery import Recovery, check_alike
 from mpips.training.updates import create_keys
 
 LOG = log.get("mpips.torch")
@@ -138,11 +138,7 @@ class LocalSGD:
             "compression": compression,
             "by_tokens": self._by_tokens,
         }
-        if not joins:
-            compared = [(name, repr(value)) for name, value in arguments.items()]
-            kv.worker.agree("LocalSGD", compared, refusal, noun="argument")
-        elif refusal is not None:
-            raise refusal
+        check_alike(kv, "LocalSGD", [(name, repr(value)) for name, value in arguments.items()], refusal)
         assert outer is not None
         if create_keys(kv, self._keys, self._views()):
             kv.set_optimizer(outer, keys=self._keys)

@@ -44,7 +44,7 @@ VERSION = 1
 METADATA = "mpips.trainer"
 # name of an update in a file -> the arguments of a Trainer with which it is made
 UPDATES = {
-    "none": "neither clip_norm nor elastic",
+    "none": "none of clip_norm, elastic and local",
     "none, clipped": "clip_norm",
     "none, elastic": "elastic",
     "none, local": "local",
@@ -382,7 +382,7 @@ def _check_update(path: str, header: TrainerHeader, update: Update) -> None:
     if header.update != update.name:
         raise ValueError(
             f"{path} was saved with {UPDATES.get(header.update, header.update)}, and this Trainer has "
-            f"{UPDATES.get(update.name, update.name)}: give clip_norm and elastic as they were"
+            f"{UPDATES.get(update.name, update.name)}: give clip_norm, elastic and local as they were"
         )
     if update.optimizer is None:
         return

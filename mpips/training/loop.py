@@ -87,7 +87,7 @@ class Fit:
 
     def _enter(self) -> None:
         """Begin with all workers. A spare that has taken a place joins the others, in the middle of the fit."""
-        if self._survival is None or not self._survival.fresh:
+        if self._survival is None or not self._parts.kv.worker.fresh:
             self._fit.restore()
             if self._survival is not None:
                 self._survival.begin(self._position)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from mpips.collectives.errors import CollectiveError, MismatchError
 from mpips.store.runtime.errors import LostError
+from mpips.store.runtime.rendezvous import Items
 
 if TYPE_CHECKING:
     from mpips.store.api import KVStore
@@ -90,3 +91,14 @@ class Recovery:
                 error = other
             else:
                 return
+
+
+def check_alike(kv: KVStore, call: str, arguments: Items, refusal: BaseException | None) -> None:
+    """Check that all workers make this call with equal arguments. If not, all raise the same error.
+
+    A spare that has taken a place compares nothing, because the others made the call long ago.
+    """
+    if not kv.worker.fresh:
+        kv.worker.agree(call, arguments, refusal, noun="argument")
+    elif refusal is not None:
+        raise refusal

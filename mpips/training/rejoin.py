@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,9 +28,6 @@ from mpips.store.runtime.rendezvous import Items
 from mpips.training.batches import Arrays, Source
 from mpips.training.checkpoint import Epoch, Position
 from mpips.training.step import Blocking, TrainerParts
-
-if TYPE_CHECKING:
-    from mpips.store.api import KVStore
 
 # Stages of a step:
 #     BEGIN: `on_begin` is due.
@@ -86,11 +83,6 @@ class SurvivingFit:
         self._offset = 0
         # True if this worker has all arrays that the store does not have
         self._has_arrays = False
-
-    @property
-    def fresh(self) -> bool:
-        """True if this worker was a spare and has not met the others yet."""
-        return self._kv.worker.fresh
 
     @property
     def grows(self) -> bool:
@@ -162,7 +154,7 @@ class SurvivingFit:
         """
         kv = self._kv
         self._ranks[kv.generation] = kv.rank
-        data = b"" if self.fresh else msgspec.msgpack.encode(self._report())
+        data = b"" if kv.worker.fresh else msgspec.msgpack.encode(self._report())
         encoded = kv.worker.agree("fit: all meet anew", self._arguments, noun="argument", data=data)
         reports = [msgspec.msgpack.decode(report, type=WorkerReport) if report else None for report in encoded]
         group = self._group()
@@ -204,7 +196,7 @@ class SurvivingFit:
         self._losses = [moment.losses[number] for number in order] if moment.losses else []
         ended = report.ended_losses[: moment.ended]
         self._ended_losses = [[losses[number] for number in order] for losses in ended]
-        if self.fresh and self._synchronous:
+        if kv.worker.fresh and self._synchronous:
             position.loss_sum, position.batches, position.last_loss = self._losses[kv.rank]
             position.history = with_losses(position.history, self._ended_losses, kv.rank)
         if moment.workers != kv.num_workers and isinstance(self._source, Arrays) and position.batches:
@@ -266,18 +258,6 @@ class SurvivingFit:
     def _round(self) -> int:
         """Return how many times the Trainer's keys were pushed."""
         return self._kv.worker.keys[self._blocking.update.keys[0]].round
-
-
-def check_alike(kv: KVStore, call: str, arguments: Items, refusal: BaseException | None) -> None:
-    """Check that all workers make this call with equal arguments. If not, all raise the same error.
-
-    A spare that has taken a place compares nothing yet, because the others made the call long ago. It compares when all
-    meet (`SurvivingFit.meet`).
-    """
-    if not kv.worker.fresh:
-        kv.worker.agree(call, arguments, refusal, noun="argument")
-    elif refusal is not None:
-        raise refusal
 
 
 def survival_of(parts: TrainerParts, source: Source, number: int, arguments: Items, grow: bool) -> SurvivingFit | None:

@@ -28,7 +28,8 @@ from mpips.training.evaluation import Metric, check_metrics, compared_test, eval
 from mpips.training.local import Elastic, Local, averaged, workers_in_a_sum
 from mpips.training.loop import Fit, begin, check_arguments, compared_arguments
 from mpips.training.model import Model, Samples, check_method, check_model_arrays
-from mpips.training.rejoin import check_alike, survival_of
+from mpips.training.recovery import check_alike
+from mpips.training.rejoin import survival_of
 from mpips.training.step import Blocking, TrainerParts, update_optimizer
 from mpips.training.updates import ClientUpdate, StoreUpdate, Update, WorkerUpdate, check_clip
 
@@ -240,8 +241,8 @@ class Trainer(Uncopied):
         """Return "loss" and the metrics by name: means over all samples, equal on every worker.
 
         Sums are in float64 and added in rank order, so they are exact up to rounding, however unevenly the samples are
-        shared. In an asynchronous store all workers first take the servers' parameters. With `elastic` or `overlap`
-        each worker measures with its own parameters.
+        shared. In an asynchronous store all workers first take the servers' parameters. With `elastic`, `local` or
+        `overlap` each worker measures with its own parameters.
 
         Collective, blocking. Every worker raises ValueError or TypeError if an argument is wrong or differs between
         workers, or if a metric fails on one of them.

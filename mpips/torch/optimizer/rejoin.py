@@ -43,7 +43,7 @@ class SurvivingSteps:
         # what the workers have agreed on for the current step; still valid after a death
         self._agreed: AgreedStep | None = None
         # True while this worker, which has replaced a dead one, has made no step
-        self.new = store.layout.survives and store.worker.fresh
+        self.new = store.worker.fresh
         # steps that have been made
         self.steps = 0 if self.new else store.resumed or 0
         # collective calls that this worker has begun since the last step
