@@ -1,4 +1,4 @@
-"""Draw batches from arrays, of which every worker takes its share (`Arrays`), or from any iterable (`Batches`)."""
+"""Batches of arrays, of which every worker takes its share (`Arrays`), and batches of any iterable (`Batches`)."""
 
 from __future__ import annotations
 
@@ -267,10 +267,7 @@ def check_samples(model: object, source: Source | None) -> None:
 
 
 def samples_shown(*sources: Source | None) -> np.ndarray:
-    """Return a few numbers of each array, float64 (numbers,).
-
-    Workers compare them to see whether theirs are the same.
-    """
+    """Return a few numbers of each array, float64 (numbers,). Workers compare them: their arrays must be equal."""
     shown = [np.empty(0)]
     for source in sources:
         if isinstance(source, Arrays) and len(source.x):

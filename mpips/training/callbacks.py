@@ -107,7 +107,7 @@ class Fitting:
         return tuple(self.position.history)
 
     def mean(self, value: float) -> float:
-        """Return the mean of a value over the workers, equal on all. NaNs do not count. Collective, blocking."""
+        """Return the mean of a value over the workers, the same on all. NaNs do not count. Collective, blocking."""
         if self.alone:
             return value
         encoded = self._parts.kv.worker.agree("fit: a mean", data=struct.pack("<d", value))
@@ -122,7 +122,7 @@ class Fitting:
         checkpoint.save(self._parts, path, self.position, keep)
 
     def check_folder(self, path: str | os.PathLike[str]) -> None:
-        """Raise ValueError or TypeError, on rank 0 only, if `save(path)` could not write after the next step. Local."""
+        """Raise ValueError or TypeError on rank 0 if `save(path)` could not write after the next step. Local."""
         if self.rank == 0:
             checkpoint.check_folder(path, self.step)
 
@@ -162,7 +162,7 @@ class Callback:
     Time spent in callbacks does not count as seconds of an epoch.
 
     Attributes:
-        last: True if it is called after the others, as a callback must be that saves their state.
+        last: True if it is called after the others. A callback that saves their state needs this.
     """
 
     last: ClassVar[bool] = False
@@ -210,13 +210,15 @@ class Callback:
 class Checkpoint(Callback):
     """Saves to a folder after every `every` steps, or after each epoch, and at the end.
 
+        trainer.fit(x, y, batch_size=32, epochs=20, callbacks=[Checkpoint("saved", every=500)], resume="saved")
+
     `fit(resume=path)` continues from the newest checkpoint. A kill at any moment leaves the last complete one. Blocking
     on all workers: in an asynchronous store they wait for each other here.
 
     Args:
         path: The folder.
         every: Steps between two checkpoints. None saves after each epoch.
-        keep: How many of the newest checkpoints stay. None keeps all.
+        keep: The number of newest checkpoints that stay. None keeps all.
     """
 
     path: str | os.PathLike[str]
@@ -280,6 +282,8 @@ def of_job(
 @dataclass
 class EarlyStop(Callback):
     """Ends the training after `patience` epochs in which the monitored value has not improved by `min_delta`.
+
+        trainer.fit(x, y, batch_size=32, epochs=99, test=(test_x, test_y), callbacks=[EarlyStop("test_accuracy")])
 
     The value is the mean over the workers, so all decide alike. They meet for it after each epoch, also those of an
     asynchronous store. NaN never counts as better.
@@ -357,12 +361,15 @@ class EarlyStop(Callback):
 
 @dataclass
 class LearningRate(Callback):
-    """Sets the learning rate before each epoch to `rate(epoch)`.
+    """Sets the learning rate before each epoch.
 
-    Epochs count from 1. Every worker computes the same rate.
+        trainer.fit(x, y, batch_size=32, epochs=20, callbacks=[LearningRate(lambda epoch: 0.1 / epoch)])
 
-    Workers meet for it, also those of an asynchronous store. For a rate that depends on the step give the optimizer a
-    schedule (`learning_rate=mpips.optimizers.Cosine(0.1, 1000)`). It costs nothing and needs no callback.
+    Workers wait for each other to set it, also those of an asynchronous store. For a rate that depends on the step,
+    give the optimizer a schedule instead (`learning_rate=mpips.optimizers.Cosine(0.1, 1000)`), which costs nothing.
+
+    Args:
+        rate: A function of the epoch, from 1. It must return the same rate on every worker.
     """
 
     rate: Callable[[int], float] = field(repr=False)
@@ -387,7 +394,7 @@ class LearningRate(Callback):
 
 
 class Progress(Callback):
-    """Shows on rank 0's standard error how far the training is.
+    """Shows on rank 0's standard error how far the training is: `callbacks=[Progress()]`.
 
     It prints a line after each epoch, with what was measured, and a line every few seconds of a long epoch, such as
     "epoch 2 of 9, 124 of 460 steps, loss 0.31". On a terminal it also shows a bar.

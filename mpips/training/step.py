@@ -1,7 +1,7 @@
-"""Make one step of training: compute and accumulate gradients, clip them, and exchange them, blocking (`Blocking`).
+"""One step of training (`Blocking`): compute and accumulate gradients, and exchange them.
 
-An exchange has two parts: `Blocking` makes the gradients of a step, and an `Update` (in `updates`) makes the next
-parameters from them. `mpips.overlap` has an exchange of its own, which runs during the compute.
+A step has two parts: `Blocking` makes the gradients, and an `Update` (in `updates`) makes the next parameters from
+them. `mpips.overlap` has an exchange of its own, which runs during the compute.
 """
 
 from __future__ import annotations
@@ -101,9 +101,7 @@ class Blocking:
         return True
 
     def flush_uneven(self, samples: int) -> StepTotals:
-        """Flush when workers may have different numbers of samples, or none.
-
-        The mean is over the samples of all workers.
+        """Exchange the mean over the samples of all workers, which may have different numbers of them, or none.
 
         Blocking. All workers of the update's group call it, and sum two numbers before the exchange.
 

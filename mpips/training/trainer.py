@@ -37,11 +37,15 @@ from mpips.training.updates import ClientUpdate, StoreUpdate, Update, WorkerUpda
 class Trainer(Uncopied):
     """Trains a model through a store: synchronous, asynchronous or elastic, with servers or without.
 
+        kv = mpips.create("dist_sync")
+        trainer = mpips.Trainer(model, kv, "sgd", learning_rate=0.1)
+        history = trainer.fit(x, y, batch_size=32, epochs=20)
+        kv.close()
+
     Every worker starts from rank 0's parameters. If the store survives deaths (option `spares`), `fit` continues after
     a death; a death outside of `fit` raises.
 
-    Collective over all workers, which must give equal arguments and call `step` equally often. If an argument is wrong
-    or differs between workers, all of them raise ValueError or TypeError before anything is sent.
+    Making one is collective over all workers, which must give equal arguments, and blocks.
 
     Args:
         model: An `mpips.Model`: parameters, gradients, and a function that fills the gradients.
@@ -63,6 +67,10 @@ class Trainer(Uncopied):
             sample, or their mean.
         grow: Waiting spares become workers during the first `fit`, at the end of the epoch that is under way.
         options: Options of the optimizer, if it is given by name.
+
+    Raises:
+        ValueError, TypeError: An argument is wrong or differs between workers. All workers raise it, before anything is
+            sent.
     """
 
     def __init__(
@@ -168,17 +176,16 @@ class Trainer(Uncopied):
         on_epoch: Callable[[Epoch], object] | None = None,
         resume: str | os.PathLike[str] | None = None,
     ) -> list[Epoch]:
-        """Train for some epochs and return the history, an `Epoch` for each.
+        """Train for some epochs. Collective over all workers, blocking.
 
-        Collective. If an argument is wrong or differs between workers, every worker raises ValueError or TypeError.
+        Data can be given in two ways:
 
-        Data can be given in two ways. Either x and y are arrays (samples, ...), the same on every worker, with
-        `batch_size`. Each epoch has another order of the samples, made from `seed`, and each worker takes its share.
-        Samples that do not fill a mini-batch of all workers are left out of the epoch.
-
-        Or x alone is given: this worker's own batches (x, y). Workers may have different numbers of batches. A worker
-        that has none left contributes nothing, and the mean is over the samples of the others; to know their number a
-        synchronous step also sums two numbers. An asynchronous worker does not wait for any other.
+        1. x and y are arrays (samples, ...), the same on every worker, with `batch_size`. Each epoch has another order
+           of the samples, made from `seed`, and each worker takes its share. Samples that do not fill a mini-batch of
+           all workers are left out of the epoch.
+        2. x alone gives this worker's own batches (x, y). Workers may have different numbers of batches. A worker that
+           has none left contributes nothing, and the mean is over the samples of the others. To know their number, a
+           synchronous step also sums two numbers. An asynchronous worker does not wait for any other.
 
         Args:
             x: Inputs, (samples, ...). Rows are taken by position, also of data frames, sparse matrices and arrays on
@@ -196,6 +203,14 @@ class Trainer(Uncopied):
             on_epoch: A function that is called with each Epoch.
             resume: A folder of `Checkpoint`. Training continues from the newest checkpoint in it, if there is any. In a
                 synchronous store the result has the same bits as without the interruption.
+
+        Returns:
+            The history: an `Epoch` for each epoch, including those before a resume.
+
+        Raises:
+            ValueError, TypeError: An argument is wrong or differs between workers. All workers raise it, before the
+                first step.
+            StoreError: A process has died, and the store does not survive deaths, or has lost what it needs.
         """
         callbacks, resume = of_job(self.kv, callbacks, resume)
         arguments, refusal = attempt(
@@ -228,30 +243,39 @@ class Trainer(Uncopied):
         return Fit(self._parts, arguments, self._position, survival).run()
 
     def update_optimizer(self, **numbers: Any) -> None:
-        """Change numbers of the optimizer, such as `learning_rate`, from the next exchange on. Its state stays.
+        """Change numbers of the optimizer, from the next exchange on. Its state stays. Collective, blocking.
 
-        Collective, blocking. If a number is wrong, every worker raises ValueError or TypeError, and nothing has
-        changed.
+            trainer.update_optimizer(learning_rate=0.01)
+
+        Raises:
+            ValueError, TypeError: A number is wrong or differs between workers. All workers raise it, and nothing has
+                changed.
         """
         update_optimizer(self._parts, numbers)
 
     # ---- what was learnt
 
     def evaluate(self, x: Samples, y: Samples = None, *, batch_size: int = BLOCK) -> dict[str, float]:
-        """Return "loss" and the metrics by name: means over all samples, equal on every worker.
+        """Measure test data: the loss, and the metrics. Collective over all workers, blocking.
+
+            result = trainer.evaluate(test_x, test_y)  # {"loss": 0.31, "accuracy": 0.91}
 
         Sums are in float64 and added in rank order, so they are exact up to rounding, however unevenly the samples are
         shared. In an asynchronous store all workers first take the servers' parameters. With `elastic`, `local` or
         `overlap` each worker measures with its own parameters.
-
-        Collective, blocking. Every worker raises ValueError or TypeError if an argument is wrong or differs between
-        workers, or if a metric fails on one of them.
 
         Args:
             x: Inputs (samples, ...), the same on every worker; each computes a share. Or, without y, this worker's own
                 batches (x, y).
             y: Targets (samples, ...).
             batch_size: Samples to compute at a time. For arrays only.
+
+        Returns:
+            "loss" and the metrics by name: means over all samples, equal on every worker.
+
+        Raises:
+            ValueError, TypeError: An argument is wrong or differs between workers, or a metric fails on one of them.
+                All workers raise it.
         """
 
         def checked_source() -> Source:
@@ -265,7 +289,10 @@ class Trainer(Uncopied):
         return evaluate(self._parts, source)
 
     def predict(self, x: Samples) -> np.ndarray:
-        """Return the model's outputs (samples, ...) for x (samples, ...), with this worker's parameters. Local."""
+        """Return the model's outputs (samples, ...) for x (samples, ...), with this worker's parameters. Local.
+
+        Raises TypeError if the model has no `predict`, or rows of x cannot be taken by position.
+        """
         check_method(self.model, "predict", "predict")
         self.exchange.finish()
         rows = table("predict: x", x) if hasattr(x, "shape") else x
@@ -319,22 +346,31 @@ class Trainer(Uncopied):
     # ---- how fast
 
     def report(self) -> Report:
-        """Return how long the last steps took on this worker, and how much of the communication the compute hid. Local.
+        """Return the times of the last steps on this worker. Local.
 
         The report has the seconds of an iteration, measured and predicted, the groups of layers that travel together,
         and the tasks of the last step (`save_trace`, `save_picture`).
 
-        Raises RuntimeError before the first step has ended.
+        Raises:
+            RuntimeError: The first step has not ended yet.
         """
         return self.exchange.report()
 
     def profile(self, x: np.ndarray, y: np.ndarray, save: str | Path | None = None) -> Profile:
-        """Measure this job on its ranks: the layers on a batch, and messages through the store. Return the profile.
+        """Measure this job: the layers on a batch, and messages through the store. Collective, blocking.
 
-        Collective over the workers, blocking. Gradients are overwritten, parameters stay. Rank 0 writes the profile to
-        the file `save`, for `mpips plan`.
+        Gradients are overwritten, and parameters stay.
 
-        Raises ValueError if the model is not one in layers, as `overlap` needs it, or with `elastic`.
+        Args:
+            x: Inputs of the batch, (samples, ...).
+            y: Targets, (samples, ...).
+            save: A file to which rank 0 writes the profile, for `mpips plan`.
+
+        Returns:
+            The profile.
+
+        Raises:
+            ValueError: The model is not one in layers, as `overlap` needs it, or the Trainer has `elastic`.
         """
         check_model(self.model, "profile")
         if self._parts.blocking is not None and self._parts.blocking.update.name == "none, elastic":
