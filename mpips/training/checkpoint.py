@@ -182,9 +182,7 @@ def save(parts: TrainerParts, folder: str | os.PathLike[str], position: Position
     positions = [json.loads(data) for data in parts.kv.worker.agree("save", data=position.encode())]
     arrays = _gather_arrays(parts.kv, update)
     optimizer = None if update.optimizer is None else as_data(update.optimizer)
-    header = TrainerHeader(
-        VERSION, update.name, len(update.owners()), [json.loads(data) for data in positions], optimizer
-    )
+    header = TrainerHeader(VERSION, update.name, len(update.owners()), positions, optimizer)
 
     def write() -> None:
         try:
