@@ -32,7 +32,7 @@ class Recovery:
     Args:
         kv: The store.
         keys: The keys that are trained.
-        meet: Collective over the workers, blocking. It is called once for each recovery.
+        meet: Step 3, or a note that it is to be taken in the next call. Collective over the workers.
     """
 
     def __init__(self, kv: KVStore, keys: Sequence[Name], meet: Callable[[], object]) -> None:
