@@ -83,8 +83,8 @@ class Arrays:
             skip: Batches to leave out, because they were taken before a resume.
             dealt: Samples that were used before the rest of the epoch was dealt to another number of workers.
         """
-        rows = itertools.islice(shares(len(self.x), self.batch_size, number, self.seed, kv, dealt), skip, None)
-        return ((self.x[mine], self.y[mine]) for mine in rows)
+        every = itertools.islice(shares(len(self.x), self.batch_size, number, self.seed, kv, dealt), skip, None)
+        return ((self.x[rows], self.y[rows]) for rows in every)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,13 +116,15 @@ class Batches:
 
     def epoch(self, number: int, kv: KVStore | None = None, skip: int = 0, dealt: int = 0) -> Iterator[Batch]:
         """Yield this worker's batches of an epoch without the first `skip`. `dealt` is only for arrays."""
-        found = self.source if isinstance(self.source, Iterable) else self.source(number)
-        if not isinstance(found, Iterable):
+        batches = self.source if isinstance(self.source, Iterable) else self.source(number)
+        if not isinstance(batches, Iterable):
             raise TypeError(
-                f"the function of the epoch returned a {type(found).__name__}: it returns an iterable of batches (x, y)"
+                f"the function of the epoch returned a {type(batches).__name__}: it returns an iterable of batches "
+                "(x, y)"
             )
-        batches = map(_pair, found if self.most is not None or _has_length(found) else _unmeasured(found, kv))
-        return itertools.islice(batches, skip, self.most)
+        if self.most is None and not _has_length(batches):
+            batches = _unmeasured(batches, kv)
+        return itertools.islice(map(_pair, batches), skip, self.most)
 
 
 Source = Arrays | Batches
@@ -141,10 +143,10 @@ def _unmeasured(batches: Iterable[Any], kv: KVStore | None) -> Iterator[Any]:
 
     Warn if they go on for long, in a synchronous store on rank 0 only.
     """
-    began, said = time.monotonic(), kv is not None and kv.rank > 0 and not kv.layout.asynchronous
+    began, warned = time.monotonic(), kv is not None and kv.rank > 0 and not kv.layout.asynchronous
     for number, batch in enumerate(batches):
-        if not said and time.monotonic() - began > LONG_SECONDS:
-            said = True
+        if not warned and time.monotonic() - began > LONG_SECONDS:
+            warned = True
             warnings.warn(
                 f"batches of {type(batches).__name__}, which has no length, go on after {LONG_SECONDS:.0f} s "
                 f"and {number:,} of them: where they never end, give fit(steps=...), the steps of an epoch, "
@@ -169,7 +171,7 @@ def source_of(
 ) -> Source:
     """Return the batches that `fit` or `evaluate` was given, at most `most` in an epoch.
 
-    Raises TypeError or ValueError for other arguments.
+    Raises TypeError or ValueError if the arguments are neither two arrays nor batches. `what` is the call, for errors.
     """
     if y is None:
         _check_iterable(x, what)
@@ -253,10 +255,10 @@ def paired(name: str, x: Samples, y: Samples) -> tuple[Samples, Samples]:
             f"{name}: give two arrays, inputs (samples, ...) and targets (samples, ...), not {', '.join(wrong)}; {CURE}"
         )
     names = ("x", "y") if name == "x and y" else (f"{name} inputs", f"{name} targets")
-    found = tuple(table(*each) for each in zip(names, (x, y)))
-    if len(found[0]) != len(found[1]):
-        raise ValueError(f"{name}: {len(found[0])} inputs, but {len(found[1])} targets: give one for each sample")
-    return found
+    tables = tuple(table(*each) for each in zip(names, (x, y)))
+    if len(tables[0]) != len(tables[1]):
+        raise ValueError(f"{name}: {len(tables[0])} inputs, but {len(tables[1])} targets: give one for each sample")
+    return tables
 
 
 def check_samples(model: object, source: Source | None) -> None:

@@ -225,7 +225,7 @@ class InFlight(NamedTuple):
     number: int
     # the step at which its centre is taken
     due: int
-    # None once the centre has arrived, or if a failure has interrupted the exchange
+    # None before the push, once the centre has arrived, or if a failure has interrupted the exchange
     handle: Handle | None = None
     # True once the centre has arrived
     arrived: bool = False
@@ -239,7 +239,7 @@ class LocalRounds:
 
     Args:
         keys: The keys of the parameters in the store.
-        parameters: The parameters. They become the centre's first values, unless this worker joins.
+        parameters: They become the centre's values, unless this worker joins.
         by_tokens: Weight a worker's changes by its tokens. In synchronous kinds the workers sum their tokens in
             `TOKENS`, an int64 key of one element.
         joins: This worker has taken the place of a dead one, and has nothing to contribute before `rejoin`.
