@@ -233,9 +233,16 @@ MUTATIONS = (
         ((0, "tests/unit/mpips/recovery/test_recover.py"), (1, "tests/mpi/mpips/test_survival.py"), *RECOVERY),
     ),
     Mutation(
+        "a call that fails again without a death is repeated for ever",
+        "mpips/training/recovery.py",
+        'advanced = b"" if self._rounds == before else b"advanced"',
+        'advanced = b"advanced"',
+        ((0, "tests/unit/mpips/test_going_on.py"), (1, "tests/mpi/mpips/training/test_survival.py")),
+    ),
+    Mutation(
         "after a death the rest of an epoch is dealt as if those who are left had begun it",
         "mpips/training/rejoin.py",
-        "position.deal(self._source.batch_size * mark.workers)",
+        "position.deal(self._source.batch_size * moment.workers)",
         "position.deal(self._source.batch_size * kv.num_workers)",
         ((1, "tests/mpi/mpips/training/test_survival.py"), (1, "tests/mpi/mpips/training")),
     ),

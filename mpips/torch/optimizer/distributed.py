@@ -393,8 +393,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if compression is not None:
             self.store.set_gradient_compression(compression)
         consensus = Consensus(self.store, optimizer, self._passes, self._parameters, self._keys)
-        is_new = self.store.layout.survives and self.store.worker.fresh
-        if is_new:
+        if self.store.worker.fresh:
             self._cleared = UNKNOWN
         else:
             consensus.check_call("DistributedOptimizer", 0)
