@@ -71,7 +71,7 @@ class LiveState(MutableMapping[Tensor, Any]):
         # the initial state, which is shown until the optimizer has one
         self._first: dict[Any, Any] = {}
 
-    def _there(self) -> MutableMapping[Any, Any]:
+    def _shown_state(self) -> MutableMapping[Any, Any]:
         if records := self._records():
             return {parameter: _blank(parameter, record) for parameter, record in records.items()}
         if self._optimizer.state:
