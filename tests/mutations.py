@@ -123,8 +123,8 @@ MUTATIONS = (
     Mutation(
         "the first block is not kept before it is written",
         "mpips/store/server/reduce.py",
-        "unit.undo.keep_old(unit.bounds(first)[0], unit.bounds(stop - 1)[1])",
-        "unit.undo.keep_old(unit.bounds(first)[1], unit.bounds(stop - 1)[1])",
+        "unit.keep_old(unit.bounds(first)[0], unit.bounds(stop - 1)[1])",
+        "unit.keep_old(unit.bounds(first)[1], unit.bounds(stop - 1)[1])",
         (*STORE[:1], *RECOVERY),
     ),
     Mutation(
@@ -214,8 +214,8 @@ MUTATIONS = (
     Mutation(
         "of a push that some shards have the last shard says whether it counts",
         "mpips/store/recovery/plan.py",
-        "                told[worker] = max(count, told.get(worker, 0))\n",
-        "                told[worker] = count\n",
+        "                pushes[worker] = max(count, pushes.get(worker, 0))\n",
+        "                pushes[worker] = count\n",
         ((0, "tests/unit/mpips/recovery/test_recover.py"), *RECOVERY),
     ),
     Mutation(
@@ -228,7 +228,7 @@ MUTATIONS = (
     Mutation(
         "a unit that is put back by a round keeps the optimizer's later step",
         "mpips/store/recovery/recover.py",
-        "        old.go_back_to(old.undo.standings()[0][1])\n",
+        "        old.go_to_undo_copy()\n",
         "",
         ((0, "tests/unit/mpips/recovery/test_recover.py"), (1, "tests/mpi/mpips/test_survival.py"), *RECOVERY),
     ),
@@ -323,7 +323,7 @@ MUTATIONS = (
     Mutation(
         "a pull of what is newer leaves out what a load has brought",
         "mpips/store/checkpoint/load.py",
-        "        for record in there:\n            store.keys[record.key].replaced = True\n",
+        "        for record in existing:\n            store.keys[record.key].replaced = True\n",
         "",
         ((2, "tests/mpi/mpips/test_versions.py"), *CHECKPOINTS),
     ),

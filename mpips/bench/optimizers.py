@@ -21,18 +21,13 @@ from mpips.collectives.kernels import engine
 from mpips.collectives.machine import check_memory
 from mpips.collectives.terminal import Interruptible, OutFile, Whole, console, show_progress, show_table, write_json
 
-CASES = (
-    optimizers.SGD(learning_rate=0.01, momentum=0.9),
-    optimizers.Adam(learning_rate=0.001),
-    optimizers.SGD(learning_rate=0.01),
-    optimizers.SGD(learning_rate=0.01, momentum=0.9, nesterov=True),
-    optimizers.AdaGrad(learning_rate=0.01),
-    optimizers.RMSProp(learning_rate=0.01),
-    optimizers.AdamW(learning_rate=0.001),
-)
-
 # the optimizers whose updates by a sum of several gradients are timed, too
-SUMS = CASES[:2]
+SUMS = optimizers.SGD(learning_rate=0.01, momentum=0.9), optimizers.Adam(learning_rate=0.01)
+CASES = (
+    *SUMS,
+    optimizers.SGD(learning_rate=0.01, momentum=0.9, nesterov=True),
+    *(optimizers.OPTIMIZERS[name](learning_rate=0.01) for name in optimizers.of_gradients() if name != "adam"),
+)
 CONTRIBUTORS = (2, 4, 8)
 SUM_ELEMENTS = (1 << 14, 1 << 18, 1 << 22, 1 << 24)
 # most arrays in memory at a time: in measure_update() of Adam, with two copies and PyTorch's states of three settings

@@ -19,6 +19,7 @@ from mpi4py import MPI
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
+from mpips import optimizers
 from mpips.collectives import files
 from mpips.collectives.machine import usable_cores
 from mpips.collectives.terminal import (
@@ -85,7 +86,7 @@ MEANINGS = {
     type=click.Choice(train_options.DEVICES),
     help="gpu: compute by CuPy; the ranks of a node share its GPUs evenly.",
 )
-@click.option("--optimizer", default="sgd", type=click.Choice(train_options.OPTIMIZERS))
+@click.option("--optimizer", default="sgd", type=click.Choice(optimizers.of_gradients()))
 @click.option("--learning-rate", default=0.01, type=FiniteRange(0))
 @click.option("--momentum", default=0.0, type=FiniteRange(0, 1, max_open=True), help="For sgd.")
 @click.option(

@@ -159,7 +159,7 @@ def load_checkpoint(
     def check_file(file: TensorFile) -> tuple[CheckpointHeader, Optimizer]:
         header = _read_header(file)
         optimizer = _check_tensors(file, header)
-        file.see_sums((HEADER,), warns=mesh.comm.rank == 0)
+        file.check_sums((HEADER,), warns=mesh.comm.rank == 0)
         return header, optimizer
 
     header, optimizer = _read(path, mesh.comm, check_file)

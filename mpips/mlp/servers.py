@@ -40,7 +40,7 @@ from mpips.store.api import KVStore
 from mpips.store.create import create
 from mpips.store.keys.key import Key
 from mpips.store.runtime.engine import Handle
-from mpips.store.worker.interface import States, Stored
+from mpips.store.worker.interface import StateAccess, States
 
 # kind of servers -> kind of store
 STORES = {"sync": "mpi_sync", "elastic": "mpi_async"}
@@ -376,7 +376,7 @@ class SynchronousUpdate:
         if state:
             self._run_on_servers("restore", lambda stored, keys: stored.put_states(keys, states))
 
-    def _run_on_servers(self, what: str, task: Callable[[Stored, list[Key]], Task[T]]) -> T | None:
+    def _run_on_servers(self, what: str, task: Callable[[StateAccess, list[Key]], Task[T]]) -> T | None:
         """On leaders, run a task on the optimizer states of their servers, after all pushes have been applied.
 
         Return its result, or None on other ranks. Collective over the workers; if the task fails on any rank, all raise

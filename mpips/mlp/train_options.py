@@ -24,7 +24,6 @@ from mpips.mlp.mesh import Mesh, TrainingError, attempt, misfit, parse
 from mpips.mlp.network import Specification, largest_slice, working_dtype
 from mpips.mlp.servers import servers_misfit
 
-OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "adam", "adamw")
 DEVICES = ("cpu", "gpu")
 CUPY = "pip install cupy-cuda12x[ctk]"
 # options that may not be given with --load, because the checkpoint determines them

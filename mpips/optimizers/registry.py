@@ -60,6 +60,12 @@ def register(kind: T) -> T:
     return kind
 
 
+def of_gradients() -> list[str]:
+    """Return the names of mpips' own optimizers that follow a gradient at a learning rate."""
+    fields = {name: [field.name for field in dataclasses.fields(kind)] for name, kind in _BUILT_IN.items()}
+    return [name for name, names in fields.items() if "learning_rate" in names]
+
+
 def add_kind(table: dict[str, Any], name: str, kind: Any, needs: Mapping[str, bool], taken: str) -> None:
     """Add a frozen dataclass to a registry of names.
 

@@ -203,7 +203,7 @@ class StoreMessages:
 
     def taken(self, first: int, last: int, push: Handle) -> Handle:
         """Return a handle that is done when the servers have taken in what `push` sends."""
-        return self._kv.taken(self._names(self._keys[first, last]), push)
+        return self._kv.read_by_servers(self._names(self._keys[first, last]), push)
 
     def pull(self, first: int, last: int, early: bool = False) -> Handle:
         """Start to pull the parameters of layers first..last, after the pulls before and after the layers' pushes.

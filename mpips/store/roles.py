@@ -15,7 +15,7 @@ import itertools
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import msgspec
@@ -30,7 +30,7 @@ from mpips.collectives.machine import Quota, bound_cores, find_quota, usable_cor
 from mpips.store.keys.sharding import Interval, owners, split
 from mpips.store.options import OptionError, Options
 from mpips.store.recovery import membership as ring
-from mpips.store.recovery.membership import Before, Roles, refusal, succession
+from mpips.store.recovery.membership import Before, Roles, map_ranks, refusal
 from mpips.store.runtime.errors import LostError
 from mpips.store.runtime.rendezvous import Gathering, MeetingPlace, agree
 
@@ -44,7 +44,8 @@ _stores = itertools.count()
 class Layout:
     """One rank's view of a store's ranks. Rank numbers are those of `world`, a duplicate of `create`'s communicator.
 
-    The communicators are those of the current generation. `again` replaces them when the next one begins.
+    It is the view in the current generation. When the next one begins, `rebuild_after_death` makes another layout, and
+    this one `become`s that as a whole, so that whoever holds it sees the new generation.
     """
 
     kind: str
@@ -144,10 +145,15 @@ class Layout:
     def same_node(self, a: int, b: int) -> bool:
         return self.nodes[a] == self.nodes[b]
 
-    def again(self, left: MPI.Intracomm, grow: bool = False) -> None:
-        """Assign roles and make communicators for the next generation. Collective over `left`, blocking.
+    def become(self, other: Layout) -> None:
+        """Take over everything from another layout of the same store."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(other, field.name))
 
-        The old communicators are not freed; the caller does that.
+    def rebuild_after_death(self, left: MPI.Intracomm, grow: bool = False) -> Layout:
+        """Return the layout of the next generation, with new roles and communicators. Collective over `left`, blocking.
+
+        This layout and its communicators stay as they are.
 
         Args:
             left: The ranks of `world` that are alive, in the same order.
@@ -162,19 +168,25 @@ class Layout:
         grows = np.array([grow], np.int8)
         if self.spares:
             left.Allreduce(MPI.IN_PLACE, grows, MPI.MAX)
-        new = succession(old, lost, self.nodes, self.spares > 0 and bool(grows[0]), alone=self.kind != "mpi_sync")
+        new = map_ranks(old, lost, self.nodes, self.spares > 0 and bool(grows[0]), alone=self.kind != "mpi_sync")
         if why := refusal(old, new):
             raise LostError(f"recover: {why}")
-        self.workers = self.client = self.servers = self.sums = None
-        self.before = Before(new.origin, lost, self.num_workers, self.num_servers, self.nodes, old.clients, new.places)
-        self.num_workers, self.num_servers, self.spares, clients = new.roles
-        self.clients = tuple(Interval(*client) for client in clients)
-        self.world = _split(left, 0, new.origin.index(self.rank))
-        self.rank = self.world.Get_rank()
+        world = _split(left, 0, new.origin.index(self.rank))
         nodes = [self.nodes[rank] for rank in new.origin]
-        # Name each node by the lowest new rank on it.
-        self.nodes = tuple(nodes.index(node) for node in nodes)
-        self.begin()
+        layout = replace(
+            self,
+            rank=world.Get_rank(),
+            num_workers=new.roles.num_workers,
+            num_servers=new.roles.num_servers,
+            spares=new.roles.spares,
+            clients=tuple(Interval(*client) for client in new.roles.clients),
+            # Name each node by the lowest new rank on it.
+            nodes=tuple(nodes.index(node) for node in nodes),
+            world=world,
+            before=Before(new.origin, lost, self.num_workers, self.num_servers, self.nodes, old.clients, new.places),
+        )
+        layout.begin()
+        return layout
 
     def free(self) -> None:
         """Free the communicators once all ranks have called this. Does not block."""

@@ -348,7 +348,7 @@ def _find_file(name: str, begin: bool, update: Update) -> tuple[str, TrainerHead
         header = _read_header(path, opened.metadata.get(METADATA))
         _check_update(path, header, update)
         _check_arrays(path, opened.tensors, header, update)
-        opened.see_sums((METADATA,))
+        opened.check_sums((METADATA,))
     return prefix, header
 
 

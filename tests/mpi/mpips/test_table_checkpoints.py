@@ -241,7 +241,7 @@ def test_what_does_not_fit_a_table_changes_nothing(folder: Path) -> None:
     for each in (body, other, key, claims):
         run("dist_sync", each, servers=1)
     said = run("dist_sync", lambda kv: failure(lambda: kv.load(folder / "t")), servers=0)
-    assert "whose rows are made on servers" in said
+    assert "which only servers keep" in said
 
 
 def test_a_save_needs_one_round_of_a_table(folder: Path) -> None:

@@ -1,0 +1,114 @@
+"""The tables of a store on a worker, as the store sees them: collections of a service (`worker.interface`)."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from mpips.collectives.fabric.tasks import Task
+from mpips.store.checkpoint.file import Reader
+from mpips.store.keys.key import Name
+from mpips.store.remote.link import Link
+from mpips.store.remote.setup import Setup
+from mpips.store.roles import Layout
+from mpips.store.worker.store import WorkerStore
+from mpips.tables import files
+from mpips.tables.client import FrozenOnServers, KnownTable, RemoteTables
+from mpips.tables.files import FilePart, RowsPiece, TableRecord, check_fit, record_of, table_prefix
+from mpips.tables.plan import TablesPlan
+
+
+class WorkerTables:
+    """All tables of a store, on one worker."""
+
+    name = "tables"
+
+    def __init__(self, layout: Layout, link: Link, setup: Setup) -> None:
+        self.client = RemoteTables(layout, link, setup)
+
+    @property
+    def collections(self) -> Mapping[str, KnownTable]:
+        return self.client.known
+
+    def agree(self, store: WorkerStore, what: str) -> None:
+        """Exchange, in the call `what`, which rounds servers have refused for lack of memory. See `WorkerService`."""
+        tables = self.client.known.values()
+        while tables:
+            mine = msgspec.msgpack.encode([table.refusals for table in tables])
+            words = store.agree(what, data=mine, alike="rounds of tables")
+            counts = [msgspec.msgpack.decode(word, type=list[int]) for word in words]
+            if all(each == counts[0] for each in counts):
+                return
+            for table, refusals in zip(tables, zip(*counts)):
+                if table.refusals < max(refusals):
+                    store.run(f"stats of table {table.name!r}", self.client.stats(table, ahead=1))
+
+    def tell_wait(self, names: Sequence[Name]) -> None:
+        self.client.tell_wait([table for table in self.client.known.values() if table.name in names])
+
+    def describe(self, known: Container[Name]) -> bytes:
+        cards = [table.card for table in self.client.known.values() if table.name in known]
+        return msgspec.msgpack.encode(cards) if cards else b""
+
+    def renew(self) -> None:
+        self.client.renew()
+
+    def begin(self, plan: TablesPlan | None, rounds: Mapping[Name, int]) -> None:
+        """Go on with the tables of the plan at these rounds. `Table` objects keep their `KnownTable`."""
+        before, self.client.known = self.client.known, {}
+        for card in [] if plan is None else plan.cards:
+            table = self.client.known[card.table] = before.get(card.table) or KnownTable(card)
+            table.card, table.round = card, rounds.get(card.table, 0)
+            table.refusals, table.room = 0, {}
+
+    # ---- checkpoints
+
+    def freeze(self) -> Task[FrozenTables]:
+        frozen = yield from self.client.freeze(list(self.client.known))
+        return FrozenTables(frozen, [record_of(table, frozen) for table in self.client.known.values()])
+
+    def check_records(self, path: str, records: Sequence[TableRecord]) -> None:
+        """Raise ValueError unless a checkpoint has all tables of the store, of the same kinds."""
+        by_name = {record.name: record for record in records}
+        for table in self.client.known.values():
+            if table.name not in by_name:
+                raise ValueError(f"{path} has no table {table.name!r}, which the store has: save it too, by kv.save")
+            check_fit("load", path, by_name[table.name], table)
+
+    def load(self, store: WorkerStore, reader: Reader | None, records: Sequence[TableRecord]) -> Task[None]:
+        for record in records:
+            if record.name not in self.client.known:
+                yield from self.client.make(record.card)
+                store.restored.offer([record.name])
+            self.client.known[record.name].note_load()
+
+        def rows() -> Task[bytes]:
+            assert reader is not None
+            counts = {record.card.table_of_counts for record in records}
+            for card in (record.card for record in records if record.name not in counts):
+                parts = {
+                    table_prefix(each.name): each for each in records if each.name in (card.table, card.table_of_counts)
+                }
+                yield from files.restore(self.client, [FilePart(parts, reader)])
+            return b""
+
+        yield from self.client.at_rank_0(rows, "load")
+
+
+@dataclass
+class FrozenTables:
+    """All tables of a store as they were at one moment, to be written to a checkpoint."""
+
+    frozen: FrozenOnServers
+    records: list[TableRecord]
+
+    def pieces(self) -> Iterator[RowsPiece]:
+        """Yield all rows, table by table."""
+        for record in self.records:
+            yield from files.pieces(record, table_prefix(record.name), self.frozen)
+
+    def release(self) -> Task[None]:
+        """Have the servers forget the frozen rows."""
+        yield from self.frozen.release()
