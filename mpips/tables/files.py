@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from mpips.collectives.errors import CollectiveError, warn
 from mpips.collectives.fabric.tasks import Task
 from mpips.store.checkpoint.file import (
+    Reader,
     Tensor,
     TensorFile,
     Writer,
@@ -55,15 +56,6 @@ EXPORT_WORD = "mpips.export"
 PIECE_BYTES = 1 << 20
 LOADED_BYTES = 1 << 22
 NO_IDS: Ids = np.zeros(0, np.int64)
-
-
-class Readable(Protocol):
-    """An open file of tensors."""
-
-    path: str
-
-    def get(self, name: str, rows: slice | None = None) -> Array:
-        """Return a tensor, or some of its rows."""
 
 
 # ---- shared by both kinds of files
@@ -155,7 +147,7 @@ class FilePart(NamedTuple):
     """
 
     records: Mapping[str, TableRecord]
-    file: Readable
+    file: Reader | TensorFile
     later: Ids = NO_IDS
 
 

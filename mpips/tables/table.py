@@ -347,7 +347,7 @@ class Table(Uncopied):
         return np.ascontiguousarray(array).reshape(-1), array.shape
 
     def _array_of(self, what: str, argument: str, given: object, shape: tuple[int, ...]) -> Array:
-        """Check that an array holds rows for ids of this shape. `word` is the name of the argument, for errors."""
+        """Check that an array holds rows for ids of this shape. `argument` is its name in errors."""
         name = f"{what} of table {self.name!r}: {argument}"
         array = arrays.host(given, name)  # type: ignore[arg-type]
         if array.dtype != self.dtype:

@@ -13,7 +13,6 @@ from mpips.store.keys.key import Name
 from mpips.store.remote.link import Link
 from mpips.store.remote.setup import Setup
 from mpips.store.roles import Layout
-from mpips.store.worker.store import WorkerStore
 from mpips.tables import files
 from mpips.tables.client import FrozenOnServers, KnownTable, RemoteTables
 from mpips.tables.files import FilePart, RowsPiece, TableRecord, check_fit, record_of, table_prefix
@@ -32,18 +31,15 @@ class WorkerTables:
     def collections(self) -> Mapping[str, KnownTable]:
         return self.client.known
 
-    def agree(self, store: WorkerStore, what: str) -> None:
-        """Exchange, in the call `what`, which rounds servers have refused for lack of memory. See `WorkerService`."""
-        tables = self.client.known.values()
-        while tables:
-            mine = msgspec.msgpack.encode([table.refusals for table in tables])
-            words = store.agree(what, data=mine, alike="rounds of tables")
-            counts = [msgspec.msgpack.decode(word, type=list[int]) for word in words]
-            if all(each == counts[0] for each in counts):
-                return
-            for table, refusals in zip(tables, zip(*counts)):
-                if table.refusals < max(refusals):
-                    store.run(f"stats of table {table.name!r}", self.client.stats(table, ahead=1))
+    def refusals(self) -> bytes:
+        return msgspec.msgpack.encode([table.refusals for table in self.client.known.values()])
+
+    def learn_refusals(self, refusals: Sequence[bytes]) -> Task[None]:
+        counts = [msgspec.msgpack.decode(data, type=list[int]) for data in refusals]
+        for table, known in zip(self.client.known.values(), zip(*counts)):
+            if table.refusals < max(known):
+                # The answer to a question about the next round is the refusal.
+                yield from self.client.stats(table, ahead=1)
 
     def tell_wait(self, names: Sequence[Name]) -> None:
         self.client.tell_wait([table for table in self.client.known.values() if table.name in names])
@@ -65,9 +61,9 @@ class WorkerTables:
 
     # ---- checkpoints
 
-    def freeze(self) -> Task[FrozenTables]:
+    def freeze(self) -> Task[SavedTables]:
         frozen = yield from self.client.freeze(list(self.client.known))
-        return FrozenTables(frozen, [record_of(table, frozen) for table in self.client.known.values()])
+        return SavedTables(frozen, [record_of(table, frozen) for table in self.client.known.values()])
 
     def check_records(self, path: str, records: Sequence[TableRecord]) -> None:
         """Raise ValueError unless a checkpoint has all tables of the store, of the same kinds."""
@@ -77,11 +73,11 @@ class WorkerTables:
                 raise ValueError(f"{path} has no table {table.name!r}, which the store has: save it too, by kv.save")
             check_fit("load", path, by_name[table.name], table)
 
-    def load(self, store: WorkerStore, reader: Reader | None, records: Sequence[TableRecord]) -> Task[None]:
+    def load(self, reader: Reader | None, records: Sequence[TableRecord]) -> Task[list[str]]:
+        new = [record for record in records if record.name not in self.client.known]
+        for record in new:
+            yield from self.client.make(record.card)
         for record in records:
-            if record.name not in self.client.known:
-                yield from self.client.make(record.card)
-                store.restored.offer([record.name])
             self.client.known[record.name].note_load()
 
         def rows() -> Task[bytes]:
@@ -95,10 +91,11 @@ class WorkerTables:
             return b""
 
         yield from self.client.at_rank_0(rows, "load")
+        return [record.name for record in new]
 
 
 @dataclass
-class FrozenTables:
+class SavedTables:
     """All tables of a store as they were at one moment, to be written to a checkpoint."""
 
     frozen: FrozenOnServers

@@ -16,8 +16,8 @@ import math
 import os
 import stat
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 by name)
 import msgspec
@@ -28,16 +28,13 @@ from mpips.collectives.files import NewFile
 from mpips.store.keys.key import Array
 from mpips.store.options import MOST
 
-if TYPE_CHECKING:
-    from mpips.store.server.service import ServiceKind
-
 # key of the metadata that has the header
 STORE = "mpips.store"
 # Version 2 came with services. A file without collections of services is written as version 1.
 VERSION = 2
 
 
-class Record(msgspec.Struct):
+class KeyRecord(msgspec.Struct):
     """A key in the header.
 
     Attributes:
@@ -82,7 +79,11 @@ class CollectionRecord(Protocol):
         """Yield the names and types of its tensors in the file."""
 
 
-class Header(msgspec.Struct):
+Decoder = Callable[[bytes], Sequence[CollectionRecord]]
+NO_DECODERS: Mapping[str, Decoder] = {}
+
+
+class StoreHeader(msgspec.Struct):
     """The header of a store's file.
 
     Attributes:
@@ -95,7 +96,7 @@ class Header(msgspec.Struct):
     version: int
     kind: str
     options: dict[str, Any]
-    records: list[Record]
+    records: list[KeyRecord]
     optimizer: dict[str, Any] | None
     compression: dict[str, Any] | None
     residuals: int
@@ -165,10 +166,10 @@ class Reader:
     its header promises.
 
     Args:
-        kinds: The kinds of services whose collections to read, too.
+        decoders: See `decode_header`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], kinds: Iterable[ServiceKind] = ()) -> None:
+    def __init__(self, path: str | os.PathLike[str], decoders: Mapping[str, Decoder] = NO_DECODERS) -> None:
         with contextlib.ExitStack() as stack:
             self._file = stack.enter_context(TensorFile(path))
             self.path = self._file.path
@@ -178,7 +179,7 @@ class Reader:
             try:
                 # the header, as text
                 self.encoded = text.encode()
-                self.header = decode_header(self.encoded, kinds)
+                self.header = decode_header(self.encoded, decoders)
             except (msgspec.MsgspecError, OverflowError, RecursionError) as error:
                 raise ValueError(f"{self.path} cannot be read: {error}") from error
             self._check_header()
@@ -230,18 +231,22 @@ class Reader:
                 raise ValueError(f"{self.path}: tensor {name!r} is {actual}: save anew")
 
 
-def metadata(header: Header) -> dict[str, str]:
+def metadata(header: StoreHeader) -> dict[str, str]:
     """Return the header as metadata of safetensors."""
     fields = msgspec.to_builtins(header)
     fields |= fields.pop("services")
     return {STORE: msgspec.json.encode(fields).decode()}
 
 
-def decode_header(text: bytes, kinds: Iterable[ServiceKind]) -> Header:
-    """Decode the header from metadata, with the records of these kinds of services. MsgspecError if it is none."""
+def decode_header(text: bytes, decoders: Mapping[str, Decoder]) -> StoreHeader:
+    """Decode the header from metadata. MsgspecError if it is none.
+
+    Args:
+        decoders: For each service by name, what decodes its field. Fields of other services are left out.
+    """
     fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
-    services = {kind.name: kind.decode_records(fields[kind.name]) for kind in kinds if kind.name in fields}
-    return msgspec.structs.replace(msgspec.json.decode(text, type=Header), services=services)
+    services = {name: decode(fields[name]) for name, decode in decoders.items() if name in fields}
+    return msgspec.structs.replace(msgspec.json.decode(text, type=StoreHeader), services=services)
 
 
 # every dtype that a file can hold, and its name in safetensors

@@ -28,9 +28,9 @@ from mpips.optimizers.registry import as_data, from_data
 from mpips.optimizers.schedules import Groups
 from mpips.store.checkpoint import file
 from mpips.store.checkpoint.file import (
-    Header,
+    KeyRecord,
     Reader,
-    Record,
+    StoreHeader,
     decode_header,
     file_name,
     residual_dtype,
@@ -49,6 +49,7 @@ from mpips.store.worker.interface import StateAccess, States
 from mpips.store.worker.store import WorkerStore
 
 LOG = log.get("mpips.store")
+DECODERS = {kind.name: kind.decode_records for kind in KINDS}
 
 
 def load(store: WorkerStore, path: str | os.PathLike[str]) -> None:
@@ -62,7 +63,7 @@ def load(store: WorkerStore, path: str | os.PathLike[str]) -> None:
         reader, unfit = attempt(lambda: _opened(store, name, stack) if refusal is None else None)
         header_text = b"" if reader is None else reader.encoded
         texts = store.agree_settled("load", [("path", name or "")], refusal or unfit, noun="argument", data=header_text)
-        header = decode_header(texts[0], KINDS)
+        header = decode_header(texts[0], DECODERS)
         store.run("load", _loaded(store, reader, header))
         LOG.info("checkpoint %s is loaded, with %d keys", name, len(header.records))
 
@@ -74,7 +75,7 @@ def _opened(store: WorkerStore, path: str, stack: contextlib.ExitStack) -> Reade
     """
     if store.layout.rank:
         return None
-    reader = stack.enter_context(Reader(path, KINDS))
+    reader = stack.enter_context(Reader(path, DECODERS))
     _check_keys(store, reader.path, reader.header)
     _check_collections(store, reader.path, reader.header)
     # Raises if the user has not registered an optimizer that the file names.
@@ -86,7 +87,7 @@ def _opened(store: WorkerStore, path: str, stack: contextlib.ExitStack) -> Reade
     return reader
 
 
-def _check_keys(store: WorkerStore, path: str, header: Header) -> None:
+def _check_keys(store: WorkerStore, path: str, header: StoreHeader) -> None:
     """Raise ValueError unless the file has every key of the store, with the same shape and dtype."""
     records = {record.key: record for record in header.records}
     for key in store.keys.values():
@@ -101,7 +102,7 @@ def _check_keys(store: WorkerStore, path: str, header: Header) -> None:
         raise ValueError(f"{path} has keys of type {' and '.join(sorted(kinds))}, beside those of the store")
 
 
-def _check_collections(store: WorkerStore, path: str, header: Header) -> None:
+def _check_collections(store: WorkerStore, path: str, header: StoreHeader) -> None:
     """Raise ValueError unless the file has all collections of the store, of the same kinds, and no other's names."""
     services = {service.name: service for service in store.backend.services}
     for name, records in header.services.items():
@@ -121,7 +122,7 @@ def _check_collections(store: WorkerStore, path: str, header: Header) -> None:
         )
 
 
-def _check_state(path: str, record: Record, optimizer: Optimizer | None) -> None:
+def _check_state(path: str, record: KeyRecord, optimizer: Optimizer | None) -> None:
     """Raise ValueError if the optimizer cannot update the key, or the state in the file is of another optimizer."""
     if optimizer is None:
         return
@@ -146,13 +147,13 @@ def _used(store: WorkerStore, groups: Groups) -> Groups:
     return Groups(groups.default or store.groups.default, groups.own) if groups else store.groups
 
 
-def _groups(header: Header) -> Groups:
+def _groups(header: StoreHeader) -> Groups:
     """Return the file's optimizers. Raises ValueError or TypeError if one is unknown here."""
     own = {record.key: from_data(record.optimizer) for record in header.records if record.optimizer is not None}
     return Groups(None if header.optimizer is None else from_data(header.optimizer), own)
 
 
-def _loaded(store: WorkerStore, reader: Reader | None, header: Header) -> Task[None]:
+def _loaded(store: WorkerStore, reader: Reader | None, header: StoreHeader) -> Task[None]:
     """Load everything into the store, some keys at a time. Worker 0 reads the file. Collective."""
     parts = [header.records[run] for run in runs(map(_nbytes, header.records))]
     for records in parts:
@@ -167,7 +168,7 @@ def _loaded(store: WorkerStore, reader: Reader | None, header: Header) -> Task[N
             yield from _residuals_loaded(store, reader, header, floats)
     for service in store.backend.services:
         if collections := header.services.get(service.name):
-            yield from service.load(store, reader, collections)
+            store.restored.offer((yield from service.load(reader, collections)))
 
 
 def _use(store: WorkerStore, groups: Groups, compressor: Compressor | None) -> Task[None]:
@@ -186,12 +187,12 @@ def _use(store: WorkerStore, groups: Groups, compressor: Compressor | None) -> T
         store.compressor = compressor
 
 
-def _nbytes(record: Record) -> int:
+def _nbytes(record: KeyRecord) -> int:
     """Return the bytes of a key's values and of its optimizer's state."""
     return record.size * sum(np.dtype(dtype).itemsize for dtype in (record.dtype, *record.state))
 
 
-def _values_loaded(store: WorkerStore, reader: Reader | None, records: Sequence[Record]) -> Task[None]:
+def _values_loaded(store: WorkerStore, reader: Reader | None, records: Sequence[KeyRecord]) -> Task[None]:
     existing = [record for record in records if record.key in store.keys]
     new = [record for record in records if record.key not in store.keys]
     if existing:
@@ -207,7 +208,7 @@ def _values_loaded(store: WorkerStore, reader: Reader | None, records: Sequence[
         store.add(keys)
 
 
-def _states_loaded(store: WorkerStore, reader: Reader | None, records: Sequence[Record]) -> Task[None]:
+def _states_loaded(store: WorkerStore, reader: Reader | None, records: Sequence[KeyRecord]) -> Task[None]:
     states = {
         record.key: (
             record.step,
@@ -221,7 +222,7 @@ def _states_loaded(store: WorkerStore, reader: Reader | None, records: Sequence[
 
 
 def _residuals_loaded(
-    store: WorkerStore, reader: Reader | None, header: Header, records: Sequence[Record]
+    store: WorkerStore, reader: Reader | None, header: StoreHeader, records: Sequence[KeyRecord]
 ) -> Task[None]:
     saved = [
         [

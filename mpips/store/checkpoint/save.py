@@ -34,8 +34,8 @@ from mpips.store.checkpoint.file import (
     HOLDS,
     NAMES,
     VERSION,
-    Header,
-    Record,
+    KeyRecord,
+    StoreHeader,
     Writer,
     file_name,
     metadata,
@@ -52,7 +52,7 @@ from mpips.store.roles import Layout
 from mpips.store.runtime.engine import Handle
 from mpips.store.runtime.errors import StoreError
 from mpips.store.runtime.rendezvous import attempt
-from mpips.store.worker.interface import FrozenService, Piece, Snapshot, StateAccess
+from mpips.store.worker.interface import CheckpointPiece, FrozenService, Snapshot, StateAccess
 from mpips.store.worker.store import WorkerStore
 
 LOG = log.get("mpips.store")
@@ -180,7 +180,7 @@ def _log_end(path: str, begun: Begun | None, failure: object) -> None:
         LOG.info("checkpoint %s: written after %.3f s", path, time.perf_counter() - begun.at)
 
 
-def _begun(header: Header, writer: Writer) -> None:
+def _begun(header: StoreHeader, writer: Writer) -> None:
     """Write the header. Raises ValueError if the file format cannot hold an optimizer's state."""
     for record in header.records:
         for dtype in record.state:
@@ -191,16 +191,16 @@ def _begun(header: Header, writer: Writer) -> None:
     writer.begin(dict(header.tensors()), metadata(header))
 
 
-def _header(store: WorkerStore, content: Content, groups: int) -> Header:
+def _header(store: WorkerStore, content: Content, groups: int) -> StoreHeader:
     """Return the header. `groups` is the number of workers or clients whose residuals are in the file."""
     records = []
     for key in content.keys:
         round_, step, dtypes = content.snapshot.records[key.name]
         own = store.groups.own.get(key.name)
         data = None if own is None else as_data(own)
-        records.append(Record(key.name, key.shape, key.dtype.name, round_, step, list(dtypes), data))
+        records.append(KeyRecord(key.name, key.shape, key.dtype.name, round_, step, list(dtypes), data))
     compressor, default = store.compressor, store.groups.default
-    return Header(
+    return StoreHeader(
         version=VERSION if content.services else 1,
         kind=store.layout.kind,
         options=asdict(store.layout.options),
@@ -282,7 +282,7 @@ class KeyPiece(NamedTuple):
         return [(self.tensor, (yield from self.snapshot.read(self.key, self.slot, self.start, self.stop)))]
 
 
-def pieces(content: Content) -> Iterator[Piece]:
+def pieces(content: Content) -> Iterator[CheckpointPiece]:
     """Yield all that a store holds: its keys in order, then what services keep."""
     snapshot = content.snapshot
     for key in content.keys:
@@ -297,7 +297,7 @@ def pieces(content: Content) -> Iterator[Piece]:
         yield from service.pieces()
 
 
-def copy_piece(piece: Piece, writer: Writer) -> Task[float]:
+def copy_piece(piece: CheckpointPiece, writer: Writer) -> Task[float]:
     """Read a piece and write it to the file. Return the seconds that this has cost."""
     parts = yield from piece.read()
     begun = time.perf_counter()
@@ -445,7 +445,7 @@ class Saving:
             self._step = self._store.start("save", self._content.release())
             self._disk = Disk(self._writer)
 
-    def _some(self, piece: Piece | None, writer: Writer, allowed: float) -> Task[None]:
+    def _some(self, piece: CheckpointPiece | None, writer: Writer, allowed: float) -> Task[None]:
         """Write pieces that together cost about `allowed` seconds, `piece` first."""
         cost = 0.0
         while piece is not None:

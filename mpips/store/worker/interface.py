@@ -22,7 +22,6 @@ from mpips.store.keys.row_sparse import RowSparse
 
 if TYPE_CHECKING:
     from mpips.store.checkpoint.file import CollectionRecord, Reader
-    from mpips.store.worker.store import WorkerStore
 
 # key -> (number of updates by the optimizer, its 1-D state arrays, each as long as the key)
 States = dict[Name, tuple[int, list[Array]]]
@@ -112,7 +111,7 @@ class Transfers(Protocol):
         """Write rows of the key into `out` of shape (len(ids), ...). `ids`: int64 (k,), any order, repeats allowed."""
 
 
-class Piece(Protocol):
+class CheckpointPiece(Protocol):
     """A part of a checkpoint that is read and written at once."""
 
     @property
@@ -130,7 +129,7 @@ class FrozenService(Protocol):
     def records(self) -> Sequence[CollectionRecord]:
         """What the header says of each collection."""
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[CheckpointPiece]:
         """Yield everything that the collections hold."""
 
     def release(self) -> Task[None]:
@@ -150,12 +149,11 @@ class WorkerService(Protocol):
     def collections(self) -> Mapping[str, Pushed]:
         """The collections that this worker knows, by name."""
 
-    def agree(self, store: WorkerStore, what: str) -> None:
-        """Let this worker learn of rounds that servers have refused, before all workers compare rounds in a call.
+    def refusals(self) -> bytes:
+        """Encode which refused rounds this worker knows of. All workers have to know of the same ones."""
 
-        Collective in a synchronous store. A worker that had not heard of a refusal raises RoomError, and the others
-        wait until it makes the call `what` again.
-        """
+    def learn_refusals(self, refusals: Sequence[bytes]) -> Task[None]:
+        """Learn of the refused rounds that only other workers know of. RoomError if there are any."""
 
     def tell_wait(self, names: Sequence[Name]) -> None:
         """Tell the servers that the program has waited long in a call with those of these names that are its own."""
@@ -175,11 +173,14 @@ class WorkerService(Protocol):
     def check_records(self, path: str, records: Sequence[Any]) -> None:
         """Raise ValueError unless a checkpoint's records have all collections of this service, and fit them."""
 
-    def load(self, store: WorkerStore, reader: Reader | None, records: Sequence[Any]) -> Task[None]:
+    def load(self, reader: Reader | None, records: Sequence[Any]) -> Task[list[str]]:
         """Make the collections of a checkpoint that do not exist, and replace the content of all. Collective.
 
         Args:
             reader: The open checkpoint, on worker 0.
+
+        Returns:
+            The names of the collections that it has made.
         """
 
 

@@ -245,8 +245,12 @@ class WorkerStore:
         Collective in a synchronous store. Raise RoomError on a worker that had not heard of a refusal. The others wait
         until it makes the call `what` again.
         """
-        for service in self.backend.services if not self.layout.asynchronous else ():
-            service.agree(self, what)
+        for service in () if self.layout.asynchronous else self.backend.services:
+            while service.collections:
+                refusals = self.agree(what, data=service.refusals(), alike="refused rounds")
+                if all(each == refusals[0] for each in refusals):
+                    break
+                self.run(what, service.learn_refusals(refusals))
 
     def agree_settled(
         self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from mpips.optimizers.adaptive import AdaGrad, Adam, AdamW, RMSProp
 from mpips.optimizers.base import Optimizer, state_dtypes
 from mpips.optimizers.sgd import SGD
 from mpips.store.checkpoint import file
+from mpips.store.checkpoint.load import DECODERS
 from mpips.store.keys.key import Name
 
 # optimizer of the store -> PyTorch's names for the arrays of its state, in its own order
@@ -232,11 +232,11 @@ def _array_of(key: str, name: str, parameter: Tensor, state: Mapping[str, Any]) 
     return given.detach()
 
 
-def _read(data: bytes) -> tuple[file.Header, dict[str, np.ndarray]]:
+def _read(data: bytes) -> tuple[file.StoreHeader, dict[str, np.ndarray]]:
     """Return the header and the arrays of a store's file. The store has just written it, so nothing is checked."""
     start = file.LENGTH_BYTES + int.from_bytes(data[: file.LENGTH_BYTES], "little")
     entries = json.loads(data[file.LENGTH_BYTES : start])
-    header = msgspec.json.decode(entries.pop("__metadata__")[file.STORE], type=file.Header)
+    header = file.decode_header(entries.pop("__metadata__")[file.STORE].encode(), DECODERS)
     arrays = {}
     for name, entry in entries.items():
         first, last = entry["data_offsets"]
