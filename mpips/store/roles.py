@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,21 +32,12 @@ from mpips.store.options import OptionError, Options
 from mpips.store.recovery import membership as ring
 from mpips.store.recovery.membership import Before, Roles, map_ranks, refusal
 from mpips.store.runtime.errors import LostError
-from mpips.store.runtime.rendezvous import Gathering, MeetingPlace
+from mpips.store.runtime.rendezvous import Gathering, MeetingPlace, agree
 
 WHAT = "mpips.create"
 # Lanes of stores in the recorder begin here, above the lanes of communicators.
 STORE = 1 << 63
 _stores = itertools.count()
-
-
-class _Card(msgspec.Struct, array_like=True):
-    """What a rank tells the others in `create`: the store that it asks for, or the reason why it cannot join."""
-
-    kind: str
-    options: dict[str, Any]
-    refusal: str
-    lane: int
 
 
 @dataclass
@@ -250,13 +240,14 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
             options.clients_of(kind, world.Get_size())
         except OptionError as error:
             refusal = str(error)
+    lane = STORE + (MPI.COMM_WORLD.Get_rank() << 32) + next(_stores)
+    items = [("kind", repr(kind))] + [(name, repr(value)) for name, value in asdict(options or Options()).items()]
+    refused = OptionError(refusal) if refusal else None
     try:
-        # All ranks take rank 0's lane (see _agree).
-        lane = STORE + (MPI.COMM_WORLD.Get_rank() << 32) + next(_stores)
-        lane = _agree(world, _Card(kind, {} if options is None else asdict(options), refusal, lane), limits)
-    except OptionError:
+        lanes = agree(Gathering(world, limits), WHAT, items, refused, "option", data=b"%d" % lane)
+    except ValueError as error:
         part(world)
-        raise
+        raise OptionError(str(error)) from None
     assert options is not None
     size = world.Get_size()
     workers = options.workers_of(size)
@@ -266,7 +257,9 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
         part(world)
         raise OptionError(why)
     spares = max(0, options.spares)
-    layout = Layout(kind, options, world.Get_rank(), workers, options.servers, clients, nodes, world, spares, lane=lane)
+    layout = Layout(kind, options, world.Get_rank(), workers, options.servers, clients, nodes, world, spares)
+    # All ranks take rank 0's lane.
+    layout.lane = int(lanes[0])
     layout.begin()
     return layout
 
@@ -283,29 +276,6 @@ def _come(comm: MPI.Intracomm, limits: Limits) -> None:
     who = "all must call it, servers too, which leave when their last store is closed"
     what = f"{WHAT}, to which not all {comm.Get_size()} ranks have come ({who}),"
     Roll(comm, what).wait(limits)
-
-
-def _agree(world: MPI.Intracomm, card: _Card, limits: Limits) -> int:
-    """Check that all ranks ask for the same store, and return its lane. Otherwise raise OptionError on all ranks."""
-    encoded = Gathering(world, limits).meet(msgspec.msgpack.encode(card), WHAT)
-    cards = [msgspec.msgpack.decode(data, type=_Card) for data in encoded]
-    refused = [rank for rank, other in enumerate(cards) if other.refusal]
-    if len(refused) == len(cards) and len({card.refusal for card in cards}) == 1:
-        raise OptionError(cards[0].refusal)
-    if refused:
-        raise OptionError(f"rank {refused[0]}: {cards[refused[0]].refusal}")
-    first = cards[0]
-    for rank, other in enumerate(cards):
-        if other.kind != first.kind:
-            kinds = f"rank 0 asks for kind {first.kind!r}, rank {rank} for {other.kind!r}"
-            raise OptionError(f"create: {kinds}; ask for the same on every rank")
-        for name, value in first.options.items():
-            if other.options[name] != value:
-                raise OptionError(
-                    f"create: option {name} is {value!r} on rank 0 and {other.options[name]!r} on rank {rank}; "
-                    "give every rank the same"
-                )
-    return first.lane
 
 
 def _split(comm: MPI.Intracomm, number: int, rank: int) -> MPI.Intracomm:

@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.collectives.errors import CollectiveError, of_caller, warn
+from mpips.collectives.errors import CollectiveError, warn
 from mpips.collectives.fabric.tasks import Task
 from mpips.store.checkpoint.file import (
     Reader,
@@ -36,6 +36,7 @@ from mpips.store.checkpoint.file import (
     open_writer,
     why,
 )
+from mpips.store.keys.arguments import check_one_round
 from mpips.store.keys.key import Array
 from mpips.store.options import MOST
 from mpips.store.runtime.rendezvous import Items, attempt
@@ -275,15 +276,9 @@ def meet(store: WorkerStore, what: str, items: Items, table: KnownTable, refusal
     """
     store.finish()
     store.agree_on_refusals(what)
-    counts = store.agree(what, items, refusal, noun="argument", data=b"%d" % table.round)
-    for rank, count in enumerate(counts):
-        if count != counts[0] and not store.layout.asynchronous:
-            raise of_caller(
-                ValueError(
-                    f"{what}: rank 0 has pushed {int(counts[0])} times and rank {rank} {int(count)}: call it after the "
-                    "same step"
-                )
-            )
+    rounds = store.agree(what, items, refusal, noun="argument", data=b"%d" % table.round)
+    if not store.layout.asynchronous:
+        check_one_round(what, [table], [[int(round_)] for round_ in rounds])
 
 
 def _counts_of(tables: RemoteTables, table: KnownTable) -> KnownTable | None:

@@ -198,7 +198,7 @@ def test_options_that_make_no_sense():
         ({"servers": size}, "at least one worker need"),
         ({"servers": 0, "clients": size + 1}, f"more than the {size} workers"),
         ({"servers": 0, "workers": size + 1}, f"but the job has {size}"),
-        ({"servers": 0, "clients": 1 + (WORLD.rank == last)}, "option clients" if last else ""),
+        ({"servers": 0, "clients": 1 + (WORLD.rank == last)}, "option 'clients'" if last else ""),
     ]:
         if word:
             said = WORLD.allgather(failure(lambda options=options: mpips.create("mpi_sync", **options)))
@@ -322,7 +322,7 @@ def test_a_setting_while_a_worker_is_a_round_ahead_is_refused_everywhere():
             lambda: kv.forget("w"),
             lambda: kv.recut(["w"], {"x": 3}),
         ):
-            assert "key 'w' was pushed 1 times by rank 0 and 0 times by rank 1" in failure(call)
+            assert "pushes of key 'w' is 1 on rank 0 and 0 on rank 1: call it after" in failure(call)
         kv.init("v", one)
         if kv.rank:
             kv.push("w", one)
