@@ -40,12 +40,12 @@ from mpips.store.checkpoint.file import (
     why,
 )
 from mpips.store.keys.key import Array
+from mpips.store.keys.row_sums import Ids
 from mpips.store.runtime.rendezvous import Items, attempt
 from mpips.store.transport.frames import TableStats
 from mpips.store.worker.interface import FrozenRows, KnownTable, Tables
 from mpips.store.worker.store import WorkerStore
 from mpips.tables.admission import COUNTS
-from mpips.tables.initial import Ids
 
 # metadata key of the record that describes the table
 WORD = "mpips.table"

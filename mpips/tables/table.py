@@ -20,6 +20,7 @@ from mpips.collectives.fabric.tasks import Task
 from mpips.collectives.recorder import own as recorder
 from mpips.store.keys import arguments
 from mpips.store.keys.key import Array
+from mpips.store.keys.row_sums import Ids
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Handle
 from mpips.store.transport import frames
@@ -31,7 +32,7 @@ from mpips.store.worker.store import WorkerStore
 from mpips.tables import files as table_files
 from mpips.tables import row_optimizers
 from mpips.tables.admission import COUNTS, Chance, Seen
-from mpips.tables.initial import Ids, Uniform, key_of
+from mpips.tables.initial import Uniform, key_of
 
 T = TypeVar("T")
 DTYPES = ("float32", "float64")

@@ -23,7 +23,6 @@ from mpips.collectives.fabric.arena import Region, SparseFile
 from mpips.optimizers.base import Optimizer, State, state_dtypes
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Array
-from mpips.store.keys.row_sparse import RowSparse, sum_of
 from mpips.store.recovery import undo
 from mpips.store.recovery.plan import Holding, Shelf, dtype_names
 from mpips.store.recovery.undo import Undo, with_state, words_of
@@ -394,11 +393,9 @@ class SurvivingUnit(Unit):
         """Copy what is about to be written."""
         self.undo.keep_old(start, stop)
 
-    def keep_old_rows(self, parts: Sequence[RowSparse]) -> Sequence[RowSparse]:
-        """Copy rows that are about to be written. Return the sum of `parts`, in which no row repeats."""
-        total = sum_of(parts)
-        self.undo.keep_old_rows(total.rows)
-        return [total]
+    def keep_old_rows(self, rows: NDArray[np.int64]) -> None:
+        """Copy rows that are about to be written."""
+        self.undo.keep_old_rows(rows)
 
     def give_up(self) -> None:
         """Go back to the last complete round."""

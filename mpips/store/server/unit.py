@@ -6,12 +6,15 @@ from collections import deque
 from collections.abc import Iterable, MutableSequence, Sequence
 from typing import NamedTuple, NoReturn, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
 from mpips.collectives.errors import CollectiveError
 from mpips.collectives.kernels.sums import add_parts
 from mpips.optimizers.base import Optimizer, State, initial
 from mpips.optimizers.equation import update_by_sum
 from mpips.store.keys.key import Array
-from mpips.store.keys.row_sparse import RowSparse, sum_of, update_rows
+from mpips.store.keys.row_sparse import RowSparse, update_rows
 from mpips.store.recovery.undo import Undo
 
 K = TypeVar("K")
@@ -319,9 +322,8 @@ class Unit:
     def keep_old(self, start: int, stop: int) -> None:
         """Prepare to write elements [start, stop), after all those before them. Called before `write`."""
 
-    def keep_old_rows(self, parts: Sequence[RowSparse]) -> Sequence[RowSparse]:
-        """Prepare to write the rows of a sum. Return the parts in the form in which they are to be summed."""
-        return parts
+    def keep_old_rows(self, rows: NDArray[np.int64]) -> None:
+        """Prepare to write rows. No row repeats, and nothing else is written in this round."""
 
     def thaw(self) -> None:
         """Copy the arrays of snapshots, so that they stay while this unit is written.
@@ -348,20 +350,20 @@ class Unit:
             update_by_sum(self.optimizer, stored, parts, state, self.step)
             self.writes += 1
 
-    def write_rows(self, parts: Sequence[RowSparse]) -> None:
-        """Update rows with the sum of `parts`, as part of the current optimizer step.
+    def write_rows(self, total: RowSparse) -> None:
+        """Update the rows of a sum, in which none repeats, as part of the current optimizer step.
 
-        Without an optimizer the sum replaces all elements, and rows that no part names become 0.
+        Without an optimizer the sum replaces all elements, and rows that it does not name become 0.
         """
-        table = self.stored.reshape(parts[0].shape)
+        table = self.stored.reshape(total.shape)
         if self.optimizer is None:
             self.keep_old(0, self.stored.size)
-            total = sum_of(parts)
             table[...] = 0
             table[total.rows] = total.values
         else:
             assert self.state is not None
-            update_rows(self.optimizer, table, self.keep_old_rows(parts), self.state, self.step)
+            self.keep_old_rows(total.rows)
+            update_rows(self.optimizer, table, total, self.state, self.step)
         self.writes += 1
 
     def failed(self, error: Exception) -> CollectiveError:

@@ -74,11 +74,11 @@ def test_an_update_of_rows_is_the_dense_update_on_those_rows(array, other):
     start = np.arange(21.0, dtype=np.float32).reshape(7, 3)
     weights, state = start.copy(), opt.init(start.reshape(-1))
     full, full_state = start.copy(), opt.init(start.reshape(-1))
-    row_sparse.update_rows(opt, weights, [array], state, 1)
+    row_sparse.update_rows(opt, weights, array.merged(), state, 1)
     opt.update(full.reshape(-1), dense(array).reshape(-1), full_state, 1)
     np.testing.assert_array_equal(weights, full)
     before = weights.copy()
-    row_sparse.update_rows(opt, weights, [other], state, 2)
+    row_sparse.update_rows(opt, weights, other.merged(), state, 2)
     untouched = np.setdiff1d(np.arange(7), other.rows)
     np.testing.assert_array_equal(weights[untouched], before[untouched])
 
@@ -121,4 +121,4 @@ def test_different_arrays_do_not_add():
     with pytest.raises(ValueError, match="cannot be added"):
         one.add_to(np.zeros((4, 2)))
     with pytest.raises(ValueError, match="differ"):
-        row_sparse.update_rows(optimizers.SGD(), np.zeros((4, 2)), [one], (), 1)
+        row_sparse.update_rows(optimizers.SGD(), np.zeros((4, 2)), one, (), 1)

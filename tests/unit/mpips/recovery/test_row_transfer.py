@@ -15,11 +15,12 @@ from mpi4py import MPI
 
 from collectives.errors import CollectiveError
 from collectives.fabric.arena import SparseFile
+from mpips.store.keys.row_sums import owners_of
 from mpips.store.transport import frames
 from mpips.tables import journal
 from mpips.tables import transfer as row_transfer
 from mpips.tables.admission import Seen, seen
-from mpips.tables.initial import key_of, owners_of
+from mpips.tables.initial import key_of
 from mpips.tables.plan import RowSource, TablePlan
 from mpips.tables.row_optimizers import ROW_OPTIMIZERS
 from mpips.tables.transfer import RowsSent, RowTransfer

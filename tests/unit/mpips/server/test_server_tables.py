@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from collectives.errors import MismatchError
 from collectives.fabric.arena import SparseFile
 from mpips.store.checkpoint.file import TableRecord
+from mpips.store.keys.row_sums import owners_of
 from mpips.store.recovery.plan import Inventory, RecoveryPlan, Shelf, choose_rounds
 from mpips.store.transport import frames
 from mpips.tables.admission import COUNTS
 from mpips.tables.files import FilePart, restore
-from mpips.tables.initial import key_of, owners_of
+from mpips.tables.initial import key_of
 from mpips.tables.journal import Journal
 from mpips.tables.plan import attached, owners_of_tables, plan_table
 from mpips.tables.row_optimizers import ROW_OPTIMIZERS
