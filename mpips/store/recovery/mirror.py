@@ -19,6 +19,7 @@ from mpips.collectives.errors import warn
 from mpips.collectives.fabric import requests
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.fabric.failure import is_death
+from mpips.collectives.fabric.requests import cut_bytes
 from mpips.store.keys.key import Array
 from mpips.store.recovery.membership import Before, mirror_of
 from mpips.store.recovery.memory import arrays_of_unit, holding_of_unit
@@ -27,7 +28,6 @@ from mpips.store.recovery.undo import Version
 from mpips.store.roles import Layout
 from mpips.store.server.unit import Unit, UnitMirror
 from mpips.store.transport.frames import dtype_of
-from mpips.store.transport.pending import cut_bytes
 from mpips.tables.mirror import MirroredTables, RowMirror
 
 VERSIONS = 2

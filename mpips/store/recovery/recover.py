@@ -39,7 +39,7 @@ from mpips.collectives import log
 from mpips.collectives.errors import CollectiveError, StallError
 from mpips.collectives.fabric.arena import Region
 from mpips.collectives.fabric.failure import Making, deaths
-from mpips.collectives.fabric.requests import keep, send, sweep
+from mpips.collectives.fabric.requests import cut_bytes, keep, send, sweep
 from mpips.collectives.recorder import own as recorder
 from mpips.optimizers.base import initial
 from mpips.optimizers.schedules import Groups
@@ -61,7 +61,6 @@ from mpips.store.runtime.generation import FREEING_SECONDS, NEVER, Generation
 from mpips.store.server.unit import Unit
 from mpips.store.transport.frames import Created, dtype_of
 from mpips.store.transport.lines import Connection, Line, connect
-from mpips.store.transport.pending import cut_bytes
 from mpips.tables.journal import Journal
 from mpips.tables.plan import RowSource
 from mpips.tables.transfer import NewRows, RowTransfer

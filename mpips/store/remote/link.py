@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from mpips.collectives.clock import Clock
 from mpips.collectives.errors import warn
 from mpips.collectives.fabric.arena import Region
-from mpips.collectives.fabric.requests import send
+from mpips.collectives.fabric.requests import cut_bytes, send
 from mpips.collectives.fabric.tasks import Task, goes_on
 from mpips.store.keys.key import Array, Key, Name, Shard
 from mpips.store.roles import Layout
@@ -23,7 +23,7 @@ from mpips.store.transport import frames
 from mpips.store.transport.frames import ALONG, Coding, Frame, Op
 from mpips.store.transport.lines import Line, MessageLine, any_waiting
 from mpips.store.transport.outbox import Grows, Outbox, RepeatedPush, fill
-from mpips.store.transport.pending import QUIET_SECONDS, MessageGroup, MessagesUnderWay, cut_bytes, pull_tag, push_tag
+from mpips.store.transport.pending import QUIET_SECONDS, MessageGroup, MessagesUnderWay, pull_tag, push_tag
 
 LOOK_SECONDS = 1e-4
 

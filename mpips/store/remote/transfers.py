@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpips.collectives.fabric import arena
+from mpips.collectives.fabric.requests import cut_bytes
 from mpips.collectives.fabric.tasks import Task, together
 from mpips.compression import Residuals
 from mpips.store.keys.key import Array, Key, Name, Shard
@@ -22,7 +23,7 @@ from mpips.store.remote.link import Link
 from mpips.store.roles import Layout
 from mpips.store.transport.frames import Coding, Flush, GetVersions, Op
 from mpips.store.transport.outbox import fill
-from mpips.store.transport.pending import MessageGroup, cut_bytes
+from mpips.store.transport.pending import MessageGroup
 
 
 class Push:

@@ -28,7 +28,7 @@ from mpips.collectives.clock import Clock
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.arena import Region
 from mpips.collectives.fabric.failure import is_death
-from mpips.collectives.fabric.requests import keep, over, send
+from mpips.collectives.fabric.requests import cut_bytes, keep, over, send
 from mpips.compression import Compressor
 from mpips.store.keys.key import Array
 from mpips.store.keys.row_sparse import RowSparse
@@ -36,7 +36,7 @@ from mpips.store.server.unit import Contribution, Unit, UnknownError
 from mpips.store.transport.frames import ALONG, ROUND_AT, Coding, Frame, Op
 from mpips.store.transport.lines import Line, MessageLine
 from mpips.store.transport.outbox import PLACES, header_bytes
-from mpips.store.transport.pending import LOOK_SECONDS, Bytes, cut_bytes, pull_tag, push_tag
+from mpips.store.transport.pending import LOOK_SECONDS, Bytes, pull_tag, push_tag
 
 if TYPE_CHECKING:
     from mpips.store.server.state import ServerState

@@ -39,12 +39,6 @@ CALLS = 4
 PIECES = 1024
 
 
-def cut_bytes(array: NDArray[Any], nbytes: int) -> list[Bytes]:
-    """Cut a 1-D array into views of `nbytes` each; the last may be shorter. An empty array gives one empty view."""
-    data = array.view(np.uint8)
-    return [data[start : start + nbytes] for start in range(0, max(data.size, 1), max(nbytes, 1))]
-
-
 class MessageGroup:
     """Messages that belong together, noted in `MessagesUnderWay` until all have completed."""
 
