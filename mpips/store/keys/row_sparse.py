@@ -110,15 +110,9 @@ def _array(x: object, name: str) -> np.ndarray:
 
 
 def add(parts: Sequence[RowSparse]) -> RowSparse:
-    """Return the merged sum of arrays of one shape and dtype. Reproducible: they are added in the order given."""
-    if not parts:
-        raise ValueError("add needs at least one RowSparse")
-    first = parts[0]
-    for part in parts[1:]:
-        if part.shape != first.shape or part.dtype != first.dtype:
-            raise ValueError(f"cannot add RowSparse {part.dtype.name}{part.shape} to {first.dtype.name}{first.shape}")
+    """Return the merged sum of arrays of one shape and dtype, all their values added in the order given."""
     rows = np.concatenate([part.rows for part in parts])
-    return RowSparse(rows, np.concatenate([part.values for part in parts]), first.shape).merged()
+    return RowSparse(rows, np.concatenate([part.values for part in parts]), parts[0].shape).merged()
 
 
 def sum_of(parts: Sequence[RowSparse]) -> RowSparse:

@@ -76,7 +76,6 @@ class RowTransfers:
                     packed(part, arena.empty if shard.local else np.empty),
                     coding,
                     priority,
-                    len(part.rows),
                 )
                 for shard, part in parts
             ]

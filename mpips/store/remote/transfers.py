@@ -106,24 +106,21 @@ class Push:
                         shard.line.post(Op.WAITS, shard.number, key.round)
 
     def push_coded(
-        self, key: Key, round_: int, shard: Shard, payload: Array, coding: Coding, priority: int, count: int = 0
+        self, key: Key, round_: int, shard: Shard, payload: Array, coding: Coding, priority: int
     ) -> Task[None]:
         """Contribute a compressed or row-sparse payload (uint8) to a round of a shard.
 
         The shard's server must have read the round before. The task is over when the payload may be freed.
-
-        Args:
-            count: The number of rows.
         """
         if not shard.local:
-            yield from self._link.sender.send(key, shard, payload, round_, priority, coding, count)
+            yield from self._link.sender.send(key, shard, payload, round_, priority, coding)
             return
         # Keep it until the next push, which waits until the server has read this one.
         shard.kept = payload
         if not arena.locate(payload):
             shard.kept = arena.empty(payload.size, np.uint8)
             shard.kept[...] = payload
-        shard.line.post(Op.PUSH, shard.number, round_, arena.region_of(shard.kept), coding, priority, aux=count)
+        shard.line.post(Op.PUSH, shard.number, round_, arena.region_of(shard.kept), coding, priority)
 
     def copy_in(self, key: Key, round_: int, payloads: Sequence[tuple[Shard, Array]], priority: int) -> None:
         """Contribute copies of 1-D arrays to a round of shards of this node, whose servers have read all rounds before.

@@ -16,7 +16,7 @@ from collectives.kernels import engine
 from mpips import RowSparse, optimizers
 from mpips.optimizers import SGD, Adam, Add
 from mpips.optimizers.equation import prepare
-from mpips.store.keys.row_sparse import packed, sum_of, update_rows
+from mpips.store.keys.row_sparse import packed, sum_of, unpacked, update_rows
 from mpips.store.server.sources import Elements, PushedRows
 from tests.unit.mpips.server.machine import Arriving, Growing, Machine, long_from
 
@@ -68,7 +68,7 @@ def source(kind, rng, unit):
         rows = np.flatnonzero(rng.random(unit.stored.size // COLUMNS) < 0.6)
         values = numbers(rng, (len(rows), COLUMNS), unit.stored.dtype)
         shape = (unit.stored.size // COLUMNS, COLUMNS)
-        return PushedRows(packed(RowSparse(rows, values, shape)), len(rows), shape, unit.stored.dtype)
+        return PushedRows(unpacked(packed(RowSparse(rows, values, shape)), shape, unit.stored.dtype))
     values = numbers(rng, unit.stored.size, unit.stored.dtype)
     return Elements(values) if kind == "there" else {"growing": Growing, "message": Arriving}[kind](values, [99])
 
