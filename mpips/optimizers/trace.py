@@ -334,6 +334,8 @@ LONG_TILE = 16 * 1024
 MANY_PARTS = 5
 # gradients that one loop adds. LLVM checks only this many arrays for overlap, and vectorizes no loop over more.
 READ_AT_ONCE = 8
+# how many rows ahead the kernel for rows prefetches memory
+AHEAD = 12
 # dtype of weights that kernels know -> dtype that they compute in
 WIDE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
 
@@ -385,6 +387,8 @@ def rows_text(tape: Tape, lines: Sequence[str], dtype: str) -> str:
         [
             *_head(tape, dtype, ["g0"], ["columns", "rows"]),
             "    for k in range(rows.size):",
+            f"        ahead = rows[min(k + {AHEAD}, rows.size - 1)] * columns",
+            *[f"        prefetch({name}_all, ahead)" for name in _arrays(tape)],
             "        start, stop = rows[k] * columns, (rows[k] + 1) * columns",
             *[f"        {name}_ = {name}_all[start:stop]" for name in _arrays(tape)],
             "        g_ = g0_all[k * columns : (k + 1) * columns]",
