@@ -125,7 +125,7 @@ def sum_of(parts: Sequence[RowSparse]) -> RowSparse:
 
 def packed(rows: RowSparse, allocate: Callable[..., np.ndarray] = np.empty) -> np.ndarray:
     """Encode rows as bytes: the row numbers (int64), then the values."""
-    parts = [rows.rows.view(np.uint8), np.ascontiguousarray(rows.values).reshape(-1).view(np.uint8)]
+    parts = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (rows.rows, rows.values)]
     return np.concatenate(parts, out=allocate(parts[0].size + parts[1].size, np.uint8))
 
 

@@ -206,6 +206,26 @@ def test_fewer_rows_than_members_and_servers(shared_memory, shape):
     run("mpi_sync", body, **options)
 
 
+@pytest.mark.parametrize("masters", ["one", "all"])
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_member_that_pushes_nothing_itself_reads_after_the_pushes_of_its_client(shared_memory, masters):
+    options = {"servers": 1, "clients": 1, "masters": masters, "shared_memory": shared_memory}
+    need(2, **options)
+
+    def body(kv):
+        kv.init("e", np.zeros(SHAPE, np.float32))
+        kv.set_optimizer("add")
+        rows = np.arange(SHAPE[0])
+        for step in range(1, 21):
+            mine = rows[kv.rank :: kv.num_workers]
+            kv.push("e", mpips.RowSparse(mine, np.ones((len(mine), 6), np.float32), SHAPE))
+            out = np.empty((4, 6), np.float32)
+            kv.row_sparse_pull("e", out, row_ids=[0, 1, 598, 599])
+            assert (out == step).all(), (step, out)
+
+    run("mpi_async", body, **options)
+
+
 @once(
     **{
         "kind, options": [

@@ -83,6 +83,12 @@ def test_an_update_of_rows_is_the_dense_update_on_those_rows(array, other):
     np.testing.assert_array_equal(weights[untouched], before[untouched])
 
 
+def test_rows_that_lie_apart_in_memory_are_packed():
+    array = RowSparse(np.arange(6)[::2], np.arange(12.0).reshape(6, 2)[::2], (6, 2))
+    again = row_sparse.unpacked(row_sparse.packed(array), array.shape, array.dtype)
+    np.testing.assert_array_equal(again.to_dense(), dense(array))
+
+
 def test_lists_are_taken_and_no_rows_are_fine():
     array = RowSparse([], np.zeros((0, 4)), (5, 4))
     np.testing.assert_array_equal(array.to_dense(), np.zeros((5, 4)))
