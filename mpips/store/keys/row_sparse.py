@@ -85,8 +85,11 @@ class RowSparse:
             dense[once.rows] += once.values
 
     def between(self, start: int, stop: int) -> RowSparse:
-        """Return the part of the array in rows [start, stop), such as a shard. Row numbers then count from `start`."""
-        chosen = (self.rows >= start) & (self.rows < stop)
+        """Return the part of a merged array in rows [start, stop), such as a shard. Its row numbers count from `start`.
+
+        The values are not copied.
+        """
+        chosen = slice(*np.searchsorted(self.rows, [start, stop]))
         return RowSparse(self.rows[chosen] - start, self.values[chosen], (stop - start, *self.shape[1:]))
 
 
