@@ -9,6 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import mpips
+from mpips.store.keys.row_sparse import EmptyPush
 from tests.choice import once
 from tests.mpi.mpips.support import WORLD, need, run
 from tests.mpi.sizes import either_mpi
@@ -204,6 +205,37 @@ def test_fewer_rows_than_members_and_servers(shared_memory, shape):
             assert (out[1:] == step * kv.num_workers).all(), out
 
     run("mpi_sync", body, **options)
+
+
+@pytest.mark.parametrize("shape", [(), (7, 1001), (0, 3)])
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("dist_sync", {"servers": 1, "big_array": 100}),
+        ("dist_sync", {"servers": 1, "shared_memory": False}),
+        ("mpi_sync", {"servers": 1, "clients": 1, "masters": "all"}),
+        ("mpi_async", {"servers": 1, "clients": 1, "shared_memory": False}),
+    ],
+)
+def test_a_push_of_nothing_counts_as_a_round_and_changes_nothing(kind, options, shape):
+    need(**options)
+
+    def body(kv):
+        kv.init("e", np.zeros(shape, np.float32))
+        kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
+        kv.push("e", np.full(shape, -1, np.float32))
+        kv.barrier()
+        for _ in range(2):
+            kv.push("e", EmptyPush(shape, np.float32))
+        kv.barrier()
+        kv.pull("e", before := np.empty(shape, np.float32))
+        assert (before == kv.num_workers).all(), before
+        kv.push("e", np.zeros(shape, np.float32))
+        kv.barrier()
+        kv.pull("e", after := np.empty(shape, np.float32))
+        assert (after == 1.5 * before).all(), after
+
+    run(kind, body, **options)
 
 
 @pytest.mark.parametrize("masters", ["one", "all"])
