@@ -71,12 +71,10 @@ def deal(found: Distinct, first_rows: Sequence[int], first_words: Sequence[int],
         words[first_words[0] :][: len(found.ids)] = found.ids
         return found.places + first_rows[0] if first_rows[0] else found.places
     rows = np.empty(len(found.ids), np.int64)
-    next_row, next_word = np.array(first_rows, np.int64), np.array(first_words, np.int64)
-    if not kernels.deal(found.ids, found.owners, next_row, next_word, words, rows):
-        for server, count in enumerate(found.counts):
-            chosen = np.flatnonzero(found.owners == server)
-            rows[chosen] = first_rows[server] + np.arange(count)
-            words[first_words[server] :][:count] = found.ids[chosen]
+    for server, count in enumerate(found.counts):
+        chosen = np.flatnonzero(found.owners == server)
+        rows[chosen] = first_rows[server] + np.arange(count)
+        words[first_words[server] :][:count] = found.ids[chosen]
     return rows[found.places]
 
 

@@ -1,4 +1,4 @@
-"""Compiled loops of tables: deal ids out, find, make and update rows. NumPy gives the same bits without them.
+"""Compiled loops of tables: find, make, read and update rows. NumPy gives the same bits without them.
 
 Arrays of rows are passed flat: row p of `values` is values[p * dim : (p + 1) * dim].
 
@@ -37,18 +37,6 @@ def load(dtype: np.dtype, loops: Sequence[Compiled], seconds: float = 0.0) -> No
         if loop.prepare(dtype) is None:
             loop.prepare(np.dtype(np.int64))
     engine.settle(seconds)
-
-
-@compiled("const int64[], const int32[], int64[], int64[], int64[], int64[]", IDS, CONSTANTS)
-def deal(distinct: Array, owners: Array, next_row: Array, next_word: Array, words: Array, rows: Array) -> int:
-    """Give each id the next row of its server, and write the id to the next of that server's words."""
-    for i in range(distinct.size):
-        owner = owners[i]
-        rows[i] = next_row[owner]
-        words[next_word[owner]] = distinct[i]
-        next_row[owner] += 1
-        next_word[owner] += 1
-    return 1
 
 
 @compiled("const int64[], const uint32[], const int64[], int64[]", IDS, CONSTANTS)
@@ -302,6 +290,6 @@ def adam(
     return 1
 
 
-OF_WORKERS = merge, deal, add_rows, read_rows
+OF_WORKERS = merge, add_rows, read_rows
 OF_SERVERS = merge, add_rows, find, insert, first_values
 OF_OPTIMIZERS = {"sgd": sgd, "adagrad": adagrad, "row_adagrad": row_adagrad, "adam": adam}
