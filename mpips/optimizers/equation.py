@@ -109,7 +109,8 @@ class Equation:
 
         Args:
             table: The weights, (n, ...), C-contiguous.
-            rows: Row numbers, int64 (k,), without duplicates, all in [0, n). They are not checked.
+            rows: Row numbers, int64 (k,), without duplicates, all in [0, n). They are not checked. If they ascend, the
+                update may be four times as fast.
             gradient: (k, ...), C-contiguous, of the table's dtype.
         """
         weights = table.reshape(-1)

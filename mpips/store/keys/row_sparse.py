@@ -119,10 +119,13 @@ def add(parts: Sequence[RowSparse]) -> RowSparse:
 
 
 def sum_of(parts: Sequence[RowSparse]) -> RowSparse:
-    """Return the sum of arrays of one shape and dtype, added from first to last. No row of it repeats."""
+    """Return the merged sum of arrays of one shape and dtype, added from first to last.
+
+    Each array is merged before it is added, unlike in `add`.
+    """
     first, width = parts[0], math.prod(parts[0].shape[1:])
     merged = [part.merged() for part in parts]
-    rows, values = summed([(part.rows, part.values.reshape(len(part.rows), width)) for part in merged])
+    rows, values = summed([(part.rows, part.values.reshape(len(part.rows), width)) for part in merged], ascending=True)
     return RowSparse(rows, values.reshape(len(rows), *first.shape[1:]), first.shape)
 
 

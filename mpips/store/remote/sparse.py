@@ -16,7 +16,7 @@ import numpy as np
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.tasks import Task, together
 from mpips.store.keys.key import Array, Key, Piece
-from mpips.store.keys.row_sparse import EmptyPush, RowGather, RowSparse, add, packed
+from mpips.store.keys.row_sparse import EmptyPush, RowGather, RowSparse, packed, sum_of
 from mpips.store.remote.members import Members, label
 from mpips.store.remote.transfers import Part, Pull, Push
 from mpips.store.roles import Layout
@@ -91,7 +91,7 @@ class RowTransfers:
             return call.allgather(Piece([x.size // size * rank for rank in range(size + 1)], [], 0), x)
 
         yield from call.run(self._gather.gather(rows, allgather, every))
-        return add(every) if key.pushes else rows
+        return sum_of(every) if key.pushes else rows
 
     def pull_rows(self, key: Key, out: Array, ids: Array) -> Task[None]:
         """Read rows `ids` of the key into `out` of shape (len(ids), ...), after the pushes of this worker's client."""
