@@ -18,9 +18,10 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from mpi4py import MPI
 
+from mpips.collectives.agreement import describe_calls
 from mpips.collectives.errors import KINDS, CollectiveError, MismatchError, kind_of
 from mpips.collectives.fabric.failure import failed
-from mpips.collectives.fabric.layout import DEPARTURES, PROGRAM_ENDED, disagreement
+from mpips.collectives.fabric.layout import DEPARTURES, PROGRAM_ENDED
 from mpips.collectives.fabric.requests import received, tell
 from mpips.collectives.fabric.wait import Limits
 
@@ -228,7 +229,7 @@ class Control:
         texts = {**self._heard[number], self._rank: mine}
         self._differs = self._differs or time.monotonic()
         if len(texts) == self._size or time.monotonic() > self._differs + NAMES_SECONDS:
-            raise MismatchError(disagreement({self._names[rank]: text for rank, text in texts.items()}))
+            raise MismatchError(describe_calls({self._names[rank]: text for rank, text in texts.items()}))
 
     def _settle(self) -> CollectiveError:
         """Wait for notes of the end that others sent at about the same time. Return the error that all ranks raise."""

@@ -292,4 +292,3 @@ def adam(
 
 OF_WORKERS = merge, add_rows, read_rows
 OF_SERVERS = merge, add_rows, find, insert, first_values
-OF_OPTIMIZERS = {"sgd": sgd, "adagrad": adagrad, "row_adagrad": row_adagrad, "adam": adam}

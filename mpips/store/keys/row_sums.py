@@ -118,13 +118,13 @@ class Distinct(NamedTuple):
         ids: Each id once.
         owners: The server of each of them.
         places: For each given id its index in `ids`.
-        counts: Number of distinct ids for each server.
+        per_server: Number of distinct ids for each server.
     """
 
     ids: Ids
     owners: NDArray[np.int32]
     places: Places
-    counts: list[int]
+    per_server: list[int]
 
 
 def distinct(ids: Ids, servers: int = 1) -> Distinct:
