@@ -19,6 +19,7 @@ from mpips.collectives.errors import Uncopied, of_caller
 from mpips.collectives.fabric.tasks import Task
 from mpips.collectives.recorder import own as recorder
 from mpips.store.keys.key import Array
+from mpips.store.keys.row_sums import Ids
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Handle
 from mpips.store.worker.operations import CALLER_ERRORS, Begun, recorded, step_of_push
@@ -27,7 +28,6 @@ from mpips.store.worker.store import WorkerStore
 from mpips.tables import files as table_files
 from mpips.tables import messages, row_optimizers
 from mpips.tables.client import KnownTable, RemoteTables
-from mpips.tables.initial import Ids
 
 T = TypeVar("T")
 # Limit on the rows of one call, in bytes. The rows for a server travel in one message.

@@ -29,9 +29,8 @@ class SingleWorker(RowTransfers):
     """The pushes and pulls of a worker by itself. `one_node`: all servers are on its node."""
 
     def __init__(self, layout: Layout, push: Push, pull: Pull, one_node: bool) -> None:
-        super().__init__(layout, push, pull, None, True)
+        super().__init__(layout, push, pull, None)
         self._one_node = one_node
-        self._asynchronous = layout.asynchronous
 
     def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
         """Push all keys. Each is sent before the task waits for any of them."""
@@ -65,7 +64,10 @@ class Client(RowTransfers):
     """The pushes and pulls of one member of a client of several. `direct`: each member reads the servers' memory."""
 
     def __init__(self, layout: Layout, push: Push, pull: Pull, members: Members, direct: bool) -> None:
-        super().__init__(layout, push, pull, members, direct)
+        super().__init__(layout, push, pull, members)
+        self._direct = direct
+        self._rank = members.rank
+        self._all = layout.options.masters == "all"
         self._call = members.call
         self._abreast = 1 if members.one_node else layout.options.chunks_in_flight
         self._vectors = Vectors(members.one_node)

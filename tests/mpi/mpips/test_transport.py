@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives.fabric.requests import part
+from collectives.fabric.requests import cut_bytes, part
 from collectives.fabric.tasks import goes_on
 from mpips import Options
 from mpips.store.keys.key import Key, Shard
@@ -19,7 +19,7 @@ from mpips.store.server.sources import Receiver
 from mpips.store.server.unit import Unit
 from mpips.store.transport.client_sums import ClientSums
 from mpips.store.transport.lines import MessageLine
-from mpips.store.transport.pending import MessagesUnderWay, cut_bytes, member_tag
+from mpips.store.transport.pending import MessagesUnderWay, member_tag
 from tests.mpi.sizes import only_on
 
 SECONDS = 20
