@@ -23,7 +23,7 @@ from mpips.collectives.recorder import own as recorder
 from mpips.collectives.recorder import page
 from mpips.store.keys.key import Array
 from mpips.store.keys.row_sums import Distinct, Ids, Places, distinct, owners_of, sum_into
-from mpips.store.remote.link import Link
+from mpips.store.remote.link import ServerLink
 from mpips.store.remote.setup import Setup
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import RoomError
@@ -168,7 +168,7 @@ class RemoteTables:
 
     service = "tables"
 
-    def __init__(self, layout: Layout, link: Link, setup: Setup) -> None:
+    def __init__(self, layout: Layout, link: ServerLink, setup: Setup) -> None:
         self._link = link
         self._setup = setup
         self._layout = layout
@@ -430,7 +430,7 @@ class FrozenOnServers:
         parts: For each table one entry for each server, in their order.
     """
 
-    def __init__(self, link: Link, number: int, parts: Mapping[str, Sequence[messages.FrozenTable]]) -> None:
+    def __init__(self, link: ServerLink, number: int, parts: Mapping[str, Sequence[messages.FrozenTable]]) -> None:
         self._link = link
         self._number = number
         self.parts = parts

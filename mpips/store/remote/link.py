@@ -29,7 +29,7 @@ from mpips.store.transport.pending import QUIET_SECONDS, MessageGroup, MessagesU
 LOOK_SECONDS = 1e-4
 
 
-class Link:
+class ServerLink:
     """The lines to all servers of one store, and the keys behind them. Used by one thread at a time.
 
     Tasks of the store do not listen to servers by themselves: whoever runs a task calls `listen` before each step.

@@ -19,7 +19,7 @@ from mpips.collectives.fabric.requests import cut_bytes
 from mpips.collectives.fabric.tasks import Task, together
 from mpips.compression import Residuals
 from mpips.store.keys.key import Array, Key, Name, Shard
-from mpips.store.remote.link import Link
+from mpips.store.remote.link import ServerLink
 from mpips.store.roles import Layout
 from mpips.store.transport.frames import Coding, Flush, GetVersions, Op
 from mpips.store.transport.outbox import fill
@@ -32,7 +32,7 @@ class Push:
     `residuals` are those of compression, by shard numbers. None if pushes are not compressed.
     """
 
-    def __init__(self, layout: Layout, link: Link) -> None:
+    def __init__(self, layout: Layout, link: ServerLink) -> None:
         self._layout = layout
         self._link = link
         self._small_bytes = layout.options.small_bytes
@@ -126,7 +126,7 @@ class Push:
         """Contribute copies of 1-D arrays to a round of shards of this node, whose servers have read all rounds before.
 
         Does not wait for other workers. When it returns the arrays may be overwritten. After an interrupt the link
-        fills the outboxes that servers count on (`Link.filling`).
+        fills the outboxes that servers count on (`ServerLink.filling`).
         """
         growing = self._link.filling
         for shard, values in payloads:
@@ -191,7 +191,7 @@ def snapshot(words: memoryview, stored: Array, out: Array) -> bool:
 class Pull:
     """One worker's reads from servers. Whoever runs a task listens to the servers meanwhile (`Operations.hearing`)."""
 
-    def __init__(self, layout: Layout, link: Link) -> None:
+    def __init__(self, layout: Layout, link: ServerLink) -> None:
         self._link = link
         self._asynchronous = layout.asynchronous
         # True if a unit of an asynchronous store may be read between two updates, without asking

@@ -27,7 +27,7 @@ from mpips.store.transport.lines import Line
 
 if TYPE_CHECKING:
     from mpips.collectives.fabric.arena import SparseFile
-    from mpips.store.remote.link import Link
+    from mpips.store.remote.link import ServerLink
     from mpips.store.remote.setup import Setup
     from mpips.store.roles import Layout
     from mpips.store.server.late import InRounds, Late, Wait
@@ -236,7 +236,7 @@ class ServiceKind(NamedTuple):
     """
 
     name: str
-    make_worker: Callable[[Layout, Link, Setup], Any]
+    make_worker: Callable[[Layout, ServerLink, Setup], Any]
     decode_records: Callable[[bytes], Sequence[Any]]
     make: Callable[[Surroundings], Service]
     make_copies: Callable[[SparseFile], ServiceCopies]
