@@ -62,7 +62,7 @@ def type_name(dtype: np.dtype[Any]) -> str:
     return f"records of {dtype.itemsize} bytes ({', '.join(fields)})"
 
 
-def same(a: Vector, b: Vector) -> bool:
+def same_address(a: Vector, b: Vector) -> bool:
     """True if two arrays begin at the same address."""
     return bool(a.__array_interface__["data"][0] == b.__array_interface__["data"][0])
 
@@ -89,10 +89,10 @@ def is_torch(x: Array) -> bool:
 def host(x: Array, name: str = "x") -> Vector:
     """Return `x` as a NumPy array over the same memory. Raise TypeError if `x` is not an array in host memory."""
     if isinstance(x, np.ndarray):
-        see_unmasked(x, name)
+        check_unmasked(x, name)
         return x
     if isinstance(x, np.generic):
-        raise TypeError(f"{name} is a NumPy scalar, whose memory is nobody's: pass an array of it, numpy.array(...)")
+        raise TypeError(f"{name} is a NumPy scalar, which has no memory of its own: pass an array, numpy.array(...)")
     if is_torch(x) and not is_device(x):
         return _of_torch(x, name)
     if hasattr(x, "__array_interface__"):
@@ -101,17 +101,17 @@ def host(x: Array, name: str = "x") -> Vector:
         array = np.from_dlpack(x)
         return array if DLPACK_TELLS else np.asarray(_Writable(array))
     raise TypeError(
-        f"{name} is of type {type(x).__name__}, which is no array in memory: pass "
-        f"numpy.asarray({name.partition('[')[0]}), a tensor of PyTorch, or what has __array_interface__ or DLPack"
+        f"{name} is of type {type(x).__name__}, which is not an array in memory: pass "
+        f"numpy.asarray({name.partition('[')[0]}), a PyTorch tensor, or an object with __array_interface__ or DLPack"
     )
 
 
-def see_unmasked(x: Array, name: str) -> None:
+def check_unmasked(x: Array, name: str) -> None:
     """Raise TypeError for a masked array, because the values of its masked elements are arbitrary."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
-            f"{name} is a masked array, whose mask would be lost: pass its filled(...), with a number for "
-            "what is masked"
+            f"{name} is a masked array, whose mask would be lost: pass its filled(value), with a "
+            "value for the masked elements"
         )
 
 
@@ -141,7 +141,7 @@ def flat(array: Vector, name: str, written: bool) -> Flat:
     if not array.flags.c_contiguous:
         raise ValueError(f"{name} of shape {array.shape} is not C-contiguous: pass a contiguous copy of it")
     if written and not array.flags.writeable:
-        raise ValueError(f"{name} is read-only, and the result goes there: pass a writable array or out=")
+        raise ValueError(f"{name} is read-only, and the result is written to it: pass a writable array or out=")
     if array.dtype.hasobject:
         raise ValueError(f"{name} holds Python objects: use a numeric type")
     if array.dtype.kind in "SUMm":

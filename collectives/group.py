@@ -14,14 +14,14 @@ import numpy as np
 
 from mpips.collectives import arrays as user_arrays
 from mpips.collectives.arrays import Flat, Vector, type_name
-from mpips.collectives.call import Call, Runner, operation
+from mpips.collectives.call import Call, Runner, find_reduction
 from mpips.collectives.communicator import Communicator
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.requests import Tags
 from mpips.collectives.kernels.sums import Step, perform
-from mpips.collectives.node.executor import DONE, Executor, not_begun, part_of
+from mpips.collectives.node.executor import DONE, NodeExecutor, call_array, not_begun
 from mpips.collectives.node.program import copy
-from mpips.collectives.runner import chosen, make_runner, ways
+from mpips.collectives.runner import make_runner, resolve_algorithm, way_limits
 from mpips.collectives.schedule.model import cut
 
 # On one node, arrays of up to this size are copied into a common vector. Larger ones are reduced in place.
@@ -39,7 +39,7 @@ class GroupCall(Call):
         return f"grouped_allreduce of {self.arrays}, algorithm {self.algorithm}"
 
 
-class Packed:
+class PackedRunner:
     """A runner that packs arrays into common vectors, lets other runners reduce those, and unpacks the results.
 
     Args:
@@ -89,9 +89,9 @@ def compile_group(
 ) -> tuple[Call, Runner]:
     """Check the arguments of a `grouped_allreduce` and compile it. Local. Raises ValueError or TypeError."""
     sources, targets = _flats(x, out)
-    kept = _kept(sources, blocks)
+    kept = _block_copies(sources, blocks)
     for source in sources:
-        operation(op, source.dtype)
+        find_reduction(op, source.dtype)
     text = f"{len(sources)} arrays ({', '.join(f'{flat.n} {type_name(flat.dtype)}' for flat in sources)}), {op}"
     raw = GroupCall(
         "allreduce",
@@ -104,20 +104,20 @@ def compile_group(
         label,
         arrays=text,
     )
-    pairs = [pair for pair in _apart([*zip(sources, targets)], kept) if pair.source.n]
-    on_node = chosen(home, raw, algorithm) == "shared_memory"
+    pairs = [pair for pair in _drop_repeated([*zip(sources, targets)], kept) if pair.source.n]
+    on_node = resolve_algorithm(home, raw, algorithm) == "shared_memory"
     runner = (_on_node if on_node else _over_messages)(home, raw, op, pairs)
     return raw, runner
 
 
 def _flats(x: Sequence[Any], out: Sequence[Any] | None) -> tuple[list[Flat], list[Flat]]:
     if out is not None and len(out) != len(x):
-        raise ValueError(f"arrays has {len(x)} arrays and out {len(out)}: give as many of each")
-    hosts = [user_arrays.host(one, f"arrays[{i}]") for i, one in enumerate(x)]
-    sources = [user_arrays.flat(one, f"arrays[{i}]", out is None) for i, one in enumerate(hosts)]
+        raise ValueError(f"arrays has {len(x)} arrays and out {len(out)}: give the same number of each")
+    hosts = [user_arrays.host(array, f"arrays[{i}]") for i, array in enumerate(x)]
+    sources = [user_arrays.flat(array, f"arrays[{i}]", out is None) for i, array in enumerate(hosts)]
     if out is None:
         return sources, sources
-    targets = [user_arrays.flat(user_arrays.host(one, f"out[{i}]"), f"out[{i}]", True) for i, one in enumerate(out)]
+    targets = [user_arrays.flat(user_arrays.host(array, f"out[{i}]"), f"out[{i}]", True) for i, array in enumerate(out)]
     for i, (source, target) in enumerate(zip(sources, targets)):
         if (source.n, source.dtype) != (target.n, target.dtype):
             raise ValueError(
@@ -127,20 +127,20 @@ def _flats(x: Sequence[Any], out: Sequence[Any] | None) -> tuple[list[Flat], lis
     return sources, targets
 
 
-def _kept(sources: Sequence[Flat], blocks: Sequence[Any] | None) -> list[tuple[Flat, ...]]:
+def _block_copies(sources: Sequence[Flat], blocks: Sequence[Any] | None) -> list[tuple[Flat, ...]]:
     """Return for each array its entry of `blocks` as a vector in a tuple, or () if it is None."""
     kept: list[tuple[Flat, ...]] = []
     for i, (source, block) in enumerate(zip(sources, blocks or [None] * len(sources), strict=True)):
         if block is None:
             kept.append(())
             continue
-        found = user_arrays.flat(block, f"blocks[{i}]", True)
-        if (found.n, found.dtype) != (source.n, source.dtype):
+        vector = user_arrays.flat(block, f"blocks[{i}]", True)
+        if (vector.n, vector.dtype) != (source.n, source.dtype):
             raise ValueError(
-                f"blocks[{i}] has {found.n} {type_name(found.dtype)} and arrays[{i}] {source.n} "
+                f"blocks[{i}] has {vector.n} {type_name(vector.dtype)} and arrays[{i}] {source.n} "
                 f"{type_name(source.dtype)}: give both the same size and type"
             )
-        kept.append((found,))
+        kept.append((vector,))
     return kept
 
 
@@ -156,7 +156,7 @@ class _Pair(NamedTuple):
     kept: tuple[Flat, ...] = ()
 
 
-def _apart(pairs: Sequence[tuple[Flat, Flat]], kept: Sequence[tuple[Flat, ...]]) -> list[_Pair]:
+def _drop_repeated(pairs: Sequence[tuple[Flat, Flat]], kept: Sequence[tuple[Flat, ...]]) -> list[_Pair]:
     """Drop repeated arrays: an array that is passed twice, as tied weights are, is reduced once.
 
     Raises OverlapError if a result would overwrite part of another array, or of its own source.
@@ -189,35 +189,37 @@ def _on_node(home: Communicator, call: GroupCall, op: str, pairs: Sequence[_Pair
     few, long = list[_Pair](), list[_Pair]()
     for pair in pairs:
         (few if not reachable or _nbytes(pair.source) <= PACKED_BYTES else long).append(pair)
-    parts = [part_of(_call(home, pair.source, op, "shared_memory", call.label), home.rank, *pair) for pair in long]
+    parts = [call_array(_call(home, pair.source, op, "shared_memory", call.label), home.rank, *pair) for pair in long]
     packs = _pack(home, few, arena.empty)
     packed = [flat for flat, _, _ in packs]
-    parts += [part_of(_call(home, flat, op, "shared_memory", call.label), home.rank, flat, flat) for flat in packed]
+    parts += [call_array(_call(home, flat, op, "shared_memory", call.label), home.rank, flat, flat) for flat in packed]
     # Slots and stages copy nothing to `blocks`. They are used only for calls of a single array, so add an empty second
     # array to such a call.
     if not parts or (len(parts) == 1 and not packs):
         empty = user_arrays.flat(np.empty(0, np.float32), "x", True)
-        parts.append(part_of(_call(home, empty, op, "shared_memory", call.label), home.rank, empty, empty))
-    executor = Executor(home.board, call.text, parts, ways(home, home.size))
+        parts.append(call_array(_call(home, empty, op, "shared_memory", call.label), home.rank, empty, empty))
+    executor = NodeExecutor(home.board, call.text, parts, way_limits(home, home.size))
     return _packed([executor], packs)
 
 
 def _over_messages(home: Communicator, call: GroupCall, op: str, pairs: Sequence[_Pair]) -> Runner:
     packs = _pack(home, pairs, np.empty)
     calls = [_call(home, flat, op, call.algorithm, call.label) for flat, _, _ in packs]
-    runners = [make_runner(home, one, flat, flat, Tags(home.lanes)) for one, (flat, _, _) in zip(calls, packs)]
+    runners = [make_runner(home, inner, flat, flat, Tags(home.lanes)) for inner, (flat, _, _) in zip(calls, packs)]
     return _packed(runners, packs)
 
 
-def _packed(runners: Sequence[Runner], packs: Sequence[tuple[Flat, list[Step], list[Step]]]) -> Packed:
+def _packed(runners: Sequence[Runner], packs: Sequence[tuple[Flat, list[Step], list[Step]]]) -> PackedRunner:
     into = [step for _, steps, _ in packs for step in steps]
     back = [step for _, _, steps in packs for step in steps]
-    return Packed(runners, into, back)
+    return PackedRunner(runners, into, back)
 
 
 def _call(home: Communicator, flat: Flat, op: str, algorithm: str, label: str) -> Call:
-    draft = Call("allreduce", flat.n, flat.dtype, operation(op, flat.dtype), 0, "auto", home.size)
-    return Call("allreduce", flat.n, flat.dtype, draft.operation, 0, chosen(home, draft, algorithm), home.size, label)
+    draft = Call("allreduce", flat.n, flat.dtype, find_reduction(op, flat.dtype), 0, "auto", home.size)
+    return Call(
+        "allreduce", flat.n, flat.dtype, draft.reduction, 0, resolve_algorithm(home, draft, algorithm), home.size, label
+    )
 
 
 def _pack(

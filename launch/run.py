@@ -303,9 +303,9 @@ def begin_log(level: str | None, folder: str | None, form: str | None) -> None:
         log.FORMAT_VARIABLE: form,
     }
     given = {variable: word for variable, word in asked.items() if word}
-    log.place.name = "launch"
+    log.rank_state.name = "launch"
     try:
-        shown, where, _ = log.chosen({**os.environ, **given})
+        shown, where, _ = log.read_variables({**os.environ, **given})
         if form and not shown:
             raise click.UsageError(
                 f"--log-format {form} says how the log looks, and none is written: add --log info, or --log-dir DIR"
@@ -324,7 +324,7 @@ def begin_log(level: str | None, folder: str | None, form: str | None) -> None:
 
 def merge_log() -> None:
     """Merge the log files of all ranks into one. If that fails, print a line and go on."""
-    _, folder, form = log.chosen()
+    _, folder, form = log.read_variables()
     try:
         if folder:
             log.merge(folder, form)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 from uuid import uuid4
 
-from collectives.machine import find_carriers
+from collectives.machine import find_processes_with
 
 TOKEN = "TESTS_RUN_TOKEN"  # in the environment of everything that a run starts
 PATIENCE = 10  # seconds to end when asked, and again when killed
@@ -119,7 +119,7 @@ def wait_for(path: Path, job: subprocess.Popen[str], seconds: float = 60) -> Non
 def remaining(token: str) -> list[int]:
     """The same, once those that were ending when mpirun ended have had time for it."""
     deadline = time.monotonic() + GRACE
-    while (found := list(find_carriers(token))) and time.monotonic() < deadline:
+    while (found := list(find_processes_with(token))) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found
 

@@ -99,16 +99,16 @@ def ping_pong(comm: MPI.Comm, x: np.ndarray[Any, Any], budget_s: float, other: i
     """
     if comm.size < 2:
         raise ValueError("a point-to-point case needs two ranks: start it with --ranks 2")
-    here, plays = comm.rank, comm.rank in (0, other)
-    partner = (other - here) if plays else MPI.PROC_NULL
+    rank, plays = comm.rank, comm.rank in (0, other)
+    partner = (other - rank) if plays else MPI.PROC_NULL
     send, receive = comm.Send_init(x, partner), comm.Recv_init(x, partner)
-    first, second = (send, receive) if here == 0 else (receive, send)
+    first, second = (send, receive) if rank == 0 else (receive, send)
 
     def blocking() -> None:
-        if here == 0:
+        if rank == 0:
             comm.Send(x, other)
             comm.Recv(x, other)
-        elif here == other:
+        elif rank == other:
             comm.Recv(x, 0)
             comm.Send(x, 0)
 

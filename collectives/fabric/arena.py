@@ -379,18 +379,18 @@ def _dimensions(shape: Any) -> tuple[int, ...]:
         return np.broadcast_shapes(shape)
     except (TypeError, ValueError) as error:
         cure = "pass a number of elements of at least 0, or a tuple of such"
-        raise of_caller(type(error)(f"shape={shape!r} is no shape ({error}): {cure}")) from None
+        raise of_caller(type(error)(f"shape={shape!r} is not a shape ({error}): {cure}")) from None
 
 
 def _type(dtype: DTypeLike) -> np.dtype[Any]:
     cure = "pass a numeric type, such as numpy.float32"
     try:
-        found = np.dtype(dtype)
+        parsed = np.dtype(dtype)
     except (TypeError, ValueError) as error:
-        raise of_caller(type(error)(f"dtype={dtype!r} is no type of NumPy's ({error}): {cure}")) from None
-    if found.hasobject:
-        raise of_caller(TypeError(f"dtype={found} holds Python objects, which other processes cannot read: {cure}"))
-    return found
+        raise of_caller(type(error)(f"dtype={dtype!r} is not a NumPy type ({error}): {cure}")) from None
+    if parsed.hasobject:
+        raise of_caller(TypeError(f"dtype={parsed} holds Python objects, which other processes cannot read: {cure}"))
+    return parsed
 
 
 def locate(array: NDArray[Any]) -> Region | None:
@@ -516,8 +516,8 @@ class SparseFile:
             why = getattr(error, "strerror", None) or str(error)
             limit = _limit_of_files(error) if isinstance(error, OSError) else ""
             cure = limit or f"make fewer or smaller arrays{_limit_of_addresses()}"
-            said = f"no addresses for an array of {nbytes} bytes that grows ({why}): {cure}"
-            raise of_caller(MemoryError(said)) from error
+            sentence = f"no addresses for an array of {nbytes} bytes that grows ({why}): {cure}"
+            raise of_caller(MemoryError(sentence)) from error
         mapping = array.base
         assert isinstance(mapping, mmap.mmap)
         weakref.finalize(array, mapping.madvise, _MADV_REMOVE).atexit = False

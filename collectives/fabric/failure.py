@@ -3,7 +3,7 @@
 Only an MPI with ULFM tells of deaths: Open MPI under `mpirun --with-ft ulfm`. There the death of a process does not end
 the job. A message to or from a dead rank raises MPI.Exception, and so does a probe for messages of any source until the
 death is acknowledged. A collective may raise on some ranks and wait for ever on others, until a rank revokes the
-communicator (`Making`).
+communicator (`CommCreationGuard`).
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ _DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 
 
 @cache
-def able() -> bool:
+def survives_deaths() -> bool:
     """True if the MPI of this job tells of deaths, and other processes survive them."""
     return os.environ.get(ENABLED, "").lower() in ("1", "true") and "Open MPI" in MPI.Get_library_version()
 
 
-def failed(comm: MPI.Comm) -> list[int]:
+def dead_ranks(comm: MPI.Comm) -> list[int]:
     """Return the ranks of a communicator that MPI here knows to be dead. Does not block."""
-    if not able():
+    if not survives_deaths():
         return []
     group = comm.Get_failed()
     if not group.Get_size():
         return []
     everybody = comm.Get_group()
-    found = group.Translate_ranks(None, everybody)
+    translated = group.Translate_ranks(None, everybody)
     group.Free()
     everybody.Free()
-    return sorted(int(rank) for rank in found)
+    return sorted(int(rank) for rank in translated)
 
 
-def deaths(comm: MPI.Comm) -> list[int]:
+def find_deaths(comm: MPI.Comm) -> list[int]:
     """Return the dead ranks after an error that a death may have caused, or an empty list.
 
     MPI may report the death a little later than the error. So this function waits for the report, for at most
     DEATH_SECONDS.
     """
     clock = Clock()
-    while not (found := failed(comm)) and clock.seconds() < DEATH_SECONDS:
+    while not (dead := dead_ranks(comm)) and clock.seconds() < DEATH_SECONDS:
         # MPI makes progress only within calls.
         MPI.COMM_SELF.Iprobe()
         time.sleep(1e-3)
-    return found
+    return dead
 
 
 def is_death(error: BaseException) -> bool:
     """True if MPI raised this error because a process has ended."""
-    return isinstance(error, MPI.Exception) and able() and error.Get_error_class() in _DEATHS
+    return isinstance(error, MPI.Exception) and survives_deaths() and error.Get_error_class() in _DEATHS
 
 
-class Making:
+class CommCreationGuard:
     """A context in which ranks make communicators from `comm`, although any of them may die meanwhile.
 
     As soon as a rank has died, or `break_off` is called, `comm` and every communicator made in the context are revoked.
@@ -78,7 +78,7 @@ class Making:
     """
 
     # the context that this process is in
-    present: Making | None = None
+    present: CommCreationGuard | None = None
 
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm = comm
@@ -90,8 +90,8 @@ class Making:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mpips deaths", daemon=True)
 
-    def __enter__(self) -> Making:
-        Making.present = self
+    def __enter__(self) -> CommCreationGuard:
+        CommCreationGuard.present = self
         self._thread.start()
         return self
 
@@ -100,7 +100,7 @@ class Making:
             self.break_off()
         self._over.set()
         self._thread.join()
-        Making.present = None
+        CommCreationGuard.present = None
 
     def add(self, comm: MPI.Comm) -> None:
         """Note a new communicator, so that it is revoked with the others."""
@@ -125,18 +125,18 @@ class Making:
 
     def _watch(self) -> None:
         while not self._over.wait(WATCH_SECONDS):
-            if failed(self._comm):
+            if dead_ranks(self._comm):
                 self.break_off()
                 return
 
 
-def made(comm: C) -> C:
-    """Return a communicator that has just been made. In a `Making` context it will be revoked with the others.
+def guard_comm(comm: C) -> C:
+    """Add a new communicator to the present `CommCreationGuard`, if there is one. Return the communicator.
 
     Code that may run in such a context passes every new communicator through this.
     """
-    if Making.present is not None:
-        Making.present.add(comm)
+    if CommCreationGuard.present is not None:
+        CommCreationGuard.present.add(comm)
     return comm
 
 

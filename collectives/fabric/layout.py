@@ -32,7 +32,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpips.collectives.errors import CollectiveError, MismatchError, ranks
+from mpips.collectives.errors import CollectiveError, MismatchError, format_ranks
 from mpips.collectives.recorder.ring import WORD
 
 POISON_BYTES = 4096
@@ -113,14 +113,14 @@ class Descriptors:
         whole = descriptor.text.encode()
         raw = whole[:TEXT_BYTES]
         descriptor = descriptor._replace(text=raw.decode(errors="replace"), digest=digest(whole))
-        words = np.zeros(HEAD_WORDS, np.uint64)
-        words[:4] = token, descriptor.digest, len(raw), len(descriptor.places)
+        head = np.zeros(HEAD_WORDS, np.uint64)
+        head[:4] = token, descriptor.digest, len(raw), len(descriptor.places)
         if many is not None:
-            words[4:10] = place or ArrayPlace()
+            head[4:10] = place or ArrayPlace()
         elif descriptor.places:
-            words[4:16] = np.array(descriptor.places[0], np.uint64).ravel()
+            head[4:16] = np.array(descriptor.places[0], np.uint64).ravel()
         area, at = self._areas[self._rank], token % DESCRIPTORS * DESCRIPTOR_BYTES
-        area[at : at + HEAD_BYTES] = words.view(np.uint8)
+        area[at : at + HEAD_BYTES] = head.view(np.uint8)
         area[at + HEAD_BYTES : at + HEAD_BYTES + len(raw)] = np.frombuffer(raw, np.uint8)
         self._many.pop(self._before(token), None)
         if many is not None:
@@ -140,14 +140,14 @@ class Descriptors:
         known = self._known.get((rank, token))
         if known is None:
             area, at = self._areas[rank], token % DESCRIPTORS * DESCRIPTOR_BYTES
-            words = area[at : at + HEAD_BYTES].view(np.uint64).tolist()
-            if words[0] != token:
+            head = area[at : at + HEAD_BYTES].view(np.uint64).tolist()
+            if head[0] != token:
                 raise CollectiveError(f"the descriptor of rank {self.names[rank]} has been overwritten")
-            text = bytes(area[at + HEAD_BYTES : at + HEAD_BYTES + words[2]]).decode(errors="replace")
-            places = words[4:16] if words[3] == 1 else []
-            if words[3] > 1:
-                places = attach(ArrayPlace(*words[4:10])).view(np.int64).tolist()
-            known = Descriptor(text, _pairs(places), words[1])
+            text = bytes(area[at + HEAD_BYTES : at + HEAD_BYTES + head[2]]).decode(errors="replace")
+            places = head[4:16] if head[3] == 1 else []
+            if head[3] > 1:
+                places = attach(ArrayPlace(*head[4:10])).view(np.int64).tolist()
+            known = Descriptor(text, _pairs(places), head[1])
             self._keep(rank, token, known)
         return known
 
@@ -155,7 +155,7 @@ class Descriptors:
         """Raise MismatchError, the same on all ranks, unless all descriptors are of the same call."""
         if any(descriptor.digest != descriptors[0].digest for descriptor in descriptors):
             texts = {name: descriptor.text for name, descriptor in zip(self.names, descriptors)}
-            raise MismatchError(disagreement(texts))
+            raise MismatchError(describe_disagreement(texts))
 
     def _keep(self, rank: int, token: int, descriptor: Descriptor) -> None:
         self._known[rank, token] = descriptor
@@ -167,9 +167,9 @@ class Descriptors:
         return (token - 1 - DESCRIPTORS) % LAST_TOKEN + 1
 
 
-def _pairs(words: Sequence[int]) -> tuple[tuple[ArrayPlace, ArrayPlace], ...]:
-    starts = range(0, len(words), PLACE_WORDS)
-    return tuple((ArrayPlace(*words[at : at + 6]), ArrayPlace(*words[at + 6 : at + 12])) for at in starts)
+def _pairs(numbers: Sequence[int]) -> tuple[tuple[ArrayPlace, ArrayPlace], ...]:
+    starts = range(0, len(numbers), PLACE_WORDS)
+    return tuple((ArrayPlace(*numbers[at : at + 6]), ArrayPlace(*numbers[at + 6 : at + 12])) for at in starts)
 
 
 def digest(text: bytes) -> int:
@@ -177,13 +177,13 @@ def digest(text: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-def disagreement(texts: Mapping[int, str]) -> str:
+def describe_disagreement(texts: Mapping[int, str]) -> str:
     """Return the sentence for ranks that call with different arguments. `texts`: rank -> its call in words."""
     by_text: dict[str, list[int]] = {}
     for rank in sorted(texts):
         by_text.setdefault(texts[rank], []).append(rank)
-    parts = "; ".join(f"{ranks(numbers)}: {text}" for text, numbers in by_text.items())
-    more = " (texts that are alike here differ further on)" if len(by_text) == 1 else ""
+    parts = "; ".join(f"{format_ranks(numbers)}: {text}" for text, numbers in by_text.items())
+    more = " (the texts are cut here, and differ further on)" if len(by_text) == 1 else ""
     return f"{DIFFERENT}: {parts}{more}"
 
 
@@ -201,14 +201,14 @@ ROWS_AT = STAGES_AT + 2 * STAGE_BYTES + 3 * BLOCK_BYTES
 ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
 
 
-class Rows(NamedTuple):
+class BoardRows(NamedTuple):
     """The rows of a node: a word of each rank, for even and odd operations, and for even and odd phases."""
 
     entries: tuple[memoryview, memoryview]
     progress: tuple[memoryview, memoryview]
 
 
-class NodeMemory:
+class NodeAreas:
     """The areas of all ranks of a node, as one of them sees them.
 
     Args:
@@ -247,7 +247,7 @@ class NodeMemory:
         self.words = [area[:LINE_BYTES].data.cast("B").cast(WORD) for area in areas]
         rows = areas[0][ROWS_AT : area_bytes(self.size)].reshape(4, -1)[:, : self.size * 8]
         even, odd, even_phase, odd_phase = (row.data.cast(WORD) for row in rows)
-        self.rows = Rows((even, odd), (even_phase, odd_phase))
+        self.rows = BoardRows((even, odd), (even_phase, odd_phase))
         self.fence: Callable[[], None] | None = None if fence is None else fence.Sync
         self._window = fence
         self._buffers: list[NDArray[np.uint8]] = []
@@ -297,7 +297,7 @@ class NodeMemory:
             area[CLOSED_AT + self.rank] = 1
         os.close(self.poison_fd)
         _closed.append(self)
-        clear()
+        free_closed()
         if self._window is not None:
             self._window.Unlock_all()
             self._window.Free()
@@ -313,10 +313,10 @@ def area_bytes(size: int) -> int:
 
 
 # closed, but other ranks may still read this rank's area
-_closed: list[NodeMemory] = []
+_closed: list[NodeAreas] = []
 
 
-def clear() -> None:
+def free_closed() -> None:
     """Free the closed areas that all ranks have stopped reading."""
     _closed[:] = [
         memory for memory in _closed if not memory.areas[memory.rank][CLOSED_AT : CLOSED_AT + memory.size].all()

@@ -15,14 +15,14 @@ T = TypeVar("T")
 Task = Generator[bool | None, None, T]
 
 
-def goes_on(task: Task[T]) -> bool:
+def advance(task: Task[T]) -> bool:
     """Advance a task to its next wait. Return False once it is over."""
     for _ in task:
         return True
     return False
 
 
-def together(tasks: Iterable[Task[Any]], most: int = sys.maxsize) -> Task[None]:
+def run_together(tasks: Iterable[Task[Any]], most: int = sys.maxsize) -> Task[None]:
     """Run tasks until all are over, at most `most` of them at a time, starting them from first to last.
 
     The first exception is raised at once, and all other tasks are closed.
@@ -52,17 +52,17 @@ def _together(waiting: list[Task[Any]], most: int) -> Task[None]:
             task.close()
 
 
-def in_turn(*tasks: Task[Any]) -> Task[None]:
+def run_in_turn(*tasks: Task[Any]) -> Task[None]:
     """Run tasks one after another."""
     for task in tasks:
         yield from task
 
 
-def kept(task: Task[T], results: list[T]) -> Task[None]:
+def append_result(task: Task[T], results: list[T]) -> Task[None]:
     """Run a task and append its result to `results`."""
     results.append((yield from task))
 
 
-def nothing() -> Task[None]:
+def empty_task() -> Task[None]:
     """Return a task that does nothing and is over at once."""
     yield from ()

@@ -18,10 +18,10 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from mpi4py import MPI
 
-from mpips.collectives.errors import KINDS, CollectiveError, MismatchError, kind_of
-from mpips.collectives.fabric.failure import failed
-from mpips.collectives.fabric.layout import DEPARTURES, PROGRAM_ENDED, disagreement
-from mpips.collectives.fabric.requests import received, tell
+from mpips.collectives.errors import KINDS, CollectiveError, MismatchError, kind_index
+from mpips.collectives.fabric.failure import dead_ranks
+from mpips.collectives.fabric.layout import DEPARTURES, PROGRAM_ENDED, describe_disagreement
+from mpips.collectives.fabric.requests import receive_next, send_to_all
 from mpips.collectives.fabric.wait import Limits
 
 SPEAK_SECONDS = 0.05
@@ -35,7 +35,7 @@ IN_OPERATION, OVER, LEFT = 0, 1, 2
 _TAG = 1
 
 
-class Note(msgspec.Struct, array_like=True, order=True):
+class ControlNote(msgspec.Struct, array_like=True, order=True):
     """A message of `Control`. Notes are ordered by their fields: of several notes of sort OVER the first counts."""
 
     # of the operation
@@ -76,9 +76,9 @@ class Control:
         # operations of this rank that are under way
         self._open: set[int] = set()
         # rank -> its note that it has left
-        self._left: dict[int, Note] = {}
+        self._left: dict[int, ControlNote] = {}
         # all notes that end the generation
-        self._over: list[Note] = []
+        self._over: list[ControlNote] = []
         # until when to listen for other notes of the end; 0 before the first
         self._settled = 0.0
         # since when names are known to differ; 0 before that
@@ -152,23 +152,23 @@ class Control:
         """True if this rank knows that the generation has ended."""
         return bool(self._over)
 
-    def ended(self) -> dict[int, str]:
+    def gone_ranks(self) -> dict[int, str]:
         """Return the ranks that are known to have left or died: name -> how, in words."""
         self._hear()
-        dead = {self._names[rank]: DEPARTURES[0] for rank in failed(self.comm)}
+        dead = {self._names[rank]: DEPARTURES[0] for rank in dead_ranks(self.comm)}
         return dead | {self._names[rank]: DEPARTURES[note.kind] for rank, note in self._left.items()}
 
     def end(self, error: BaseException, sentence: str) -> CollectiveError:
         """End the generation for all ranks. Return the error that they raise. Blocks for SETTLE_SECONDS."""
         if not self._over:
-            note = Note(min(self._open, default=self.number + 1), self._rank, OVER, sentence, kind_of(error))
+            note = ControlNote(min(self._open, default=self.number + 1), self._rank, OVER, sentence, kind_index(error))
             self._over.append(note)
             self._send(note)
         return self._settle()
 
     def leave(self, how: int = PROGRAM_ENDED) -> None:
         """Tell the other ranks that this one begins no more operations. Does not block."""
-        self._send(Note(min(self._open, default=self.number + 1) - 1, self._rank, LEFT, kind=how))
+        self._send(ControlNote(min(self._open, default=self.number + 1) - 1, self._rank, LEFT, kind=how))
 
     def _begin(self, text: str) -> int:
         self.number += 1
@@ -190,8 +190,8 @@ class Control:
 
     def _hear(self) -> None:
         """Read all notes that have come. Answer those about operations that this rank knows."""
-        while (message := received(self.comm, _TAG)) is not None:
-            note = msgspec.msgpack.decode(message[1], type=Note)
+        while (message := receive_next(self.comm, _TAG)) is not None:
+            note = msgspec.msgpack.decode(message[1], type=ControlNote)
             if note.sort == OVER:
                 self._over.append(note)
             elif note.sort == LEFT:
@@ -203,17 +203,17 @@ class Control:
 
     def _tell(self, number: int) -> None:
         self._told.add(number)
-        self._send(Note(number, self._rank, IN_OPERATION, self._mine[number]))
+        self._send(ControlNote(number, self._rank, IN_OPERATION, self._mine[number]))
 
-    def _send(self, note: Note) -> None:
+    def _send(self, note: ControlNote) -> None:
         others = [other for other in range(self._size) if other != self._rank]
-        tell(self.comm, msgspec.msgpack.encode(note), others, _TAG)
+        send_to_all(self.comm, msgspec.msgpack.encode(note), others, _TAG)
 
     def _see_deaths(self) -> None:
         """Raise CollectiveError if MPI knows that a rank has died which has not left before."""
         if (now := time.monotonic()) >= self._due:
             self._due = now + LOOK_FOR_DEATHS_SECONDS
-            for rank in failed(self.comm):
+            for rank in dead_ranks(self.comm):
                 if rank not in self._left:
                     raise CollectiveError(f"rank {self._names[rank]} is needed, and {DEPARTURES[0]}")
 
@@ -222,13 +222,13 @@ class Control:
 
         It raises once all ranks have named the operation, or after NAMES_SECONDS, so that the sentence has all names.
         """
-        mine = self._mine.get(number)
-        if mine is None or all(text == mine for text in self._heard[number].values()):
+        own_text = self._mine.get(number)
+        if own_text is None or all(text == own_text for text in self._heard[number].values()):
             return
-        texts = {**self._heard[number], self._rank: mine}
+        texts = {**self._heard[number], self._rank: own_text}
         self._differs = self._differs or time.monotonic()
         if len(texts) == self._size or time.monotonic() > self._differs + NAMES_SECONDS:
-            raise MismatchError(disagreement({self._names[rank]: text for rank, text in texts.items()}))
+            raise MismatchError(describe_disagreement({self._names[rank]: text for rank, text in texts.items()}))
 
     def _settle(self) -> CollectiveError:
         """Wait for notes of the end that others sent at about the same time. Return the error that all ranks raise."""

@@ -27,14 +27,14 @@ from mpi4py import MPI
 
 from mpips.collectives.arrays import Flat, Vector
 from mpips.collectives.call import Call, scale
-from mpips.collectives.fabric.requests import Tags, receives, release, sends
+from mpips.collectives.fabric.requests import Tags, make_receives, make_sends, release
 from mpips.collectives.kernels import sums
 from mpips.collectives.kernels.sums import Step, perform
 from mpips.collectives.schedule import catalog
 from mpips.collectives.schedule.model import NOBODY, RankStep, Schedule, cut, extent, in_rank_order, overlap
 
 
-class _Step(NamedTuple):
+class _MessageStep(NamedTuple):
     requests: list[MPI.Prequest]
     # what to do with values that were received in separate memory: add or copy them to their places
     landings: list[Step]
@@ -98,14 +98,14 @@ class MessagePlan:
                 release(step.requests)
         self._lanes, self._queue = [], []
 
-    def _run_lane(self, steps: list[_Step]) -> Iterator[Any]:
+    def _run_lane(self, steps: list[_MessageStep]) -> Iterator[Any]:
         for requests, landings in steps:
             MPI.Prequest.Startall(requests)
             while not MPI.Request.Testall(requests):
                 yield
             perform(landings)
 
-    def _in_turn(self, program: tuple[tuple[RankStep, ...], ...]) -> list[tuple[int, _Step]]:
+    def _in_turn(self, program: tuple[tuple[RankStep, ...], ...]) -> list[tuple[int, _MessageStep]]:
         """Return (lane, step) of all lanes, ordered by the step's number and then by the lane's turn."""
         order = [
             (step.number, self._schedule.lanes[lane].turn, lane, i)
@@ -114,7 +114,7 @@ class MessagePlan:
         ]
         return [(lane, self._lanes[lane][i]) for _, _, lane, i in sorted(order)]
 
-    def _compile(self, lane: int, step: RankStep, tag: int) -> _Step:
+    def _compile(self, lane: int, step: RankStep, tag: int) -> _MessageStep:
         """Make the requests of a step, and the steps that add or copy what it receives."""
         comm, offsets = self._comm, self._schedule.offsets(self._call.n, lane)
         sent = [extent(offsets, r.send) for r in step.rounds if r.send_to != NOBODY]
@@ -124,26 +124,26 @@ class MessagePlan:
         added: dict[tuple[int, int], dict[int, Vector]] = {}
         for round_ in step.rounds:
             if round_.receive_from != NOBODY:
-                came = extent(offsets, round_.receive)
-                place = self._space.arriving(*came, (int(round_.receive.start), int(round_.receive.stop)))
+                extent_received = extent(offsets, round_.receive)
+                place = self._space.arriving(*extent_received, (int(round_.receive.start), int(round_.receive.stop)))
                 if round_.add:
-                    terms = added.setdefault(came, {comm.rank: place})
+                    terms = added.setdefault(extent_received, {comm.rank: place})
                     place = terms[round_.receive_from] = np.empty_like(place)
-                elif self._call.kind != "alltoall" and overlap(came, sent):
-                    beside = np.empty_like(place)
-                    landings.append((np.copyto, (place, beside)))
-                    place = beside
-                requests += receives(comm, place, round_.receive_from, tag)
+                elif self._call.kind != "alltoall" and overlap(extent_received, sent):
+                    landing_memory = np.empty_like(place)
+                    landings.append((np.copyto, (place, landing_memory)))
+                    place = landing_memory
+                requests += make_receives(comm, place, round_.receive_from, tag)
         for round_ in step.rounds:
             if round_.send_to != NOBODY:
                 start, stop = extent(offsets, round_.send)
-                requests += sends(comm, self._space.source[start:stop], round_.send_to, tag)
+                requests += make_sends(comm, self._space.source[start:stop], round_.send_to, tag)
         for terms in added.values():
-            assert self._call.operation is not None
+            assert self._call.reduction is not None
             for to, of in in_rank_order(comm.rank, terms):
                 pair = terms[to], terms[of]
-                landings += sums.steps(self._call.operation.into, pair, pair[0], nbytes=self._call.nbytes)
-        return _Step(requests, landings)
+                landings += sums.steps(self._call.reduction.into, pair, pair[0], nbytes=self._call.nbytes)
+        return _MessageStep(requests, landings)
 
 
 class Workspace:
@@ -170,7 +170,7 @@ class Workspace:
         self._result = self.vector
         if call.kind == "reduce_scatter":
             self._result = self.vector[slice(*call.block(rank))]
-        mean = call.operation is not None and call.operation.is_mean
+        mean = call.reduction is not None and call.reduction.is_mean
         self._scale = scale(self._result, call.p) if mean else []
 
     def begin(self) -> None:
@@ -242,16 +242,16 @@ class TwoLevelPlan:
             start, stop = int(cut(call.n, count, i)), int(cut(call.n, count, i + 1))
             inside = [
                 Call(kind, stop - start, call.dtype, operation, 0, call.algorithm, local, call.label)
-                for kind, operation in (("reduce_scatter", call.operation), ("allgather", None))
+                for kind, operation in (("reduce_scatter", call.reduction), ("allgather", None))
             ]
             x_part, out_part = _part(x, start, stop), _part(out, start, stop)
-            mine = _part(out_part, *inside[0].block(place))
-            slice_ = Call("allreduce", mine.n, call.dtype, call.operation, 0, between, across.size)
+            own_slice = _part(out_part, *inside[0].block(place))
+            slice_call = Call("allreduce", own_slice.n, call.dtype, call.reduction, 0, between, across.size)
             self._segments.append(
-                _Segment(
-                    on_node(inside[0], x_part, mine),
-                    MessagePlan(across, slice_, schedule, mine, mine, taken[i * lanes :]),
-                    on_node(inside[1], mine, out_part),
+                _SegmentStages(
+                    on_node(inside[0], x_part, own_slice),
+                    MessagePlan(across, slice_call, schedule, own_slice, own_slice, taken[i * lanes :]),
+                    on_node(inside[1], own_slice, out_part),
                 )
             )
 
@@ -260,12 +260,12 @@ class TwoLevelPlan:
         # allreduces between nodes that are under way
         crossing: deque[Iterator[None]] = deque()
         for segment in self._segments:
-            yield from _beside(segment.scatter(), crossing)
+            yield from _advance_during(segment.scatter(), crossing)
             crossing.append(segment.across.run())
         for segment in self._segments:
             first = crossing.popleft()
-            yield from _beside(first, crossing)
-            yield from _beside(segment.gather(), crossing)
+            yield from _advance_during(first, crossing)
+            yield from _advance_during(segment.gather(), crossing)
 
     def free(self) -> None:
         """Free its MPI requests."""
@@ -273,7 +273,7 @@ class TwoLevelPlan:
             segment.across.free()
 
 
-class _Segment(NamedTuple):
+class _SegmentStages(NamedTuple):
     """The three stages of a segment: within the node, between nodes, and within the node again."""
 
     scatter: Steps
@@ -285,14 +285,14 @@ def _part(flat: Flat, start: int, stop: int) -> Flat:
     return Flat(flat.address + start * flat.dtype.itemsize, stop - start, flat.dtype)
 
 
-def _beside(steps: Iterator[None], crossing: Iterable[Iterator[None]]) -> Iterator[None]:
+def _advance_during(steps: Iterator[None], crossing: Iterable[Iterator[None]]) -> Iterator[None]:
     """Run `steps`, and advance the operations `crossing` whenever it has to wait, and at the end."""
     for _ in steps:
-        _move(crossing)
+        _advance_all(crossing)
         yield
-    _move(crossing)
+    _advance_all(crossing)
 
 
-def _move(crossing: Iterable[Iterator[None]]) -> None:
+def _advance_all(crossing: Iterable[Iterator[None]]) -> None:
     for steps in crossing:
         next(steps, None)

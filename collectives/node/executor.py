@@ -25,24 +25,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpips.collectives.arrays import Flat, Vector, same
+from mpips.collectives.arrays import Flat, Vector, same_address
 from mpips.collectives.call import Call
 from mpips.collectives.errors import CollectiveError
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.board import NUMBERS, ORDER, Board
 from mpips.collectives.fabric.layout import DESCRIPTORS, PLACE_WORDS, ArrayPlace, Descriptor
-from mpips.collectives.fabric.process_memory import place as reached_at
+from mpips.collectives.fabric.process_memory import reachable_address as reached_at
 from mpips.collectives.kernels import sums
 from mpips.collectives.kernels.sums import perform
 from mpips.collectives.node.program import (
     NOTHING,
-    Program,
+    NodeProgram,
     Scalars,
     StagePipeline,
     Turns,
     Window,
     crossing_program,
-    merged,
+    merge,
     shared_program,
     slot_puts,
     slot_scalars,
@@ -57,7 +57,7 @@ WAYS = ("slots", "direct", "cross_memory", "stages")
 NOWHERE = (ArrayPlace(), ArrayPlace())
 
 
-class Ways(NamedTuple):
+class WayLimits(NamedTuple):
     """The sizes in bytes at which vectors change from one kind of program to another. The same on all ranks."""
 
     # the largest vector that goes through slots in any case, even if its array is in node-shared memory
@@ -68,7 +68,7 @@ class Ways(NamedTuple):
     cross_memory: int
 
 
-class Part(NamedTuple):
+class CallArray(NamedTuple):
     """One array of a call. x and out are this rank's parts of the whole vector (`Call.extent_of_x`)."""
 
     call: Call
@@ -78,10 +78,10 @@ class Part(NamedTuple):
     kept: tuple[Vector, ...] = ()
 
 
-def part_of(call: Call, rank: int, x: Flat, out: Flat, kept: Sequence[Flat] = ()) -> Part:
+def call_array(call: Call, rank: int, x: Flat, out: Flat, kept: Sequence[Flat] = ()) -> CallArray:
     """Make the Part for arrays at these addresses of this rank."""
     in_place = x == out
-    return Part(
+    return CallArray(
         call,
         Window(x.vector(), call.extent_of_x(rank, in_place)[0]),
         Window(out.vector(), call.extent_of_out(rank, in_place)[0]),
@@ -89,7 +89,7 @@ def part_of(call: Call, rank: int, x: Flat, out: Flat, kept: Sequence[Flat] = ()
     )
 
 
-class Executor:
+class NodeExecutor:
     """The runner of a call between the ranks of a node. Making it is local.
 
     Args:
@@ -99,7 +99,7 @@ class Executor:
 
     holds = False
 
-    def __init__(self, board: Board, text: str, parts: Sequence[Part], ways: Ways) -> None:
+    def __init__(self, board: Board, text: str, parts: Sequence[CallArray], ways: WayLimits) -> None:
         self._board = board
         self._memory = board.memory
         self._text = text
@@ -114,12 +114,12 @@ class Executor:
         self.modes = [self._mode(part) for part in parts]
         for part, mode in zip(parts, self.modes):
             call = part.call
-            if call.operation is not None:
+            if call.reduction is not None:
                 many = 2 if mode == CROSS else call.p
-                sums.prepare(call.operation.into, call.dtype, many, call.nbytes, call.operation.is_mean)
+                sums.prepare(call.reduction.into, call.dtype, many, call.nbytes, call.reduction.is_mean)
         # True if other ranks may touch this rank's arrays, in the first phase
         self._lends = any(mode in (SHARED, CROSS) for mode in self.modes)
-        self._program = Program()
+        self._program = NodeProgram()
         self._puts = self._brought()
         self.fast: Callable[[], int] = not_begun
 
@@ -155,11 +155,11 @@ class Executor:
         """The mode that this rank proposes for its first array, as `tuner.table` names it."""
         return WAYS[self.modes[0]]
 
-    def _mode(self, part: Part) -> int:
+    def _mode(self, part: CallArray) -> int:
         """Return the mode for an array, by its size and its memory."""
         call, ways = part.call, self._ways
         # An alltoall in place overwrites x, so other ranks must not read x itself.
-        moving = call.kind == "alltoall" and same(part.x.vector, part.out.vector)
+        moving = call.kind == "alltoall" and same_address(part.x.vector, part.out.vector)
         located = arena.locate(part.x.vector) and arena.locate(part.out.vector)
         if len(self._parts) > 1:
             return SHARED if located else CROSS
@@ -193,7 +193,7 @@ class Executor:
         self._token = self._board.publish(Descriptor(self._text, places), many, place)
         self._put = self._board.descriptors.put
 
-    def _places(self, part: Part, mode: int) -> tuple[ArrayPlace, ArrayPlace]:
+    def _places(self, part: CallArray, mode: int) -> tuple[ArrayPlace, ArrayPlace]:
         """Return where other ranks find this rank's x and out, or NOWHERE if they go through slots or stages.
 
         An array that is written must be writable for other processes too. The x of the root of an in-place broadcast is
@@ -205,7 +205,7 @@ class Executor:
         x_place, out_place = NOWHERE if mode == CROSS else (_region(x), _region(out))
         x_at = out_at = 0
         if self._crosses(call) or len(self._parts) > 1:
-            read_alone = call.kind == "broadcast" and same(x, out) and call.root == self._board.rank
+            read_alone = call.kind == "broadcast" and same_address(x, out) and call.root == self._board.rank
             x_at, out_at = reached_at(x), reached_at(out, not read_alone)
         return x_place._replace(address=x_at), out_place._replace(address=out_at)
 
@@ -214,20 +214,20 @@ class Executor:
         self._tokens, self.fast = None, not_begun
         descriptors = self._board.read(tokens)
         programs = [self._compile(number, descriptors) for number in range(len(self._parts))]
-        self._program = programs[0] if len(programs) == 1 else merged(programs)
+        self._program = programs[0] if len(programs) == 1 else merge(programs)
         self._tokens = tokens
         # The fast path has no fences: it relies on a processor that keeps stores in order.
         if self._board.fence is None:
             self.fast = self._fast(tokens)
 
-    def _compile(self, number: int, descriptors: Sequence[Descriptor]) -> Program:
+    def _compile(self, number: int, descriptors: Sequence[Descriptor]) -> NodeProgram:
         """Compile the program of one array. All ranks come to the same kind, because they see the same descriptors."""
         part, memory = self._parts[number], self._memory
         places = [descriptor.places[number] for descriptor in descriptors]
         if all(x.shared and out.shared for x, out in places):
             return shared_program(memory, *part, places)
         if self.modes[number] == SLOTS and not any(x.shared for x, _ in places):
-            return Program(last=(slot_takes(memory, *part[:3], 0), slot_takes(memory, *part[:3], 1)))
+            return NodeProgram(last=(slot_takes(memory, *part[:3], 0), slot_takes(memory, *part[:3], 1)))
         if all(x.address and out.address for x, out in places):
             return crossing_program(memory, *part, places)
         if len(self._parts) > 1:
@@ -239,12 +239,12 @@ class Executor:
     def _fast(self, tokens: tuple[int, ...]) -> Callable[[], int]:
         """Return the call as one straight-line function. It is valid as long as the ranks enter with these tokens."""
         others = int.from_bytes(array("Q", tokens), ORDER)
-        bound, program = _Bound(self._board, self._text, self._put, self._token, others), self._program
+        bound, program = _FastPathValues(self._board, self._text, self._put, self._token, others), self._program
         if self.modes == [SLOTS] and not self._program.phases:
-            few = slot_scalars(self._memory, *self._parts[0][:3])
-            if few is not None:
-                summed = _sum_of_scalars(bound, few)
-                return _mean_of_scalars(summed, few, self._board.size) if few.mean else summed
+            scalars = slot_scalars(self._memory, *self._parts[0][:3])
+            if scalars is not None:
+                summed = _sum_of_scalars(bound, scalars)
+                return _mean_of_scalars(summed, scalars, self._board.size) if scalars.mean else summed
         if not program.phases:
             return _straight(bound, self._puts, program.last, self._lends)
         return _in_phases(bound, _straight(bound, self._puts, NOTHING, self._lends), program)
@@ -260,7 +260,7 @@ def not_begun() -> int:
     return NOT_BEGUN
 
 
-class _Bound(NamedTuple):
+class _FastPathValues(NamedTuple):
     """The values for which a fast path is compiled."""
 
     board: Board
@@ -278,7 +278,7 @@ class _Bound(NamedTuple):
 # the operation wraps around.
 
 
-def _sum_of_scalars(bound: _Bound, few: Scalars) -> Callable[[], int]:
+def _sum_of_scalars(bound: _FastPathValues, scalars: Scalars) -> Callable[[], int]:
     """Return a fast path that sums one or two floats through slots."""
     board, text, put, token, others = bound
     rank = board.rank
@@ -286,16 +286,16 @@ def _sum_of_scalars(bound: _Bound, few: Scalars) -> Callable[[], int]:
     order = ORDER
     read = int.from_bytes
     meet = board.meet
-    even, odd = zip(board.entries, few.mine, few.first, few.second, few.more)
+    even, odd = zip(board.entries, scalars.mine, scalars.first, scalars.second, scalars.more)
     spins = board.spins
     looks = board.looks
     numbers = board.numbers
     turns = even, odd
-    x = few.x
-    two = len(few.x) == 2
+    x = scalars.x
+    two = len(scalars.x) == 2
     mark = board.marks.word
     # typed as Any, because a type checker does not know that these memoryviews hold floats
-    out: Any = few.out
+    out: Any = scalars.out
 
     def fast() -> int:
         number = board.number + 1
@@ -336,9 +336,9 @@ def _sum_of_scalars(bound: _Bound, few: Scalars) -> Callable[[], int]:
     return fast
 
 
-def _mean_of_scalars(summed: Callable[[], int], few: Scalars, ranks: int) -> Callable[[], int]:
+def _mean_of_scalars(summed: Callable[[], int], scalars: Scalars, ranks: int) -> Callable[[], int]:
     """Return a fast path that runs `summed`, a sum of one or two floats, and divides the result."""
-    out: Any = few.out
+    out: Any = scalars.out
 
     def fast() -> int:
         code = summed()
@@ -350,7 +350,7 @@ def _mean_of_scalars(summed: Callable[[], int], few: Scalars, ranks: int) -> Cal
     return fast
 
 
-def _straight(bound: _Bound, puts: Turns, last: Turns, lends: bool) -> Callable[[], int]:
+def _straight(bound: _FastPathValues, puts: Turns, last: Turns, lends: bool) -> Callable[[], int]:
     """Return a fast path that puts, enters, waits until all ranks have entered, and takes."""
     board, text, put, token, others = bound
     rank = board.rank
@@ -397,7 +397,7 @@ def _straight(bound: _Bound, puts: Turns, last: Turns, lends: bool) -> Callable[
     return fast
 
 
-def _in_phases(bound: _Bound, enter: Callable[[], int], program: Program) -> Callable[[], int]:
+def _in_phases(bound: _FastPathValues, enter: Callable[[], int], program: NodeProgram) -> Callable[[], int]:
     """Return a fast path that runs the phases of a program, each with a meeting, after `enter`."""
     board = bound.board
     text = bound.text

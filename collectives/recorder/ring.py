@@ -27,7 +27,7 @@ _FORM_AT = 8 + _NUMBERS.size
 assert _FORM_AT + _FORM.size == RECORD_BYTES
 
 
-class Record(NamedTuple):
+class CallRecord(NamedTuple):
     """One timed call.
 
     Times are nanoseconds of the monotonic clock; 0 means that the call has not started, or not ended, yet.
@@ -80,7 +80,7 @@ def form(
     return _FORM.pack(lane, nbytes, elements, part, *texts)
 
 
-class Ring:
+class RecordRing:
     """The writing side of a ring in a buffer. New records replace the oldest ones. Any thread may write."""
 
     def __init__(self, buffer: memoryview | mmap.mmap) -> None:
@@ -136,7 +136,7 @@ class Ring:
         return (HEAD_BYTES + sequence % self.slots * RECORD_BYTES) >> 3
 
 
-def read(buffer: bytes | memoryview | mmap.mmap) -> list[Record]:
+def read(buffer: bytes | memoryview | mmap.mmap) -> list[CallRecord]:
     """Return the records of a ring in order. The ring may be in use: a record that is being written is left out.
 
     Return [] if the buffer does not hold a ring.
@@ -145,25 +145,25 @@ def read(buffer: bytes | memoryview | mmap.mmap) -> list[Record]:
     words = data[: len(data) // 8 * 8].cast("Q")
     if len(data) < HEAD_BYTES or (words[0], words[1]) != (MAGIC, VERSION):
         return []
-    found = []
+    records = []
     for slot in range(min(words[2], (len(data) - HEAD_BYTES) // RECORD_BYTES)):
         at = HEAD_BYTES + slot * RECORD_BYTES
         before = words[at >> 3]
         raw = bytes(data[at : at + RECORD_BYTES])
         if before and words[at >> 3] == before:
-            found.append(_record(before, raw))
+            records.append(_record(before, raw))
     words.release()
     data.release()
-    return sorted(found)
+    return sorted(records)
 
 
-def _record(sequence: int, raw: bytes) -> Record:
+def _record(sequence: int, raw: bytes) -> CallRecord:
     *numbers, operation, dtype, subject, line = _FORM.unpack_from(raw, _FORM_AT)
     texts = [text.rstrip(b"\0").decode(errors="replace") for text in (operation, dtype, subject, line)]
-    return Record(sequence, *_NUMBERS.unpack_from(raw, 8), *numbers, *texts)
+    return CallRecord(sequence, *_NUMBERS.unpack_from(raw, 8), *numbers, *texts)
 
 
-def read_file(path: str | os.PathLike[str], offset: int = 0, nbytes: int = 0) -> list[Record]:
+def read_file(path: str | os.PathLike[str], offset: int = 0, nbytes: int = 0) -> list[CallRecord]:
     """Return the records of a ring that lies in a file.
 
     Args:

@@ -50,7 +50,7 @@ MOST_LANES = 1024
 Index: TypeAlias = Any
 
 
-class Interval(NamedTuple):
+class ChunkInterval(NamedTuple):
     """Chunks start, start + 1, ..., stop - 1 of a lane."""
 
     start: Index
@@ -69,9 +69,9 @@ class Round(NamedTuple):
     """
 
     send_to: Index
-    send: Interval
+    send: ChunkInterval
     receive_from: Index
-    receive: Interval
+    receive: ChunkInterval
     add: bool
 
     def over(self, p: int) -> Round:
@@ -82,15 +82,15 @@ class Round(NamedTuple):
 
         return Round(
             spread(self.send_to),
-            Interval(*map(spread, self.send)),
+            ChunkInterval(*map(spread, self.send)),
             spread(self.receive_from),
-            Interval(*map(spread, self.receive)),
+            ChunkInterval(*map(spread, self.receive)),
             self.add,
         )
 
 
 @dataclass(frozen=True)
-class Step:
+class ScheduleStep:
     """A step of `count` rounds. Each is made on request, because p - 1 rounds over all p ranks take much memory."""
 
     count: int
@@ -102,12 +102,12 @@ class Step:
     def __iter__(self) -> Iterator[Round]:
         return map(self.make, range(self.count))
 
-    def map(self, change: Callable[[Round], Round]) -> Step:
+    def map(self, change: Callable[[Round], Round]) -> ScheduleStep:
         """Return the step with every round changed by `change`."""
-        return Step(self.count, lambda i: change(self.make(i)))
+        return ScheduleStep(self.count, lambda i: change(self.make(i)))
 
 
-Steps: TypeAlias = Iterator[Step]
+Steps: TypeAlias = Iterator[ScheduleStep]
 # gives the steps of a rank (an int), or of all ranks (an array)
 Stage: TypeAlias = Callable[[Index], Steps]
 
@@ -198,7 +198,7 @@ def parse(algorithm: str) -> tuple[str, dict[str, Any]]:
     return name, {key: int(value) if value.isdecimal() else value for key, value in pairs}
 
 
-def extent(offsets: NDArray[np.int64], interval: Interval) -> tuple[int, int]:
+def extent(offsets: NDArray[np.int64], interval: ChunkInterval) -> tuple[int, int]:
     """Return the elements [first, stop) of an interval of one rank. `offsets` comes from `Schedule.offsets`."""
     return int(offsets[interval.start]), int(offsets[interval.stop])
 
@@ -241,22 +241,22 @@ def where(condition: Index, a: Index, b: Index) -> Index:
     return np.where(condition, a, b) if isinstance(condition, np.ndarray) else a if condition else b
 
 
-def one(index: Index, count: Index = 1) -> Interval:
+def chunks_at(index: Index, count: Index = 1) -> ChunkInterval:
     """Return the interval of `count` chunks that begins with chunk `index`."""
-    return Interval(index, index + count)
+    return ChunkInterval(index, index + count)
 
 
-def single(round_: Round) -> Step:
+def one_round(round_: Round) -> ScheduleStep:
     """Return a step of one round."""
-    return Step(1, lambda _: round_)
+    return ScheduleStep(1, lambda _: round_)
 
 
-def series(*stages: Stage) -> Stage:
+def in_series(*stages: Stage) -> Stage:
     """Join stages, one after the other, such as reduce-scatter and allgather into allreduce."""
     return lambda rank: chain.from_iterable(stage(rank) for stage in stages)
 
 
-def within(stage: Stage, member: Index, name: Callable[[Index], Index], size: int = 1, first: Index = 0) -> Steps:
+def in_group(stage: Stage, member: Index, name: Callable[[Index], Index], size: int = 1, first: Index = 0) -> Steps:
     """Run a stage within a group of ranks: return its steps with the ranks and chunks of the whole schedule.
 
     Args:
@@ -267,8 +267,8 @@ def within(stage: Stage, member: Index, name: Callable[[Index], Index], size: in
         first: The chunk of the whole schedule at which chunk 0 of the stage begins.
     """
 
-    def interval(part: Interval) -> Interval:
-        return Interval(first + part.start * size, first + part.stop * size)
+    def interval(part: ChunkInterval) -> ChunkInterval:
+        return ChunkInterval(first + part.start * size, first + part.stop * size)
 
     def change(r: Round) -> Round:
         r = _renamed(name, r)
@@ -289,19 +289,19 @@ def folded(stage: Stage, p: int, q: int, chunks: int) -> Stage:
         q: The number of ranks that take part in `stage`.
         chunks: The number of chunks of the lane.
     """
-    return partial(_fold, stage, p - q, Interval(0, chunks)) if p > q else stage
+    return partial(_fold, stage, p - q, ChunkInterval(0, chunks)) if p > q else stage
 
 
-def _fold(stage: Stage, extra: int, whole: Interval, rank: Index) -> Steps:
+def _fold(stage: Stage, extra: int, whole: ChunkInterval, rank: Index) -> Steps:
     # Among the paired ranks, the even ones retire during the stage, and the odd ones take part for both.
     paired = rank < 2 * extra
     retired, active = paired & (rank % 2 == 0), paired & (rank % 2 == 1)
     to_active, to_retired = where(retired, rank + 1, NOBODY), where(active, rank - 1, NOBODY)
-    yield single(Round(to_active, whole, to_retired, whole, add=True))
+    yield one_round(Round(to_active, whole, to_retired, whole, add=True))
     member = where(paired, rank // 2, rank - extra)
-    for step in within(stage, member, lambda m: where(m < extra, 2 * m + 1, m + extra)):
+    for step in in_group(stage, member, lambda m: where(m < extra, 2 * m + 1, m + extra)):
         yield step.map(partial(_standing_by, retired))
-    yield single(Round(to_retired, whole, to_active, whole, add=False))
+    yield one_round(Round(to_retired, whole, to_active, whole, add=False))
 
 
 def _standing_by(retired: Index, r: Round) -> Round:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.collectives.schedule.model import NOBODY, Interval, Round, Schedule
+from mpips.collectives.schedule.model import NOBODY, ChunkInterval, Round, Schedule
 
 Array = NDArray[np.int64]
 Masks = NDArray[np.uint64]
@@ -109,7 +109,7 @@ def _run_alltoall(schedule: Schedule, lane: int) -> None:
     for step_index, step in enumerate(schedule.steps(lane, np.arange(p))):
         for round_index, r in enumerate(step):
             place = _Place(schedule, lane, step_index, round_index)
-            r = _matched(place, r.over(p))
+            r = _check_messages(place, r.over(p))
             for rank in np.flatnonzero(r.receive_from != NOBODY):
                 source, to = r.receive_from[rank], r.receive.start[rank]
                 sent, length = r.send.start[source], r.receive.stop[rank] - to
@@ -214,8 +214,8 @@ def _walk(schedule: Schedule, lane: int, state: Masks) -> Iterator[tuple[_Place,
     """
     p, chunks = state.shape
     for step_index, step in enumerate(schedule.steps(lane, np.arange(p))):
-        rounds = [_matched(_Place(schedule, lane, step_index, i), r.over(p)) for i, r in enumerate(step)]
-        _no_race(schedule, lane, step_index, rounds, chunks)
+        rounds = [_check_messages(_Place(schedule, lane, step_index, i), r.over(p)) for i, r in enumerate(step)]
+        _check_races(schedule, lane, step_index, rounds, chunks)
         moves = []
         # A step sends the values from before the step: so all sends are read here, before the caller writes anything.
         for index, r in enumerate(rounds):
@@ -231,10 +231,10 @@ def _walk(schedule: Schedule, lane: int, state: Masks) -> Iterator[tuple[_Place,
             yield place, r, cells.get(), come, cells
 
 
-def _matched(place: _Place, r: Round) -> Round:
+def _check_messages(place: _Place, r: Round) -> Round:
     """Check that each message of a round has a sender and a receiver that agree, then return the round."""
-    _ends(place, "sends", "to", r.send_to, r.send, r.receive_from)
-    _ends(place, "receives", "from", r.receive_from, r.receive, r.send_to)
+    _check_side(place, "sends", "to", r.send_to, r.send, r.receive_from)
+    _check_side(place, "receives", "from", r.receive_from, r.receive, r.send_to)
     rank = np.flatnonzero(r.receive_from != NOBODY)
     source = r.receive_from[rank]
     sent, got = (r.send.start[source], r.send.stop[source]), (r.receive.start[rank], r.receive.stop[rank])
@@ -247,7 +247,7 @@ def _matched(place: _Place, r: Round) -> Round:
     return r
 
 
-def _ends(place: _Place, verb: str, word: str, partner: Array, part: Interval, back: Array) -> None:
+def _check_side(place: _Place, verb: str, word: str, partner: Array, part: ChunkInterval, back: Array) -> None:
     """Check one side of a round: partners exist and name each other; intervals lie in the lane and are not empty.
 
     Args:
@@ -267,7 +267,7 @@ def _ends(place: _Place, verb: str, word: str, partner: Array, part: Interval, b
     for i in np.flatnonzero(foreign | alone | outside)[:1]:
         does = f"rank {rank[i]} {verb} chunks [{start[i]}, {stop[i]}) {word} rank {other[i]}"
         why = (
-            "which is no other rank of it"
+            "which is not another rank of the schedule"
             if foreign[i]
             else "which does not name it back in that round"
             if alone[i]
@@ -276,7 +276,7 @@ def _ends(place: _Place, verb: str, word: str, partner: Array, part: Interval, b
         raise place.fault(f"{does}, {why}")
 
 
-def _no_race(schedule: Schedule, lane: int, step: int, rounds: list[Round], chunks: int) -> None:
+def _check_races(schedule: Schedule, lane: int, step: int, rounds: list[Round], chunks: int) -> None:
     """Check that no round of a step touches chunks that another round of the step overwrites.
 
     Each (rank, chunk) is a point on one line, so that the intervals of all ranks can be sorted together. An interval is
@@ -284,7 +284,7 @@ def _no_race(schedule: Schedule, lane: int, step: int, rounds: list[Round], chun
     """
     line = np.arange(schedule.p) * (chunks + 1)
 
-    def along(r: Round, part: Interval, partner: Array) -> tuple[Array, Array]:
+    def along(r: Round, part: ChunkInterval, partner: Array) -> tuple[Array, Array]:
         active = partner != NOBODY
         return (line + part.start)[active], (line + part.stop)[active]
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from mpips.collectives.schedule import bcube
 from mpips.collectives.schedule.catalog import build
-from mpips.collectives.schedule.model import NOBODY, Schedule, Step, parse
+from mpips.collectives.schedule.model import NOBODY, Schedule, ScheduleStep, parse
 from mpips.collectives.simulator.cost import FREE, Costs, LinkCost, closed_form, has_form
 from mpips.collectives.simulator.topology import BCube, FatTree, Topology, star
 
@@ -135,13 +135,13 @@ def figure5(nbytes: int, rate: float) -> list[tuple[Prediction, float]]:
     rows = []
     for cube, tree in ((BCube(4, 2, rate), FatTree(4, rate)), (BCube(32, 2, rate), FatTree(16, rate))):
         flat = 2 * (tree.hosts - 1) / tree.hosts * nbytes / rate
-        for network, algorithm, said in (
+        for network, algorithm, paper_seconds in (
             (tree, "direct", flat),
             (tree, "bcube", flat),
             (cube, "direct", 2 * flat / cube.k),
             (cube, "bcube", flat / cube.k),
         ):
-            rows.append((predict(network, "allreduce", algorithm, nbytes), said))
+            rows.append((predict(network, "allreduce", algorithm, nbytes), paper_seconds))
     return rows
 
 
@@ -150,7 +150,7 @@ Places = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Run:
+class SimulatedRun:
     """The result of a simulation.
 
     Attributes:
@@ -173,7 +173,7 @@ def simulate(
     near: LinkCost = FREE,
     itemsize: int = 4,
     progress: Callable[[float], None] | None = None,
-) -> Run:
+) -> SimulatedRun:
     """Simulate a schedule on the hosts of a topology. Each host has p / hosts ranks, numbered host by host.
 
     Args:
@@ -202,7 +202,7 @@ def simulate(
         if progress:
             progress((number + 1) / total)
     clocks = np.max([lane.ready for lane in cluster.lanes], axis=0, initial=0.0)
-    return Run(float(clocks.max()), clocks, cluster.carried[: len(topology.link_rates)])
+    return SimulatedRun(float(clocks.max()), clocks, cluster.carried[: len(topology.link_rates)])
 
 
 @dataclass
@@ -250,7 +250,7 @@ class _Cluster:
             offsets = np.minimum(nbytes, schedule.offsets(-(-nbytes // itemsize), i) * itemsize)
             self.lanes.append(_LaneClock(i, lane.turn, offsets, np.zeros(p)))
 
-    def play(self, lanes: list[_LaneClock], steps: list[Step]) -> None:
+    def play(self, lanes: list[_LaneClock], steps: list[ScheduleStep]) -> None:
         """Advance the clocks by one step of the lanes of one turn."""
         load = np.zeros(len(self.rates))
         for lane, step in zip(lanes, steps):
@@ -270,7 +270,7 @@ class _Cluster:
             for lane in lanes:
                 lane.ready = np.where(adding, done, lane.ready)
 
-    def _exchange(self, lane: _LaneClock, step: Step, busy: Reals, added: Reals) -> Reals:
+    def _exchange(self, lane: _LaneClock, step: ScheduleStep, busy: Reals, added: Reals) -> Reals:
         """Return the time at which each rank has sent and received everything of a step of a lane.
 
         Args:
@@ -301,7 +301,7 @@ class _Cluster:
                 added[target] += m.nbytes
         return done
 
-    def _messages(self, lane: _LaneClock, step: Step) -> Iterator[_Message]:
+    def _messages(self, lane: _LaneClock, step: ScheduleStep) -> Iterator[_Message]:
         for r in step:
             r = r.over(len(self.ranks))
             source = self.ranks if (r.send_to != NOBODY).all() else np.flatnonzero(r.send_to != NOBODY)
@@ -313,12 +313,12 @@ class _Cluster:
 
         `messages` are the indexes of the messages that cross a link in this hop, and `links` the link of each of them.
         """
-        here, there = source // self.share, target // self.share
-        links = list(self.topology.route(here, there))
+        source_host, target_host = source // self.share, target // self.share
+        links = list(self.topology.route(source_host, target_host))
         ways = len(self.topology.link_rates)
         if self.share > 1:
-            links += [np.where(here == there, ways + source, NOBODY)]
-            links += [np.where(here == there, ways + len(self.ranks) + target, NOBODY)]
+            links += [np.where(source_host == target_host, ways + source, NOBODY)]
+            links += [np.where(source_host == target_host, ways + len(self.ranks) + target, NOBODY)]
         hops: list[tuple[Places, Any]] = []
         for link in links:
             crossed = link != NOBODY

@@ -57,7 +57,7 @@ class CudaVectors:
         self.dtype = sources[0].dtype
         self._operation = operation
         devices = list(dict.fromkeys(p.device for p in [*sources, *targets] if p.device is not None))
-        _see_peers(devices)
+        _enable_peer_access(devices)
         self._streams = Streams(devices)
         self._pinned: list[Vector] = []
         # The GPUs that share the reductions: those that have sources.
@@ -128,7 +128,7 @@ def _on(place: VectorPlace) -> int:
     return place.device
 
 
-def _see_peers(devices: Sequence[int]) -> None:
+def _enable_peer_access(devices: Sequence[int]) -> None:
     """Enable peer access between all GPUs, or raise ValueError if a GPU cannot read another."""
     runtime = cp.cuda.runtime
     for device in devices:

@@ -104,7 +104,7 @@ def source(operation: str, dtype: str, count: int) -> str:
     Raises:
         ValueError: There is no kernel for the operation or the element type.
     """
-    see_serves(operation, dtype)
+    check_kernel(operation, dtype)
     element = ELEMENTS[dtype]
     return element.widen + KERNEL.format(
         stored=element.stored,
@@ -115,7 +115,7 @@ def source(operation: str, dtype: str, count: int) -> str:
     )
 
 
-def see_serves(operation: str, dtype: str) -> None:
+def check_kernel(operation: str, dtype: str) -> None:
     """Raise ValueError, with the choices, if there is no kernel for the operation or the element type."""
     if operation not in OPERATIONS:
         raise ValueError(f"no kernel computes {operation!r}: choose one of {', '.join(OPERATIONS)}")

@@ -54,7 +54,7 @@ def facts() -> dict[str, Any]:
         "window": alone or _window(node),
         "memfd": alone or _memfd(node),
         "denied": _denied(),
-        "reach": alone or ("" if process_memory.open_to_all(node) else "not allowed here"),
+        "reach": alone or ("" if process_memory.all_reachable(node) else "not allowed here"),
     }
 
 

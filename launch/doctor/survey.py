@@ -212,7 +212,7 @@ def look_for_kernels() -> dict[str, Any]:
     A child process imports Numba, because it is large and may be broken.
     """
     try:
-        engine.chosen()
+        engine.chosen_engine()
     except ValueError as error:
         return {"refused": str(error)}
     done = _child([sys.executable, "-P", "-c", KERNELS], LIMIT)

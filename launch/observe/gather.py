@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from mpips.collectives.recorder import folders
 from mpips.collectives.recorder.dump import bytes_of
-from mpips.collectives.recorder.page import NUMBERS, PAGE_BYTES, Lane, Seen, read, read_lanes
+from mpips.collectives.recorder.page import NUMBERS, PAGE_BYTES, LastCall, PageContent, read, read_lanes
 
 # the time between two looks at the marks of a page
 MARKS_SECONDS = 0.005
@@ -96,7 +96,7 @@ class Rank(NamedTuple):
     # the waits in which it is now
     waits: tuple[Wait, ...]
     # its communicators and stores, each with the call that it has begun last there
-    lanes: tuple[Lane, ...]
+    lanes: tuple[LastCall, ...]
     # what it has written about its own end
     end: Mapping[str, Any]
     # the kernel's letter for the state of the process; "" if the process is gone
@@ -214,7 +214,7 @@ class _Look(NamedTuple):
     """What one look at a rank has found."""
 
     # its page
-    seen: Seen
+    seen: PageContent
     # as in `Rank`
     state: str
     cpu_seconds: float
@@ -229,14 +229,14 @@ def jobs(top: Path | None = None) -> list[Path]:
 
     `top`: the folder that contains them, if it is not the usual one.
     """
-    top = folders.of_jobs() if top is None else top
+    top = folders.jobs_folder() if top is None else top
     try:
         if not folders.is_private(top):
             return []
         found = [path for path in top.iterdir() if any(path.glob(f"*{folders.PAGE}")) or folders.read_hosts(path)]
     except OSError:
         return []
-    return sorted(found, key=lambda path: (has_living(path), folders.modified(path)))
+    return sorted(found, key=lambda path: (has_living(path), folders.modified_at(path)))
 
 
 def has_pages(folder: Path) -> bool:
@@ -317,7 +317,7 @@ def _owns(pid: int, path: Path) -> bool:
         return str(path) in Path(f"/proc/{pid}/maps").read_text()
     except PermissionError:
         # Maps cannot be read in a container without ptrace, or if the process is not dumpable. Compare times instead.
-        return _has_begun(pid, folders.modified(path))
+        return _has_begun(pid, folders.modified_at(path))
     except OSError:
         return False
 

@@ -214,7 +214,7 @@ def _command(known: Mapping[str, Any], module: str, job: str) -> list[str]:
 
 def main(job: str) -> None:
     """Answer questions about a job's ranks on this host, a line each, until standard input ends."""
-    folder = folders.of_jobs() / job
+    folder = folders.jobs_folder() / job
     for line in sys.stdin:
         number, seconds, stacks = line.split()
         ranks = gather(folder, float(seconds), bool(int(stacks))) if folders.is_ours(folder) else []

@@ -292,7 +292,7 @@ def _write_regularly(folder: Path, job: str, ended: threading.Event) -> None:
     """
     known, due = 0, time.monotonic() + EVERY_SECONDS
     while not ended.wait(LOOK_SECONDS):
-        there = len(list((folders.of_jobs() / job).glob(f"*{folders.PAGE}")))
+        there = len(list((folders.jobs_folder() / job).glob(f"*{folders.PAGE}")))
         if there != known or time.monotonic() >= due:
             known, due = there, time.monotonic() + EVERY_SECONDS
             # The disk may be full. Other programs will report that.

@@ -143,7 +143,7 @@ class OtherHosts:
         raw = list(tracing.read_raw(self._folder)) if here else []
         if here:
             tracing.forget(self._folder)
-            folders.leave(self._folder)
+            folders.remove_if_empty(self._folder)
         missing = {**self._mute, **self._refused}
         asked = {name: line for name, line in self._lines.items() if name not in missing}
         self._ask(asked.values(), "read", READ_SECONDS)
@@ -274,7 +274,7 @@ def trace_ranks(folder: Path, seconds: float) -> str:
     Returns "", or the reason why no rank is traced.
     """
     pids = [int(path.stem) for path in folder.glob(f"*{folders.PAGE}")]
-    asked = [pid for pid in pids if folders.lives(pid) and _hears(pid)]
+    asked = [pid for pid in pids if folders.is_alive(pid) and _hears(pid)]
     if any(folder.glob(f"*{tracing.SUFFIX}")):
         return f"job {folder.name} is traced already: wait for the other `mpips trace`, or the job"
     if not asked:
@@ -286,7 +286,7 @@ def trace_ranks(folder: Path, seconds: float) -> str:
         for pid in asked:
             with suppress(OSError):
                 os.kill(pid, tracing.SIGNAL)
-        while time.monotonic_ns() < until and any(map(folders.lives, asked)):
+        while time.monotonic_ns() < until and any(map(folders.is_alive, asked)):
             time.sleep(min(LOOK_SECONDS, max(0.0, (until - time.monotonic_ns()) / 1e9)))
     except BaseException:
         tracing.forget(folder)
@@ -314,7 +314,7 @@ def unpack(text: str) -> bytes:
 
 def main(job: str) -> None:
     """Answer questions about a job's traces on this host, a line each, until standard input ends."""
-    folder = folders.of_jobs() / job
+    folder = folders.jobs_folder() / job
     unread = False
     try:
         for line in sys.stdin:
@@ -330,7 +330,7 @@ def main(job: str) -> None:
             else:
                 answer, unread = [(who, pack(data)) for who, data in tracing.read_raw(folder)], False
                 tracing.forget(folder)
-                folders.leave(folder)
+                folders.remove_if_empty(folder)
             sys.stdout.write(json.dumps([int(number), answer]) + "\n")
             sys.stdout.flush()
     finally:

@@ -225,7 +225,7 @@ def command(elements: int, repeats: int, json_path: Path | None) -> None:
     """Time server-side optimizer updates, by each engine, beside PyTorch's where that is installed."""
     try:
         check_memory(f"--elements {elements}", 4 * elements, ARRAYS)
-        engine.chosen()
+        engine.chosen_engine()
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     torch, reason = load_torch()

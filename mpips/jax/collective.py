@@ -23,8 +23,8 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 import mpips.collectives as collectives
-from mpips.collectives.call import operation, see_root
-from mpips.collectives.communicator import beside, communicator
+from mpips.collectives.call import check_root, find_reduction
+from mpips.collectives.communicator import comm_for_thread, communicator
 from mpips.jax.primitive import JaxCall, Tree, bind, bind_own
 
 GRADIENTS = ("sum", "identity")
@@ -77,7 +77,7 @@ class Collective(JaxCall):
     def run(self, inputs: list[NDArray[Any]], outputs: list[NDArray[Any]]) -> None:
         # XLA runs this in its own thread, while the program may make calls on `self.comm`. So XLA's calls use another
         # communicator of the same ranks.
-        comm = beside(self.comm)
+        comm = comm_for_thread(self.comm)
         if self.kind == "barrier":
             communicator(comm).agree("barrier")
         elif self.kind == "allreduce" and len(inputs) > 1:
@@ -162,7 +162,7 @@ def allreduce(
     leaves, shape = jax.tree.flatten(tree)
     parts = [_encode(jax.numpy.asarray(leaf), op) for leaf in leaves]
     for part in (part for one in parts for part in one):
-        operation(op, part.dtype)
+        find_reduction(op, part.dtype)
     call = Collective("allreduce", comm, op, algorithm, gradient=_checked(gradient))
     found = iter(_run(call, [part for one in parts for part in one]))
     return jax.tree.unflatten(shape, [_decode(leaf, [next(found) for _ in one]) for leaf, one in zip(leaves, parts)])
@@ -173,7 +173,7 @@ def broadcast(tree: Tree, root: int = 0, comm: MPI.Comm | None = None, *, gradie
 
     Leaves may be of any dtype. Only the root gets a gradient. For `gradient` and errors see `allreduce`.
     """
-    see_root(root, Collective("broadcast", comm).ranks)
+    check_root(root, Collective("broadcast", comm).ranks)
     return _map(Collective("broadcast", comm, root=int(root), gradient=_checked(gradient)), tree)
 
 
@@ -191,7 +191,7 @@ def reduce_scatter(tree: Tree, op: str = "sum", comm: MPI.Comm | None = None) ->
     The gradient is an allgather of the cotangents. For `op` and errors see `allreduce`.
     """
     for leaf in jax.tree.leaves(tree):
-        operation(op, jax.numpy.result_type(leaf))
+        find_reduction(op, jax.numpy.result_type(leaf))
     return _map(Collective("reduce_scatter", comm, op), tree)
 
 

@@ -256,7 +256,7 @@ class Fit:
     def _stepped(self) -> None:
         """Count an exchange that has been made."""
         self._position.step += 1
-        log.place.step = self._position.step
+        log.rank_state.step = self._position.step
         # Mark the step before the callbacks run. If a worker dies now, the fit knows that the step is counted and that
         # `on_step` is still due.
         self._mark(COUNTED)

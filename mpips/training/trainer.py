@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpips.collectives.errors import Uncopied
+from mpips.collectives.errors import NotCopyable
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.registry import create
 from mpips.overlap.exchange import Overlapped, Report
@@ -33,7 +33,7 @@ from mpips.training.step import Blocking, Job, update_optimizer
 from mpips.training.updates import ElasticAveraging, Gradients, LocalTraining, Summed, Update, check_clip
 
 
-class Trainer(Uncopied):
+class Trainer(NotCopyable):
     """Trains a model through a store: synchronous, asynchronous or elastic, with servers or without.
 
     Every worker starts from rank 0's parameters. If the store survives deaths (option `spares`), `fit` continues after

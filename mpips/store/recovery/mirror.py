@@ -272,18 +272,18 @@ class Mirror(UnitMirror):
         for unit in (*self._due, *(sent.unit for sent in self._under_way.values())):
             unit.mirrored = True
         for under_way in [sent.requests for sent in self._under_way.values()] + [one.requests for one in self._coming]:
-            requests.keep(under_way)
+            requests.keep_until_complete(under_way)
         self._due.clear()
         self._under_way.clear()
         self._coming.clear()
 
     def _post(self, message: Message, *servers: int) -> None:
         """Send a message to servers, without blocking. Dead ones are skipped."""
-        requests.tell(self._comm, msgspec.msgpack.encode(message), servers, TAG)
+        requests.send_to_all(self._comm, msgspec.msgpack.encode(message), servers, TAG)
 
     def _hear(self) -> bool:
         worked = False
-        while (received := requests.received(self._comm, TAG)) is not None:
+        while (received := requests.receive_next(self._comm, TAG)) is not None:
             worked = True
             server, message = received[0], _decoder.decode(received[1])
             if isinstance(message, VersionSent):
@@ -325,7 +325,7 @@ class Mirror(UnitMirror):
             if sent is None:
                 continue
             self._nbytes -= sent.nbytes
-            requests.keep(sent.requests)
+            requests.keep_until_complete(sent.requests)
             # If not, the unit has changed again, and waits for a later version.
             if self._latest.get(sent.unit.number) == number:
                 del self._latest[sent.unit.number]
@@ -355,7 +355,7 @@ class Mirror(UnitMirror):
             except MPI.Exception as error:
                 if not is_death(error):
                     raise
-                requests.keep(coming)
+                requests.keep_until_complete(coming)
                 return
         self._coming.append(Coming(server, sent, copy, arrays, coming))
 
@@ -368,7 +368,7 @@ class Mirror(UnitMirror):
                 there = MPI.Request.Testall(coming.requests)
             except MPI.Exception:
                 # the sender has died
-                requests.keep(coming.requests)
+                requests.keep_until_complete(coming.requests)
                 continue
             if not there:
                 rest.append(coming)

@@ -38,8 +38,8 @@ from mpi4py import MPI
 from mpips.collectives import log
 from mpips.collectives.errors import CollectiveError, StallError
 from mpips.collectives.fabric.arena import Region
-from mpips.collectives.fabric.failure import Making, deaths
-from mpips.collectives.fabric.requests import keep, send, sweep
+from mpips.collectives.fabric.failure import CommCreationGuard, find_deaths
+from mpips.collectives.fabric.requests import collect_closed, keep_until_complete, send
 from mpips.collectives.recorder import own as recorder
 from mpips.optimizers.base import initial
 from mpips.optimizers.schedules import Groups
@@ -195,7 +195,7 @@ def _begin_with_all(generation: Generation, rebuild: Callable[[], T]) -> list[T]
     generation.layout.again(old.world)
     old.part()
     generation.advance()
-    sweep(FREEING_SECONDS)
+    collect_closed(FREEING_SECONDS)
     return [rebuild()]
 
 
@@ -217,7 +217,7 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
     results: list[T] = []
     verdict, raised = DONE, None
     try:
-        with Making(left) as making:
+        with CommCreationGuard(left) as making:
             layout.again(left, grow)
             generation.advance()
             with generation.failing(WHAT):
@@ -228,7 +228,7 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
             verdict = DIED
     except Exception as error:
         raised = error
-        verdict = DIED if not isinstance(error, LostError) and deaths(left) else FAILED
+        verdict = DIED if not isinstance(error, LostError) and find_deaths(left) else FAILED
     # Ranks wait for each other outside of MPI first. If they waited long in the agreement, and a rank died there, Open
     # MPI 5.0.11 might leave another rank in it for ever.
     succession.wait_until_all_have_tried()
@@ -239,7 +239,7 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
         verdict = DIED
     if verdict == DONE:
         old.abandon() if layout.lost else old.free()
-        sweep()
+        collect_closed()
         return results
     if layout.world is not old.world:
         layout.abandon()
@@ -340,7 +340,7 @@ class Member(Generic[T]):
             # `&` and not `and`: both must be called for both to advance.
             self.generation.wait(lambda: rows.is_over() & moved.is_over(), WHAT)
         finally:
-            keep(rows.under_way)
+            keep_until_complete(rows.under_way)
         moved.finish()
         self.nbytes = moved.nbytes + rows.nbytes
 

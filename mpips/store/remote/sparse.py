@@ -17,7 +17,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpips.collectives.fabric.requests import send
-from mpips.collectives.fabric.tasks import Task, in_turn, together
+from mpips.collectives.fabric.tasks import Task, run_in_turn, run_together
 from mpips.store.keys.key import Array, Key
 from mpips.store.keys.row_sparse import EmptyPush, RowSparse, merge, packed, unpacked
 from mpips.store.remote.members import Members, label
@@ -75,12 +75,12 @@ class RowTransfers:
         if self._members is not None:
             call = self._members.call(label("push of rows", [key]))
             totals: list[RowSparse] = []
-            yield from call.run(in_turn(call.met(), self._add_up(key, merged, totals)))
+            yield from call.run(run_in_turn(call.met(), self._add_up(key, merged, totals)))
             merged = totals[0]
         row = elements(key)
         yield from self._push.wait_until_read(key.round - 1, key.pushes)
         chosen = [merged.between(shard.start // row, shard.stop // row) for shard in key.pushes]
-        yield from together(
+        yield from run_together(
             [
                 self._push.push_coded(key, key.round, shard, packed(rows), Coding.ROWS, priority, len(rows.rows))
                 for shard, rows in zip(key.pushes, chosen, strict=True)
@@ -92,7 +92,7 @@ class RowTransfers:
         key.round += 1
         yield from self._push.wait_until_read(key.round - 1, key.pushes)
         nothing = np.empty(0, np.uint8)
-        yield from together(
+        yield from run_together(
             [self._push.push_coded(key, key.round, shard, nothing, Coding.NOTHING, priority) for shard in key.pushes]
         )
 
@@ -109,7 +109,7 @@ class RowTransfers:
             yield from self._read_rows(key, wanted, table)
         else:
             call = self._members.call(label("pull of rows", [key]))
-            yield from call.run(in_turn(call.met(), self._ask_owners(key, wanted, table)))
+            yield from call.run(run_in_turn(call.met(), self._ask_owners(key, wanted, table)))
         out[...] = table[places.reshape(-1)].reshape(out.shape)
 
     # ---- owners

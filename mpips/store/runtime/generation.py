@@ -21,18 +21,18 @@ from mpips.collectives import log
 from mpips.collectives.clock import Clock
 from mpips.collectives.communicator import Communicator, communicator
 from mpips.collectives.errors import CollectiveError
-from mpips.collectives.fabric.failure import failed
+from mpips.collectives.fabric.failure import dead_ranks
 from mpips.collectives.fabric.layout import CLOSED, DEPARTURES
-from mpips.collectives.fabric.requests import sweep
+from mpips.collectives.fabric.requests import collect_closed
 from mpips.collectives.fabric.tasks import Task
 from mpips.collectives.fabric.wait import (
     LOOK_SECONDS,
     NAP_AFTER_BETWEEN_NODES,
     NAP_AFTER_ON_NODE,
     Limits,
+    check_in_time,
     drive,
-    see_in_time,
-    until,
+    wait_until,
 )
 from mpips.collectives.recorder import own as recorder
 from mpips.store.roles import Layout
@@ -85,7 +85,7 @@ class Generation:
         self.one_node = len(set(layout.nodes)) == 1
         self._nap_after = NAP_AFTER_ON_NODE if self.one_node else NAP_AFTER_BETWEEN_NODES
         self._home = communicator(layout.world)
-        self._home.patient(*self.limits)
+        self._home.set_limits(*self.limits)
         self._inner: list[Communicator] = []
         # flag[0] is not 0 once the generation has ended on this node. The next generation has another flag.
         self.flag: memoryview = self._home.board.poison.flag
@@ -119,7 +119,7 @@ class Generation:
         if not self._hearing.locked():
             with self._hearing:
                 try:
-                    self._home.listen(waited)
+                    self._home.look_at_all(waited)
                     if waited > LONG_SECONDS and (now := time.monotonic()) > self._checked + CHECK_SECONDS:
                         self._checked = now
                         for check in self.checks:
@@ -148,13 +148,13 @@ class Generation:
 
     def _end(self, what: str, error: BaseException) -> None:
         home = self._home
-        if isinstance(error, CollectiveError) and not home.told() and what not in str(error):
+        if isinstance(error, CollectiveError) and not home.end_announced() and what not in str(error):
             error = of_kind(error, f"{what}: {error}")
         if home.over is None:
             home.fail(what, error)
         assert home.over is not None
         self.over = of_kind(home.over)
-        recorder.fails(str(self.over))
+        recorder.write_failure(str(self.over))
         LOG.info("generation %d has ended: %s", self.number, self.over)
         for inner in self._inner:
             inner.fail(what, self.over)
@@ -186,7 +186,7 @@ class Generation:
         Looks at the generation meanwhile. After the limits it warns, and then raises StallError, with the ranks of
         `late()`.
         """
-        drive(until(ready), Watch(self.limits, self.look, late, self._nap_after), what)
+        drive(wait_until(ready), Watch(self.limits, self.look, late, self._nap_after), what)
 
     def within(self, comm: MPI.Intracomm, names: Sequence[int] = ()) -> Communicator:
         """Return what `collectives` keeps for a smaller communicator of the store, such as that of the workers.
@@ -200,8 +200,8 @@ class Generation:
         self.check()
         home = communicator(comm, names=names or None)
         if home not in self._inner:
-            home.patient(*self.limits)
-            home.lies_within(self._look_inside)
+            home.set_limits(*self.limits)
+            home.set_enclosing_look(self._look_inside)
             self._inner.append(home)
         return home
 
@@ -237,7 +237,7 @@ class Generation:
                     if (now := time.monotonic()) >= due:
                         due, waited = now + LOOK_SECONDS, clock.seconds()
                         watch.look(waited)
-                        see_in_time(what, waited, watch)
+                        check_in_time(what, waited, watch)
                     yield False
         finally:
             self._meeting = False
@@ -306,9 +306,9 @@ class Generation:
 
     def _log_begin(self) -> None:
         layout = self.layout
-        log.place.take(layout.role, layout.rank - layout.num_workers if layout.is_server else layout.rank)
-        log.place.generation = self.number
-        recorder.goes_well()
+        log.rank_state.take(layout.role, layout.rank - layout.num_workers if layout.is_server else layout.rank)
+        log.rank_state.generation = self.number
+        recorder.clear_failures()
         LOG.info(
             "generation %d has begun, of a %s store: %d workers, %d servers, %d spares",
             self.number,
@@ -343,12 +343,12 @@ class Generation:
             pass
         all_left = self.succession.wait_until_all_left(CLOSING_SECONDS)
         self.layout.free()
-        sweep(FREEING_SECONDS if all_left else 0.0)
+        collect_closed(FREEING_SECONDS if all_left else 0.0)
         LOG.info("the store is closed")
 
 
 def _gone(world: MPI.Comm, home: Communicator) -> dict[int, str]:
-    return dict.fromkeys(failed(world), DEPARTURES[0]) | home.ended()
+    return dict.fromkeys(dead_ranks(world), DEPARTURES[0]) | home.gone_ranks()
 
 
 class Succession:
@@ -417,7 +417,7 @@ class Succession:
         def over() -> bool:
             return clock.seconds() > seconds or not set(self._others(LEAVES)) - self._gone().keys()
 
-        drive(until(over), Watch(NEVER, look, lambda: self._others(LEAVES)), "close")
+        drive(wait_until(over), Watch(NEVER, look, lambda: self._others(LEAVES)), "close")
         gone = self._gone()
         return all(gone.get(rank) == DEPARTURES[CLOSED] for rank in self._others(LEAVES))
 
@@ -434,7 +434,7 @@ class Succession:
             return [rank for rank in others if rank not in self._dead()] if others and self._survives else others
 
         self._say(mine + b" %d" % self._attempt)
-        drive(until(lambda: self._why_not() or not late()), Watch(limits, late=late), "recover")
+        drive(wait_until(lambda: self._why_not() or not late()), Watch(limits, late=late), "recover")
         return self._why_not()
 
     def _say(self, word: bytes) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from mpips.collectives.errors import MismatchError, StallError, ranks
+from mpips.collectives.errors import MismatchError, StallError, format_ranks
 from mpips.collectives.fabric.wait import LONGER
 from mpips.store.server.unit import Replies, Reply
 
@@ -143,7 +143,7 @@ class Late:
         if circle and clock - self._since > CIRCLE_SECONDS:
             steps = "; ".join(
                 f"rank {wait.worker} waits for round {wait.round} of {wait.noun} {wait.key!r}, to which "
-                f"{ranks(wait.absent)} {'have' if len(wait.absent) > 1 else 'has'} not pushed"
+                f"{format_ranks(wait.absent)} {'have' if len(wait.absent) > 1 else 'has'} not pushed"
                 for wait in circle
             )
             nouns = " and ".join(sorted({f"{wait.noun}s" for wait in circle}))
@@ -214,12 +214,12 @@ class Gossip:
         """Send this server's waits to the first one if they have changed. On the first server, receive them."""
         if self._alone:
             return
-        from mpips.collectives.fabric.requests import received, tell
+        from mpips.collectives.fabric.requests import receive_next, send_to_all
 
         if self._comm.Get_rank() == 0:
-            while (message := received(self._comm, WAITS_TAG)) is not None:
+            while (message := receive_next(self._comm, WAITS_TAG)) is not None:
                 server, data = message
                 self._late.note_elsewhere(server, msgspec.msgpack.decode(data, type=list[Wait]))
         elif (waits := self._late.waits_here()) != self._said:
             self._said = waits
-            tell(self._comm, msgspec.msgpack.encode(waits), [0], WAITS_TAG)
+            send_to_all(self._comm, msgspec.msgpack.encode(waits), [0], WAITS_TAG)

@@ -93,7 +93,7 @@ class SurvivingSteps:
         self._exchange.end(self._agreed)
         self._consensus.note()
         self.steps += 1
-        log.place.step = self.steps
+        log.rank_state.step = self.steps
         self._calls = self._done = 0
         # If the store has recovered and only the result was taken, the workers have not exchanged positions yet.
         self._through(lambda: self._see_others(False))

@@ -15,7 +15,7 @@ from collectives.fabric.layout import (
     ArrayPlace,
     Descriptor,
     Descriptors,
-    disagreement,
+    describe_disagreement,
 )
 
 
@@ -112,5 +112,5 @@ def test_what_is_known_of_others_does_not_grow(ranks):
 
 
 def test_ranks_that_agree_are_named_together():
-    said = disagreement({0: "a of 3", 2: "a of 3", 1: "a of 4"})
+    said = describe_disagreement({0: "a of 3", 2: "a of 3", 1: "a of 4"})
     assert said.endswith("ranks 0, 2: a of 3; rank 1: a of 4")

@@ -92,7 +92,7 @@ def test_fresh_lists_do_not_add_up(comm):
 def test_a_list_of_the_same_arrays_is_known_without_a_look_at_where_they_lie(comm, monkeypatch):
     arrays, outs = [np.ones(5), np.ones(3, np.float32)], [np.zeros(5), np.zeros(3, np.float32)]
     collectives.grouped_allreduce(arrays, comm, out=outs)
-    monkeypatch.setattr(sys.modules["mpips.collectives.plan"], "place", lambda x: pytest.fail("it looks"))
+    monkeypatch.setattr(sys.modules["mpips.collectives.plan"], "place_key", lambda x: pytest.fail("it looks"))
     arrays[0][:] = 7
     assert collectives.grouped_allreduce(arrays, comm, out=outs)[0] is outs[0] and outs[0][4] == 7
     arrays[0].dtype = np.int64
