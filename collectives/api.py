@@ -41,11 +41,11 @@ def begin(
     home = communicator(comm)
     home.check()
     if kind == GROUP:
-        made = _group_plan(home, x, op, algorithm, out, label, blocks)
+        plan = _group_plan(home, x, op, algorithm, out, label, blocks)
     else:
-        made = _plan(home, kind, x, op, algorithm, out, root, label)
-    made.start(x, out, blocks)
-    return made
+        plan = _plan(home, kind, x, op, algorithm, out, root, label)
+    plan.start(x, out, blocks)
+    return plan
 
 
 def _call(
@@ -55,7 +55,7 @@ def _call(
 
     The fast path is written out in this function, because every function call would add to the latency of a small
     vector. It looks the plan up by the `id()` of the array. Python reuses the id of a freed array, so weak references
-    tell whether the array is still the one for which the plan was made.
+    show whether the array is still the one for which the plan was made.
     """
     home = communicator(comm)
     if home.caller != (thread := get_ident()):
@@ -66,24 +66,24 @@ def _call(
         # An argument such as op=MPI.SUM cannot be hashed. compile_plan will refuse it with a clear message.
         cached = None
     if cached is not None:
-        made, x_then, out_then, n, dtype = cached
-        if x_then() is x and (out is None or out_then() is out) and x.size == n and x.dtype is dtype:
+        plan, x_ref, out_ref, n, dtype = cached
+        if x_ref() is x and (out is None or out_ref() is out) and x.size == n and x.dtype is dtype:
             home.inside = True
             try:
-                code = made.runner.fast()
+                code = plan.runner.fast()
                 if code:
-                    made.go_on(code)
+                    plan.finish_run(code)
             except BaseException as error:
-                raise home.fail(made.call.text, error, x, out) from None
+                raise home.fail(plan.call.text, error, x, out) from None
             finally:
                 home.inside = False
-            return out if out is not None else x if kind != "reduce_scatter" else made.result_of(x, out)
+            return out if out is not None else x if kind != "reduce_scatter" else plan.result_of(x, out)
     home.check()
     with home.entered(kind):
-        made = _plan(home, kind, x, op, algorithm, out, root, label)
-        with home.failing(made.call.text, x, out):
-            made()
-    return made.result_of(x, out)
+        plan = _plan(home, kind, x, op, algorithm, out, root, label)
+        with home.failing(plan.call.text, x, out):
+            plan()
+    return plan.result_of(x, out)
 
 
 def _plan(home: Communicator, kind: str, x: Array, op: str, algorithm: str, out: Array, root: int, label: str) -> Plan:
@@ -127,7 +127,7 @@ def _group_plan(
 
 
 def _cached_plan(home: Communicator, call: tuple[Any, ...], x: Array, out: Array, make: Callable[[], Plan]) -> Plan:
-    """Return the plan from the communicator's cache, by the addresses of the arrays. If there is none, make one."""
+    """Return the plan that the communicator's cache has for the addresses of these arrays, or make and cache one."""
     if home.cache is None:
         home.cache = PlanCache(home.plans)
     with home.preparing(f"{call[0]}, before it has begun"):
@@ -198,7 +198,7 @@ def reduce_scatter(
 
     Collective and blocking. See `allreduce` for the arguments and errors.
 
-    >>> mine = collectives.reduce_scatter(np.arange(100.0))
+    >>> block = collectives.reduce_scatter(np.arange(100.0))
 
     The n elements of x are cut into one block for each of the p ranks. The block of rank r is the elements
     [cut(n, p, r), cut(n, p, r + 1)). Block sizes differ by at most one element, and the larger blocks come first.
@@ -323,7 +323,7 @@ def grouped_allreduce(
     home = communicator(comm)
     home.check()
     with home.entered(GROUP):
-        made = _group_plan(home, arrays, op, algorithm, out, label, blocks)
-        with home.failing(made.call.text, arrays, out, blocks):
-            made()
+        plan = _group_plan(home, arrays, op, algorithm, out, label, blocks)
+        with home.failing(plan.call.text, arrays, out, blocks):
+            plan()
     return list(arrays if out is None else out)

@@ -1,4 +1,4 @@
-"""Convert any kind of array that a user passes to a flat vector in memory.
+"""Converts any kind of array that a user passes to a flat vector over the same memory.
 
 Host arrays with ``__array_interface__`` or DLPack, and CPU tensors of PyTorch, become NumPy views of the same memory.
 Arrays with ``__cuda_array_interface__`` are in the memory of a GPU; `collectives.tensor` handles them.
@@ -94,7 +94,7 @@ def host(x: Array, name: str = "x") -> Vector:
     if isinstance(x, np.generic):
         raise TypeError(f"{name} is a NumPy scalar, which has no memory of its own: pass an array, numpy.array(...)")
     if is_torch(x) and not is_device(x):
-        return _of_torch(x, name)
+        return _host_torch(x, name)
     if hasattr(x, "__array_interface__"):
         return np.asarray(x)
     if hasattr(x, "__dlpack__") and not is_device(x):
@@ -115,7 +115,7 @@ def check_unmasked(x: Array, name: str) -> None:
         )
 
 
-def _of_torch(x: Array, name: str) -> Vector:
+def _host_torch(x: Array, name: str) -> Vector:
     """Return the memory of a CPU tensor as a NumPy array. A bfloat16 tensor gets the dtype of the ml_dtypes package."""
     torch = sys.modules["torch"]
     if x.device.type != "cpu":

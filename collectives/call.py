@@ -64,12 +64,17 @@ class Call:
     [cut(n, p, r), cut(n, p, r + 1)).
     """
 
+    # one of `schedule.model.KINDS`
     kind: str
     n: int
     dtype: np.dtype[Any]
+    # None if the kind does not reduce
     reduction: Reduction | None
+    # 0 if the kind has no root
     root: int
+    # the name that the user gave, or the one for which "auto" or "reproducible" stands in this call
     algorithm: str
+    # number of ranks
     p: int
     # the caller's name for this call, such as "layer 3"
     label: str = ""
@@ -80,10 +85,10 @@ class Call:
         if self.kind not in KINDS:
             perhaps = did_you_mean(self.kind, KINDS)
             raise ValueError(f"unknown collective {self.kind!r}{perhaps}: choose one of {', '.join(KINDS)}")
-        text = self.described()
+        text = self.describe()
         object.__setattr__(self, "text", f"{self.label} ({text})" if self.label else text)
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Return the call in words, without its label."""
         parts = [f"{self.kind} of {self.n} {type_name(self.dtype)}"]
         if self.reduction is not None:
@@ -107,7 +112,7 @@ class Call:
     def arrival(self, rank: int, source: int) -> tuple[int, int]:
         """Return the interval of `rank`'s `out` that receives the block from rank `source` in an alltoall.
 
-        Every block that arrives has the size of the rank's own block.
+        Every block that `rank` receives has the size of the block `self.block(rank)`.
         """
         start, stop = self.block(rank)
         return source * (stop - start), (source + 1) * (stop - start)
@@ -158,7 +163,7 @@ class Reduction:
     is_mean: bool = False
 
     @property
-    def into(self) -> Callable[[Any, Any, Any], Any]:
+    def combine(self) -> Callable[[Any, Any, Any], Any]:
         """The reduction as a function of (first, second, result)."""
         return {"min": _minimum, "max": _maximum}.get(self.name, self.ufunc)
 

@@ -64,7 +64,7 @@ CARRYING_SECONDS = 3.0
 NO_QUOTA = (0, 0)
 FREED = "the communicator has been freed or renewed: use another one, and make new plans on it"
 LET_ALL_CALL = (
-    "all its ranks must call it; for fewer, pass a communicator of them (in a store with servers kv.layout.workers)"
+    "all its ranks must call it; for fewer, pass a communicator of those, as kv.layout.workers in a store with servers"
 )
 # The names of our own threads begin with this.
 THREAD_PREFIX = "mpips "
@@ -113,7 +113,7 @@ class MultiNodeGroup:
 class Communicator:
     """Everything that we keep for an MPI communicator, from its first call until it fails or is freed.
 
-    Making one is collective and blocking.
+    The constructor is collective and blocking.
 
     Args:
         known_table: The tuning table, the same on all ranks. None: rank 0's own.
@@ -132,14 +132,14 @@ class Communicator:
         # the MPI communicator of the ranks with which this one shares memory
         self.node, memory, on_node = _node_memory(self.comm)
         # for each rank the lowest rank of its node
-        self.node_of, spare = self._nodes(min(on_node))
+        self.node_of, spare = self._find_nodes(min(on_node))
         # The communicator that `comm_for_thread` returns. All ranks make it here, because the thread that will use it
         # must not call Dup on the communicator that the program's thread uses.
         self._spare = guard_comm(comm.Dup()) if spare else None
         # number of nodes
         self.nodes = len(set(self.node_of))
         self.board = Board(memory, [self.names[rank] for rank in on_node], self.limits)
-        self.across = self._across()
+        self.across = self._make_across()
         # None if all ranks are on one node
         self.control = Control(guard_comm(self.comm.Dup()), self.limits, self.names) if self.nodes > 1 else None
         self.generation = MultiNodeGroup(self.board, self.control) if self.control is not None else self.board
@@ -170,17 +170,16 @@ class Communicator:
         self.of_threads = False
         # all threads that have made a call
         self._callers: WeakSet[threading.Thread] = WeakSet()
-        # arrays of calls that have failed: other ranks, or MPI, may still access them
+        # arrays of failed calls, which other ranks or MPI may still access
         self._kept: list[Any] = []
         self._pid = os.getpid()
         _alive.add(self)
 
     def set_enclosing_look(self, look: Callable[[float], None]) -> None:
-        """Make every wait on this communicator call `look(seconds waited)`.
+        """Make every wait on this communicator also call `look(seconds waited)`.
 
-        `look` raises if an enclosing generation has ended.
-
-        The generation of a store encloses those of its communicators.
+        `look` raises if the enclosing generation has ended. A store sets it: its generation encloses the generations of
+        its communicators.
         """
         self.board.enclosing_look = look
 
@@ -191,14 +190,14 @@ class Communicator:
             self.control.limits = self.limits
 
     @property
-    def over(self) -> CollectiveError | None:
+    def end_error(self) -> CollectiveError | None:
         """The error that every call raises once the communicator is over, or None."""
-        return self.ending.over
+        return self.ending.error
 
     def check(self) -> None:
         """Raise the error that ended the communicator, if it is over, or MismatchError if it was freed."""
-        if self.over is not None:
-            raise type(self.over)(str(self.over))
+        if self.end_error is not None:
+            raise type(self.end_error)(str(self.end_error))
         if not self.open:
             raise MismatchError(FREED)
 
@@ -211,20 +210,20 @@ class Communicator:
         """
         before = self.caller
         if self.inside:
-            rank, one, other = self.names[self.rank], thread_name(thread), thread_name(before)
+            rank, caller, other = self.names[self.rank], thread_name(thread), thread_name(before)
             error = CollectiveError(
-                f"rank {rank}: thread {one!r} calls {what} while thread {other!r} is in a call "
+                f"rank {rank}: thread {caller!r} calls {what} while thread {other!r} is in a call "
                 f"on the same communicator: {ONE_THREAD}"
             )
             raise self.fail(what, error)
         self.caller = thread
         current = threading.current_thread()
         if current in self._callers and not self.of_threads:
-            one = thread_name(before)
+            other = thread_name(before)
             # If the other thread has ended, its name is "": this thread has taken over for good. Warn only once.
-            self.of_threads = bool(one)
-            if one and not (one.startswith(THREAD_PREFIX) or current.name.startswith(THREAD_PREFIX)):
-                turns = f"threads {one!r} and {current.name!r} take turns to make calls on one communicator"
+            self.of_threads = bool(other)
+            if other and not (other.startswith(THREAD_PREFIX) or current.name.startswith(THREAD_PREFIX)):
+                turns = f"threads {other!r} and {current.name!r} take turns to make calls on one communicator"
                 warn(f"{turns}, and ranks whose turns differ get each other's results: {ONE_THREAD}")
         self._callers.add(current)
 
@@ -260,28 +259,33 @@ class Communicator:
         drive(steps, self.generation, what, min(self.board.spins, 16))
 
     def look(self, waited: float) -> None:
-        """Raise if the communicator has ended. For an operation that runs while the program computes.
+        """Raise if the communicator has ended, or if a rank for which this one waits has died or left.
+
+        For an operation that runs while the program computes.
 
         `waited`: the seconds for which the operation has waited so far.
         """
         self.generation.look(waited)
 
     def look_at_all(self, waited: float = 0.0) -> None:
-        """Raise if the communicator, or a process of this node, has ended. For a rank that is in no operation."""
+        """Raise if the communicator has ended, or if any process of this node has died.
+
+        For a rank that is in no operation.
+        """
         if self.control is not None:
             self.control.look(waited)
         self.board.look_at_all(waited)
 
     def end_announced(self) -> bool:
-        """True if another rank has told this one that the communicator has ended. Does not raise."""
-        return bool(self.board.poison.flag[0]) or (self.control is not None and self.control.over)
+        """True if another rank has announced that the communicator has ended. Does not raise."""
+        return bool(self.board.poison.flag[0]) or (self.control is not None and self.control.has_ended)
 
     def update_fast_paths(self) -> None:
         """Permit fast paths, or forbid them, depending on the present state of this communicator.
 
         A fast path must not overtake started operations, and must not begin on a communicator that is over or freed.
         """
-        self.board.hold_fast_paths(bool(self.started or self.over is not None or not self.open))
+        self.board.hold_fast_paths(bool(self.started or self.end_error is not None or not self.open))
 
     @contextmanager
     def failing(self, what: str, *kept: object) -> Iterator[None]:
@@ -315,7 +319,7 @@ class Communicator:
         Args:
             kept: Objects to keep alive, because other ranks or MPI may still touch their memory.
         """
-        if self.over is not None or not self.open:
+        if self.end_error is not None or not self.open:
             return error
         self._kept.append(kept)
         try:
@@ -339,12 +343,13 @@ class Communicator:
     def count_tags(self, tags: int) -> None:
         """Count the tags that a new plan has taken. Collective.
 
-        Before tags run out, plans that are made later get new communicators.
+        When plans have taken more than half of the tags, later plans get new communicators, on which all tags are free.
         """
         self.tags_dealt += tags
         if self.tags_dealt > TAGS // 2:
             across = None if self.across is None else self.across.Dup()
-            self.plan_lanes, self.tags_dealt = Lanes(self.comm.Dup(), across), 0
+            self.plan_lanes = Lanes(self.comm.Dup(), across)
+            self.tags_dealt = 0
             self.all_lanes.append(self.plan_lanes)
 
     def close(self) -> None:
@@ -366,7 +371,7 @@ class Communicator:
         self.board.marks.close()
         self.board.memory.close()
         self.node.Free()
-        for comm in self._carriers():
+        for comm in self._message_comms():
             close_later(comm, self._kept, self.native.begun if comm is self.comm else 0)
         self._kept = []
 
@@ -397,7 +402,10 @@ class Communicator:
                 self.control.leave(how)
 
     def comm_for_thread(self) -> MPI.Intracomm:
-        """See the function `comm_for_thread`. The first call is collective and blocking. All ranks make it from our thread."""
+        """See the function `comm_for_thread`.
+
+        The first call is collective and blocking. All ranks make it from our thread.
+        """
         # None if this communicator was made before `expect_threads` was called.
         if self._spare is None:
             self._spare = guard_comm(self.comm.Dup())
@@ -410,10 +418,10 @@ class Communicator:
         return self._spare
 
     def gone_ranks(self) -> dict[int, str]:
-        """Return the ranks that are known to have left or died, each with a text that says how. Reads notes."""
+        """Return the ranks that are known to have left or died: rank -> how, in words. Reads notes from other nodes."""
         return self.board.gone_ranks() | (self.control.gone_ranks() if self.control is not None else {})
 
-    def _carriers(self) -> Iterator[MPI.Comm]:
+    def _message_comms(self) -> Iterator[MPI.Comm]:
         """Yield those of our own MPI communicators on which messages may be in flight."""
         if self.control is not None:
             yield self.control.comm
@@ -422,7 +430,7 @@ class Communicator:
         for lanes in self.all_lanes:
             yield from (comm for comm in lanes if comm is not None)
 
-    def _nodes(self, first: int) -> tuple[list[int], bool]:
+    def _find_nodes(self, first: int) -> tuple[list[int], bool]:
         """Return for each rank the lowest rank of its node, and True if any rank expects calls from a thread of ours.
 
         `first`: the lowest rank of this node. Collective.
@@ -431,7 +439,7 @@ class Communicator:
         self.comm.Allgather(np.array([first, _threads_expected], np.int64), everybody)
         return everybody[:, 0].tolist(), bool(everybody[:, 1].any())
 
-    def _across(self) -> MPI.Comm | None:
+    def _make_across(self) -> MPI.Comm | None:
         """Make the communicator of the ranks with the same node-local rank as this one, one per node. Collective.
 
         Return None if nodes differ in size.
@@ -446,14 +454,14 @@ def thread_name(thread: int) -> str:
     return next((running.name for running in threading.enumerate() if running.ident == thread), "")
 
 
-def _error_of_failure(kept: Communicator, what: str, error: BaseException) -> CollectiveError:
+def _error_of_failure(home: Communicator, what: str, error: BaseException) -> CollectiveError:
     """Return the error that all ranks raise when `what` has raised `error` on this rank."""
     if isinstance(error, OutOfReach):
-        return CollectiveError(describe_unreachable(kept.board, error))
-    dead = dead_ranks(kept.comm) if isinstance(error, MPI.Exception) else []
+        return CollectiveError(describe_unreachable(home.board, error))
+    dead = dead_ranks(home.comm) if isinstance(error, MPI.Exception) else []
     if dead:
-        return CollectiveError(f"{what}: rank {kept.names[dead[0]]} is needed, and {DEPARTURES[0]}")
-    return error_for_all(kept.names[kept.rank], what, error)
+        return CollectiveError(f"{what}: rank {home.names[dead[0]]} is needed, and {DEPARTURES[0]}")
+    return error_for_all(home.names[home.rank], what, error)
 
 
 def communicator(
@@ -512,7 +520,9 @@ def _find_or_make(comm: MPI.Comm, known_table: TuningTable | None, names: Sequen
     with _first_call_locks.setdefault(comm.handle, threading.Lock()):
         # Another thread may have made it while this one waited for the lock.
         attached = comm.Get_attr(_key())
-        return attached if isinstance(attached, Communicator) else _open(comm, attached, known_table, names)
+        return (
+            attached if isinstance(attached, Communicator) else _make_communicator(comm, attached, known_table, names)
+        )
 
 
 def abandon(comm: MPI.Comm) -> None:
@@ -541,7 +551,7 @@ def renew(comm: MPI.Comm | None = None) -> None:
     _check_comm(comm)
     old = comm.Get_attr(_key())
     if isinstance(old, Communicator):
-        old.open, old.ending.over = False, old.over or CollectiveError("it has been renewed")
+        old.open, old.ending.error = False, old.end_error or CollectiveError("it has been renewed")
         old.update_fast_paths()
         # `_find_or_make` has refused all others.
         assert isinstance(comm, MPI.Intracomm)
@@ -552,7 +562,7 @@ def renew(comm: MPI.Comm | None = None) -> None:
 
 
 class _ArrivalWait:
-    """The wait for all ranks before the first call on a communicator, or before a `renew`.
+    """The wait until all ranks have made their first call on a communicator, or have called `renew`.
 
     MPI calls that make communicators, such as `Dup`, block without a limit until all ranks have called them. So we
     call them only once all ranks are known to have arrived. This object is an attribute of the MPI communicator until
@@ -566,28 +576,28 @@ class _ArrivalWait:
         self.old = old
         name = f"{comm.Get_name() or 'a communicator'} of {comm.size} ranks"
         self._what = f"the first collective on {name} ({LET_ALL_CALL})" if old is None else f"renew of {name}"
-        self._roll = ArrivalBarrier(comm, self._what)
+        self._barrier = ArrivalBarrier(comm, self._what)
 
     def wait(self) -> None:
         """Wait until all ranks have arrived. Blocking. Raises StallError after MPIPS_TIMEOUT_SECONDS."""
         self.limits = read_limits()
-        drive(wait_until(self._roll.request.Test), self, self._what)
+        drive(wait_until(self._barrier.request.Test), self, self._what)
 
     def look(self, waited: float) -> None:
         """Raise CollectiveError if a rank can no longer arrive."""
         # There is no new generation yet that could end. But the old one, which is renewed, knows which ranks have left.
         for rank, how in (self.old.gone_ranks() if self.old is not None else {}).items():
             raise CollectiveError(f"rank {rank} can no longer call renew: {how}")
-        self._roll.look(waited)
+        self._barrier.look(waited)
 
     def late(self) -> list[int]:
-        return self._roll.late()
+        return self._barrier.late()
 
     def close(self) -> None:
         """Do nothing: MPI completes the exchange by itself. Called when the user's communicator is freed."""
 
 
-def _open(
+def _make_communicator(
     comm: MPI.Intracomm, arrival: _ArrivalWait | None, known_table: TuningTable | None, names: Sequence[int] | None
 ) -> Communicator:
     """Wait for all ranks, and make the `Communicator`. `arrival`: the wait that an earlier call gave up."""
@@ -629,9 +639,9 @@ def _node_memory(comm: MPI.Intracomm) -> tuple[MPI.Comm, NodeAreas, list[int]]:
 
 
 def open_memory(node: MPI.Comm, fenced: bool = not ORDERED_STORES) -> NodeAreas | None:
-    """Make this rank's area of shared memory and map those of the others. Collective over `node`.
+    """Make this rank's area of shared memory and map the areas of the other ranks. Collective over `node`.
 
-    Returns None on every rank if any rank cannot map another's area.
+    Returns None on every rank if any rank cannot map the area of another.
 
     Args:
         fenced: Use MPI_Win_sync as memory fence around signals, for processors that may reorder stores.
@@ -655,7 +665,7 @@ def open_memory(node: MPI.Comm, fenced: bool = not ORDERED_STORES) -> NodeAreas 
         assert isinstance(node, MPI.Intracomm)
         fence = MPI.Win.Create(np.zeros(8, np.uint8), comm=node)
         fence.Lock_all(MPI.MODE_NOCHECK)
-    # This array keeps the area alive; an attached one would not.
+    # The array from `arena.empty` keeps the area alive. The attached one would not.
     areas[node.rank] = area
     return NodeAreas(
         node.rank,

@@ -17,7 +17,10 @@ E = TypeVar("E", bound=BaseException)
 
 
 class CollectiveError(RuntimeError):
-    """The communicator is over. Every rank raises the same message. `collectives.renew` makes it usable again."""
+    """A call has failed, and the communicator is unusable until `collectives.renew`.
+
+    Every rank raises the same message.
+    """
 
     # see `of_caller` below
     of_caller = True

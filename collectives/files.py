@@ -45,7 +45,7 @@ class NewFile:
         _check_folder(folder)
         self._folder, start = folder or ".", os.fsdecode(os.fsencode(name)[:LONGEST])
         remove_abandoned(self._folder, re.escape(start), ABANDONED_SECONDS)
-        mode = _mode_of(self.path)
+        mode = _existing_mode(self.path)
         # True once `finish` or `abandon` has begun
         self._ended = False
         self._unfinished, self.fd = _make_unfinished(os.path.join(self._folder, start), 0o666 if mode is None else mode)
@@ -110,7 +110,7 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def write_picture(path: str | os.PathLike[str], figure: Any, dpi: float | str = "figure") -> None:
-    """Draw a figure of matplotlib into a file, in the format that the name's suffix tells. Like `write` in all other respects."""
+    """Draw a figure of matplotlib into a file, in the format that the name's suffix tells. Otherwise like `write`."""
     name = os.fspath(path)
     if not (ending := os.path.splitext(name)[1]):
         name, ending = f"{name}.png", ".png"
@@ -142,7 +142,7 @@ def _make_unfinished(start: str, mode: int) -> tuple[str, int]:
             return name, os.open(name, NEW, mode)
 
 
-def _mode_of(path: str) -> int | None:
+def _existing_mode(path: str) -> int | None:
     """Return the mode of a regular file of this user, or None if there is no such file."""
     try:
         status = os.lstat(path)

@@ -1,4 +1,4 @@
-"""Several different arrays in one allreduce, each reduced separately: small ones packed, large ones in place.
+"""One call for several arrays, each of which is allreduced separately. Small ones are packed into one vector.
 
 On one node the ranks meet twice in all, however many arrays there are. Between nodes, all arrays of a type travel as
 one vector.
@@ -35,7 +35,7 @@ class GroupCall(Call):
     # their sizes and types, and the operation, in words
     arrays: str = ""
 
-    def described(self) -> str:
+    def describe(self) -> str:
         return f"grouped_allreduce of {self.arrays}, algorithm {self.algorithm}"
 
 
@@ -87,9 +87,25 @@ def compile_group(
     label: str = "",
     blocks: Sequence[Any] | None = None,
 ) -> tuple[Call, Runner]:
-    """Check the arguments of a `grouped_allreduce` and compile it. Local. Raises ValueError or TypeError."""
+    """Check the arguments of a `grouped_allreduce` and compile it. Local.
+
+    Args:
+        home: The communicator.
+        x: The arrays to reduce.
+        op: The name of the reduction.
+        algorithm: The name of the algorithm, or "auto".
+        out: The arrays for the results. None: the results overwrite `x`.
+        label: The caller's name for this call.
+        blocks: For each array None or an array that gets a copy of this rank's block of the result.
+
+    Returns:
+        The call as ranks compare it, and its runner.
+
+    Raises:
+        ValueError, TypeError: An argument is invalid.
+    """
     sources, targets = _flats(x, out)
-    kept = _block_copies(sources, blocks)
+    block_copies = _block_copies(sources, blocks)
     for source in sources:
         find_reduction(op, source.dtype)
     text = f"{len(sources)} arrays ({', '.join(f'{flat.n} {type_name(flat.dtype)}' for flat in sources)}), {op}"
@@ -104,7 +120,7 @@ def compile_group(
         label,
         arrays=text,
     )
-    pairs = [pair for pair in _drop_repeated([*zip(sources, targets)], kept) if pair.source.n]
+    pairs = [pair for pair in _drop_repeated([*zip(sources, targets)], block_copies) if pair.source.n]
     on_node = resolve_algorithm(home, raw, algorithm) == "shared_memory"
     runner = (_on_node if on_node else _over_messages)(home, raw, op, pairs)
     return raw, runner
@@ -129,10 +145,10 @@ def _flats(x: Sequence[Any], out: Sequence[Any] | None) -> tuple[list[Flat], lis
 
 def _block_copies(sources: Sequence[Flat], blocks: Sequence[Any] | None) -> list[tuple[Flat, ...]]:
     """Return for each array its entry of `blocks` as a vector in a tuple, or () if it is None."""
-    kept: list[tuple[Flat, ...]] = []
+    block_copies: list[tuple[Flat, ...]] = []
     for i, (source, block) in enumerate(zip(sources, blocks or [None] * len(sources), strict=True)):
         if block is None:
-            kept.append(())
+            block_copies.append(())
             continue
         vector = user_arrays.flat(block, f"blocks[{i}]", True)
         if (vector.n, vector.dtype) != (source.n, source.dtype):
@@ -140,8 +156,8 @@ def _block_copies(sources: Sequence[Flat], blocks: Sequence[Any] | None) -> list
                 f"blocks[{i}] has {vector.n} {type_name(vector.dtype)} and arrays[{i}] {source.n} "
                 f"{type_name(source.dtype)}: give both the same size and type"
             )
-        kept.append((vector,))
-    return kept
+        block_copies.append((vector,))
+    return block_copies
 
 
 class OverlapError(ValueError):
@@ -149,14 +165,14 @@ class OverlapError(ValueError):
 
 
 class _Pair(NamedTuple):
-    """An array, the array for its result, and those into which this rank's block of the result is copied too."""
+    """An array, the array for its result, and further arrays that get a copy of this rank's block of the result."""
 
     source: Flat
     target: Flat
-    kept: tuple[Flat, ...] = ()
+    block_copies: tuple[Flat, ...] = ()
 
 
-def _drop_repeated(pairs: Sequence[tuple[Flat, Flat]], kept: Sequence[tuple[Flat, ...]]) -> list[_Pair]:
+def _drop_repeated(pairs: Sequence[tuple[Flat, Flat]], block_copies: Sequence[tuple[Flat, ...]]) -> list[_Pair]:
     """Drop repeated arrays: an array that is passed twice, as tied weights are, is reduced once.
 
     Raises OverlapError if a result would overwrite part of another array, or of its own source.
@@ -166,9 +182,9 @@ def _drop_repeated(pairs: Sequence[tuple[Flat, Flat]], kept: Sequence[tuple[Flat
     every: dict[tuple[Flat, Flat], tuple[Flat, ...]] = {}
     for number, pair in enumerate(pairs):
         once.setdefault(pair, number)
-        every[pair] = (*every.get(pair, ()), *kept[number])
-    # (start, stop, number, is written) of all memory in use. In address order, each must begin after those before it
-    # have ended, unless both are only read.
+        every[pair] = (*every.get(pair, ()), *block_copies[number])
+    # (start, stop, number, is written) of all memory in use. Two intervals must not overlap, unless both are only read.
+    # So in address order each interval must begin after the end of all earlier ones.
     extents = []
     for (source, target), number in once.items():
         extents.append((target.address, target.address + _nbytes(target), number, True))
@@ -186,11 +202,11 @@ def _drop_repeated(pairs: Sequence[tuple[Flat, Flat]], kept: Sequence[tuple[Flat
 
 def _on_node(home: Communicator, call: GroupCall, op: str, pairs: Sequence[_Pair]) -> Runner:
     reachable = home.board.memory.reachable
-    few, long = list[_Pair](), list[_Pair]()
+    small, large = list[_Pair](), list[_Pair]()
     for pair in pairs:
-        (few if not reachable or _nbytes(pair.source) <= PACKED_BYTES else long).append(pair)
-    parts = [call_array(_call(home, pair.source, op, "shared_memory", call.label), home.rank, *pair) for pair in long]
-    packs = _pack(home, few, arena.empty)
+        (small if not reachable or _nbytes(pair.source) <= PACKED_BYTES else large).append(pair)
+    parts = [call_array(_call(home, pair.source, op, "shared_memory", call.label), home.rank, *pair) for pair in large]
+    packs = _pack(home, small, arena.empty)
     packed = [flat for flat, _, _ in packs]
     parts += [call_array(_call(home, flat, op, "shared_memory", call.label), home.rank, flat, flat) for flat in packed]
     # Slots and stages copy nothing to `blocks`. They are used only for calls of a single array, so add an empty second
@@ -233,12 +249,12 @@ def _pack(
         into: list[Step] = []
         back: list[Step] = []
         at = 0
-        for source, target, kept in alike:
+        for source, target, block_copies in alike:
             beside = vector[at : at + source.n]
             into += copy(beside, source.vector())
             back += copy(target.vector(), beside)
             start, stop = (int(cut(source.n, home.size, rank)) for rank in (home.rank, home.rank + 1))
-            for block in kept:
+            for block in block_copies:
                 back += copy(block.vector()[start:stop], beside[start:stop])
             at += source.n
         packs.append((user_arrays.flat(vector, "x", True), into, back))

@@ -45,7 +45,7 @@ class RankLogRecord(logging.LogRecord):
     generation: int
     step: int
     # the message without the rank
-    said: str
+    text: str
     # seconds since this module was imported
     since: float
 
@@ -141,7 +141,7 @@ def _stamp(record: logging.LogRecord) -> bool:
         role=rank_state.role,
         generation=rank_state.generation,
         step=rank_state.step,
-        said=message,
+        text=message,
         since=time.monotonic() - _began,
     )
     if rank_state.name:
@@ -176,7 +176,7 @@ class TextLines(logging.Formatter):
         where += [f"step {record.step}"] if record.step >= 0 else []
         inside = f" ({', '.join([*where, f'{record.since:.3f} s'])})"
         level = "" if record.levelno == logging.INFO else f" {record.levelname.lower()}"
-        text = record.said if not record.exc_info else f"{record.said}\n{self.formatException(record.exc_info)}"
+        text = record.text if not record.exc_info else f"{record.text}\n{self.formatException(record.exc_info)}"
         lines = text.replace("\n", "\n    ")
         who = rank_state.name or f"process {record.process}"
         return f"{_time(record)} {who}{inside} {record.name}{level}: {lines}"
@@ -202,7 +202,7 @@ class JsonLines(logging.Formatter):
             **({"generation": record.generation} if record.generation >= 0 else {}),
             **({"step": record.step} if record.step >= 0 else {}),
             "seconds": round(record.since, 6),
-            "message": record.said,
+            "message": record.text,
             **({"error": self.formatException(record.exc_info)} if record.exc_info else {}),
         }
         return json.dumps(fields, ensure_ascii=False)
@@ -258,7 +258,8 @@ class Folder(logging.Handler):
             self._file = -1
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._file, self._name = os.open(self._folder / f"{name}{self._suffix}", flags, 0o600), name
+        self._file = os.open(self._folder / f"{name}{self._suffix}", flags, 0o600)
+        self._name = name
 
 
 def folder_of_job(folder: str | os.PathLike[str]) -> str:

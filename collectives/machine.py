@@ -11,8 +11,8 @@ Xeon, where copies of more than 32 MiB found nothing in the cache and took twice
 glibc corrects this (`choose_long_copies`).
 
 **Addresses.** A core predicts branches by their addresses. If several ranks share a core and have their code at
-different addresses, the core has learned the branches of the others whenever a rank gets its turn. So ranks that share
-cores are started with fixed addresses (`fix_addresses`).
+different addresses, then whenever a rank gets its turn, the core has learned the branches of other ranks. So ranks that
+share cores are started with fixed addresses (`fix_addresses`).
 
 **Peers.** Abstract Unix sockets, and sockets in some folders, are open to all users of a machine. The kernel tells
 which process is at the other end of a Unix socket, and it cannot lie about that. A process that listens admits only
@@ -245,7 +245,7 @@ def count_local_ranks() -> int:
 def check_memory(asker: str, nbytes: int, arrays: int, ranks: int = 1) -> None:
     """Raise ValueError if `ranks` ranks of this machine cannot each hold `arrays` arrays of `nbytes`.
 
-    `words` names in the error what has asked for the arrays, such as an option.
+    `asker` names in the error what needs the arrays, such as an option.
     """
     needed, held = nbytes * arrays * ranks, total_memory()
     if needed > held:
@@ -333,7 +333,7 @@ def read_stat(pid: int) -> list[bytes]:
 
 
 def find_processes_with(variable: str) -> Iterator[int]:
-    """Yield the processes that have `variable` ("NAME=VALUE") in their environment, as far as it may be read."""
+    """Yield the pids of processes with `variable` ("NAME=VALUE") in their environment, if this user may read it."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
@@ -354,7 +354,7 @@ class Peer(NamedTuple):
 
 
 def find_peer(connection: socket.socket) -> Peer:
-    """Return the process that made this connection, or on its own side, the process that listens."""
+    """Return the process at the other end of a connection: the one that connected, or the one that listens."""
     pid, user, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     return Peer(pid, user)
 

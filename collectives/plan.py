@@ -1,10 +1,11 @@
-"""Plans: collectives compiled once and run many times, by users or by one-shot calls, which find them again.
+"""Plans: collectives that are compiled once and run many times, by users or by one-shot calls.
 
 The docstrings of the one-shot calls (`collectives.api`) describe arguments, results and errors.
 
-`PlanCache` finds the plan of a one-shot call by the identities of its arrays, or by their addresses. Plans in the cache
-know only addresses and keep no user array alive. So a program that makes a new array for each call finds the old plan
-if the new array has the address of the earlier one. The number of cached plans and their work memory are bounded.
+A one-shot call finds its plan in a `PlanCache`, by the identities of its arrays (their `id()`), or by their addresses.
+Plans in the cache know only addresses and keep no user array alive. So if a program makes a new array for each call,
+and the new array has the address of the earlier one, the call finds the earlier plan. The number of cached plans and
+their work memory are bounded.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Plan(NotCopyable):
 
     def __init__(self, home: Communicator, call: Call, runner: Runner, in_place: bool) -> None:
         self.call = call
-        # what runs the call: `_bare`, or a Timed around it
+        # runs the call: `_bare`, or a TimedRunner around it
         self.runner = runner
         self._bare = runner
         self._home = home
@@ -91,12 +92,12 @@ class Plan(NotCopyable):
             except BaseException as error:
                 raise home.fail(self.call.text, error, self) from None
             if code:
-                self.go_on(code)
+                self.finish_run(code)
         finally:
             home.inside = outer
         return self._result
 
-    def go_on(self, code: int) -> None:
+    def finish_run(self, code: int) -> None:
         """Finish a run after the fast path has returned `code`, which is MET or NOT_BEGUN."""
         home, runner = self._home, self.runner
         if code != MET:
@@ -160,7 +161,7 @@ class Plan(NotCopyable):
         Such a plan has its own message tags. So between nodes its messages can be in flight at the same time as those
         of other plans, and it need not take turns.
         """
-        own_tags = isinstance(self._bare, ComparedRunner) and self._bare.moves_by(MessagePlan)
+        own_tags = isinstance(self._bare, ComparedRunner) and self._bare.has_body(MessagePlan)
         self._exclusive = self._home.control is None or not own_tags
         self._arrays = (x, out)
         self._result = self.result_of(x, out)
@@ -240,22 +241,37 @@ def plan(
     home.check()
     tags = Tags(home.plan_lanes, home.tags_dealt)
     with home.preparing(f"a plan of {kind}"):
-        made = compile_plan(home, kind, x, op, algorithm, out, root, tags, label)
-    made.keep(x, out)
-    agree(home, "plan of " + made.call.text)
+        new = compile_plan(home, kind, x, op, algorithm, out, root, tags, label)
+    new.keep(x, out)
+    agree(home, "plan of " + new.call.text)
     # All ranks do this for the same plan, because they have just agreed on it.
     home.count_tags(tags.count)
-    return made
+    return new
 
 
 def compile_plan(
     home: Communicator, kind: str, x: Array, op: str, algorithm: str, out: Array, root: int, tags: Tags, label: str = ""
 ) -> Plan:
-    """Check the arguments of a call and compile a plan for it. Local. Raises ValueError or TypeError."""
+    """Check the arguments of a call and compile a plan for it. Local.
+
+    Args:
+        home: The communicator.
+        kind: The name of the collective, such as "allreduce".
+        x: The array, or a list of arrays (see `allreduce`).
+        op: The name of the reduction. Ignored by kinds that do not reduce.
+        algorithm: The name of the algorithm, or "auto" or "reproducible".
+        out: The array for the result. None: the result overwrites x.
+        root: The root of a broadcast or reduce.
+        tags: Gives the tags of the plan's messages.
+        label: The caller's name for this call.
+
+    Raises:
+        ValueError, TypeError: An argument is invalid.
+    """
     if isinstance(x, (list, tuple)) or arrays.is_device(x) or arrays.is_device(out):
         make, schedule = partial(make_runner, home), partial(build_schedule, home)
         tensor, body = compile_tensor(home, kind, x, op, algorithm, out, root, label, tags, make, schedule)
-        return Plan(home, tensor, ComparedRunner(home, tensor.text, body, sees=not tensor.staged), out is None)
+        return Plan(home, tensor, ComparedRunner(home, tensor.text, body, compares=not tensor.staged), out is None)
     source = arrays.host(x, "x")
     target = source if out is None else arrays.host(out, "out")
     in_place = out is None
@@ -336,7 +352,7 @@ def group_key(call: tuple[Any, ...], every: Sequence[Any], arrays: int) -> tuple
 
 
 class PlanCache:
-    """The plans of a communicator's one-shot calls. When it is full, it frees the plan that was not used for longest.
+    """The plans of a communicator's one-shot calls. When it is full, it frees the least recently used plan.
 
     `by_identity` is a dict that `api` looks into first. Its keys have the `id` of the arrays; this cache maintains it.
     """
@@ -344,7 +360,7 @@ class PlanCache:
     def __init__(self, by_identity: dict[Any, Any]) -> None:
         self.by_identity = by_identity
         # by the addresses of the arrays; the plan used last is at the end
-        self._by_place: OrderedDict[Hashable, Plan] = OrderedDict()
+        self._by_address: OrderedDict[Hashable, Plan] = OrderedDict()
         self._held = 0
 
     def find(self, call: tuple[Hashable, ...], x: Array, out: Array, make: Callable[[], Plan]) -> Plan:
@@ -355,33 +371,33 @@ class PlanCache:
         key: Hashable
         try:
             key = (*call, place_key(x), place_key(out))
-            made = self._by_place.get(key)
+            plan = self._by_address.get(key)
         except TypeError:
             # An argument is not an array, or cannot be hashed. `make` raises a TypeError that names it.
             key = None
         if key is None:
             return make()
-        if made is None:
-            made = make()
-            self._keep(key, made)
+        if plan is None:
+            plan = make()
+            self._keep(key, plan)
         else:
-            self._by_place.move_to_end(key)
+            self._by_address.move_to_end(key)
         if len(self.by_identity) >= MOST_IDENTITIES:
             self.by_identity.clear()
         if isinstance(x, np.ndarray) and (out is None or isinstance(out, np.ndarray)):
-            entry = CachedPlan(made, weakref.ref(x), weakref.ref(x if out is None else out), x.size, x.dtype)
+            entry = CachedPlan(plan, weakref.ref(x), weakref.ref(x if out is None else out), x.size, x.dtype)
             self.by_identity[(call[0], id(x), id(out), *call[1:])] = entry
         elif isinstance(x, list):
-            self._know_again(call, made, x, out)
-        return made
+            self._remember_group(call, plan, x, out)
+        return plan
 
     def free(self) -> None:
         """Free all plans."""
-        while self._by_place:
+        while self._by_address:
             self._drop()
 
-    def _know_again(self, call: tuple[Hashable, ...], plan: Plan, x: list[Any], out: Array) -> None:
-        """Let `api` find the plan of these arrays by their identities, if all of them are NumPy arrays."""
+    def _remember_group(self, call: tuple[Hashable, ...], plan: Plan, x: list[Any], out: Array) -> None:
+        """Add an entry by which `api` finds the plan of these arrays, if all of them are NumPy arrays."""
         every = x if out is None else [*x, *out]
         if every and all(isinstance(array, np.ndarray) for array in every):
             refs, sizes, dtypes = zip(*((weakref.ref(array), array.size, array.dtype) for array in every))
@@ -389,15 +405,15 @@ class PlanCache:
             self.by_identity[group_key(call, every, len(x))] = entry
 
     def _keep(self, key: Hashable, plan: Plan) -> None:
-        self._by_place[key] = plan
+        self._by_address[key] = plan
         self._held += plan.held_bytes
-        while len(self._by_place) > MOST_PLANS or (self._held > MOST_BYTES and len(self._by_place) > 1):
+        while len(self._by_address) > MOST_PLANS or (self._held > MOST_BYTES and len(self._by_address) > 1):
             self._drop()
 
     def _drop(self) -> None:
-        _, plan = self._by_place.popitem(last=False)
+        _, plan = self._by_address.popitem(last=False)
         self._held -= plan.held_bytes
-        # Some of its entries may be of this plan. It fills up again with the next calls.
+        # Some entries of this dict may hold the plan. The next calls fill the dict again.
         self.by_identity.clear()
         plan.free()
 

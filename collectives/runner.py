@@ -1,7 +1,7 @@
-"""Runners run a compiled call: by shared memory, messages or MPI's own collectives; at once, or during compute.
+"""Runners of compiled calls: by shared memory, messages or MPI's own collectives; at once, or during compute.
 
-`make_runner` compiles a call for the way that its algorithm asks for. `StartedRun` is an operation that runs while the
-program computes. Started operations advance in the order in which they were started.
+`make_runner` compiles a call for the way that its algorithm asks for. A `StartedRun` goes on while the program
+computes. Started runs advance in the order in which they were started.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ UNEVEN = "hierarchical needs nodes with equal numbers of consecutive ranks: choo
 # Up to this size "reproducible" uses recursive_doubling, which takes fewer steps than halving_doubling but sends the
 # whole vector in each.
 DOUBLING_BYTES = 32 << 10
-# How often to look for notes before a call of MPI's own. With MPICH a look finds only what the look before it fetched.
+# How often to look for notes before one of MPI's own collectives. With MPICH, one look is not enough: it may only fetch
+# a note, which the next look then receives.
 LOOKS = 4
-# Each call between nodes is served by at least one of these.
+# Every collective is served by at least one of these algorithms, for any number of ranks.
 ALWAYS = ("ring", "binomial", "direct")
 
 
@@ -42,16 +43,16 @@ class ComparedRunner:
 
     Args:
         text: The call in words.
-        sees: False if the body itself compares the ranks' calls.
+        compares: False if the body itself compares the ranks' calls.
     """
 
     holds = True
 
-    def __init__(self, home: Communicator, text: str, body: Body, sees: bool = True) -> None:
+    def __init__(self, home: Communicator, text: str, body: Body, compares: bool = True) -> None:
         self._home = home
         self._text = text
         self._body = body
-        self._sees = sees
+        self._compares = compares
         # this rank's descriptor of the call: its running number on the board, and its token
         self._put = -DESCRIPTORS
         self._token = 0
@@ -59,12 +60,16 @@ class ComparedRunner:
 
     def steps(self) -> Iterator[None]:
         home = self._home
-        if home.size == 1 or not self._sees:
+        if home.size == 1 or not self._compares:
             return self._body.run()
-        return self._met() if home.control is None else home.control.operation(self._text, self._between())
+        return (
+            self._run_on_node()
+            if home.control is None
+            else home.control.operation(self._text, self._run_between_nodes())
+        )
 
-    def moves_by(self, kind: type) -> bool:
-        """True if the body is of this class."""
+    def has_body(self, kind: type) -> bool:
+        """True if the body is an instance of this class, such as `MessagePlan`."""
         return isinstance(self._body, kind)
 
     def rest(self) -> Iterator[None]:
@@ -74,16 +79,16 @@ class ComparedRunner:
     def free(self) -> None:
         self._body.free()
 
-    def _between(self) -> Iterator[None]:
+    def _run_between_nodes(self) -> Iterator[None]:
         control = self._home.control
         if isinstance(self._body, NativePlan) and control is not None:
-            # If the other ranks have already given this call up, their notes are here: raise now. They carry MPI's
-            # collective through only for ranks that were in it at that time, so for this rank it would never end.
+            # If the other ranks have already given this call up, `look` finds their notes and raises. They complete
+            # MPI's collective only with ranks that were in it at that time, so for this rank it would never end.
             for _ in range(LOOKS):
                 control.look(0.0)
         yield from self._body.run()
 
-    def _met(self) -> Iterator[None]:
+    def _run_on_node(self) -> Iterator[None]:
         board = self._home.board
         if not board.descriptors.readable(self._put):
             self._token = board.publish(Descriptor(self._text))
@@ -104,7 +109,7 @@ class TimedRunner:
         self._home = home
         self.runner = runner
         self.holds = runner.holds
-        operation, _, subject = call.described().partition(" of ")
+        operation, _, subject = call.describe().partition(" of ")
         subject = f"{call.label}: {subject}" if call.label else subject
         lane = home.board.marks.identity
         self._form = form(lane, operation, subject, call.nbytes, call.n, call.dtype.name, line=line)
@@ -191,11 +196,11 @@ def resolve_algorithm(home: Communicator, draft: Call, algorithm: str) -> str:
     if not isinstance(algorithm, str):
         raise TypeError(f"algorithm {algorithm!r} is of type {type(algorithm).__name__}: pass a name, such as 'auto'")
     if algorithm == "auto":
-        return choose(home, draft)
+        return choose_auto(home, draft)
     return choose_reproducible(home, draft) if algorithm == "reproducible" else algorithm
 
 
-def choose(home: Communicator, call: Call) -> str:
+def choose_auto(home: Communicator, call: Call) -> str:
     """Return the algorithm that `auto` stands for in this call. The same on all ranks."""
     if home.nodes == 1:
         return "shared_memory"
@@ -241,7 +246,7 @@ def build_schedule(home: Communicator, call: Call) -> Schedule:
 
 # How often a rank that tests a started run checks whether the generation has ended.
 LOOK_SECONDS = 1e-3
-# At most this much of the time between two tests counts as waiting. In longer intervals the rank was computing.
+# Of the time between two tests, at most this much counts as waiting: for the rest, the rank was computing.
 MOST_BESIDE = 1.0
 
 
@@ -282,15 +287,15 @@ class StartedRun:
 
 
 def begin(home: Communicator, run: StartedRun) -> None:
-    """Start an operation and advance it until it has to wait."""
+    """Start a run and advance it until it has to wait."""
     home.started.append(run)
     home.update_fast_paths()
     advance(home)
 
 
 def advance(home: Communicator) -> None:
-    """Advance all started operations as far as possible without blocking."""
-    # True once an exclusive operation before this one in the list is not done
+    """Advance all started runs as far as possible without blocking."""
+    # True once an exclusive run that is not done has come in the list: later exclusive runs must wait for it
     exclusive_waits = False
     for run in list(home.started):
         if run.exclusive and exclusive_waits:
@@ -305,9 +310,9 @@ def advance(home: Communicator) -> None:
 
 
 def agree(home: Communicator, text: str) -> None:
-    """As `Communicator.agree`, but on one node after all started operations.
+    """Like `Communicator.agree`. On one node this first finishes all started runs.
 
-    The words of a node's board serve a single operation at a time.
+    The reason: a node's board can serve only one operation at a time.
     """
     if home.control is not None or not home.started:
         home.agree(text)
@@ -319,7 +324,7 @@ def agree(home: Communicator, text: str) -> None:
 
 
 def finish(home: Communicator, run: StartedRun) -> None:
-    """Run all started operations until `operation` is done. Blocking."""
+    """Advance all started runs until `run` is done. Blocking."""
 
     def steps() -> Iterator[None]:
         while not run.done:

@@ -189,7 +189,7 @@ def without_signals() -> Iterator[None]:
 class RankedCommand(Interruptible):
     """A command that every rank of a job runs with the same arguments. Only rank 0 prints errors.
 
-    A click.ClickException must be raised by all ranks, or by rank 0 when the others no longer depend on it.
+    A click.ClickException must be raised by all ranks, or by rank 0 once the other ranks do not wait for it any more.
     """
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -206,7 +206,7 @@ class RankedCommand(Interruptible):
 
 
 def leave(code: int) -> NoReturn:
-    """End a command with an exit code. All ranks call it, or rank 0 when the others are done.
+    """End a command with an exit code. Called by all ranks, or by rank 0 once the other ranks have ended.
 
     mpirun prints a banner if a process ends with another code than 0. So `mpips ... --ranks`, which has started mpirun,
     passes the path of a file (CODE_FILE). If there is one, the code goes into the file, and the process ends with 0.
@@ -227,7 +227,7 @@ def is_rank() -> bool:
 class OutFile(click.Path):
     """An option that names a file to be written. A file that cannot be written is refused before the work begins.
 
-    Ranks do not check this, because only one of them writes, and the folder may not exist on the hosts of the others.
+    Ranks do not check this, because only one rank writes, and other hosts may not have the folder.
     With `dash`, "-" stands for the screen.
     """
 
@@ -499,7 +499,7 @@ class _KeptStdout:
             self.drop()
 
     def drop(self) -> None:
-        """Send the stream's buffer to the null device. Otherwise the interpreter would fail to flush it at exit."""
+        """Redirect the stream to the null device. Otherwise the interpreter would fail to flush its buffer at exit."""
         # A stream without a descriptor raises OSError.
         with suppress(OSError):
             nothing = os.open(os.devnull, os.O_WRONLY)

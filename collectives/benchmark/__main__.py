@@ -320,7 +320,8 @@ def _refusal(collective: str, algorithm: str, ranks: int) -> str | None:
         return str(error)
     if name not in catalog.names(kind):
         choices = [other for other in others if other != "gloo" or kind in GLOO_KINDS]
-        return f"{name!r} is not an algorithm for {collective}: choose one of {', '.join([*choices, *catalog.names(kind)])}"
+        known = ", ".join([*choices, *catalog.names(kind)])
+        return f"{name!r} is not an algorithm for {collective}: choose one of {known}"
     # The number of ranks on a node becomes known only in the job.
     if name == "hierarchical" and "local" not in parameters:
         return None

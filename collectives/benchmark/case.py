@@ -250,7 +250,7 @@ def _exact_limit(dtype: np.dtype[Any]) -> int:
 OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
 GLOO_KINDS = ("allreduce", "broadcast")
 GLOO_ATTEMPTS = 3
-# limit for a collective, and for rank 0's wait for the others to join
+# limit for a collective, and for rank 0's wait for the other ranks to join
 GLOO_SECONDS = 60.0
 
 RivalCall = Callable[[], object]

@@ -53,8 +53,8 @@ def measure(comm: MPI.Comm, candidates: Sequence[Callable[[], object]], budget_s
     # seeded, because all ranks must draw the same orders
     orders = np.random.default_rng(0)
     for turn in range(rounds):
-        for which in orders.permutation(len(candidates)):
-            local[which, turn] = _sample(comm, candidates[which], batch[which][1])
+        for index in orders.permutation(len(candidates)):
+            local[index, turn] = _sample(comm, candidates[index], batch[index][1])
     slowest = np.empty_like(local)
     comm.Allreduce(local, slowest, op=MPI.MAX)
     return [Timing(row.min(), float(np.median(row)), float(np.percentile(row, 99)), rounds) for row in slowest]

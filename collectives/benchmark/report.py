@@ -185,7 +185,10 @@ def print_table(rows: Sequence[Row], title: str) -> None:
 
 def print_overlap(rows: Sequence[OverlapRow], title: str) -> None:
     """Print rows as a table on standard output."""
-    caption = "overall: compute and the call together. pure comm.: the call alone. overlap: the share of it hidden behind compute."
+    caption = (
+        "overall: compute and the call together. pure comm.: the call alone. "
+        "overlap: the share of the call that compute hides."
+    )
     table = Table(title=title, caption=caption)
     for name in ("size", "algorithm", "array", "overall us", "compute us", "pure comm. us", "overlap %"):
         table.add_column(name, justify="left" if name in ("algorithm", "array") else "right")

@@ -15,11 +15,12 @@ The steps of an operation:
 A flag and a message tell all ranks of the node that one has failed (`Poison`; between nodes: `network.control`). The
 first rank to fail writes both, and every wait checks the flag. A file lock makes sure that later failures do not
 overwrite the first message; the kernel releases the lock if its holder dies. If a rank dies without writing anything,
-the others notice that its process has ended (`Peers`).
+the other ranks notice that its process has ended (`Peers`).
 
 A rank can enter operation i + 2 only after all ranks have entered i + 1. So two rows and two slots, used in turn, are
-enough. This module does not use MPI, so that the tests can run it with simulated words that switch to another rank at
-each access, in every order.
+enough. Methods named by a participle (`met`, `followed`, `agreed`, `carried_out`) are generators that yield whenever
+they have to wait; `meet` and `follow` do the same, but block. This module does not use MPI, so that the tests can run
+it with simulated words that switch to another rank at each access, in every order.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class GenerationEnd:
     def __init__(self, tell: Callable[[CollectiveError], CollectiveError]) -> None:
         self._tell = tell
         # the error that every call raises once the generation has ended, or None
-        self.over: CollectiveError | None = None
+        self.error: CollectiveError | None = None
 
     def end(self, error: CollectiveError) -> CollectiveError:
         """End the generation unless it has ended already. Return the error that all ranks raise.
@@ -143,14 +144,14 @@ class GenerationEnd:
         If Ctrl-C interrupts this, `tell` is called again, so that the other ranks learn of the error before
         KeyboardInterrupt is raised.
         """
-        if self.over is None:
-            self.over = error
+        if self.error is None:
+            self.error = error
             try:
-                self.over = self._tell(error)
+                self.error = self._tell(error)
             except KeyboardInterrupt:
-                self.over = self._tell(error)
+                self.error = self._tell(error)
                 raise
-        return self.over
+        return self.error
 
 
 class Peers:
@@ -226,10 +227,10 @@ class Board:
         self.enclosing_look: Callable[[float], None] | None = None
 
     def publish(
-        self, descriptor: Descriptor, many: NDArray[np.int64] | None = None, place: ArrayPlace | None = None
+        self, descriptor: Descriptor, all_places: NDArray[np.int64] | None = None, place: ArrayPlace | None = None
     ) -> int:
         """Put a descriptor into this rank's area and return its token. See `Descriptors.publish`."""
-        token = self.descriptors.publish(descriptor, many, place)
+        token = self.descriptors.publish(descriptor, all_places, place)
         self.marks.name(token, descriptor.text)
         self.hold_fast_paths(self._held)
         return token
@@ -310,7 +311,7 @@ class Board:
     def carried_out(self, steps: Iterator[None]) -> Iterator[None]:
         """Run the steps of an operation over messages, after the ranks have met for it on this board.
 
-        At the end it writes to the board that this rank is done, so that the others can tell which ranks are late.
+        At the end it writes to the board that this rank is done, so that other ranks can tell which ranks are late.
         """
         self._carrying = True
         yield from steps
@@ -367,11 +368,11 @@ class Board:
         self.hold_fast_paths(True)
         last_signal = max(row[self.rank] for row in self.progress)
         lending = self.lent == self.number and last_signal < self.last_phase
-        # If the row is complete, and this rank has done its phase with lent arrays or has lent none, the other ranks
-        # have all they need for this operation. Then let them complete it.
+        # The other ranks have all that they need for this operation if the row is complete, and this rank has lent no
+        # arrays or has already done its phase with them. Then let them complete it.
         if lending or not self._complete():
             self.entries[self.number & 1][self.rank] = OUT
-        # OUT is greater than any phase, so others see that this rank touches their arrays no more.
+        # OUT is greater than any phase: other ranks see that this rank does not touch their arrays any more.
         self.progress[self.phase + 1 & 1][self.rank] = OUT
         if self.fence is not None:
             self.fence()
@@ -416,8 +417,8 @@ class Board:
     def _touching(self) -> bool:
         """True if another rank may still touch this rank's arrays.
 
-        Ranks touch lent arrays only after all have entered. This rank's word is OUT by now. So if a rank has not
-        entered yet, no rank will ever see a complete row.
+        Ranks touch lent arrays only once they have seen that all ranks have entered. This rank's word is OUT by now. So
+        if another rank has not entered yet, nobody will ever see a complete row.
         """
         if self.lent != self.number:
             return False

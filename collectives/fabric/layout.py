@@ -1,4 +1,4 @@
-"""Layout of a node's shared memory: each rank has an area that the others read; descriptors of calls and arrays.
+"""Layout of a node's shared memory: an area of each rank, which the other ranks read; descriptors of calls and arrays.
 
 The area of a rank holds
 
@@ -45,7 +45,7 @@ DESCRIPTOR_BYTES = 1024
 HEAD_WORDS = 16
 HEAD_BYTES = HEAD_WORDS * 8
 TEXT_BYTES = DESCRIPTOR_BYTES - HEAD_BYTES
-# After this token they start again at 1. It is a multiple of DESCRIPTORS, so each token keeps its place in the area.
+# After this token, tokens start again at 1. It is a multiple of DESCRIPTORS, so each token keeps its place in the area.
 # Higher numbers are never tokens.
 LAST_TOKEN = (1 << 32) - DESCRIPTORS
 DIFFERENT = "the ranks call different collectives, and must call the same"
@@ -82,9 +82,9 @@ class Descriptor(NamedTuple):
 
 
 class Descriptors:
-    """The descriptors of all ranks of the node. This rank writes its own and reads those of the others.
+    """The descriptors of all ranks of the node. This rank writes its own and reads those of the other ranks.
 
-    `names`: the numbers by which sentences name the node's ranks.
+    `names`: the number under which error messages show each rank of the node.
     """
 
     def __init__(self, areas: Sequence[NDArray[np.uint8]], rank: int, names: Sequence[int]) -> None:
@@ -95,18 +95,18 @@ class Descriptors:
         self.put = 0
         # (rank, token) -> descriptor
         self._known: dict[tuple[int, int], Descriptor] = {}
-        # token -> places, which must stay in memory as long as the descriptor is readable
+        # token -> the places of a call of several arrays; kept in memory as long as the descriptor is readable
         self._many: dict[int, NDArray[np.int64]] = {}
 
     def publish(
-        self, descriptor: Descriptor, many: NDArray[np.int64] | None = None, place: ArrayPlace | None = None
+        self, descriptor: Descriptor, all_places: NDArray[np.int64] | None = None, place: ArrayPlace | None = None
     ) -> int:
         """Write a descriptor into this rank's area and return its token.
 
         Args:
-            many: The places of the arrays in shared memory, if there is more than one array: they do not fit into the
-                area.
-            place: Where other ranks find `many`.
+            all_places: For a call of several arrays, an array in shared memory with the places of all of them: they do
+                not fit into the descriptor. None for a call of one array.
+            place: Where other ranks find `all_places`.
         """
         token = self.put % LAST_TOKEN + 1
         self.put += 1
@@ -115,7 +115,7 @@ class Descriptors:
         descriptor = descriptor._replace(text=raw.decode(errors="replace"), digest=digest(whole))
         head = np.zeros(HEAD_WORDS, np.uint64)
         head[:4] = token, descriptor.digest, len(raw), len(descriptor.places)
-        if many is not None:
+        if all_places is not None:
             head[4:10] = place or ArrayPlace()
         elif descriptor.places:
             head[4:16] = np.array(descriptor.places[0], np.uint64).ravel()
@@ -123,8 +123,8 @@ class Descriptors:
         area[at : at + HEAD_BYTES] = head.view(np.uint8)
         area[at + HEAD_BYTES : at + HEAD_BYTES + len(raw)] = np.frombuffer(raw, np.uint8)
         self._many.pop(self._before(token), None)
-        if many is not None:
-            self._many[token] = many
+        if all_places is not None:
+            self._many[token] = all_places
         self._keep(self._rank, token, descriptor)
         return token
 
@@ -173,12 +173,12 @@ def _pairs(numbers: Sequence[int]) -> tuple[tuple[ArrayPlace, ArrayPlace], ...]:
 
 
 def digest(text: bytes) -> int:
-    """Return a number of 8 bytes that ranks compare instead of the text."""
+    """Return a hash of 8 bytes, which ranks compare instead of the whole text."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def describe_disagreement(texts: Mapping[int, str]) -> str:
-    """Return the sentence for ranks that call with different arguments. `texts`: rank -> its call in words."""
+    """Return the error message for ranks whose calls differ. `texts`: rank -> its call in words."""
     by_text: dict[str, list[int]] = {}
     for rank in sorted(texts):
         by_text.setdefault(texts[rank], []).append(rank)

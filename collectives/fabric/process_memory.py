@@ -28,7 +28,7 @@ class _Extent(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
-def _kernel_copy(name: str) -> Any:
+def _c_function(name: str) -> Any:
     """Return the function of the C library with this name, or None if it has none."""
     function = getattr(_LIBC, name, None)
     if function is not None:
@@ -38,7 +38,7 @@ def _kernel_copy(name: str) -> Any:
     return function
 
 
-_READ, _WRITE = _kernel_copy("process_vm_readv"), _kernel_copy("process_vm_writev")
+_READ, _WRITE = _c_function("process_vm_readv"), _c_function("process_vm_writev")
 
 
 class OutOfReach(CollectiveError):
@@ -98,7 +98,7 @@ def all_reachable(node: MPI.Comm) -> bool:
     On a system with the security module Yama, only a parent may trace a process. Then each rank gives that permission
     to its launcher and to all processes that the launcher has started, which include the other ranks.
     """
-    return node.size > 1 and (_all_reach(node) or (_all_restricted(node) and _all_reach(node)))
+    return node.size > 1 and (_all_reach(node) or (_permit_launcher(node) and _all_reach(node)))
 
 
 def reachable_address(array: NDArray[Any], written: bool = False) -> int:
@@ -141,7 +141,7 @@ def _reads(pid: int, address: int, secret: int) -> bool:
     return bool(word[0] == secret)
 
 
-def _all_restricted(node: MPI.Comm) -> bool:
+def _permit_launcher(node: MPI.Comm) -> bool:
     """True if Yama lets only parents trace the ranks, and each rank has now permitted its launcher. Collective."""
     to_parents = read_number("/proc/sys/kernel/yama/ptrace_scope") == 1
     permitted = to_parents and _LIBC.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0) == 0

@@ -95,8 +95,8 @@ class Tags:
 
 MESSAGE_BYTES = 4 << 20
 CARRY_SECONDS = 1e-4
-# How long a rank that gives up a collective waits for the others to enter it. A rank that has not heard of the failure
-# yet enters the collective within this time, even if cores are busy.
+# How long a rank that gives up a collective waits for the other ranks to enter it. A rank that does not know of the
+# failure yet enters the collective within this time, even if cores are busy.
 COMING_SECONDS = 0.5
 # When `_kept_requests` has this many requests, look for those that are complete.
 TEST_AT = 64
@@ -109,10 +109,10 @@ _collectives: list[tuple[MPI.Request, MPI.Comm]] = []
 
 
 class ArrivalBarrier:
-    """A non-blocking barrier that knows which ranks are late.
+    """A non-blocking barrier that knows which ranks have not arrived yet.
 
-    Each rank sends a byte to each other rank, because MPI's own barrier would not tell which ranks have arrived. Making
-    a Roll is collective and does not block. `what` names in errors the event for which the ranks meet.
+    Each rank sends a byte to each other rank, because MPI's own barrier would not tell which ranks have arrived. The
+    constructor is collective and does not block. `what` names in errors the event for which the ranks meet.
     """
 
     limits = Limits()
@@ -126,10 +126,11 @@ class ArrivalBarrier:
         self._looked = 0.0
         self._gone = set[int]()
         # for each rank, the byte that it has sent: 1 once it has arrived
-        self._come, counts, places = np.zeros(size, np.uint8), [1] * size, list(range(size))
-        self._mine = np.ones(size, np.uint8)
+        self._arrived = np.zeros(size, np.uint8)
+        self._sent = np.ones(size, np.uint8)
+        counts, places = [1] * size, list(range(size))
         self.request: MPI.Request = comm.Ialltoallv(
-            [self._mine, counts, places, MPI.BYTE], [self._come, counts, places, MPI.BYTE]
+            [self._sent, counts, places, MPI.BYTE], [self._arrived, counts, places, MPI.BYTE]
         )
 
     def wait(self, limits: Limits) -> None:
@@ -144,8 +145,8 @@ class ArrivalBarrier:
         _waited_barriers.remove(self)
 
     def late(self) -> list[int]:
-        """Return the ranks that have not arrived, as far as this rank knows. Local."""
-        return np.flatnonzero(self._come == 0).tolist()
+        """Return the ranks from which this rank has received no byte yet. Local."""
+        return np.flatnonzero(self._arrived == 0).tolist()
 
     def look(self, waited: float) -> None:
         """Raise CollectiveError if the program of a late rank has ended, according to the job's folder on this host."""
@@ -155,7 +156,8 @@ class ArrivalBarrier:
         late = self.late()
         in_job = dict(zip(ranks_of_job(self._comm, late), late))
         gone = {in_job[rank] for rank in recorder.find_ended(list(in_job))}
-        # Only a rank that was gone at the last look too: if it came, gave up and ended, its byte arrives in between.
+        # Raise only for a rank that had ended at the previous look, too. A rank may arrive, give up and end: then its
+        # byte comes in between two looks, and the rank is not late any more.
         for rank in sorted(gone & self._gone):
             raise CollectiveError(f"{self._what}: rank {rank} is needed, and its program has ended")
         self._gone = gone
@@ -166,7 +168,7 @@ _waited_barriers: list[ArrivalBarrier] = []
 
 
 def ranks_of_job(comm: MPI.Intracomm, ranks: Sequence[int]) -> list[int]:
-    """Return the ranks in COMM_WORLD of these ranks of `comm`."""
+    """Translate ranks of `comm` into ranks of COMM_WORLD."""
     members, job = comm.Get_group(), MPI.COMM_WORLD.Get_group()
     try:
         return MPI.Group.Translate_ranks(members, ranks, job)
@@ -180,14 +182,17 @@ NativeCall: TypeAlias = "tuple[Callable[..., MPI.Request], tuple[Any, ...]]"
 
 
 class NativeCollectives:
-    """Runs the MPI library's own collectives on one communicator. A call is a *row*: one or more of them, in order."""
+    """Runs the MPI library's own collectives on one communicator.
+
+    A call is a *row* of one or more of these collectives, which run one after another.
+    """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
         # the number of the board's operation in which the ranks have met for this row, or -1
         self.number = -1
-        # (collectives begun before this row, the row, the check after its first, the requests of those begun). A single
-        # attribute, so that it changes in one step whenever Ctrl-C comes.
+        # (collectives begun before this row, the row, `compare` of `enter`, requests of the begun collectives). A
+        # single attribute changes in one step, so Ctrl-C cannot leave it half changed.
         self._row: tuple[int, Sequence[NativeCall], Callable[[], None] | None, list[MPI.Request]] = (0, (), None, [])
 
     @property
@@ -195,16 +200,16 @@ class NativeCollectives:
         """The number of collectives that this rank has begun, over all rows."""
         return self._row[0] + len(self._row[3])
 
-    def enter(self, row: Sequence[NativeCall], see: Callable[[], None] | None = None, number: int = -1) -> None:
+    def enter(self, row: Sequence[NativeCall], compare: Callable[[], None] | None = None, number: int = -1) -> None:
         """Set the next row, without beginning any of its collectives.
 
         Args:
-            see: Called after the first collective of the row. It raises if the ranks have entered different rows. None:
-                the ranks compare their calls on the board.
-            number: The number of the board's operation in which they do so; -1 if there is none.
+            compare: Called after the first collective of the row. Raises if the ranks have entered different rows. None
+                if the ranks compare their calls on the board.
+            number: The number of the board's operation in which they compare them, or -1.
         """
         self.number = -1
-        self._row = self.begun, row, see, []
+        self._row = self.begun, row, compare, []
         self.number = number
 
     def step(self) -> bool:
@@ -212,12 +217,12 @@ class NativeCollectives:
 
         It can be called again after Ctrl-C has interrupted it at any point.
         """
-        _, row, see, requests = self._row
+        _, row, compare, requests = self._row
         while not requests or requests[-1].Test():
             if len(requests) == len(row):
                 return True
-            if see is not None and len(requests) == 1:
-                see()
+            if compare is not None and len(requests) == 1:
+                compare()
             call, arguments = row[len(requests)]
             # `extend` and `starmap` run in C, so Ctrl-C cannot come between the call and the storing of its request.
             requests.extend(starmap(call, [arguments]))
@@ -228,16 +233,16 @@ class NativeCollectives:
 
         Stops early if not all ranks have entered the row, if `hopeless()` is true, or after `seconds`.
         """
-        _, _, see, requests = self._row
+        _, _, compare, requests = self._row
         clock = Clock()
-        while see is None or requests:
+        while compare is None or requests:
             try:
                 if self.step() or hopeless() or clock.seconds() > seconds:
                     break
             except (MPI.Exception, CollectiveError):
                 break
             # Not all ranks have entered the row. Later ones learn that the communicator is over before they enter.
-            if see is not None and len(requests) == 1 and clock.seconds() > COMING_SECONDS:
+            if compare is not None and len(requests) == 1 and clock.seconds() > COMING_SECONDS:
                 break
             time.sleep(CARRY_SECONDS)
         self.keep()
@@ -273,7 +278,7 @@ def release(requests: Sequence[MPI.Prequest]) -> None:
 
 
 def keep_until_complete(requests: Iterable[MPI.Request]) -> None:
-    """Keep requests that nobody waits for, and so their memory, until they are complete.
+    """Keep requests for which nobody waits, together with their memory, until they are complete.
 
     They are tested now and then, because MPICH does not free a communicator before each of its requests was tested.
     """
@@ -286,7 +291,7 @@ def keep_until_complete(requests: Iterable[MPI.Request]) -> None:
 
 def unfinished(comm: MPI.Comm) -> bool:
     """True if a collective of MPI that was given up is still running on `comm`."""
-    _collectives[:] = [kept for kept in _collectives if not is_over(kept[0])]
+    _collectives[:] = [entry for entry in _collectives if not is_over(entry[0])]
     return any(comm == other for _, other in _collectives)
 
 
@@ -295,7 +300,7 @@ def any_outstanding() -> bool:
     # Two threads must not test the same request. If another thread is testing them now, do not repeat its work.
     if not _test_lock.locked():
         with _test_lock:
-            _collectives[:] = [kept for kept in _collectives if not is_over(kept[0])]
+            _collectives[:] = [entry for entry in _collectives if not is_over(entry[0])]
             for request in list(_kept_requests.values()):
                 if _free_if_complete(request):
                     _kept_requests.pop(id(request), None)
@@ -353,7 +358,7 @@ def send(comm: MPI.Comm, data: Any, to: int, tag: int) -> MPI.Request:
 
 
 def send_to_all(comm: MPI.Comm, data: bytes | bytearray, ranks: Sequence[int], tag: int) -> None:
-    """Send bytes to all of these ranks that are alive. Does not block, also if they never receive."""
+    """Send bytes to those of these ranks that are alive. Does not block, even if a rank never receives."""
     sent = []
     for rank in ranks:
         try:
@@ -368,7 +373,7 @@ DRAIN_SECONDS = 2e-4
 
 
 class ClosingComm:
-    """A communicator that is being closed: each rank sends a last message to all others. See the module's docstring.
+    """A communicator that is being closed: each rank sends a last message to every other. See the module's docstring.
 
     All receives that were posted on the communicator must be complete or given up.
 
@@ -389,11 +394,11 @@ class ClosingComm:
         # True once the communicator is freed, or if it never will be. It is never freed if a rank has died, because
         # nobody knows whether a message from that rank is still in flight.
         self._freed = bool(dead_ranks(comm))
-        # last messages that have not come
+        # the number of last messages that have not come
         self._missing = 0 if self._freed else comm.Get_size() - 1
         self._sends = [] if self._freed else [comm.Isend(self._last, rank, self._tag) for rank in others]
 
-    def heard(self) -> bool:
+    def drained(self) -> bool:
         """Receive and drop messages, without blocking. Return True once everything sent to this rank has come."""
         status = MPI.Status()
         while self._missing:
@@ -413,7 +418,7 @@ class ClosingComm:
         Returns True if it is freed, or if it is never to be freed.
         """
         try:
-            if not self._freed and self.heard() and (self._unlike or not unfinished(self._comm)):
+            if not self._freed and self.drained() and (self._unlike or not unfinished(self._comm)):
                 self._freed = True
                 if not self._unlike:
                     self._comm.Free()
@@ -424,25 +429,25 @@ class ClosingComm:
         return self._freed
 
 
-# communicators that this rank has left; the last messages are not sent yet
+# (communicator, kept, begun) of communicators to close, whose last messages are not sent yet
 _to_close: list[tuple[MPI.Comm, object, int]] = []
-# communicators on which messages are still to come
+# communicators on which messages may still arrive
 _closing: list[ClosingComm] = []
 # objects to keep as long as MPI may touch memory of an operation that has failed
 _kept_objects: list[object] = []
 
 
 def close_later(comm: MPI.Comm, kept: object = None, begun: int = 0) -> None:
-    """Leave a communicator. All its ranks do so, each at any time. A later `collect_closed` frees it. Does not block.
+    """Queue a communicator for `collect_closed`, which frees it. All its ranks do so, each at any time. Does not block.
 
-    Nothing is sent here, because MPICH may call this while it frees something else, and holds a lock then. `kept` and
-    `begun`: see `ClosingComm`.
+    `kept` and `begun`: see `ClosingComm`. The last messages are not sent here: MPICH may call this function while it
+    frees something else, and then it holds a lock.
     """
     _to_close.append((comm, kept, begun))
 
 
 def collect_closed(seconds: float = 0.0) -> bool:
-    """Free the communicators that were left and whose messages have come. Return True if none remains.
+    """Free the closed communicators whose messages have all come. Return True if none remains.
 
     Blocks until then, but at most for `seconds`.
     """
@@ -450,11 +455,11 @@ def collect_closed(seconds: float = 0.0) -> bool:
     while True:
         while _to_close:
             _closing.append(ClosingComm(*_to_close.pop(0)))
-        for parting in list(_closing):
+        for closing in list(_closing):
             # Freeing it may call `close_later` for other communicators that were attached to it.
-            if parting.free():
-                _closing.remove(parting)
-                _kept_objects.append(parting.kept)
+            if closing.free():
+                _closing.remove(closing)
+                _kept_objects.append(closing.kept)
         # MPICH really frees a communicator only when the last of its requests was tested, i.e. here. That may call
         # `close_later`, too.
         if not any_outstanding():
@@ -469,11 +474,11 @@ def collect_closed(seconds: float = 0.0) -> bool:
 def close_collectively(comm: MPI.Comm) -> None:
     """Free a communicator, and drop messages that were sent on it and not received.
 
-    Collective, and blocks until all ranks have come, so MPI must not call it while it frees something. If MPI still
-    runs a collective on it, a later `collect_closed` frees it.
+    Collective, and blocks until all ranks have called it. So it must not be called from within MPI. If MPI still runs a
+    collective on the communicator, a later `collect_closed` frees it.
     """
-    parting = ClosingComm(comm)
-    while not parting.heard():
+    closing = ClosingComm(comm)
+    while not closing.drained():
         time.sleep(DRAIN_SECONDS)
-    if not parting.free():
-        _closing.append(parting)
+    if not closing.free():
+        _closing.append(closing)

@@ -16,7 +16,7 @@ Task = Generator[bool | None, None, T]
 
 
 def advance(task: Task[T]) -> bool:
-    """Advance a task to its next wait. Return False once it is over."""
+    """Advance a task to its next wait. Return False if it has ended instead."""
     for _ in task:
         return True
     return False
@@ -37,14 +37,14 @@ def _together(waiting: list[Task[Any]], most: int) -> Task[None]:
         while waiting or running:
             while waiting and len(running) < most:
                 running.append(waiting.pop())
-            left, moved = [], False
+            unfinished, moved = [], False
             for task in running:
                 for step in task:
                     moved |= bool(step)
-                    left.append(task)
+                    unfinished.append(task)
                     break
-            moved |= len(left) < len(running)
-            running = left
+            moved |= len(unfinished) < len(running)
+            running = unfinished
             if running:
                 yield moved
     finally:

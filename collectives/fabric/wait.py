@@ -42,7 +42,7 @@ class Limits(NamedTuple):
 
 
 class RankGroup(Protocol):
-    """The group of ranks to which a waiting rank belongs, as `drive` sees it."""
+    """The ranks of one generation, as a waiting rank sees them: when to give up, and for whom the rank waits."""
 
     limits: Limits
     # seconds of waiting after which to sleep between steps
@@ -55,7 +55,7 @@ class RankGroup(Protocol):
         """
 
     def late(self) -> Sequence[int]:
-        """Return the ranks for which this one waits, as far as it knows."""
+        """Return the ranks that have not arrived yet, as far as this rank knows."""
 
 
 def read_limits() -> Limits:

@@ -255,7 +255,7 @@ class _Engine:
             return self._settled.wait_for(lambda: self._left == 0, seconds)
 
     def stop(self) -> None:
-        """Compile no further kernels, and wait for the one that is being compiled."""
+        """Compile no further kernels, and wait until the present one is compiled."""
         self._stopped.set()
         self._wanted.put(None)
         if self._thread is not None:
@@ -273,7 +273,7 @@ class _Engine:
             self._compiling.release()
 
     def after_fork_in_child(self) -> None:
-        """Continue without the thread, which a fork does not copy. Compiled kernels stay; no others will follow."""
+        """Continue without the thread, which a fork does not copy. The child keeps only kernels that are compiled."""
         left = self._left
         self._begin()
         self._stopped = threading.Event()

@@ -67,13 +67,13 @@ def add_parts(parts: Sequence[Vector], out: Vector) -> None:
         quietly(np.add, parts[0], parts[1], out)
         return
     group, others = parts[:MOST_PARTS], parts[MOST_PARTS:]
-    _add_now(group, out)
+    _add_group(group, out)
     while others:
         group, others = [out, *others[: MOST_PARTS - 1]], others[MOST_PARTS - 1 :]
-        _add_now(group, out)
+        _add_group(group, out)
 
 
-def _add_now(parts: Sequence[Vector], out: Vector) -> None:
+def _add_group(parts: Sequence[Vector], out: Vector) -> None:
     """Sum up to `MOST_PARTS` vectors by a kernel, if that pays, or by NumPy."""
     # The limit is higher than in LIMITS, because here the arguments of the kernel are checked in every call.
     least = LEAST_BYTES if out.itemsize == 2 else LEAST_WIDER_BYTES
@@ -146,12 +146,12 @@ def steps(
     if not known or not all(_kernel_can_take(part, out) for part in parts):
         return _pairs(combine, parts, out, scratch, divisor)
     group, others = list(parts[:MOST_PARTS]), list(parts[MOST_PARTS:])
-    made: list[Step] = []
+    result: list[Step] = []
     while others:
         to, scratch = _partial_target(out, others, scratch)
-        made.append(_one_pass(combine, group, to, scratch, 1))
+        result.append(_one_pass(combine, group, to, scratch, 1))
         group, others = [to, *others[: MOST_PARTS - 1]], others[MOST_PARTS - 1 :]
-    return [*made, _one_pass(combine, group, out, scratch, divisor)]
+    return [*result, _one_pass(combine, group, out, scratch, divisor)]
 
 
 def _partial_target(out: Vector, unread: Sequence[Vector], scratch: Vector | None) -> tuple[Vector, Vector | None]:
@@ -169,17 +169,17 @@ def _pairs(
     combine: Callable[..., Any], parts: Sequence[Vector], out: Vector, scratch: Vector | None, divisor: int
 ) -> list[Step]:
     """Return a reduction as NumPy calls, one for each vector after the first."""
-    made: list[Step] = []
+    result: list[Step] = []
     first = parts[0]
     for index, part in enumerate(parts[1:], 2):
         to, scratch = _partial_target(out, parts[index:], scratch)
-        made.append((quietly, (combine, first, part, to)))
+        result.append((quietly, (combine, first, part, to)))
         first = to
     if len(parts) == 1 and not same_address(first, out):
-        made.append((np.copyto, (out, first)))
+        result.append((np.copyto, (out, first)))
     if divisor != 1:
-        made.append((quietly, (np.true_divide, out, out.dtype.type(divisor), out)))
-    return made
+        result.append((quietly, (np.true_divide, out, out.dtype.type(divisor), out)))
+    return result
 
 
 def _one_pass(

@@ -41,9 +41,15 @@ class _MessageStep(NamedTuple):
 
 
 class MessagePlan:
-    """The body of a call over messages, compiled to persistent requests. Making it is local.
+    """The body of a call over messages, compiled to persistent requests. The constructor is local: it sends nothing.
 
-    `tags`: a tag for each lane of the schedule.
+    Args:
+        comm: The communicator that carries the messages.
+        call: The call.
+        schedule: Its schedule over the ranks of `comm`.
+        x: The array to read.
+        out: The array for the result; equal to `x` in a call in place.
+        tags: A tag for each lane of the schedule.
     """
 
     def __init__(self, comm: MPI.Comm, call: Call, schedule: Schedule, x: Flat, out: Flat, tags: Sequence[int]):
@@ -96,7 +102,8 @@ class MessagePlan:
         for steps in self._lanes:
             for step in steps:
                 release(step.requests)
-        self._lanes, self._queue = [], []
+        self._lanes = []
+        self._queue = []
 
     def _run_lane(self, steps: list[_MessageStep]) -> Iterator[Any]:
         for requests, landings in steps:
@@ -142,16 +149,16 @@ class MessagePlan:
             assert self._call.reduction is not None
             for to, of in in_rank_order(comm.rank, terms):
                 pair = terms[to], terms[of]
-                landings += sums.steps(self._call.reduction.into, pair, pair[0], nbytes=self._call.nbytes)
+                landings += sums.steps(self._call.reduction.combine, pair, pair[0], nbytes=self._call.nbytes)
         return _MessageStep(requests, landings)
 
 
 class Workspace:
     """The vector that a call over messages works in.
 
-    A schedule needs memory for the whole vector, and x must stay unchanged. So `vector` is `out`, if the result on this
-    rank is the whole vector, and otherwise memory from `allocate`. Messages are sent from `source`, which is the same
-    memory, except in alltoall: there blocks are sent from x or a copy of it, and arrive in out (`Call.arrival`).
+    A schedule needs memory for the whole vector, and x must stay unchanged. So `vector` is `out` if the result on this
+    rank is the whole vector, and otherwise memory from `allocate`. Messages are sent from `source`. That is the same
+    memory, except in alltoall: there, blocks are sent from x or a copy of it, and arrive in out (`Call.arrival`).
     """
 
     def __init__(
@@ -209,12 +216,18 @@ MOST_SEGMENTS = 8
 
 
 class TwoLevelPlan:
-    """The body of an allreduce over nodes that all have the same number of ranks. Making it is local.
+    """The body of an allreduce over nodes that all have the same number of ranks.
+
+    The constructor is local: it sends nothing.
 
     Args:
-        place: This rank's place among the ranks of its node.
+        place: This rank's number among the ranks of its node.
         local: The number of ranks on each node.
         on_node: Compiles a call between the ranks of the node.
+        call: The call.
+        x: The array to read.
+        out: The array for the result; equal to `x` in a call in place.
+        tags: Gives the tags of the messages.
         between: The algorithm over messages.
     """
 
@@ -286,7 +299,7 @@ def _part(flat: Flat, start: int, stop: int) -> Flat:
 
 
 def _advance_during(steps: Iterator[None], crossing: Iterable[Iterator[None]]) -> Iterator[None]:
-    """Run `steps`, and advance the operations `crossing` whenever it has to wait, and at the end."""
+    """Run `steps`. Whenever they have to wait, and at the end, advance the allreduces between nodes in `crossing`."""
     for _ in steps:
         _advance_all(crossing)
         yield

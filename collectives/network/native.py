@@ -1,9 +1,9 @@
 """The MPI library's own collectives, with the same interface as all other bodies of calls.
 
-It uses MPI's non-blocking calls and polls them, because in a blocking one a rank that never comes would hold up the
-others for ever. MPI works on the users' arrays. So once all ranks have met for a call, a rank that gives it up still
-carries it through (`requests.NativeCollectives`). Counts above 2^31 are cut into several calls. All kinds of calls are
-supported, but reductions only of element types that MPI can reduce.
+It uses MPI's non-blocking calls and polls them: in a blocking call the ranks would wait for ever for a rank that never
+makes the call. MPI works on the users' arrays. So once all ranks have entered a call, a rank that gives the call up
+still completes it (`requests.NativeCollectives`). Vectors that are too long for the counts of MPI, which are C ints,
+are cut into several calls. All kinds of calls are supported, but reductions only for element types that MPI can reduce.
 """
 
 from __future__ import annotations
@@ -56,15 +56,16 @@ class NativePlan:
         self._in_place = x == out
         # In place, these two kinds send from a copy of x.
         self._copy = self._x.copy() if self._in_place and call.kind in ("alltoall", "reduce_scatter") else None
-        # The maximum over all ranks of (number, -number) is again (number, -number) only if all numbers are equal.
+        # Ranks compare their calls by an allreduce of the maximum of (number, -number), where the number is a hash of
+        # the call. The result is (number, -number) again only if all numbers are equal.
         number = digest(call.text.encode()) >> 1
-        self._mine = (number, -number)
-        self._words = np.zeros(2, np.int64)
-        compare: list[NativeCall] = [(self._comm.Iallreduce, (MPI.IN_PLACE, self._words, MPI.MAX))]
+        self._number_pair = (number, -number)
+        self._extremes = np.zeros(2, np.int64)
+        compare: list[NativeCall] = [(self._comm.Iallreduce, (MPI.IN_PLACE, self._extremes, MPI.MAX))]
         self._met = met
         alone = own.comm.size == 1
         self._row = [*([] if met or alone else compare), *self._calls()]
-        self._see = None if met or alone else self._compare
+        self._compare_rows = None if met or alone else self._compare
         # copies to make before the collective
         self._before: list[Step] = []
         if self._copy is not None:
@@ -77,12 +78,12 @@ class NativePlan:
     def enter(self, number: int = -1) -> None:
         """Enter the call. If the ranks meet on a board, `number` is the number of the operation there."""
         perform(self._before)
-        self._own.enter(self._row, self._see, number)
+        self._own.enter(self._row, self._compare_rows, number)
 
     def run(self) -> Iterator[None]:
         """Run the call. Yields whenever it has to wait. Ranks that have met on a board have entered it before."""
         if not self._met:
-            self._words[:] = self._mine
+            self._extremes[:] = self._number_pair
             self.enter()
         while not self._own.step():
             yield
@@ -90,7 +91,7 @@ class NativePlan:
 
     def _compare(self) -> None:
         """Raise MismatchError if the ranks' calls differ. MPI may crash in such calls: Open MPI frees memory twice."""
-        if self._words[0] != -self._words[1]:
+        if self._extremes[0] != -self._extremes[1]:
             raise MismatchError(DIFFERENT)
 
     def free(self) -> None:

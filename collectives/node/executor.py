@@ -31,7 +31,7 @@ from mpips.collectives.errors import CollectiveError
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.board import NUMBERS, ORDER, Board
 from mpips.collectives.fabric.layout import DESCRIPTORS, PLACE_WORDS, ArrayPlace, Descriptor
-from mpips.collectives.fabric.process_memory import reachable_address as reached_at
+from mpips.collectives.fabric.process_memory import reachable_address
 from mpips.collectives.kernels import sums
 from mpips.collectives.kernels.sums import perform
 from mpips.collectives.node.program import (
@@ -51,7 +51,7 @@ from mpips.collectives.node.program import (
 
 # Results of `fast`. DONE: the call is complete. NOT_BEGUN: run `steps`. MET: all ranks have entered; run `rest`.
 DONE, NOT_BEGUN, MET = 0, 1, 2
-# modes of an array, and their names in the tuning table
+# The mode of an array is the kind of program that it takes. WAYS has the modes' names in the tuning table.
 SLOTS, SHARED, CROSS, STAGES = range(4)
 WAYS = ("slots", "direct", "cross_memory", "stages")
 NOWHERE = (ArrayPlace(), ArrayPlace())
@@ -75,26 +75,28 @@ class CallArray(NamedTuple):
     x: Window
     out: Window
     # Vectors into which this rank's block of the result is copied too. Only in calls of several arrays.
-    kept: tuple[Vector, ...] = ()
+    block_copies: tuple[Vector, ...] = ()
 
 
-def call_array(call: Call, rank: int, x: Flat, out: Flat, kept: Sequence[Flat] = ()) -> CallArray:
-    """Make the Part for arrays at these addresses of this rank."""
+def call_array(call: Call, rank: int, x: Flat, out: Flat, block_copies: Sequence[Flat] = ()) -> CallArray:
+    """Return the CallArray of a call whose x and out are at these addresses in this rank's memory."""
     in_place = x == out
     return CallArray(
         call,
         Window(x.vector(), call.extent_of_x(rank, in_place)[0]),
         Window(out.vector(), call.extent_of_out(rank, in_place)[0]),
-        tuple(flat.vector() for flat in kept),
+        tuple(flat.vector() for flat in block_copies),
     )
 
 
 class NodeExecutor:
-    """The runner of a call between the ranks of a node. Making it is local.
+    """The runner of a call between the ranks of a node. The constructor is local: it sends nothing.
 
     Args:
+        board: The board on which the ranks meet.
         text: The call in words, as ranks compare it.
         parts: The arrays of the call. Several arrays are reduced in the same phases.
+        ways: The sizes at which to use another kind of program.
     """
 
     holds = False
@@ -111,16 +113,16 @@ class NodeExecutor:
         # the tokens of all ranks for which `_program` is compiled
         self._tokens: tuple[int, ...] | None = None
         # The mode that this rank proposes for each array. The program depends on those of all ranks.
-        self.modes = [self._mode(part) for part in parts]
+        self.modes = [self._choose_mode(part) for part in parts]
         for part, mode in zip(parts, self.modes):
             call = part.call
             if call.reduction is not None:
-                many = 2 if mode == CROSS else call.p
-                sums.prepare(call.reduction.into, call.dtype, many, call.nbytes, call.reduction.is_mean)
-        # True if other ranks may touch this rank's arrays, in the first phase
+                vectors = 2 if mode == CROSS else call.p
+                sums.prepare(call.reduction.combine, call.dtype, vectors, call.nbytes, call.reduction.is_mean)
+        # True if other ranks may touch this rank's arrays (they do so in the first phase only)
         self._lends = any(mode in (SHARED, CROSS) for mode in self.modes)
         self._program = NodeProgram()
-        self._puts = self._brought()
+        self._puts = self._compile_puts()
         self.fast: Callable[[], int] = not_begun
 
     def steps(self) -> Iterator[None]:
@@ -155,7 +157,7 @@ class NodeExecutor:
         """The mode that this rank proposes for its first array, as `tuner.table` names it."""
         return WAYS[self.modes[0]]
 
-    def _mode(self, part: CallArray) -> int:
+    def _choose_mode(self, part: CallArray) -> int:
         """Return the mode for an array, by its size and its memory."""
         call, ways = part.call, self._ways
         # An alltoall in place overwrites x, so other ranks must not read x itself.
@@ -167,13 +169,13 @@ class NodeExecutor:
             return SHARED
         if call.nbytes <= max(ways.slots, ways.ordinary_slots):
             return SLOTS
-        crosses = self._crosses(call) and not moving and reached_at(part.x.vector)
+        crosses = self._crosses(call) and not moving and reachable_address(part.x.vector)
         return CROSS if crosses else STAGES
 
     def _crosses(self, call: Call) -> bool:
         return self._memory.reachable and call.nbytes >= self._ways.cross_memory
 
-    def _brought(self) -> Turns:
+    def _compile_puts(self) -> Turns:
         """Return the steps that this rank takes before it enters. They do not depend on the other ranks' arrays."""
         call, x, out, _ = self._parts[0]
         if self.modes == [SLOTS]:
@@ -185,12 +187,12 @@ class NodeExecutor:
     def _publish(self) -> None:
         """Put a descriptor of this rank's arrays on the board."""
         places = tuple(self._places(part, mode) for part, mode in zip(self._parts, self.modes))
-        many = place = None
+        all_places = place = None
         if len(places) > 1:
-            many = arena.empty((len(places), PLACE_WORDS), np.int64)
-            many[:] = np.array(places, np.int64).reshape(len(places), -1)
-            place = _region(many)
-        self._token = self._board.publish(Descriptor(self._text, places), many, place)
+            all_places = arena.empty((len(places), PLACE_WORDS), np.int64)
+            all_places[:] = np.array(places, np.int64).reshape(len(places), -1)
+            place = _region(all_places)
+        self._token = self._board.publish(Descriptor(self._text, places), all_places, place)
         self._put = self._board.descriptors.put
 
     def _places(self, part: CallArray, mode: int) -> tuple[ArrayPlace, ArrayPlace]:
@@ -206,12 +208,13 @@ class NodeExecutor:
         x_at = out_at = 0
         if self._crosses(call) or len(self._parts) > 1:
             read_alone = call.kind == "broadcast" and same_address(x, out) and call.root == self._board.rank
-            x_at, out_at = reached_at(x), reached_at(out, not read_alone)
+            x_at, out_at = reachable_address(x), reachable_address(out, not read_alone)
         return x_place._replace(address=x_at), out_place._replace(address=out_at)
 
     def _bind(self, tokens: tuple[int, ...]) -> None:
         """Read the descriptors of these tokens, and compile a program for the arrays that all ranks pass now."""
-        self._tokens, self.fast = None, not_begun
+        self._tokens = None
+        self.fast = not_begun
         descriptors = self._board.read(tokens)
         programs = [self._compile(number, descriptors) for number in range(len(self._parts))]
         self._program = programs[0] if len(programs) == 1 else merge(programs)
@@ -246,8 +249,8 @@ class NodeExecutor:
                 summed = _sum_of_scalars(bound, scalars)
                 return _mean_of_scalars(summed, scalars, self._board.size) if scalars.mean else summed
         if not program.phases:
-            return _straight(bound, self._puts, program.last, self._lends)
-        return _in_phases(bound, _straight(bound, self._puts, NOTHING, self._lends), program)
+            return _one_meeting(bound, self._puts, program.last, self._lends)
+        return _in_phases(bound, _one_meeting(bound, self._puts, NOTHING, self._lends), program)
 
 
 def _region(vector: Vector) -> ArrayPlace:
@@ -286,7 +289,7 @@ def _sum_of_scalars(bound: _FastPathValues, scalars: Scalars) -> Callable[[], in
     order = ORDER
     read = int.from_bytes
     meet = board.meet
-    even, odd = zip(board.entries, scalars.mine, scalars.first, scalars.second, scalars.more)
+    even, odd = zip(board.entries, scalars.own, scalars.first, scalars.second, scalars.more)
     spins = board.spins
     looks = board.looks
     numbers = board.numbers
@@ -301,10 +304,10 @@ def _sum_of_scalars(bound: _FastPathValues, scalars: Scalars) -> Callable[[], in
         number = board.number + 1
         if put <= board.spent or number > NUMBERS:
             return NOT_BEGUN
-        row, mine, first, second, more = turns[number & 1]
-        mine[0] = x[0]
+        row, own, first, second, more = turns[number & 1]
+        own[0] = x[0]
         if two:
-            mine[1] = x[1]
+            own[1] = x[1]
         board.number = number
         # Enter the operation. Other ranks read this rank's slot from here on.
         row[rank] = mark[0] = number << 32 | token
@@ -313,12 +316,12 @@ def _sum_of_scalars(bound: _FastPathValues, scalars: Scalars) -> Callable[[], in
         wanted = entered + others
         if read(row, order) != wanted:
             for look in looks:
-                seen = read(row, order)
-                if seen == wanted:
+                row_now = read(row, order)
+                if row_now == wanted:
                     break
                 if look >= spins:
                     # All ranks have entered, but some with another token.
-                    if seen & numbers == entered:
+                    if row_now & numbers == entered:
                         return MET
                     sched_yield()
             else:
@@ -350,7 +353,7 @@ def _mean_of_scalars(summed: Callable[[], int], scalars: Scalars, ranks: int) ->
     return fast
 
 
-def _straight(bound: _FastPathValues, puts: Turns, last: Turns, lends: bool) -> Callable[[], int]:
+def _one_meeting(bound: _FastPathValues, puts: Turns, last: Turns, lends: bool) -> Callable[[], int]:
     """Return a fast path that puts, enters, waits until all ranks have entered, and takes."""
     board, text, put, token, others = bound
     rank = board.rank
@@ -380,11 +383,11 @@ def _straight(bound: _FastPathValues, puts: Turns, last: Turns, lends: bool) -> 
         wanted = entered + others
         if read(row, order) != wanted:
             for look in looks:
-                seen = read(row, order)
-                if seen == wanted:
+                row_now = read(row, order)
+                if row_now == wanted:
                     break
                 if look >= spins:
-                    if seen & numbers == entered:
+                    if row_now & numbers == entered:
                         return MET
                     sched_yield()
             else:

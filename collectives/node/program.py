@@ -14,10 +14,10 @@ them. So n/p elements are read from each source and written to each reader, with
 This is the peer-to-peer parameter server of the BML paper (section 2) with loads and stores. In alltoall every rank
 copies its blocks from the arrays of the others.
 
-**Large arrays in private memory** (`crossing_program`). As before, but the kernel copies. The owner fetches the parts
-of the sources piece by piece into a buffer that fits its cache, reduces them, and delivers the finished piece, still in
-its cache, into the readers' arrays. Stages would copy each element once more before and after the sum; in exchange the
-kernel spends time on every page here. In alltoall every rank fetches its blocks.
+**Large arrays in private memory** (`crossing_program`). As for node-shared arrays, but the kernel copies. The owner
+fetches the parts of the sources piece by piece into a buffer that fits its cache, reduces them, and delivers the
+finished piece, still in its cache, into the readers' arrays. Stages would copy each element once more before and after
+the sum; in exchange the kernel spends time on every page here. In alltoall every rank fetches its blocks.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class NodeProgram(NamedTuple):
 
 
 def merge(programs: Sequence[NodeProgram]) -> NodeProgram:
-    """Merge programs phase by phase. They have the same number of phases, and no steps at the end."""
+    """Merge programs phase by phase. They must have the same number of phases, and no steps after the last one."""
     phases = tuple(
         Phase(tuple(s for phase in every for s in phase.before), tuple(s for phase in every for s in phase.after))
         for every in zip(*(program.phases for program in programs))
@@ -105,7 +105,7 @@ def combine(call: Call, parts: Sequence[Vector], total: Vector, scratch: Vector)
     else:
         assert call.reduction is not None
         divisor = call.p if call.reduction.is_mean else 1
-        yield from sums.steps(call.reduction.into, parts, total, scratch, divisor, call.nbytes)
+        yield from sums.steps(call.reduction.combine, parts, total, scratch, divisor, call.nbytes)
 
 
 # the largest number of elements that are added as Python floats
@@ -119,8 +119,8 @@ class Scalars(NamedTuple):
     x: memoryview
     out: memoryview
     # this rank's slots
-    mine: tuple[memoryview, memoryview]
-    # the slots of ranks 0, 1, and all others
+    own: tuple[memoryview, memoryview]
+    # the slots of rank 0, of rank 1, and of each further rank
     first: tuple[memoryview, memoryview]
     second: tuple[memoryview, memoryview]
     more: tuple[tuple[memoryview, ...], tuple[memoryview, ...]]
@@ -142,7 +142,7 @@ def slot_takes(memory: NodeAreas, call: Call, x: Window, out: Window, parity: in
     slots = [_slot(memory, call, rank, parity) for rank in range(memory.size)]
     steps: list[Step] = []
     if call.reduction is not None:
-        start, stop = _summed(memory, call)
+        start, stop = _result_interval(memory, call)
         total = out.part(start, stop)
         steps += combine(call, [slot.part(start, stop) for slot in slots], total, total)
     elif call.kind == "broadcast":
@@ -180,7 +180,7 @@ def _slot(memory: NodeAreas, call: Call, rank: int, parity: int) -> Window:
     return Window(memory.slot(rank, parity)[: call.nbytes].view(call.dtype))
 
 
-def _summed(memory: NodeAreas, call: Call) -> tuple[int, int]:
+def _result_interval(memory: NodeAreas, call: Call) -> tuple[int, int]:
     """Return the interval of the result that this rank computes."""
     if call.kind == "reduce" and memory.rank != call.root:
         return 0, 0
@@ -298,13 +298,13 @@ def shared_program(
     call: Call,
     x: Window,
     out: Window,
-    kept: Sequence[Vector],
+    block_copies: Sequence[Vector],
     places: Sequence[tuple[ArrayPlace, ArrayPlace]],
 ) -> NodeProgram:
     """Compile the program of this rank for node-shared arrays.
 
     Args:
-        kept: Vectors into which this rank's block of the result is copied too.
+        block_copies: Vectors into which this rank's block of the result is copied too.
         places: For each rank the places of its x and its out.
     """
     xs, outs = [x] * memory.size, [out] * memory.size
@@ -331,7 +331,7 @@ def shared_program(
         steps += combine(call, parts, total, scratch)
         for reader in readers:
             steps += copy(reader.part(first, last), total)
-        for vector in kept:
+        for vector in block_copies:
             steps += copy(vector[first:last], total)
     return NodeProgram((Phase(tuple(steps)),))
 
@@ -357,14 +357,14 @@ def crossing_program(
     call: Call,
     x: Window,
     out: Window,
-    kept: Sequence[Vector],
+    block_copies: Sequence[Vector],
     places: Sequence[tuple[ArrayPlace, ArrayPlace]],
 ) -> NodeProgram:
     """Compile the program of this rank for large arrays in private memory. Arguments as in `shared_program`."""
     reached = _CrossingArrays(memory, call, x, out, places)
     if call.kind == "alltoall":
         return NodeProgram((Phase(tuple(reached.arrivals()), tuple(reached.own())),))
-    return NodeProgram((Phase(tuple(reached.steps(kept))),))
+    return NodeProgram((Phase(tuple(reached.steps(block_copies))),))
 
 
 class _CrossingArrays:
@@ -388,7 +388,7 @@ class _CrossingArrays:
             self._xs[rank] = _RemoteWindow(pid, x_place.address, call.extent_of_x(rank, in_place)[0], size)
             self._outs[rank] = _RemoteWindow(pid, out_place.address, call.extent_of_out(rank, in_place)[0], size)
 
-    def steps(self, kept: Sequence[Vector]) -> Iterator[Step]:
+    def steps(self, block_copies: Sequence[Vector]) -> Iterator[Step]:
         """Yield the steps that make this rank's block of the result and deliver it."""
         call, rank = self._call, self._rank
         start, end = call.block(rank)
@@ -396,7 +396,7 @@ class _CrossingArrays:
         # Only reductions need buffers. Other calls may have elements of any size, even larger than a buffer.
         size = block * call.dtype.itemsize if call.reduction is not None else 0
         buffers = [buffer[:size].view(call.dtype) for buffer in self._buffers]
-        readers = [reader for reader in self._order if reader in call.readers(rank) and not self._has_it(reader)]
+        readers = [reader for reader in self._order if reader in call.readers(rank) and not self._is_source(reader)]
         for first in range(start, end, block):
             last = min(first + block, end)
             total = self._place(first, last, buffers[0])
@@ -406,10 +406,10 @@ class _CrossingArrays:
                     yield from copy(self._out.part(first, last), total)
                 else:
                     yield from _kernel_copy(deliver, total, *self._outs[reader].at(first))
-            for vector in kept:
+            for vector in block_copies:
                 yield from copy(vector[first:last], total)
 
-    def _has_it(self, reader: int) -> bool:
+    def _is_source(self, reader: int) -> bool:
         """True if the reader's out is the source of this piece, as on the root of an in-place broadcast."""
         far = reader != self._rank and self._call.sources(self._rank) == [reader]
         return far and self._xs[reader] == self._outs[reader]
@@ -425,19 +425,19 @@ class _CrossingArrays:
 
         This rank's own part may be `total` itself, so only the last step writes to `total`.
         """
-        sources, operation = self._call.sources(self._rank), self._call.reduction
+        sources, reduction = self._call.sources(self._rank), self._call.reduction
         if len(sources) == 1:
             if sources != [self._rank]:
                 yield from _kernel_copy(fetch, total, *self._xs[sources[0]].at(first))
         else:
-            assert operation is not None
+            assert reduction is not None
             so_far = yield from self._part(sources[0], first, last, buffers[0])
             for source in sources[1:]:
                 part = yield from self._part(source, first, last, buffers[1])
                 to, divisor = buffers[0], 1
                 if source == sources[-1]:
-                    to, divisor = total, self._call.p if operation.is_mean else 1
-                yield from sums.steps(operation.into, (so_far, part), to, None, divisor, self._call.nbytes)
+                    to, divisor = total, self._call.p if reduction.is_mean else 1
+                yield from sums.steps(reduction.combine, (so_far, part), to, None, divisor, self._call.nbytes)
                 so_far = to
 
     def _part(self, source: int, first: int, last: int, buffer: Vector) -> Generator[Step, None, Vector]:

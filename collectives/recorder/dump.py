@@ -78,8 +78,8 @@ def read_rank(path: Path) -> dict[str, Any] | None:
     Raises:
         OSError: The file cannot be read.
     """
-    seen = pages.read(path)
-    if seen is None:
+    content = pages.read(path)
+    if content is None:
         return None
     shift = time.time_ns() - time.monotonic_ns()
     records = []
@@ -87,13 +87,13 @@ def read_rank(path: Path) -> dict[str, Any] | None:
         times = {name: at + shift if at else 0 for name, at in record._asdict().items() if name.endswith("_ns")}
         records.append({**record._asdict(), **times, "state": record.state})
     return {
-        **seen.identity,
-        "head": dict(seen.head),
-        "waits": seen.waits,
-        "end": dict(seen.end),
-        "notes": dict(seen.notes),
-        "lanes": [lane._asdict() for lane in seen.lanes],
-        "communicators": dict(seen.communicators),
+        **content.identity,
+        "head": dict(content.head),
+        "waits": content.waits,
+        "end": dict(content.end),
+        "notes": dict(content.notes),
+        "lanes": [lane._asdict() for lane in content.lanes],
+        "communicators": dict(content.communicators),
         "records": records,
     }
 

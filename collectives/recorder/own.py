@@ -1,4 +1,4 @@
-"""This process' page: opened when the process becomes a rank, removed when it ends well, kept when it fails.
+"""The page of this process: opened when it becomes a rank, removed when it ends well, kept when it fails.
 
 The page lies in the folder of the job (`folders`). On `SIGNAL`, the stacks of all threads are written into a file
 beside it. With `MPIPS_RECORDER=0` no page is opened.
@@ -138,7 +138,7 @@ def begin(rank: int, size: int) -> None:
             folders.remove_if_empty(folder)
             raise
         _paths.append(path)
-        atexit.register(_end)
+        atexit.register(_remove_page)
         opened.set("pid", os.getpid())
         opened.set("thread", threading.main_thread().ident or 0)
         opened.set("began_ns", time.time_ns())
@@ -148,8 +148,8 @@ def begin(rank: int, size: int) -> None:
         page = opened
         if not is_traced:
             ring = page.ring
-        _answer_signals(folder / f"{os.getpid()}{folders.STACKS}")
-        os.register_at_fork(after_in_child=_forget)
+        _write_stacks_on_signal(folder / f"{os.getpid()}{folders.STACKS}")
+        os.register_at_fork(after_in_child=_start_without_page)
 
 
 def path_beside_page(suffix: str) -> Path | None:
@@ -162,7 +162,7 @@ def copy_identity() -> dict[str, Any]:
     return dict(_identity)
 
 
-def _answer_signals(path: Path) -> None:
+def _write_stacks_on_signal(path: Path) -> None:
     if signal.getsignal(SIGNAL) != signal.SIG_DFL:
         return
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -176,22 +176,24 @@ def answer_usr2() -> None:
     if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
         # Python allows handlers to be set only in the main thread.
         with suppress(ValueError):
-            signal.signal(signal.SIGUSR2, _hear_usr2)
+            signal.signal(signal.SIGUSR2, _on_usr2)
 
 
-def _hear_usr2(*_: object) -> None:
+def _on_usr2(*_: object) -> None:
     if not os.environ.get(DUMP_VARIABLE):
-        _say(
+        _print_line(
             f"SIGUSR2 asks for a dump, but {DUMP_VARIABLE} is not set: set it before the job starts, or use "
             "`mpips why --dump DIR`"
         )
     elif not _paths:
-        _say(f"SIGUSR2 asks for a dump, but this process has no page: MPI has not started in it, or {VARIABLE}=0")
+        _print_line(
+            f"SIGUSR2 asks for a dump, but this process has no page: MPI has not started in it, or {VARIABLE}=0"
+        )
     elif path := _dump():
-        _say(f"dumped to {path}")
+        _print_line(f"dumped to {path}")
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     # os.write, because a signal handler that prints may interrupt another print, which Python refuses.
     who = f"rank {_identity['rank']}" if "rank" in _identity else f"process {os.getpid()}"
     with suppress(OSError):
@@ -208,19 +210,19 @@ def write_failure(sentence: str, own: bool = False) -> None:
         own: The failure began in this rank's program, and not with another rank's failure. Such a failure is not
             replaced by later ones that follow from it.
     """
-    if not own and any(_failed):
+    if not own and any(_failures):
         return
     while len(pages.encode(sentence)) > LONGEST_BYTES:
         sentence = sentence[: len(sentence) * 9 // 10]
     page.write(pages.END, {"failed": sentence, "own": own, "at_ns": time.monotonic_ns()})
     page.words[pages.AT["failures"]] += 1
-    _failed.append(own)
+    _failures.append(own)
     _dump()
 
 
 def write_exit_code(code: int) -> None:
     """Write to the page that the program left with this exit code, unless a failure is written already."""
-    if not _failed:
+    if not _failures:
         write_failure(f"exit code {code}", own=True)
 
 
@@ -231,12 +233,12 @@ def _dump() -> Path | None:
         try:
             return dump.write_rank(_paths[0], Path(folder) / _paths[0].parent.name)
         except OSError as error:
-            _say(f"no dump: {DUMP_VARIABLE}={folder!r} cannot be written: {error.strerror or error}")
+            _print_line(f"no dump: {DUMP_VARIABLE}={folder!r} cannot be written: {error.strerror or error}")
     return None
 
 
-# for each failure, the `own` that fails() was given
-_failed: list[bool] = []
+# the argument `own` of each failure that write_failure() has written
+_failures: list[bool] = []
 
 
 def count_checkpoint() -> None:
@@ -250,7 +252,7 @@ def add_communicator(identity: int, ranks: Sequence[int]) -> None:
     The page keeps the newest `KNOWN_COMMUNICATORS`, also after they are freed.
     """
     text = ",".join(map(str, ranks))
-    place = _made[text] = _made.get(text, -1) + 1
+    place = _last_places[text] = _last_places.get(text, -1) + 1
     _communicators[identity] = {"ranks": text, "place": place}
     while len(_communicators) > KNOWN_COMMUNICATORS or len(pages.encode(_communicators)) > pages.JSON_BYTES:
         del _communicators[next(iter(_communicators))]
@@ -259,22 +261,22 @@ def add_communicator(identity: int, ranks: Sequence[int]) -> None:
 
 def count_communicators() -> int:
     """Return the number of communicators that this process has made, including those freed since."""
-    return sum(1 + last for last in _made.values())
+    return sum(1 + last for last in _last_places.values())
 
 
 # ranks -> the number of communicators of these ranks, less 1
-_made: dict[str, int] = {}
+_last_places: dict[str, int] = {}
 KNOWN_COMMUNICATORS = 32
 
 
 def clear_failures() -> None:
     """Take back the failures that `write_failure` has written, because the program has recovered from them."""
     page.write(pages.END, {})
-    _failed.clear()
+    _failures.clear()
 
 
-def _end() -> None:
-    if _failed:
+def _remove_page() -> None:
+    if _failures:
         return
     # Other ranks may still begin to wait for this one: this file tells them that it has ended (find_ended).
     if _paths and _identity["size"] > 1:
@@ -306,7 +308,7 @@ def _process_began() -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _forget() -> None:
+def _start_without_page() -> None:
     # A forked child is not a rank, and must not write to its parent's page or remove it.
     global page, ring
     page = Page()
@@ -316,7 +318,7 @@ def _forget() -> None:
     _notes.clear()
     _tables.clear()
     _paths.clear()
-    atexit.unregister(_end)
+    atexit.unregister(_remove_page)
 
 
 def note(*unnamed: object, **numbers: float) -> None:
@@ -373,7 +375,7 @@ def write_load(nbytes: int, queued: int, pushed: Mapping[str, int], **more: Any)
     page.write(pages.LOAD, content)
 
 
-def numbers_of(table: str) -> memoryview:
+def table_numbers(table: str) -> memoryview:
     """Return the words of the page that hold the numbers of an embedding table, in the order of `page.TABLE`."""
     if table not in _tables:
         _tables[table] = page.take_table(table)

@@ -81,8 +81,8 @@ TOKEN_BYTES = 256
 # Each lane has a cache line of its own; it holds the mark and the lane's identity.
 LANE_WORDS = 8
 MARKS = TEXT_BYTES * 8
-# Numbers of a table. A server writes the first six (see Table.stats). A worker writes the others: the rows that it has
-# pushed, asked servers for and read in place, and its pushes for which a server had no memory.
+# Numbers of a table. A server writes the first six (see Table.stats). A worker writes the last four: the rows that it
+# has pushed, asked servers for and read in place, and its pushes for which a server had no memory.
 TABLE = ("rows", "bytes", "updates", "evicted", "refused", "counted", "pushed", "asked", "in_place", "refused_pushes")
 MOST_TABLES = 64
 TABLE_WORDS = 16

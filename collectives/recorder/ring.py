@@ -1,4 +1,4 @@
-"""A ring of fixed-size records, one for each timed call. One process writes it, and others map and read it.
+"""A ring of fixed-size records, one for each timed call. One process writes it; other processes map and read it.
 
 Each record begins with a sequence number, which is 0 while the record is being written and unique afterwards. A reader
 compares the number before and after it copies the record, and drops a record that changed meanwhile. The fields that
@@ -72,9 +72,19 @@ def form(
     part: int = -1,
     line: str = "",
 ) -> bytes:
-    """Pack the fields that all records of a call share.
+    """Pack the fields that are the same in all records of a plan or key.
 
-    Texts are cut: `operation` to 24 bytes, `subject` to 72, `dtype` to 16 and `line` to 56.
+    Texts that are too long are cut.
+
+    Args:
+        lane: The identity of the communicator or store, 0 for neither.
+        operation: The name of the call, such as "allreduce". At most 24 bytes.
+        subject: The array or key of the call, in words. At most 72 bytes.
+        nbytes: The bytes of the vector.
+        elements: The elements of the vector.
+        dtype: The element type. At most 16 bytes.
+        part: See `CallRecord`.
+        line: See `CallRecord`. At most 56 bytes.
     """
     texts = (operation.encode(), dtype.encode(), subject.encode(), line.encode())
     return _FORM.pack(lane, nbytes, elements, part, *texts)

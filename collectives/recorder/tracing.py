@@ -1,4 +1,4 @@
-"""Traces this rank: every call with its times goes into a ring, in a file beside its page that outlives it.
+"""Traces this rank: records every call with its times in a file beside the rank's page. The file outlives the process.
 
 `mpips run --trace` asks for a trace of the whole job by an environment variable. `mpips trace` asks at any time: it
 puts a request into the job's folder and sends a signal. So tracing costs nothing, not even a check for requests, while
@@ -85,13 +85,13 @@ def begin(rank: int, size: int) -> None:
     # Python allows handlers to be set only in the main thread.
     with suppress(ValueError):
         if signal.getsignal(SIGNAL) == signal.SIG_DFL:
-            signal.signal(SIGNAL, _hear)
+            signal.signal(SIGNAL, _on_signal)
             signal.siginterrupt(SIGNAL, False)
     if asked := os.environ.get(VARIABLE):
         _start(path, int(asked))
 
 
-def _hear(number: int, frame: FrameType | None) -> None:
+def _on_signal(number: int, frame: FrameType | None) -> None:
     # In a thread of its own, because the code that the signal has interrupted may hold a lock that tracing needs.
     _thread.start_new_thread(_trace_as_asked, ())
 

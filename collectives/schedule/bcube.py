@@ -78,12 +78,14 @@ def _exchange(radices: tuple[int, ...], order: tuple[int, ...], w: int, rank: In
         held = (held * radices[earlier]) + rank // prod(radices[:earlier]) % radices[earlier]
     held = held * n * size
     digit = rank // stride % n
-    to, come = (digit + i + 1) % n, (digit - i - 1) % n
+    to_digit, from_digit = (digit + i + 1) % n, (digit - i - 1) % n
     own = chunks_at(held + digit * size, size)
     send, receive = (
-        (chunks_at(held + to * size, size), own) if aggregate else (own, chunks_at(held + come * size, size))
+        (chunks_at(held + to_digit * size, size), own)
+        if aggregate
+        else (own, chunks_at(held + from_digit * size, size))
     )
-    return Round(rank + (to - digit) * stride, send, rank + (come - digit) * stride, receive, aggregate)
+    return Round(rank + (to_digit - digit) * stride, send, rank + (from_digit - digit) * stride, receive, aggregate)
 
 
 def over(kind: str, radices: tuple[int, ...], lanes: int, name: str) -> Schedule:

@@ -26,7 +26,7 @@ from mpips.collectives.schedule import (
 from mpips.collectives.schedule.model import KINDS, Schedule, parse
 
 # Each module has KINDS, the collectives that it serves, and build(kind, p, **parameters), which raises ValueError if p
-# or a parameter does not fit. Modules do not import each other: `_composed` passes them what they need of others.
+# or a parameter does not fit. Modules do not import each other: `_composed` passes to each what it needs of the rest.
 ALGORITHMS: dict[str, ModuleType] = {
     "ring": ring,
     "multi_ring": multi_ring,
@@ -51,7 +51,10 @@ def names(kind: str) -> tuple[str, ...]:
 
 
 def check_serves(kind: str, name: str, others: Sequence[str] = ()) -> None:
-    """Raise ValueError if no algorithm of this name serves `kind`. The error lists `others` and the algorithms."""
+    """Raise ValueError if no algorithm with this name serves `kind`.
+
+    The error lists the choices: `others`, which are further allowed names, and the algorithms of the catalogue.
+    """
     if name not in names(kind):
         known = "does not serve" if name in ALGORITHMS else "is not an algorithm for"
         choices = [*others, *names(kind)]

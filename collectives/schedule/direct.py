@@ -55,18 +55,18 @@ def alltoall(p: int, rank: Index) -> Steps:
 
 
 def _push(p: int, rank: Index, i: int) -> Round:
-    to, come = (rank + i + 1) % p, (rank - i - 1) % p
-    return Round(to, chunks_at(to), come, chunks_at(rank), add=True)
+    target, source = (rank + i + 1) % p, (rank - i - 1) % p
+    return Round(target, chunks_at(target), source, chunks_at(rank), add=True)
 
 
 def _pull(p: int, rank: Index, i: int) -> Round:
-    to, come = (rank + i + 1) % p, (rank - i - 1) % p
-    return Round(to, chunks_at(rank), come, chunks_at(come), add=False)
+    target, source = (rank + i + 1) % p, (rank - i - 1) % p
+    return Round(target, chunks_at(rank), source, chunks_at(source), add=False)
 
 
 def _swap(p: int, rank: Index, i: int) -> Round:
-    to, come = (rank + i + 1) % p, (rank - i - 1) % p
-    return Round(to, chunks_at(to), come, chunks_at(come), add=False)
+    target, source = (rank + i + 1) % p, (rank - i - 1) % p
+    return Round(target, chunks_at(target), source, chunks_at(source), add=False)
 
 
 STAGES: dict[str, Callable[[int], Stage]] = {

@@ -1,4 +1,6 @@
-"""The model of a schedule: lanes of steps of rounds of chunks, the data that proof, simulator and executors read.
+"""The model of a schedule, as data that the proof, the simulator and the executors read.
+
+A schedule has lanes, a lane has steps, a step has rounds, and a round moves chunks:
 
     schedule  p ranks, a kind (allreduce, ...), and lanes.
     lane      an equal share of the vector, cut into chunks, and a sequence of steps. Lanes touch different elements,
@@ -160,14 +162,14 @@ class Schedule:
         stage = self.lanes[lane].stage
         if self.root == 0:
             return stage(rank)
-        change = partial(_renamed, lambda member: (member + self.root) % self.p)
+        change = partial(_rename_partners, lambda member: (member + self.root) % self.p)
         return (step.map(change) for step in stage((rank - self.root) % self.p))
 
     def program(self, rank: int) -> tuple[tuple[RankStep, ...], ...]:
         """Return for each lane the steps in which a rank takes part, with ints in all fields. Executors compile it."""
-        return tuple(tuple(self._acts(lane, int(rank))) for lane in range(len(self.lanes)))
+        return tuple(tuple(self._rank_steps(lane, int(rank))) for lane in range(len(self.lanes)))
 
-    def _acts(self, lane: int, rank: int) -> Iterator[RankStep]:
+    def _rank_steps(self, lane: int, rank: int) -> Iterator[RankStep]:
         for index, step in enumerate(self.steps(lane, rank)):
             rounds = tuple(r for r in step if r.send_to != NOBODY or r.receive_from != NOBODY)
             if rounds:
@@ -204,7 +206,7 @@ def extent(offsets: NDArray[np.int64], interval: ChunkInterval) -> tuple[int, in
 
 
 def overlap(extent: tuple[int, int], others: Iterable[tuple[int, int]]) -> bool:
-    """True if the elements [start, stop) overlap any of the others."""
+    """True if the elements `extent` = [start, stop) overlap any of `others`."""
     return any(max(extent[0], start) < min(extent[1], stop) for start, stop in others)
 
 
@@ -242,7 +244,7 @@ def where(condition: Index, a: Index, b: Index) -> Index:
 
 
 def chunks_at(index: Index, count: Index = 1) -> ChunkInterval:
-    """Return the interval of `count` chunks that begins with chunk `index`."""
+    """Return the interval of `count` chunks from chunk `index` on. By default that is the single chunk `index`."""
     return ChunkInterval(index, index + count)
 
 
@@ -252,7 +254,7 @@ def one_round(round_: Round) -> ScheduleStep:
 
 
 def in_series(*stages: Stage) -> Stage:
-    """Join stages, one after the other, such as reduce-scatter and allgather into allreduce."""
+    """Join stages into one that runs them one after another, such as reduce-scatter and allgather into allreduce."""
     return lambda rank: chain.from_iterable(stage(rank) for stage in stages)
 
 
@@ -271,7 +273,7 @@ def in_group(stage: Stage, member: Index, name: Callable[[Index], Index], size: 
         return ChunkInterval(first + part.start * size, first + part.stop * size)
 
     def change(r: Round) -> Round:
-        r = _renamed(name, r)
+        r = _rename_partners(name, r)
         return r._replace(send=interval(r.send), receive=interval(r.receive))
 
     return (step.map(change) for step in stage(member))
@@ -300,16 +302,16 @@ def _fold(stage: Stage, extra: int, whole: ChunkInterval, rank: Index) -> Steps:
     yield one_round(Round(to_active, whole, to_retired, whole, add=True))
     member = where(paired, rank // 2, rank - extra)
     for step in in_group(stage, member, lambda m: where(m < extra, 2 * m + 1, m + extra)):
-        yield step.map(partial(_standing_by, retired))
+        yield step.map(partial(_skip_retired, retired))
     yield one_round(Round(to_retired, whole, to_active, whole, add=False))
 
 
-def _standing_by(retired: Index, r: Round) -> Round:
-    to, come = where(retired, NOBODY, r.send_to), where(retired, NOBODY, r.receive_from)
-    return r._replace(send_to=to, receive_from=come)
+def _skip_retired(retired: Index, r: Round) -> Round:
+    send_to, receive_from = where(retired, NOBODY, r.send_to), where(retired, NOBODY, r.receive_from)
+    return r._replace(send_to=send_to, receive_from=receive_from)
 
 
-def _renamed(name: Callable[[Index], Index], r: Round) -> Round:
+def _rename_partners(name: Callable[[Index], Index], r: Round) -> Round:
     """Replace the partners of a round by `name` of them. NOBODY stays NOBODY."""
     return r._replace(
         send_to=where(r.send_to == NOBODY, NOBODY, name(r.send_to)),

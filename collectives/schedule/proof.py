@@ -73,19 +73,19 @@ def _run_masks(schedule: Schedule, lane: int, first: int) -> None:
     weight = np.where(inside, np.uint64(1) << ((ranks - first) % GROUP).astype(np.uint64), np.uint64(0))
     state, goal = _initial(schedule, lane, weight), _final(schedule, lane, weight, np.bitwise_or.reduce(weight))
     whole = schedule.p <= GROUP
-    for place, r, have, come, cells in _walk(schedule, lane, state):
-        if whole and not come.all():
-            rank, chunk = cells.first(come == 0)
+    for place, r, held, received, cells in _walk(schedule, lane, state):
+        if whole and not received.all():
+            rank, chunk = cells.first(received == 0)
             source = r.receive_from[rank]
             raise place.fault(f"rank {rank} gets chunk {chunk} from rank {source}, which holds nothing there")
-        wrong = have & come if r.add else have & ~come
+        wrong = held & received if r.add else held & ~received
         if wrong.any():
             rank, chunk = cells.first(wrong != 0)
             what = f"rank {rank} {'adds' if r.add else 'copies'} chunk {chunk} from rank {r.receive_from[rank]}"
             blame = "brings a second time" if r.add else "loses"
             who = _members(wrong[wrong != 0][0], first)
             raise place.fault(f"{what}, which {blame} the contributions of ranks {who}")
-        cells.put(have | come if r.add else come)
+        cells.put(held | received if r.add else received)
     _compare(schedule, lane, state, goal, first)
 
 
@@ -93,8 +93,8 @@ def _run_sums(schedule: Schedule, lane: int) -> None:
     """Execute a lane with random sums. If a sum is wrong, run the masks to find the fault."""
     weight = np.random.default_rng(0).integers(0, 2**64, schedule.p, dtype=np.uint64)
     state, goal = _initial(schedule, lane, weight), _final(schedule, lane, weight, weight.sum(dtype=np.uint64))
-    for _, r, have, come, cells in _walk(schedule, lane, state):
-        cells.put(have + come if r.add else come)
+    for _, r, held, received, cells in _walk(schedule, lane, state):
+        cells.put(held + received if r.add else received)
     for rank, (begin, end, value) in enumerate(goal):
         if not (state[rank, begin:end] == value).all():
             for first in range(0, schedule.p, GROUP):
@@ -225,10 +225,10 @@ def _walk(schedule: Schedule, lane: int, state: Masks) -> Iterator[tuple[_Place,
             for length in np.unique(lengths):
                 rows = receivers[lengths == length]
                 source = r.receive_from[rows]
-                come = _Cells(state, source, r.send.start[source], int(length)).get()
-                moves.append((place, r, come, _Cells(state, rows, r.receive.start[rows], int(length))))
-        for place, r, come, cells in moves:
-            yield place, r, cells.get(), come, cells
+                received = _Cells(state, source, r.send.start[source], int(length)).get()
+                moves.append((place, r, received, _Cells(state, rows, r.receive.start[rows], int(length))))
+        for place, r, received, cells in moves:
+            yield place, r, cells.get(), received, cells
 
 
 def _check_messages(place: _Place, r: Round) -> Round:

@@ -145,7 +145,9 @@ def _predicted(
 
 def _print(rows: Sequence[Prediction]) -> None:
     kinds = ", ".join(dict.fromkeys(row.collective for row in rows))
-    caption = "closed form: time by formula, if there is one; algbw: size / simulated time; busiest link: bytes that it carries"
+    caption = (
+        "closed form: by formula, if there is one; algbw: size / simulated time; busiest link: bytes that it carries"
+    )
     table = Table("topology", "algorithm", title=f"{kinds}, simulated", caption=caption)
     for title in ("ranks", "size", "simulated ms", "closed form ms", "algbw GB/s", "busiest link MB"):
         table.add_column(title, justify="right")

@@ -1,10 +1,10 @@
 """Predicts the time of an algorithm on a topology by simulation, for example of a ring on a fat-tree.
 
-The simulation advances the clocks of all ranks step by step. A message starts when both its ends have reached the step
-that it belongs to. Every message costs alpha at both its ends, and the messages of a lane pay it one after the other.
-The messages of one step, of all lanes of one turn, share the links: a message takes as long as the slowest link l on
-its way, which takes (bytes of all messages on l) / (rate of l). Switches never block, links are full duplex, and relays
-in a BCube forward messages without delay.
+The simulation advances the clocks of all ranks step by step. A message starts when its sender and its receiver have
+reached the step that it belongs to. Every message costs both of them alpha, and a rank pays the alphas of the messages
+of a lane one after another. The messages of one step, of all lanes of one turn, share the links: a message takes as
+long as the slowest link l on its way, which takes (bytes of all messages on l) / (rate of l). Switches never block,
+links are full duplex, and relays in a BCube forward messages without delay.
 
 Then each rank adds the values received in all those lanes, which takes gamma a byte. Meanwhile, lanes of the next turn
 may use the wire. Ranks on the same host reach each other through memory, where each rank has an input and an output
@@ -255,8 +255,8 @@ class _Cluster:
         load = np.zeros(len(self.rates))
         for lane, step in zip(lanes, steps):
             for message in self._messages(lane, step):
-                for link, which in self.routes(message):
-                    load += np.bincount(link, message.nbytes[which], len(load))
+                for link, crossing in self.routes(message):
+                    load += np.bincount(link, message.nbytes[crossing], len(load))
         self.carried += load
         busy = np.divide(load, self.rates)
         added, done = np.zeros(len(self.ranks)), np.zeros(len(self.ranks))
@@ -279,20 +279,20 @@ class _Cluster:
             busy: For each link, the time that it takes for all messages of this turn.
             added: The bytes that each rank must add; those of this step are added to it.
         """
-        out, come = np.zeros(len(self.ranks)), np.zeros(len(self.ranks))
+        alphas_out, alphas_in = np.zeros(len(self.ranks)), np.zeros(len(self.ranks))
         done = lane.ready.copy()
         for m in self._messages(lane, step):
             source, target = m.source, m.target
             alpha = np.where(source // self.share == target // self.share, self.costs.near.alpha, self.costs.far.alpha)
-            out[source] += alpha
-            come[target] += alpha
+            alphas_out[source] += alpha
+            alphas_in[target] += alpha
             start = np.maximum(lane.ready[source], lane.ready[target])
             if self.in_turn:
                 np.maximum(start, np.maximum(self.wire_out[source], self.wire_in[target]), out=start)
             time = np.zeros(len(source))
-            for link, which in self.routes(m):
-                time[which] = np.maximum(time[which], busy[link])
-            end = start + np.maximum(out[source], come[target]) + time
+            for link, crossing in self.routes(m):
+                time[crossing] = np.maximum(time[crossing], busy[link])
+            end = start + np.maximum(alphas_out[source], alphas_in[target]) + time
             done[source] = np.maximum(done[source], end)
             done[target] = np.maximum(done[target], end)
             if self.in_turn:
@@ -325,8 +325,8 @@ class _Cluster:
             if crossed.all():
                 hops.append((link, slice(None)))
             elif crossed.any():
-                which = np.flatnonzero(crossed)
-                hops.append((link[which], which))
+                crossing = np.flatnonzero(crossed)
+                hops.append((link[crossing], crossing))
         return hops
 
 

@@ -55,8 +55,8 @@ class TensorCall(Call):
 
     vectors: int = 1
 
-    def described(self) -> str:
-        return f"{super().described()}, {self.vectors} vectors a rank"
+    def describe(self) -> str:
+        return f"{super().describe()}, {self.vectors} vectors a rank"
 
     @property
     def staged(self) -> bool:
@@ -120,7 +120,7 @@ def compile_tensor(
         ValueError: The arguments do not fit each other. The error says why.
     """
     in_place = out is None
-    x_arrays, out_arrays = _listed(x), _listed(x if in_place else out)
+    x_arrays, out_arrays = _as_list(x), _as_list(x if in_place else out)
     if not x_arrays or len(x_arrays) != len(out_arrays):
         counts = f"x has {len(x_arrays)} vectors and out {len(out_arrays)}"
         raise ValueError(f"{counts}: give at least one, and the same number of each")
@@ -140,13 +140,13 @@ def compile_tensor(
 
         vectors = CudaVectors(sources, targets, "add" if call.reduction is None else call.reduction.ufunc.__name__)
     else:
-        vectors = HostVectors(sources, targets, np.add if call.reduction is None else call.reduction.into)
+        vectors = HostVectors(sources, targets, np.add if call.reduction is None else call.reduction.combine)
     if call.staged:
         return call, _staged(home, call, vectors, in_place, make_runner, tags)
-    return call, Fused(tags.lanes.comm, call, build_schedule(call), vectors, tags)
+    return call, FusedTensor(tags.lanes.comm, call, build_schedule(call), vectors, tags)
 
 
-def _listed(x: Array) -> list[Array]:
+def _as_list(x: Array) -> list[Array]:
     return list(x) if isinstance(x, (list, tuple)) else [x]
 
 
@@ -175,7 +175,7 @@ def _call(
     (dtype,) = types
     reduction = find_reduction(op, dtype) if kind in REDUCING else None
     n = out[0].n if kind == "allgather" else x[0].n
-    chosen = algorithm if algorithm != "auto" else _auto(home, kind, n * dtype.itemsize)
+    chosen = algorithm if algorithm != "auto" else _choose_algorithm(home, kind, n * dtype.itemsize)
     root = root if kind in ROOTED else 0
     call = TensorCall(kind, n, dtype, reduction, root, chosen, home.size, label, vectors=len(x))
     if in_place and kind in ("reduce_scatter", "allgather"):
@@ -188,7 +188,7 @@ def _call(
     return call
 
 
-def _auto(home: Communicator, kind: str, nbytes: int) -> str:
+def _choose_algorithm(home: Communicator, kind: str, nbytes: int) -> str:
     """Return the algorithm that `auto` stands for. All ranks get the same."""
     if home.nodes == 1:
         return "shared_memory"
@@ -236,7 +236,7 @@ class _FusedStep(NamedTuple):
     arrivals: list[tuple[int, int]]
 
 
-class Fused:
+class FusedTensor:
     """An allreduce of a tensor by a schedule, fused with the reduction over the worker's vectors."""
 
     def __init__(self, comm: MPI.Comm, call: Call, schedule: Schedule, vectors: TensorVectors, tags: Tags):
@@ -276,7 +276,8 @@ class Fused:
         for steps in self._lanes:
             for step in steps:
                 release(step.requests)
-        self._lanes, self._work = [], NO_MEMORY
+        self._lanes = []
+        self._work = NO_MEMORY
         self._vectors.free()
 
     def _run_lane(self, steps: list[_FusedStep], spreads: list[Ticket]) -> Iterator[Any]:
@@ -307,41 +308,41 @@ class Fused:
                 yield self._vectors.gather(start, stop, beside, place)
             else:
                 pair = place, beside
-                perform(sums.steps(self._call.reduction.into, pair, place, nbytes=self._call.nbytes))
+                perform(sums.steps(self._call.reduction.combine, pair, place, nbytes=self._call.nbytes))
 
     def _compile_lane(self, comm: MPI.Comm, offsets: NDArray[np.int64], steps: tuple[RankStep, ...], tag: int) -> None:
         chunks = len(offsets) - 1
         filled, complete = np.zeros(chunks, bool), np.zeros(chunks, bool)
         self._lanes.append([self._compile(comm, offsets, step, tag, filled, complete) for step in steps])
-        self._unfilled += _runs(offsets, ChunkInterval(0, chunks), ~filled)
-        self._rest += _runs(offsets, ChunkInterval(0, chunks), ~complete)
+        self._unfilled += _element_runs(offsets, ChunkInterval(0, chunks), ~filled)
+        self._rest += _element_runs(offsets, ChunkInterval(0, chunks), ~complete)
 
     def _compile(
         self, comm: MPI.Comm, offsets: NDArray[np.int64], step: RankStep, tag: int, filled: Vector, complete: Vector
     ) -> _FusedStep:
-        made = _FusedStep([], [], [], [])
+        fused = _FusedStep([], [], [], [])
         sent = [r for r in step.rounds if r.send_to != NOBODY]
         received = [r for r in step.rounds if r.receive_from != NOBODY]
         for r in sent:
-            made.fills.extend(_runs(offsets, r.send, ~filled))
+            fused.fills.extend(_element_runs(offsets, r.send, ~filled))
             filled[r.send.start : r.send.stop] = True
         for r in received:
             start, stop = extent(offsets, r.receive)
             place = self._work[start:stop]
             if r.add:
                 place = self._vectors.host(stop - start)
-                fresh = [(*run, True) for run in _runs(offsets, r.receive, ~filled)]
-                known = [(*run, False) for run in _runs(offsets, r.receive, filled)]
-                made.landings.append(_Landing(start, place, sorted(fresh + known)))
+                fresh = [(*run, True) for run in _element_runs(offsets, r.receive, ~filled)]
+                known = [(*run, False) for run in _element_runs(offsets, r.receive, filled)]
+                fused.landings.append(_Landing(start, place, sorted(fresh + known)))
             else:
-                made.arrivals.append((start, stop))
+                fused.arrivals.append((start, stop))
                 complete[r.receive.start : r.receive.stop] = True
             filled[r.receive.start : r.receive.stop] = True
-            made.requests.extend(make_receives(comm, place, r.receive_from, tag))
+            fused.requests.extend(make_receives(comm, place, r.receive_from, tag))
         for r in sent:
             part = self._work[slice(*extent(offsets, r.send))]
-            made.requests.extend(make_sends(comm, part, r.send_to, tag))
-        return made
+            fused.requests.extend(make_sends(comm, part, r.send_to, tag))
+        return fused
 
 
 class StagedTensor:
@@ -395,7 +396,7 @@ class StagedTensor:
             yield from wait_for(vectors.spread(0, self._out.size, self._out))
 
 
-def _runs(offsets: NDArray[np.int64], interval: ChunkInterval, wanted: Vector) -> list[tuple[int, int]]:
+def _element_runs(offsets: NDArray[np.int64], interval: ChunkInterval, wanted: Vector) -> list[tuple[int, int]]:
     """Return the longest runs of elements, as (start, stop), in wanted chunks of an interval."""
     runs: list[tuple[int, int]] = []
     for chunk in range(int(interval.start), int(interval.stop)):

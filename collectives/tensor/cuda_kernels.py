@@ -16,7 +16,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 THREADS = 256
-# With more elements than this many blocks have threads, a thread computes several elements.
+# A kernel is started with at most this many blocks. If their threads are fewer than the elements, each thread computes
+# several elements.
 MOST_BLOCKS = 2048
 
 # names of NumPy's ufuncs

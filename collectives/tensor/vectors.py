@@ -118,7 +118,8 @@ class HostVectors:
         pass
 
     def free(self) -> None:
-        self._sources, self._targets = [], []
+        self._sources = []
+        self._targets = []
 
     def gather(self, start: int, stop: int, incoming: Vector | None, out: Vector) -> Ticket:
         parts = [source[start:stop] for source in self._sources]

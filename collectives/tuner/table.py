@@ -1,4 +1,4 @@
-"""The table from which `auto` chooses a way for each call, by its kind, bytes and number of ranks.
+"""The tuning table, from which `auto` chooses a way for each call, by kind, bytes and number of ranks.
 
 `node.executor` uses it on one node, where arrays in node-shared memory always go direct, and `runner` between nodes.
 
@@ -128,9 +128,9 @@ class TuningTable(msgspec.Struct, frozen=True):
         return SHIPPED_SLOTS[min(SHIPPED_SLOTS, key=lambda known: abs(known - ranks))]
 
     def cross_memory_from(self, ranks: int) -> int:
-        """Return the size of the whole vector, in bytes, from which on the kernel copies ordinary arrays.
+        """Return the smallest size, in bytes of the whole vector, at which the kernel copies ordinary arrays.
 
-        It copies them directly between processes. The limit is the same whether ranks share cores or not.
+        The kernel copies them directly between processes. The limit does not depend on whether ranks share cores.
         """
         return self.cross_memory.get(ranks, SHIPPED_CROSS_MEMORY)
 
@@ -152,21 +152,21 @@ def load(check: Check) -> TuningTable:
     """Return the user's table, or the shipped one if `mpips tune` has not run.
 
     Args:
-        see: `schedule.catalog.see_named`.
+        check: `schedule.catalog.check_algorithm`.
 
     Raises:
         CollectiveError: The file cannot be read, or is damaged.
     """
     file = path()
     try:
-        return _checked(msgspec.json.decode(file.read_bytes(), type=TuningTable), check)
+        return _check_entries(msgspec.json.decode(file.read_bytes(), type=TuningTable), check)
     except (FileNotFoundError, NotADirectoryError):
         return TuningTable()
     except (msgspec.MsgspecError, ValueError, RecursionError, OSError) as error:
         raise CollectiveError(f"cannot read {file}: {error}; delete it, or make another with `mpips tune`") from error
 
 
-def _checked(table: TuningTable, check: Check) -> TuningTable:
+def _check_entries(table: TuningTable, check: Check) -> TuningTable:
     """Return the table, or raise ValueError if it has an entry that `mpips tune` would not write."""
     for ranks, limit in (*((ranks, slots.always) for ranks, slots in table.slots.items()), *table.cross_memory.items()):
         if ranks < 1 or not 0 <= limit <= EVERYTHING:

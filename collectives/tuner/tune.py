@@ -52,9 +52,9 @@ Begin = Callable[[str], None]
 
 def dup_with_table(comm: MPI.Comm, known: TuningTable) -> MPI.Comm:
     """Duplicate a communicator, so that calls on the new one use the given table. Collective and blocking."""
-    made = comm.Dup()
-    communicator(made, known_table=known)
-    return made
+    duplicate = comm.Dup()
+    communicator(duplicate, known_table=known)
+    return duplicate
 
 
 def check(ranks: int, *, dry_run: bool, **_: Any) -> None:
@@ -208,8 +208,8 @@ def _timed(comm: MPI.Comm, plans: Sequence[Plan], seconds: float) -> list[float]
     try:
         return [timing.median for timing in measure(comm, plans, seconds)]
     finally:
-        for made in plans:
-            made.free()
+        for plan in plans:
+            plan.free()
 
 
 def _between(comm: MPI.Comm, node_of: list[int], seconds: float, begin: Begin) -> dict[str, tuple[Range, ...]]:
@@ -262,33 +262,33 @@ def _show(measured: TuningTable, ranks: int, nodes: int) -> None:
     listing = Table(title=f"measured with {ranks} ranks on {nodes} node{'s' if nodes > 1 else ''}")
     listing.add_column("what")
     listing.add_column("result")
-    for what, result in (_inside if nodes == 1 else _across)(measured, ranks, nodes):
+    for what, result in (_lines_on_one_node if nodes == 1 else _lines_between_nodes)(measured, ranks, nodes):
         listing.add_row(what, result)
     listing.add_row("addition", f"{1e-9 / measured.gamma:.1f} GB/s")
     console().print(listing)
 
 
-def _inside(result: TuningTable, ranks: int, nodes: int) -> Iterator[tuple[str, str]]:
+def _lines_on_one_node(result: TuningTable, ranks: int, nodes: int) -> Iterator[tuple[str, str]]:
     limits, copies = result.slot_limits(ranks, crowded=False), result.cross_memory_from(ranks)
     yield "slots up to", f"{limits.always} bytes, ordinary arrays {limits.ordinary}"
     yield "the kernel's copies from", f"{copies} bytes on" if copies < EVERYTHING else "no size on"
     for key, line in result.memory.items():
         way, _, ranks_text = key.partition(" ")
         if ranks_text == str(ranks):
-            yield f"allreduce, {way}", _line(line)
-    yield "message inside a node", _line(result.near)
+            yield f"allreduce, {way}", _format_cost(line)
+    yield "message inside a node", _format_cost(result.near)
 
 
-def _across(result: TuningTable, ranks: int, nodes: int) -> Iterator[tuple[str, str]]:
+def _lines_between_nodes(result: TuningTable, ranks: int, nodes: int) -> Iterator[tuple[str, str]]:
     for key, entries in result.between.items():
         kind, _, ranks_text = key.partition(" ")
         if ranks_text == f"{nodes}x{ranks}":
             limits = ["" if entry.most == EVERYTHING else f" to {entry.most} bytes" for entry in entries]
             yield kind, ", ".join(entry.algorithm + limit for entry, limit in zip(entries, limits))
-    yield "message between nodes", _line(result.far)
+    yield "message between nodes", _format_cost(result.far)
 
 
-def _line(line: LinearCost) -> str:
+def _format_cost(line: LinearCost) -> str:
     speed = f"{1e-9 / line.beta:.2f} GB/s" if line.beta else "-"
     return f"{line.alpha * 1e6:.1f} us + bytes at {speed}"
 

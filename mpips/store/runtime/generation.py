@@ -150,10 +150,10 @@ class Generation:
         home = self._home
         if isinstance(error, CollectiveError) and not home.end_announced() and what not in str(error):
             error = of_kind(error, f"{what}: {error}")
-        if home.over is None:
+        if home.end_error is None:
             home.fail(what, error)
-        assert home.over is not None
-        self.over = of_kind(home.over)
+        assert home.end_error is not None
+        self.over = of_kind(home.end_error)
         recorder.write_failure(str(self.over))
         LOG.info("generation %d has ended: %s", self.number, self.over)
         for inner in self._inner:

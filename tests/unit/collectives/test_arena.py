@@ -167,7 +167,7 @@ def node(monkeypatch):
         made.beside(nbytes)
 
     monkeypatch.setattr(arena, "_arena", arena._Arena())
-    monkeypatch.setattr(arena, "_populate", populate)
+    monkeypatch.setattr(arena, "_touch_pages", populate)
     monkeypatch.setattr(arena, "free_memory", lambda: made.free)
     monkeypatch.setattr(arena, "free_room", lambda fd: made.free)
     monkeypatch.setattr(arena, "free_swap", lambda: 0)

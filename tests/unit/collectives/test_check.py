@@ -75,7 +75,7 @@ def added(r, rank):
     ("change", "step", "sentence"),
     [
         (wrong_partner, 1, r"lane 0, step 1, round 0: rank 2 sends chunks \[0, 1\) to rank 0, which does not name it"),
-        (partner_outside, 0, "rank 1 sends .* to rank 99, which is no other rank"),
+        (partner_outside, 0, "rank 1 sends .* to rank 99, which is not another rank"),
         (silent_sender, 2, "step 2, round 0: rank 2 receives .* from rank 1, which does not name it back"),
         (deaf_receiver, 2, "step 2, round 0: rank 0 sends .* to rank 1, which does not name it back"),
         (other_chunk, 0, r"rank 3 sends chunks \[0, 1\) to rank 0, which receives \[2, 3\)"),

@@ -172,7 +172,7 @@ def test_the_host_and_gpus_agree_bit_by_bit(gpus: Any, operation: str, dtype: st
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     given = [(np.arange(N) % 97 * 3 + i).astype(kind) for i in range(3)]
     places = [vector_place(x, "x", False) for x in given]
-    combine = next(known.into for known in REDUCTIONS.values() if known.ufunc is getattr(np, operation))
+    combine = next(known.combine for known in REDUCTIONS.values() if known.ufunc is getattr(np, operation))
     host, gpu = HostVectors(places, places, combine), [device.asarray(x, 1) for x in given]
     for x in gpu:
         if dtype == "bfloat16":

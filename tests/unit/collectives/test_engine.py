@@ -187,8 +187,8 @@ def test_a_folder_that_others_can_write_to_is_refused(warm: Path, folder: Path) 
     said = run(folder)
     assert there(said)
     assert [line for line in said if line.startswith("WARNING")] == [
-        f"WARNING compiled kernels are not kept: others can write to {folder}: chmod go-w it, or name another folder in "
-        "MPIPS_KERNELS_FOLDER"
+        f"WARNING compiled kernels are not kept: others can write to {folder}: chmod go-w it, or name another folder "
+        "in MPIPS_KERNELS_FOLDER"
     ]
 
 

@@ -67,7 +67,7 @@ def test_arrays_that_nobody_can_reach_go_through_stages(monkeypatch, who):
     ranks = []
     for board in boards:
         if board.rank in who:  # as memory of a device is
-            monkeypatch.setattr(executor, "reached_at", lambda array, written=False: 0)
+            monkeypatch.setattr(executor, "reachable_address", lambda array, written=False: 0)
         ranks.append(Rank(board, 300_001, WAYS[CROSS], ordinary, 3))
         ranks[-1].made._publish()  # the descriptor says where the arrays are
         monkeypatch.undo()

@@ -76,13 +76,13 @@ class Slots(NodeExecutor):
             False,
         )
 
-    def _mode(self, part: Any) -> int:
+    def _choose_mode(self, part: Any) -> int:
         return SLOTS
 
     def _places(self, part: Any, mode: int) -> tuple[ArrayPlace, ArrayPlace]:
         return ArrayPlace(), ArrayPlace()
 
-    def _brought(self) -> Turns:
+    def _compile_puts(self) -> Turns:
         rank = self.world.rank
         return tuple(((lambda slots=slots: slots[rank].__setitem__(0, self.x[0]), ()),) for slots in self.slots)  # type: ignore[return-value,misc]
 
@@ -120,13 +120,13 @@ class Touching(Slots):
         rank = self.world.rank
         self.world.free(("x", rank), *(("out", rank, element) for element in range(self.world.size)))
 
-    def _mode(self, part: Any) -> int:
+    def _choose_mode(self, part: Any) -> int:
         return SHARED
 
     def _places(self, part: Any, mode: int) -> tuple[ArrayPlace, ArrayPlace]:
         return ArrayPlace(1), ArrayPlace(1)
 
-    def _brought(self) -> Turns:
+    def _compile_puts(self) -> Turns:
         return NOTHING
 
     def _compile(self, number: int, descriptors: Any) -> NodeProgram:
@@ -176,9 +176,9 @@ def program(
         except BaseException as error:
             with contextlib.suppress(KeyboardInterrupt):
                 ending.end(error_for_all(world.rank, TEXT, error))
-            assert ending.over is not None
+            assert ending.error is not None
         calls[-1].free()
-        return tuple(results), str(ending.over) if ending.over else None
+        return tuple(results), str(ending.error) if ending.error else None
 
     return run
 
@@ -317,7 +317,7 @@ class LateVector(Slots):
             Late(row, lambda slots=slots: slots[rank].__setitem__(0, self.x[0]))
             for row, slots in zip(board.entries, self.slots)
         )
-        return few._replace(mine=([0], [0]))  # type: ignore[arg-type]
+        return few._replace(own=([0], [0]))  # type: ignore[arg-type]
 
 
 class LateWork(Touching):
@@ -333,7 +333,7 @@ class OneSlot(Slots):
     def __init__(self, world: World, board: Board) -> None:
         super().__init__(world, board)
         self.slots[1] = self.slots[0]
-        self._puts = self._brought()
+        self._puts = self._compile_puts()
 
 
 def one_row(world: World) -> Board:

@@ -86,7 +86,7 @@ def test_fresh_lists_do_not_add_up(comm):
         collectives.grouped_allreduce(arrays, comm)
         assert arrays[0][0] == turn and arrays[1][2] == turn
     home = communicator(comm)
-    assert len(home.cache._by_place) <= MOST_PLANS and len(home.plans) <= MOST_IDENTITIES
+    assert len(home.cache._by_address) <= MOST_PLANS and len(home.plans) <= MOST_IDENTITIES
 
 
 def test_a_list_of_the_same_arrays_is_known_without_a_look_at_where_they_lie(comm, monkeypatch):

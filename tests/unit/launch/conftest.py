@@ -26,7 +26,7 @@ marks.word[0], other.word[0] = 30 << 32 | 1, 4 << 32 | 1
 other.close()
 own.note(loss=0.25, accuracy=0.5)
 own.write_load(1000, 2, {"0": 600, "1": 400}, room=5000, rounds=8, missed={"0": 2})
-numbers = own.numbers_of("users")
+numbers = own.table_numbers("users")
 for at in range(10):
     numbers[at] = 10 + at
 own.count_exchange(4000)
