@@ -25,14 +25,15 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpips.collectives.errors import CollectiveError, MismatchError, format_ranks
+from mpips.collectives.agreement import describe_calls
+from mpips.collectives.errors import CollectiveError, MismatchError
 from mpips.collectives.recorder.ring import WORD
 
 POISON_BYTES = 4096
@@ -48,7 +49,6 @@ TEXT_BYTES = DESCRIPTOR_BYTES - HEAD_BYTES
 # After this token, tokens start again at 1. It is a multiple of DESCRIPTORS, so each token keeps its place in the area.
 # Higher numbers are never tokens.
 LAST_TOKEN = (1 << 32) - DESCRIPTORS
-DIFFERENT = "the ranks call different collectives, and must call the same"
 # words of the places of x and out
 PLACE_WORDS = 12
 
@@ -154,8 +154,8 @@ class Descriptors:
     def compare(self, descriptors: Sequence[Descriptor]) -> None:
         """Raise MismatchError, the same on all ranks, unless all descriptors are of the same call."""
         if any(descriptor.digest != descriptors[0].digest for descriptor in descriptors):
-            texts = {name: descriptor.text for name, descriptor in zip(self.names, descriptors)}
-            raise MismatchError(describe_disagreement(texts))
+            texts = [descriptor.text for descriptor in descriptors]
+            raise MismatchError(describe_calls(dict(zip(self.names, texts))))
 
     def _keep(self, rank: int, token: int, descriptor: Descriptor) -> None:
         self._known[rank, token] = descriptor
@@ -175,16 +175,6 @@ def _pairs(numbers: Sequence[int]) -> tuple[tuple[ArrayPlace, ArrayPlace], ...]:
 def digest(text: bytes) -> int:
     """Return a hash of 8 bytes, which ranks compare instead of the whole text."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-
-
-def describe_disagreement(texts: Mapping[int, str]) -> str:
-    """Return the error message for ranks whose calls differ. `texts`: rank -> its call in words."""
-    by_text: dict[str, list[int]] = {}
-    for rank in sorted(texts):
-        by_text.setdefault(texts[rank], []).append(rank)
-    parts = "; ".join(f"{format_ranks(numbers)}: {text}" for text, numbers in by_text.items())
-    more = " (the texts are cut here, and differ further on)" if len(by_text) == 1 else ""
-    return f"{DIFFERENT}: {parts}{more}"
 
 
 SLOT_BYTES = 128 << 10

@@ -20,10 +20,11 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from mpi4py import MPI
 
-from mpips.collectives.errors import KINDS, CollectiveError, MismatchError, kind_index
-from mpips.collectives.fabric.failure import dead_ranks
-from mpips.collectives.fabric.layout import DEPARTURES, PROGRAM_ENDED, describe_disagreement
-from mpips.collectives.fabric.requests import receive_next, send_to_all
+from mpips.collectives.agreement import describe_calls
+from mpips.collectives.errors import KINDS, CollectiveError, MismatchError, kind_of
+from mpips.collectives.fabric.failure import failed
+from mpips.collectives.fabric.layout import DEPARTURES, PROGRAM_ENDED
+from mpips.collectives.fabric.requests import received, tell
 from mpips.collectives.fabric.wait import Limits
 
 SPEAK_SECONDS = 0.05
@@ -232,7 +233,7 @@ class Control:
         texts = {**self._names_of[number], self._rank: own_text}
         self._differs = self._differs or time.monotonic()
         if len(texts) == self._size or time.monotonic() > self._differs + NAMES_SECONDS:
-            raise MismatchError(describe_disagreement({self._names[rank]: text for rank, text in texts.items()}))
+            raise MismatchError(describe_calls({self._names[rank]: text for rank, text in texts.items()}))
 
     def _settle(self) -> CollectiveError:
         """Wait for OVER notes that other ranks sent at about the same time. Return the error that all ranks raise."""

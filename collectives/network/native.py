@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpips.collectives.agreement import SAME_CALL
 from mpips.collectives.arrays import Flat, Vector
 from mpips.collectives.call import Call, mpi_type, scale
 from mpips.collectives.errors import MismatchError
-from mpips.collectives.fabric.layout import DIFFERENT, digest
-from mpips.collectives.fabric.requests import NativeCall, NativeCollectives
+from mpips.collectives.fabric.layout import digest
+from mpips.collectives.fabric.requests import Begin, Collectives
 from mpips.collectives.kernels.sums import Step, perform
 
 MOST_ELEMENTS = 1 << 28
@@ -91,8 +92,8 @@ class NativePlan:
 
     def _compare(self) -> None:
         """Raise MismatchError if the ranks' calls differ. MPI may crash in such calls: Open MPI frees memory twice."""
-        if self._extremes[0] != -self._extremes[1]:
-            raise MismatchError(DIFFERENT)
+        if self._words[0] != -self._words[1]:
+            raise MismatchError(f"ranks make different calls: {SAME_CALL}")
 
     def free(self) -> None:
         """Do nothing: it owns no MPI objects."""

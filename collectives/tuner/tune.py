@@ -23,7 +23,7 @@ import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
-from mpips.collectives.benchmark.harness import measure, ping_pong
+from mpips.collectives.benchmark.harness import measure, measure_costs, ping_pong
 from mpips.collectives.communicator import communicator
 from mpips.collectives.errors import CollectiveError
 from mpips.collectives.fabric.arena import empty
@@ -158,7 +158,8 @@ def _on_one_node(comm: MPI.Comm, seconds: float, begin: Begin) -> tuple[Slots, i
 
     def wins(way: str, shared: bool, share: float, size: int) -> bool:
         """True if a way takes at most `share` of the time of stages (or of direct, for node-shared arrays)."""
-        times = _times(comm, [ways[way], ways["stages"]], size, shared, seconds)
+        x = _vector(ways[way], size, shared)
+        times = _timed(comm, [compiled("allreduce", x, ways[each]) for each in (way, "stages")], seconds)
         return times[0] <= times[1] * share
 
     begin("slots")
@@ -176,10 +177,12 @@ def _on_one_node(comm: MPI.Comm, seconds: float, begin: Begin) -> tuple[Slots, i
     ):
         if len(sizes) > 1:
             home = ways["stages" if way == "direct" else way]
-            points = [(size, _times(comm, [home], size, shared, seconds)[0]) for size in sizes]
-            lines[f"{way} {comm.size}"] = LinearCost(*fit(points))
-    for comm_of_way in ways.values():
-        comm_of_way.Free()
+            plans = {size: compiled("allreduce", _vector(home, size, shared), home) for size in sizes}
+            lines[f"{way} {comm.size}"] = LinearCost(*measure_costs(comm, plans, seconds * len(sizes)))
+            for plan in plans.values():
+                plan.free()
+    for one in ways.values():
+        one.Free()
     return slots, cross_memory, lines
 
 
@@ -196,11 +199,11 @@ def last_winning_size(sizes: Iterable[int], wins: Callable[[int], bool], otherwi
     return last
 
 
-def _times(comm: MPI.Comm, homes: Sequence[MPI.Comm], size: int, shared: bool, seconds: float) -> list[float]:
-    """Return the median seconds of an allreduce of `size` bytes on each of several communicators."""
-    x = empty(size // 4, np.float32, homes[0]) if shared else np.empty(size // 4, np.float32)
+def _vector(home: MPI.Comm, size: int, shared: bool) -> np.ndarray[Any, Any]:
+    """Return `size` bytes of zeros in memory that the node shares, or in an ordinary array."""
+    x = empty(size // 4, np.float32, home) if shared else np.empty(size // 4, np.float32)
     x.fill(0)
-    return _timed(comm, [compiled("allreduce", x, home) for home in homes], seconds)
+    return x
 
 
 def _timed(comm: MPI.Comm, plans: Sequence[Plan], seconds: float) -> list[float]:

@@ -1,4 +1,4 @@
-"""Find compressors by name: `register`, and `create` from options."""
+"""Compressors by name: `register` adds a class, and `create` makes a compressor from options."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Equation:
         The gradients are added in order. Each partial sum is rounded to the weights' dtype, so the result does not
         depend on whether a kernel or NumPy adds.
         """
-        _see(weights, parts, state, self.slots, step)
+        _check_arguments(weights, parts, state, self.slots, step)
         if len(parts) > MOST_PARTS:
             early = len(parts) - MOST_PARTS + 1
             parts = [total_of(parts[:early], "early total"), *parts[early:]]
@@ -119,7 +119,7 @@ class Equation:
                 lacks starts its sum from 0.
         """
         weights = table.reshape(-1)
-        _see(weights, (), state, self.slots, step)
+        _check_arguments(weights, (), state, self.slots, step)
         alike = all(part.flags.c_contiguous and part.dtype == table.dtype for part in parts)
         if len(parts) > MOST_ROW_PARTS or not alike:
             return False
@@ -138,7 +138,7 @@ class Equation:
 
 
 class _Way(NamedTuple):
-    """How an optimizer updates weights of one dtype: its recorded equation and the kernel made from that.
+    """An optimizer's recorded equation for weights of one dtype, and the kernel made from it.
 
     `tape` is None if the equation cannot be recorded, and `kernel` is None if NumPy does the update.
     """
@@ -148,7 +148,7 @@ class _Way(NamedTuple):
     tape: Tape | None
     constants: Sequence[float]
     kernel: engine.Kernel | None
-    # how many numbers the optimizer gives for every step
+    # number of the optimizer's numbers for every step
     each: int
 
     def numbers(self, optimizer: Equation, step: int) -> list[float]:
@@ -156,17 +156,17 @@ class _Way(NamedTuple):
 
         Raises ValueError if there are not as many numbers as in step 1.
         """
-        given = optimizer.numbers(step)
-        if len(given) != self.each:
+        numbers = optimizer.numbers(step)
+        if len(numbers) != self.each:
             raise ValueError(
-                f"{type(optimizer).__name__}.numbers gives {len(given)} numbers in step {step} and {self.each} in "
+                f"{type(optimizer).__name__}.numbers gives {len(numbers)} numbers in step {step} and {self.each} in "
                 "step 1: give as many in every step"
             )
-        return [*given, *self.constants]
+        return [*numbers, *self.constants]
 
 
 def _way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool, by_rows: bool = False) -> _Way:
-    """Return how an optimizer updates weights of this dtype, or rows of them. Only with `ask` is a kernel compiled.
+    """Return the `_Way` in which an optimizer updates weights, or rows of them. Only with `ask` is a kernel compiled.
 
     An optimizer that cannot be hashed (it has an array or a list as an option) is recorded again at every call.
     """
@@ -256,7 +256,7 @@ def _run_blocks(
     )
     for start in range(0, weights.size, max(1, length)):
         part = slice(start, start + length)
-        w, g = weights[part], total_of([one[part] for one in parts], "total")
+        w, g = weights[part], total_of([array[part] for array in parts], "total")
         narrow = w
         if weights.dtype != dtype:
             w, wide = _block("weights", dtype, w.size, w), _block("gradient", dtype, w.size, w)
@@ -266,7 +266,7 @@ def _run_blocks(
         if tape is None:
             _run_untraced(optimizer, w, g, slots, prepared)
         else:
-            tape.run(w, g, slots, prepared, [one[: w.size] for one in blocks], [one[: w.size] for one in masks])
+            tape.run(w, g, slots, prepared, [array[: w.size] for array in blocks], [array[: w.size] for array in masks])
         if narrow is not w:
             quietly(narrow.__setitem__, ..., w)
 
@@ -294,7 +294,7 @@ def total_of(parts: Sequence[np.ndarray], name: str) -> np.ndarray:
     return total
 
 
-def _see(weights: np.ndarray, parts: Sequence[np.ndarray], state: State, slots: int, step: int) -> None:
+def _check_arguments(weights: np.ndarray, parts: Sequence[np.ndarray], state: State, slots: int, step: int) -> None:
     for gradient in parts:
         if gradient.shape != weights.shape or gradient.dtype != weights.dtype or weights.ndim != 1:
             raise ValueError(
@@ -315,7 +315,7 @@ def _see(weights: np.ndarray, parts: Sequence[np.ndarray], state: State, slots: 
 def _block(name: str, dtype: np.dtype, length: int, like: np.ndarray) -> np.ndarray:
     """Return a block of memory that belongs to this thread, on the device (host or GPU) where `like` is.
 
-    The same name, dtype and device give the same memory again.
+    Calls with the same name, dtype and device return the same memory.
     """
     buffers: dict[Any, np.ndarray] = _local.__dict__
     block = buffers.get((name, dtype, type(like)))

@@ -79,7 +79,7 @@ class Untraceable(TypeError):
     """
 
 
-class Operation(NamedTuple):
+class TracedOperation(NamedTuple):
     """`result = function(inputs)`, where values are numbers of values. If `function` is None, the input is copied."""
 
     function: Function | None
@@ -106,7 +106,7 @@ class Tape:
             TypeError: It does not return a weight and `slots` arrays of state.
         """
         self.slots = slots
-        self.operations: list[Operation] = []
+        self.operations: list[TracedOperation] = []
         # constants in the equation, in the order in which they follow the numbers of the step
         self.constants: list[float] = []
         # values that are scalars: the numbers of the step, then the constants
@@ -150,7 +150,7 @@ class Tape:
             sample = function(*[one.sample if isinstance(one, Symbol) else one for one in operands])
         if sample.dtype.kind not in "bf" or (function is np.where and inputs[0] not in self.truths):
             raise Untraceable(f"{function.__name__} gives {sample.dtype.name}, or chooses by what is no bool")
-        self.operations.append(Operation(function, inputs, self._next))
+        self.operations.append(TracedOperation(function, inputs, self._next))
         if sample.dtype.kind == "b":
             self.truths.add(self._next)
         self._next += 1
@@ -252,14 +252,14 @@ class Symbol(NDArrayOperatorsMixin):
         raise Untraceable("it asks for an array")
 
 
-class Program(NamedTuple):
+class TracedProgram(NamedTuple):
     """A tape's operations on places instead of values.
 
     Places 0 and up are weight, gradient, state, numbers, constants, and `blocks` blocks of memory. Masks have the
     places -1, -2, ..., because `run` puts them at the end of its list.
     """
 
-    steps: list[Operation]
+    steps: list[TracedOperation]
     blocks: int
     masks: int
 
@@ -283,7 +283,7 @@ class _Blocks:
         self._free.append(place)
 
 
-def placed(tape: Tape) -> Program:
+def placed(tape: Tape) -> TracedProgram:
     """Assign a place to each result of a tape: that of an input which is not needed any more, or else a block."""
     fixed = 2 + tape.slots
     targets = [0, *range(2, fixed)]
@@ -308,7 +308,7 @@ def placed(tape: Tape) -> Program:
             place[result] = goal[result]
         else:
             place[result] = max(able) if able else blocks.take()
-        steps.append(Operation(function, inputs, place[result]))
+        steps.append(TracedOperation(function, inputs, place[result]))
         for one in dying - {place[result]}:
             if one < 0 or one >= blocks.first:
                 (masks if one < 0 else blocks).give(one)
@@ -318,10 +318,10 @@ def placed(tape: Tape) -> Program:
         # Another result must be written to this place, so this one is moved out of the way first.
         if place[value] in targets:
             block = blocks.take()
-            steps.append(Operation(None, (place[value],), block))
+            steps.append(TracedOperation(None, (place[value],), block))
             place[value] = block
-    steps += [Operation(None, (place[value],), target) for target, value in astray]
-    return Program(steps, blocks.count, masks.count)
+    steps += [TracedOperation(None, (place[value],), target) for target, value in astray]
+    return TracedProgram(steps, blocks.count, masks.count)
 
 
 # ---- The text of a kernel: a loop over elements, a sum, or the rows of a table. `lines` are those of `Tape.loop`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
 from mpips.collectives.errors import CollectiveError, NotCopyable, of_caller
 from mpips.ending.process import is_fork
@@ -18,18 +18,15 @@ from mpips.store.runtime.engine import Handle
 from mpips.store.runtime.errors import Step, StoreError, at_exit, in_order, skip_at_exit
 from mpips.store.runtime.generation import NEVER
 from mpips.store.worker import waiting
-from mpips.store.worker.interface import KnownTable, Recovered
+from mpips.store.worker.interface import Recovered
 from mpips.store.worker.recut import recut
 from mpips.store.worker.restored import Restored
 from mpips.store.worker.route import Route
 from mpips.store.worker.store import WorkerStore
-from mpips.tables.admission import Chance, Seen
-from mpips.tables.initial import Uniform, uniform
-from mpips.tables.table import Asked, Table
-from mpips.tables.table import make as make_table
 
-# the rule of first values of a table made without `init`
-DEFAULT_INIT = uniform(0.05)
+if TYPE_CHECKING:
+    from mpips.tables.make import Chance, Seen, Table, Uniform
+
 # any hashable names; operations that have one in common run in program order (see `KVStore.ipush`)
 Turns = Sequence[Hashable]
 
@@ -126,7 +123,7 @@ class KVStore(NotCopyable):
     def broadcast(self, key: object, value: object, out: object, priority: int = 0) -> None:
         """Call `init`, then `pull` into `out`. If `out` is bad, no key is created."""
         with self._route.marked("broadcast"):
-            self.worker.init(key, value, lambda keys: self._operations.see_pull(keys, key, out, priority))
+            self.worker.init(key, value, lambda keys: self._operations.check_pull(keys, key, out, priority))
         self.pull(key, out, priority)
 
     def set_optimizer(self, optimizer: str | Optimizer, keys: object = None, **keywords: Any) -> None:
@@ -166,7 +163,7 @@ class KVStore(NotCopyable):
         name: str,
         dim: int,
         dtype: object = "float32",
-        init: Uniform = DEFAULT_INIT,
+        init: Uniform | None = None,
         optimizer: str = "sgd",
         seed: int = 0,
         admit: Seen | Chance | None = None,
@@ -184,7 +181,7 @@ class KVStore(NotCopyable):
             name: A name that no key and no other table has.
             dim: Number of values in a row.
             dtype: "float32" or "float64".
-            init: The distribution of first values, `mpips.uniform(bound)`.
+            init: The distribution of first values, `mpips.uniform(bound)`. None: `mpips.uniform(0.05)`.
             optimizer: "sgd", "adagrad", "row_adagrad" (one accumulator for each row) or "adam" (its bias correction
                 counts each row's own updates).
             seed: Any int.
@@ -199,9 +196,11 @@ class KVStore(NotCopyable):
         Raises:
             ValueError: An argument is bad or differs between workers, or the store has no servers. Nothing has changed.
         """
+        from mpips.tables.make import TableOptions, make
+
         with self._route.marked("table"):
-            asked = Asked(dim, dtype, init, optimizer, seed, admit, evict, limit, options)
-            return make_table(self.worker, self._route, name, asked)
+            chosen = TableOptions(dim, dtype, init, optimizer, seed, admit, evict, limit)
+            return make(self.worker, self._route, name, chosen, options)
 
     def recut(self, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
         """Replace keys with new 1-D keys that divide the same elements in another way. Collective over all workers.
@@ -323,7 +322,7 @@ class KVStore(NotCopyable):
         """
         return self._route.start("push", key, value, None, priority, turns)
 
-    def taken(self, key: object, push: Handle) -> Handle:
+    def read_by_servers(self, key: object, push: Handle) -> Handle:
         """Return a handle that is done when the servers have read the values of a push.
 
         The handle of the push itself is done earlier, when its arrays may be overwritten. In stores without servers and
@@ -333,7 +332,7 @@ class KVStore(NotCopyable):
             key: The keys of the push.
             push: The handle of the last `ipush` of these keys.
         """
-        return self._operations.taken(key, push, self.layout.num_servers > 0 and not self.layout.asynchronous)
+        return self._operations.read_by_servers(key, push, self.layout.num_servers > 0 and not self.layout.asynchronous)
 
     @overload
     def pull(
@@ -490,15 +489,11 @@ class Generations:
         store.restored = Restored(STORE, store.pushed, store.groups, store.compressor, strict=begun)
 
     def _take(self, recovered: Recovered) -> Rounds:
-        """Replace keys, tables and settings with those with which the next generation begins. Return its rounds."""
+        """Replace keys, collections and settings with those of the next generation. Return its rounds."""
         store = self._store
         store.keys.clear()
-        known = store.tables.copy()
-        store.tables.clear()
-        for card in recovered.tables:
-            table = store.tables[card.table] = known.get(card.table) or KnownTable(card)
-            table.card, table.round = card, recovered.rounds.get(card.table, 0)
-            table.refusals, table.room = 0, {}
+        for service in store.backend.services:
+            service.begin(recovered.services.get(service.name), recovered.rounds)
         for key in recovered.keys:
             key.replaced = True
         store.add(recovered.keys)
@@ -537,18 +532,18 @@ class Generations:
     def _exit(self) -> None:
         in_order(self.close, self._leave)
 
-    def _save_last(self, told: Sequence[bytes]) -> None:
+    def _save_last(self, pushes: Sequence[bytes]) -> None:
         """Write the last regular save of a store that saves itself, if all workers close it after the same step.
 
         Args:
-            told: What each worker has pushed (`waiting.pushes_of`), or empty if not all workers closed the store.
+            pushes: What each worker has pushed (`waiting.pushes_of`), or empty if not all workers closed the store.
         """
         store = self._store
-        if store.regular is None or not told:
+        if store.regular is None or not pushes:
             return
         # If a rank has died, earlier saves are still there.
         with suppress(CollectiveError):
-            store.regular.save_last(alike=all(said == told[0] for said in told))
+            store.regular.save_last(alike=all(each == pushes[0] for each in pushes))
 
     def _meet_to_save(self) -> Sequence[bytes]:
         """In a store that saves itself, wait until all workers close it. Return what each has pushed.
@@ -579,11 +574,11 @@ class Generations:
             return ()
         # Rounds that are complete before the workers meet are not undone by a death.
         store.settle()
-        pushed = {name: one.round for name, one in store.pushed.items()}
-        told = waiting.pushes_of(store.pushed)
+        pushed = {name: each.round for name, each in store.pushed.items()}
+        pushes = waiting.pushes_of(store.pushed)
         while True:
             try:
-                return store.agree(waiting.CLOSE, data=told)
+                return store.agree(waiting.CLOSE, data=pushes)
             except StoreError:
                 pass
             try:
@@ -593,10 +588,10 @@ class Generations:
                 return ()
             undone = [name for name, round_ in rounds.items() if round_ < pushed.get(name, 0)]
             if undone and not store.layout.asynchronous:
-                one = f"{store.pushed[undone[0]].noun} {undone[0]!r}"
+                name = f"{store.pushed[undone[0]].noun} {undone[0]!r}"
                 raise StoreError(
-                    f"close: a death has undone round {pushed[undone[0]]} of {one}, and the others make it again: call "
-                    "recover(), and go on from its step, with close() inside the same try"
+                    f"close: a death has undone round {pushed[undone[0]]} of {name}, and the others make it again: "
+                    "call recover(), and go on from its step, with close() inside the same try"
                 )
             # The ranks are the same, so nobody has died. Workers that push more must not wait for this one.
             if not store.layout.changed:

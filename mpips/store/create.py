@@ -14,7 +14,7 @@ from mpips.collectives.errors import StallError, of_caller
 from mpips.collectives.fabric.failure import CommCreationGuard, find_deaths, survives_deaths
 from mpips.collectives.recorder.own import Marks
 from mpips.ending.process import say_role
-from mpips.store import options as table
+from mpips.store import options as known_options
 from mpips.store import roles, world
 from mpips.store.api import Generations, KVStore
 from mpips.store.checkpoint import resume
@@ -123,10 +123,10 @@ def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str
     """
     word, chosen = "", None
     try:
-        word = table.kind_of(kind)
-        chosen = table.read(options)
-        table.check_kind(word, options)
-        table.check_saves(chosen)
+        word = known_options.kind_of(kind)
+        chosen = known_options.read(options)
+        known_options.check_kind(word, options)
+        known_options.check_saves(chosen)
     except OptionError as error:
         return word, chosen, str(error)
     return word, chosen, ""
@@ -367,7 +367,7 @@ def _one_more(comm: MPI.Intracomm, first: Layout, asked: OpenStore) -> Server | 
     """On a server, join in creating another store that the workers have asked for. Return None if it is refused."""
     refusal, chosen = "", None
     try:
-        chosen = table.read(asked.options, {})
+        chosen = known_options.read(asked.options, {})
         refusal = _unfit(chosen, first)
     except OptionError as error:
         refusal = str(error)

@@ -359,4 +359,3 @@ def adam(
 
 OF_WORKERS = merge, deal, add_rows, read_rows
 OF_SERVERS = merge, add_rows, find, insert, first_values
-OF_OPTIMIZERS = {"sgd": sgd, "adagrad": adagrad, "row_adagrad": row_adagrad, "adam": adam}

@@ -32,13 +32,13 @@ class Distinct(NamedTuple):
         ids: Each id once.
         owners: The server of each of them.
         places: For each given id its index in `ids`.
-        counts: Number of distinct ids for each server.
+        per_server: Number of distinct ids for each server.
     """
 
     ids: Ids
     owners: NDArray[np.int32]
     places: Places
-    counts: list[int]
+    per_server: list[int]
 
 
 def _slots(size: int) -> NDArray[np.int32]:
@@ -55,9 +55,9 @@ def distinct(ids: Ids, servers: int = 1) -> Distinct:
     # a power of two, at least twice the number of ids
     slots = _slots(1 << (2 * count - 1).bit_length()) if count else NO_SLOTS
     once, places, owners = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int32)
-    counts = np.empty(servers, np.int64)
-    if found := kernels.merge(ids, slots, once, places, owners, counts):
-        return Distinct(once[:found], owners[:found], places, counts.tolist())
+    per_server = np.empty(servers, np.int64)
+    if found := kernels.merge(ids, slots, once, places, owners, per_server):
+        return Distinct(once[:found], owners[:found], places, per_server.tolist())
     once, places = np.unique(ids, return_inverse=True)
     owners = owners_of(once, servers).astype(np.int32)
     return Distinct(once, owners, places.reshape(-1), np.bincount(owners, minlength=servers).tolist())
@@ -72,13 +72,13 @@ def deal(found: Distinct, first_rows: Sequence[int], first_words: Sequence[int],
         first_words: For each server the index in `words` from which its ids are written.
         words: Where ids are written.
     """
-    if len(found.counts) == 1:
+    if len(found.per_server) == 1:
         words[first_words[0] :][: len(found.ids)] = found.ids
         return found.places + first_rows[0] if first_rows[0] else found.places
     rows = np.empty(len(found.ids), np.int64)
     next_row, next_word = np.array(first_rows, np.int64), np.array(first_words, np.int64)
     if not kernels.deal(found.ids, found.owners, next_row, next_word, words, rows):
-        for server, count in enumerate(found.counts):
+        for server, count in enumerate(found.per_server):
             chosen = np.flatnonzero(found.owners == server)
             rows[chosen] = first_rows[server] + np.arange(count)
             words[first_words[server] :][:count] = found.ids[chosen]

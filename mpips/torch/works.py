@@ -141,9 +141,9 @@ class GroupJob:
     """One operation of a group.
 
     Args:
-        run: A function that runs the operation to its end, blocking. steps: A function that does the same as an
-        iterator, which yields wherever it would wait. order: The communicator whose jobs run one after another. None
-        for sends and receives.
+        run: A function that runs the operation to its end, blocking.
+        steps: A function that does the same as an iterator, which yields wherever it would wait.
+        order: The communicator whose jobs run one after another. None for sends and receives.
         after: Called when the operation has ended, in either form.
         result: The value of the job's future.
     """
@@ -364,8 +364,8 @@ class Messages:
         if root is None:
             yield from _wait_for_request(lambda: self._comm.Iallreduce(given, result, op))
         else:
-            mine = result if self._comm.rank == root else None
-            yield from _wait_for_request(lambda: self._comm.Ireduce(given, mine, op, root))
+            receive = result if self._comm.rank == root else None
+            yield from _wait_for_request(lambda: self._comm.Ireduce(given, receive, op, root))
 
     def send(self, source: Tensor, destination: int, tag: int) -> Iterator[None]:
         return _wait_for_request(lambda: self._comm.Isend(bytes_of(source), destination, tag))

@@ -300,7 +300,7 @@ def test_many_labs_leave_nothing(count: int) -> None:
     for number in range(count):
         with client.lab(f"test-many-{os.getpid()}", lay_out(parse("star:3" if number % 2 else "bcube:2,2"))) as name:
             assert number or len(present() - before) > 8  # what is left behind would be seen
-            keeper = client.keeper_process(name)
+            keeper = client.find_keeper(name)
         assert not Path(f"/proc/{keeper}/ns/net").exists()
     assert not left_behind(before)
 
@@ -318,7 +318,7 @@ def test_however_it_ends_nothing_is_left(how: str) -> None:
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as maker:
         assert maker.stdout is not None
         assert maker.stdout.readline() == "up\n"
-        keeper = client.keeper_process(name)
+        keeper = client.find_keeper(name)
         sleeper = subprocess.Popen(client.host_command(name, "h1", ["sleep", "60"]))
         if how == "keeper killed":
             os.kill(keeper, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Push and pull whole keys: a worker by itself (`Alone`), or the members of a client, who push their sum (`Client`).
+"""Push and pull whole keys: a worker by itself (`SingleWorker`), or the members of a client, who sum first (`Client`).
 
 With masters="one" rank 0 of the client pushes the members' sum and broadcasts the values that it pulls (the paper,
 section 4.2). With masters="all" the client does a reduce-scatter, every member pushes and pulls its own slice, and an
@@ -25,7 +25,7 @@ from mpips.store.remote.transfers import Pull, Push
 from mpips.store.roles import Layout
 
 
-class Alone(RowTransfers):
+class SingleWorker(RowTransfers):
     """The pushes and pulls of a worker by itself. `one_node`: all servers are on its node."""
 
     def __init__(self, layout: Layout, push: Push, pull: Pull, one_node: bool) -> None:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
@@ -85,13 +86,13 @@ class Link:
     def outbox(self, key: Key, shard: Shard) -> Outbox:
         """Return a shard's outbox.
 
-        It is made at the first call, together with the push of its content (`shard.copy`).
+        It is made at the first call, together with the push of its content (`shard.outbox_push`).
         """
         if shard.outbox is None:
             size = shard.stop - shard.start
             outbox = Outbox(shard.words, size, shard.blocks, shard.block_elements, key.dtype)
             region, coding = (outbox.plain, Coding.PLAIN) if shard.blocks == 1 else (outbox.growing, Coding.GROWING)
-            shard.copy = RepeatedPush(shard.line.repost, shard.number, region, coding)
+            shard.outbox_push = RepeatedPush(shard.line.repost, shard.number, region, coding)
             shard.outbox = outbox
         made: Outbox = shard.outbox
         return made
@@ -131,7 +132,7 @@ class Link:
 
     # ---- requests to servers
 
-    def post_request(self, server: int, request: frames.Request) -> int:
+    def post_request(self, server: int, request: msgspec.Struct) -> int:
         """Send a request to a server. Return the token of its answer."""
         return self.post_request_with(server, frames.encode(request), 0)
 
@@ -144,8 +145,8 @@ class Link:
         self.lines[server].post_body(body, Op.CONTROL, token=self._tokens, aux=rows)
         return self._tokens
 
-    def wait_for_answer(self, token: int) -> Task[Any]:
-        """Wait for the answer to a request, and return it.
+    def wait_for_answer(self, token: int, decode: Callable[[bytes], Any] = frames.decode_answer) -> Task[Any]:
+        """Wait for the answer to a request, and return it. A service passes its own `decode`.
 
         If the server refuses the request, raise ValueError with its message, or ServerMemoryError if it lacks memory.
         """
@@ -156,11 +157,13 @@ class Link:
         data, failed = self._answers.pop(token)
         if failed:
             raise (ServerMemoryError if failed == frames.NO_MEMORY else ValueError)(data.decode())
-        return frames.decode_answer(data)
+        return decode(data)
 
-    def request(self, server: int, request: frames.Request) -> Task[Any]:
+    def request(
+        self, server: int, request: msgspec.Struct, decode: Callable[[bytes], Any] = frames.decode_answer
+    ) -> Task[Any]:
         """Send a request to a server and return its answer. Raises as `wait_for_answer`."""
-        return (yield from self.wait_for_answer(self.post_request(server, request)))
+        return (yield from self.wait_for_answer(self.post_request(server, request), decode))
 
     def set_first_values(self, pairs: Iterable[tuple[Key, Array]]) -> Task[None]:
         """Send keys their first values (1-D).

@@ -147,7 +147,7 @@ class RemoteStates:
         yield from self._link.request(parts[0][1].server, request)
 
     def residuals(self, keys: Sequence[Key]) -> Task[Array | None]:
-        """See `worker.interface.Stored`. Collective over the client."""
+        """See `worker.interface.StateAccess`. Collective over the client."""
         if self._push.residuals is None:
             return None
         kept = np.zeros(sum(key.size for key in keys))

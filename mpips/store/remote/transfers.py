@@ -137,7 +137,7 @@ class Push:
             else:
                 outbox.begin(round_)
                 growing.append((outbox, values))
-            shard.copy.post(round_, priority)  # type: ignore[union-attr]
+            shard.outbox_push.post(round_, priority)  # type: ignore[union-attr]
         if growing:
             fill(growing)
             growing.clear()

@@ -33,7 +33,7 @@ def flat(array: Array) -> Array:
     return array if array.ndim == 1 else array.reshape(-1)
 
 
-class Fast:
+class ReplicaFastPath:
     """The fast path of one key (`keys.key.Fast`). It always finishes, so it returns no tasks."""
 
     __slots__ = ("_flag", "_generation", "_label", "_replica", "_sums")
@@ -69,7 +69,7 @@ class Fast:
         flat(out)[...] = self._replica.value
 
 
-class Lists:
+class ReplicaLists:
     """The fast path of a call for several keys, in one collective.
 
     `replicas` is the live mapping of all replicas by name.

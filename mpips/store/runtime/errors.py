@@ -42,7 +42,7 @@ class StoreStallError(StoreError, StallError):
 
 
 class RoomError(MemoryError):
-    """A server has no memory for rows: a round of a table does not count, and the store goes on."""
+    """A server has no memory for a push to a collection: its round does not count, and the store goes on."""
 
 
 class ServerMemoryError(ValueError, MemoryError):

@@ -72,9 +72,9 @@ class Late:
         self.stall_seconds = stall_seconds
         self.timeout_seconds = timeout_seconds
         # worker -> (unit, round) that its program waits for at this server
-        self._said: dict[int, tuple[InRounds, int]] = {}
+        self._waits: dict[int, tuple[InRounds, int]] = {}
         # server -> the waits at it
-        self._told: dict[int, list[Wait]] = {}
+        self._waits_elsewhere: dict[int, list[Wait]] = {}
         # a circle that was seen at the last look, and since when
         self._suspected: list[Wait] = []
         self._since = 0.0
@@ -111,21 +111,21 @@ class Late:
 
     def note_wait(self, unit: InRounds, worker: int, round_: int) -> None:
         """Note that a worker's program is blocked until this round of the unit is complete."""
-        self._said[worker] = unit, round_
+        self._waits[worker] = unit, round_
 
     def waits_here(self) -> list[Wait]:
         """Return the waits at this server, as of now."""
         waits = []
-        for worker, (unit, round_) in list(self._said.items()):
+        for worker, (unit, round_) in list(self._waits.items()):
             if unit.round >= round_:
-                del self._said[worker]
+                del self._waits[worker]
             elif absent := _absent(unit, round_, worker):
                 waits.append(Wait(worker, unit.key, round_, absent, unit.noun))
         return waits
 
     def note_elsewhere(self, server: int, waits: list[Wait]) -> None:
         """Note the waits at another server."""
-        self._told[server] = waits
+        self._waits_elsewhere[server] = waits
 
     def check_circles(self, clock: float, more: Iterable[Wait] = ()) -> None:
         """Raise MismatchError if workers have waited in a circle for CIRCLE_SECONDS. News of other servers may be old.
@@ -134,7 +134,7 @@ class Late:
             more: Further waits at this server.
         """
         waits = {wait.worker: wait for wait in self.waits_here()}
-        for others in self._told.values():
+        for others in self._waits_elsewhere.values():
             waits.update((wait.worker, wait) for wait in others)
         waits.update((wait.worker, wait) for wait in more)
         circle = find_circle(waits)
@@ -151,11 +151,11 @@ class Late:
 
     def forget(self, units: Sequence[InRounds]) -> None:
         """Forget units that nobody will use again."""
-        self._said = {worker: wait for worker, wait in self._said.items() if wait[0] not in units}
+        self._waits = {worker: wait for worker, wait in self._waits.items() if wait[0] not in units}
 
     def clear(self) -> None:
         """Forget all waits."""
-        self._said, self._told, self._suspected = {}, {}, []
+        self._waits, self._waits_elsewhere, self._suspected = {}, {}, []
 
 
 def find_circle(waits: dict[int, Wait]) -> list[Wait]:
@@ -207,8 +207,8 @@ class Gossip:
         self._comm = comm
         self._late = late
         self._alone = comm.Get_size() == 1
-        # what was told last
-        self._said: list[Wait] = []
+        # the waits that were sent last
+        self._sent: list[Wait] = []
 
     def tick(self) -> None:
         """Send this server's waits to the first one if they have changed. On the first server, receive them."""
@@ -220,6 +220,6 @@ class Gossip:
             while (message := receive_next(self._comm, WAITS_TAG)) is not None:
                 server, data = message
                 self._late.note_elsewhere(server, msgspec.msgpack.decode(data, type=list[Wait]))
-        elif (waits := self._late.waits_here()) != self._said:
-            self._said = waits
-            send_to_all(self._comm, msgspec.msgpack.encode(waits), [0], WAITS_TAG)
+        elif (waits := self._late.waits_here()) != self._sent:
+            self._sent = waits
+            tell(self._comm, msgspec.msgpack.encode(waits), [0], WAITS_TAG)

@@ -120,11 +120,11 @@ class OpenRound:
         weights.
         """
         given = sorted([*self.late, *self.in_time.values()])
-        weights = [one.weight / (1 + one.late) for one in given]
+        weights = [push.weight / (1 + push.late) for push in given]
         total = sum(weights)
         self.in_time, self.late, self._reached = {}, [], None
         self.number += 1
-        return [(one, weight * len(given) / total if total else 1.0) for one, weight in zip(given, weights)]
+        return [(push, weight * len(given) / total if total else 1.0) for push, weight in zip(given, weights)]
 
 
 class QuorumState(ServerState):
@@ -205,7 +205,7 @@ class QuorumState(ServerState):
         counted, self._closed, self._missed = (self._closed, self._missed), 0, Counter()
         return counted
 
-    def _see_gone(self, unit: Unit) -> None:
+    def _handle_gone(self, unit: Unit) -> None:
         # The round may close now, without a worker that has left or waits for all others.
         if unit.number in self.open:
             self.ready[unit.number] = unit
@@ -227,10 +227,9 @@ class QuorumState(ServerState):
         return replies
 
     def _round(self, unit: Unit) -> OpenRound:
-        found = self._rounds.get(unit.number)
-        if found is None:
-            found = self._rounds[unit.number] = OpenRound(self._quorum, unit.done)
-        return found
+        if unit.number not in self._rounds:
+            self._rounds[unit.number] = OpenRound(self._quorum, unit.done)
+        return self._rounds[unit.number]
 
     def _turn(self, unit: Unit) -> tuple[bool, Replies]:
         if unit.readers or not unit.mirrored:
@@ -240,8 +239,8 @@ class QuorumState(ServerState):
             return True, self._end_round(unit)
         replies, coming = self._take(unit)
         open_round, absent = self._round(unit), self.gone | self.meeting | self.asking
-        here = [index for index, worker in enumerate(unit.contributors) if worker not in absent or index in coming]
-        if open_round.is_due(self._clock, [] if self._is_over else here):
+        present = [index for index, worker in enumerate(unit.contributors) if worker not in absent or index in coming]
+        if open_round.is_due(self._clock, [] if self._is_over else present):
             return True, replies + self._close(unit, open_round)
         self._wakes = min(self._wakes, open_round.closes_at)
         if not coming:
@@ -292,7 +291,9 @@ class QuorumState(ServerState):
             unit.undo.note_pushes(open_round.taken)
         optimizer = unit.optimizer
         try:
-            parts = [_weighed((late.get(one) or unit.queues[one.position][0]).whole(), factor) for one, factor in given]
+            parts = [
+                _weighed((late.get(push) or unit.queues[push.position][0]).whole(), factor) for push, factor in given
+            ]
             unit.optimizer = replace(optimizer, rescale=optimizer.rescale / len(given))  # type: ignore
             self._reduce.sum_whole(unit, parts)
         except Exception as error:
@@ -301,10 +302,10 @@ class QuorumState(ServerState):
             unit.optimizer = optimizer
         unit.block = unit.blocks
         unit.done = list(open_round.taken)
-        for one, _ in given:
-            if not one.late:
-                unit.queues[one.position].popleft()
-                unit.missing += not unit.queues[one.position]
+        for push, _ in given:
+            if not push.late:
+                unit.queues[push.position].popleft()
+                unit.missing += not unit.queues[push.position]
         self._written(unit)
         return self._end_round(unit) if unit.mirrored else []
 

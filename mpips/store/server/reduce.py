@@ -49,7 +49,8 @@ class Reduce:
     def sum_whole(self, unit: Unit, arrays: Sequence[Array]) -> None:
         """Sum and write a unit of one block, whose contributions are all complete."""
         size = unit.stored.size
-        unit.open_write(0, size)
+        unit.open_write()
+        unit.keep_old(0, size)
         unit.write(0, size, arrays)
         unit.block = 1
 
@@ -63,8 +64,7 @@ class Reduce:
             return False
         if first == 0:
             unit.open_write()
-        if unit.undo is not None:
-            unit.undo.keep_old(unit.bounds(first)[0], unit.bounds(stop - 1)[1])
+        unit.keep_old(unit.bounds(first)[0], unit.bounds(stop - 1)[1])
         if self.worth_sharing(unit, sources, first, stop):
             self._share(unit, sources, first, stop)
         else:

@@ -421,8 +421,8 @@ class Receiver:
         if rows is None:
             blocks: Iterator[Bytes] = iter(cut_bytes(stored, unit.block_elements * stored.itemsize))
         else:
-            table, step = stored.reshape(-1, unit.row_elements), max(1, unit.block_elements // unit.row_elements)
-            blocks = (table[rows[at : at + step]].reshape(-1).view(np.uint8) for at in range(0, len(rows), step))
+            whole, step = stored.reshape(-1, unit.row_elements), max(1, unit.block_elements // unit.row_elements)
+            blocks = (whole[rows[at : at + step]].reshape(-1).view(np.uint8) for at in range(0, len(rows), step))
         # The unit's own memory is sent at once. Rows are copied, so only a few messages of them are under way at a
         # time.
         shipment = _Shipment(unit.number, worker, blocks, sys.maxsize if rows is None else ROW_MESSAGES, deque())

@@ -138,7 +138,7 @@ def test_what_is_no_dump_says_so(content: str, tmp_path: Path) -> None:
     (tmp_path / "why.json").write_text(content)
     command = [sys.executable, "-m", "launch.cli", "why", str(tmp_path)]
     done = subprocess.run(command, env=outside(), capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and "/why.json is no dump, or is damaged" in done.stderr, done.stderr
+    assert done.returncode == 2 and "/why.json is not a dump, or is damaged" in done.stderr, done.stderr
 
 
 def test_a_dump_is_read_again_when_all_is_over(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from collectives.recorder import folders, tracing
 from tests.child import outside, wait_for
 from tests.mpi.jobs import job
 from tests.mpi.sizes import JOB_LIMIT, only_on
-from tests.perfetto import see_in_perfetto, why_not
+from tests.perfetto import check_in_perfetto, why_not
 from tests.timeline import WAYS, read_flows
 
 STEPS, WORKERS, SERVERS = 50, 4, 2
@@ -146,7 +146,7 @@ def test_perfetto_connects_every_push(tmp_path: Path) -> None:
     said = job.communicate(timeout=JOB_LIMIT)[0]
     assert job.returncode == 0, said
     trace = json.loads((tmp_path / "t.json").read_text())
-    see_in_perfetto(tmp_path / "t.json", trace)
+    check_in_perfetto(tmp_path / "t.json", trace)
 
 
 @pytest.mark.slow

@@ -6,8 +6,9 @@ from pathlib import Path
 import click
 import numpy as np
 import pytest
+from mpi4py import MPI
 
-from collectives.benchmark import report
+from collectives.benchmark import harness, report
 from collectives.benchmark.__main__ import check
 from collectives.benchmark.case import FLOOR_SHARE, IN_PLACE, contribution, count_wrong, expected
 from collectives.call import Call, find_reduction
@@ -150,3 +151,43 @@ def test_the_share_is_what_owners_read_and_write(kind: str, p: int) -> None:
         there = call.sources(owner) if kind == "broadcast" and kind in IN_PLACE else []
         writes += (stop - start) * len([reader for reader in call.readers(owner) if reader not in there])
     assert FLOOR_SHARE[kind](p) == pytest.approx((reads + writes) / (2 * n * p))
+
+
+class VirtualTime:
+    """A clock that only sleep moves, in place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
+    made = VirtualTime()
+    monkeypatch.setattr(harness, "time", made)
+    return made
+
+
+def test_every_call_has_a_batch_in_every_round(clock: VirtualTime) -> None:
+    calls = [lambda: clock.sleep(1e-4), lambda: clock.sleep(0.5)]
+    short, long = harness.measure(MPI.COMM_SELF, calls, 0.0, rounds=7)
+    assert (len(short.rounds), len(long.rounds)) == (7, 7)
+    assert (short.median, long.median) == pytest.approx((1e-4, 0.5))
+    # 7 rounds of batches of 0.5 s for each call; before them warm calls, and batches that find the number of calls
+    clock.now = 0.0
+    harness.measure(MPI.COMM_SELF, calls, 7.0, rounds=7)
+    assert clock.now == pytest.approx(7.0, abs=2.5)
+
+
+def test_a_rank_without_a_part_in_a_call_only_waits(clock: VirtualTime) -> None:
+    assert harness.measure(MPI.COMM_SELF, [None], 0.0, rounds=2)[0].median == 0.0
+
+
+def test_costs_are_those_of_the_calls(clock: VirtualTime) -> None:
+    calls = {nbytes: lambda nbytes=nbytes: clock.sleep(1e-5 + 1e-9 * nbytes) for nbytes in (64, 1 << 12, 1 << 20)}
+    assert harness.measure_costs(MPI.COMM_SELF, calls) == pytest.approx((1e-5, 1e-9), rel=1e-3)  # type: ignore[arg-type]

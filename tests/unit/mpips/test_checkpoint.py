@@ -337,7 +337,7 @@ def test_killed_at_any_moment_the_old_or_the_new_one_is_there(tmp_path, count):
         process.send_signal(signal.SIGKILL)
         process.wait()
         with TensorFile(path) as file:
-            file.see_sums(())
+            file.check_sums(())
             a, b = file.get("a"), file.get("b")
         assert len({*np.unique(a), *np.unique(b)}) == 1
         process.stdout.close()

@@ -187,7 +187,9 @@ def test_damage_to_a_file_without_checksums_is_a_sentence(tmp_path, readers, kin
 
 
 FAULTS = chaos.draw(3, 12, 2.0, kinds=["kill", "stop", "slow"], roles=["worker", "rank"])
-PROFILE = overlap.create_profile(["a", "b"], [10, 20], [0.1, 0.2], [0.3, 0.4], overlap.Linear(1e-5, 1e-9, 4), 1e-4, 1e9)
+PROFILE = overlap.create_profile(
+    ["a", "b"], [10, 20], [0.1, 0.2], [0.3, 0.4], overlap.LinearNetwork(1e-5, 1e-9, 4), 1e-4, 1e9
+)
 
 
 def see_table(path):

@@ -207,7 +207,7 @@ def test_who_leaves_or_waits_for_all_is_not_waited_for():
     server.go_on()
     assert server.value == 0
     server.state.meeting.add(2)
-    server.state._see_gone(server.unit)
+    server.state._handle_gone(server.unit)
     server.go_on()
     assert server.value == 2 and server.state.take_rounds() == (1, {})
 

@@ -71,7 +71,7 @@ def check_of(arrays: Mapping[str, bytes]) -> int:
     return total
 
 
-class RowTransfer:
+class RowMover:
     """The rows that one rank sends, reads into its own new tables, and receives, in one recovery.
 
     Args:
@@ -118,8 +118,8 @@ class RowTransfer:
 
     def _give(self) -> bool:
         """Read and pass on one more piece if there is room for it. Return True if that was done."""
-        left = [(one, size) for one, size in zip(self.under_way, self._sizes) if not one.Test()]
-        self.under_way, self._sizes = [one for one, _ in left], [size for _, size in left]
+        left = [(request, size) for request, size in zip(self.under_way, self._sizes) if not request.Test()]
+        self.under_way, self._sizes = [request for request, _ in left], [size for _, size in left]
         if self._gone or sum(self._sizes) > UNDER_WAY_BYTES:
             return False
         self._gone = next(self._going, True)
@@ -134,8 +134,8 @@ class RowTransfer:
                 for piece in self._journal(source, name).pieces(table.rounds[source.owner]):
                     owners = owners_of(piece["ids"], len(every))
                     for server in takers:
-                        mine = owners == every.index(server)
-                        arrays = {array: values[mine].tobytes() for array, values in piece.items()}
+                        belong = owners == every.index(server)
+                        arrays = {array: values[belong].tobytes() for array, values in piece.items()}
                         self._deal(server, name, source, number, arrays)
                     number += 1
                     yield False
