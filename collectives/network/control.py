@@ -21,10 +21,10 @@ import msgspec
 from mpi4py import MPI
 
 from mpips.collectives.agreement import describe_calls
-from mpips.collectives.errors import KINDS, CollectiveError, MismatchError, kind_of
-from mpips.collectives.fabric.failure import failed
+from mpips.collectives.errors import KINDS, CollectiveError, MismatchError, kind_index
+from mpips.collectives.fabric.failure import dead_ranks
 from mpips.collectives.fabric.layout import DEPARTURES, PROGRAM_ENDED
-from mpips.collectives.fabric.requests import received, tell
+from mpips.collectives.fabric.requests import receive_next, send_to_all
 from mpips.collectives.fabric.wait import Limits
 
 SPEAK_SECONDS = 0.05

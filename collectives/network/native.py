@@ -19,7 +19,7 @@ from mpips.collectives.arrays import Flat, Vector
 from mpips.collectives.call import Call, mpi_type, scale
 from mpips.collectives.errors import MismatchError
 from mpips.collectives.fabric.layout import digest
-from mpips.collectives.fabric.requests import Begin, Collectives
+from mpips.collectives.fabric.requests import NativeCall, NativeCollectives
 from mpips.collectives.kernels.sums import Step, perform
 
 MOST_ELEMENTS = 1 << 28
@@ -92,7 +92,7 @@ class NativePlan:
 
     def _compare(self) -> None:
         """Raise MismatchError if the ranks' calls differ. MPI may crash in such calls: Open MPI frees memory twice."""
-        if self._words[0] != -self._words[1]:
+        if self._extremes[0] != -self._extremes[1]:
             raise MismatchError(f"ranks make different calls: {SAME_CALL}")
 
     def free(self) -> None:

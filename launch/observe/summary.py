@@ -67,9 +67,9 @@ def summarize(traces: Sequence[RankTrace]) -> Summary:
     seconds: dict[int, float] = {}
     # (lane, operation, subject, number, round) identifies a call that ranks make together -> (rank, record) of each
     # rank
-    together: dict[tuple[Any, ...], list[tuple[int, Record]]] = defaultdict(list)
+    together: dict[tuple[Any, ...], list[tuple[int, CallRecord]]] = defaultdict(list)
     # (operation, size) identifies a line of the summary -> (rank, record) of its calls
-    by_size: dict[tuple[str, int], list[tuple[int, Record]]] = defaultdict(list)
+    by_size: dict[tuple[str, int], list[tuple[int, CallRecord]]] = defaultdict(list)
     for trace in traces:
         ended = [record for record in trace.records if record.ended_ns and record.operation != STEP]
         if ended:

@@ -36,7 +36,7 @@ FIRST_ROW = 1001
 class PlacedCall(NamedTuple):
     """A call and its place in the trace. Times are nanoseconds of the reference clock since the trace begins."""
 
-    record: Record
+    record: CallRecord
     # the process in the trace, which is the rank
     pid: int
     # the row
@@ -137,7 +137,7 @@ class _RankRows:
         self._trace = trace
         self._tids = tids
         # (True for calls that run during compute, thread) -> (record, begin, end) of each call
-        groups: dict[tuple[bool, int], list[tuple[Record, int, int]]] = defaultdict(list)
+        groups: dict[tuple[bool, int], list[tuple[CallRecord, int, int]]] = defaultdict(list)
         steps = []
         for record in trace.records:
             begin = clock.to_reference(record.begun_ns or record.made_ns) - first

@@ -136,7 +136,7 @@ def _processes(folder: str) -> list[str]:
     while any(find_processes_with(variable)) and clock.seconds() < GRACE:
         time.sleep(0.02)
     left = []
-    for pid in find_carriers(variable):
+    for pid in find_processes_with(variable):
         # The process may have ended in the meantime.
         with suppress(OSError):
             command_line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
@@ -151,7 +151,7 @@ def _files(ranks: Ranks) -> list[str]:
     Pages of ranks that died in a job that died are kept on purpose, and not counted.
     """
     existing = sorted(path for rank in ranks.all.values() for path in rank.memory if path.exists())
-    memory = [path for path in existing if path.parent.parent != folders.of_jobs()]
+    memory = [path for path in existing if path.parent.parent != folders.jobs_folder()]
     ends = tuple(f".{pid}" for pid in ranks.parents)
     sessions = (path for path in Path(tempfile.gettempdir()).glob("*.[0-9]*") if path.name.startswith(SESSIONS))
     return [str(path) for path in (*dict.fromkeys(memory), *(path for path in sessions if path.name.endswith(ends)))]

@@ -32,7 +32,7 @@ from torch.distributed import ReduceOp
 from mpips.collectives.agreement import SAME_VALUES, Items, difference
 from mpips.collectives.api import begin
 from mpips.collectives.communicator import communicator
-from mpips.collectives.errors import CollectiveError, ranks
+from mpips.collectives.errors import CollectiveError, format_ranks
 from mpips.torch.process_group import GroupJobs
 from mpips.torch.tensors import flatten, flatten_result
 from mpips.torch.works import GroupJob, communication, wait_for_plan
@@ -458,7 +458,7 @@ class Negotiator:
         others = [other for other, by in met if missing[0] in by]
         instead = f", and waits in {others[0]!r}" if others else ""
         return (
-            f"{requests[min(requests)]}: {ranks(callers)} called it, and rank {self.names[missing[0]]} did not"
+            f"{requests[min(requests)]}: {format_ranks(callers)} called it, and rank {self.names[missing[0]]} did not"
             f"{instead}: let all ranks call operations of the same names"
         )
 

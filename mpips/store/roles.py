@@ -246,7 +246,7 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
     try:
         lanes = agree(Gathering(world, limits), WHAT, items, refused, "option", data=b"%d" % lane)
     except ValueError as error:
-        part(world)
+        close_collectively(world)
         raise OptionError(str(error)) from None
     assert options is not None
     size = world.Get_size()

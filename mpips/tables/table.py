@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpips.collectives import arrays
-from mpips.collectives.errors import Uncopied, of_caller
+from mpips.collectives.errors import NotCopyable, of_caller
 from mpips.collectives.fabric.tasks import Task
 from mpips.collectives.recorder import own as recorder
 from mpips.store.keys.key import Array

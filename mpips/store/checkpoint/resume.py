@@ -93,7 +93,7 @@ def hear_step(layout: Layout, generation: Generation) -> int | None:
     received: list[bytes] = []
 
     def heard() -> bool:
-        if (message := requests.received(layout.world, TAG)) is not None:
+        if (message := requests.receive_next(layout.world, TAG)) is not None:
             received.append(message[1])
         return bool(received)
 

@@ -312,7 +312,7 @@ def write_content(content: Content, writer: Writer) -> Task[str]:
     # A run never has two pieces of one tensor, because a piece is as long as a run may be. Pieces of a run are written
     # as they come, and those of one tensor must be written in order.
     for run in runs((piece.nbytes for piece in every), PIECE_BYTES):
-        yield from together([copy_piece(piece, writer) for piece in every[run]], AT_ONCE)
+        yield from run_together([copy_piece(piece, writer) for piece in every[run]], AT_ONCE)
         yield True
     yield from content.release()
     disk = Disk(writer)

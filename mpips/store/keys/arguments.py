@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mpips.collectives import arrays
 from mpips.collectives.agreement import difference
-from mpips.collectives.arrays import see_unmasked
+from mpips.collectives.arrays import check_unmasked
 from mpips.collectives.errors import did_you_mean, of_caller
 from mpips.collectives.fabric.tasks import Task
 from mpips.collectives.kernels.quiet import quiet

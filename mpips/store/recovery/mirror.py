@@ -280,7 +280,7 @@ class Mirror(UnitMirror):
         for under_way in [sent.requests for sent in self._under_way.values()] + [
             coming.requests for coming in self._coming
         ]:
-            requests.keep(under_way)
+            requests.keep_until_complete(under_way)
         self._due.clear()
         self._under_way.clear()
         self._coming.clear()

@@ -232,7 +232,7 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
     results: list[T] = []
     verdict, raised = DONE, None
     try:
-        with Making(left) as making:
+        with CommCreationGuard(left) as making:
             layout.become(old.rebuild_after_death(left, grow))
             generation.advance()
             with generation.failing(WHAT):
@@ -381,7 +381,7 @@ class Member(Generic[T]):
         try:
             self.generation.wait(is_over, WHAT)
         finally:
-            keep(request for mover in movers for request in mover.under_way)
+            keep_until_complete(request for mover in movers for request in mover.under_way)
         unit_mover.finish()
         self.nbytes = unit_mover.nbytes + sum(mover.nbytes for mover in movers)
 

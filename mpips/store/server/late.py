@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from mpips.collectives.errors import MismatchError, StallError, format_ranks
+from mpips.collectives.fabric.requests import send_to_all
 from mpips.collectives.fabric.wait import LONGER
 from mpips.store.server.unit import Replies, Reply
 
@@ -214,7 +215,7 @@ class Gossip:
         """Send this server's waits to the first one if they have changed. On the first server, receive them."""
         if self._alone:
             return
-        from mpips.collectives.fabric.requests import receive_next, send_to_all
+        from mpips.collectives.fabric.requests import receive_next
 
         if self._comm.Get_rank() == 0:
             while (message := receive_next(self._comm, WAITS_TAG)) is not None:
@@ -222,4 +223,4 @@ class Gossip:
                 self._late.note_elsewhere(server, msgspec.msgpack.decode(data, type=list[Wait]))
         elif (waits := self._late.waits_here()) != self._sent:
             self._sent = waits
-            tell(self._comm, msgspec.msgpack.encode(waits), [0], WAITS_TAG)
+            send_to_all(self._comm, msgspec.msgpack.encode(waits), [0], WAITS_TAG)

@@ -26,7 +26,7 @@ from mpips.store.worker.interface import Backend
 
 T = TypeVar("T")
 # a record that has begun: its ring, its sequence number there, and what the call pushes or pulls
-Begun: TypeAlias = tuple[Ring, int, Pushed]
+Begun: TypeAlias = tuple[RecordRing, int, Pushed]
 # Peers are told what this worker waits for when it has waited this long.
 LONG_SECONDS = 1.0
 CLOSED = "the store is closed: make this call before close()"

@@ -318,7 +318,7 @@ class WorkerStore:
             collections: Collections of services for whose rounds it may wait.
         """
         results: list[T] = []
-        self.operations.run(names, kept(task, results), 0, what, collections)
+        self.operations.run(names, append_result(task, results), 0, what, collections)
         return results[0]
 
     def start(self, what: str, task: Task[Any], detached: bool = True, collections: Sequence[str] = ()) -> Handle:

@@ -169,7 +169,7 @@ def test_a_job_is_found_by_its_allocation_where_no_other_is_in_it(
 
 @pytest.mark.slow
 def test_another_job_that_runs_is_named(job: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "jobs", lambda: [folders.of_jobs() / "78", folders.of_jobs() / "77"])
+    monkeypatch.setattr(command, "jobs", lambda: [folders.jobs_folder() / "78", folders.jobs_folder() / "77"])
     monkeypatch.setattr(command, "has_live_ranks", lambda folder: True)
     said = CliRunner().invoke(command.command, ["why"]).output
     assert "(This is your newest job here; job 78 runs, too: name one by `mpips why JOB`.)" in said
@@ -264,7 +264,7 @@ def test_ranks_in_different_calls_that_wait_for_each_other_are_a_deadlock() -> N
 
 
 def test_equal_calls_in_two_communicators_are_a_deadlock_too() -> None:
-    wait, one, two = (OngoingWait("sum", 5, (), "train.py:9"),), Lane(1, 8, "sum"), Lane(2, 8, "sum")
+    wait, one, two = (OngoingWait("sum", 5, (), "train.py:9"),), LastCall(1, 8, "sum"), LastCall(2, 8, "sum")
     made = {"1": {"ranks": "0,1", "place": 0}, "2": {"ranks": "0,1", "place": 2}}
     ranks = [
         rank(0, waits=wait, lanes=(one._replace(number=9), two), size=2, communicators=made),

@@ -59,7 +59,7 @@ def test_a_loss_that_is_no_number_is_null(monkeypatch: pytest.MonkeyPatch, job: 
     seen = gather(folders.jobs_folder() / "77", 0.0)
     odd = [one._replace(notes={"loss": float("nan"), "accuracy": float("inf")}) for one in seen]
     monkeypatch.setattr(JobWatch, "look", lambda *words, **more: JobView(odd, {}))
-    history = live.History(folders.of_jobs() / "77")
+    history = live.History(folders.jobs_folder() / "77")
     history.look()
     found = json.loads(history.to_json(), parse_constant=lambda word: pytest.fail(word))
     assert found["samples"][-1]["notes"] == {"loss": None, "accuracy": None}
@@ -95,7 +95,7 @@ def test_the_page_loads_nothing_from_elsewhere(address: str) -> None:
 
 
 def test_hosts_that_are_written_after_the_first_look_are_asked(job: Ranks) -> None:
-    with JobWatch(folders.of_jobs() / "77") as watch:
+    with JobWatch(folders.jobs_folder() / "77") as watch:
         assert not watch.look(0.0).unreached
         known = {"names": ["elsewhere"], "launcher": "a", "agent": ["false"], "python": sys.executable, "path": ""}
         folders.write_hosts("77", json.dumps(known))
