@@ -70,6 +70,11 @@ def format_ranks(numbers: Sequence[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
+def have_not(numbers: Sequence[int], step: str) -> str:
+    """Say of ranks that they have not taken a step: "rank 3 has not come", "ranks 0, 2 have not come"."""
+    return f"{ranks(numbers)} {'have' if len(numbers) > 1 else 'has'} not {step}"
+
+
 def of_caller(error: E) -> E:
     """Mark an error as caused by the caller, and return it.
 

@@ -226,6 +226,13 @@ MUTATIONS = (
         ((0, "tests/unit/mpips/recovery/test_memory.py"), *RECOVERY),
     ),
     Mutation(
+        "a member of an asynchronous client reads rows before the pushes of its client are applied",
+        "mpips/store/remote/sparse.py",
+        "            yield from call.run(call.met())\n",
+        "",
+        ((3, "tests/mpi/mpips/test_store_rows.py"),),
+    ),
+    Mutation(
         "a unit that is put back by a round keeps the optimizer's later step",
         "mpips/store/recovery/recover.py",
         "        old.go_to_undo_copy()\n",

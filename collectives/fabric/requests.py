@@ -37,6 +37,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from mpi4py import MPI
+from numpy.typing import NDArray
 
 from mpips.collectives.arrays import Vector
 from mpips.collectives.clock import Clock
@@ -258,12 +259,13 @@ class Receive(MPI.Prequest):
 
 def make_receives(comm: MPI.Comm, vector: Vector, source: int, tag: int) -> list[MPI.Prequest]:
     """Make the persistent requests that receive a vector."""
-    return [Receive(comm.Recv_init(piece, source, tag)) for piece in message_buffers(vector)]
+    pieces = cut_bytes(vector, MESSAGE_BYTES)
+    return [Receive(comm.Recv_init(piece, source, tag)) for piece in pieces if piece.size]
 
 
 def make_sends(comm: MPI.Comm, vector: Vector, target: int, tag: int) -> list[MPI.Prequest]:
     """Make the persistent requests that send a vector."""
-    return [comm.Send_init(piece, target, tag) for piece in message_buffers(vector)]
+    return [comm.Send_init(piece, target, tag) for piece in cut_bytes(vector, MESSAGE_BYTES) if piece.size]
 
 
 def release(requests: Sequence[MPI.Prequest]) -> None:
@@ -323,10 +325,10 @@ def _free_if_complete(request: MPI.Request) -> bool:
     return ended
 
 
-def message_buffers(vector: Vector) -> list[list[Any]]:
-    """Cut a vector into MPI buffers of at most MESSAGE_BYTES. They have type MPI.BYTE, which suits all elements."""
-    raw = vector.view(np.uint8)
-    return [[raw[at : at + MESSAGE_BYTES], MPI.BYTE] for at in range(0, raw.size, MESSAGE_BYTES)]
+def cut_bytes(array: NDArray[Any], nbytes: int) -> list[NDArray[np.uint8]]:
+    """Cut a 1-D array into views of `nbytes` each; the last may be shorter. An empty array gives one empty view."""
+    data = array.view(np.uint8)
+    return [data[start : start + nbytes] for start in range(0, max(data.size, 1), max(nbytes, 1))]
 
 
 def receive_next(comm: MPI.Comm, tag: int) -> tuple[int, bytes] | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from mpips.collectives.clock import Clock
-from mpips.collectives.errors import StallError, format_ranks, warn
+from mpips.collectives.errors import StallError, have_not, warn
 from mpips.collectives.recorder import own as recorder
 
 # steps before the loop first yields the core
@@ -108,8 +108,8 @@ def drive(steps: Iterator[None], generation: RankGroup, what: str, spins: int = 
                     recorder.write_wait(what, start, generation.late())
                 if waited > generation.limits.stall_seconds and not warned:
                     warned = True
-                    warn(_sentence(what, waited, generation))
-                check_in_time(what, waited, generation)
+                    warn(late_sentence(what, waited, generation.late()))
+                see_in_time(what, waited, generation)
     finally:
         # Count the wait only if it was long enough for a look. Shorter ones are not worth the time.
         if due > start + LOOK_SECONDS:
@@ -125,10 +125,11 @@ def wait_until(ready: Callable[[], object]) -> Iterator[None]:
 def check_in_time(what: str, waited: float, generation: RankGroup) -> None:
     """Raise StallError if a wait has lasted longer than the generation permits."""
     if 0 < generation.limits.timeout_seconds < waited:
-        raise StallError(f"{_sentence(what, generation.limits.timeout_seconds, generation)}; {LONGER}")
+        sentence = late_sentence(what, generation.limits.timeout_seconds, generation.late())
+        raise StallError(f"{sentence}; {LONGER}")
 
 
-def _sentence(what: str, waited: float, generation: RankGroup) -> str:
-    late = list(generation.late())
-    missing = f": {format_ranks(late)} {'have' if len(late) > 1 else 'has'} not come" if late else ""
+def late_sentence(what: str, waited: float, late: Sequence[int], step: str = "come") -> str:
+    """Say how long something has waited, and which ranks have not taken the step that it waits for."""
+    missing = f": {have_not(late, step)}" if late else ""
     return f"{what} has waited for {waited:.3g} s{missing}"

@@ -16,11 +16,13 @@ from mpips.optimizers.sgd import decayed, scaled
 
 @dataclass(frozen=True)
 class AdaGrad(Equation):
-    """AdaGrad (Duchi, Hazan, Singer 2011), as in PyTorch.
+    """AdaGrad (Duchi, Hazan, Singer 2011).
 
-    d = rescale * gradient + weight_decay * w
-    squares = squares + d^2
-    w = w - learning_rate * d / (sqrt(squares) + epsilon)
+    The update is that of PyTorch:
+
+        d = rescale * gradient + weight_decay * w
+        squares = squares + d^2
+        w = w - learning_rate * d / (sqrt(squares) + epsilon)
     """
 
     slots: ClassVar[int] = 1
@@ -43,11 +45,13 @@ class AdaGrad(Equation):
 
 @dataclass(frozen=True)
 class RMSProp(Equation):
-    """RMSProp (Tieleman, Hinton 2012), as in PyTorch.
+    """RMSProp (Tieleman, Hinton 2012).
 
-    d = rescale * gradient + weight_decay * w
-    squares = decay * squares + (1 - decay) * d^2
-    w = w - learning_rate * d / (sqrt(squares) + epsilon)
+    The update is that of PyTorch:
+
+        d = rescale * gradient + weight_decay * w
+        squares = decay * squares + (1 - decay) * d^2
+        w = w - learning_rate * d / (sqrt(squares) + epsilon)
     """
 
     slots: ClassVar[int] = 1

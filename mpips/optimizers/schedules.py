@@ -88,7 +88,11 @@ class Constant:
 class StepDecay:
     """A rate that is multiplied by `factor` after every `every` steps.
 
-    rate * factor^((step - 1) // every)
+        rate * factor^((step - 1) // every)
+
+    >>> schedule = mpips.optimizers.StepDecay(0.1, every=30, factor=0.5)
+    >>> schedule.at(30), schedule.at(31)
+    (0.1, 0.05)
     """
 
     rate: float
@@ -107,7 +111,11 @@ class StepDecay:
 class Cosine:
     """Half a cosine from `rate` at step 1 down to `end`, and `end` after `steps` steps (Loshchilov, Hutter 2017).
 
-    end + (rate - end) * (1 + cos(pi * min(step - 1, steps) / steps)) / 2
+        end + (rate - end) * (1 + cos(pi * min(step - 1, steps) / steps)) / 2
+
+    >>> schedule = mpips.optimizers.Cosine(0.1, steps=1000)
+    >>> schedule.at(1), round(schedule.at(501), 6), schedule.at(1001)
+    (0.1, 0.05, 0.0)
     """
 
     rate: float
@@ -127,7 +135,10 @@ class Cosine:
 class Warmup:
     """A straight line from `start` at step 0 to `rate` at step `steps`, and `rate` after it (Goyal et al. 2017).
 
-    start + (rate - start) * min(step, steps) / steps
+        start + (rate - start) * min(step, steps) / steps
+
+    >>> mpips.optimizers.Warmup(0.1, steps=500).at(250)
+    0.05
     """
 
     rate: float
@@ -148,11 +159,13 @@ class Warmup:
 class Chained:
     """Several schedules in turn, each with its own steps from 1.
 
-        Chained((Warmup(0.1, 500), Cosine(0.1, 9500)), until=(500,))
-
     Args:
         schedules: The schedules, in order.
         until: The last step of each schedule but the last, ascending.
+
+    >>> from mpips.optimizers import Chained, Cosine, Warmup
+    >>> Chained((Warmup(0.1, 500), Cosine(0.1, 9500)), until=(500,)).at(501)
+    0.1
     """
 
     schedules: tuple[RateSchedule, ...]

@@ -28,14 +28,18 @@ class SGD(Equation):
         velocity = momentum * velocity + d
         w = w - learning_rate * velocity
 
-        kv.set_optimizer(mpips.optimizers.SGD(0.1, momentum=0.9))
-
     Args:
         learning_rate: A number or a schedule.
         weight_decay: At least 0.
         rescale: Pushes arrive as a sum, so it is usually 1 / mini-batch size, or 1 / workers.
         momentum: Below 1. With 0 no state is kept, and w = w - learning_rate * d (MXNET-MPI, equation 1).
         nesterov: The last term is learning_rate * (d + momentum * velocity).
+
+    >>> sgd = mpips.optimizers.SGD(0.1)
+    >>> weights = np.ones(2)
+    >>> sgd.update(weights, np.array([1.0, 2.0]), sgd.init(weights), step=1)
+    >>> weights
+    array([0.9, 0.8])
     """
 
     learning_rate: Number = 0.01

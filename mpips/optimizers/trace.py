@@ -334,6 +334,8 @@ LONG_TILE = 16 * 1024
 MANY_PARTS = 5
 # gradients that one loop adds. LLVM checks only this many arrays for overlap, and vectorizes no loop over more.
 READ_AT_ONCE = 8
+# how many rows ahead the kernel for rows prefetches memory
+AHEAD = 12
 # dtype of weights that kernels know -> dtype that they compute in
 WIDE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
 
@@ -376,39 +378,22 @@ def sum_text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
     )
 
 
-def rows_text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
-    """Return the text of the kernel that updates rows of a table by the sum of row-sparse gradients.
+def rows_text(tape: Tape, lines: Sequence[str], dtype: str) -> str:
+    """Return the text of the kernel that updates rows of a table by a row-sparse gradient.
 
-    The kernel takes more arguments: `columns`, the elements of a row, and `r0, ...`, the ascending row numbers of each
-    gradient.
+    The kernel takes two more arguments: `columns`, the elements of a row, and `rows`, the row numbers.
     """
-    gradients, adding, least = _gradients(parts), [], []
-    for number, gradient in enumerate(gradients):
-        rows, at = f"r{number}", f"k{number}"
-        least += [f"        if {at} < {rows}.size:", f"            row = min(row, {rows}[{at}])"]
-        total = _added("total[i]", "g_[i]", dtype) if number else _widened("g_[i]", dtype)
-        adding += [
-            f"        if {at} < {rows}.size and {rows}[{at}] == row:",
-            f"            g_ = {gradient}_all[{at} * columns : ({at} + 1) * columns]",
-            "            for i in range(columns):",
-            f"                total[i] = {total}",
-            f"            {at} += 1",
-            *([] if number else ["        else:", "            total[:] = 0"]),
-        ]
     return "\n".join(
         [
-            *_head(tape, dtype, gradients, ["columns", *[f"r{number}" for number in range(parts)]]),
-            f"    total = np.empty(columns, np.{WIDE[dtype]})",
-            *[f"    k{number} = 0" for number in range(parts)],
-            "    while True:",
-            "        row = w_all.size",
-            *least,
-            "        if row == w_all.size:",
-            "            break",
-            *adding,
-            *[f"        {name}_ = {name}_all[row * columns : (row + 1) * columns]" for name in _arrays(tape)],
+            *_head(tape, dtype, ["g0"], ["columns", "rows"]),
+            "    for k in range(rows.size):",
+            f"        ahead = rows[min(k + {AHEAD}, rows.size - 1)] * columns",
+            *[f"        prefetch({name}_all, ahead)" for name in _arrays(tape)],
+            "        start, stop = rows[k] * columns, (rows[k] + 1) * columns",
+            *[f"        {name}_ = {name}_all[start:stop]" for name in _arrays(tape)],
+            "        g_ = g0_all[k * columns : (k + 1) * columns]",
             "        for i in range(columns):",
-            "            g = total[i]",
+            f"            g = {_widened('g_[i]', dtype)}",
             *_update(tape, lines, dtype, "            "),
         ]
     )

@@ -24,7 +24,7 @@ from mpips.store.ranks import keep_layout
 from mpips.store.recovery.recover import Member, StandBy, wait_for_role
 from mpips.store.remote.store import RemoteStore
 from mpips.store.replicated.store import ReplicatedStore
-from mpips.store.roles import Layout, Seat
+from mpips.store.roles import CorePinning, Layout
 from mpips.store.runtime.errors import Step, StoreError
 from mpips.store.runtime.generation import Generation
 from mpips.store.server.loop import Server, serve
@@ -51,7 +51,7 @@ _open: list[_Open] = []
 # folders into which stores of this process save themselves, including closed stores
 _folders: set[str] = set()
 # the core that this process is bound to, while it has a store with servers (at most one entry)
-_seats: list[Seat] = []
+_seats: list[CorePinning] = []
 # the number of spares of the one store of this process that survives deaths (at most one entry)
 _surviving: list[int] = []
 
@@ -419,13 +419,13 @@ def _unfit(options: Options, first: Layout) -> str:
     )
 
 
-def _seat(layout: Layout, generation: Generation) -> Seat:
+def _seat(layout: Layout, generation: Generation) -> CorePinning:
     """Return the core binding of this process, which is made with its first store.
 
     Collective over the layout's ranks, blocking.
     """
     if not _seats:
-        _seats.append(Seat(layout, generation))
+        _seats.append(CorePinning(layout, generation))
     return _seats[0]
 
 

@@ -3,7 +3,7 @@
 In the order of ranks, a job has W workers, then its servers, then its spares. Client c of C has workers c*W//C up to,
 but not including, (c+1)*W//C. Every communicator of a store is made here, and each generation has its own.
 
-If a machine has more processes than cores, processes are bound to one core each, round robin (`Seat`), unless a
+If a machine has more processes than cores, processes are bound to one core each, round robin (`CorePinning`), unless a
 launcher has bound any of them. A waiting process polls and yields its core after each poll, which the kernel counts as
 work. Without binding the kernel might therefore leave two servers on one core for seconds. In containers and on hosts
 of a lab nothing is bound.
@@ -331,7 +331,7 @@ def spread(allowed: Sequence[Cores]) -> list[int] | None:
     return [cores[index % len(cores)] for index in range(len(allowed))]
 
 
-class Seat:
+class CorePinning:
     """The binding of this process to one core, until `leave`.
 
     `shared` is True if the machine has more processes than cores.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.tables.initial import GOLDEN, Ids, mixed
+from mpips.store.keys.row_sums import GOLDEN, Ids, mixed
 from mpips.tables.rows import TableRows
 
 # makes the random numbers for admission differ from those for first values

@@ -22,15 +22,14 @@ from mpips.collectives.fabric.tasks import Task
 from mpips.collectives.recorder import own as recorder
 from mpips.collectives.recorder import page
 from mpips.store.keys.key import Array
-from mpips.store.remote.link import Link
+from mpips.store.keys.row_sums import Distinct, Ids, Places, distinct, owners_of, sum_into
+from mpips.store.remote.link import ServerLink
 from mpips.store.remote.setup import Setup
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import RoomError
 from mpips.store.transport import frames
 from mpips.tables import kernels, messages
 from mpips.tables.in_place import RowsInPlace
-from mpips.tables.initial import Ids, owners_of
-from mpips.tables.merge import Distinct, deal, distinct, sum_into
 from mpips.tables.messages import decode_answer
 
 Payload = NDArray[np.uint8]
@@ -59,6 +58,26 @@ class _Pool:
         """Take back memory that no server reads or writes any more."""
         self._free.append(memory)
         del self._free[:-KEPT]
+
+
+def deal(found: Distinct, first_rows: Sequence[int], first_words: Sequence[int], words: Ids) -> Places:
+    """Lay ids out for the servers. Return for each given id the row that it got.
+
+    Args:
+        found: The ids.
+        first_rows: For each server the first of its rows. Its ids get consecutive rows.
+        first_words: For each server the index in `words` from which its ids are written.
+        words: Where ids are written.
+    """
+    if len(found.per_server) == 1:
+        words[first_words[0] :][: len(found.ids)] = found.ids
+        return found.places + first_rows[0] if first_rows[0] else found.places
+    rows = np.empty(len(found.ids), np.int64)
+    for server, count in enumerate(found.per_server):
+        chosen = np.flatnonzero(found.owners == server)
+        rows[chosen] = first_rows[server] + np.arange(count)
+        words[first_words[server] :][:count] = found.ids[chosen]
+    return rows[found.places]
 
 
 class _Block:
@@ -149,7 +168,7 @@ class RemoteTables:
 
     service = "tables"
 
-    def __init__(self, layout: Layout, link: Link, setup: Setup) -> None:
+    def __init__(self, layout: Layout, link: ServerLink, setup: Setup) -> None:
         self._link = link
         self._setup = setup
         self._layout = layout
@@ -411,7 +430,7 @@ class FrozenOnServers:
         parts: For each table one entry for each server, in their order.
     """
 
-    def __init__(self, link: Link, number: int, parts: Mapping[str, Sequence[messages.FrozenTable]]) -> None:
+    def __init__(self, link: ServerLink, number: int, parts: Mapping[str, Sequence[messages.FrozenTable]]) -> None:
         self._link = link
         self._number = number
         self.parts = parts

@@ -38,11 +38,11 @@ from mpips.store.checkpoint.file import (
 )
 from mpips.store.keys.arguments import check_one_round
 from mpips.store.keys.key import Array
+from mpips.store.keys.row_sums import Ids
 from mpips.store.options import MOST
 from mpips.store.runtime.rendezvous import Items, attempt
 from mpips.store.worker.store import WorkerStore
 from mpips.tables.client import FrozenOnServers, KnownTable, RemoteTables
-from mpips.tables.initial import Ids
 from mpips.tables.messages import DTYPES, MakeTable, TableStats
 from mpips.tables.rows import arrays_of
 

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpips.collectives.fabric.arena import Region, SparseFile
+from mpips.store.keys.row_sums import Ids
 from mpips.tables import index, kernels
-from mpips.tables.initial import Ids
 from mpips.tables.journal import CLOSED, HERE, OPENED, REFUSALS, WORDS
 from mpips.tables.messages import MakeTable, TablePlaces
 

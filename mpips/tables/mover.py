@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from mpips.collectives.errors import CollectiveError
 from mpips.collectives.fabric import requests
-from mpips.tables.initial import owners_of
+from mpips.store.keys.row_sums import owners_of
 from mpips.tables.journal import Journal
 from mpips.tables.plan import RowSource, TablePlan
 

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.machine import free_memory
+from mpips.store.keys.row_sums import Ids
 from mpips.tables.index import Hashes, Index, Positions
-from mpips.tables.initial import Ids
 
 Touched = NDArray[np.int32]
 # `touched` of a position without a row; updates count from 1

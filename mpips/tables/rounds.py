@@ -29,14 +29,13 @@ from numpy.typing import NDArray
 from mpips.collectives.errors import CollectiveError, MismatchError
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.recorder import own as recorder
-from mpips.collectives.recorder.ring import RecordRing, form
+from mpips.collectives.recorder.ring import Ring, form
+from mpips.store.keys.row_sums import Ids, summed
 from mpips.store.server.late import BEFORE_LEAVING, Wait
 from mpips.store.server.service import Answers, Asker, Payload
 from mpips.store.transport import frames
 from mpips.tables import admission, messages, row_optimizers
-from mpips.tables.initial import Ids
 from mpips.tables.journal import HERE, REFUSALS, TORN, RowsRound
-from mpips.tables.merge import summed
 from mpips.tables.mirror import RowMirror
 from mpips.tables.rows import Array, TableRows, arrays_of
 

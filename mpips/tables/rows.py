@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.kernels.quiet import quiet
+from mpips.store.keys.row_sums import Ids, update_in_blocks
 from mpips.tables import index, kernels, row_optimizers
 from mpips.tables.index import MOST_ROWS, Positions
-from mpips.tables.initial import Ids, first_rows
+from mpips.tables.initial import first_rows
 from mpips.tables.journal import HERE, KEPT, ROWS, WORDS, Journal, RowsRound, kept_arrays
 from mpips.tables.messages import MakeTable
 from mpips.tables.places import FREE, Places
@@ -172,14 +173,12 @@ class TableRows:
     def _update_blocks(self, at: Positions, gradients: Array, counts: Array | None, step: int) -> None:
         """Update the rows at these positions in blocks, small enough that temporaries stay in the cache."""
         step_rows = max(1, BLOCK_BYTES // self.row_bytes)
-        for start in range(0, len(at), step_rows):
-            block = slice(start, start + step_rows)
-            some = at[block]
-            values, state = self._values[some], [array[some] for array in self._state]
+
+        def update(block: slice, rows: Sequence[Array]) -> None:
+            values, *state = rows
             self.optimizer.update(values, gradients[block], state, None if counts is None else counts[block], step)
-            self._values[some] = values
-            for array, new in zip(self._state, state, strict=True):
-                array[some] = new
+
+        update_in_blocks(at, [self._values, *self._state], step_rows, update)
 
     def remove(self, ids: Ids) -> None:
         """Drop the rows of these ids. All must exist, and no id may repeat."""

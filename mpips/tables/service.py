@@ -13,12 +13,12 @@ import numpy as np
 
 from mpips.collectives.errors import CollectiveError
 from mpips.collectives.fabric.arena import SparseFile
+from mpips.store.keys.row_sums import owners_of
 from mpips.store.server.late import Late, Wait
 from mpips.store.server.service import Answers, Asker, OldMemory, Payload, Surroundings
 from mpips.store.server.unit import Known, UnknownError
 from mpips.store.transport import frames
 from mpips.tables import kernels, messages, row_optimizers
-from mpips.tables.initial import owners_of
 from mpips.tables.journal import HERE, TORN, Journal, RowsRound
 from mpips.tables.mirror import RowMirror
 from mpips.tables.places import room

@@ -19,6 +19,7 @@ from mpips.collectives.errors import NotCopyable, of_caller
 from mpips.collectives.fabric.tasks import Task
 from mpips.collectives.recorder import own as recorder
 from mpips.store.keys.key import Array
+from mpips.store.keys.row_sums import Ids
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Handle
 from mpips.store.worker.operations import CALLER_ERRORS, Begun, recorded, step_of_push
@@ -27,7 +28,6 @@ from mpips.store.worker.store import WorkerStore
 from mpips.tables import files as table_files
 from mpips.tables import messages, row_optimizers
 from mpips.tables.client import KnownTable, RemoteTables
-from mpips.tables.initial import Ids
 
 T = TypeVar("T")
 # Limit on the rows of one call, in bytes. The rows for a server travel in one message.
@@ -71,14 +71,18 @@ class Table(NotCopyable):
             gradients: In the table's dtype, with shape ids.shape + (dim,).
 
         Raises:
+            ValueError, TypeError: An argument is bad. Nothing has been sent.
             MemoryError: A server has no memory for new rows. In a synchronous store the round then counts on no server,
                 the rows are as before, and the store can be used further. The other workers get the error in this call
                 or in a later one. In an asynchronous store only this worker's push is refused.
+
+        Example:
+            >>> table.push(np.array([7, -3, 7]), np.ones((3, table.dim), table.dtype))
         """
         push_together([(self, ids, gradients)])
 
     def pull(self, ids: object, out: object = None) -> Any:
-        """Return the rows of these ids as they are after this worker's pushes.
+        """Return the rows of these ids as they are after this worker's pushes. Blocking.
 
         An id without a row gets its first values. A pull makes no rows.
 
@@ -88,7 +92,12 @@ class Table(NotCopyable):
                 makes a new array.
 
         Raises:
+            ValueError, TypeError: An argument is bad. Nothing has been sent.
             MemoryError: One of this worker's pushes was refused; see `push`.
+
+        Example:
+            >>> table.pull(np.array([[7, -3], [8, 7]])).shape == (2, 2, table.dim)
+            True
         """
         self._check_there("pull")
         with CALLER_ERRORS:
@@ -102,6 +111,13 @@ class Table(NotCopyable):
 
         Leave `ids` and `out` unchanged until then. Calls of one table run in program order: the next call waits for
         this one.
+
+        Args:
+            ids, out: As in `pull`.
+
+        Example:
+            >>> handle = table.ipull(np.array([7, -3]))
+            >>> rows = handle.wait()
         """
         self._check_there("ipull")
         with CALLER_ERRORS:
@@ -116,7 +132,18 @@ class Table(NotCopyable):
         return handle
 
     def pushpull(self, ids: object, gradients: object, out: object = None) -> Any:
-        """Push gradients of these ids, then return their rows after that push, as `pull` does."""
+        """Push gradients of these ids, then return their rows after that push. Blocking.
+
+        Args:
+            ids, gradients: As in `push`.
+            out: As in `pull`.
+
+        Raises:
+            ValueError, TypeError, MemoryError: As `push` and `pull`.
+
+        Example:
+            >>> rows = table.pushpull(np.array([7, -3]), np.ones((2, table.dim), table.dtype))
+        """
         where, flat = self._check_push("pushpull", ids, gradients)
         with CALLER_ERRORS:
             target, rows = self._target_of("pushpull", out, self._ids_of("pushpull", ids)[1])
@@ -174,12 +201,17 @@ class Table(NotCopyable):
         return self.stats()["rows"]
 
     def stats(self) -> dict[str, int]:
-        """Return figures of this table, summed over all servers, after this worker's pushes.
+        """Return figures of this table, summed over all servers, after this worker's pushes. Blocking.
 
         Returns:
             A dict with `rows`; `bytes`, the memory of the rows with optimizer state, index and counts; `updates`;
             `evicted`, the number of rows dropped; `refused`, the number of gradients dropped because `admit` gave their
             id no row; and `counted`, the number of ids without a row whose updates are being counted.
+
+        Example:
+            >>> table.push(np.array([7, -3, 7]), np.ones((3, table.dim), table.dtype))
+            >>> table.stats()["rows"]
+            2
         """
         self._check_there("stats")
         parts = self._stats(self._known)
@@ -195,13 +227,19 @@ class Table(NotCopyable):
         }
 
     def update_optimizer(self, **numbers: Any) -> None:
-        """Change numbers of the optimizer, such as `learning_rate`, from the next update on.
+        """Change numbers of the optimizer, such as `learning_rate`, from the next update on. Collective; blocking.
 
-        Collective over the workers. The optimizer's state is kept.
+        The optimizer's state is kept.
+
+        Args:
+            numbers: The new values.
 
         Raises:
             ValueError, TypeError: On all workers. A number is bad or unknown, or in a synchronous store one worker has
                 pushed more often than another. Nothing has changed.
+
+        Example:
+            >>> table.update_optimizer(learning_rate=0.01)
         """
         self._check_there("update_optimizer")
         card, what = self._known.card, f"update_optimizer of table {self.name!r}"
@@ -216,8 +254,8 @@ class Table(NotCopyable):
     def save(self, path: str | os.PathLike[str], since: int | None = None) -> int:
         """Write all rows with their optimizer state to a file (safetensors), after the same round on all servers.
 
-        Collective over all workers. With `since`, the file is an increment: it has only the rows that later updates
-        have changed, and the ids of rows dropped since. Give `load` all the files.
+        Collective over all workers; blocking. With `since`, the file is an increment: it has only the rows that later
+        updates have changed, and the ids of rows dropped since. Give `load` all the files.
 
         Args:
             path: If the job is killed meanwhile, the old file or the whole new one is there.
@@ -229,6 +267,11 @@ class Table(NotCopyable):
         Raises:
             ValueError: On all workers. The file cannot be written; in a synchronous store one worker has pushed more
                 often than another; or no increment can be written from `since`, as in `export`.
+
+        Example:
+            >>> updates = table.save(path)
+            >>> table.push(np.array([7]), np.ones((1, table.dim), table.dtype))
+            >>> updates = table.save(f"{path}.increment", since=updates)
         """
         self._check_there("save")
         return table_files.save(self._store, self._tables, self._known, path, lambda: _since(self.name, "save", since))
@@ -245,12 +288,16 @@ class Table(NotCopyable):
         Raises:
             ValueError: On all workers. A file is damaged, or does not fit this table or the file before it. Nothing has
                 changed.
+
+        Example:
+            >>> updates = table.save(path)
+            >>> table.load(path)
         """
         self._check_there("load")
         table_files.load(self._store, self._tables, self._known, (path, *increments))
 
     def export(self, path: str | os.PathLike[str], since: int | None = None) -> int:
-        """Write rows to a file (safetensors) for programs that serve. Collective over all workers.
+        """Write rows to a file (safetensors) for programs that serve. Collective over all workers; blocking.
 
         The file has the tensors `ids`, `values` and `dropped`. With `since` it has only rows that later updates have
         changed, and `dropped` names the rows that were dropped after it. To follow a table, a reader takes file after
@@ -266,6 +313,9 @@ class Table(NotCopyable):
         Raises:
             ValueError: On all workers. The file cannot be written; no file of these rows was written at `since` (a file
                 written before a load is of other rows); or the servers no longer know which rows were dropped after it.
+
+        Example:
+            >>> updates = table.export(path)
         """
         self._check_there("export")
         return table_files.export(
@@ -386,13 +436,13 @@ class Table(NotCopyable):
 
 
 def push_together(pushes: Sequence[tuple[Table, object, object]]) -> None:
-    """Push to several tables at once, each at most once, and wait only once for each store.
+    """Push to several tables at once, each at most once, and wait only once for each store. Blocking.
+
+    Nothing is sent if any argument is bad.
 
     Args:
         pushes: (table, ids, gradients), as `Table.push` takes them. The tables may belong to several stores, which are
             served one after the other.
-
-    Nothing is sent if any argument is bad.
     """
     seen = [(table, *table._check_push("push", ids, gradients)) for table, ids, gradients in pushes]
     for tables in by_store(table for table, *_ in seen):

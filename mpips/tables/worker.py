@@ -10,7 +10,7 @@ import msgspec
 from mpips.collectives.fabric.tasks import Task
 from mpips.store.checkpoint.file import Reader
 from mpips.store.keys.key import Name
-from mpips.store.remote.link import Link
+from mpips.store.remote.link import ServerLink
 from mpips.store.remote.setup import Setup
 from mpips.store.roles import Layout
 from mpips.tables import files
@@ -24,7 +24,7 @@ class WorkerTables:
 
     name = "tables"
 
-    def __init__(self, layout: Layout, link: Link, setup: Setup) -> None:
+    def __init__(self, layout: Layout, link: ServerLink, setup: Setup) -> None:
         self.client = RemoteTables(layout, link, setup)
 
     @property

@@ -333,7 +333,7 @@ class TableOptimizer:
         >>> optimizer = mpips.torch.TableOptimizer(items)
         >>> items(torch.tensor([3])).sum().backward()
         >>> optimizer.step()
-        >>> items.table.pull([3]).tolist()
+        >>> items(torch.tensor([3])).tolist()
         [[-1.0, -1.0]]
     """
 

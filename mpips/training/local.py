@@ -65,7 +65,7 @@ class Elastic:
 class Local:
     """Local SGD and DiLoCo: workers make inner steps alone, and an outer optimizer takes their changes as a gradient.
 
-        trainer = mpips.Trainer(model, kv, "adam", learning_rate=1e-3, local=mpips.training.Local(every=500))
+        trainer = mpips.Trainer(model, kv, "adam", learning_rate=1e-3, local=Local(every=500))
 
     Args:
         every: Inner steps between two exchanges of the same parameters.
@@ -78,6 +78,9 @@ class Local:
 
     Raises:
         ValueError, TypeError: An argument is wrong, or they do not fit together.
+
+    >>> mpips.training.Local(every=500, outer="average").optimizer
+    SGD(learning_rate=1.0, weight_decay=0.0, rescale=1.0, momentum=0.0, nesterov=False)
     """
 
     every: int = 500

@@ -22,12 +22,12 @@ class Before(NamedTuple):
     """The last generation, and how its ranks became those of this one.
 
     Attributes:
-        origin: For each rank now the rank that it had.
-        lost: The ranks that have died since, by their old numbers.
-        nodes: For each old rank its node, named by the lowest rank on it.
+        origin: For each rank of this generation its rank in the last one.
+        lost: The ranks that have died since, by their numbers in the last generation, as in the rest of this record.
+        nodes: For each rank its node, named by the lowest rank on it.
         clients: The workers of each client.
-        places: For each worker now the old worker whose place it has: itself, or a dead one. NEW if the store has grown
-            by it.
+        places: For each worker of this generation the worker whose place it has: itself, or a dead one. NEW if the
+            store has grown by it.
     """
 
     origin: tuple[int, ...]

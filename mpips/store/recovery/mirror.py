@@ -18,6 +18,7 @@ from mpi4py import MPI
 from mpips.collectives.errors import warn
 from mpips.collectives.fabric import requests
 from mpips.collectives.fabric.failure import is_death
+from mpips.collectives.fabric.requests import cut_bytes
 from mpips.store.keys.key import Array
 from mpips.store.recovery.membership import Before, mirror_of
 from mpips.store.recovery.memory import arrays_of_unit, describe_unit
@@ -27,7 +28,6 @@ from mpips.store.roles import Layout
 from mpips.store.server.service import ServiceCopies
 from mpips.store.server.unit import Unit, UnitMirror
 from mpips.store.transport.frames import dtype_of
-from mpips.store.transport.pending import cut_bytes
 
 VERSIONS = 2
 # on the servers' communicator: of messages between mirrors, and of the arrays of units

@@ -191,11 +191,11 @@ class KeyChoice(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The rounds of all keys, and of all names of services, in the next generation.
+    """The rounds of all keys, and of all collections of services, in the next generation.
 
     Attributes:
         step: The round at which all of them stand; None if they differ.
-        lost: Keys and names of which nobody has all.
+        lost: Keys and collections of which nobody has all.
         rounds: The rounds of those that can be restored whole; empty in an asynchronous store.
     """
 
@@ -284,7 +284,7 @@ class RecoveryPlan:
 
     @property
     def rounds(self) -> Rounds:
-        """The rounds at which keys, and the names of services, stand.
+        """The rounds at which keys, and collections of services, stand.
 
         In an asynchronous store, the number of this worker's pushes that are in them.
         """
@@ -380,7 +380,7 @@ def choose_rounds(
     replicas: bool = False,
     services: Collection[FoundService] = (),
 ) -> Choice:
-    """Choose the round of each key, and of each name of a service, and from whose memory each key comes.
+    """Choose the round of each key, and of each collection of a service, and from whose memory each key comes.
 
     A key is torn if no whole round of it can be restored.
 
@@ -495,7 +495,7 @@ def make_plan(
     lines: Sequence[Any] = (),
     services: Mapping[str, FoundService] | None = None,
 ) -> RecoveryPlan:
-    """Make the plan. Raises LostError if a part of any key, or of any name of a service, is lost.
+    """Make the plan. Raises LostError if a part of any key or collection is lost.
 
     Args:
         inventories: One for each rank, in order.

@@ -40,8 +40,8 @@ from mpi4py import MPI
 from mpips.collectives import log
 from mpips.collectives.errors import CollectiveError, StallError
 from mpips.collectives.fabric.arena import Region
-from mpips.collectives.fabric.failure import CommCreationGuard, find_deaths
-from mpips.collectives.fabric.requests import collect_closed, keep_until_complete, send
+from mpips.collectives.fabric.failure import Making, deaths
+from mpips.collectives.fabric.requests import cut_bytes, keep, send, sweep
 from mpips.collectives.recorder import own as recorder
 from mpips.optimizers.base import initial
 from mpips.optimizers.schedules import Groups
@@ -65,7 +65,6 @@ from mpips.store.server.unit import Unit
 from mpips.store.services import KINDS
 from mpips.store.transport.frames import Created, dtype_of
 from mpips.store.transport.lines import Connection, Line, connect
-from mpips.store.transport.pending import cut_bytes
 
 T = TypeVar("T")
 WHAT = "recover"

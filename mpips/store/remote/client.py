@@ -5,8 +5,8 @@ section 4.2). With masters="all" the client does a reduce-scatter, every member 
 allgather puts the slices together. Between nodes this is done piece by piece, so that the phases overlap. In a
 synchronous store the members of a client that shares its node with all servers read the servers' memory instead.
 
-Small keys of one list travel as one vector (`Vectors`), because a collective of a small key costs only its latency (as
-MG-WFBP merges gradients, section 4). Servers and optimizers still see every key by itself.
+Small keys of one list travel as one vector (`VectorMemory`), because a collective of a small key costs only its latency
+(as MG-WFBP merges gradients, section 4). Servers and optimizers still see every key by itself.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ class SingleWorker(RowTransfers):
     """The pushes and pulls of a worker by itself. `one_node`: all servers are on its node."""
 
     def __init__(self, layout: Layout, push: Push, pull: Pull, one_node: bool) -> None:
-        super().__init__(layout, push, pull, None, True)
+        super().__init__(layout, push, pull, None)
         self._one_node = one_node
-        self._asynchronous = layout.asynchronous
 
     def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
         """Push all keys. Each is sent before the task waits for any of them."""
@@ -67,10 +66,13 @@ class Client(RowTransfers):
     """The pushes and pulls of one member of a client of several. `direct`: each member reads the servers' memory."""
 
     def __init__(self, layout: Layout, push: Push, pull: Pull, members: Members, direct: bool) -> None:
-        super().__init__(layout, push, pull, members, direct)
+        super().__init__(layout, push, pull, members)
+        self._direct = direct
+        self._rank = members.rank
+        self._all = layout.options.masters == "all"
         self._call = members.call
         self._abreast = 1 if members.one_node else layout.options.chunks_in_flight
-        self._vectors = Vectors(members.one_node)
+        self._vectors = VectorMemory(members.one_node)
 
     # ---- one key
 
@@ -234,7 +236,7 @@ def steps(keys: Sequence[Key]) -> list[list[int]]:
     return result
 
 
-class Vectors:
+class VectorMemory:
     """Memory for the vector in which small keys travel together, and for its sum, reused by every call.
 
     `shared`: allocate the vector in memory that all processes of the node can read.

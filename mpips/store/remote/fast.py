@@ -20,7 +20,7 @@ import mpips.collectives as collectives
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.tasks import Task
 from mpips.store.keys.key import Array, Fast, Key
-from mpips.store.remote.link import Link
+from mpips.store.remote.link import ServerLink
 from mpips.store.remote.members import label
 from mpips.store.remote.transfers import Pull, Push, snapshot
 from mpips.store.roles import Layout
@@ -45,7 +45,7 @@ class SlowPath:
         flag: `flag[0]` is not 0 once the generation has ended.
     """
 
-    def __init__(self, flag: memoryview, link: Link, push: Push, pull: Pull) -> None:
+    def __init__(self, flag: memoryview, link: ServerLink, push: Push, pull: Pull) -> None:
         self.flag = flag
         self.link = link
         self.copy_in = push.copy_in

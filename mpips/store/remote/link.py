@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from mpips.collectives.clock import Clock
 from mpips.collectives.errors import warn
 from mpips.collectives.fabric.arena import Region
-from mpips.collectives.fabric.requests import send
-from mpips.collectives.fabric.tasks import Task, advance
+from mpips.collectives.fabric.requests import cut_bytes, send
+from mpips.collectives.fabric.tasks import Task, goes_on
 from mpips.store.keys.key import Array, Key, Name, Shard
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import ServerMemoryError
@@ -24,12 +24,12 @@ from mpips.store.transport import frames
 from mpips.store.transport.frames import ALONG, Coding, Frame, Op
 from mpips.store.transport.lines import Line, MessageLine, any_waiting
 from mpips.store.transport.outbox import Grows, Outbox, RepeatedPush, fill
-from mpips.store.transport.pending import QUIET_SECONDS, MessageGroup, MessagesUnderWay, cut_bytes, pull_tag, push_tag
+from mpips.store.transport.pending import QUIET_SECONDS, MessageGroup, MessagesUnderWay, pull_tag, push_tag
 
 LOOK_SECONDS = 1e-4
 
 
-class Link:
+class ServerLink:
     """The lines to all servers of one store, and the keys behind them. Used by one thread at a time.
 
     Tasks of the store do not listen to servers by themselves: whoever runs a task calls `listen` before each step.
@@ -273,22 +273,21 @@ class Sender:
         round_: int,
         priority: int,
         coding: Coding = Coding.PLAIN,
-        count: int = 0,
     ) -> Task[None]:
         """Send a payload (uint8) of a round to a server of another node. Over when the payload may be overwritten."""
         blocks = shard.blocks if coding == Coding.PLAIN else 1
         region = Region(0, 0, 0, 0, data.size)
         if blocks > 1:
-            shard.line.post(Op.PUSH, shard.number, round_, region, coding, priority, count, key.weight)
+            shard.line.post(Op.PUSH, shard.number, round_, region, coding, priority, token=key.weight)
             yield from self._as_asked(shard, data, shard.block_elements * key.dtype.itemsize, blocks)
             return
         yield from self._turn(key, shard, data, round_)
         if self._admits(shard, data):
             self._windows[shard.server].add(key.name, (round_, shard.start), shard.consumed, data.size)
-            shard.line.post(Op.PUSH, shard.number, round_, region, coding, priority, count, key.weight, ALONG)
+            shard.line.post(Op.PUSH, shard.number, round_, region, coding, priority, token=key.weight, flags=ALONG)
             yield from self._under_way.begin(sends=[self._isend(shard, data)]).wait()
         else:
-            shard.line.post(Op.PUSH, shard.number, round_, region, coding, priority, count, key.weight)
+            shard.line.post(Op.PUSH, shard.number, round_, region, coding, priority, token=key.weight)
             yield from self._as_asked(shard, data, data.size, 1)
 
     def send_first(self, shard: Shard, values: Array) -> Task[None]:

@@ -19,7 +19,7 @@ from mpips.collectives.fabric.arena import Region
 from mpips.collectives.fabric.tasks import Task
 from mpips.store.keys.cutting import Cards, Cutting
 from mpips.store.keys.key import Array, Key, Name, Shard
-from mpips.store.remote.link import Link
+from mpips.store.remote.link import ServerLink
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import ServerMemoryError
 from mpips.store.runtime.generation import Generation
@@ -30,7 +30,7 @@ from mpips.store.transport.frames import UnitCard
 class Setup:
     """The keys of one worker. `keys` are those that are complete on all workers."""
 
-    def __init__(self, layout: Layout, generation: Generation, link: Link) -> None:
+    def __init__(self, layout: Layout, generation: Generation, link: ServerLink) -> None:
         self._layout = layout
         self._generation = generation
         self._link = link

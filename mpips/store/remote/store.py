@@ -21,7 +21,7 @@ from mpips.store.recovery.plan import Inventory, KeyCard, RecoveryPlan, ServerRe
 from mpips.store.recovery.recover import Member, former_rank
 from mpips.store.remote.client import Client, SingleWorker
 from mpips.store.remote.fast import SlowPath, by_itself, in_client
-from mpips.store.remote.link import Link
+from mpips.store.remote.link import ServerLink
 from mpips.store.remote.members import Members
 from mpips.store.remote.setup import Setup
 from mpips.store.remote.states import Changes, RemoteStates, ServerSettings
@@ -60,7 +60,7 @@ class RemoteStore(Member[Recovered]):
         self._cores_shared = cores_shared
         self._asynchronous = layout.asynchronous
         self.direct = False
-        self._link = Link(layout, [])
+        self._link = ServerLink(layout, [])
         self._push = Push(layout, self._link)
         self._pull = Pull(layout, self._link)
         self._setup = Setup(layout, generation, self._link)

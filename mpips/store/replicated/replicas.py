@@ -159,10 +159,10 @@ class Replicas:
         """Exchange the addresses of long values, so that the workers can read each other's blocks."""
         if replicas:
             mine = _regions(replicas)
-            table = np.empty((self.sums.size, *mine.shape), np.int64)
+            regions = np.empty((self.sums.size, *mine.shape), np.int64)
             text = _label("init", [replica.key for replica in replicas])
-            yield from self.sums.gather(mine.reshape(-1), table.reshape(-1), text, direct)
-            _share_blocks(replicas, table, self.sums.rank)
+            yield from self.sums.gather(mine.reshape(-1), regions.reshape(-1), text, direct)
+            _share_blocks(replicas, regions, self.sums.rank)
 
     def _allocate(self, size: int, dtype: np.dtype) -> Array:
         """Allocate memory for a key. On one node it is shared memory, in which collectives are fastest."""
@@ -295,18 +295,18 @@ def _regions(replicas: Sequence[Replica]) -> Array:
     return np.array(found, np.int64).reshape(len(replicas), WORDS)
 
 
-def _share_blocks(replicas: Sequence[Replica], table: Array, rank: int) -> None:
+def _share_blocks(replicas: Sequence[Replica], regions: Array, rank: int) -> None:
     """Give the replicas of worker `rank` access to the other workers' blocks.
 
     Args:
-        table: The result of `_regions` of every worker.
+        regions: The result of `_regions` of every worker.
     """
-    workers = len(table)
+    workers = len(regions)
     for number, replica in enumerate(replicas):
         key, others = replica.key, []
         for worker in range(workers):
             if worker != rank:
-                places = table[worker, number].reshape(2, -1).tolist()
+                places = regions[worker, number].reshape(2, -1).tolist()
                 first, second = (arena.attach(Region(*words)).view(key.dtype) for words in places)
                 others.append((cut(key.size, workers, worker), cut(key.size, workers, worker + 1), (first, second)))
         replica.share(others)

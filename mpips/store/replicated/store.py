@@ -12,10 +12,10 @@ from mpips.collectives.group import OverlapError
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.store.keys.key import Array, Key, Name, label
-from mpips.store.keys.row_sparse import RowSparse
+from mpips.store.keys.row_sparse import RowGather, RowSparse, sum_of
 from mpips.store.recovery.plan import Inventory, RecoveryPlan, ServerReady
 from mpips.store.recovery.recover import Member
-from mpips.store.replicated.fast import Blocks, ReplicaFastPath, ReplicaLists, RowSums, Sums, blocks_of, take_from
+from mpips.store.replicated.fast import Blocks, ReplicaFastPath, ReplicaLists, Sums, blocks_of, take_from
 from mpips.store.replicated.replica import Replica
 from mpips.store.replicated.replicas import Replicas, ReplicaSettings
 from mpips.store.roles import Layout
@@ -49,7 +49,7 @@ class ReplicatedStore(Member[Recovered]):
 
     def _join(self) -> None:
         self._sums = self._replicas.sums
-        self._sparse = RowSums(self._sums)
+        self._gather = RowGather(self._sums.rank, self._sums.size)
         self._lists = ReplicaLists(self._replicas.by_name, self._sums, self.generation)
 
     # ---- keys
@@ -175,7 +175,10 @@ class ReplicatedStore(Member[Recovered]):
             return
         replica = self._replicas.by_name[key.name]
         replica.prepare()
-        replica.take_rows((yield from self._sparse.gather(key, rows, self.direct)))
+        text, direct, every = label("push of rows", [key.name]), self.direct, list[RowSparse]()
+        self._sums.begin(text)
+        yield from self._gather.gather(rows, lambda x: self._sums.gather(x, None, text, direct), every)
+        replica.take_rows(sum_of(every))
 
     def pull_rows(self, key: Key, out: Array, ids: Array) -> Task[None]:
         """Copy rows of the value into `out` of shape (len(ids), ...)."""

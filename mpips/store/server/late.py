@@ -8,14 +8,13 @@ wait at the other servers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Hashable, Iterable, Sequence, Sized
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from mpips.collectives.errors import MismatchError, StallError, format_ranks
-from mpips.collectives.fabric.requests import send_to_all
-from mpips.collectives.fabric.wait import LONGER
+from mpips.collectives.errors import MismatchError, StallError, have_not
+from mpips.collectives.fabric.wait import LONGER, late_sentence
 from mpips.store.server.unit import Replies, Reply
 
 if TYPE_CHECKING:
@@ -88,8 +87,8 @@ class Late:
         Return warnings for workers that wait, once for each round. StallError if a round has waited longer than
         `timeout_seconds`.
         """
-        # (which workers wait for which) -> (how long the first unit has waited, units to warn of now)
-        long: dict[str, tuple[float, list[InRounds]]] = {}
+        # (noun, which workers are late, which wait) -> (how long the first unit has waited, units to warn of now)
+        long: dict[Hashable, tuple[float, list[InRounds]]] = {}
         for unit in units:
             if not unit.waits or not unit.missing:
                 continue
@@ -100,10 +99,11 @@ class Late:
                 raise StallError(f"{_sentence([unit], self.timeout_seconds)}; {LONGER}")
             if waited > self.stall_seconds and not unit.warned:
                 unit.warned = True
-                long.setdefault(f"{unit.noun} {_who(unit)}", (waited, []))[1].append(unit)
+                late = unit.noun, tuple(unit.absent()), tuple(unit.contributors)
+                long.setdefault(late, (waited, []))[1].append(unit)
         replies: Replies = []
-        for waited, late in long.values():
-            text, first = _sentence(late, waited), late[0]
+        for waited, waiting in long.values():
+            text, first = _sentence(waiting, waited), waiting[0]
             came = [worker for worker, queue in zip(first.contributors, first.queues) if queue]
             replies += [Reply("WARNING", worker, first.number, text=text) for worker in came]
         return replies
@@ -144,7 +144,7 @@ class Late:
         if circle and clock - self._since > CIRCLE_SECONDS:
             steps = "; ".join(
                 f"rank {wait.worker} waits for round {wait.round} of {wait.noun} {wait.key!r}, to which "
-                f"{format_ranks(wait.absent)} {'have' if len(wait.absent) > 1 else 'has'} not pushed"
+                f"{have_not(wait.absent, 'pushed')}"
                 for wait in circle
             )
             nouns = " and ".join(sorted({f"{wait.noun}s" for wait in circle}))
@@ -192,13 +192,8 @@ def _sentence(units: Sequence[InRounds], waited: float) -> str:
     """Return a message about units that wait for the same workers. The first unit has waited for `waited` seconds."""
     first, others = units[0], {unit.key for unit in units} - {units[0].key}
     more = f" (and {len(others)} more {first.noun}{'s' * (len(others) > 1)})" if others else ""
-    return f"{first.noun} {first.key!r}{more}: round {first.round + 1} has waited {waited:.3g} s for {_who(first)}"
-
-
-def _who(unit: InRounds) -> str:
-    """Return text that tells which workers have pushed to the unit's open round and which have not."""
-    came = [worker for worker, queue in zip(unit.contributors, unit.queues) if queue]
-    return f"ranks {unit.absent()}; ranks {came} have pushed"
+    what = f"{first.noun} {first.key!r}{more}: round {first.round + 1}"
+    return late_sentence(what, waited, first.absent(), "pushed")
 
 
 class Gossip:

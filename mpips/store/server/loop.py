@@ -26,7 +26,7 @@ from mpips.store.recovery.memory import LastGeneration, Ledger, NodeMemory, Unit
 from mpips.store.recovery.mirror import Mirror, MirroredUnits
 from mpips.store.recovery.plan import Inventory, OwnerInventory, RecoveryPlan, ServerReady, UnitSlice, encode_settings
 from mpips.store.recovery.recover import Member, former_rank, make_units, recover
-from mpips.store.roles import Layout, Seat
+from mpips.store.roles import CorePinning, Layout
 from mpips.store.runtime.generation import Generation
 from mpips.store.server.late import Gossip, Late
 from mpips.store.server.load import Load
@@ -96,10 +96,10 @@ def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None
             now = CLOCK.seconds()
             since = since or now
         if now >= load.due:
-            load.write(now, [server.taken for server in serving])
+            load.write(now, [server.counted for server in serving])
         for server in list(serving):
             server.tick(now)
-            if opened is not None and (asked := server.opens()) and (more := opened(asked)):
+            if opened is not None and (asked := server.take_opening()) and (more := opened(asked)):
                 serving.append(more)
             if server.finished:
                 serving.remove(server)
@@ -123,7 +123,9 @@ class Server(Member[None]):
     `memory` is what this rank kept of other ranks' memory while it was a spare.
     """
 
-    def __init__(self, layout: Layout, seat: Seat, generation: Generation, memory: NodeMemory | None = None) -> None:
+    def __init__(
+        self, layout: Layout, seat: CorePinning, generation: Generation, memory: NodeMemory | None = None
+    ) -> None:
         super().__init__(layout, generation, memory)
         if layout.survives:
             arena.in_one_segment()
@@ -205,7 +207,7 @@ class Server(Member[None]):
         return self._closed or self._traffic.over
 
     @property
-    def taken(self) -> tuple[ServerState, Collection[Service]]:
+    def counted(self) -> tuple[ServerState, Collection[Service]]:
         """The state and services that count the pushes of the present generation, for the server's page."""
         return self._state, self._requests.services.values()
 
@@ -214,7 +216,7 @@ class Server(Member[None]):
         """True if a sum waits for a block that a worker of this node may complete at any moment."""
         return bool(self._state.ready) and not self._traffic.remote
 
-    def opens(self) -> OpenStore | None:
+    def take_opening(self) -> OpenStore | None:
         """Return a store that all workers have asked to open since the last such call, or None."""
         asked = self._requests.opening
         if len(asked) < self.layout.num_workers:

@@ -46,8 +46,8 @@ class Quorum:
     grace_seconds: float = 0.0
 
 
-class Given(NamedTuple):
-    """A contribution to a round."""
+class QuorumContribution(NamedTuple):
+    """A push in a round that a quorum closes."""
 
     # position of the contributor
     position: int
@@ -68,15 +68,15 @@ class OpenRound:
         self.taken = list(taken)
         # the last round that each contributor has read or contributed to
         self._seen = [0] * len(self.taken)
-        self.in_time: dict[int, Given] = {}
-        self.late: list[Given] = []
+        self.in_time: dict[int, QuorumContribution] = {}
+        self.late: list[QuorumContribution] = []
         # when the quorum was reached
         self._reached: float | None = None
 
-    def give(self, position: int, weight: float) -> Given:
+    def give(self, position: int, weight: float) -> QuorumContribution:
         """Take a contribution. A contributor in `in_time` must not give another one."""
         self.taken[position] += 1
-        given = Given(position, self.taken[position], weight, max(self.number - self._seen[position], 0))
+        given = QuorumContribution(position, self.taken[position], weight, max(self.number - self._seen[position], 0))
         self._seen[position] = self.number + (not given.late)
         if given.late:
             self.late.append(given)
@@ -113,7 +113,7 @@ class OpenRound:
         """When the grace is over. Infinity before the quorum is reached."""
         return math.inf if self._reached is None else self._reached + self.quorum.grace_seconds
 
-    def close(self) -> list[tuple[Given, float]]:
+    def close(self) -> list[tuple[QuorumContribution, float]]:
         """Close this round and begin the next. Return (contribution, factor) of all in it.
 
         They are in the order of contributors and of their pushes. The factor is the weight over the mean of all
@@ -151,7 +151,7 @@ class QuorumState(ServerState):
         self._quorum = quorum
         self._rounds: dict[int, OpenRound] = {}
         # unit number -> late contributions to its open round, which are no longer in the queues
-        self._sources: dict[int, dict[Given, Contribution]] = {}
+        self._sources: dict[int, dict[QuorumContribution, Contribution]] = {}
         # time of the next look at rounds whose grace is over, and True once the generation has ended
         self._wakes = math.inf
         self._is_over = False
@@ -195,7 +195,7 @@ class QuorumState(ServerState):
     def _say_late(self) -> None:
         if self.late_pushes != self._said:
             self._says_at, self._said = self._clock + SAY_SECONDS, dict(self.late_pushes)
-            LOG.warning("%s", told_late(self.late_pushes))
+            LOG.warning("%s", late_sentence(self.late_pushes))
 
     def take_rounds(self) -> tuple[int, Counter[int]]:
         """Return counts since the last such call: closed rounds of units, and for each worker the rounds it missed.
@@ -335,8 +335,8 @@ class QuorumState(ServerState):
         self._rounds, self._sources, self._is_over = {}, {}, False
 
 
-def told_late(pushes: dict[int, tuple[int, int]]) -> str:
-    """Return a message that tells which workers were late, with how many pushes, and by how many rounds."""
+def late_sentence(pushes: dict[int, tuple[int, int]]) -> str:
+    """Return the warning of late workers. `pushes`: worker -> (number of its late pushes, most rounds late)."""
     words = [
         f"rank {worker} with {count} push{'es' * (count > 1)} of a key, by at most {most} round{'s' * (most > 1)}"
         for worker, (count, most) in sorted(pushes.items())

@@ -1,9 +1,11 @@
 """The protocol of a service, which is anything that a server serves besides keys.
 
-The store knows services by the classes here alone; `mpips.store.services` lists them. In a generation a server has one
-`Service` of each `ServiceKind`. The service has requests of its own and answers them when it likes: a push may be
-answered rounds later. It is told which workers have left or wait for all others. It says which of its rounds wait, so
-that long waits end in the same way as those of keys.
+A service has *collections*, which have names and rounds as keys have. The store knows services by the classes here
+alone; `mpips.store.services` lists them.
+
+In a generation a server has one `Service` of each `ServiceKind`. The service has requests of its own and answers them
+when it likes: a push may be answered rounds later. It is told which workers have left or wait for all others. It says
+which of its rounds wait, so that long waits end in the same way as those of keys.
 
 In a recovery each kind says what every rank holds (`describe`), finds from that which rounds can be restored (`find`),
 plans them (`FoundService.plan`), and moves its bytes (`move`). What it says is bytes to everybody else.
@@ -25,7 +27,7 @@ from mpips.store.transport.lines import Line
 
 if TYPE_CHECKING:
     from mpips.collectives.fabric.arena import SparseFile
-    from mpips.store.remote.link import Link
+    from mpips.store.remote.link import ServerLink
     from mpips.store.remote.setup import Setup
     from mpips.store.roles import Layout
     from mpips.store.server.late import InRounds, Late, Wait
@@ -180,14 +182,14 @@ class ServicePlan(Protocol):
 
     @property
     def rounds(self) -> Mapping[Name, int]:
-        """The round of each name that the service has on servers."""
+        """The round of each collection that the service has on servers."""
 
     def rounds_of(self, rank: int) -> Mapping[Name, int]:
-        """Return the round of each name that users know; on a worker the number of its pushes that count."""
+        """Return the round of each collection that users know; of a worker the number of its pushes that count."""
 
     @property
     def torn(self) -> Sequence[Name]:
-        """The names of which no whole round can be restored."""
+        """The collections of which no whole round can be restored."""
 
 
 class FoundService(Protocol):
@@ -195,14 +197,14 @@ class FoundService(Protocol):
 
     @property
     def rounds(self) -> Mapping[Name, Sequence[int]]:
-        """For each name the rounds at which it can be restored; none if it is lost."""
+        """For each collection the rounds at which it can be restored; none if it is lost."""
 
     @property
     def lost(self) -> Sequence[Name]:
-        """The lost names that users know."""
+        """The lost collections that users know."""
 
     def plan(self, rounds: Mapping[Name, int]) -> ServicePlan:
-        """Plan the next generation at these rounds. A name that is missing stays at each server's newest round."""
+        """Plan the next generation at these rounds. Other collections stay at each server's newest round."""
 
 
 class ServiceMover(Protocol):
@@ -234,7 +236,7 @@ class ServiceKind(NamedTuple):
     """
 
     name: str
-    make_worker: Callable[[Layout, Link, Setup], Any]
+    make_worker: Callable[[Layout, ServerLink, Setup], Any]
     decode_records: Callable[[bytes], Sequence[Any]]
     make: Callable[[Surroundings], Service]
     make_copies: Callable[[SparseFile], ServiceCopies]

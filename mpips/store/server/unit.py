@@ -11,7 +11,7 @@ from mpips.collectives.kernels.sums import add_parts
 from mpips.optimizers.base import Optimizer, State, initial, state_dtypes
 from mpips.optimizers.equation import update_by_sum
 from mpips.store.keys.key import Array
-from mpips.store.keys.row_sparse import RowSparse, sum_of, update_rows
+from mpips.store.keys.row_sparse import RowSparse, update_rows
 from mpips.store.recovery.undo import Undo, with_state
 
 K = TypeVar("K")
@@ -37,9 +37,9 @@ class Known(dict[K, V]):
 
 
 class Contribution:
-    """Base class for the payload of a push. Subclasses in `server.sources` tell where it lies and how it is coded.
+    """Base class of pushes to a unit. Subclasses (`server.sources`) know where the payload lies and how it is coded.
 
-    The defaults describe a payload in memory of this node that is complete.
+    The defaults here are those of a payload that is complete, and in memory of this node.
     """
 
     # True if it lies in memory of this node
@@ -344,17 +344,6 @@ class Unit:
         if self.undo is not None:
             self.undo.keep_old(start, stop)
 
-    def keep_old_rows(self, parts: Sequence[RowSparse]) -> Sequence[RowSparse]:
-        """Keep the rows that a sum is about to overwrite. Return the parts in the form in which they are to be summed.
-
-        With an undo copy they are summed here, because no row may be kept twice.
-        """
-        if self.undo is None:
-            return parts
-        total = sum_of(parts)
-        self.undo.keep_old_rows(total.rows)
-        return [total]
-
     def thaw(self) -> None:
         """Copy the arrays of snapshots, so that they stay while this unit is written.
 
@@ -380,20 +369,21 @@ class Unit:
             update_by_sum(self.optimizer, stored, parts, state, self.step)
             self.writes += 1
 
-    def write_rows(self, parts: Sequence[RowSparse]) -> None:
-        """Update rows with the sum of `parts`, as part of the current optimizer step.
+    def write_rows(self, total: RowSparse) -> None:
+        """Update the rows of a sum, in which none repeats, as part of the current optimizer step.
 
-        Without an optimizer the sum replaces all elements, and rows that no part names become 0.
+        Without an optimizer the sum replaces all elements, and rows that it does not name become 0.
         """
-        rows = self.stored.reshape(parts[0].shape)
+        rows = self.stored.reshape(total.shape)
         if self.optimizer is None:
             self.keep_old(0, self.stored.size)
-            total = sum_of(parts)
             rows[...] = 0
             rows[total.rows] = total.values
         else:
             assert self.state is not None
-            update_rows(self.optimizer, rows, self.keep_old_rows(parts), self.state, self.step)
+            if self.undo is not None:
+                self.undo.keep_old_rows(total.rows)
+            update_rows(self.optimizer, rows, total, self.state, self.step)
         self.writes += 1
 
     def failed(self, error: Exception) -> CollectiveError:

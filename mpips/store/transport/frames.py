@@ -86,7 +86,7 @@ class Coding(IntEnum):
     GROWING = 1
     # the elements, encoded by the store's compressor
     COMPRESSED = 2
-    # `aux` row numbers (int64), then the values of these rows
+    # row numbers (int64), then the values of these rows
     ROWS = 3
     # no payload: the push only counts as a round
     NOTHING = 4

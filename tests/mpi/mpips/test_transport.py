@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives.fabric.requests import close_collectively
-from collectives.fabric.tasks import advance
+from collectives.fabric.requests import cut_bytes, part
+from collectives.fabric.tasks import goes_on
 from mpips import Options
 from mpips.store.keys.key import Key, Shard
-from mpips.store.remote.link import Link
+from mpips.store.remote.link import ServerLink
 from mpips.store.server.sources import Receiver
 from mpips.store.server.unit import Unit
 from mpips.store.transport.client_sums import ClientSums
 from mpips.store.transport.lines import MessageLine
-from mpips.store.transport.pending import MessagesUnderWay, cut_bytes, member_tag
+from mpips.store.transport.pending import MessagesUnderWay, member_tag
 from tests.mpi.sizes import only_on
 
 SECONDS = 20
@@ -81,7 +81,7 @@ def server_and_link(comm, size, blocks):
         server_rank=lambda server: 1,
         options=Options(servers=1, chunk_bytes=8192, chunks_in_flight=2),
     )
-    link = Link(layout, [MessageLine(comm, 1)])
+    link = ServerLink(layout, [MessageLine(comm, 1)])
     shards[0].line = link.lines[0]
     link.add(key)
     return key, link

@@ -9,12 +9,15 @@ import pytest
 
 import mpips
 import mpips.chaos
+import mpips.compression
 import mpips.mlp
+import mpips.optimizers
 import mpips.overlap
+import mpips.training
 
 EXAMPLES = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (mpips.chaos, mpips.overlap)
+    for module in (mpips.chaos, mpips.compression, mpips.optimizers, mpips.overlap, mpips.training)
     for name in module.__all__
     if ">>> " in (inspect.getdoc(getattr(module, name)) or "")
 }

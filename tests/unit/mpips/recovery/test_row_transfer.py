@@ -15,9 +15,10 @@ from mpi4py import MPI
 
 from collectives.errors import CollectiveError
 from collectives.fabric.arena import SparseFile
+from mpips.store.keys.row_sums import owners_of
 from mpips.tables import journal, messages, mover
 from mpips.tables.admission import Seen, seen
-from mpips.tables.initial import key_of, owners_of
+from mpips.tables.initial import key_of
 from mpips.tables.mover import RowMover, RowsSent
 from mpips.tables.plan import RowSource, TablePlan, TablesPlan
 from mpips.tables.row_optimizers import ROW_OPTIMIZERS

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from collectives.errors import MismatchError
 from collectives.fabric.arena import SparseFile
+from mpips.store.keys.row_sums import owners_of
 from mpips.store.recovery.plan import RecoveryPlan, choose_rounds
 from mpips.store.server.service import OldMemory
 from mpips.tables import messages
 from mpips.tables.files import FilePart, TableRecord, restore
-from mpips.tables.initial import key_of, owners_of
+from mpips.tables.initial import key_of
 from mpips.tables.journal import Journal
 from mpips.tables.messages import COUNTS
 from mpips.tables.plan import FoundTables, RowSource, TableEntry, TablePlan, TablesPlan, attached

@@ -14,10 +14,11 @@ import pytest
 
 from collectives.kernels import engine
 from mpips.optimizers import encode_numbers
+from mpips.store.keys.row_sums import owners_of
 from mpips.store.transport import frames
 from mpips.tables import index, kernels, messages
 from mpips.tables.in_place import RowsInPlace
-from mpips.tables.initial import key_of, owners_of
+from mpips.tables.initial import key_of
 from mpips.tables.service import ServerTables
 
 pytest.importorskip("numba")

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpips.store.keys.row_sums import distinct, owners_of, sum_into, summed
 from mpips.tables import places
-from mpips.tables.initial import first_rows, key_of, owners_of, uniform
-from mpips.tables.merge import deal, distinct, sum_into, summed
+from mpips.tables.client import deal
+from mpips.tables.initial import first_rows, key_of, uniform
 from mpips.tables.row_optimizers import ROW_OPTIMIZERS, create
 from mpips.tables.rows import TableRows
 from tests.mpi.mpips.reference_table import ReferenceTable, plainly_mixed
