@@ -72,7 +72,7 @@ def format_ranks(numbers: Sequence[int]) -> str:
 
 def have_not(numbers: Sequence[int], step: str) -> str:
     """Say of ranks that they have not taken a step: "rank 3 has not come", "ranks 0, 2 have not come"."""
-    return f"{ranks(numbers)} {'have' if len(numbers) > 1 else 'has'} not {step}"
+    return f"{format_ranks(numbers)} {'have' if len(numbers) > 1 else 'has'} not {step}"
 
 
 def of_caller(error: E) -> E:

@@ -109,7 +109,7 @@ def drive(steps: Iterator[None], generation: RankGroup, what: str, spins: int = 
                 if waited > generation.limits.stall_seconds and not warned:
                     warned = True
                     warn(late_sentence(what, waited, generation.late()))
-                see_in_time(what, waited, generation)
+                check_in_time(what, waited, generation)
     finally:
         # Count the wait only if it was long enough for a look. Shorter ones are not worth the time.
         if due > start + LOOK_SECONDS:

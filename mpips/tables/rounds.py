@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from mpips.collectives.errors import CollectiveError, MismatchError
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.recorder import own as recorder
-from mpips.collectives.recorder.ring import Ring, form
+from mpips.collectives.recorder.ring import RecordRing, form
 from mpips.store.keys.row_sums import Ids, summed
 from mpips.store.server.late import BEFORE_LEAVING, Wait
 from mpips.store.server.service import Answers, Asker, Payload

@@ -40,8 +40,8 @@ from mpi4py import MPI
 from mpips.collectives import log
 from mpips.collectives.errors import CollectiveError, StallError
 from mpips.collectives.fabric.arena import Region
-from mpips.collectives.fabric.failure import Making, deaths
-from mpips.collectives.fabric.requests import cut_bytes, keep, send, sweep
+from mpips.collectives.fabric.failure import CommCreationGuard, find_deaths
+from mpips.collectives.fabric.requests import collect_closed, cut_bytes, keep_until_complete, send
 from mpips.collectives.recorder import own as recorder
 from mpips.optimizers.base import initial
 from mpips.optimizers.schedules import Groups

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.requests import cut_bytes
-from mpips.collectives.fabric.tasks import Task, together
+from mpips.collectives.fabric.tasks import Task, run_together
 from mpips.compression import Residuals
 from mpips.store.keys.key import Array, Key, Name, Shard
 from mpips.store.remote.link import ServerLink

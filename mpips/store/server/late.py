@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from mpips.collectives.errors import MismatchError, StallError, have_not
+from mpips.collectives.fabric.requests import send_to_all
 from mpips.collectives.fabric.wait import LONGER, late_sentence
 from mpips.store.server.unit import Replies, Reply
 

@@ -30,7 +30,7 @@ from mpips.collectives.clock import Clock
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.arena import Region
 from mpips.collectives.fabric.failure import is_death
-from mpips.collectives.fabric.requests import cut_bytes, keep, over, send
+from mpips.collectives.fabric.requests import cut_bytes, is_over, keep_until_complete, send
 from mpips.compression import Compressor
 from mpips.store.keys.key import Array
 from mpips.store.keys.row_sparse import EmptyPush, RowSparse, unpacked

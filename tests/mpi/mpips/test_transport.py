@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives.fabric.requests import cut_bytes, part
-from collectives.fabric.tasks import goes_on
+from collectives.fabric.requests import close_collectively, cut_bytes
+from collectives.fabric.tasks import advance
 from mpips import Options
 from mpips.store.keys.key import Key, Shard
 from mpips.store.remote.link import ServerLink
