@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from mpips.collectives.errors import ranks
+from mpips.collectives.errors import format_ranks
 
 # (thing, its description on a rank), such as ("key 'w'", "float32(3, 4)"). No thing occurs twice.
 Items = Sequence[tuple[str, str]]
@@ -28,7 +28,7 @@ def describe_calls(calls: Mapping[int, str]) -> str:
     callers: dict[str, list[int]] = {}
     for rank in sorted(calls):
         callers.setdefault(calls[rank], []).append(rank)
-    parts = [f"{ranks(numbers)} call{'s' * (len(numbers) == 1)} {call}" for call, numbers in callers.items()]
+    parts = [f"{format_ranks(numbers)} call{'s' * (len(numbers) == 1)} {call}" for call, numbers in callers.items()]
     further = " (the calls differ further on)" * (len(parts) == 1)
     return f"{'; '.join(parts)}{further}: {SAME_CALL}"
 

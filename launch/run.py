@@ -314,9 +314,9 @@ def begin_log(level: str | None, folder: str | None, form: str | None) -> None:
         log.FORMAT_VARIABLE: form,
     }
     variables = {variable: value for variable, value in options.items() if value}
-    log.place.name = "launch"
+    log.rank_state.name = "launch"
     try:
-        chosen_level, where, _ = log.chosen({**os.environ, **variables})
+        chosen_level, where, _ = log.read_variables({**os.environ, **variables})
         if form and not chosen_level:
             raise click.UsageError(
                 f"--log-format {form} says how the log looks, and none is written: add --log info, or --log-dir DIR"
@@ -335,7 +335,7 @@ def begin_log(level: str | None, folder: str | None, form: str | None) -> None:
 
 def merge_log() -> None:
     """Merge the log files of all ranks into one. If that fails, print a line and go on."""
-    _, folder, form = log.chosen()
+    _, folder, form = log.read_variables()
     try:
         if folder:
             log.merge(folder, form)

@@ -107,7 +107,7 @@ def in_memory(name: str, given: object) -> np.ndarray:
 
 def check_numbers(name: str, given: Any, kind: str = "") -> Any:
     """Return an array, matrix or tensor as it is. Raises TypeError if elements are masked or not numbers."""
-    arrays.see_unmasked(given, name)
+    arrays.check_unmasked(given, name)
     dtype = given.dtype
     if isinstance(dtype, np.dtype) and dtype.kind not in NUMBERS and dtype.name != "bfloat16":
         what = "holds Python objects" if dtype.hasobject else f"has elements of dtype {dtype}"

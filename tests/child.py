@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 from uuid import uuid4
 
-from collectives.machine import find_carriers
+from collectives.machine import find_processes_with
 
 # the environment variable that marks every process that a run starts
 TOKEN = "TESTS_RUN_TOKEN"
@@ -127,7 +127,7 @@ def remaining(token: str) -> list[int]:
     Waits up to `GRACE` seconds for them to end, because some are still ending when mpirun has ended.
     """
     deadline = time.monotonic() + GRACE
-    while (pids := list(find_carriers(token))) and time.monotonic() < deadline:
+    while (pids := list(find_processes_with(token))) and time.monotonic() < deadline:
         time.sleep(0.05)
     return pids
 

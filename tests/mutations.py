@@ -116,7 +116,7 @@ MUTATIONS = (
     Mutation(
         "a mean over messages is not divided",
         "collectives/network/messages.py",
-        "mean = call.operation is not None and call.operation.is_mean",
+        "mean = call.reduction is not None and call.reduction.is_mean",
         "mean = False",
         COLLECTIVES,
     ),

@@ -25,24 +25,24 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpips.collectives.arrays import Flat, Vector, same
+from mpips.collectives.arrays import Flat, Vector, same_address
 from mpips.collectives.call import Call
 from mpips.collectives.errors import CollectiveError
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.board import NUMBERS, ORDER, Board
 from mpips.collectives.fabric.layout import DESCRIPTORS, PLACE_WORDS, ArrayPlace, Descriptor
-from mpips.collectives.fabric.process_memory import place as reached_at
+from mpips.collectives.fabric.process_memory import reachable_address
 from mpips.collectives.kernels import sums
 from mpips.collectives.kernels.sums import perform
 from mpips.collectives.node.program import (
     NOTHING,
-    Program,
+    NodeProgram,
     Scalars,
     StagePipeline,
     Turns,
     Window,
     crossing_program,
-    merged,
+    merge,
     shared_program,
     slot_puts,
     slot_scalars,
@@ -51,13 +51,13 @@ from mpips.collectives.node.program import (
 
 # Results of `fast`. DONE: the call is complete. NOT_BEGUN: run `steps`. MET: all ranks have entered; run `rest`.
 DONE, NOT_BEGUN, MET = 0, 1, 2
-# modes of an array, and their names in the tuning table
+# The mode of an array is the kind of program that it takes. WAYS has the modes' names in the tuning table.
 SLOTS, SHARED, CROSS, STAGES = range(4)
 WAYS = ("slots", "direct", "cross_memory", "stages")
 NOWHERE = (ArrayPlace(), ArrayPlace())
 
 
-class Ways(NamedTuple):
+class WayLimits(NamedTuple):
     """The sizes in bytes at which vectors change from one kind of program to another. The same on all ranks."""
 
     # the largest vector that goes through slots in any case, even if its array is in node-shared memory
@@ -68,38 +68,40 @@ class Ways(NamedTuple):
     cross_memory: int
 
 
-class Part(NamedTuple):
+class CallArray(NamedTuple):
     """One array of a call. x and out are this rank's parts of the whole vector (`Call.extent_of_x`)."""
 
     call: Call
     x: Window
     out: Window
     # Vectors into which this rank's block of the result is copied too. Only in calls of several arrays.
-    kept: tuple[Vector, ...] = ()
+    block_copies: tuple[Vector, ...] = ()
 
 
-def part_of(call: Call, rank: int, x: Flat, out: Flat, kept: Sequence[Flat] = ()) -> Part:
-    """Make the Part for arrays at these addresses of this rank."""
+def call_array(call: Call, rank: int, x: Flat, out: Flat, block_copies: Sequence[Flat] = ()) -> CallArray:
+    """Return the CallArray of a call whose x and out are at these addresses in this rank's memory."""
     in_place = x == out
-    return Part(
+    return CallArray(
         call,
         Window(x.vector(), call.extent_of_x(rank, in_place)[0]),
         Window(out.vector(), call.extent_of_out(rank, in_place)[0]),
-        tuple(flat.vector() for flat in kept),
+        tuple(flat.vector() for flat in block_copies),
     )
 
 
-class Executor:
-    """The runner of a call between the ranks of a node. Making it is local.
+class NodeExecutor:
+    """The runner of a call between the ranks of a node. The constructor is local: it sends nothing.
 
     Args:
+        board: The board on which the ranks meet.
         text: The call in words, as ranks compare it.
         parts: The arrays of the call. Several arrays are reduced in the same phases.
+        ways: The sizes at which to use another kind of program.
     """
 
     holds = False
 
-    def __init__(self, board: Board, text: str, parts: Sequence[Part], ways: Ways) -> None:
+    def __init__(self, board: Board, text: str, parts: Sequence[CallArray], ways: WayLimits) -> None:
         self._board = board
         self._memory = board.memory
         self._text = text
@@ -111,16 +113,16 @@ class Executor:
         # the tokens of all ranks for which `_program` is compiled
         self._tokens: tuple[int, ...] | None = None
         # The mode that this rank proposes for each array. The program depends on those of all ranks.
-        self.modes = [self._mode(part) for part in parts]
+        self.modes = [self._choose_mode(part) for part in parts]
         for part, mode in zip(parts, self.modes):
             call = part.call
-            if call.operation is not None:
-                many = 2 if mode == CROSS else call.p
-                sums.prepare(call.operation.into, call.dtype, many, call.nbytes, call.operation.is_mean)
-        # True if other ranks may touch this rank's arrays, in the first phase
+            if call.reduction is not None:
+                vectors = 2 if mode == CROSS else call.p
+                sums.prepare(call.reduction.combine, call.dtype, vectors, call.nbytes, call.reduction.is_mean)
+        # True if other ranks may touch this rank's arrays (they do so in the first phase only)
         self._lends = any(mode in (SHARED, CROSS) for mode in self.modes)
-        self._program = Program()
-        self._puts = self._brought()
+        self._program = NodeProgram()
+        self._puts = self._compile_puts()
         self.fast: Callable[[], int] = not_begun
 
     def steps(self) -> Iterator[None]:
@@ -155,11 +157,11 @@ class Executor:
         """The mode that this rank proposes for its first array, as `tuner.table` names it."""
         return WAYS[self.modes[0]]
 
-    def _mode(self, part: Part) -> int:
+    def _choose_mode(self, part: CallArray) -> int:
         """Return the mode for an array, by its size and its memory."""
         call, ways = part.call, self._ways
         # An alltoall in place overwrites x, so other ranks must not read x itself.
-        moving = call.kind == "alltoall" and same(part.x.vector, part.out.vector)
+        moving = call.kind == "alltoall" and same_address(part.x.vector, part.out.vector)
         located = arena.locate(part.x.vector) and arena.locate(part.out.vector)
         if len(self._parts) > 1:
             return SHARED if located else CROSS
@@ -167,13 +169,13 @@ class Executor:
             return SHARED
         if call.nbytes <= max(ways.slots, ways.ordinary_slots):
             return SLOTS
-        crosses = self._crosses(call) and not moving and reached_at(part.x.vector)
+        crosses = self._crosses(call) and not moving and reachable_address(part.x.vector)
         return CROSS if crosses else STAGES
 
     def _crosses(self, call: Call) -> bool:
         return self._memory.reachable and call.nbytes >= self._ways.cross_memory
 
-    def _brought(self) -> Turns:
+    def _compile_puts(self) -> Turns:
         """Return the steps that this rank takes before it enters. They do not depend on the other ranks' arrays."""
         call, x, out, _ = self._parts[0]
         if self.modes == [SLOTS]:
@@ -185,15 +187,15 @@ class Executor:
     def _publish(self) -> None:
         """Put a descriptor of this rank's arrays on the board."""
         places = tuple(self._places(part, mode) for part, mode in zip(self._parts, self.modes))
-        many = place = None
+        all_places = place = None
         if len(places) > 1:
-            many = arena.empty((len(places), PLACE_WORDS), np.int64)
-            many[:] = np.array(places, np.int64).reshape(len(places), -1)
-            place = _region(many)
-        self._token = self._board.publish(Descriptor(self._text, places), many, place)
+            all_places = arena.empty((len(places), PLACE_WORDS), np.int64)
+            all_places[:] = np.array(places, np.int64).reshape(len(places), -1)
+            place = _region(all_places)
+        self._token = self._board.publish(Descriptor(self._text, places), all_places, place)
         self._put = self._board.descriptors.put
 
-    def _places(self, part: Part, mode: int) -> tuple[ArrayPlace, ArrayPlace]:
+    def _places(self, part: CallArray, mode: int) -> tuple[ArrayPlace, ArrayPlace]:
         """Return where other ranks find this rank's x and out, or NOWHERE if they go through slots or stages.
 
         An array that is written must be writable for other processes too. The x of the root of an in-place broadcast is
@@ -205,29 +207,30 @@ class Executor:
         x_place, out_place = NOWHERE if mode == CROSS else (_region(x), _region(out))
         x_at = out_at = 0
         if self._crosses(call) or len(self._parts) > 1:
-            read_alone = call.kind == "broadcast" and same(x, out) and call.root == self._board.rank
-            x_at, out_at = reached_at(x), reached_at(out, not read_alone)
+            read_alone = call.kind == "broadcast" and same_address(x, out) and call.root == self._board.rank
+            x_at, out_at = reachable_address(x), reachable_address(out, not read_alone)
         return x_place._replace(address=x_at), out_place._replace(address=out_at)
 
     def _bind(self, tokens: tuple[int, ...]) -> None:
         """Read the descriptors of these tokens, and compile a program for the arrays that all ranks pass now."""
-        self._tokens, self.fast = None, not_begun
+        self._tokens = None
+        self.fast = not_begun
         descriptors = self._board.read(tokens)
         programs = [self._compile(number, descriptors) for number in range(len(self._parts))]
-        self._program = programs[0] if len(programs) == 1 else merged(programs)
+        self._program = programs[0] if len(programs) == 1 else merge(programs)
         self._tokens = tokens
         # The fast path has no fences: it relies on a processor that keeps stores in order.
         if self._board.fence is None:
             self.fast = self._fast(tokens)
 
-    def _compile(self, number: int, descriptors: Sequence[Descriptor]) -> Program:
+    def _compile(self, number: int, descriptors: Sequence[Descriptor]) -> NodeProgram:
         """Compile the program of one array. All ranks come to the same kind, because they see the same descriptors."""
         part, memory = self._parts[number], self._memory
         places = [descriptor.places[number] for descriptor in descriptors]
         if all(x.shared and out.shared for x, out in places):
             return shared_program(memory, *part, places)
         if self.modes[number] == SLOTS and not any(x.shared for x, _ in places):
-            return Program(last=(slot_takes(memory, *part[:3], 0), slot_takes(memory, *part[:3], 1)))
+            return NodeProgram(last=(slot_takes(memory, *part[:3], 0), slot_takes(memory, *part[:3], 1)))
         if all(x.address and out.address for x, out in places):
             return crossing_program(memory, *part, places)
         if len(self._parts) > 1:
@@ -239,15 +242,15 @@ class Executor:
     def _fast(self, tokens: tuple[int, ...]) -> Callable[[], int]:
         """Return the call as one straight-line function. It is valid as long as the ranks enter with these tokens."""
         others = int.from_bytes(array("Q", tokens), ORDER)
-        bound, program = _Bound(self._board, self._text, self._put, self._token, others), self._program
+        bound, program = _FastPathValues(self._board, self._text, self._put, self._token, others), self._program
         if self.modes == [SLOTS] and not self._program.phases:
-            few = slot_scalars(self._memory, *self._parts[0][:3])
-            if few is not None:
-                summed = _sum_of_scalars(bound, few)
-                return _mean_of_scalars(summed, few, self._board.size) if few.mean else summed
+            scalars = slot_scalars(self._memory, *self._parts[0][:3])
+            if scalars is not None:
+                summed = _sum_of_scalars(bound, scalars)
+                return _mean_of_scalars(summed, scalars, self._board.size) if scalars.mean else summed
         if not program.phases:
-            return _straight(bound, self._puts, program.last, self._lends)
-        return _in_phases(bound, _straight(bound, self._puts, NOTHING, self._lends), program)
+            return _one_meeting(bound, self._puts, program.last, self._lends)
+        return _in_phases(bound, _one_meeting(bound, self._puts, NOTHING, self._lends), program)
 
 
 def _region(vector: Vector) -> ArrayPlace:
@@ -260,7 +263,7 @@ def not_begun() -> int:
     return NOT_BEGUN
 
 
-class _Bound(NamedTuple):
+class _FastPathValues(NamedTuple):
     """The values for which a fast path is compiled."""
 
     board: Board
@@ -278,7 +281,7 @@ class _Bound(NamedTuple):
 # the operation wraps around.
 
 
-def _sum_of_scalars(bound: _Bound, few: Scalars) -> Callable[[], int]:
+def _sum_of_scalars(bound: _FastPathValues, scalars: Scalars) -> Callable[[], int]:
     """Return a fast path that sums one or two floats through slots."""
     board, text, put, token, others = bound
     rank = board.rank
@@ -286,25 +289,25 @@ def _sum_of_scalars(bound: _Bound, few: Scalars) -> Callable[[], int]:
     order = ORDER
     read = int.from_bytes
     meet = board.meet
-    even, odd = zip(board.entries, few.mine, few.first, few.second, few.more)
+    even, odd = zip(board.entries, scalars.own, scalars.first, scalars.second, scalars.more)
     spins = board.spins
     looks = board.looks
     numbers = board.numbers
     turns = even, odd
-    x = few.x
-    two = len(few.x) == 2
+    x = scalars.x
+    two = len(scalars.x) == 2
     mark = board.marks.word
     # typed as Any, because a type checker does not know that these memoryviews hold floats
-    out: Any = few.out
+    out: Any = scalars.out
 
     def fast() -> int:
         number = board.number + 1
         if put <= board.spent or number > NUMBERS:
             return NOT_BEGUN
-        row, mine, first, second, more = turns[number & 1]
-        mine[0] = x[0]
+        row, own, first, second, more = turns[number & 1]
+        own[0] = x[0]
         if two:
-            mine[1] = x[1]
+            own[1] = x[1]
         board.number = number
         # Enter the operation. Other ranks read this rank's slot from here on.
         row[rank] = mark[0] = number << 32 | token
@@ -313,12 +316,12 @@ def _sum_of_scalars(bound: _Bound, few: Scalars) -> Callable[[], int]:
         wanted = entered + others
         if read(row, order) != wanted:
             for look in looks:
-                seen = read(row, order)
-                if seen == wanted:
+                row_now = read(row, order)
+                if row_now == wanted:
                     break
                 if look >= spins:
                     # All ranks have entered, but some with another token.
-                    if seen & numbers == entered:
+                    if row_now & numbers == entered:
                         return MET
                     sched_yield()
             else:
@@ -336,9 +339,9 @@ def _sum_of_scalars(bound: _Bound, few: Scalars) -> Callable[[], int]:
     return fast
 
 
-def _mean_of_scalars(summed: Callable[[], int], few: Scalars, ranks: int) -> Callable[[], int]:
+def _mean_of_scalars(summed: Callable[[], int], scalars: Scalars, ranks: int) -> Callable[[], int]:
     """Return a fast path that runs `summed`, a sum of one or two floats, and divides the result."""
-    out: Any = few.out
+    out: Any = scalars.out
 
     def fast() -> int:
         code = summed()
@@ -350,7 +353,7 @@ def _mean_of_scalars(summed: Callable[[], int], few: Scalars, ranks: int) -> Cal
     return fast
 
 
-def _straight(bound: _Bound, puts: Turns, last: Turns, lends: bool) -> Callable[[], int]:
+def _one_meeting(bound: _FastPathValues, puts: Turns, last: Turns, lends: bool) -> Callable[[], int]:
     """Return a fast path that puts, enters, waits until all ranks have entered, and takes."""
     board, text, put, token, others = bound
     rank = board.rank
@@ -380,11 +383,11 @@ def _straight(bound: _Bound, puts: Turns, last: Turns, lends: bool) -> Callable[
         wanted = entered + others
         if read(row, order) != wanted:
             for look in looks:
-                seen = read(row, order)
-                if seen == wanted:
+                row_now = read(row, order)
+                if row_now == wanted:
                     break
                 if look >= spins:
-                    if seen & numbers == entered:
+                    if row_now & numbers == entered:
                         return MET
                     sched_yield()
             else:
@@ -397,7 +400,7 @@ def _straight(bound: _Bound, puts: Turns, last: Turns, lends: bool) -> Callable[
     return fast
 
 
-def _in_phases(bound: _Bound, enter: Callable[[], int], program: Program) -> Callable[[], int]:
+def _in_phases(bound: _FastPathValues, enter: Callable[[], int], program: NodeProgram) -> Callable[[], int]:
     """Return a fast path that runs the phases of a program, each with a meeting, after `enter`."""
     board = bound.board
     text = bound.text

@@ -14,10 +14,10 @@ them. So n/p elements are read from each source and written to each reader, with
 This is the peer-to-peer parameter server of the BML paper (section 2) with loads and stores. In alltoall every rank
 copies its blocks from the arrays of the others.
 
-**Large arrays in private memory** (`crossing_program`). As before, but the kernel copies. The owner fetches the parts
-of the sources piece by piece into a buffer that fits its cache, reduces them, and delivers the finished piece, still in
-its cache, into the readers' arrays. Stages would copy each element once more before and after the sum; in exchange the
-kernel spends time on every page here. In alltoall every rank fetches its blocks.
+**Large arrays in private memory** (`crossing_program`). As for node-shared arrays, but the kernel copies. The owner
+fetches the parts of the sources piece by piece into a buffer that fits its cache, reduces them, and delivers the
+finished piece, still in its cache, into the readers' arrays. Stages would copy each element once more before and after
+the sum; in exchange the kernel spends time on every page here. In alltoall every rank fetches its blocks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpips.collectives.arrays import Vector, same
+from mpips.collectives.arrays import Vector, same_address
 from mpips.collectives.call import Call
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.arena import Region
-from mpips.collectives.fabric.layout import SLOT_BYTES, ArrayPlace, NodeMemory
-from mpips.collectives.fabric.process_memory import Move, deliver, fetch
+from mpips.collectives.fabric.layout import SLOT_BYTES, ArrayPlace, NodeAreas
+from mpips.collectives.fabric.process_memory import KernelCopy, deliver, fetch
 from mpips.collectives.kernels import sums
 from mpips.collectives.kernels.sums import Step
 
@@ -64,7 +64,7 @@ class Phase(NamedTuple):
     after: tuple[Step, ...] = ()
 
 
-class Program(NamedTuple):
+class NodeProgram(NamedTuple):
     """The steps of a rank in one operation, bound to its own arrays and those of the other ranks."""
 
     # Run after all ranks have entered. Each phase ends with a meeting. Ranks touch the arrays of other ranks only in
@@ -74,18 +74,18 @@ class Program(NamedTuple):
     last: Turns = NOTHING
 
 
-def merged(programs: Sequence[Program]) -> Program:
-    """Merge programs phase by phase. They have the same number of phases, and no steps at the end."""
+def merge(programs: Sequence[NodeProgram]) -> NodeProgram:
+    """Merge programs phase by phase. They must have the same number of phases, and no steps after the last one."""
     phases = tuple(
         Phase(tuple(s for phase in every for s in phase.before), tuple(s for phase in every for s in phase.after))
         for every in zip(*(program.phases for program in programs))
     )
-    return Program(phases)
+    return NodeProgram(phases)
 
 
 def copy(to: Vector, source: Vector) -> Iterator[Step]:
     """Yield the step that copies `source` to `to`, or nothing if that would change nothing."""
-    if not to.size or same(to, source):
+    if not to.size or same_address(to, source):
         return
     if to.nbytes <= SHORT_BYTES:
         yield to.view(np.uint8).data.__setitem__, (slice(None), source.view(np.uint8).data)
@@ -103,9 +103,9 @@ def combine(call: Call, parts: Sequence[Vector], total: Vector, scratch: Vector)
     if len(parts) == 1:
         yield from copy(total, parts[0])
     else:
-        assert call.operation is not None
-        divisor = call.p if call.operation.is_mean else 1
-        yield from sums.steps(call.operation.into, parts, total, scratch, divisor, call.nbytes)
+        assert call.reduction is not None
+        divisor = call.p if call.reduction.is_mean else 1
+        yield from sums.steps(call.reduction.combine, parts, total, scratch, divisor, call.nbytes)
 
 
 # the largest number of elements that are added as Python floats
@@ -119,15 +119,15 @@ class Scalars(NamedTuple):
     x: memoryview
     out: memoryview
     # this rank's slots
-    mine: tuple[memoryview, memoryview]
-    # the slots of ranks 0, 1, and all others
+    own: tuple[memoryview, memoryview]
+    # the slots of rank 0, of rank 1, and of each further rank
     first: tuple[memoryview, memoryview]
     second: tuple[memoryview, memoryview]
     more: tuple[tuple[memoryview, ...], tuple[memoryview, ...]]
     mean: bool
 
 
-def slot_puts(memory: NodeMemory, call: Call, x: Window, parity: int) -> tuple[Step, ...]:
+def slot_puts(memory: NodeAreas, call: Call, x: Window, parity: int) -> tuple[Step, ...]:
     """Return the steps that copy this rank's input into its slot. `parity`: 0 for even operations, 1 for odd ones."""
     start, stop = 0, call.n
     if call.kind == "broadcast" and memory.rank != call.root:
@@ -137,33 +137,33 @@ def slot_puts(memory: NodeMemory, call: Call, x: Window, parity: int) -> tuple[S
     return tuple(copy(_slot(memory, call, memory.rank, parity).part(start, stop), x.part(start, stop)))
 
 
-def slot_takes(memory: NodeMemory, call: Call, x: Window, out: Window, parity: int) -> tuple[Step, ...]:
+def slot_takes(memory: NodeAreas, call: Call, x: Window, out: Window, parity: int) -> tuple[Step, ...]:
     """Return the steps that set `out` from the slots of all ranks."""
     slots = [_slot(memory, call, rank, parity) for rank in range(memory.size)]
     steps: list[Step] = []
-    if call.operation is not None:
-        start, stop = _summed(memory, call)
+    if call.reduction is not None:
+        start, stop = _result_interval(memory, call)
         total = out.part(start, stop)
         steps += combine(call, [slot.part(start, stop) for slot in slots], total, total)
     elif call.kind == "broadcast":
         steps += copy(out.part(0, call.n), (x if memory.rank == call.root else slots[call.root]).part(0, call.n))
     else:
-        mine = call.block(memory.rank)
+        own_block = call.block(memory.rank)
         for rank in [memory.rank, *memory.turn()]:
             block = call.block(rank)
-            source = slots[rank].part(*(mine if call.kind == "alltoall" else block))
+            source = slots[rank].part(*(own_block if call.kind == "alltoall" else block))
             to = call.arrival(memory.rank, rank) if call.kind == "alltoall" else block
             steps += copy(out.part(*to), x.part(*block) if rank == memory.rank else source)
     return tuple(steps)
 
 
-def slot_scalars(memory: NodeMemory, call: Call, x: Window, out: Window) -> Scalars | None:
+def slot_scalars(memory: NodeAreas, call: Call, x: Window, out: Window) -> Scalars | None:
     """Return the memory of a sum of one or two floats, or None if the call is anything else."""
-    adds = call.operation is not None and call.operation.name in ("sum", "mean")
+    adds = call.reduction is not None and call.reduction.name in ("sum", "mean")
     known = call.dtype.char in "fd" and call.dtype.isnative and x.vector.flags.aligned and out.vector.flags.aligned
     if call.kind != "allreduce" or not adds or not known or not 0 < call.n <= MOST_SCALARS or call.p == 1:
         return None
-    assert call.operation is not None
+    assert call.reduction is not None
     even, odd = ([_slot(memory, call, rank, parity).vector.data for rank in range(memory.size)] for parity in (0, 1))
     return Scalars(
         x.vector.data,
@@ -172,15 +172,15 @@ def slot_scalars(memory: NodeMemory, call: Call, x: Window, out: Window) -> Scal
         (even[0], odd[0]),
         (even[1], odd[1]),
         (tuple(even[2:]), tuple(odd[2:])),
-        call.operation.is_mean,
+        call.reduction.is_mean,
     )
 
 
-def _slot(memory: NodeMemory, call: Call, rank: int, parity: int) -> Window:
+def _slot(memory: NodeAreas, call: Call, rank: int, parity: int) -> Window:
     return Window(memory.slot(rank, parity)[: call.nbytes].view(call.dtype))
 
 
-def _summed(memory: NodeMemory, call: Call) -> tuple[int, int]:
+def _result_interval(memory: NodeAreas, call: Call) -> tuple[int, int]:
     """Return the interval of the result that this rank computes."""
     if call.kind == "reduce" and memory.rank != call.root:
         return 0, 0
@@ -197,7 +197,7 @@ class StagePipeline:
     out after its signal, while faster ranks write block k + 1.
     """
 
-    def __init__(self, memory: NodeMemory, call: Call, x: Window, out: Window):
+    def __init__(self, memory: NodeAreas, call: Call, x: Window, out: Window):
         self._memory = memory
         self._call = call
         self._x = x
@@ -208,7 +208,7 @@ class StagePipeline:
         self._count = max(-(-(stop - start) // self._block) for start, stop in self._pieces)
         self._scratch = np.empty(min(self._block, call.n), call.dtype)
 
-    def program(self, restage: bool) -> Program:
+    def program(self, restage: bool) -> NodeProgram:
         """Return the program. `restage`: a rank may have entered without copying its first blocks in."""
         phases = [Phase(self.puts(0))] if restage else []
         alltoall = self._call.kind == "alltoall"
@@ -219,7 +219,7 @@ class StagePipeline:
                 total, home = self._reduces(k)
                 phases.append(Phase(total + self.puts(k + 1), home + self._takes(k - 1)))
         last = () if alltoall else self._takes(self._count - 1)
-        return Program(tuple(phases), (last, last))
+        return NodeProgram(tuple(phases), (last, last))
 
     def puts(self, k: int) -> tuple[Step, ...]:
         """Return the steps that copy this rank's input for block k of every other owner into its stages."""
@@ -248,7 +248,7 @@ class StagePipeline:
             return tuple(combine(call, parts, self._out.part(start, stop), self._scratch)), ()
         total = self._stage(memory.stage_out(memory.rank, k % 3), stop - start)
         home = tuple(copy(self._out.part(start, stop), total)) if memory.rank in wanted else ()
-        if memory.rank in wanted and len(parts) == 1 and same(parts[0], self._out.part(start, stop)):
+        if memory.rank in wanted and len(parts) == 1 and same_address(parts[0], self._out.part(start, stop)):
             home = ()
         return tuple(combine(call, parts, total, total)), home
 
@@ -294,17 +294,17 @@ class StagePipeline:
 
 
 def shared_program(
-    memory: NodeMemory,
+    memory: NodeAreas,
     call: Call,
     x: Window,
     out: Window,
-    kept: Sequence[Vector],
+    block_copies: Sequence[Vector],
     places: Sequence[tuple[ArrayPlace, ArrayPlace]],
-) -> Program:
+) -> NodeProgram:
     """Compile the program of this rank for node-shared arrays.
 
     Args:
-        kept: Vectors into which this rank's block of the result is copied too.
+        block_copies: Vectors into which this rank's block of the result is copied too.
         places: For each rank the places of its x and its out.
     """
     xs, outs = [x] * memory.size, [out] * memory.size
@@ -315,9 +315,9 @@ def shared_program(
         outs[rank] = Window(_attach(out_place).view(call.dtype), call.extent_of_out(rank, in_place)[0])
     order = [memory.rank, *memory.turn()]
     if call.kind == "alltoall":
-        mine = call.block(memory.rank)
-        blocks = [(out.part(*call.arrival(memory.rank, rank)), xs[rank].part(*mine)) for rank in order]
-        return Program((Phase(tuple(step for to, source in blocks for step in copy(to, source))),))
+        own_block = call.block(memory.rank)
+        blocks = [(out.part(*call.arrival(memory.rank, rank)), xs[rank].part(*own_block)) for rank in order]
+        return NodeProgram((Phase(tuple(step for to, source in blocks for step in copy(to, source))),))
     sources = [xs[rank] for rank in call.sources(memory.rank)]
     readers = [outs[rank] for rank in order if rank in call.readers(memory.rank)]
     steps: list[Step] = []
@@ -331,16 +331,16 @@ def shared_program(
         steps += combine(call, parts, total, scratch)
         for reader in readers:
             steps += copy(reader.part(first, last), total)
-        for vector in kept:
+        for vector in block_copies:
             steps += copy(vector[first:last], total)
-    return Program((Phase(tuple(steps)),))
+    return NodeProgram((Phase(tuple(steps)),))
 
 
 def _attach(place: ArrayPlace) -> Vector:
     return arena.attach(Region(*place[:5]))
 
 
-class _Far(NamedTuple):
+class _RemoteWindow(NamedTuple):
     """A part of the vector in another process. Element `first` is at `address`."""
 
     pid: int
@@ -353,25 +353,25 @@ class _Far(NamedTuple):
 
 
 def crossing_program(
-    memory: NodeMemory,
+    memory: NodeAreas,
     call: Call,
     x: Window,
     out: Window,
-    kept: Sequence[Vector],
+    block_copies: Sequence[Vector],
     places: Sequence[tuple[ArrayPlace, ArrayPlace]],
-) -> Program:
+) -> NodeProgram:
     """Compile the program of this rank for large arrays in private memory. Arguments as in `shared_program`."""
-    reached = _Reached(memory, call, x, out, places)
+    reached = _CrossingArrays(memory, call, x, out, places)
     if call.kind == "alltoall":
-        return Program((Phase(tuple(reached.arrivals()), tuple(reached.own())),))
-    return Program((Phase(tuple(reached.steps(kept))),))
+        return NodeProgram((Phase(tuple(reached.arrivals()), tuple(reached.own())),))
+    return NodeProgram((Phase(tuple(reached.steps(block_copies))),))
 
 
-class _Reached:
+class _CrossingArrays:
     """The arrays of all ranks in a crossing program, and the steps over them."""
 
     def __init__(
-        self, memory: NodeMemory, call: Call, x: Window, out: Window, places: Sequence[tuple[ArrayPlace, ArrayPlace]]
+        self, memory: NodeAreas, call: Call, x: Window, out: Window, places: Sequence[tuple[ArrayPlace, ArrayPlace]]
     ):
         self._call = call
         self._rank = memory.rank
@@ -380,23 +380,23 @@ class _Reached:
         self._out = out
         self._buffers = memory.buffers(BLOCK_BYTES)
         # rank -> its x, its out
-        self._xs: dict[int, _Far] = {}
-        self._outs: dict[int, _Far] = {}
+        self._xs: dict[int, _RemoteWindow] = {}
+        self._outs: dict[int, _RemoteWindow] = {}
         for rank in memory.turn():
             (x_place, out_place), pid, size = places[rank], memory.pids[rank], call.dtype.itemsize
             in_place = x_place.address == out_place.address
-            self._xs[rank] = _Far(pid, x_place.address, call.extent_of_x(rank, in_place)[0], size)
-            self._outs[rank] = _Far(pid, out_place.address, call.extent_of_out(rank, in_place)[0], size)
+            self._xs[rank] = _RemoteWindow(pid, x_place.address, call.extent_of_x(rank, in_place)[0], size)
+            self._outs[rank] = _RemoteWindow(pid, out_place.address, call.extent_of_out(rank, in_place)[0], size)
 
-    def steps(self, kept: Sequence[Vector]) -> Iterator[Step]:
+    def steps(self, block_copies: Sequence[Vector]) -> Iterator[Step]:
         """Yield the steps that make this rank's block of the result and deliver it."""
         call, rank = self._call, self._rank
         start, end = call.block(rank)
         block = max(1, BLOCK_BYTES // call.dtype.itemsize)
         # Only reductions need buffers. Other calls may have elements of any size, even larger than a buffer.
-        size = block * call.dtype.itemsize if call.operation is not None else 0
+        size = block * call.dtype.itemsize if call.reduction is not None else 0
         buffers = [buffer[:size].view(call.dtype) for buffer in self._buffers]
-        readers = [reader for reader in self._order if reader in call.readers(rank) and not self._has_it(reader)]
+        readers = [reader for reader in self._order if reader in call.readers(rank) and not self._is_source(reader)]
         for first in range(start, end, block):
             last = min(first + block, end)
             total = self._place(first, last, buffers[0])
@@ -405,11 +405,11 @@ class _Reached:
                 if reader == rank:
                     yield from copy(self._out.part(first, last), total)
                 else:
-                    yield from _moved(deliver, total, *self._outs[reader].at(first))
-            for vector in kept:
+                    yield from _kernel_copy(deliver, total, *self._outs[reader].at(first))
+            for vector in block_copies:
                 yield from copy(vector[first:last], total)
 
-    def _has_it(self, reader: int) -> bool:
+    def _is_source(self, reader: int) -> bool:
         """True if the reader's out is the source of this piece, as on the root of an in-place broadcast."""
         far = reader != self._rank and self._call.sources(self._rank) == [reader]
         return far and self._xs[reader] == self._outs[reader]
@@ -425,26 +425,26 @@ class _Reached:
 
         This rank's own part may be `total` itself, so only the last step writes to `total`.
         """
-        sources, operation = self._call.sources(self._rank), self._call.operation
+        sources, reduction = self._call.sources(self._rank), self._call.reduction
         if len(sources) == 1:
             if sources != [self._rank]:
-                yield from _moved(fetch, total, *self._xs[sources[0]].at(first))
+                yield from _kernel_copy(fetch, total, *self._xs[sources[0]].at(first))
         else:
-            assert operation is not None
+            assert reduction is not None
             so_far = yield from self._part(sources[0], first, last, buffers[0])
             for source in sources[1:]:
                 part = yield from self._part(source, first, last, buffers[1])
                 to, divisor = buffers[0], 1
                 if source == sources[-1]:
-                    to, divisor = total, self._call.p if operation.is_mean else 1
-                yield from sums.steps(operation.into, (so_far, part), to, None, divisor, self._call.nbytes)
+                    to, divisor = total, self._call.p if reduction.is_mean else 1
+                yield from sums.steps(reduction.combine, (so_far, part), to, None, divisor, self._call.nbytes)
                 so_far = to
 
     def _part(self, source: int, first: int, last: int, buffer: Vector) -> Generator[Step, None, Vector]:
         """Yield the step that fetches the source's part into the buffer, if it is another rank's. Return the part."""
         if source == self._rank:
             return self._x.part(first, last)
-        yield from _moved(fetch, buffer, *self._xs[source].at(first))
+        yield from _kernel_copy(fetch, buffer, *self._xs[source].at(first))
         return buffer
 
     def arrivals(self) -> Iterator[Step]:
@@ -452,7 +452,7 @@ class _Reached:
         start, _ = self._call.block(self._rank)
         for source in self._order[1:]:
             to = self._out.part(*self._call.arrival(self._rank, source))
-            yield from _moved(fetch, to, *self._xs[source].at(start))
+            yield from _kernel_copy(fetch, to, *self._xs[source].at(start))
 
     def own(self) -> Iterator[Step]:
         """Yield the step of alltoall that copies this rank's block for itself."""
@@ -460,6 +460,8 @@ class _Reached:
         return copy(self._out.part(*to), self._x.part(*self._call.block(self._rank)))
 
 
-def _moved(copy: Callable[[Vector, int, int], Move], vector: Vector, pid: int, address: int) -> Iterator[Step]:
+def _kernel_copy(
+    copy: Callable[[Vector, int, int], KernelCopy], vector: Vector, pid: int, address: int
+) -> Iterator[Step]:
     if vector.nbytes:
         yield copy(vector, pid, address), ()

@@ -54,7 +54,7 @@ def examine() -> dict[str, Any]:
         "window": alone or _check_window(node),
         "memfd": alone or _check_memfd(node),
         "denied": _substitute_folder(),
-        "reach": alone or ("" if process_memory.open_to_all(node) else "not allowed here"),
+        "reach": alone or ("" if process_memory.all_reachable(node) else "not allowed here"),
     }
 
 

@@ -219,7 +219,7 @@ def look_for_kernels() -> dict[str, Any]:
     A child process imports Numba, because Numba is large and its installation may be broken.
     """
     try:
-        engine.chosen()
+        engine.chosen_engine()
     except ValueError as error:
         return {"refused": str(error)}
     output = _run_child([sys.executable, "-P", "-c", KERNELS], LIMIT)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from mpips.collectives.machine import find_carriers
+from mpips.collectives.machine import find_processes_with
 from mpips.launch.hosts import RankBlock
 from mpips.launch.lab import kernel
 from mpips.launch.lab.layout import LAUNCHER_ADDRESS, MANAGEMENT_NETWORK, LabPlan
@@ -135,7 +135,7 @@ def end_all(job: str) -> int:
     quiet = 0
     for _ in range(MOST_LOOKS):
         killed = set()
-        for process in find_carriers(f"{MARK_VARIABLE}={job}"):
+        for process in find_processes_with(f"{MARK_VARIABLE}={job}"):
             # kill fails if the process has ended in the meantime, or if another user owns it.
             with suppress(OSError):
                 os.kill(process, signal.SIGKILL)

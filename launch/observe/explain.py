@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mpips.collectives.errors import ranks as name_ranks
+from mpips.collectives.errors import format_ranks as name_ranks
 from mpips.collectives.recorder.own import with_line
 from mpips.launch.observe.gather import OngoingWait, Rank, StackFrame
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from mpips.collectives.recorder import folders
 from mpips.collectives.recorder.dump import bytes_of
-from mpips.collectives.recorder.page import NUMBERS, PAGE_BYTES, Lane, Seen, read, read_lanes
+from mpips.collectives.recorder.page import NUMBERS, PAGE_BYTES, LastCall, PageContent, read, read_lanes
 
 # seconds between two readings of the marks of a page
 MARKS_SECONDS = 0.005
@@ -97,7 +97,7 @@ class Rank(NamedTuple):
     # the waits that have not ended, one for each thread that waits
     waits: tuple[OngoingWait, ...]
     # its communicators and stores, each with the last call that the rank has begun there
-    lanes: tuple[Lane, ...]
+    lanes: tuple[LastCall, ...]
     # what the rank has written about its own end
     end: Mapping[str, Any]
     # the kernel's letter for the state of the process; "" if the process has ended
@@ -221,7 +221,7 @@ class _Sample(NamedTuple):
     """The result of one look at a rank. The fields have the same meaning as in `Rank`."""
 
     # the content of its page
-    page: Seen
+    page: PageContent
     state: str
     cpu_seconds: float
     memory_bytes: int
@@ -235,14 +235,14 @@ def jobs(top: Path | None = None) -> list[Path]:
 
     `top` is the folder that contains them, if it is not the usual one.
     """
-    top = folders.of_jobs() if top is None else top
+    top = folders.jobs_folder() if top is None else top
     try:
         if not folders.is_private(top):
             return []
         paths = [path for path in top.iterdir() if any(path.glob(f"*{folders.PAGE}")) or folders.read_hosts(path)]
     except OSError:
         return []
-    return sorted(paths, key=lambda path: (has_live_ranks(path), folders.modified(path)))
+    return sorted(paths, key=lambda path: (has_live_ranks(path), folders.modified_at(path)))
 
 
 def has_pages(folder: Path) -> bool:
@@ -327,7 +327,7 @@ def _owns(pid: int, path: Path) -> bool:
     except PermissionError:
         # A container without ptrace, or a process that is not dumpable, forbids to read the maps. Compare times
         # instead.
-        return _has_begun(pid, folders.modified(path))
+        return _has_begun(pid, folders.modified_at(path))
     except OSError:
         return False
 

@@ -230,7 +230,7 @@ def _build_command(record: Mapping[str, Any], module: str, job: str) -> list[str
 
 def main(job: str) -> None:
     """Answer questions about a job's ranks on this host. Each is a line of standard input. Ends with the input."""
-    folder = folders.of_jobs() / job
+    folder = folders.jobs_folder() / job
     for line in sys.stdin:
         number, seconds, stacks = line.split()
         ranks = gather(folder, float(seconds), bool(int(stacks))) if folders.is_ours(folder) else []

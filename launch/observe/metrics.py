@@ -308,7 +308,7 @@ def _write_regularly(folder: Path, job: str, ended: threading.Event) -> None:
     """
     known, due = 0, time.monotonic() + EVERY_SECONDS
     while not ended.wait(LOOK_SECONDS):
-        pages = len(list((folders.of_jobs() / job).glob(f"*{folders.PAGE}")))
+        pages = len(list((folders.jobs_folder() / job).glob(f"*{folders.PAGE}")))
         if pages != known or time.monotonic() >= due:
             known, due = pages, time.monotonic() + EVERY_SECONDS
             # The disk may be full. Then this file is not written, and the job goes on.

@@ -82,7 +82,7 @@ def observing(
         page: Serve a live page at this "[HOST:]PORT".
         several: True if the job has ranks on other hosts.
     """
-    folder = folders.of_jobs() / folders.job_name({folders.JOB: str(os.getpid())})
+    folder = folders.jobs_folder() / folders.job_name({folders.JOB: str(os.getpid())})
     tracing = _tracing(folder, several, trace, summary, summary_json)
     with _exporting(metrics, metrics_port), _serving_page(page, folder), tracing:
         yield

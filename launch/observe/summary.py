@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from mpips.collectives.recorder.ring import Record
+from mpips.collectives.recorder.ring import CallRecord
 from mpips.collectives.recorder.tracing import RankTrace
 from mpips.collectives.schedule.model import BUS_FACTOR
 from mpips.collectives.terminal import show_bytes
@@ -67,9 +67,9 @@ def summarize(traces: Sequence[RankTrace]) -> Summary:
     seconds: dict[int, float] = {}
     # (lane, operation, subject, number, round) identifies a call that ranks make together -> (rank, record) of each
     # rank
-    together: dict[tuple[Any, ...], list[tuple[int, Record]]] = defaultdict(list)
+    together: dict[tuple[Any, ...], list[tuple[int, CallRecord]]] = defaultdict(list)
     # (operation, size) identifies a line of the summary -> (rank, record) of its calls
-    by_size: dict[tuple[str, int], list[tuple[int, Record]]] = defaultdict(list)
+    by_size: dict[tuple[str, int], list[tuple[int, CallRecord]]] = defaultdict(list)
     for trace in traces:
         ended = [record for record in trace.records if record.ended_ns and record.operation != STEP]
         if ended:
@@ -116,16 +116,16 @@ def summarize(traces: Sequence[RankTrace]) -> Summary:
     return Summary(lines, scores, sum(trace.overwritten for trace in traces))
 
 
-def _took(record: Record) -> float:
+def _took(record: CallRecord) -> float:
     return (record.ended_ns - record.begun_ns) / 1e9
 
 
 def _summarize_calls(
     operation: str,
     nbytes: int,
-    calls: Sequence[tuple[int, Record]],
+    calls: Sequence[tuple[int, CallRecord]],
     least: dict[int, float],
-    together: dict[tuple[Any, ...], list[tuple[int, Record]]],
+    together: dict[tuple[Any, ...], list[tuple[int, CallRecord]]],
     seconds: dict[int, float],
 ) -> CallSummary:
     """Make a line of the summary.

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpips.collectives.recorder import chrome
-from mpips.collectives.recorder.ring import Record
+from mpips.collectives.recorder.ring import CallRecord
 from mpips.collectives.recorder.tracing import RankTrace
 from mpips.launch.observe.clocks import HostClock
 
@@ -36,7 +36,7 @@ FIRST_ROW = 1001
 class PlacedCall(NamedTuple):
     """A call and its place in the trace. Times are nanoseconds of the reference clock since the trace begins."""
 
-    record: Record
+    record: CallRecord
     # the process in the trace, which is the rank
     pid: int
     # the row
@@ -137,7 +137,7 @@ class _RankRows:
         self._trace = trace
         self._tids = tids
         # (True for calls that run during compute, thread) -> (record, begin, end) of each call
-        groups: dict[tuple[bool, int], list[tuple[Record, int, int]]] = defaultdict(list)
+        groups: dict[tuple[bool, int], list[tuple[CallRecord, int, int]]] = defaultdict(list)
         steps = []
         for record in trace.records:
             begin = clock.to_reference(record.begun_ns or record.made_ns) - first
@@ -169,7 +169,7 @@ class _RankRows:
                 self.events.append(chrome.bar(f"step {number}", "step", self._trace.rank, row, begin, end))
             begin = max(begin, end)
 
-    def _add_calls(self, name: str, calls: Sequence[tuple[Record, int, int]]) -> int:
+    def _add_calls(self, name: str, calls: Sequence[tuple[CallRecord, int, int]]) -> int:
         """Place the calls of a thread, in several rows if they overlap. Return the first row."""
         rows = chrome.rows([(begin, end) for _, begin, end in calls])
         tids = [self._new_row(name if not row else f"{name} ({row + 1})") for row in range(max(rows) + 1)]
@@ -189,7 +189,7 @@ class _RankRows:
             self.events.append(chrome.bar(title, record.operation, call.pid, call.tid, begin, end, **shown))
         return tids[0]
 
-    def _add_compute(self, row: int, calls: Sequence[tuple[Record, int, int]]) -> None:
+    def _add_compute(self, row: int, calls: Sequence[tuple[CallRecord, int, int]]) -> None:
         """Add bars of compute in the gaps between the calls of the main thread."""
         reached = calls[0][1]
         for _, begin, end in sorted(calls, key=lambda call: call[1]):

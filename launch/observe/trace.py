@@ -145,7 +145,7 @@ class OtherHosts:
         raw = list(tracing.read_raw(self._folder)) if this_host else []
         if this_host:
             tracing.forget(self._folder)
-            folders.leave(self._folder)
+            folders.remove_if_empty(self._folder)
         missing = {**self._silent, **self._refused}
         usable = {name: connection for name, connection in self._connections.items() if name not in missing}
         self._ask(usable.values(), "read", READ_SECONDS)
@@ -276,7 +276,7 @@ def trace_ranks(folder: Path, seconds: float) -> str:
     Returns "", or the reason why no rank is traced.
     """
     pids = [int(path.stem) for path in folder.glob(f"*{folders.PAGE}")]
-    traceable = [pid for pid in pids if folders.lives(pid) and _can_be_traced(pid)]
+    traceable = [pid for pid in pids if folders.is_alive(pid) and _can_be_traced(pid)]
     if any(folder.glob(f"*{tracing.SUFFIX}")):
         return f"job {folder.name} is traced already: wait for the other `mpips trace`, or the job"
     if not traceable:
@@ -288,7 +288,7 @@ def trace_ranks(folder: Path, seconds: float) -> str:
         for pid in traceable:
             with suppress(OSError):
                 os.kill(pid, tracing.SIGNAL)
-        while time.monotonic_ns() < until and any(map(folders.lives, traceable)):
+        while time.monotonic_ns() < until and any(map(folders.is_alive, traceable)):
             time.sleep(min(LOOK_SECONDS, max(0.0, (until - time.monotonic_ns()) / 1e9)))
     except BaseException:
         tracing.forget(folder)
@@ -316,7 +316,7 @@ def unpack(text: str) -> bytes:
 
 def main(job: str) -> None:
     """Answer questions about a job's records on this host. Each is a line of standard input. Ends with the input."""
-    folder = folders.of_jobs() / job
+    folder = folders.jobs_folder() / job
     unread = False
     try:
         for line in sys.stdin:
@@ -332,7 +332,7 @@ def main(job: str) -> None:
             else:
                 answer, unread = [(who, pack(data)) for who, data in tracing.read_raw(folder)], False
                 tracing.forget(folder)
-                folders.leave(folder)
+                folders.remove_if_empty(folder)
             sys.stdout.write(json.dumps([int(number), answer]) + "\n")
             sys.stdout.flush()
     finally:

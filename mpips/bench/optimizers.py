@@ -207,7 +207,7 @@ def command(elements: int, repeats: int, json_path: Path | None) -> None:
     """Time the updates of a server's optimizers by NumPy, by compiled kernels, and by PyTorch if it is installed."""
     try:
         check_memory(f"--elements {elements}", 4 * elements, ARRAYS)
-        engine.chosen()
+        engine.chosen_engine()
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     torch, reason = load_torch()

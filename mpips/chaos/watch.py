@@ -27,7 +27,7 @@ import msgspec
 from mpips.chaos.faults import OF_HOSTS, Fault, FaultPlan, Point, Whom, check_lab, save
 from mpips.chaos.injector import PLAN, SHOW_STACK, SOCKET, WATCHED, Message, PointReached, RankUp, StoreCreated
 from mpips.collectives.clock import Clock
-from mpips.collectives.machine import find_carriers, find_peer, read_stat
+from mpips.collectives.machine import find_peer, find_processes_with, read_stat
 from mpips.collectives.recorder import folders
 
 # seconds for a job's last processes to leave after its command has ended
@@ -133,10 +133,10 @@ def _processes(folder: str) -> list[str]:
     All processes of a watched job have this folder in their environment.
     """
     variable, clock = f"{WATCHED}={folder}", Clock()
-    while any(find_carriers(variable)) and clock.seconds() < GRACE:
+    while any(find_processes_with(variable)) and clock.seconds() < GRACE:
         time.sleep(0.02)
     left = []
-    for pid in find_carriers(variable):
+    for pid in find_processes_with(variable):
         # The process may have ended in the meantime.
         with suppress(OSError):
             command_line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
@@ -151,7 +151,7 @@ def _files(ranks: Ranks) -> list[str]:
     Pages of ranks that died in a job that died are kept on purpose, and not counted.
     """
     existing = sorted(path for rank in ranks.all.values() for path in rank.memory if path.exists())
-    memory = [path for path in existing if path.parent.parent != folders.of_jobs()]
+    memory = [path for path in existing if path.parent.parent != folders.jobs_folder()]
     ends = tuple(f".{pid}" for pid in ranks.parents)
     sessions = (path for path in Path(tempfile.gettempdir()).glob("*.[0-9]*") if path.name.startswith(SESSIONS))
     return [str(path) for path in (*dict.fromkeys(memory), *(path for path in sessions if path.name.endswith(ends)))]

@@ -32,7 +32,7 @@ from torch.distributed import ReduceOp
 from mpips.collectives.agreement import SAME_VALUES, Items, difference
 from mpips.collectives.api import begin
 from mpips.collectives.communicator import communicator
-from mpips.collectives.errors import CollectiveError, ranks
+from mpips.collectives.errors import CollectiveError, format_ranks
 from mpips.torch.process_group import GroupJobs
 from mpips.torch.tensors import flatten, flatten_result
 from mpips.torch.works import GroupJob, communication, wait_for_plan
@@ -424,8 +424,9 @@ class Negotiator:
         """Return why an operation cannot run while some ranks have joined, or "" if it can."""
         if not self._joined or first.kind == "barrier" or (first.kind == "allreduce" and first.op in (0, 1)):
             return ""
+        joined = format_ranks([self.names[rank] for rank in self._joined])
         return (
-            f"{ranks([self.names[rank] for rank in self._joined])} has called join(), and then only allreduce with "
+            f"{joined} has called join(), and then only allreduce with "
             "op=Average or Sum, and barrier, go on: call this before join()"
         )
 
@@ -448,14 +449,16 @@ class Negotiator:
     def _why_nothing_runs(self) -> str:
         met = list(self._met.items())
         if not met:
-            return f"{ranks([self.names[rank] for rank in self._joined])} has called join(): call it on all ranks"
+            return (
+                f"{format_ranks([self.names[rank] for rank in self._joined])} has called join(): call it on all ranks"
+            )
         _, requests = met[0]
         callers = [self.names[rank] for rank in requests]
         missing = [rank for rank in range(self.comm.size) if rank not in requests and rank not in self._joined]
         others = [other for other, by in met if missing[0] in by]
         instead = f", and waits in {others[0]!r}" if others else ""
         return (
-            f"{requests[min(requests)]}: {ranks(callers)} called it, and rank {self.names[missing[0]]} did not"
+            f"{requests[min(requests)]}: {format_ranks(callers)} called it, and rank {self.names[missing[0]]} did not"
             f"{instead}: let all ranks call operations of the same names"
         )
 

@@ -8,8 +8,8 @@ from mpi4py import MPI
 
 from mpips.collectives.communicator import communicator
 from mpips.collectives.errors import of_caller
-from mpips.collectives.fabric.requests import Roll
-from mpips.collectives.fabric.wait import limits
+from mpips.collectives.fabric.requests import ArrivalBarrier
+from mpips.collectives.fabric.wait import read_limits
 from mpips.horovod.negotiation import Negotiator
 from mpips.torch.backend import check_joined
 
@@ -93,7 +93,7 @@ def init(comm: MPI.Intracomm | None = None, process_sets: Sequence[ProcessSet] |
         )
     check_joined()
     _comm = MPI.COMM_WORLD if comm is None else comm
-    Roll(_comm, "hvd.init").wait(limits())
+    ArrivalBarrier(_comm, "hvd.init").wait(read_limits())
     global_process_set.ranks = list(range(_comm.size))
     _bring_to_life(global_process_set, 0)
     if process_sets == "dynamic":
@@ -205,7 +205,7 @@ def _bring_to_life(process_set: ProcessSet, number: int) -> None:
     process_set.process_set_id = number
     _sets[number] = process_set
     if isinstance(comm, MPI.Intracomm) and comm != MPI.COMM_NULL:
-        process_set.negotiator = Negotiator(comm, process_set.ranks, limits().timeout_seconds)
+        process_set.negotiator = Negotiator(comm, process_set.ranks, read_limits().timeout_seconds)
 
 
 def _end(process_set: ProcessSet) -> None:

@@ -23,8 +23,8 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 import mpips.collectives as collectives
-from mpips.collectives.call import operation, see_root
-from mpips.collectives.communicator import beside, communicator
+from mpips.collectives.call import check_root, find_reduction
+from mpips.collectives.communicator import comm_for_thread, communicator
 from mpips.jax.primitive import JaxCall, Tree, bind, bind_own
 
 GRADIENTS = ("sum", "identity")
@@ -77,7 +77,7 @@ class JaxCollective(JaxCall):
     def run(self, inputs: list[NDArray[Any]], outputs: list[NDArray[Any]]) -> None:
         # XLA runs this in its own thread, while the program may make calls on `self.comm`. So XLA's calls use another
         # communicator of the same ranks.
-        comm = beside(self.comm)
+        comm = comm_for_thread(self.comm)
         if self.kind == "barrier":
             communicator(comm).agree("barrier")
         elif self.kind == "allreduce" and len(inputs) > 1:
@@ -168,7 +168,7 @@ def allreduce(
     leaves, shape = jax.tree.flatten(tree)
     parts = [_encode(jax.numpy.asarray(leaf), op) for leaf in leaves]
     for part in (part for one in parts for part in one):
-        operation(op, part.dtype)
+        find_reduction(op, part.dtype)
     call = JaxCollective("allreduce", comm, op, algorithm, gradient=_checked(gradient))
     found = iter(_run(call, [part for one in parts for part in one]))
     return jax.tree.unflatten(shape, [_decode(leaf, [next(found) for _ in one]) for leaf, one in zip(leaves, parts)])
@@ -194,7 +194,7 @@ def broadcast(tree: Tree, root: int = 0, comm: MPI.Comm | None = None, *, gradie
         >>> mpips.jax.broadcast(jnp.arange(3), root=0)
         Array([0, 1, 2], dtype=int32)
     """
-    see_root(root, JaxCollective("broadcast", comm).ranks)
+    check_root(root, JaxCollective("broadcast", comm).ranks)
     return _map(JaxCollective("broadcast", comm, root=int(root), gradient=_checked(gradient)), tree)
 
 
@@ -243,7 +243,7 @@ def reduce_scatter(tree: Tree, op: str = "sum", comm: MPI.Comm | None = None) ->
         Array([1., 1.], dtype=float32)
     """
     for leaf in jax.tree.leaves(tree):
-        operation(op, jax.numpy.result_type(leaf))
+        find_reduction(op, jax.numpy.result_type(leaf))
     return _map(JaxCollective("reduce_scatter", comm, op), tree)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from mpips.collectives.errors import CollectiveError, Uncopied, of_caller
+from mpips.collectives.errors import CollectiveError, NotCopyable, of_caller
 from mpips.ending.process import is_fork
 from mpips.optimizers.base import Optimizer
 from mpips.store.checkpoint.load import load, load_states, save_states
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 Turns = Sequence[Hashable]
 
 
-class KVStore(Uncopied):
+class KVStore(NotCopyable):
     """A key-value store, as each worker of the job sees it. Made by `mpips.create`.
 
     Calls block unless their name begins with "i" (`ipush`). Arrays are C-contiguous, of float16, bfloat16, float32,

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 from mpi4py import MPI
 
 from mpips.collectives.errors import StallError, of_caller
-from mpips.collectives.fabric.failure import Making, able, deaths
+from mpips.collectives.fabric.failure import CommCreationGuard, find_deaths, survives_deaths
 from mpips.collectives.recorder.own import Marks
 from mpips.ending.process import say_role
 from mpips.store import options as known_options
@@ -250,7 +250,7 @@ def _unable(options: Options | None) -> str:
     """Return the reason why this MPI cannot run a store with `spares`, or "" if it can or `spares` is not set."""
     if options is None or options.spares < 0:
         return ""
-    if not able():
+    if not survives_deaths():
         return (
             f"spares={options.spares} needs an MPI in which a death ends no job: Open MPI with ULFM, as `mpips run "
             "--spares` or `mpirun --with-ft ulfm` starts it; `mpips run --restarts` serves under any MPI"
@@ -272,7 +272,7 @@ def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
         yield
         return
     raised: Exception | None = None
-    making = Making(comm)
+    making = CommCreationGuard(comm)
     try:
         with making:
             try:
@@ -289,7 +289,7 @@ def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
     # A rank has died. `Agree` raises this on all ranks.
     except MPI.Exception:
         all_made = False
-    if not all_made and (dead := deaths(comm)):
+    if not all_made and (dead := find_deaths(comm)):
         why = f"rank {dead[0]} has died before the store was there, and nobody has its place: start the job again"
         raise StoreError(f"create: {why}") from raised
     if raised is None and not all_made:

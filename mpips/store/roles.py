@@ -23,8 +23,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpips.collectives.communicator import abandon
-from mpips.collectives.fabric.failure import made
-from mpips.collectives.fabric.requests import Roll, leave, part
+from mpips.collectives.fabric.failure import guard_comm
+from mpips.collectives.fabric.requests import ArrivalBarrier, close_collectively, close_later
 from mpips.collectives.fabric.wait import Limits
 from mpips.collectives.machine import Quota, bound_cores, find_quota, usable_cores
 from mpips.store.keys.sharding import Interval, owners, split
@@ -191,7 +191,7 @@ class Layout:
     def free(self) -> None:
         """Free the communicators once all ranks have called this. Does not block."""
         for comm in self.communicators():
-            leave(comm)
+            close_later(comm)
 
     def part(self) -> None:
         """Free the communicators and drop messages that are still on them.
@@ -199,7 +199,7 @@ class Layout:
         Collective over `world`; blocks until all ranks have called it.
         """
         for comm in self.communicators():
-            part(comm)
+            close_collectively(comm)
 
     def abandon(self) -> None:
         """Free the communicators after ranks have died. No other rank may still use them. Does not block."""
@@ -215,7 +215,7 @@ class Layout:
         elif not self.is_spare:
             self.workers, self.client = group, _split(group, self.client_number, self.rank)
             if not self.num_servers or self.kind.startswith("mpi_"):
-                self.sums = made((self.client if self.num_servers else group).Dup())
+                self.sums = guard_comm((self.client if self.num_servers else group).Dup())
 
     def communicators(self) -> list[MPI.Intracomm]:
         """Return all communicators that this rank is in, the smaller ones first."""
@@ -234,7 +234,7 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
     """
     limits = _limits(options or Options())
     _come(comm, limits)
-    world = made(comm.Dup())
+    world = guard_comm(comm.Dup())
     if options is not None and not refusal:
         try:
             options.clients_of(kind, world.Get_size())
@@ -246,7 +246,7 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
     try:
         lanes = agree(Gathering(world, limits), WHAT, items, refused, "option", data=b"%d" % lane)
     except ValueError as error:
-        part(world)
+        close_collectively(world)
         raise OptionError(str(error)) from None
     assert options is not None
     size = world.Get_size()
@@ -254,7 +254,7 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
     clients = tuple(split(Interval(0, workers), options.clients_of(kind, size)))
     nodes = _nodes(world, options.shared_memory)
     if why := ring.refuse_mirrors(options.mirrors, options.spares, nodes[workers : workers + options.servers]):
-        part(world)
+        close_collectively(world)
         raise OptionError(why)
     spares = max(0, options.spares)
     layout = Layout(kind, options, world.Get_rank(), workers, options.servers, clients, nodes, world, spares)
@@ -275,12 +275,12 @@ def _come(comm: MPI.Intracomm, limits: Limits) -> None:
     """
     who = "all must call it, servers too, which leave when their last store is closed"
     what = f"{WHAT}, to which not all {comm.Get_size()} ranks have come ({who}),"
-    Roll(comm, what).wait(limits)
+    ArrivalBarrier(comm, what).wait(limits)
 
 
 def _split(comm: MPI.Intracomm, number: int, rank: int) -> MPI.Intracomm:
     """Return a communicator of the ranks that give the same number, in the order of `rank`. Collective, blocking."""
-    part = made(comm.Split(number, rank))
+    part = guard_comm(comm.Split(number, rank))
     assert isinstance(part, MPI.Intracomm)
     return part
 
@@ -288,7 +288,7 @@ def _split(comm: MPI.Intracomm, number: int, rank: int) -> MPI.Intracomm:
 def _nodes(world: MPI.Intracomm, shared_memory: bool) -> tuple[int, ...]:
     if not shared_memory:
         return tuple(range(world.Get_size()))
-    node = made(world.Split_type(MPI.COMM_TYPE_SHARED, world.Get_rank()))
+    node = guard_comm(world.Split_type(MPI.COMM_TYPE_SHARED, world.Get_rank()))
     lowest, nodes = np.array([world.Get_rank()], np.int64), np.empty(world.Get_size(), np.int64)
     node.Allreduce(MPI.IN_PLACE, lowest, MPI.MIN)
     node.Free()

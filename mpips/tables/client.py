@@ -149,7 +149,7 @@ class KnownTable:
     @functools.cached_property
     def numbers(self) -> memoryview:
         """Counters of this worker's calls, in its page, where other processes can read them (`recorder.page.TABLE`)."""
-        return recorder.numbers_of(self.name)
+        return recorder.table_numbers(self.name)
 
     @property
     def name(self) -> str:

@@ -300,7 +300,7 @@ class RowMirror:
         """End with the generation. Nothing waits for the mirror any more."""
         with suppress(CollectiveError):
             self._receive()
-        requests.keep(request for _, request, _ in self._under_way)
+        requests.keep_until_complete(request for _, request, _ in self._under_way)
         self._due.clear()
         self._under_way.clear()
 
@@ -327,7 +327,7 @@ class RowMirror:
         """
         taken: Counter[int] = Counter()
         worked = False
-        while not self._broken and (received := requests.received(self._comm, TAG)) is not None:
+        while not self._broken and (received := requests.receive_next(self._comm, TAG)) is not None:
             worked = self._broken = True
             server, message = received[0], _decoder.decode(received[1])
             if isinstance(message, RowsKept):
@@ -337,13 +337,13 @@ class RowMirror:
                 taken[server] += 1
             self._broken = False
         for server, count in taken.items():
-            requests.tell(self._comm, msgspec.msgpack.encode(RowsKept(count)), [server], TAG)
+            requests.send_to_all(self._comm, msgspec.msgpack.encode(RowsKept(count)), [server], TAG)
         return worked
 
     def _note_kept(self, count: int) -> None:
         for _ in range(count):
             nbytes, request, table = self._under_way.popleft()
-            if not requests.over(request):
-                requests.keep([request])
+            if not requests.is_over(request):
+                requests.keep_until_complete([request])
             self._nbytes -= nbytes
             self._open[table] -= 1

@@ -157,7 +157,7 @@ class RowMover:
 
     def _take_in(self) -> bool:
         """Put one piece that has arrived into this server's tables. Return True if there was one."""
-        if not self._due or (received := requests.received(self._comm, TAG)) is None:
+        if not self._due or (received := requests.receive_next(self._comm, TAG)) is None:
             return False
         rank, data = received
         rows = msgspec.msgpack.decode(data, type=RowsSent)

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from mpips.collectives.errors import CollectiveError, MismatchError
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.recorder import own as recorder
-from mpips.collectives.recorder.ring import Ring, form
+from mpips.collectives.recorder.ring import RecordRing, form
 from mpips.store.keys.row_sums import Ids, summed
 from mpips.store.server.late import BEFORE_LEAVING, Wait
 from mpips.store.server.service import Answers, Asker, Payload
@@ -396,7 +396,7 @@ class ServerTable:
         if begun is not None:
             begun[0].end(begun[1])
 
-    def _begin_record(self, round_: int, pushes: Sequence[TablePush]) -> tuple[Ring, int]:
+    def _begin_record(self, round_: int, pushes: Sequence[TablePush]) -> tuple[RecordRing, int]:
         """Begin the record of an update. Return its ring, and the argument for the ring's `end`."""
         nbytes, size = (sum(getattr(push.gradients, word) for push in pushes) for word in ("nbytes", "size"))
         into, made = recorder.ring, form(self.lane, "update", f"table {self.key!r}", nbytes, size, self.card.dtype)

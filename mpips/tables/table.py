@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from mpips.collectives import arrays
-from mpips.collectives.errors import Uncopied, of_caller
+from mpips.collectives.errors import NotCopyable, of_caller
 from mpips.collectives.fabric.tasks import Task
 from mpips.collectives.recorder import own as recorder
 from mpips.store.keys.key import Array
@@ -34,7 +34,7 @@ T = TypeVar("T")
 MOST_BYTES = 1 << 30
 
 
-class Table(Uncopied):
+class Table(NotCopyable):
     """An embedding table on one worker, made by `KVStore.table`. All calls but `ipull` block.
 
     Ids are int64 with any values and any shape, and may repeat. Rows and gradients have the shape of the ids with `dim`

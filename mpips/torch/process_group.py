@@ -390,7 +390,7 @@ class GroupJobs:
     def __init__(self, comm: MPI.Intracomm, timeout_seconds: float) -> None:
         self.comm = comm
         self._home = communicator(comm)
-        self._home.patient(self._home.limits.stall_seconds, max(timeout_seconds, LEAST_SECONDS))
+        self._home.set_limits(self._home.limits.stall_seconds, max(timeout_seconds, LEAST_SECONDS))
         self._comm_of_messages = comm.Dup()
         self.messages = Messages(self._comm_of_messages)
         self._barrier_token = torch.zeros(1)
@@ -565,11 +565,11 @@ class GroupJobs:
     def limited(self, seconds: float) -> Iterator[None]:
         """Change the timeout of this group within a `with` block."""
         usual = self._home.limits
-        self._home.patient(usual.stall_seconds, max(seconds, LEAST_SECONDS))
+        self._home.set_limits(usual.stall_seconds, max(seconds, LEAST_SECONDS))
         try:
             yield
         finally:
-            self._home.patient(*usual)
+            self._home.set_limits(*usual)
 
     def _divide(self, target: Tensor, after: After) -> Callable[[], None]:
         """Return a function that divides a sum of integers by the number of ranks, and then calls `after`."""

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from mpips.collectives.clock import Clock
-from mpips.collectives.fabric.requests import keep
-from mpips.collectives.fabric.wait import see_in_time
+from mpips.collectives.fabric.requests import keep_until_complete
+from mpips.collectives.fabric.wait import check_in_time
 from mpips.torch.tensors import as_backend_error, bytes_of
 
 if TYPE_CHECKING:
@@ -384,7 +384,7 @@ def _wait_for_request(start: Callable[[], MPI.Request], status: MPI.Status | Non
         # The iterator was abandoned, and MPI may still write to the arrays. So the request and its arrays must be kept
         # alive.
         if request:
-            keep([request])
+            keep_until_complete([request])
 
 
 def listen(steps: Iterator[None], home: Communicator) -> Iterator[None]:
@@ -395,7 +395,7 @@ def listen(steps: Iterator[None], home: Communicator) -> Iterator[None]:
     due = 0.0
     for _ in steps:
         if (now := time.monotonic()) >= due:
-            home.listen()
+            home.look_at_all()
             due = now + LOOK_SECONDS
         yield
 
@@ -412,8 +412,8 @@ def watch(steps: Iterator[None], home: Communicator, what: str) -> Iterator[None
         for _ in steps:
             if (now := time.monotonic()) >= due:
                 waited = clock.seconds()
-                home.hear(waited)
-                see_in_time(what, waited, home.generation)
+                home.look(waited)
+                check_in_time(what, waited, home.generation)
                 due = now + LOOK_SECONDS
             yield
     except Exception as error:

@@ -256,7 +256,7 @@ class Fit:
     def _count_step(self) -> None:
         """Count an exchange, and call the callbacks of the step."""
         self._position.step += 1
-        log.place.step = self._position.step
+        log.rank_state.step = self._position.step
         # Come to this stage before the callbacks run. If a worker dies in one of them, the fit knows that the step is
         # counted and that `on_step` is still due.
         self._come_to(COUNTED)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mpips.collectives.errors import Uncopied
+from mpips.collectives.errors import NotCopyable
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.registry import create
 from mpips.overlap.exchange import Overlapped, OverlapReport
@@ -34,7 +34,7 @@ from mpips.training.step import Blocking, TrainerParts, update_optimizer
 from mpips.training.updates import ClientUpdate, StoreUpdate, Update, WorkerUpdate, check_clip
 
 
-class Trainer(Uncopied):
+class Trainer(NotCopyable):
     """Trains a model through a store: synchronous, asynchronous or elastic, with servers or without.
 
         kv = mpips.create("dist_sync")

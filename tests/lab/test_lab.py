@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import pytest
 
-from collectives.machine import find_carriers
+from collectives.machine import find_processes_with
 from collectives.simulator.topology import parse
 from launch import find
 from launch.lab import client
@@ -276,7 +276,7 @@ def present() -> set[str]:
     """This machine's links and mounts, and of what carries our token or process number the namespaces and labs."""
     labs = (name for name in client.list_labs() if str(os.getpid()) in name.split("-"))
     found = {*os.listdir("/sys/class/net"), *Path("/proc/self/mounts").read_text().splitlines(), *labs}
-    for process in find_carriers(f"{TOKEN}={os.environ[TOKEN]}"):
+    for process in find_processes_with(f"{TOKEN}={os.environ[TOKEN]}"):
         for path in Path(f"/proc/{process}/ns").glob("*"):
             try:
                 found.add(os.readlink(path))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from collectives.fabric.failure import failed
+from collectives.fabric.failure import dead_ranks
 
 LOOK_SECONDS = 5e-4
 
@@ -34,7 +34,7 @@ def die_later(begun: Path, seconds: float) -> None:
 
 def wait_until_dead(ranks: Iterable[int]) -> None:
     """Block until MPI has reported the deaths of these ranks. One of these ranks itself blocks until it dies."""
-    while not {*ranks} <= {*failed(MPI.COMM_WORLD)}:
+    while not {*ranks} <= {*dead_ranks(MPI.COMM_WORLD)}:
         # MPI notices deaths only within its calls.
         MPI.COMM_SELF.Iprobe()
         time.sleep(LOOK_SECONDS)

@@ -85,7 +85,7 @@ def tell_spares(layout: Layout, step: int | None) -> None:
     """
     if layout.spares and layout.rank == 0:
         size = layout.world.Get_size()
-        requests.tell(layout.world, msgspec.msgpack.encode(step), range(size - layout.spares, size), TAG)
+        requests.send_to_all(layout.world, msgspec.msgpack.encode(step), range(size - layout.spares, size), TAG)
 
 
 def hear_step(layout: Layout, generation: Generation) -> int | None:
@@ -93,7 +93,7 @@ def hear_step(layout: Layout, generation: Generation) -> int | None:
     received: list[bytes] = []
 
     def heard() -> bool:
-        if (message := requests.received(layout.world, TAG)) is not None:
+        if (message := requests.receive_next(layout.world, TAG)) is not None:
             received.append(message[1])
         return bool(received)
 

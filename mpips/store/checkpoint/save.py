@@ -23,10 +23,10 @@ import numpy as np
 import mpips.collectives as collectives
 from mpips.collectives import log
 from mpips.collectives.errors import CollectiveError, warn
-from mpips.collectives.fabric.tasks import Task, together
+from mpips.collectives.fabric.tasks import Task, run_together
 from mpips.collectives.kernels.quiet import quietly
 from mpips.collectives.recorder import own as recorder
-from mpips.collectives.recorder.ring import Ring
+from mpips.collectives.recorder.ring import RecordRing
 from mpips.compression.registry import options
 from mpips.optimizers.registry import as_data
 from mpips.store.checkpoint import folder as files
@@ -161,7 +161,7 @@ class Begun(NamedTuple):
     """When a save began, and its record."""
 
     at: float
-    ring: Ring
+    ring: RecordRing
     sequence: int
 
 
@@ -312,7 +312,7 @@ def write_content(content: Content, writer: Writer) -> Task[str]:
     # A run never has two pieces of one tensor, because a piece is as long as a run may be. Pieces of a run are written
     # as they come, and those of one tensor must be written in order.
     for run in runs((piece.nbytes for piece in every), PIECE_BYTES):
-        yield from together([copy_piece(piece, writer) for piece in every[run]], AT_ONCE)
+        yield from run_together([copy_piece(piece, writer) for piece in every[run]], AT_ONCE)
         yield True
     yield from content.release()
     disk = Disk(writer)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mpips.collectives import arrays
 from mpips.collectives.agreement import difference
-from mpips.collectives.arrays import see_unmasked
+from mpips.collectives.arrays import check_unmasked
 from mpips.collectives.errors import did_you_mean, of_caller
 from mpips.collectives.fabric.tasks import Task
 from mpips.collectives.kernels.quiet import quiet
@@ -194,7 +194,7 @@ def _host(value: object, name: Name, what: str, cure: str) -> Array:
         raise TypeError(f"{what}: key {name!r} got a RowSparse where an array is needed; pass its to_dense()")
     if is_device(value):
         raise TypeError(f"{what}: key {name!r} got an array on a GPU where a host array is needed; copy it there first")
-    see_unmasked(value, f"{what}: the array of key {name!r}")
+    check_unmasked(value, f"{what}: the array of key {name!r}")
     try:
         array = host(value)
     except TypeError as error:
@@ -351,11 +351,11 @@ class HostStaging:
 
     def __init__(self, values: Sequence[Any], written: bool) -> None:
         from mpips.collectives.tensor.cuda import CudaVectors  # needs CuPy
-        from mpips.collectives.tensor.vectors import place
+        from mpips.collectives.tensor.vectors import vector_place
 
         # `place` keeps no array alive.
         self._values = values
-        places = [place(value, f"array {index}", written) for index, value in enumerate(values)]
+        places = [vector_place(value, f"array {index}", written) for index, value in enumerate(values)]
         shapes = {tuple(value.shape) for value in values}
         if len(shapes) > 1 or len({one.dtype for one in places}) > 1:
             kinds = ", ".join(f"{one.dtype.name}{tuple(value.shape)}" for one, value in zip(places, values))
@@ -483,7 +483,7 @@ def _lists(row_ids: object) -> object:
 
 
 def _row_ids(key: Key, row_ids: object) -> NDArray[np.int64]:
-    see_unmasked(row_ids, f"row_sparse_pull: row_ids of key {key.name!r}")
+    check_unmasked(row_ids, f"row_sparse_pull: row_ids of key {key.name!r}")
     ids = np.asarray(row_ids)
     ids = ids.astype(np.int64) if ids.size == 0 else ids.reshape(-1)
     if not key.shape:

@@ -108,7 +108,7 @@ class EmptyPush(RowSparse):
 
 def _array(x: object, name: str) -> np.ndarray:
     """Return `x` as a NumPy array. A PyTorch tensor is viewed, even if it records gradients. A list is copied."""
-    arrays.see_unmasked(x, name)
+    arrays.check_unmasked(x, name)
     return arrays.host(x) if arrays.is_torch(x) else np.asarray(x)
 
 

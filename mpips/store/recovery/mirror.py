@@ -280,18 +280,18 @@ class Mirror(UnitMirror):
         for under_way in [sent.requests for sent in self._under_way.values()] + [
             coming.requests for coming in self._coming
         ]:
-            requests.keep(under_way)
+            requests.keep_until_complete(under_way)
         self._due.clear()
         self._under_way.clear()
         self._coming.clear()
 
     def _post(self, message: Message, *servers: int) -> None:
         """Send a message to servers, without blocking. Dead ones are skipped."""
-        requests.tell(self._comm, msgspec.msgpack.encode(message), servers, TAG)
+        requests.send_to_all(self._comm, msgspec.msgpack.encode(message), servers, TAG)
 
     def _hear(self) -> bool:
         worked = False
-        while (received := requests.received(self._comm, TAG)) is not None:
+        while (received := requests.receive_next(self._comm, TAG)) is not None:
             worked = True
             server, message = received[0], _decoder.decode(received[1])
             if isinstance(message, VersionSent):
@@ -333,7 +333,7 @@ class Mirror(UnitMirror):
             if sent is None:
                 continue
             self._nbytes -= sent.nbytes
-            requests.keep(sent.requests)
+            requests.keep_until_complete(sent.requests)
             # If not, the unit has changed again, and waits for a later version.
             if self._latest.get(sent.unit.number) == number:
                 del self._latest[sent.unit.number]
@@ -363,7 +363,7 @@ class Mirror(UnitMirror):
             except MPI.Exception as error:
                 if not is_death(error):
                     raise
-                requests.keep(coming)
+                requests.keep_until_complete(coming)
                 return
         self._coming.append(Coming(server, sent, copy, arrays, coming))
 
@@ -376,7 +376,7 @@ class Mirror(UnitMirror):
                 is_complete = MPI.Request.Testall(coming.requests)
             except MPI.Exception:
                 # the sender has died
-                requests.keep(coming.requests)
+                requests.keep_until_complete(coming.requests)
                 continue
             if not is_complete:
                 rest.append(coming)

@@ -40,8 +40,8 @@ from mpi4py import MPI
 from mpips.collectives import log
 from mpips.collectives.errors import CollectiveError, StallError
 from mpips.collectives.fabric.arena import Region
-from mpips.collectives.fabric.failure import Making, deaths
-from mpips.collectives.fabric.requests import cut_bytes, keep, send, sweep
+from mpips.collectives.fabric.failure import CommCreationGuard, find_deaths
+from mpips.collectives.fabric.requests import collect_closed, cut_bytes, keep_until_complete, send
 from mpips.collectives.recorder import own as recorder
 from mpips.optimizers.base import initial
 from mpips.optimizers.schedules import Groups
@@ -208,7 +208,7 @@ def _begin_with_all(generation: Generation, rebuild: Callable[[], T]) -> list[T]
     layout.become(old.rebuild_after_death(old.world))
     old.part()
     generation.advance()
-    sweep(FREEING_SECONDS)
+    collect_closed(FREEING_SECONDS)
     return [rebuild()]
 
 
@@ -231,7 +231,7 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
     results: list[T] = []
     verdict, raised = DONE, None
     try:
-        with Making(left) as making:
+        with CommCreationGuard(left) as making:
             layout.become(old.rebuild_after_death(left, grow))
             generation.advance()
             with generation.failing(WHAT):
@@ -242,7 +242,7 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
             verdict = DIED
     except Exception as error:
         raised = error
-        verdict = DIED if not isinstance(error, LostError) and deaths(left) else FAILED
+        verdict = DIED if not isinstance(error, LostError) and find_deaths(left) else FAILED
     # Ranks wait for each other outside of MPI first. If they waited long in the agreement, and a rank died there, Open
     # MPI 5.0.11 might leave another rank in it for ever.
     barrier.wait_until_all_have_tried()
@@ -253,7 +253,7 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
         verdict = DIED
     if verdict == DONE:
         old.abandon() if layout.lost else old.free()
-        sweep()
+        collect_closed()
         return results
     if layout.world is not old.world:
         layout.abandon()
@@ -380,7 +380,7 @@ class Member(Generic[T]):
         try:
             self.generation.wait(is_over, WHAT)
         finally:
-            keep(request for mover in movers for request in mover.under_way)
+            keep_until_complete(request for mover in movers for request in mover.under_way)
         unit_mover.finish()
         self.nbytes = unit_mover.nbytes + sum(mover.nbytes for mover in movers)
 

@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from mpips.collectives.fabric import arena
-from mpips.collectives.fabric.tasks import Task, together
+from mpips.collectives.fabric.tasks import Task, run_together
 from mpips.store.keys.key import Array, Key, Piece
 from mpips.store.remote.members import ClientCall, Members, label
 from mpips.store.remote.sparse import RowTransfers
@@ -34,16 +34,18 @@ class SingleWorker(RowTransfers):
 
     def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
         """Push all keys. Each is sent before the task waits for any of them."""
-        return together([self._push.push_part(key, 0, flat, priority, key.pushes) for key, flat in zip(keys, flats)])
+        return run_together(
+            [self._push.push_part(key, 0, flat, priority, key.pushes) for key, flat in zip(keys, flats)]
+        )
 
     def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
         """Pull all keys. Each is asked for before the task waits for any of them."""
-        return together([self._pull.pull_part(key, out, key.shards) for key, out in zip(keys, outs)])
+        return run_together([self._pull.pull_part(key, out, key.shards) for key, out in zip(keys, outs)])
 
     def pushpull(self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int) -> Task[None]:
         """Push and pull all keys, side by side."""
         each = zip(keys, flats, outs, strict=True)
-        return together([self._pushpull_key(key, flat, out, priority) for key, flat, out in each])
+        return run_together([self._pushpull_key(key, flat, out, priority) for key, flat, out in each])
 
     def _pushpull_key(self, key: Key, flat: Array, out: Array, priority: int) -> Task[None]:
         """Push and pull a key. Between nodes later pieces go to the servers while the answers to earlier ones come."""
@@ -57,7 +59,7 @@ class SingleWorker(RowTransfers):
         key.round = round_ = key.round + 1
         pushes = [self._push.push_part(key, round_, flat, priority, piece.pushes, wait=False) for piece in key.pieces]
         pairs = zip(key.pieces, pushes, strict=True)
-        yield from together([self._pull.exchange(key, push, out, piece.pushes) for piece, push in pairs])
+        yield from run_together([self._pull.exchange(key, push, out, piece.pushes) for piece, push in pairs])
 
 
 class Client(RowTransfers):
@@ -125,7 +127,7 @@ class Client(RowTransfers):
 
     def _some(self, tasks: list[Task[None]]) -> Task[None]:
         """Run tasks in order: one at a time on one node, a few at a time between nodes, where each has its own tags."""
-        return together(tasks, self._abreast)
+        return run_together(tasks, self._abreast)
 
     # ---- lists
 
@@ -143,7 +145,7 @@ class Client(RowTransfers):
     def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
         """Pull keys in this order."""
         if self._direct:
-            yield from together(self._read_directly(keys, outs))
+            yield from run_together(self._read_directly(keys, outs))
             return
         for chosen in self._steps(keys):
             if len(chosen) == 1:
@@ -194,7 +196,7 @@ class Client(RowTransfers):
             for key in keys:
                 yield from self._push.wait_until_read(key.round - 1, key.pushes)
             pairs = zip(keys, parts, strict=True)
-            yield from together(
+            yield from run_together(
                 [self._push.push_part(key, key.round, part, priority, key.pushes, own=True) for key, part in pairs]
             )
 
@@ -204,7 +206,7 @@ class Client(RowTransfers):
         call = self._call(label("pull", keys))
         if self._rank == 0:
             pairs = zip(keys, slices, strict=True)
-            yield from together([self._pull.pull_part(key, vector[each], key.shards) for key, each in pairs])
+            yield from run_together([self._pull.pull_part(key, vector[each], key.shards) for key, each in pairs])
         yield from call.run(call.broadcast(keys[0].pieces[0], vector))
         for out, each in zip(outs, slices, strict=True):
             out[...] = vector[each]

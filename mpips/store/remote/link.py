@@ -16,7 +16,7 @@ from mpips.collectives.clock import Clock
 from mpips.collectives.errors import warn
 from mpips.collectives.fabric.arena import Region
 from mpips.collectives.fabric.requests import cut_bytes, send
-from mpips.collectives.fabric.tasks import Task, goes_on
+from mpips.collectives.fabric.tasks import Task, advance
 from mpips.store.keys.key import Array, Key, Name, Shard
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import ServerMemoryError
@@ -195,7 +195,7 @@ class ServerLink:
             before = len(running)
             for _ in range(before):
                 task, cost = running.popleft()
-                if goes_on(task):
+                if advance(task):
                     running.append((task, cost))
                 else:
                     room += cost

@@ -172,7 +172,7 @@ class CallBetweenNodes(ClientCall):
         """Raise CollectiveError if a member has left before it told that it makes this call."""
         if time.monotonic() > self._due:
             missing = [rank for rank, request in zip(self._others, self._receives, strict=True) if request]
-            self._presence.see([self._members.first + rank for rank in missing], self._members.home.ended())
+            self._presence.see([self._members.first + rank for rank in missing], self._members.home.gone_ranks())
             self._due = time.monotonic() + LOOK_SECONDS
 
     def reduce(self, piece: Piece, flat: Array, total: Array | None) -> Task[None]:

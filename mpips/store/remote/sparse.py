@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpips.collectives.fabric import arena
-from mpips.collectives.fabric.tasks import Task, together
+from mpips.collectives.fabric.tasks import Task, run_together
 from mpips.store.keys.key import Array, Key, Piece
 from mpips.store.keys.row_sparse import EmptyPush, RowGather, RowSparse, packed, sum_of
 from mpips.store.remote.members import Members, label
@@ -67,7 +67,7 @@ class RowTransfers:
         yield from self._push.wait_until_read(key.round - 1, key.pushes)
         coding, row = Coding.NOTHING if nothing else Coding.ROWS, max(1, elements(key))
         parts = [(shard, rows.between(shard.start // row, shard.stop // row)) for shard in key.pushes]
-        yield from together(
+        yield from run_together(
             [
                 self._push.push_coded(
                     key,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpips.collectives.fabric.tasks import Task, together
+from mpips.collectives.fabric.tasks import Task, run_together
 from mpips.compression import Compressor, Residuals
 from mpips.optimizers import Optimizer
 from mpips.store.keys.cutting import Cutting
@@ -154,7 +154,7 @@ class RemoteStore(Member[Recovered]):
             yield from self.transfers.pull(keys, outs)
             return [key.round for key in keys]
         found: dict[Name, int] = {}
-        yield from together([self._pull.whole(key, out, found) for key, out in zip(keys, outs)])
+        yield from run_together([self._pull.whole(key, out, found) for key, out in zip(keys, outs)])
         return [found[key.name] for key in keys]
 
     def listen(self) -> None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.requests import cut_bytes
-from mpips.collectives.fabric.tasks import Task, together
+from mpips.collectives.fabric.tasks import Task, run_together
 from mpips.compression import Residuals
 from mpips.store.keys.key import Array, Key, Name, Shard
 from mpips.store.remote.link import ServerLink
@@ -61,7 +61,7 @@ class Push:
             key.round = round_ = key.round + 1
         payloads = [(shard, values[shard.start - base : shard.stop - base]) for shard in shards]
         if self.residuals is not None and key.floats:
-            yield from together([self._compressed(key, round_, *payload, priority) for payload in payloads])
+            yield from run_together([self._compressed(key, round_, *payload, priority) for payload in payloads])
             return
         here = [payload for payload in payloads if payload[0].local]
         if len(here) == len(payloads):
@@ -74,7 +74,7 @@ class Push:
         ]
         if here:
             tasks.append(self._push_here(key, round_, here, priority, wait, own))
-        yield from together(tasks)
+        yield from run_together(tasks)
 
     def wait_until_read(self, round_: int, shards: Sequence[Shard]) -> Task[None]:
         """Wait until the servers have read this worker's contributions up to `round_`."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpips.collectives.fabric.tasks import Task, nothing
+from mpips.collectives.fabric.tasks import Task, empty_task
 from mpips.collectives.group import OverlapError
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
@@ -187,7 +187,7 @@ class ReplicatedStore(Member[Recovered]):
 
     def settle(self, keys: Sequence[Key], meets: bool = False) -> Task[None]:
         """Return at once, because a push has completed its round by the time its task ends."""
-        return nothing()
+        return empty_task()
 
     def tell_wait(self, names: Sequence[Name]) -> None:
         """Do nothing: `collectives` itself detects workers that make different calls."""
@@ -264,4 +264,4 @@ class CopiedSnapshot:
     def release(self) -> Task[None]:
         """Free the copies."""
         self._arrays.clear()
-        return nothing()
+        return empty_task()

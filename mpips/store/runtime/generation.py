@@ -21,18 +21,18 @@ from mpips.collectives import log
 from mpips.collectives.clock import Clock
 from mpips.collectives.communicator import Communicator, communicator
 from mpips.collectives.errors import CollectiveError
-from mpips.collectives.fabric.failure import failed
+from mpips.collectives.fabric.failure import dead_ranks
 from mpips.collectives.fabric.layout import CLOSED, DEPARTURES
-from mpips.collectives.fabric.requests import sweep
+from mpips.collectives.fabric.requests import collect_closed
 from mpips.collectives.fabric.tasks import Task
 from mpips.collectives.fabric.wait import (
     LOOK_SECONDS,
     NAP_AFTER_BETWEEN_NODES,
     NAP_AFTER_ON_NODE,
     Limits,
+    check_in_time,
     drive,
-    see_in_time,
-    until,
+    wait_until,
 )
 from mpips.collectives.recorder import own as recorder
 from mpips.store.roles import Layout
@@ -68,7 +68,7 @@ class PresentGeneration:
         self.nap_after = NAP_AFTER_ON_NODE if one_node else NAP_AFTER_BETWEEN_NODES
         # what `collectives` keeps for the store's communicator
         self.home = communicator(layout.world)
-        self.home.patient(*limits)
+        self.home.set_limits(*limits)
         self.flag: memoryview = self.home.board.poison.flag
         # the same for smaller communicators of the store, see `Generation.within`
         self.inner: list[Communicator] = []
@@ -159,7 +159,7 @@ class Generation:
         if not self._hearing.locked():
             with self._hearing:
                 try:
-                    self.present.home.listen(waited)
+                    self.present.home.look_at_all(waited)
                     if waited > LONG_SECONDS and (now := time.monotonic()) > self._checked + CHECK_SECONDS:
                         self._checked = now
                         for check in self.checks:
@@ -188,13 +188,13 @@ class Generation:
 
     def _end(self, what: str, error: BaseException) -> None:
         home = self.present.home
-        if isinstance(error, CollectiveError) and not home.told() and what not in str(error):
+        if isinstance(error, CollectiveError) and not home.end_announced() and what not in str(error):
             error = of_kind(error, f"{what}: {error}")
-        if home.over is None:
+        if home.end_error is None:
             home.fail(what, error)
-        assert home.over is not None
-        over = self.present.over = of_kind(home.over)
-        recorder.fails(str(over))
+        assert home.end_error is not None
+        over = self.present.over = of_kind(home.end_error)
+        recorder.write_failure(str(over))
         LOG.info("generation %d has ended: %s", self.number, over)
         for inner in self.present.inner:
             inner.fail(what, over)
@@ -226,7 +226,7 @@ class Generation:
         Looks at the generation meanwhile. After the limits it warns, and then raises StallError, with the ranks of
         `late()`.
         """
-        drive(until(ready), Watch(self.limits, self.look, late, self.present.nap_after), what)
+        drive(wait_until(ready), Watch(self.limits, self.look, late, self.present.nap_after), what)
 
     def within(self, comm: MPI.Intracomm, names: Sequence[int] = ()) -> Communicator:
         """Return what `collectives` keeps for a smaller communicator of the store, such as that of the workers.
@@ -240,8 +240,8 @@ class Generation:
         self.check()
         home = communicator(comm, names=names or None)
         if home not in self.present.inner:
-            home.patient(*self.limits)
-            home.lies_within(self._look_inside)
+            home.set_limits(*self.limits)
+            home.set_enclosing_look(self._look_inside)
             self.present.inner.append(home)
         return home
 
@@ -277,7 +277,7 @@ class Generation:
                     if (now := time.monotonic()) >= due:
                         due, waited = now + LOOK_SECONDS, clock.seconds()
                         watch.look(waited)
-                        see_in_time(what, waited, watch)
+                        check_in_time(what, waited, watch)
                     yield False
         finally:
             self.present.meeting = False
@@ -346,9 +346,9 @@ class Generation:
 
     def _log_begin(self) -> None:
         layout = self.layout
-        log.place.take(layout.role, layout.rank - layout.num_workers if layout.is_server else layout.rank)
-        log.place.generation = self.number
-        recorder.goes_well()
+        log.rank_state.take(layout.role, layout.rank - layout.num_workers if layout.is_server else layout.rank)
+        log.rank_state.generation = self.number
+        recorder.clear_failures()
         LOG.info(
             "generation %d has begun, of a %s store: %d workers, %d servers, %d spares",
             self.number,
@@ -378,12 +378,12 @@ class Generation:
             pass
         all_left = self.barrier.wait_until_all_left(CLOSING_SECONDS)
         self.layout.free()
-        sweep(FREEING_SECONDS if all_left else 0.0)
+        collect_closed(FREEING_SECONDS if all_left else 0.0)
         LOG.info("the store is closed")
 
 
 def _gone(world: MPI.Comm, home: Communicator) -> dict[int, str]:
-    return dict.fromkeys(failed(world), DEPARTURES[0]) | home.ended()
+    return dict.fromkeys(dead_ranks(world), DEPARTURES[0]) | home.gone_ranks()
 
 
 class NextGenerationBarrier:
@@ -452,7 +452,7 @@ class NextGenerationBarrier:
         def over() -> bool:
             return clock.seconds() > seconds or not set(self._others(LEAVES)) - self._gone().keys()
 
-        drive(until(over), Watch(NEVER, look, lambda: self._others(LEAVES)), "close")
+        drive(wait_until(over), Watch(NEVER, look, lambda: self._others(LEAVES)), "close")
         gone = self._gone()
         return all(gone.get(rank) == DEPARTURES[CLOSED] for rank in self._others(LEAVES))
 
@@ -469,7 +469,7 @@ class NextGenerationBarrier:
             return [rank for rank in others if rank not in self._dead()] if others and self._survives else others
 
         self._say(word + b" %d" % self._attempt)
-        drive(until(lambda: self._why_not() or not late()), Watch(limits, late=late), "recover")
+        drive(wait_until(lambda: self._why_not() or not late()), Watch(limits, late=late), "recover")
         return self._why_not()
 
     def _say(self, word: bytes) -> None:

@@ -23,8 +23,8 @@ from mpi4py import MPI
 from mpips.collectives.agreement import SAME_VALUES, describe_calls, difference
 from mpips.collectives.clock import Clock
 from mpips.collectives.errors import CollectiveError, of_caller
-from mpips.collectives.fabric.requests import received, tell
-from mpips.collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, until
+from mpips.collectives.fabric.requests import receive_next, send_to_all
+from mpips.collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, wait_until
 
 # tag of messages on the store's communicators, which other modules do not use
 TAG = 3
@@ -171,7 +171,7 @@ class MeetingRoom:
     def exchange(self, payload: bytes, what: str, watch: Watch) -> list[bytes]:
         """Hold a meeting, and return every rank's payload in the order of ranks. Collective, blocking."""
         self.begin(payload)
-        drive(until(lambda: not self.missing()), watch, what)
+        drive(wait_until(lambda: not self.missing()), watch, what)
         return self.end()
 
     def begin(self, payload: bytes) -> None:
@@ -183,7 +183,7 @@ class MeetingRoom:
         """Return the ranks that have not come to the present meeting."""
         # Two threads that receive at once could mix up the order of messages.
         with self._receiving:
-            while (message := received(self.comm, self._tag)) is not None:
+            while (message := receive_next(self.comm, self._tag)) is not None:
                 source, data = message
                 if data[:1] == STANDS:
                     self._waits[source] = data[1:]
@@ -214,7 +214,7 @@ class MeetingRoom:
         return {rank: word[len(present) :] for rank, word in found.items()}
 
     def _tell(self, kind: bytes, payload: bytes) -> None:
-        tell(self.comm, kind + payload, [rank for rank in range(self.size) if rank != self.rank], self._tag)
+        send_to_all(self.comm, kind + payload, [rank for rank in range(self.size) if rank != self.rank], self._tag)
 
 
 class Gathering:

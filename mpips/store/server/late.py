@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from mpips.collectives.errors import MismatchError, StallError, have_not
+from mpips.collectives.fabric.requests import send_to_all
 from mpips.collectives.fabric.wait import LONGER, late_sentence
 from mpips.store.server.unit import Replies, Reply
 
@@ -210,12 +211,12 @@ class Gossip:
         """Send this server's waits to the first one if they have changed. On the first server, receive them."""
         if self._alone:
             return
-        from mpips.collectives.fabric.requests import received, tell
+        from mpips.collectives.fabric.requests import receive_next
 
         if self._comm.Get_rank() == 0:
-            while (message := received(self._comm, WAITS_TAG)) is not None:
+            while (message := receive_next(self._comm, WAITS_TAG)) is not None:
                 server, data = message
                 self._late.note_elsewhere(server, msgspec.msgpack.decode(data, type=list[Wait]))
         elif (waits := self._late.waits_here()) != self._sent:
             self._sent = waits
-            tell(self._comm, msgspec.msgpack.encode(waits), [0], WAITS_TAG)
+            send_to_all(self._comm, msgspec.msgpack.encode(waits), [0], WAITS_TAG)

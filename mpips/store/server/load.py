@@ -59,7 +59,7 @@ class Load:
                 most = {str(worker): count for worker, count in self._missed.most_common(MOST_LATE)}
                 more |= {"rounds": self._rounds, "missed": most}
         for name, figures_of in sums.items():
-            shown = recorder.numbers_of(name)
+            shown = recorder.table_numbers(name)
             for at, number in figures_of.items():
                 shown[at] = number
         pushed = {str(worker): self._pushed[worker] for worker in sorted(self._pushed)[:MOST_WORKERS]}

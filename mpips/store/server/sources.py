@@ -30,7 +30,7 @@ from mpips.collectives.clock import Clock
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.arena import Region
 from mpips.collectives.fabric.failure import is_death
-from mpips.collectives.fabric.requests import cut_bytes, keep, over, send
+from mpips.collectives.fabric.requests import cut_bytes, is_over, keep_until_complete, send
 from mpips.compression import Compressor
 from mpips.store.keys.key import Array
 from mpips.store.keys.row_sparse import EmptyPush, RowSparse, unpacked
@@ -474,9 +474,9 @@ class Receiver:
             time.sleep(LOOK_SECONDS)
         receives = [*self._coming.values(), *dropped]
         for request in receives:
-            if not over(request):
+            if not is_over(request):
                 request.Cancel()
-        keep([*receives, *(request for shipment in self._shipping for request in shipment.requests)])
+        keep_until_complete([*receives, *(request for shipment in self._shipping for request in shipment.requests)])
         for line in distant:
             line.leave()
         self._coming.clear()

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from mpips.collectives.errors import CollectiveError, MismatchError
 from mpips.collectives.kernels import sums
 from mpips.collectives.recorder import own as recorder
-from mpips.collectives.recorder.ring import Ring, form
+from mpips.collectives.recorder.ring import RecordRing, form
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.optimizers.equation import prepare
@@ -101,7 +101,7 @@ class ServerState(ABC):
         # shows other processes which unit this server has summed, or let a worker read, last
         self._word = _marks().word
         # unit number -> (ring, record id) of the round that is being summed
-        self._begun: dict[int, tuple[Ring, int]] = {}
+        self._begun: dict[int, tuple[RecordRing, int]] = {}
         # record the rounds of every unit, not only of long ones
         self._every = False
         recorder.add_timeable(self)

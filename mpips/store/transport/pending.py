@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mpips.collectives.clock import Clock
 from mpips.collectives.errors import of_caller
-from mpips.collectives.fabric.requests import keep, last_tag, over
+from mpips.collectives.fabric.requests import is_over, keep_until_complete, last_tag
 from mpips.collectives.fabric.tasks import Task
 
 Bytes = NDArray[np.uint8]
@@ -60,8 +60,8 @@ class MessageGroup:
 
     def left(self) -> int:
         """Return the number under way at the end of a generation, without those to and from dead ranks."""
-        self.receives = [request for request in self.receives if not over(request)]
-        self.sends = [request for request in self.sends if not over(request)]
+        self.receives = [request for request in self.receives if not is_over(request)]
+        self.sends = [request for request in self.sends if not is_over(request)]
         return len(self.receives) + len(self.sends)
 
     def wait(self) -> Task[None]:
@@ -115,7 +115,7 @@ class MessagesUnderWay:
         """Forget all groups. True if none was under way; those that are keep their memory until MPI has finished."""
         left = [group for group in list(self._open.values()) if group.left()]
         for group in left:
-            keep(group.receives + group.sends)
+            keep_until_complete(group.receives + group.sends)
         self._open.clear()
         return not left
 

@@ -13,9 +13,9 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from mpips.collectives.errors import CollectiveError, of_caller
-from mpips.collectives.fabric.tasks import Task, in_turn, together
+from mpips.collectives.fabric.tasks import Task, run_in_turn, run_together
 from mpips.collectives.recorder import own as recorder
-from mpips.collectives.recorder.ring import Ring
+from mpips.collectives.recorder.ring import RecordRing
 from mpips.store.keys import arguments
 from mpips.store.keys.arguments import KeyCall
 from mpips.store.keys.key import Array, Key, Name, Pushed
@@ -26,7 +26,7 @@ from mpips.store.worker.interface import Backend
 
 T = TypeVar("T")
 # a record that has begun: its ring, its sequence number there, and what the call pushes or pulls
-Begun: TypeAlias = tuple[Ring, int, Pushed]
+Begun: TypeAlias = tuple[RecordRing, int, Pushed]
 # Peers are told what this worker waits for when it has waited this long.
 LONG_SECONDS = 1.0
 CLOSED = "the store is closed: make this call before close()"
@@ -245,7 +245,7 @@ class Operations:
         Args:
             mixed: The result of one key may overwrite the array that is pushed to another key.
         """
-        yield from together([call.gathered for call in made if call.gathered is not None])
+        yield from run_together([call.gathered for call in made if call.gathered is not None])
         dense = [call for call in made if not isinstance(call.payload, RowSparse)]
         if dense:
             yield from self._listed(dense, priority, mixed)
@@ -291,7 +291,7 @@ class Operations:
         if payload is None:
             return transfers.pull([key], outs)
         push = transfers.push_rows(key, payload, priority)
-        return in_turn(push, transfers.pull([key], outs)) if outs else push
+        return run_in_turn(push, transfers.pull([key], outs)) if outs else push
 
     def _newer(self, made: Sequence[KeyCall], held: list[int]) -> Task[None]:
         """Pull the keys whose version differs from that in `found`, and write their new versions there."""
@@ -337,7 +337,7 @@ def text(what: str, names: Sequence[Name]) -> str:
 
 def step_of_push() -> str:
     """Return text for an error message that names the last training step noted on this rank, or "" if none was."""
-    return f" (the step noted last is {recorder.place.step})" if recorder.place.step >= 0 else ""
+    return f" (the step noted last is {recorder.rank_state.step})" if recorder.rank_state.step >= 0 else ""
 
 
 def check_finite(rank: int, what: str, call: KeyCall) -> None:

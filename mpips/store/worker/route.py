@@ -20,7 +20,7 @@ from numpy import ndarray
 
 from mpips.collectives.communicator import thread_name
 from mpips.collectives.errors import CollectiveError
-from mpips.collectives.fabric.tasks import Task, together
+from mpips.collectives.fabric.tasks import Task, run_together
 from mpips.collectives.recorder import own as recorder
 from mpips.collectives.recorder.own import Marks
 from mpips.collectives.recorder.ring import form
@@ -181,7 +181,7 @@ class ListTransfers:
 
     def _run(self, left: Sequence[tuple[Key, Task[None]]], priority: int, what: str) -> None:
         names = [record.name for record, _ in left]
-        self._operations.run(names, together([task for _, task in left]), priority, what)
+        self._operations.run(names, run_together([task for _, task in left]), priority, what)
 
 
 class Route:

@@ -18,7 +18,7 @@ from mpi4py import MPI
 from mpips import compression, optimizers
 from mpips.collectives import log
 from mpips.collectives.errors import MismatchError, warn
-from mpips.collectives.fabric.tasks import Task, kept
+from mpips.collectives.fabric.tasks import Task, append_result
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.optimizers.elastic import Elastic1
@@ -318,7 +318,7 @@ class WorkerStore:
             collections: Collections of services for whose rounds it may wait.
         """
         results: list[T] = []
-        self.operations.run(names, kept(task, results), 0, what, collections)
+        self.operations.run(names, append_result(task, results), 0, what, collections)
         return results[0]
 
     def start(self, what: str, task: Task[Any], detached: bool = True, collections: Sequence[str] = ()) -> Handle:

@@ -96,7 +96,7 @@ class SurvivingSteps:
         self._exchange.end(self._agreed)
         self._consensus.note()
         self.steps += 1
-        log.place.step = self.steps
+        log.rank_state.step = self.steps
         self._calls = self._calls_done = 0
         # If the store has recovered and only the result was taken, the workers have not exchanged positions yet.
         self._recovery.run(lambda: self._meet_if_due(False))

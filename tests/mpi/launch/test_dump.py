@@ -191,7 +191,7 @@ def test_a_signal_for_which_no_folder_is_named_ends_no_rank(variables: dict[str,
         await_files(tmp_path, "there0", "there2")
         job.send_signal(signal.SIGUSR2)
         limit = time.monotonic() + 20
-        while (said := (tmp_path / "said").read_text()).count("MPIPS_DUMP_DIR names no folder") < 3:
+        while (said := (tmp_path / "said").read_text()).count("MPIPS_DUMP_DIR is not set") < 3:
             assert time.monotonic() < limit, said
             time.sleep(0.1)
         assert job.poll() is None

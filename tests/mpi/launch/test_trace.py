@@ -195,7 +195,7 @@ def test_trace_ends_with_its_job(tmp_path: Path) -> None:
         wait_for(tmp_path / "there", job)
         words = [sys.executable, "-m", "launch.cli", "trace", str(job.pid), "--seconds", "500", "-o", "t.json"]
         traced = subprocess.Popen(words, cwd=tmp_path, env=outside())
-        pages = folders.of_jobs() / str(job.pid)
+        pages = folders.jobs_folder() / str(job.pid)
         while len([*pages.glob(f"*{tracing.SUFFIX}")]) < WORKERS + SERVERS:
             assert traced.poll() is None
             time.sleep(0.01)
@@ -204,6 +204,6 @@ def test_trace_ends_with_its_job(tmp_path: Path) -> None:
         trace = json.loads((tmp_path / "t.json").read_text())
         assert len(read_flows(trace)) > 50
         assert job.wait(20) == 0
-        assert not (folders.of_jobs() / str(job.pid)).exists(), "memory is left"
+        assert not (folders.jobs_folder() / str(job.pid)).exists(), "memory is left"
     finally:
         job.kill()

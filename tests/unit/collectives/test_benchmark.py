@@ -11,7 +11,7 @@ from mpi4py import MPI
 from collectives.benchmark import harness, report
 from collectives.benchmark.__main__ import check
 from collectives.benchmark.case import FLOOR_SHARE, IN_PLACE, contribution, count_wrong, expected
-from collectives.call import Call, operation
+from collectives.call import Call, find_reduction
 from collectives.schedule.model import KINDS
 from collectives.terminal import parse_bytes, parse_sizes, show_bytes
 
@@ -101,14 +101,14 @@ def test_the_command_line_is_understood() -> None:
         ("sizes", "3", "--sizes 3: a float32 takes 4 bytes: pass multiples of that from 4 on, not 3 B"),
         ("sizes", "8,7", "from 4 on, not 7 B"),
         ("sizes", "1KiB,0", "from 4 on, not 0 B"),
-        ("sizes", "many", "no size"),
+        ("sizes", "many", "not a size"),
         ("dtype", "float31", "float31"),
-        ("dtype", "object", "no type of numbers"),
+        ("dtype", "object", "not a number type"),
         ("algorithms", "fast", "choose one of auto, shared_memory, native, one_shot, gloo, ring, "),
         ("algorithms", "ring(", "not written as"),
         ("algorithms", "bcube(n=3,k=2)", r"3\^2 ranks"),
         ("algorithms", "ring(over=messages)", "ring has no parameter 'over'"),
-        ("algorithms", ",", "names none"),
+        ("algorithms", ",", "is empty"),
         ("sizes", "8,500000GB", "--sizes 8,500000GB takes at least 3 arrays of 500,000,000,000,000 bytes"),
         ("arrays", "mine", "ordinary, empty"),
         ("op", "mean of ints", "unknown operation"),
@@ -128,7 +128,7 @@ def test_what_cannot_be_is_refused(name: str, value: str, said: str) -> None:
     ],
 )
 def test_the_choices_are_those_that_serve(collective: str, name: str, choices: str) -> None:
-    said = f"--algorithms {name}: '{name}' is no algorithm for {collective}: choose one of {choices}"
+    said = f"--algorithms {name}: '{name}' is not an algorithm for {collective}: choose one of {choices}"
     with pytest.raises(click.UsageError, match=said):
         check(4, **{**WORDS, "collective": collective, "algorithms": name})
     for choice in choices.rstrip(", ").split(", "):
@@ -140,7 +140,7 @@ def test_the_choices_are_those_that_serve(collective: str, name: str, choices: s
 def test_the_share_is_what_owners_read_and_write(kind: str, p: int) -> None:
     """Every owner reads its piece from the sources and writes it to the readers, except where it is there already."""
     n = 420
-    call = Call(kind, n, np.dtype(np.float32), operation("sum", np.dtype(np.float32)), 0, "auto", p)
+    call = Call(kind, n, np.dtype(np.float32), find_reduction("sum", np.dtype(np.float32)), 0, "auto", p)
     reads = writes = 0
     for owner in range(p):
         start, stop = call.block(owner)

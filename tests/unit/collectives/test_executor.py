@@ -13,15 +13,15 @@ from hypothesis.extra.numpy import arrays as any_array
 
 from collectives.fabric import arena
 from collectives.node import executor, program
-from collectives.node.executor import CROSS, SHARED, SLOTS, STAGES, Ways
+from collectives.node.executor import CROSS, SHARED, SLOTS, STAGES, WayLimits
 from collectives.node.program import combine
 from tests.unit.collectives import node
 
 WAYS = {
-    SLOTS: Ways(1 << 17, 1 << 17, 1 << 60),
-    SHARED: Ways(0, 0, 1 << 60),
-    CROSS: Ways(0, 0, 0),
-    STAGES: Ways(0, 0, 1 << 60),
+    SLOTS: WayLimits(1 << 17, 1 << 17, 1 << 60),
+    SHARED: WayLimits(0, 0, 1 << 60),
+    CROSS: WayLimits(0, 0, 0),
+    STAGES: WayLimits(0, 0, 1 << 60),
 }
 
 
@@ -67,7 +67,7 @@ def test_arrays_that_nobody_can_reach_go_through_stages(monkeypatch, who):
     ranks = []
     for board in boards:
         if board.rank in who:  # as memory of a device is
-            monkeypatch.setattr(executor, "reached_at", lambda array, written=False: 0)
+            monkeypatch.setattr(executor, "reachable_address", lambda array, written=False: 0)
         ranks.append(Rank(board, 300_001, WAYS[CROSS], ordinary, 3))
         ranks[-1].made._publish()  # the descriptor says where the arrays are
         monkeypatch.undo()
@@ -171,7 +171,7 @@ def test_an_interrupt_at_any_bytecode_of_a_short_way_ends_the_generation_for_all
         assert told[1] in (2, 3) or str(told[1]) == "rank 0 was interrupted", at
         if told[1] in (2, 3):
             with pytest.raises(Exception, match="rank 0 was interrupted"):
-                boards[1].hear()
+                boards[1].look_at_all()
     raise AssertionError("never through")
 
 

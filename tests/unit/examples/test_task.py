@@ -110,9 +110,9 @@ def test_seconds_are_of_training_alone(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("--epochs -1", "argument --epochs: '-1' is no whole number of at least 1"),
+        ("--epochs -1", "argument --epochs: '-1' is not a whole number of at least 1"),
         ("--batch-size 0", "at least 1"),
-        ("--hidden 1.5", "'1.5' is no whole number"),
+        ("--hidden 1.5", "'1.5' is not a whole number"),
         ("--interval 0", "at least 1"),
         ("--seed -1", "at least 0"),
         ("--learning-rate nan", "'nan' is no number"),

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 import mpips
 from collectives.recorder import folders
-from collectives.recorder.page import Lane
+from collectives.recorder.page import LastCall
 from launch.observe import __main__ as command
 from launch.observe.explain import explain
 from launch.observe.gather import OngoingWait, Rank, StackFrame
@@ -149,16 +149,16 @@ def test_the_newest_job_is_one_of_which_something_is_known(job: list[subprocess.
     for one in job:
         one.kill()
         one.wait()
-    newer = folders.of_jobs() / "78"
+    newer = folders.jobs_folder() / "78"
     newer.mkdir(mode=0o700)
     (newer / "1.page").touch()
-    assert command.find(None) == folders.of_jobs() / "77"
+    assert command.find(None) == folders.jobs_folder() / "77"
 
 
 def test_a_job_is_found_by_its_allocation_where_no_other_is_in_it(
     job: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = [folders.of_jobs() / name for name in ("77.p1", "77.p2", "771.p3", "8.0")]
+    known = [folders.jobs_folder() / name for name in ("77.p1", "77.p2", "771.p3", "8.0")]
     monkeypatch.setattr(command, "jobs", lambda: known)
     assert [command.find(name).name for name in ("771", "8", "77.p2")] == ["771.p3", "8.0", "77.p2"]
     with pytest.raises(UsageError, match=r"2 jobs of yours are in 77: name one of 77\.p1, 77\.p2"):
@@ -169,7 +169,7 @@ def test_a_job_is_found_by_its_allocation_where_no_other_is_in_it(
 
 @pytest.mark.slow
 def test_another_job_that_runs_is_named(job: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "jobs", lambda: [folders.of_jobs() / "78", folders.of_jobs() / "77"])
+    monkeypatch.setattr(command, "jobs", lambda: [folders.jobs_folder() / "78", folders.jobs_folder() / "77"])
     monkeypatch.setattr(command, "has_live_ranks", lambda folder: True)
     said = CliRunner().invoke(command.command, ["why"]).output
     assert "(This is your newest job here; job 78 runs, too: name one by `mpips why JOB`.)" in said
@@ -226,7 +226,7 @@ def test_a_server_in_the_users_optimizer_is_named() -> None:
     ],
 )
 def test_last_calls_of_several_lanes_have_no_order(lanes: list[tuple[int, int, str]], said: str) -> None:
-    assert rank(0, lanes=tuple(Lane(*lane) for lane in lanes)).last_call == said
+    assert rank(0, lanes=tuple(LastCall(*lane) for lane in lanes)).last_call == said
 
 
 def test_the_step_is_that_of_the_ranks_that_are_named() -> None:
@@ -264,7 +264,7 @@ def test_ranks_in_different_calls_that_wait_for_each_other_are_a_deadlock() -> N
 
 
 def test_equal_calls_in_two_communicators_are_a_deadlock_too() -> None:
-    wait, one, two = (OngoingWait("sum", 5, (), "train.py:9"),), Lane(1, 8, "sum"), Lane(2, 8, "sum")
+    wait, one, two = (OngoingWait("sum", 5, (), "train.py:9"),), LastCall(1, 8, "sum"), LastCall(2, 8, "sum")
     made = {"1": {"ranks": "0,1", "place": 0}, "2": {"ranks": "0,1", "place": 2}}
     ranks = [
         rank(0, waits=wait, lanes=(one._replace(number=9), two), size=2, communicators=made),

@@ -29,7 +29,7 @@ Ranks = list[subprocess.Popen[str]]
 
 @pytest.fixture
 def address(job: Ranks) -> Iterator[str]:
-    with live.serving("0", folders.of_jobs() / "77") as shown:
+    with live.serving("0", folders.jobs_folder() / "77") as shown:
         yield shown
 
 
@@ -56,10 +56,10 @@ def test_the_data_are_what_mpips_why_says_and_what_was_noted(job: Ranks, address
 
 
 def test_a_loss_that_is_no_number_is_null(monkeypatch: pytest.MonkeyPatch, job: Ranks) -> None:
-    seen = gather(folders.of_jobs() / "77", 0.0)
+    seen = gather(folders.jobs_folder() / "77", 0.0)
     odd = [one._replace(notes={"loss": float("nan"), "accuracy": float("inf")}) for one in seen]
     monkeypatch.setattr(JobWatch, "look", lambda *words, **more: JobView(odd, {}))
-    history = live.History(folders.of_jobs() / "77")
+    history = live.History(folders.jobs_folder() / "77")
     history.look()
     found = json.loads(history.to_json(), parse_constant=lambda word: pytest.fail(word))
     assert found["samples"][-1]["notes"] == {"loss": None, "accuracy": None}
@@ -95,7 +95,7 @@ def test_the_page_loads_nothing_from_elsewhere(address: str) -> None:
 
 
 def test_hosts_that_are_written_after_the_first_look_are_asked(job: Ranks) -> None:
-    with JobWatch(folders.of_jobs() / "77") as watch:
+    with JobWatch(folders.jobs_folder() / "77") as watch:
         assert not watch.look(0.0).unreached
         known = {"names": ["elsewhere"], "launcher": "a", "agent": ["false"], "python": sys.executable, "path": ""}
         folders.write_hosts("77", json.dumps(known))
@@ -103,8 +103,8 @@ def test_hosts_that_are_written_after_the_first_look_are_asked(job: Ranks) -> No
 
 
 def test_a_rank_that_gets_its_role_later_is_told(monkeypatch: pytest.MonkeyPatch, job: Ranks) -> None:
-    seen = gather(folders.of_jobs() / "77", 0.0)
-    history = live.History(folders.of_jobs() / "77")
+    seen = gather(folders.jobs_folder() / "77", 0.0)
+    history = live.History(folders.jobs_folder() / "77")
     for found in ([one._replace(role="") for one in seen], seen):
         monkeypatch.setattr(JobWatch, "look", lambda *words, found=found, **more: JobView(found, {}))
         history.look()
@@ -130,7 +130,7 @@ def test_the_culprit_stands_out_and_not_those_who_wait(
     job: Ranks, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a job without roles has no column of roles."""
-    seen = [one._replace(role="") for one in gather(folders.of_jobs() / "77", 0.0)]
+    seen = [one._replace(role="") for one in gather(folders.jobs_folder() / "77", 0.0)]
     seen[1] = seen[1]._replace(waits=())
     monkeypatch.setattr(JobWatch, "look", lambda *words, **more: JobView(seen, {}))
     data(address, '"culprits": [1]')
@@ -168,5 +168,5 @@ def browsed(address: str, size: str) -> str:
 @pytest.mark.slow
 def test_a_taken_port_is_one_sentence(address: str) -> None:
     port = address.rpartition(":")[2].partition("/")[0]
-    with pytest.raises(click.UsageError, match="no page can be served at"), live.serving(port, folders.of_jobs()):
+    with pytest.raises(click.UsageError, match="no page can be served at"), live.serving(port, folders.jobs_folder()):
         pass

@@ -147,8 +147,8 @@ def test_a_user_without_a_home_starts_jobs(tmp_path: Path) -> None:
     done = run_in("openmpi", "unset HOME", tmp_path)
     assert (done.returncode, done.stderr) == (7, "")
     code = "import mpi4py\nmpi4py.rc.initialize = False\nfrom collectives.tuner import table\n"
-    code += "from collectives.schedule.catalog import see_named\n"
-    code += "print(table.usable(see_named) == table.TuningTable())"
+    code += "from collectives.schedule.catalog import check_algorithm\n"
+    code += "print(table.load_or_warn(check_algorithm) == table.TuningTable())"
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]), "PATH": os.environ["PATH"]}
     alone = "import os, pwd\npwd.getpwuid = lambda user: (_ for _ in ()).throw(KeyError(user))\n"
     child = [sys.executable, "-c", alone + code]

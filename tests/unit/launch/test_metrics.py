@@ -140,7 +140,7 @@ def test_an_address_without_a_host_is_the_loopback(text: str, address: tuple[str
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        *((text, f"'{text}' is no address") for text in ("", "x", "1:", "-1")),
+        *((text, f"'{text}' is not an address") for text in ("", "x", "1:", "-1")),
         ("99999", "'99999': a port is a number from 0 to 65535"),
     ],
 )

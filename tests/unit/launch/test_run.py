@@ -166,7 +166,7 @@ def test_hostfile(mpirun: str, tmp_path: Path) -> None:
         ("-w 2 no-python", "no rank is started: the script is not valid Python"),
         ("-w 2 .", "'.' is a folder: name a script in it"),
         ("-w 4 --nics eth0 x.py", "--nics says which NIC serves which level of a --topology: give that, too"),
-        ("-w 0 x.py", "'0' is no whole number of at least 1"),
+        ("-w 0 x.py", "'0' is not a whole number of at least 1"),
         ("-w 2 --topology ring:2 x.py", "unknown topology"),
         ("-w 2 --interface nope0 x.py", "there is no network interface 'nope0' here: there are .*lo"),
         ("-w 2 --hostfile none.txt x.py", "there is no host file 'none.txt' here"),
@@ -389,7 +389,7 @@ def test_ranks_start_the_module_under_mpirun() -> None:
     [
         ("bench allreduce --ranks two", "two"),
         ("bench allreduce --ranks 2 --sizes 3", "--sizes 3"),
-        ("bench allreduce --ranks 2 --dtype float23", "'float23' is no type of numbers"),
+        ("bench allreduce --ranks 2 --dtype float23", "'float23' is not a number type"),
         ("bench --ranks 2", "Missing command"),
         ("sim --bytes 0", "--bytes 0"),
         ("lab status --json /nosuch/x.json", "there is no folder '/nosuch'"),
@@ -413,7 +413,7 @@ def test_wrong_words_are_refused_once_before_any_rank_starts(words: str, named: 
     ("words", "named"),
     [
         ("bench optimizers -n 2", "mpips bench optimizers is a single process and takes no --ranks"),
-        ("bench iallreduce -n 1", "an allreduce beside compute needs two ranks: --ranks 2"),
+        ("bench iallreduce -n 1", "overlap with compute needs two ranks: use --ranks 2"),
         ("bench -n 2 optimizers", "mpips bench optimizers is a single process and takes no --ranks"),
         ("bench allreduce -n0", "-n must be a whole number of at least 1, not '0'"),
         ("bench allreduce -n", "-n must be a whole number of at least 1, not ''"),
