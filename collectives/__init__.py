@@ -75,10 +75,10 @@ class _Package(ModuleType):
         try:
             value = getattr(importlib.import_module(f"{self.__name__}.{_HOMES.get(name, 'api')}"), name)
         except (ImportError, RuntimeError) as error:
-            from mpips.collectives.errors import without_mpi
+            from mpips.collectives.errors import explain_missing_mpi
 
-            if without_mpi(error):
-                raise type(error)(without_mpi(error)) from None
+            if explain_missing_mpi(error):
+                raise type(error)(explain_missing_mpi(error)) from None
             raise
         self.__dict__[name] = value
         return value

@@ -15,7 +15,7 @@ from mpips.collectives.arrays import Array
 from mpips.collectives.communicator import Communicator, communicator
 from mpips.collectives.fabric.requests import Tags
 from mpips.collectives.group import compile_group
-from mpips.collectives.plan import Plan, PlanCache, compile_plan, identity
+from mpips.collectives.plan import Plan, PlanCache, compile_plan, group_key
 
 GROUP = "grouped_allreduce"
 
@@ -41,11 +41,11 @@ def begin(
     home = communicator(comm)
     home.check()
     if kind == GROUP:
-        made = _group(home, x, op, algorithm, out, label, blocks)
+        plan = _group_plan(home, x, op, algorithm, out, label, blocks)
     else:
-        made = _plan(home, kind, x, op, algorithm, out, root, label)
-    made.start(x, out, blocks)
-    return made
+        plan = _plan(home, kind, x, op, algorithm, out, root, label)
+    plan.start(x, out, blocks)
+    return plan
 
 
 def _call(
@@ -55,45 +55,45 @@ def _call(
 
     The fast path is written out in this function, because every function call would add to the latency of a small
     vector. It looks the plan up by the `id()` of the array. Python reuses the id of a freed array, so weak references
-    tell whether the array is still the one for which the plan was made.
+    show whether the array is still the one for which the plan was made.
     """
     home = communicator(comm)
     if home.caller != (thread := get_ident()):
         home.change_caller(thread, kind)
     try:
-        found = home.plans.get((kind, id(x), id(out), op, algorithm, root, label))
+        cached = home.plans.get((kind, id(x), id(out), op, algorithm, root, label))
     except TypeError:
         # An argument such as op=MPI.SUM cannot be hashed. compile_plan will refuse it with a clear message.
-        found = None
-    if found is not None:
-        made, x_then, out_then, n, dtype = found
-        if x_then() is x and (out is None or out_then() is out) and x.size == n and x.dtype is dtype:
+        cached = None
+    if cached is not None:
+        plan, x_ref, out_ref, n, dtype = cached
+        if x_ref() is x and (out is None or out_ref() is out) and x.size == n and x.dtype is dtype:
             home.inside = True
             try:
-                code = made.runner.fast()
+                code = plan.runner.fast()
                 if code:
-                    made.go_on(code)
+                    plan.finish_run(code)
             except BaseException as error:
-                raise home.fail(made.call.text, error, x, out) from None
+                raise home.fail(plan.call.text, error, x, out) from None
             finally:
                 home.inside = False
-            return out if out is not None else x if kind != "reduce_scatter" else made.result_of(x, out)
+            return out if out is not None else x if kind != "reduce_scatter" else plan.result_of(x, out)
     home.check()
     with home.entered(kind):
-        made = _plan(home, kind, x, op, algorithm, out, root, label)
-        with home.failing(made.call.text, x, out):
-            made()
-    return made.result_of(x, out)
+        plan = _plan(home, kind, x, op, algorithm, out, root, label)
+        with home.failing(plan.call.text, x, out):
+            plan()
+    return plan.result_of(x, out)
 
 
 def _plan(home: Communicator, kind: str, x: Array, op: str, algorithm: str, out: Array, root: int, label: str) -> Plan:
     def make() -> Plan:
         return compile_plan(home, kind, x, op, algorithm, out, root, Tags(home.lanes), label)
 
-    return _kept(home, (kind, op, algorithm, root, label), x, out, make)
+    return _cached_plan(home, (kind, op, algorithm, root, label), x, out, make)
 
 
-def _group(
+def _group_plan(
     home: Communicator,
     arrays: Sequence[Any],
     op: str,
@@ -105,34 +105,34 @@ def _group(
     """Return the plan of a grouped call: look it up by the `id()` of all arrays, or compile it."""
     written = None if out is None and blocks is None else [*(out or ())]
     # for each array, True if `blocks` has an array for it
-    which = None
+    has_block = None
     if blocks is not None:
-        which = tuple([block is not None for block in blocks])
+        has_block = tuple([block is not None for block in blocks])
         written += [block for block in blocks if block is not None]  # type: ignore[operator]
-    call = (GROUP, op, algorithm, which, label)
+    call = (GROUP, op, algorithm, has_block, label)
     every = [*arrays, *(written or ())]
     try:
-        found = home.plans.get(identity(call, every, len(arrays)))
+        cached = home.plans.get(group_key(call, every, len(arrays)))
     except TypeError:
         # see `_call`
-        found = None
-    if found is not None and found.holds(every):
-        plan: Plan = found.plan
+        cached = None
+    if cached is not None and cached.holds(every):
+        plan: Plan = cached.plan
         return plan
 
     def make() -> Plan:
         return Plan(home, *compile_group(home, arrays, op, algorithm, out, label, blocks), out is None)
 
-    return _kept(home, call, list(arrays), written, make)
+    return _cached_plan(home, call, list(arrays), written, make)
 
 
-def _kept(home: Communicator, call: tuple[Any, ...], x: Array, out: Array, make: Callable[[], Plan]) -> Plan:
-    """Return the plan from the communicator's cache, by the addresses of the arrays. If there is none, make one."""
+def _cached_plan(home: Communicator, call: tuple[Any, ...], x: Array, out: Array, make: Callable[[], Plan]) -> Plan:
+    """Return the plan that the communicator's cache has for the addresses of these arrays, or make and cache one."""
     if home.cache is None:
         home.cache = PlanCache(home.plans)
     with home.preparing(f"{call[0]}, before it has begun"):
-        found: Plan = home.cache.find(call, x, out, make)
-    return found
+        plan: Plan = home.cache.find(call, x, out, make)
+    return plan
 
 
 def allreduce(
@@ -198,7 +198,7 @@ def reduce_scatter(
 
     Collective and blocking. See `allreduce` for the arguments and errors.
 
-    >>> mine = collectives.reduce_scatter(np.arange(100.0))
+    >>> block = collectives.reduce_scatter(np.arange(100.0))
 
     The n elements of x are cut into one block for each of the p ranks. The block of rank r is the elements
     [cut(n, p, r), cut(n, p, r + 1)). Block sizes differ by at most one element, and the larger blocks come first.
@@ -323,7 +323,7 @@ def grouped_allreduce(
     home = communicator(comm)
     home.check()
     with home.entered(GROUP):
-        made = _group(home, arrays, op, algorithm, out, label, blocks)
-        with home.failing(made.call.text, arrays, out, blocks):
-            made()
+        plan = _group_plan(home, arrays, op, algorithm, out, label, blocks)
+        with home.failing(plan.call.text, arrays, out, blocks):
+            plan()
     return list(arrays if out is None else out)

@@ -1,4 +1,4 @@
-"""Convert any kind of array that a user passes to a flat vector in memory.
+"""Converts any kind of array that a user passes to a flat vector over the same memory.
 
 Host arrays with ``__array_interface__`` or DLPack, and CPU tensors of PyTorch, become NumPy views of the same memory.
 Arrays with ``__cuda_array_interface__`` are in the memory of a GPU; `collectives.tensor` handles them.
@@ -62,7 +62,7 @@ def type_name(dtype: np.dtype[Any]) -> str:
     return f"records of {dtype.itemsize} bytes ({', '.join(fields)})"
 
 
-def same(a: Vector, b: Vector) -> bool:
+def same_address(a: Vector, b: Vector) -> bool:
     """True if two arrays begin at the same address."""
     return bool(a.__array_interface__["data"][0] == b.__array_interface__["data"][0])
 
@@ -89,33 +89,33 @@ def is_torch(x: Array) -> bool:
 def host(x: Array, name: str = "x") -> Vector:
     """Return `x` as a NumPy array over the same memory. Raise TypeError if `x` is not an array in host memory."""
     if isinstance(x, np.ndarray):
-        see_unmasked(x, name)
+        check_unmasked(x, name)
         return x
     if isinstance(x, np.generic):
-        raise TypeError(f"{name} is a NumPy scalar, whose memory is nobody's: pass an array of it, numpy.array(...)")
+        raise TypeError(f"{name} is a NumPy scalar, which has no memory of its own: pass an array, numpy.array(...)")
     if is_torch(x) and not is_device(x):
-        return _of_torch(x, name)
+        return _host_torch(x, name)
     if hasattr(x, "__array_interface__"):
         return np.asarray(x)
     if hasattr(x, "__dlpack__") and not is_device(x):
         array = np.from_dlpack(x)
         return array if DLPACK_TELLS else np.asarray(_Writable(array))
     raise TypeError(
-        f"{name} is of type {type(x).__name__}, which is no array in memory: pass "
-        f"numpy.asarray({name.partition('[')[0]}), a tensor of PyTorch, or what has __array_interface__ or DLPack"
+        f"{name} is of type {type(x).__name__}, which is not an array in memory: pass "
+        f"numpy.asarray({name.partition('[')[0]}), a PyTorch tensor, or an object with __array_interface__ or DLPack"
     )
 
 
-def see_unmasked(x: Array, name: str) -> None:
+def check_unmasked(x: Array, name: str) -> None:
     """Raise TypeError for a masked array, because the values of its masked elements are arbitrary."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
-            f"{name} is a masked array, whose mask would be lost: pass its filled(...), with a number for "
-            "what is masked"
+            f"{name} is a masked array, whose mask would be lost: pass its filled(value), with a "
+            "value for the masked elements"
         )
 
 
-def _of_torch(x: Array, name: str) -> Vector:
+def _host_torch(x: Array, name: str) -> Vector:
     """Return the memory of a CPU tensor as a NumPy array. A bfloat16 tensor gets the dtype of the ml_dtypes package."""
     torch = sys.modules["torch"]
     if x.device.type != "cpu":
@@ -141,7 +141,7 @@ def flat(array: Vector, name: str, written: bool) -> Flat:
     if not array.flags.c_contiguous:
         raise ValueError(f"{name} of shape {array.shape} is not C-contiguous: pass a contiguous copy of it")
     if written and not array.flags.writeable:
-        raise ValueError(f"{name} is read-only, and the result goes there: pass a writable array or out=")
+        raise ValueError(f"{name} is read-only, and the result is written to it: pass a writable array or out=")
     if array.dtype.hasobject:
         raise ValueError(f"{name} holds Python objects: use a numeric type")
     if array.dtype.kind in "SUMm":

@@ -1,8 +1,8 @@
 """A collective call as data, which must be the same on all ranks, and the reductions that a call may use.
 
-An `Operation` is a reduction, with its counterparts in NumPy and in MPI. float16 sums round after every addition, as
-MPI's own sums do. bfloat16 is the NumPy element type of the ml_dtypes package. MPI has no bfloat16, so this package
-always computes bfloat16 sums itself.
+A `Reduction` combines two arrays element by element; it has a counterpart in NumPy and one in MPI. float16 sums round
+after every addition, as MPI's own sums do. bfloat16 is the NumPy element type of the ml_dtypes package. MPI has no
+bfloat16, so this package always computes bfloat16 sums itself.
 """
 
 from __future__ import annotations
@@ -64,12 +64,17 @@ class Call:
     [cut(n, p, r), cut(n, p, r + 1)).
     """
 
+    # one of `schedule.model.KINDS`
     kind: str
     n: int
     dtype: np.dtype[Any]
-    operation: Operation | None
+    # None if the kind does not reduce
+    reduction: Reduction | None
+    # 0 if the kind has no root
     root: int
+    # the name that the user gave, or the one for which "auto" or "reproducible" stands in this call
     algorithm: str
+    # number of ranks
     p: int
     # the caller's name for this call, such as "layer 3"
     label: str = ""
@@ -80,14 +85,14 @@ class Call:
         if self.kind not in KINDS:
             perhaps = did_you_mean(self.kind, KINDS)
             raise ValueError(f"unknown collective {self.kind!r}{perhaps}: choose one of {', '.join(KINDS)}")
-        text = self.described()
+        text = self.describe()
         object.__setattr__(self, "text", f"{self.label} ({text})" if self.label else text)
 
-    def described(self) -> str:
+    def describe(self) -> str:
         """Return the call in words, without its label."""
         parts = [f"{self.kind} of {self.n} {type_name(self.dtype)}"]
-        if self.operation is not None:
-            parts.append(self.operation.name)
+        if self.reduction is not None:
+            parts.append(self.reduction.name)
         if self.kind in ROOTED:
             parts.append(f"root {self.root}")
         return f"{', '.join(parts)}, algorithm {self.algorithm}"
@@ -107,7 +112,7 @@ class Call:
     def arrival(self, rank: int, source: int) -> tuple[int, int]:
         """Return the interval of `rank`'s `out` that receives the block from rank `source` in an alltoall.
 
-        Every block that arrives has the size of the rank's own block.
+        Every block that `rank` receives has the size of the block `self.block(rank)`.
         """
         start, stop = self.block(rank)
         return source * (stop - start), (source + 1) * (stop - start)
@@ -140,16 +145,16 @@ class Call:
         return [self.root] if self.kind == "reduce" else list(range(self.p))
 
 
-def see_root(root: object, ranks: int) -> None:
+def check_root(root: object, ranks: int) -> None:
     """Raise TypeError or ValueError unless `root` is an integer from 0 to `ranks` - 1."""
     if not isinstance(root, (int, np.integer)):
         raise TypeError(f"root {root!r} is of type {type(root).__name__}: pass a rank's number")
     if not 0 <= root < ranks:
-        raise ValueError(f"root {root} is no rank of {ranks}: choose one from 0 to {ranks - 1}")
+        raise ValueError(f"root {root} is not one of the {ranks} ranks: choose one from 0 to {ranks - 1}")
 
 
 @dataclass(frozen=True)
-class Operation:
+class Reduction:
     """An elementwise reduction of two arrays. "mean" is a sum that is divided by the number of ranks at the end."""
 
     name: str
@@ -158,7 +163,7 @@ class Operation:
     is_mean: bool = False
 
     @property
-    def into(self) -> Callable[[Any, Any, Any], Any]:
+    def combine(self) -> Callable[[Any, Any, Any], Any]:
         """The reduction as a function of (first, second, result)."""
         return {"min": _minimum, "max": _maximum}.get(self.name, self.ufunc)
 
@@ -172,34 +177,36 @@ def _maximum(first: NDArray[Any], second: NDArray[Any], result: NDArray[Any]) ->
     return np.maximum(first, second, out=result)
 
 
-OPERATIONS = {
-    operation.name: operation
-    for operation in (
-        Operation("sum", np.add, MPI.SUM),
-        Operation("min", np.minimum, MPI.MIN),
-        Operation("max", np.maximum, MPI.MAX),
-        Operation("prod", np.multiply, MPI.PROD),
-        Operation("mean", np.add, MPI.SUM, is_mean=True),
+REDUCTIONS = {
+    reduction.name: reduction
+    for reduction in (
+        Reduction("sum", np.add, MPI.SUM),
+        Reduction("min", np.minimum, MPI.MIN),
+        Reduction("max", np.maximum, MPI.MAX),
+        Reduction("prod", np.multiply, MPI.PROD),
+        Reduction("mean", np.add, MPI.SUM, is_mean=True),
     )
 }
 
 
-def operation(name: str, dtype: np.dtype[Any]) -> Operation:
-    """Return the operation with this name. Raise ValueError or TypeError if there is none for this dtype."""
+def find_reduction(name: str, dtype: np.dtype[Any]) -> Reduction:
+    """Return the reduction with this name. Raise ValueError or TypeError if it does not exist for this dtype."""
     if not isinstance(name, str):
-        raise TypeError(f"op {name!r} is of type {type(name).__name__}: pass one of {', '.join(OPERATIONS)}, as a word")
-    found = OPERATIONS.get(name)
-    if found is None:
-        perhaps = did_you_mean(name, OPERATIONS)
-        raise ValueError(f"unknown operation {name!r}{perhaps}: choose one of {', '.join(OPERATIONS)}")
+        raise TypeError(f"op {name!r} is of type {type(name).__name__}: pass one of {', '.join(REDUCTIONS)}, as a word")
+    reduction = REDUCTIONS.get(name)
+    if reduction is None:
+        perhaps = did_you_mean(name, REDUCTIONS)
+        raise ValueError(f"unknown operation {name!r}{perhaps}: choose one of {', '.join(REDUCTIONS)}")
     if not (dtype.isnative and (dtype.kind in "iuf" or dtype.name == "bfloat16")):
         raise ValueError(
             f"cannot reduce elements of type {dtype.name}{'' if dtype.isnative else ' in the other byte order'}: "
             "use float16, bfloat16, float32, float64 or integers, as this machine has them"
         )
-    if found.is_mean and dtype.kind in "iu":
-        raise ValueError(f"the mean of {dtype.name} elements is no {dtype.name}: use op='sum' and divide, or floats")
-    return found
+    if reduction.is_mean and dtype.kind in "iu":
+        raise ValueError(
+            f"the mean of {dtype.name} elements is not {dtype.name}: use op='sum' and divide, or pass floats"
+        )
+    return reduction
 
 
 def scale(array: NDArray[Any], ranks: int) -> list[Step]:

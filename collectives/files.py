@@ -1,7 +1,8 @@
-"""Write a file as a whole or not at all, however the program ends, and never through a link that is in its place.
+"""Write a file completely or not at all, however the program ends. A link in its place is replaced, not followed.
 
-A new file is written as `NAME.RANDOM.part` in the same folder, and renamed at the end. Its maker holds a lock on it. So
-an unfinished file without a lock was left by a killed process, and the next file of the same name removes it.
+A new file is written as `NAME.RANDOM.part` in the same folder, and renamed at the end. The process that writes it holds
+a lock on it. So an unfinished file without a lock was left by a killed process; the next write of a file of the same
+name removes it.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ NO_NEW_FILE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 class NewFile:
     """A file that is being written. Write to `fd`; then `finish` puts it at `path`, or `abandon` drops it.
 
-    If it replaces a file of the same user it has the mode of that file, and otherwise that of the umask. A link at
-    `path` is replaced, not followed. Raises OSError if no such file can be made: `path` is a folder, a device or a
+    If it replaces a file of the same user, it gets the mode of that file. Otherwise the umask decides. A link at `path`
+    is replaced, not followed. Raises OSError if no such file can be made: `path` is a folder, a device or a
     pipe, or its folder does not exist.
     """
 
@@ -40,14 +41,14 @@ class NewFile:
         self.path = os.fspath(path)
         folder, name = os.path.split(self.path)
         if os.path.exists(self.path) and not os.path.isfile(self.path):
-            raise OSError("it is there and no regular file: choose another name")
-        _see_folder(folder)
+            raise OSError("it exists and is not a regular file: choose another name")
+        _check_folder(folder)
         self._folder, start = folder or ".", os.fsdecode(os.fsencode(name)[:LONGEST])
         remove_abandoned(self._folder, re.escape(start), ABANDONED_SECONDS)
-        mode = _mode_of(self.path)
+        mode = _existing_mode(self.path)
         # True once `finish` or `abandon` has begun
         self._ended = False
-        self._unfinished, self.fd = _made(os.path.join(self._folder, start), 0o666 if mode is None else mode)
+        self._unfinished, self.fd = _make_unfinished(os.path.join(self._folder, start), 0o666 if mode is None else mode)
         # Not all file systems have locks. Without them the unfinished files of killed processes stay.
         with contextlib.suppress(OSError):
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,7 +88,7 @@ class NewFile:
 
 
 def write(path: str | os.PathLike[str], data: bytes) -> None:
-    """Write a file, so that it is there as a whole or not at all. Blocking. Raises OSError if that fails.
+    """Write a file completely or not at all. Blocking. Raises OSError if that fails.
 
     Devices, pipes and standard output are written in place, and so is a file in a folder that accepts no new files.
     """
@@ -109,7 +110,7 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def write_picture(path: str | os.PathLike[str], figure: Any, dpi: float | str = "figure") -> None:
-    """Draw a figure of matplotlib into a file, in the format that the name's suffix tells. Otherwise as `write`."""
+    """Draw a figure of matplotlib into a file, in the format that the name's suffix tells. Otherwise like `write`."""
     name = os.fspath(path)
     if not (ending := os.path.splitext(name)[1]):
         name, ending = f"{name}.png", ".png"
@@ -133,7 +134,7 @@ def _write_in_place(name: str, data: bytes, flags: int) -> None:
         os.close(fd)
 
 
-def _made(start: str, mode: int) -> tuple[str, int]:
+def _make_unfinished(start: str, mode: int) -> tuple[str, int]:
     """Make a file whose name begins with `start` and cannot be guessed. Return its name and descriptor."""
     while True:
         name = f"{start}.{secrets.token_hex(8)}.part"
@@ -141,22 +142,23 @@ def _made(start: str, mode: int) -> tuple[str, int]:
             return name, os.open(name, NEW, mode)
 
 
-def _mode_of(path: str) -> int | None:
+def _existing_mode(path: str) -> int | None:
     """Return the mode of a regular file of this user, or None if there is no such file."""
     try:
-        there = os.lstat(path)
+        status = os.lstat(path)
     except OSError:
         return None
-    return stat.S_IMODE(there.st_mode) & 0o777 if stat.S_ISREG(there.st_mode) and there.st_uid == os.geteuid() else None
+    own = stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid()
+    return stat.S_IMODE(status.st_mode) & 0o777 if own else None
 
 
-def _see_folder(folder: str) -> None:
+def _check_folder(folder: str) -> None:
     """Raise OSError, with the reason, if a folder does not exist."""
     above = folder
     while above and not os.path.lexists(above):
         above = os.path.dirname(above)
     if above and not os.path.isdir(above):
-        raise OSError(f"{above} is no folder: choose another place")
+        raise OSError(f"{above} is not a folder: choose another place")
     if above != folder:
         raise OSError(f"there is no folder {folder}: make it first")
 
@@ -175,8 +177,8 @@ def remove_abandoned(folder: str, names: str, seconds: float = 0.0) -> None:
             with contextlib.suppress(OSError):
                 fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
                 try:
-                    there = os.fstat(fd)
-                    if there.st_uid == os.geteuid() and time.time() - there.st_mtime >= seconds:
+                    status = os.fstat(fd)
+                    if status.st_uid == os.geteuid() and time.time() - status.st_mtime >= seconds:
                         # Raises BlockingIOError, an OSError, if the file is still being written.
                         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         os.unlink(path)

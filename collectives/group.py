@@ -1,4 +1,4 @@
-"""Several different arrays in one allreduce, each reduced separately: small ones packed, large ones in place.
+"""One call for several arrays, each of which is allreduced separately. Small ones are packed into one vector.
 
 On one node the ranks meet twice in all, however many arrays there are. Between nodes, all arrays of a type travel as
 one vector.
@@ -14,14 +14,14 @@ import numpy as np
 
 from mpips.collectives import arrays as user_arrays
 from mpips.collectives.arrays import Flat, Vector, type_name
-from mpips.collectives.call import Call, Runner, operation
+from mpips.collectives.call import Call, Runner, find_reduction
 from mpips.collectives.communicator import Communicator
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.requests import Tags
 from mpips.collectives.kernels.sums import perform
-from mpips.collectives.node.executor import DONE, Executor, not_begun, part_of
+from mpips.collectives.node.executor import DONE, NodeExecutor, call_array, not_begun
 from mpips.collectives.node.program import Copy, copy, steps_of
-from mpips.collectives.runner import chosen, make_runner, ways
+from mpips.collectives.runner import make_runner, resolve_algorithm, way_limits
 from mpips.collectives.schedule.model import cut
 
 # On one node, arrays of up to this size are copied into a common vector. Larger ones are reduced in place.
@@ -35,11 +35,11 @@ class GroupCall(Call):
     # their sizes and types, and the operation, in words
     arrays: str = ""
 
-    def described(self) -> str:
+    def describe(self) -> str:
         return f"grouped_allreduce of {self.arrays}, algorithm {self.algorithm}"
 
 
-class Packed:
+class PackedRunner:
     """A runner that packs arrays into common vectors, lets other runners reduce those, and unpacks the results.
 
     Args:
@@ -87,11 +87,27 @@ def compile_group(
     label: str = "",
     blocks: Sequence[Any] | None = None,
 ) -> tuple[Call, Runner]:
-    """Check the arguments of a `grouped_allreduce` and compile it. Local. Raises ValueError or TypeError."""
+    """Check the arguments of a `grouped_allreduce` and compile it. Local.
+
+    Args:
+        home: The communicator.
+        x: The arrays to reduce.
+        op: The name of the reduction.
+        algorithm: The name of the algorithm, or "auto".
+        out: The arrays for the results. None: the results overwrite `x`.
+        label: The caller's name for this call.
+        blocks: For each array None or an array that gets a copy of this rank's block of the result.
+
+    Returns:
+        The call as ranks compare it, and its runner.
+
+    Raises:
+        ValueError, TypeError: An argument is invalid.
+    """
     sources, targets = _flats(x, out)
-    kept = _kept(sources, blocks)
+    block_copies = _block_copies(sources, blocks)
     for source in sources:
-        operation(op, source.dtype)
+        find_reduction(op, source.dtype)
     text = f"{len(sources)} arrays ({', '.join(f'{flat.n} {type_name(flat.dtype)}' for flat in sources)}), {op}"
     raw = GroupCall(
         "allreduce",
@@ -104,20 +120,20 @@ def compile_group(
         label,
         arrays=text,
     )
-    pairs = [pair for pair in _apart([*zip(sources, targets)], kept) if pair.source.n]
-    on_node = chosen(home, raw, algorithm) == "shared_memory"
+    pairs = [pair for pair in _drop_repeated([*zip(sources, targets)], block_copies) if pair.source.n]
+    on_node = resolve_algorithm(home, raw, algorithm) == "shared_memory"
     runner = (_on_node if on_node else _over_messages)(home, raw, op, pairs)
     return raw, runner
 
 
 def _flats(x: Sequence[Any], out: Sequence[Any] | None) -> tuple[list[Flat], list[Flat]]:
     if out is not None and len(out) != len(x):
-        raise ValueError(f"arrays has {len(x)} arrays and out {len(out)}: give as many of each")
-    hosts = [user_arrays.host(one, f"arrays[{i}]") for i, one in enumerate(x)]
-    sources = [user_arrays.flat(one, f"arrays[{i}]", out is None) for i, one in enumerate(hosts)]
+        raise ValueError(f"arrays has {len(x)} arrays and out {len(out)}: give the same number of each")
+    hosts = [user_arrays.host(array, f"arrays[{i}]") for i, array in enumerate(x)]
+    sources = [user_arrays.flat(array, f"arrays[{i}]", out is None) for i, array in enumerate(hosts)]
     if out is None:
         return sources, sources
-    targets = [user_arrays.flat(user_arrays.host(one, f"out[{i}]"), f"out[{i}]", True) for i, one in enumerate(out)]
+    targets = [user_arrays.flat(user_arrays.host(array, f"out[{i}]"), f"out[{i}]", True) for i, array in enumerate(out)]
     for i, (source, target) in enumerate(zip(sources, targets)):
         if (source.n, source.dtype) != (target.n, target.dtype):
             raise ValueError(
@@ -127,21 +143,21 @@ def _flats(x: Sequence[Any], out: Sequence[Any] | None) -> tuple[list[Flat], lis
     return sources, targets
 
 
-def _kept(sources: Sequence[Flat], blocks: Sequence[Any] | None) -> list[tuple[Flat, ...]]:
+def _block_copies(sources: Sequence[Flat], blocks: Sequence[Any] | None) -> list[tuple[Flat, ...]]:
     """Return for each array its entry of `blocks` as a vector in a tuple, or () if it is None."""
-    kept: list[tuple[Flat, ...]] = []
+    block_copies: list[tuple[Flat, ...]] = []
     for i, (source, block) in enumerate(zip(sources, blocks or [None] * len(sources), strict=True)):
         if block is None:
-            kept.append(())
+            block_copies.append(())
             continue
-        found = user_arrays.flat(block, f"blocks[{i}]", True)
-        if (found.n, found.dtype) != (source.n, source.dtype):
+        vector = user_arrays.flat(block, f"blocks[{i}]", True)
+        if (vector.n, vector.dtype) != (source.n, source.dtype):
             raise ValueError(
-                f"blocks[{i}] has {found.n} {type_name(found.dtype)} and arrays[{i}] {source.n} "
+                f"blocks[{i}] has {vector.n} {type_name(vector.dtype)} and arrays[{i}] {source.n} "
                 f"{type_name(source.dtype)}: give both the same size and type"
             )
-        kept.append((found,))
-    return kept
+        block_copies.append((vector,))
+    return block_copies
 
 
 class OverlapError(ValueError):
@@ -149,14 +165,14 @@ class OverlapError(ValueError):
 
 
 class _Pair(NamedTuple):
-    """An array, the array for its result, and those into which this rank's block of the result is copied too."""
+    """An array, the array for its result, and further arrays that get a copy of this rank's block of the result."""
 
     source: Flat
     target: Flat
-    kept: tuple[Flat, ...] = ()
+    block_copies: tuple[Flat, ...] = ()
 
 
-def _apart(pairs: Sequence[tuple[Flat, Flat]], kept: Sequence[tuple[Flat, ...]]) -> list[_Pair]:
+def _drop_repeated(pairs: Sequence[tuple[Flat, Flat]], block_copies: Sequence[tuple[Flat, ...]]) -> list[_Pair]:
     """Drop repeated arrays: an array that is passed twice, as tied weights are, is reduced once.
 
     Raises OverlapError if a result would overwrite part of another array, or of its own source.
@@ -166,9 +182,9 @@ def _apart(pairs: Sequence[tuple[Flat, Flat]], kept: Sequence[tuple[Flat, ...]])
     every: dict[tuple[Flat, Flat], tuple[Flat, ...]] = {}
     for number, pair in enumerate(pairs):
         once.setdefault(pair, number)
-        every[pair] = (*every.get(pair, ()), *kept[number])
-    # (start, stop, number, is written) of all memory in use. In address order, each must begin after those before it
-    # have ended, unless both are only read.
+        every[pair] = (*every.get(pair, ()), *block_copies[number])
+    # (start, stop, number, is written) of all memory in use. Two intervals must not overlap, unless both are only read.
+    # So in address order each interval must begin after the end of all earlier ones.
     extents = []
     for (source, target), number in once.items():
         extents.append((target.address, target.address + _nbytes(target), number, True))
@@ -186,38 +202,40 @@ def _apart(pairs: Sequence[tuple[Flat, Flat]], kept: Sequence[tuple[Flat, ...]])
 
 def _on_node(home: Communicator, call: GroupCall, op: str, pairs: Sequence[_Pair]) -> Runner:
     reachable = home.board.memory.reachable
-    few, long = list[_Pair](), list[_Pair]()
+    small, large = list[_Pair](), list[_Pair]()
     for pair in pairs:
-        (few if not reachable or _nbytes(pair.source) <= PACKED_BYTES else long).append(pair)
-    parts = [part_of(_call(home, pair.source, op, "shared_memory", call.label), home.rank, *pair) for pair in long]
-    packs = _pack(home, few, arena.empty)
+        (small if not reachable or _nbytes(pair.source) <= PACKED_BYTES else large).append(pair)
+    parts = [call_array(_call(home, pair.source, op, "shared_memory", call.label), home.rank, *pair) for pair in large]
+    packs = _pack(home, small, arena.empty)
     packed = [flat for flat, _, _ in packs]
-    parts += [part_of(_call(home, flat, op, "shared_memory", call.label), home.rank, flat, flat) for flat in packed]
+    parts += [call_array(_call(home, flat, op, "shared_memory", call.label), home.rank, flat, flat) for flat in packed]
     # Slots and stages copy nothing to `blocks`. They are used only for calls of a single array, so add an empty second
     # array to such a call.
     if not parts or (len(parts) == 1 and not packs):
         empty = user_arrays.flat(np.empty(0, np.float32), "x", True)
-        parts.append(part_of(_call(home, empty, op, "shared_memory", call.label), home.rank, empty, empty))
-    executor = Executor(home.board, call.text, parts, ways(home, home.size))
+        parts.append(call_array(_call(home, empty, op, "shared_memory", call.label), home.rank, empty, empty))
+    executor = NodeExecutor(home.board, call.text, parts, way_limits(home, home.size))
     return _packed([executor], packs)
 
 
 def _over_messages(home: Communicator, call: GroupCall, op: str, pairs: Sequence[_Pair]) -> Runner:
     packs = _pack(home, pairs, np.empty)
     calls = [_call(home, flat, op, call.algorithm, call.label) for flat, _, _ in packs]
-    runners = [make_runner(home, one, flat, flat, Tags(home.lanes)) for one, (flat, _, _) in zip(calls, packs)]
+    runners = [make_runner(home, inner, flat, flat, Tags(home.lanes)) for inner, (flat, _, _) in zip(calls, packs)]
     return _packed(runners, packs)
 
 
-def _packed(runners: Sequence[Runner], packs: Sequence[tuple[Flat, list[Copy], list[Copy]]]) -> Packed:
+def _packed(runners: Sequence[Runner], packs: Sequence[tuple[Flat, list[Copy], list[Copy]]]) -> PackedRunner:
     into = [copy for _, copies, _ in packs for copy in copies]
     back = [copy for _, _, copies in packs for copy in copies]
-    return Packed(runners, into, back)
+    return PackedRunner(runners, into, back)
 
 
 def _call(home: Communicator, flat: Flat, op: str, algorithm: str, label: str) -> Call:
-    draft = Call("allreduce", flat.n, flat.dtype, operation(op, flat.dtype), 0, "auto", home.size)
-    return Call("allreduce", flat.n, flat.dtype, draft.operation, 0, chosen(home, draft, algorithm), home.size, label)
+    draft = Call("allreduce", flat.n, flat.dtype, find_reduction(op, flat.dtype), 0, "auto", home.size)
+    return Call(
+        "allreduce", flat.n, flat.dtype, draft.reduction, 0, resolve_algorithm(home, draft, algorithm), home.size, label
+    )
 
 
 def _pack(
@@ -231,12 +249,12 @@ def _pack(
         into: list[Copy] = []
         back: list[Copy] = []
         at = 0
-        for source, target, kept in alike:
+        for source, target, block_copies in alike:
             beside = vector[at : at + source.n]
             into += copy(beside, source.vector())
             back += copy(target.vector(), beside)
             start, stop = (int(cut(source.n, home.size, rank)) for rank in (home.rank, home.rank + 1))
-            for block in kept:
+            for block in block_copies:
                 back += copy(block.vector()[start:stop], beside[start:stop])
             at += source.n
         packs.append((user_arrays.flat(vector, "x", True), into, back))

@@ -1,4 +1,4 @@
-"""The log of a job: a line for each event of a rank, with the rank's number and its place in the work.
+"""The log of a job: a line for each event of a rank, with the rank's number, role, generation and training step.
 
 Modules get their loggers from `get`. Their names begin with "mpips". A program that configures `logging` itself sees
 our warnings among its own. It sees the other records if it asks for them, by the variables below or by
@@ -27,7 +27,7 @@ from functools import cache
 from pathlib import Path
 from typing import TextIO, cast
 
-from mpips.collectives.recorder.own import place
+from mpips.collectives.recorder.own import rank_state
 
 LEVEL_VARIABLE, FOLDER_VARIABLE, FORMAT_VARIABLE = "MPIPS_LOG", "MPIPS_LOG_DIR", "MPIPS_LOG_FORMAT"
 LEVELS = ("debug", "info", "warning")
@@ -37,15 +37,15 @@ MERGED = "job"
 SUFFIXES = {"text": ".log", "json": ".jsonl"}
 
 
-class Stamped(logging.LogRecord):
-    """A log record with the attributes that `_stamp` adds. They are those of `recorder.own.place`."""
+class RankLogRecord(logging.LogRecord):
+    """A log record with the attributes that `_stamp` adds. They are those of `recorder.own.rank_state`."""
 
     rank: int
     role: str
     generation: int
     step: int
     # the message without the rank
-    said: str
+    text: str
     # seconds since this module was imported
     since: float
 
@@ -57,7 +57,7 @@ class LogError(ValueError):
     """MPIPS_LOG or MPIPS_LOG_FORMAT has an unknown value."""
 
 
-def chosen(environment: Mapping[str, str] = os.environ) -> tuple[str, str, str]:
+def read_variables(environment: Mapping[str, str] = os.environ) -> tuple[str, str, str]:
     """Read the variables of the log. Return (level, folder, format); a level of "" asks for nothing.
 
     Raises LogError for an unknown word.
@@ -110,11 +110,11 @@ _set = [logging.NOTSET]
 def configure(environment: Mapping[str, str] = os.environ) -> None:
     """Set up the log as the environment asks, in place of an earlier configuration by this function.
 
-    Raises LogError as `chosen`.
+    Raises LogError as `read_variables`.
     """
-    level, folder, form = chosen(environment)
+    level, folder, form = read_variables(environment)
     root = logging.getLogger("mpips")
-    for handler in [one for one in root.handlers if isinstance(one, (Terminal, Folder))]:
+    for handler in [handler for handler in root.handlers if isinstance(handler, (Terminal, Folder))]:
         root.removeHandler(handler)
     # A level that the program has set stays. Otherwise only warnings are logged unless the environment asks for more: a
     # program that logs at INFO should not find our lines among its own.
@@ -131,21 +131,21 @@ def configure(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def _stamp(record: logging.LogRecord) -> bool:
-    """Add to a record which rank logs it, and where in its work that rank is. A filter that drops nothing."""
-    if place.rank < 0:
-        place.rank = _rank()
-        place.name = place.name or (f"rank {place.rank}" if place.rank >= 0 else "")
-    said = record.getMessage()
+    """Add to a record which rank logs it, and the rank's role, generation and step. A filter that drops nothing."""
+    if rank_state.rank < 0:
+        rank_state.rank = _rank()
+        rank_state.name = rank_state.name or (f"rank {rank_state.rank}" if rank_state.rank >= 0 else "")
+    message = record.getMessage()
     vars(record).update(
-        rank=place.rank,
-        role=place.role,
-        generation=place.generation,
-        step=place.step,
-        said=said,
+        rank=rank_state.rank,
+        role=rank_state.role,
+        generation=rank_state.generation,
+        step=rank_state.step,
+        text=message,
         since=time.monotonic() - _began,
     )
-    if place.name:
-        record.msg, record.args = f"{place.name}: {said}", ()
+    if rank_state.name:
+        record.msg, record.args = f"{rank_state.name}: {message}", ()
     return True
 
 
@@ -164,21 +164,21 @@ def _time(record: logging.LogRecord) -> str:
 
 
 class TextLines(logging.Formatter):
-    """Formats records for people: time, rank, its place in the work, seconds, logger, and message.
+    """Formats records for people: time, rank, role, generation, step, seconds, logger, and message.
 
     Further lines of a message are indented.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        record = cast("Stamped", record)
+        record = cast("RankLogRecord", record)
         where = [record.role] if record.role else []
         where += [f"generation {record.generation}"] if record.generation >= 0 else []
         where += [f"step {record.step}"] if record.step >= 0 else []
         inside = f" ({', '.join([*where, f'{record.since:.3f} s'])})"
         level = "" if record.levelno == logging.INFO else f" {record.levelname.lower()}"
-        text = record.said if not record.exc_info else f"{record.said}\n{self.formatException(record.exc_info)}"
+        text = record.text if not record.exc_info else f"{record.text}\n{self.formatException(record.exc_info)}"
         lines = text.replace("\n", "\n    ")
-        who = place.name or f"process {record.process}"
+        who = rank_state.name or f"process {record.process}"
         return f"{_time(record)} {who}{inside} {record.name}{level}: {lines}"
 
 
@@ -190,22 +190,22 @@ class JsonLines(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        record = cast("Stamped", record)
-        found = {
+        record = cast("RankLogRecord", record)
+        fields = {
             "time": _time(record),
             "level": record.levelname.lower(),
             "logger": record.name,
             "host": socket.gethostname(),
             "pid": record.process,
-            **({"rank": record.rank} if record.rank >= 0 else {"process": place.name} if place.name else {}),
+            **({"rank": record.rank} if record.rank >= 0 else {"process": rank_state.name} if rank_state.name else {}),
             **({"role": record.role} if record.role else {}),
             **({"generation": record.generation} if record.generation >= 0 else {}),
             **({"step": record.step} if record.step >= 0 else {}),
             "seconds": round(record.since, 6),
-            "message": record.said,
+            "message": record.text,
             **({"error": self.formatException(record.exc_info)} if record.exc_info else {}),
         }
-        return json.dumps(found, ensure_ascii=False)
+        return json.dumps(fields, ensure_ascii=False)
 
 
 class Terminal(logging.StreamHandler[TextIO]):
@@ -216,8 +216,8 @@ class Terminal(logging.StreamHandler[TextIO]):
         self.setLevel(level)
 
     def emit(self, record: logging.LogRecord) -> None:
-        others = [one for one in logging.getLogger("mpips").handlers if not isinstance(one, (Terminal, Folder))]
-        if not logging.getLogger().handlers and not others:
+        handlers = [*logging.getLogger().handlers, *logging.getLogger("mpips").handlers]
+        if all(isinstance(handler, (Terminal, Folder)) for handler in handlers):
             self.stream = sys.stderr
             super().emit(record)
 
@@ -240,7 +240,7 @@ class Folder(logging.Handler):
         if self._lost:
             return
         try:
-            name = place.name.replace(" ", "-") or f"process-{os.getpid()}"
+            name = rank_state.name.replace(" ", "-") or f"process-{os.getpid()}"
             if self._file < 0 or name != self._name:
                 self._open(name)
             os.write(self._file, f"{self.format(record)}\n".encode(errors="replace"))
@@ -258,7 +258,8 @@ class Folder(logging.Handler):
             self._file = -1
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._file, self._name = os.open(self._folder / f"{name}{self._suffix}", flags, 0o600), name
+        self._file = os.open(self._folder / f"{name}{self._suffix}", flags, 0o600)
+        self._name = name
 
 
 def folder_of_job(folder: str | os.PathLike[str]) -> str:
@@ -289,11 +290,11 @@ def _entries(path: Path) -> Iterator[tuple[str, str]]:
     when, text = "", ""
     with open(path, encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            found = re.search(r'^(?:\{"time": ")?(\d{4}-\d\d-\d\dT[\d:.]+Z)', line)
-            if found:
+            time_match = re.search(r'^(?:\{"time": ")?(\d{4}-\d\d-\d\dT[\d:.]+Z)', line)
+            if time_match:
                 if text:
                     yield when, text
-                when, text = found.group(1), ""
+                when, text = time_match.group(1), ""
             text += line if line.endswith("\n") else f"{line}\n"
     if text:
         yield when, text

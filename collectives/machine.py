@@ -11,8 +11,8 @@ Xeon, where copies of more than 32 MiB found nothing in the cache and took twice
 glibc corrects this (`choose_long_copies`).
 
 **Addresses.** A core predicts branches by their addresses. If several ranks share a core and have their code at
-different addresses, the core has learned the branches of the others whenever a rank gets its turn. So ranks that share
-cores are started with fixed addresses (`fix_addresses`).
+different addresses, then whenever a rank gets its turn, the core has learned the branches of other ranks. So ranks that
+share cores are started with fixed addresses (`fix_addresses`).
 
 **Peers.** Abstract Unix sockets, and sockets in some folders, are open to all users of a machine. The kernel tells
 which process is at the other end of a Unix socket, and it cannot lie about that. A process that listens admits only
@@ -66,8 +66,8 @@ def usable_cores(root: Path = ROOT) -> int:
 
     `root`, here and below: the folder that has /proc and the mounted control groups. Tests pass another one.
     """
-    found = find_quota(root)
-    return bound_cores(len(os.sched_getaffinity(0)), [found] if found else [])
+    quota = find_quota(root)
+    return bound_cores(len(os.sched_getaffinity(0)), [quota] if quota else [])
 
 
 def bound_cores(cores: int, quotas: Sequence[Quota | None]) -> int:
@@ -89,13 +89,13 @@ def find_quota(root: Path = ROOT) -> Quota | None:
     polling: they would use up the last part of a core, and then the kernel stops all ranks of the group until the next
     period.
     """
-    found = []
+    quotas = []
     for folder in _find_groups(root, "cpu"):
         with suppress(OSError, ValueError, ZeroDivisionError):
             spent, period = _read_quota(folder)
             if spent > 0:
-                found.append(Quota(max(1, spent // period), folder.stat().st_ino))
-    return min(found, default=None)
+                quotas.append(Quota(max(1, spent // period), folder.stat().st_ino))
+    return min(quotas, default=None)
 
 
 def _read_quota(folder: Path) -> tuple[int, int]:
@@ -119,7 +119,7 @@ def _find_groups(root: Path, controller: str) -> Iterator[Path]:
             kind, _, options = (after.split(" ", 2) + ["", ""])[:3]
             mounted, point = before.split(" ")[3:5]
             for controllers, path in paths.items():
-                version_1 = kind == "cgroup" and all(controller in words.split(",") for words in (controllers, options))
+                version_1 = kind == "cgroup" and all(controller in names.split(",") for names in (controllers, options))
                 if version_1 or (kind == "cgroup2" and not controllers):
                     yield from _walk_up(root / point.lstrip("/").replace("\\040", " "), mounted, path)
 
@@ -140,9 +140,9 @@ def _walk_up(top: Path, mounted: str, path: str) -> Iterator[Path]:
 
 def total_memory(root: Path = ROOT) -> int:
     """Return the bytes of memory and swap, used and free, as limited by the machine and the control groups."""
-    found = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limits = [limit.most for limit in _memory_limits(root)]
-    return min([found, *limits]) + _numbers(root / "proc/meminfo").get("SwapTotal:", 0) * 1024
+    return min([physical, *limits]) + _numbers(root / "proc/meminfo").get("SwapTotal:", 0) * 1024
 
 
 def free_memory(root: Path = ROOT) -> int:
@@ -242,17 +242,17 @@ def count_local_ranks() -> int:
     return next((int(os.environ[name]) for name in LOCAL_SIZES if name in os.environ), 1)
 
 
-def check_memory(words: str, nbytes: int, arrays: int, ranks: int = 1) -> None:
+def check_memory(asker: str, nbytes: int, arrays: int, ranks: int = 1) -> None:
     """Raise ValueError if `ranks` ranks of this machine cannot each hold `arrays` arrays of `nbytes`.
 
-    `words` names in the error what has asked for the arrays, such as an option.
+    `asker` names in the error what needs the arrays, such as an option.
     """
     needed, held = nbytes * arrays * ranks, total_memory()
     if needed > held:
         each = f"{arrays} array{'s' * (arrays > 1)} of {nbytes:,} bytes"
         whose = f" on each of {ranks} ranks" if ranks > 1 else ""
         raise ValueError(
-            f"{words} takes at least {each}{whose}, {needed / 2**30:,.1f} GiB, and this machine has "
+            f"{asker} takes at least {each}{whose}, {needed / 2**30:,.1f} GiB, and this machine has "
             f"{held / 2**30:,.1f} GiB of memory: ask for less"
         )
 
@@ -319,12 +319,12 @@ def fix_addresses() -> tuple[str, ...]:
     setarch = shutil.which("setarch")
     if setarch is None:
         return ()
-    words = (setarch, platform.machine(), "-R")
+    command = (setarch, platform.machine(), "-R")
     try:
-        subprocess.run([*words, "true"], capture_output=True, check=True)
+        subprocess.run([*command, "true"], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return ()
-    return words
+    return command
 
 
 def read_stat(pid: int) -> list[bytes]:
@@ -332,12 +332,12 @@ def read_stat(pid: int) -> list[bytes]:
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
 
 
-def find_carriers(variable: str) -> Iterator[int]:
-    """Yield the processes that have `variable` ("NAME=VALUE") in their environment, as far as it may be read."""
-    for place in Path("/proc").glob("[0-9]*"):
+def find_processes_with(variable: str) -> Iterator[int]:
+    """Yield the pids of processes with `variable` ("NAME=VALUE") in their environment, if this user may read it."""
+    for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if variable.encode() in (place / "environ").read_bytes().split(b"\0"):
-                yield int(place.name)
+            if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                yield int(folder.name)
 
 
 class Peer(NamedTuple):
@@ -353,9 +353,9 @@ class Peer(NamedTuple):
         return self.user == os.geteuid()
 
 
-def find_peer(line: socket.socket) -> Peer:
-    """Return the process that made this connection, or on its own side, the process that listens."""
-    pid, user, _ = CREDENTIALS.unpack(line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+def find_peer(connection: socket.socket) -> Peer:
+    """Return the process at the other end of a connection: the one that connected, or the one that listens."""
+    pid, user, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     return Peer(pid, user)
 
 

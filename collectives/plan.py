@@ -1,10 +1,11 @@
-"""Plans: collectives compiled once and run many times, by users or by one-shot calls, which find them again.
+"""Plans: collectives that are compiled once and run many times, by users or by one-shot calls.
 
 The docstrings of the one-shot calls (`collectives.api`) describe arguments, results and errors.
 
-`PlanCache` finds the plan of a one-shot call by the identities of its arrays, or by their addresses. Plans in the cache
-know only addresses and keep no user array alive. So a program that makes a new array for each call finds the old plan
-if the new array has the address of the earlier one. The number of cached plans and their work memory are bounded.
+A one-shot call finds its plan in a `PlanCache`, by the identities of its arrays (their `id()`), or by their addresses.
+Plans in the cache know only addresses and keep no user array alive. So if a program makes a new array for each call,
+and the new array has the address of the earlier one, the call finds the earlier plan. The number of cached plans and
+their work memory are bounded.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ from mpi4py import MPI
 
 from mpips.collectives import arrays
 from mpips.collectives.arrays import Array, Vector, type_name
-from mpips.collectives.call import REDUCING, ROOTED, Call, Runner, operation, see_root
+from mpips.collectives.call import REDUCING, ROOTED, Call, Runner, check_root, find_reduction
 from mpips.collectives.communicator import Communicator, communicator
-from mpips.collectives.errors import CollectiveError, Uncopied, of_caller
+from mpips.collectives.errors import CollectiveError, NotCopyable, of_caller
 from mpips.collectives.fabric.requests import Tags
-from mpips.collectives.fabric.wait import see_in_time
+from mpips.collectives.fabric.wait import check_in_time
 from mpips.collectives.network.messages import MessagePlan
-from mpips.collectives.node.executor import MET, Executor, not_begun
+from mpips.collectives.node.executor import MET, NodeExecutor, not_begun
 from mpips.collectives.recorder import own as recorder
 from mpips.collectives.runner import (
-    Over,
-    Started,
-    Timed,
+    ComparedRunner,
+    StartedRun,
+    TimedRunner,
     advance,
     agree,
     begin,
     build_schedule,
-    chosen,
     finish,
     make_runner,
+    resolve_algorithm,
 )
 from mpips.collectives.tensor.compile import compile_tensor
 
 
-class Plan(Uncopied):
+class Plan(NotCopyable):
     """One collective, compiled for fixed arrays, to be run many times. Made by `collectives.plan`.
 
     `plan()` runs it, blocks, and returns the result. To compute while it runs, call `start()`, then `test()` now and
@@ -56,7 +57,7 @@ class Plan(Uncopied):
 
     def __init__(self, home: Communicator, call: Call, runner: Runner, in_place: bool) -> None:
         self.call = call
-        # what runs the call: `_bare`, or a Timed around it
+        # runs the call: `_bare`, or a TimedRunner around it
         self.runner = runner
         self._bare = runner
         self._home = home
@@ -64,7 +65,7 @@ class Plan(Uncopied):
         self._arrays: Array = None
         self._result: Array = None
         # the run that start() has begun and wait() has not ended yet
-        self._operation: Started | None = None
+        self._operation: StartedRun | None = None
         self._freed = False
         # True if free() was called during a started run: wait() then frees the plan
         self._retired = False
@@ -76,8 +77,8 @@ class Plan(Uncopied):
     def set_timed(self, every: bool) -> None:
         """Record the times of every run from now on, or only if the vectors are long. See `recorder.own.trace`."""
         timed = (every or self.call.nbytes >= recorder.LONG_BYTES) and not self._freed
-        if timed != isinstance(self.runner, Timed):
-            self.runner = Timed(self._home, self.call, self._bare, self._line) if timed else self._bare
+        if timed != isinstance(self.runner, TimedRunner):
+            self.runner = TimedRunner(self._home, self.call, self._bare, self._line) if timed else self._bare
 
     def __call__(self) -> Array:
         """Run the collective and return its result. Collective and blocking."""
@@ -91,12 +92,12 @@ class Plan(Uncopied):
             except BaseException as error:
                 raise home.fail(self.call.text, error, self) from None
             if code:
-                self.go_on(code)
+                self.finish_run(code)
         finally:
             home.inside = outer
         return self._result
 
-    def go_on(self, code: int) -> None:
+    def finish_run(self, code: int) -> None:
         """Finish a run after the fast path has returned `code`, which is MET or NOT_BEGUN."""
         home, runner = self._home, self.runner
         if code != MET:
@@ -108,7 +109,7 @@ class Plan(Uncopied):
             if code == MET:
                 home.run(runner.rest(), self.call.text)
             elif home.started:
-                last = Started(self.call.text, runner.steps(), True)
+                last = StartedRun(self.call.text, runner.steps(), True)
                 begin(home, last)
                 finish(home, last)
             else:
@@ -125,7 +126,7 @@ class Plan(Uncopied):
         # The run holds the arrays itself, because the program may drop the plan before the run is done.
         kept = arrays or self._arrays
         with self._home.entered(self.call.text), self._home.failing(self.call.text, self, kept):
-            self._operation = Started(self.call.text, self.runner.steps(), self._exclusive, kept)
+            self._operation = StartedRun(self.call.text, self.runner.steps(), self._exclusive, kept)
             begin(self._home, self._operation)
 
     def test(self) -> bool:
@@ -139,8 +140,8 @@ class Plan(Uncopied):
         with self._home.entered(self.call.text), self._home.failing(self.call.text, self):
             advance(self._home)
             if not operation.done and operation.due():
-                self._home.hear(operation.waited)
-                see_in_time(self.call.text, operation.waited, self._home.generation)
+                self._home.look(operation.waited)
+                check_in_time(self.call.text, operation.waited, self._home.generation)
         return operation.done
 
     def wait(self) -> Array:
@@ -160,7 +161,7 @@ class Plan(Uncopied):
         Such a plan has its own message tags. So between nodes its messages can be in flight at the same time as those
         of other plans, and it need not take turns.
         """
-        own_tags = isinstance(self._bare, Over) and self._bare.moves_by(MessagePlan)
+        own_tags = isinstance(self._bare, ComparedRunner) and self._bare.has_body(MessagePlan)
         self._exclusive = self._home.control is None or not own_tags
         self._arrays = (x, out)
         self._result = self.result_of(x, out)
@@ -185,7 +186,7 @@ class Plan(Uncopied):
         # Imported here, because nothing else in this module needs the simulator.
         from mpips.collectives.simulator.simulate import predict_seconds
 
-        way = self._bare.way if isinstance(self._bare, Executor) else ""
+        way = self._bare.way if isinstance(self._bare, NodeExecutor) else ""
         return predict_seconds(self._home.table, self.call, self._home.nodes, way)
 
     @property
@@ -211,7 +212,7 @@ class Plan(Uncopied):
             raise of_caller(CollectiveError(f"{self.call.text} has been freed: make a new plan"))
         self._home.check()
 
-    def _started(self) -> Started:
+    def _started(self) -> StartedRun:
         if self._operation is None:
             raise of_caller(CollectiveError(f"{self.call.text} was not started: call start() first"))
         return self._operation
@@ -240,22 +241,37 @@ def plan(
     home.check()
     tags = Tags(home.plan_lanes, home.tags_dealt)
     with home.preparing(f"a plan of {kind}"):
-        made = compile_plan(home, kind, x, op, algorithm, out, root, tags, label)
-    made.keep(x, out)
-    agree(home, "plan of " + made.call.text)
+        new = compile_plan(home, kind, x, op, algorithm, out, root, tags, label)
+    new.keep(x, out)
+    agree(home, "plan of " + new.call.text)
     # All ranks do this for the same plan, because they have just agreed on it.
-    home.deal(tags.count)
-    return made
+    home.count_tags(tags.count)
+    return new
 
 
 def compile_plan(
     home: Communicator, kind: str, x: Array, op: str, algorithm: str, out: Array, root: int, tags: Tags, label: str = ""
 ) -> Plan:
-    """Check the arguments of a call and compile a plan for it. Local. Raises ValueError or TypeError."""
+    """Check the arguments of a call and compile a plan for it. Local.
+
+    Args:
+        home: The communicator.
+        kind: The name of the collective, such as "allreduce".
+        x: The array, or a list of arrays (see `allreduce`).
+        op: The name of the reduction. Ignored by kinds that do not reduce.
+        algorithm: The name of the algorithm, or "auto" or "reproducible".
+        out: The array for the result. None: the result overwrites x.
+        root: The root of a broadcast or reduce.
+        tags: Gives the tags of the plan's messages.
+        label: The caller's name for this call.
+
+    Raises:
+        ValueError, TypeError: An argument is invalid.
+    """
     if isinstance(x, (list, tuple)) or arrays.is_device(x) or arrays.is_device(out):
         make, schedule = partial(make_runner, home), partial(build_schedule, home)
         tensor, body = compile_tensor(home, kind, x, op, algorithm, out, root, label, tags, make, schedule)
-        return Plan(home, tensor, Over(home, tensor.text, body, sees=not tensor.staged), out is None)
+        return Plan(home, tensor, ComparedRunner(home, tensor.text, body, compares=not tensor.staged), out is None)
     source = arrays.host(x, "x")
     target = source if out is None else arrays.host(out, "out")
     in_place = out is None
@@ -277,10 +293,10 @@ def _call(
     root: int,
     label: str,
 ) -> Call:
-    see_root(root, home.size)
+    check_root(root, home.size)
     if x.dtype != out.dtype:
         raise ValueError(f"x holds {type_name(x.dtype)} and out {type_name(out.dtype)}: give both the same type")
-    reduction = operation(op, x.dtype) if kind in REDUCING else None
+    reduction = find_reduction(op, x.dtype) if kind in REDUCING else None
     n = out.size if kind == "allgather" else x.size
     draft = Call(kind, n, x.dtype, reduction, root if kind in ROOTED else 0, "auto", home.size)
     wanted = (draft.n, draft.n) if in_place else draft.sizes(home.rank)
@@ -291,7 +307,7 @@ def _call(
         )
     if kind == "alltoall" and in_place and n % home.size:
         raise ValueError(f"alltoall in place of {n} elements needs a multiple of {home.size}: pass out=")
-    return Call(kind, n, x.dtype, reduction, draft.root, chosen(home, draft, algorithm), home.size, label)
+    return Call(kind, n, x.dtype, reduction, draft.root, resolve_algorithm(home, draft, algorithm), home.size, label)
 
 
 # bounds of a PlanCache: plans, bytes of their work vectors, entries in `by_identity`
@@ -300,7 +316,7 @@ MOST_BYTES = 256 << 20
 MOST_IDENTITIES = 1024
 
 
-class Entry(NamedTuple):
+class CachedPlan(NamedTuple):
     """A cached plan of one array, with the array for which it was found last."""
 
     plan: Plan
@@ -310,7 +326,7 @@ class Entry(NamedTuple):
     dtype: np.dtype[Any]
 
 
-class Several(NamedTuple):
+class CachedGroupPlan(NamedTuple):
     """A cached plan of several arrays, with the arrays for which it was found last."""
 
     plan: Plan
@@ -322,12 +338,12 @@ class Several(NamedTuple):
         """True if the plan is for these arrays. Their identities match already, but may have been reused."""
         return (
             all(map(is_, [ref() for ref in self.arrays], arrays))
-            and [one.size for one in arrays] == self.sizes
-            and [one.dtype for one in arrays] == self.dtypes
+            and [array.size for array in arrays] == self.sizes
+            and [array.dtype for array in arrays] == self.dtypes
         )
 
 
-def identity(call: tuple[Any, ...], every: Sequence[Any], arrays: int) -> tuple[Any, ...]:
+def group_key(call: tuple[Any, ...], every: Sequence[Any], arrays: int) -> tuple[Any, ...]:
     """Return the key of `PlanCache.by_identity` for a plan of several arrays.
 
     `every` has the source arrays first. `arrays` is their number.
@@ -336,7 +352,7 @@ def identity(call: tuple[Any, ...], every: Sequence[Any], arrays: int) -> tuple[
 
 
 class PlanCache:
-    """The plans of a communicator's one-shot calls. When it is full, it frees the plan that was not used for longest.
+    """The plans of a communicator's one-shot calls. When it is full, it frees the least recently used plan.
 
     `by_identity` is a dict that `api` looks into first. Its keys have the `id` of the arrays; this cache maintains it.
     """
@@ -344,7 +360,7 @@ class PlanCache:
     def __init__(self, by_identity: dict[Any, Any]) -> None:
         self.by_identity = by_identity
         # by the addresses of the arrays; the plan used last is at the end
-        self._by_place: OrderedDict[Hashable, Plan] = OrderedDict()
+        self._by_address: OrderedDict[Hashable, Plan] = OrderedDict()
         self._held = 0
 
     def find(self, call: tuple[Hashable, ...], x: Array, out: Array, make: Callable[[], Plan]) -> Plan:
@@ -354,64 +370,64 @@ class PlanCache:
         """
         key: Hashable
         try:
-            key = (*call, place(x), place(out))
-            made = self._by_place.get(key)
+            key = (*call, place_key(x), place_key(out))
+            plan = self._by_address.get(key)
         except TypeError:
             # An argument is not an array, or cannot be hashed. `make` raises a TypeError that names it.
             key = None
         if key is None:
             return make()
-        if made is None:
-            made = make()
-            self._keep(key, made)
+        if plan is None:
+            plan = make()
+            self._keep(key, plan)
         else:
-            self._by_place.move_to_end(key)
+            self._by_address.move_to_end(key)
         if len(self.by_identity) >= MOST_IDENTITIES:
             self.by_identity.clear()
         if isinstance(x, np.ndarray) and (out is None or isinstance(out, np.ndarray)):
-            entry = Entry(made, weakref.ref(x), weakref.ref(x if out is None else out), x.size, x.dtype)
+            entry = CachedPlan(plan, weakref.ref(x), weakref.ref(x if out is None else out), x.size, x.dtype)
             self.by_identity[(call[0], id(x), id(out), *call[1:])] = entry
         elif isinstance(x, list):
-            self._know_again(call, made, x, out)
-        return made
+            self._remember_group(call, plan, x, out)
+        return plan
 
     def free(self) -> None:
         """Free all plans."""
-        while self._by_place:
+        while self._by_address:
             self._drop()
 
-    def _know_again(self, call: tuple[Hashable, ...], plan: Plan, x: list[Any], out: Array) -> None:
-        """Let `api` find the plan of these arrays by their identities, if all of them are NumPy arrays."""
+    def _remember_group(self, call: tuple[Hashable, ...], plan: Plan, x: list[Any], out: Array) -> None:
+        """Add an entry by which `api` finds the plan of these arrays, if all of them are NumPy arrays."""
         every = x if out is None else [*x, *out]
-        if every and all(isinstance(one, np.ndarray) for one in every):
-            refs, sizes, dtypes = zip(*((weakref.ref(one), one.size, one.dtype) for one in every))
-            entry = Several(plan, list(refs), list(sizes), list(dtypes))
-            self.by_identity[identity(call, every, len(x))] = entry
+        if every and all(isinstance(array, np.ndarray) for array in every):
+            refs, sizes, dtypes = zip(*((weakref.ref(array), array.size, array.dtype) for array in every))
+            entry = CachedGroupPlan(plan, list(refs), list(sizes), list(dtypes))
+            self.by_identity[group_key(call, every, len(x))] = entry
 
     def _keep(self, key: Hashable, plan: Plan) -> None:
-        self._by_place[key] = plan
+        self._by_address[key] = plan
         self._held += plan.held_bytes
-        while len(self._by_place) > MOST_PLANS or (self._held > MOST_BYTES and len(self._by_place) > 1):
+        while len(self._by_address) > MOST_PLANS or (self._held > MOST_BYTES and len(self._by_address) > 1):
             self._drop()
 
     def _drop(self) -> None:
-        _, plan = self._by_place.popitem(last=False)
+        _, plan = self._by_address.popitem(last=False)
         self._held -= plan.held_bytes
-        # Some of its entries may be of this plan. It fills up again with the next calls.
+        # Some entries of this dict may hold the plan. The next calls fill the dict again.
         self.by_identity.clear()
         plan.free()
 
 
-def place(x: Array) -> Hashable:
+def place_key(x: Array) -> Hashable:
     """Return the address, size and type of an array, or of each array of a list, as a hashable key."""
     if isinstance(x, np.ndarray):
         return x.__array_interface__["data"], x.size, x.dtype, x.flags.c_contiguous
     if x is None:
         return ()
     if isinstance(x, (list, tuple)):
-        return tuple([place(one) for one in x])
+        return tuple([place_key(item) for item in x])
     if arrays.is_torch(x):
         return x.data_ptr(), x.numel(), x.dtype, x.is_contiguous(), x.device
     if arrays.is_device(x):
         return str(sorted(x.__cuda_array_interface__.items()))
-    return place(arrays.host(x))
+    return place_key(arrays.host(x))

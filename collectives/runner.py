@@ -1,7 +1,7 @@
-"""Runners run a compiled call: by shared memory, messages or MPI's own collectives; at once, or during compute.
+"""Runners of compiled calls: by shared memory, messages or MPI's own collectives; at once, or during compute.
 
-`make_runner` compiles a call for the way that its algorithm asks for. `Started` is an operation that runs while the
-program computes. Started operations advance in the order in which they were started.
+`make_runner` compiles a call for the way that its algorithm asks for. A `StartedRun` goes on while the program
+computes. Started runs advance in the order in which they were started.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from mpips.collectives.fabric.requests import Tags
 from mpips.collectives.network import native
 from mpips.collectives.network.messages import MessagePlan, TwoLevelPlan
 from mpips.collectives.network.native import NativePlan
-from mpips.collectives.node.executor import DONE, MET, Executor, Ways, not_begun, part_of
+from mpips.collectives.node.executor import DONE, MET, NodeExecutor, WayLimits, call_array, not_begun
 from mpips.collectives.recorder import own as recorder
-from mpips.collectives.recorder.ring import Ring, form
+from mpips.collectives.recorder.ring import RecordRing, form
 from mpips.collectives.schedule import catalog
 from mpips.collectives.schedule.model import Schedule
 
-UNEVEN = "hierarchical needs nodes with equal numbers of ranks, neighbours in rank: choose another algorithm, or auto"
+UNEVEN = "hierarchical needs nodes with equal numbers of consecutive ranks: choose another algorithm, or auto"
 # Up to this size "reproducible" uses recursive_doubling, which takes fewer steps than halving_doubling but sends the
 # whole vector in each.
 DOUBLING_BYTES = 32 << 10
-# How often to look for notes before a call of MPI's own. With MPICH a look finds only what the look before it fetched.
+# How often to look for notes before one of MPI's own collectives. With MPICH, one look is not enough: it may only fetch
+# a note, which the next look then receives.
 LOOKS = 4
-# Each call between nodes is served by at least one of these.
+# Every collective is served by at least one of these algorithms, for any number of ranks.
 ALWAYS = ("ring", "binomial", "direct")
 
 
-class Over:
+class ComparedRunner:
     """A runner that compares the ranks' calls, and runs a body if all are in the same call.
 
     Ranks of one node compare on its board, before the body runs. Between nodes the body runs at once, and notes between
@@ -42,16 +43,16 @@ class Over:
 
     Args:
         text: The call in words.
-        sees: False if the body itself compares the ranks' calls.
+        compares: False if the body itself compares the ranks' calls.
     """
 
     holds = True
 
-    def __init__(self, home: Communicator, text: str, body: Body, sees: bool = True) -> None:
+    def __init__(self, home: Communicator, text: str, body: Body, compares: bool = True) -> None:
         self._home = home
         self._text = text
         self._body = body
-        self._sees = sees
+        self._compares = compares
         # this rank's descriptor of the call: its running number on the board, and its token
         self._put = -DESCRIPTORS
         self._token = 0
@@ -59,12 +60,16 @@ class Over:
 
     def steps(self) -> Iterator[None]:
         home = self._home
-        if home.size == 1 or not self._sees:
+        if home.size == 1 or not self._compares:
             return self._body.run()
-        return self._met() if home.control is None else home.control.operation(self._text, self._between())
+        return (
+            self._run_on_node()
+            if home.control is None
+            else home.control.operation(self._text, self._run_between_nodes())
+        )
 
-    def moves_by(self, kind: type) -> bool:
-        """True if the body is of this class."""
+    def has_body(self, kind: type) -> bool:
+        """True if the body is an instance of this class, such as `MessagePlan`."""
         return isinstance(self._body, kind)
 
     def rest(self) -> Iterator[None]:
@@ -74,16 +79,16 @@ class Over:
     def free(self) -> None:
         self._body.free()
 
-    def _between(self) -> Iterator[None]:
+    def _run_between_nodes(self) -> Iterator[None]:
         control = self._home.control
         if isinstance(self._body, NativePlan) and control is not None:
-            # If the other ranks have already given this call up, their notes are here: raise now. They carry MPI's
-            # collective through only for ranks that were in it at that time, so for this rank it would never end.
+            # If the other ranks have already given this call up, `look` finds their notes and raises. They complete
+            # MPI's collective only with ranks that were in it at that time, so for this rank it would never end.
             for _ in range(LOOKS):
                 control.look(0.0)
         yield from self._body.run()
 
-    def _met(self) -> Iterator[None]:
+    def _run_on_node(self) -> Iterator[None]:
         board = self._home.board
         if not board.descriptors.readable(self._put):
             self._token = board.publish(Descriptor(self._text))
@@ -96,7 +101,7 @@ class Over:
         yield from board.carried_out(self._body.run())
 
 
-class Timed:
+class TimedRunner:
     """A runner that records the times of another runner's runs (`recorder.ring`)."""
 
     def __init__(self, home: Communicator, call: Call, runner: Runner, line: str) -> None:
@@ -104,7 +109,7 @@ class Timed:
         self._home = home
         self.runner = runner
         self.holds = runner.holds
-        operation, _, subject = call.described().partition(" of ")
+        operation, _, subject = call.describe().partition(" of ")
         subject = f"{call.label}: {subject}" if call.label else subject
         lane = home.board.marks.identity
         self._form = form(lane, operation, subject, call.nbytes, call.n, call.dtype.name, line=line)
@@ -133,7 +138,7 @@ class Timed:
             sequence = ring.begin(self._form, starts=False)
         return self._recorded(ring, sequence)
 
-    def _recorded(self, ring: Ring, sequence: int) -> Iterator[None]:
+    def _recorded(self, ring: RecordRing, sequence: int) -> Iterator[None]:
         ring.start(sequence, self._home.next_number)
         yield from self.runner.steps()
         ring.end(sequence)
@@ -151,9 +156,11 @@ def make_runner(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) 
     """Compile a call. Local. Raises ValueError if the algorithm does not support it."""
     if call.algorithm == "shared_memory":
         if home.nodes > 1:
-            raise ValueError(f"shared_memory serves ranks of one node, but these are on {home.nodes}: use auto")
-        return Executor(home.board, call.text, [part_of(call, home.rank, x, out)], ways(home, call.p))
-    return Over(home, call.text, make_body(home, call, x, out, tags))
+            raise ValueError(
+                f"shared_memory works within one node, but these ranks are on {home.nodes} nodes: use auto"
+            )
+        return NodeExecutor(home.board, call.text, [call_array(call, home.rank, x, out)], way_limits(home, call.p))
+    return ComparedRunner(home, call.text, make_body(home, call, x, out, tags))
 
 
 def make_body(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) -> Body:
@@ -161,7 +168,7 @@ def make_body(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) ->
     if call.algorithm == "native":
         if reason := native.why_not(call):
             raise ValueError(reason)
-        return NativePlan(home.own, call, x, out, met=home.nodes == 1 < home.size)
+        return NativePlan(home.native, call, x, out, met=home.nodes == 1 < home.size)
     name, parameters = catalog.parse(call.algorithm)
     if name == "hierarchical" and home.nodes > 1 and "local" not in parameters:
         if home.across is None:
@@ -169,29 +176,31 @@ def make_body(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) ->
         board = home.board
 
         def on_node(call: Call, x: Flat, out: Flat) -> Callable[[], Iterator[None]]:
-            return Executor(board, call.text, [part_of(call, board.rank, x, out)], ways(home, board.size)).steps
+            return NodeExecutor(
+                board, call.text, [call_array(call, board.rank, x, out)], way_limits(home, board.size)
+            ).steps
 
         return TwoLevelPlan(board.rank, board.size, on_node, call, x, out, tags, **parameters)
     schedule = build_schedule(home, call)
     return MessagePlan(tags.lanes.comm, call, schedule, x, out, tags.take(len(schedule.lanes), call.text))
 
 
-def ways(home: Communicator, ranks: int) -> Ways:
+def way_limits(home: Communicator, ranks: int) -> WayLimits:
     """Return the sizes at which vectors between `ranks` ranks of a node change to another kind of program."""
     slots = home.table.slot_limits(ranks, home.board.memory.crowded)
-    return Ways(slots.always, slots.ordinary, home.table.cross_memory_from(ranks))
+    return WayLimits(slots.always, slots.ordinary, home.table.cross_memory_from(ranks))
 
 
-def chosen(home: Communicator, draft: Call, algorithm: str) -> str:
+def resolve_algorithm(home: Communicator, draft: Call, algorithm: str) -> str:
     """Return the algorithm that the user's name for it stands for in this call. The same on all ranks."""
     if not isinstance(algorithm, str):
         raise TypeError(f"algorithm {algorithm!r} is of type {type(algorithm).__name__}: pass a name, such as 'auto'")
     if algorithm == "auto":
-        return choose(home, draft)
+        return choose_auto(home, draft)
     return choose_reproducible(home, draft) if algorithm == "reproducible" else algorithm
 
 
-def choose(home: Communicator, call: Call) -> str:
+def choose_auto(home: Communicator, call: Call) -> str:
     """Return the algorithm that `auto` stands for in this call. The same on all ranks."""
     if home.nodes == 1:
         return "shared_memory"
@@ -227,7 +236,7 @@ def build_schedule(home: Communicator, call: Call) -> Schedule:
     ranks, and the ranks of a node must be consecutive.
     """
     name, parameters = catalog.parse(call.algorithm)
-    catalog.see_serves(call.kind, name, call.more_algorithms(home.nodes))
+    catalog.check_serves(call.kind, name, call.more_algorithms(home.nodes))
     if name == "hierarchical" and "local" not in parameters:
         local = parameters["local"] = call.p // home.nodes
         if home.node_of != [rank // local * local for rank in range(call.p)]:
@@ -237,11 +246,11 @@ def build_schedule(home: Communicator, call: Call) -> Schedule:
 
 # How often a rank that tests a started run checks whether the generation has ended.
 LOOK_SECONDS = 1e-3
-# At most this much of the time between two tests counts as waiting. In longer intervals the rank was computing.
+# Of the time between two tests, at most this much counts as waiting: for the rest, the rank was computing.
 MOST_BESIDE = 1.0
 
 
-class Started:
+class StartedRun:
     """A started run of a plan.
 
     Args:
@@ -277,49 +286,49 @@ class Started:
         return True
 
 
-def begin(home: Communicator, operation: Started) -> None:
-    """Start an operation and advance it until it has to wait."""
-    home.started.append(operation)
-    home.hold()
+def begin(home: Communicator, run: StartedRun) -> None:
+    """Start a run and advance it until it has to wait."""
+    home.started.append(run)
+    home.update_fast_paths()
     advance(home)
 
 
 def advance(home: Communicator) -> None:
-    """Advance all started operations as far as possible without blocking."""
-    # True once an exclusive operation before this one in the list is not done
-    taken = False
-    for operation in list(home.started):
-        if operation.exclusive and taken:
+    """Advance all started runs as far as possible without blocking."""
+    # True once an exclusive run that is not done has come in the list: later exclusive runs must wait for it
+    exclusive_waits = False
+    for run in list(home.started):
+        if run.exclusive and exclusive_waits:
             continue
-        with home.failing(operation.what):
-            operation.step()
-        if operation.done:
-            home.started.remove(operation)
-            home.hold()
+        with home.failing(run.what):
+            run.step()
+        if run.done:
+            home.started.remove(run)
+            home.update_fast_paths()
         else:
-            taken = taken or operation.exclusive
+            exclusive_waits = exclusive_waits or run.exclusive
 
 
 def agree(home: Communicator, text: str) -> None:
-    """As `Communicator.agree`, but on one node after all started operations.
+    """Like `Communicator.agree`. On one node this first finishes all started runs.
 
-    The words of a node's board serve a single operation at a time.
+    The reason: a node's board can serve only one operation at a time.
     """
     if home.control is not None or not home.started:
         home.agree(text)
         return
-    operation = Started(text, home.board.agreed(text), True)
+    run = StartedRun(text, home.board.agreed(text), True)
     with home.failing(text):
-        begin(home, operation)
-        finish(home, operation)
+        begin(home, run)
+        finish(home, run)
 
 
-def finish(home: Communicator, operation: Started) -> None:
-    """Run all started operations until `operation` is done. Blocking."""
+def finish(home: Communicator, run: StartedRun) -> None:
+    """Advance all started runs until `run` is done. Blocking."""
 
     def steps() -> Iterator[None]:
-        while not operation.done:
+        while not run.done:
             advance(home)
             yield
 
-    home.run(steps(), operation.what)
+    home.run(steps(), run.what)

@@ -68,9 +68,9 @@ def console(stderr: bool = False) -> Console:
     """
     from rich.console import Console
 
-    found = Console(stderr=stderr, highlight=False, force_terminal=False if is_rank() else None)
-    if found.is_terminal:
-        return found
+    terminal = Console(stderr=stderr, highlight=False, force_terminal=False if is_rank() else None)
+    if terminal.is_terminal:
+        return terminal
     columns = os.environ.get("COLUMNS", "")
     width = int(columns) if columns.isdigit() and int(columns) else PLAIN_WIDTH
     return Console(stderr=stderr, highlight=False, force_terminal=False, width=width)
@@ -189,7 +189,7 @@ def without_signals() -> Iterator[None]:
 class RankedCommand(Interruptible):
     """A command that every rank of a job runs with the same arguments. Only rank 0 prints errors.
 
-    A click.ClickException must be raised by all ranks, or by rank 0 when the others no longer depend on it.
+    A click.ClickException must be raised by all ranks, or by rank 0 once the other ranks do not wait for it any more.
     """
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -206,7 +206,7 @@ class RankedCommand(Interruptible):
 
 
 def leave(code: int) -> NoReturn:
-    """End a command with an exit code. All ranks call it, or rank 0 when the others are done.
+    """End a command with an exit code. Called by all ranks, or by rank 0 once the other ranks have ended.
 
     mpirun prints a banner if a process ends with another code than 0. So `mpips ... --ranks`, which has started mpirun,
     passes the path of a file (CODE_FILE). If there is one, the code goes into the file, and the process ends with 0.
@@ -227,7 +227,7 @@ def is_rank() -> bool:
 class OutFile(click.Path):
     """An option that names a file to be written. A file that cannot be written is refused before the work begins.
 
-    Ranks do not check this, because only one of them writes, and the folder may not exist on the hosts of the others.
+    Ranks do not check this, because only one rank writes, and other hosts may not have the folder.
     With `dash`, "-" stands for the screen.
     """
 
@@ -255,7 +255,7 @@ class Picture(OutFile):
         if is_rank():
             return path
         if path.suffix.lower() not in PICTURES:
-            self.fail(f"{str(value)!r} is no picture: its name must end in {', '.join(PICTURES)}", param, ctx)
+            self.fail(f"{str(value)!r} is not a picture: its name must end in {', '.join(PICTURES)}", param, ctx)
         if importlib.util.find_spec("matplotlib") is None:
             self.fail("a picture takes matplotlib: pip install matplotlib", param, ctx)
         return path
@@ -320,7 +320,7 @@ class Seconds(click.ParamType):
             number = -1.0
         if not 0 <= number < float("inf") or (number == 0 and not self._zero):
             least = "of at least" if self._zero else "above"
-            self.fail(f"{value!r} is no number of seconds {least} 0", param, ctx)
+            self.fail(f"{value!r} is not a number of seconds {least} 0", param, ctx)
         return number
 
 
@@ -332,7 +332,7 @@ class Whole(click.IntRange):
             return int(super().convert(value, param, ctx))
         except click.BadParameter:
             bounds = f"of at least {self.min}" if self.max is None else f"from {self.min} to {self.max}"
-            self.fail(f"{value!r} is no whole number {bounds}", param, ctx)
+            self.fail(f"{value!r} is not a whole number {bounds}", param, ctx)
 
 
 class WholeList(click.ParamType):
@@ -344,19 +344,19 @@ class WholeList(click.ParamType):
         if isinstance(value, tuple):
             return value
         try:
-            found = tuple(int(word) for word in str(value).split(","))
+            numbers = tuple(int(word) for word in str(value).split(","))
         except ValueError:
-            found = (0,)
-        if min(found) < 1:
+            numbers = (0,)
+        if min(numbers) < 1:
             self.fail(f"{value!r} must be numbers of at least 1 with commas between, for instance 100,1000", param, ctx)
-        return found
+        return numbers
 
 
 def parse_address(text: str) -> tuple[str, int]:
     """Parse "[HOST:]PORT" into host and port. The default host is 127.0.0.1. Raises click.UsageError."""
     host, _, port = text.rpartition(":")
     if not port.isdecimal():
-        raise click.UsageError(f"{text!r} is no address: write PORT or HOST:PORT")
+        raise click.UsageError(f"{text!r} is not an address: write PORT or HOST:PORT")
     if int(port) >= 1 << 16:
         raise click.UsageError(f"{text!r}: a port is a number from 0 to {(1 << 16) - 1}")
     return host.strip("[]") or "127.0.0.1", int(port)
@@ -369,11 +369,11 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if not match or match.group(2).upper() not in UNITS:
-        raise ValueError(f"{text!r} is no size: write 4096, 4KiB, 4MiB, 1GiB, 1TiB or 4MB")
-    found = float(match.group(1)) * UNITS[match.group(2).upper()]
-    if found > MOST_BYTES:
+        raise ValueError(f"{text!r} is not a size: write 4096, 4KiB, 4MiB, 1GiB, 1TiB or 4MB")
+    nbytes = float(match.group(1)) * UNITS[match.group(2).upper()]
+    if nbytes > MOST_BYTES:
         raise ValueError(f"{text!r} is above {MOST_BYTES:.0e} bytes, the most there is")
-    return int(found)
+    return int(nbytes)
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -393,7 +393,7 @@ def _parse_range(text: str) -> list[int]:
     low, high = parse_bytes(first), parse_bytes(last)
     if factor < 2 or len(rest) > 1 or (rest and not rest[0].isdigit()) or low < 1 or high < low:
         raise ValueError(
-            f"{text!r} is no range of sizes: write MIN:MAX or MIN:MAX:FACTOR, with 1 <= MIN <= MAX, FACTOR >= 2"
+            f"{text!r} is not a range of sizes: write MIN:MAX or MIN:MAX:FACTOR, with 1 <= MIN <= MAX, FACTOR >= 2"
         )
     sizes = [low]
     while sizes[-1] * factor <= high:
@@ -426,14 +426,14 @@ def show_bytes(nbytes: int) -> str:
 
 def split_words(text: str) -> list[str]:
     """Split a text at commas, except within brackets: "ring,bcube(n=2,k=2)" has two words."""
-    words, depth = [""], 0
+    parts, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")
         if letter == "," and depth == 0:
-            words.append("")
+            parts.append("")
         else:
-            words[-1] += letter
-    return [word.strip() for word in words if word.strip()]
+            parts[-1] += letter
+    return [word.strip() for word in parts if word.strip()]
 
 
 @contextmanager
@@ -499,7 +499,7 @@ class _KeptStdout:
             self.drop()
 
     def drop(self) -> None:
-        """Send the stream's buffer to the null device. Otherwise the interpreter would fail to flush it at exit."""
+        """Redirect the stream to the null device. Otherwise the interpreter would fail to flush its buffer at exit."""
         # A stream without a descriptor raises OSError.
         with suppress(OSError):
             nothing = os.open(os.devnull, os.O_WRONLY)

@@ -2,15 +2,16 @@
 
 mpips run --servers 2 --workers 4 examples/actors.py
 
-Learners run asynchronous SGD (figure 7). The last worker is an actor: it never pushes, and no learner waits for it.
-Here it classifies the test images, as a service would. In reinforcement learning it would play with the newest policy.
+Learners run asynchronous SGD (figure 7 of the paper). The last worker is an actor: it never pushes, and no learner
+waits for it. In this example it classifies the test images, as a service would. In reinforcement learning, an actor
+would play with the newest policy.
 """
 
 import sys
 
 import mpips
 from mpips.optimizers import SGD
-from task import Settings, Task, settings
+from task import Settings, Task, parse_settings
 
 
 def learn(task: Task, kv: mpips.KVStore) -> None:
@@ -28,7 +29,7 @@ def act(task: Task, kv: mpips.KVStore, last: int) -> None:
     """Classify with the newest parameters until the learners have pushed `last` times."""
     model, keys = task.model, task.model.names
     versions = [-1] * len(keys)
-    # task.epochs() of the learners begins with this barrier, too.
+    # The learners are in the same barrier, at the beginning of task.epochs().
     kv.barrier()
     while min(versions) < last:
         before, versions = versions, kv.pull(keys, model.parameters, newer_than=versions)
@@ -55,4 +56,4 @@ def main(options: Settings) -> Task:
 
 
 if __name__ == "__main__":
-    main(settings())
+    main(parse_settings())

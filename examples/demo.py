@@ -1,4 +1,4 @@
-"""Runs every mode of training, each as a job of its own, and writes a table, a picture and a JSON file.
+"""Run every mode of training, each as a separate job, and write a table, a picture and a JSON file.
 
 python examples/demo.py --out out
 """
@@ -23,32 +23,35 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
+from arguments import number_parser
 from collectives import files
 from launch import Job, LauncherError, check_room
 from picture import SERIAL, draw
-from words import number
 
 HERE = Path(__file__).resolve().parent
 # test accuracy that every mode must reach
 TARGET = 0.95
-# number of training images; importing `task`, which loads them, would start MPI in this process
+# number of training images. It is not read from the module `task`, because importing that would start MPI.
 IMAGES = 1437
 FILES = ("demo.png", "demo.json")
 PLOT = "pip install matplotlib (or, in a clone, '.[plot]')"
-# One compute thread for each process, because the ranks share the cores. The serial run gets one, too.
+# Each process gets one compute thread, because the ranks share the cores. This includes the serial run.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 class Mode(NamedTuple):
-    """A mode of training: its example, and the roles it needs."""
+    """A mode of training."""
 
     name: str
+    # the file of the example
     script: str
-    # the example's --kind, if it has one
+    # the value of the example's option --kind, or "" if it has no such option
     kind: str = ""
+    # True: it needs servers
     servers: bool = True
+    # True: its workers form clients
     clients: bool = False
-    # False if it runs as one process, without a launcher
+    # False: it is one process, without a launcher
     launched: bool = True
 
 
@@ -75,7 +78,7 @@ class JobError(RuntimeError):
 def command(mode: Mode, options: argparse.Namespace) -> list[str]:
     """Return the command that a user would type for this mode.
 
-    The mini-batch of the serial run is as large as that of all workers together.
+    The serial run gets a batch as large as the batches of all workers together.
     """
     workers = options.workers if mode.launched else 1
     batch = options.batch_size * (1 if mode.launched else options.workers)
@@ -91,7 +94,7 @@ def command(mode: Mode, options: argparse.Namespace) -> list[str]:
 
 
 def epochs(argv: list[str], limit: float) -> Iterator[dict[str, Any]]:
-    """Run a job and yield its report of each epoch. Raise JobError if it fails or takes longer than `limit` seconds."""
+    """Run a job, and yield its report of each epoch. Raise JobError if it fails or runs longer than `limit` seconds."""
     with tempfile.TemporaryFile("w+") as errors:
         job = subprocess.Popen(
             ["timeout", str(limit), *argv], stdout=subprocess.PIPE, stderr=errors, text=True, env=ENVIRONMENT
@@ -141,7 +144,10 @@ class Board:
 
 
 def summary(mode: Mode, records: list[dict[str, Any]], options: argparse.Namespace, wall: float) -> dict[str, Any]:
-    """Return a mode's entry in demo.json. `seconds` is training alone, `job_seconds` the whole job with its start."""
+    """Return the entry of a mode in demo.json.
+
+    "seconds" is the time of the training, "job_seconds" that of the whole job with its start.
+    """
     last = records[-1]
     return {
         "mode": mode.name,
@@ -158,24 +164,26 @@ def summary(mode: Mode, records: list[dict[str, Any]], options: argparse.Namespa
     }
 
 
-def read(given: list[str] | None = None) -> argparse.Namespace:
-    """Parse the options. Refuse what cannot work before any job starts."""
-    positive = number(int, 1)
+def read(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the options. Exit with a message if a job could not run with them, or the results could not be written."""
+    positive = number_parser(int, 1)
     parser = argparse.ArgumentParser(description="Train on handwritten digits in every mode.")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of demo.png and demo.json")
     parser.add_argument("--workers", type=positive, default=4)
     parser.add_argument("--servers", type=positive, default=2)
     parser.add_argument("--clients", type=positive, default=2, help="MPI clients of the mpi-* modes")
     parser.add_argument("--epochs", type=positive, default=40)
-    parser.add_argument("--batch-size", type=positive, default=16, help="samples a worker and step")
-    parser.add_argument("--limit", type=number(float, 1), default=240, help="seconds after which a mode's job is ended")
-    options = parser.parse_args(given)
+    parser.add_argument("--batch-size", type=positive, default=16, help="samples of each worker in a step")
+    parser.add_argument(
+        "--limit", type=number_parser(float, 1), default=240, help="seconds after which a mode's job is ended"
+    )
+    options = parser.parse_args(arguments)
     if options.clients > options.workers:
         parser.error(f"{options.clients} clients need as many workers, not {options.workers}")
     images = options.workers * options.batch_size
     if images > IMAGES:
-        words = f"--workers {options.workers} with --batch-size {options.batch_size}"
-        parser.error(f"{words} take {images:,} images a step, and there are {IMAGES:,}: ask for fewer")
+        settings = f"--workers {options.workers} with --batch-size {options.batch_size}"
+        parser.error(f"{settings} take {images:,} images a step, and there are {IMAGES:,}: ask for fewer")
     try:
         check_room(Job(options.workers + options.servers, ()), {})
     except LauncherError as error:
@@ -190,7 +198,7 @@ def read(given: list[str] | None = None) -> argparse.Namespace:
 
 
 class Terminated(BaseException):
-    """Raised on SIGTERM, so that it ends the running job as Ctrl-C does."""
+    """Raised on SIGTERM, so that SIGTERM ends the running job as Ctrl-C does."""
 
 
 def terminate(*_: object) -> NoReturn:
@@ -198,7 +206,7 @@ def terminate(*_: object) -> NoReturn:
 
 
 def main() -> int:
-    """Return the exit code: 0 if every mode reaches the target, 130 after Ctrl-C, 143 after SIGTERM, else 1."""
+    """Run the command line. Return the exit code: 0 on success, 130 after Ctrl-C, 143 after SIGTERM, otherwise 1."""
     options = read()
     signal.signal(signal.SIGTERM, terminate)
     try:
@@ -212,7 +220,7 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run all modes. Return 0 if every mode reaches the target and both files are written, else 1."""
+    """Run all modes. Return 0 if every mode reaches the target and both files could be written, otherwise 1."""
     console, board, results = Console(), Board(options), []
     with Live(board, console=console, refresh_per_second=8) if console.is_terminal else nullcontext():
         for mode in MODES:
@@ -237,7 +245,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def write(results: list[dict[str, Any]], title: str, out: Path) -> list[Path]:
-    """Write the two files and return those that could be written. For the others, print the reason on stderr."""
+    """Write the two files, and return those that could be written. Print why others could not be."""
     written = []
     for path in (out / name for name in FILES):
         try:

@@ -1,4 +1,4 @@
-"""A small CNN on handwritten digits, written for Horovod: only its import has changed.
+"""A small CNN for handwritten digits, written for Horovod: only the import of Horovod has changed.
 
 mpips run -w 4 examples/horovod_digits.py
 """
@@ -37,9 +37,9 @@ def main(epochs: int, batch_size: int, learning_rate: float, fp16: bool) -> None
             loss = nn.functional.cross_entropy(model(data), target)
             loss.backward()
             optimizer.step()
-        mine = slice(hvd.rank(), None, hvd.size())
+        own = slice(hvd.rank(), None, hvd.size())
         with torch.no_grad():
-            right = (model(test_x.view(-1, 1, 8, 8)[mine]).argmax(1) == test_y[mine]).sum()
+            right = (model(test_x.view(-1, 1, 8, 8)[own]).argmax(1) == test_y[own]).sum()
         total = hvd.allreduce(right, name="right", op=hvd.Sum)
         if hvd.rank() == 0:
             print(f"epoch {epoch}: {total / len(test_y):.1%} of the test images right", flush=True)

@@ -1,4 +1,4 @@
-"""A small network on handwritten digits in JAX and optax, data parallel: the sum of gradients is inside `jit`.
+"""A small network for handwritten digits in JAX and optax, data parallel. The allreduce of gradients is inside `jit`.
 
 mpips run -w 4 examples/jax_digits.py --epochs 5
 """
@@ -18,8 +18,8 @@ from task import digits
 Weights = dict[str, Any]
 
 
-def begin(hidden: int = 128) -> Weights:
-    """Return the first weights of two dense layers."""
+def make_weights(hidden: int = 128) -> Weights:
+    """Return initial weights for two dense layers."""
     first, second = jax.random.split(jax.random.key(0))
     return {
         "w1": jax.random.normal(first, (64, hidden)) / 8,
@@ -41,26 +41,26 @@ def main(epochs: int, batch_size: int, learning_rate: float) -> None:
     rank, ranks = mpips.rank(), mpips.size()
     x, y, test_x, test_y = digits("float32")
     optimizer = optax.adam(learning_rate)
-    weights = begin()
+    weights = make_weights()
     state = optimizer.init(weights)
 
     @jax.jit
     def step(weights: Weights, state: Any, x: jax.Array, y: jax.Array) -> tuple[Weights, Any]:
-        # the mean over all ranks
+        # allreduce returns the mean over all ranks.
         gradients = mpips.jax.allreduce(jax.grad(loss)(weights, x, y))
         updates, state = optimizer.update(gradients, state)
         return optax.apply_updates(weights, updates), state
 
-    mixed, begun = np.random.default_rng(0), time.perf_counter()
+    random, start = np.random.default_rng(0), time.perf_counter()
     steps = len(x) // (ranks * batch_size)
     for epoch in range(1, epochs + 1):
-        # The order is the same on all ranks, so that no two ranks train on the same image.
-        order = mixed.permutation(len(x))
+        # All ranks have the same order, so that no two ranks train on the same image.
+        order = random.permutation(len(x))
         for batch in order[: steps * ranks * batch_size].reshape(steps, ranks, batch_size)[:, rank]:
             weights, state = step(weights, state, x[batch], y[batch].astype(np.int32))
         if rank == 0:
             right = float((logits(weights, test_x).argmax(1) == test_y).mean())
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - start
             print(f"epoch {epoch}: {right:.1%} of the test images right, {seconds:.1f} s", flush=True)
 
 
@@ -69,5 +69,5 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=0.005)
-    words = parser.parse_args()
-    main(words.epochs, words.batch_size, words.learning_rate)
+    options = parser.parse_args()
+    main(options.epochs, options.batch_size, options.learning_rate)

@@ -1,4 +1,4 @@
-"""A model of your own whose gradients travel during its computation: Trainer(..., overlap="auto").
+"""A model of your own that exchanges gradients during its computation: Trainer(..., overlap="auto").
 
 mpips run --servers 1 --workers 4 examples/overlap.py --trace trace.json --profile job.json
 mpips plan job.json
@@ -9,9 +9,9 @@ from itertools import pairwise
 import numpy as np
 
 import mpips
+from arguments import Parser, number_parser
 from mpips.overlap import Hook, lay_out
 from task import digits
-from words import Parser, number
 
 Array = np.ndarray
 
@@ -19,7 +19,7 @@ Array = np.ndarray
 class Network:
     """Dense layers with a ReLU between them.
 
-    Two things make overlap possible: the parameters and gradients are views of flat arrays, and the passes call
+    Two things make overlap possible. The parameters and gradients are views of flat arrays. And the passes call
     `before` and `ready` at every layer.
     """
 
@@ -35,18 +35,18 @@ class Network:
             bias[:] = 0
 
     def forward(self, x: Array, before: Hook | None = None) -> tuple[list[Array], Array]:
-        """Return the input of every layer, and the scores, which the last layer gives."""
-        given = []
+        """Return the inputs of all layers, and the scores, which are the output of the last layer."""
+        inputs = []
         for layer, (weight, bias) in enumerate(self.layers):
-            # Tell that the parameters of this layer are used from here on.
+            # From here on, the parameters of this layer are used.
             if before:
                 before(layer)
-            given.append(x if not layer else np.maximum(x, 0))
-            x = given[-1] @ weight + bias
-        return given, x
+            inputs.append(x if not layer else np.maximum(x, 0))
+            x = inputs[-1] @ weight + bias
+        return inputs, x
 
     def loss_and_gradients(self, x: Array, y: Array, before: Hook | None = None, ready: Hook | None = None) -> float:
-        given, scores = self.forward(x, before)
+        inputs, scores = self.forward(x, before)
         chances = np.exp(scores - scores.max(axis=1, keepdims=True))
         chances /= chances.sum(axis=1, keepdims=True)
         loss = -np.log(chances[np.arange(len(y)), y]).mean()
@@ -54,11 +54,11 @@ class Network:
         slope = chances / len(y)
         for layer in reversed(range(len(self.layers))):
             weight_slope, bias_slope = self.slopes[layer]
-            np.matmul(given[layer].T, slope, out=weight_slope)
+            np.matmul(inputs[layer].T, slope, out=weight_slope)
             slope.sum(axis=0, out=bias_slope)
             if layer:
-                slope = slope @ self.layers[layer][0].T * (given[layer] > 0)
-            # Tell that the gradients of this layer are complete, and its parameters are no longer used.
+                slope = slope @ self.layers[layer][0].T * (inputs[layer] > 0)
+            # The gradients of this layer are complete, and its parameters are no longer used.
             if ready:
                 ready(layer)
         return float(loss)
@@ -85,12 +85,12 @@ def main(kind: str, overlap: str, epochs: int, profile: str = "", trace: str = "
 
 
 if __name__ == "__main__":
-    parser = Parser(description="Train on handwritten digits with the exchange beside the compute.")
+    parser = Parser(description="Train on handwritten digits, and exchange gradients during the computation.")
     parser.add_argument("--kind", default="dist_sync")
     parser.add_argument("--overlap", default="auto")
-    parser.add_argument("--epochs", type=number(int, 1), default=20)
-    parser.add_argument("--profile", default="", help="write the profile of the job here, for mpips plan")
-    parser.add_argument("--trace", default="", help="write the last iteration here, as a Chrome trace")
+    parser.add_argument("--epochs", type=number_parser(int, 1), default=20)
+    parser.add_argument("--profile", default="", help="write a profile of the job to this file, for mpips plan")
+    parser.add_argument("--trace", default="", help="write the last iteration to this file, as a Chrome trace")
     options = parser.parse_args()
     parser.check_files(options, "profile", "trace")
     main(**vars(options))

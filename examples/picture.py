@@ -1,4 +1,4 @@
-"""The demo's picture: test accuracy against seconds of training, with a line for each mode."""
+"""Draw the picture of demo.py: test accuracy over seconds of training, with a line for each mode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = {"SGD": "#2b6cb0", "ASGD": "#dd6b20", "ESGD": "#2f855a", "MPI": "#805ad5", "serial": "#1a202c"}
-# the least accuracy shown
+# the lowest accuracy on the axis
 LOWEST = 0.8
 SERIAL = (
     "serial: one process alone, with the mini-batch of all workers; the network is so small that sharing the work "
@@ -22,7 +22,7 @@ SERIAL = (
 
 
 def style(mode: str) -> dict[str, Any]:
-    """Return the style of a mode's line: a colour for its algorithm, dashed for dist modes, dotted for serial."""
+    """Return the style of a mode's line: a colour for the algorithm; dashed for dist modes, dotted for serial."""
     algorithm = mode.replace(" ", "-").split("-")[-1]
     if mode == "serial":
         return {"color": COLOURS[algorithm], "linestyle": ":", "linewidth": 2.2, "zorder": 5}

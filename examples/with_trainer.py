@@ -1,17 +1,17 @@
-"""Any mode of training without writing its loop: the kind of store decides the mode, `mpips.Trainer` does the rest.
+"""Train in any mode without writing a loop: `mpips.Trainer` has the loop, and the kind of store decides the mode.
 
 mpips run --servers 1 --clients 2 --workers 4 examples/with_trainer.py --kind mpi_async --elastic 1
 mpips run --servers 1 --workers 4 examples/with_trainer.py --kind dist_sync --checkpoints out/digits
 
-A job that was killed continues from its last checkpoint when it is started again.
+With --checkpoints, a job that was killed goes on from its last checkpoint when it is started again.
 """
 
 import mpips
+from arguments import Parser, number_parser
 from mpips.mlp import MLP
 from mpips.optimizers import Cosine
 from mpips.training import Callback, Checkpoint, EarlyStop, Elastic, Epoch
 from task import digits
-from words import Parser, number
 
 BATCH_SIZE = 16
 
@@ -59,6 +59,6 @@ if __name__ == "__main__":
     parser = Parser(description="Train on handwritten digits through mpips.Trainer.")
     parser.add_argument("--kind", default="mpi_sync")
     parser.add_argument("--elastic", type=int, default=0)
-    parser.add_argument("--epochs", type=number(int, 1), default=20)
+    parser.add_argument("--epochs", type=number_parser(int, 1), default=20)
     parser.add_argument("--checkpoints", default="", help="save to this folder, and go on from it")
     main(**vars(parser.parse_args()))

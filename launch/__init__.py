@@ -1,14 +1,14 @@
-"""Start jobs: `mpips run` and the other subcommands, batch scripts, the doctor, the emulated cluster.
+"""Start jobs: the `mpips` command with `mpips run`, batch scripts, `mpips doctor`, and an emulated cluster.
 
-Other packages use the names below, and `launch.lab`. Each name is imported at its first use, so that the command starts
-fast.
+Other packages use the names below and `launch.lab`. Each name is imported at its first use, so that the command starts
+quickly.
 """
 
 import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036
-    # This must come before all other imports, because older Pythons cannot parse those modules. SystemExit makes
-    # `python -m launch.x` show the sentence without a traceback.
+    # Check this before all other imports: older Pythons cannot parse the other modules. With SystemExit,
+    # `python -m launch.x` prints the message without a traceback.
     raise (SystemExit if sys.argv[:1] == ["-m"] else ImportError)(
         f"mpips needs Python 3.11 or newer, this is {sys.version.split()[0]}: install one, and make the environment "
         "with it (`python3.11 -m venv .venv`, in a clone `make PYTHON=python3.11`)"
@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mpips.launch.machine import check_room, this_machine
-    from mpips.launch.mpirun import FULL_DUPLEX, NAMES, Job, Launcher, LauncherError, Machine, build, find, program
+    from mpips.launch.mpirun import (
+        FULL_DUPLEX,
+        NAMES,
+        Job,
+        Launcher,
+        LauncherError,
+        Machine,
+        build,
+        build_rank_command,
+        find,
+    )
 
 __all__ = [
     "FULL_DUPLEX",
@@ -31,7 +41,7 @@ __all__ = [
     "build",
     "check_room",
     "find",
-    "program",
+    "build_rank_command",
     "this_machine",
 ]
 
@@ -39,11 +49,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'launch' has no attribute {name!r}")
-    home = "mpips.launch.machine" if name in ("check_room", "this_machine") else "mpips.launch.mpirun"
-    return getattr(importlib.import_module(home), name)
+    module = "mpips.launch.machine" if name in ("check_room", "this_machine") else "mpips.launch.mpirun"
+    return getattr(importlib.import_module(module), name)
 
 
-# True only for users who write `import launch`; our own modules import `mpips.launch`.
+# A user's program imports this package as `launch`, our own modules import it as `mpips.launch`. Both names must lead
+# to the same modules.
 if __name__ == "launch":
     from mpips.doors import open_door
 

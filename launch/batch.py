@@ -1,13 +1,13 @@
-"""`mpips script slurm|lsf|pbs`: write a batch script that runs a job of workers and servers, to the terminal.
+"""`mpips script slurm|lsf|pbs`: print a batch script that runs a job of workers and servers.
 
-Each scheduler has a writer, a pure function from a request to the text. Under srun the processes of Open MPI find each
-other by PMIx (`--mpi=pmix`), those of MPICH and Intel MPI by PMI-2 (`--mpi=pmi2`). With the wrong one each process
-starts as a world of size 1, or aborts. Ranks fill the nodes in order, so the servers, which have the last numbers, are
-on the last nodes.
+Each scheduler has a pure function that turns a request into the text of the script. Under srun the processes of Open
+MPI find each other by PMIx (`--mpi=pmix`), those of MPICH and Intel MPI by PMI-2 (`--mpi=pmi2`). With the wrong option
+each process starts as a world of size 1, or aborts. Ranks fill the nodes in order. Servers have the highest ranks, so
+they are on the last nodes.
 
 With --restarts or --spares the script starts `mpips run` instead of srun, in an allocation that stays when a node
-fails. With --requeue, Slurm itself starts a job again only after preemption or a lost node. So that it also does at the
-time limit, the script gets SIGUSR1 before that, and requeues itself.
+fails. With --requeue, Slurm starts the job again after preemption or the loss of a node, but not at the time limit. So
+Slurm sends SIGUSR1 to the script before the limit, and the script then requeues its own job.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from mpips.launch.mpirun import (
     PMI,
     Flavour,
     LauncherError,
+    build_rank_command,
     check_spares,
     describe_end_by_death,
+    describe_refused_spares,
     find,
-    program,
-    refuse_spares,
 )
 from mpips.launch.run import (
     BEFORE_A_SCRIPT,
-    note_missing,
+    count_workers,
     role_options,
     save_options,
     script_argument,
     spares_option,
-    workers_of,
+    warn_of_missing_script,
 )
 from mpips.store.options import OptionError, Options, check_saves
 
@@ -51,26 +51,28 @@ USES = {
 NAMED = {"slurm": "Slurm (sbatch)", "lsf": "LSF (bsub)", "pbs": "PBS (qsub)"}
 COUNT: dict[str, Any] = {"type": Whole(1), "default": 1, "show_default": True}
 
-# how long before its time limit a job gets SIGUSR1 and requeues itself
+# seconds before the time limit at which Slurm sends SIGUSR1
 SECONDS_BEFORE_THE_LIMIT = 60
-# the host file that a script for Slurm writes, as a word of shell
+# the name of the host file that a script for Slurm writes, quoted for the shell
 SLURM_HOSTS = '"hosts-$SLURM_JOB_ID"'
-# lines of shell
+# lines of the script
 REQUEUE = """trap 'scontrol requeue "$SLURM_JOB_ID"; wait; exit 1' USR1"""
-INTEL = ': "${I_MPI_PMI_LIBRARY:?must be the path of the libpmi2.so of Slurm, by which Intel MPI hears srun}"'
+INTEL = ': "${I_MPI_PMI_LIBRARY:?must be the path of the libpmi2.so of Slurm, through which Intel MPI talks to srun}"'
 
 
 def request_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of a batch script. They are the same for all schedulers."""
+    """Decorator that adds the options of a batch script. They are the same for all schedulers."""
     for option in (
         click.option(
             "--requeue",
             is_flag=True,
-            help="Start again where the scheduler ends the job, or loses a node; needs --checkpoint.",
+            help="Start the job again if the scheduler ends it or loses a node. Needs --checkpoint.",
         ),
         save_options,
         spares_option,
-        click.option("--mpi", type=click.Choice(list(NAMES)), help="The MPI there; default: the one here."),
+        click.option(
+            "--mpi", type=click.Choice(list(NAMES)), help="The MPI on the cluster; default: the MPI on this machine."
+        ),
         click.option("--name", default="mpips", show_default=True, help="Name of the job."),
         click.option("--account", help="Account or project that pays."),
         click.option("--queue", help="Queue or partition."),
@@ -87,21 +89,22 @@ def request_options(command: Callable[..., None]) -> Callable[..., None]:
 @click.group("script", cls=InterruptibleGroup)
 @request_options
 @click.pass_context
-def command(context: click.Context, **wanted: Any) -> None:
+def command(context: click.Context, **options: Any) -> None:
     """Write a batch script that runs SCRIPT.py ARGS with servers and workers.
 
-    Options stand before or behind the scheduler's name.
+    Options may stand before or after the scheduler's name.
     """
-    given = {
+    set_by_user = {
         name: value
-        for name, value in wanted.items()
+        for name, value in options.items()
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
-    context.default_map = dict.fromkeys(WRITERS, given)
+    # These become the defaults of the scheduler's own command.
+    context.default_map = dict.fromkeys(WRITERS, set_by_user)
 
 
 def _add_scheduler(scheduler: str) -> None:
-    """Add the command of one scheduler to the group."""
+    """Add the command for one scheduler to the group."""
 
     @command.command(
         scheduler,
@@ -119,14 +122,14 @@ def _add_scheduler(scheduler: str) -> None:
         workers: int | None,
         ranks: int | None,
         masters: str,
-        words: tuple[str, ...],
+        script: tuple[str, ...],
         checkpoint: str | None,
         every: int | None,
-        tries: int,
+        most_restarts: int,
         spares: int | None,
-        **wanted: Any,
+        **others: Any,
     ) -> None:
-        workers = workers_of(ranks, workers, servers)
+        workers = count_workers(ranks, workers, servers)
         try:
             options = Options(
                 servers=servers,
@@ -145,9 +148,9 @@ def _add_scheduler(scheduler: str) -> None:
                 flavour = launcher.flavour
                 if options.spares >= 0:
                     check_spares(launcher, options.spares)
-            request = BatchRequest(options=options, program=words, flavour=flavour, restarts=tries, **wanted)
+            request = BatchRequest(options=options, script=script, flavour=flavour, restarts=most_restarts, **others)
             click.echo(WRITERS[scheduler](request), nl=False)
-            note_missing(words)
+            warn_of_missing_script(script)
         except (LauncherError, OptionError, BatchRequestError) as error:
             raise click.UsageError(str(error)) from error
 
@@ -162,9 +165,9 @@ class BatchRequest(NamedTuple):
     name: str
     options: Options
     # the script or module and its arguments
-    program: tuple[str, ...]
+    script: tuple[str, ...]
     nodes: int
-    # time limit
+    # the time limit
     minutes: int
     flavour: Flavour
     queue: str | None = None
@@ -172,7 +175,7 @@ class BatchRequest(NamedTuple):
     cores_per_rank: int = 1
     gpus_per_node: int = 0
     restarts: int = 0
-    # the scheduler starts the job again if it has ended it, or has lost a node
+    # True: the scheduler starts the job again after it has ended the job or lost a node
     requeue: bool = False
 
     @property
@@ -200,7 +203,8 @@ def write_slurm(request: BatchRequest) -> str:
         "gpus-per-node": request.gpus_per_node or None,
     }
     directives = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
-    # B: sends the signal to the shell of the script. With append, the output of the first run is not overwritten.
+    # "B:" sends the signal to the shell that runs the script. With "append" a later run keeps the output of earlier
+    # ones.
     if request.requeue:
         directives += ["#SBATCH --requeue", "#SBATCH --open-mode=append"]
         directives.append(f"#SBATCH --signal=B:USR1@{SECONDS_BEFORE_THE_LIMIT}")
@@ -208,18 +212,18 @@ def write_slurm(request: BatchRequest) -> str:
     if request.restarts or request.options.spares >= 0:
         directives.append("#SBATCH --no-kill")
         slots = f"sed 's/$/ slots={request.ranks_per_node}/'"
-        started = [f'scontrol show hostnames "$SLURM_JOB_NODELIST" | {slots} > {SLURM_HOSTS}']
-        started.append(_write_mpips_run(request, SLURM_HOSTS))
+        lines = [f'scontrol show hostnames "$SLURM_JOB_NODELIST" | {slots} > {SLURM_HOSTS}']
+        lines.append(_write_mpips_run(request, SLURM_HOSTS))
     else:
         exports = sorted(request.options.environment().items())
-        started = [INTEL] if request.flavour == "intel" else []
-        started += [*(f"export {name}={shlex.quote(value)}" for name, value in exports)]
-        started.append(shlex.join(build_srun(request)))
-    # A shell runs a trap only when its current command has ended, but at once during `wait`. So the job runs in the
-    # background.
+        lines = [INTEL] if request.flavour == "intel" else []
+        lines += [*(f"export {name}={shlex.quote(value)}" for name, value in exports)]
+        lines.append(shlex.join(build_srun(request)))
+    # The last line starts the job. It must run in the background: a shell runs a trap at once during `wait`, but during
+    # any other command only after the command has ended.
     if request.requeue:
-        started = [*started[:-1], REQUEUE, f"{started[-1]} &", "wait $!"]
-    return _join_script(request, directives, started)
+        lines = [*lines[:-1], REQUEUE, f"{lines[-1]} &", "wait $!"]
+    return _join_script(request, directives, lines)
 
 
 def build_srun(request: BatchRequest) -> list[str]:
@@ -231,24 +235,24 @@ def build_srun(request: BatchRequest) -> list[str]:
         "--distribution=block",
         "--kill-on-bad-exit=1",
         f"--cpus-per-task={request.cores_per_rank}",
-        *program(request.program, "python"),
+        *build_rank_command(request.script, "python"),
     ]
 
 
 def write_lsf(request: BatchRequest) -> str:
     """Return the script for `bsub < SCRIPT`. Raises BatchRequestError.
 
-    In it `mpips run` reads LSF's host file $LSB_DJOB_HOSTFILE, which has a line for each slot.
+    The script starts `mpips run` with LSF's host file $LSB_DJOB_HOSTFILE, which has a line for each slot.
     """
     _check_request(request)
-    wanted = f"span[ptile={request.ranks_per_node}]"
-    # LSF never starts a job that asks for affinity on hosts that are not set up for it, so ask only if it is needed.
+    resources = f"span[ptile={request.ranks_per_node}]"
+    # Ask for affinity only if it is needed: on hosts that are not set up for affinity, LSF would never start the job.
     if request.cores_per_rank > 1:
-        wanted += f" affinity[core({request.cores_per_rank})]"
+        resources += f" affinity[core({request.cores_per_rank})]"
     directives = [
         f"#BSUB -J {request.name}",
         f"#BSUB -n {request.ranks}",
-        f'#BSUB -R "{wanted}"',
+        f'#BSUB -R "{resources}"',
         f"#BSUB -W {request.minutes // 60}:{request.minutes % 60:02d}",
         f"#BSUB -o {request.name}-%J.out",
     ]
@@ -266,7 +270,7 @@ def write_lsf(request: BatchRequest) -> str:
 def write_pbs(request: BatchRequest) -> str:
     """Return the script for `qsub SCRIPT` of OpenPBS and PBS Pro. Raises BatchRequestError.
 
-    In it `mpips run` reads the host file $PBS_NODEFILE.
+    The script starts `mpips run` with the host file $PBS_NODEFILE.
     """
     _check_request(request)
     chunk = f"ncpus={request.ranks_per_node * request.cores_per_rank}:mpiprocs={request.ranks_per_node}"
@@ -274,7 +278,7 @@ def write_pbs(request: BatchRequest) -> str:
         chunk += f":ngpus={request.gpus_per_node}"
     directives = [
         f"#PBS -N {request.name}",
-        # By default PBS starts jobs without the submitter's environment, and then the shell does not find mpips.
+        # Pass on the submitter's environment. Without it the shell would not find mpips.
         "#PBS -V",
         f"#PBS -l select={request.nodes}:{chunk}",
         "#PBS -l place=scatter",
@@ -286,8 +290,8 @@ def write_pbs(request: BatchRequest) -> str:
         directives.append(f"#PBS -q {request.queue}")
     if request.account:
         directives.append(f"#PBS -A {request.account}")
-    started = ['cd "$PBS_O_WORKDIR"', _write_mpips_run(request, '"$PBS_NODEFILE"')]
-    return _join_script(request, directives, started)
+    lines = ['cd "$PBS_O_WORKDIR"', _write_mpips_run(request, '"$PBS_NODEFILE"')]
+    return _join_script(request, directives, lines)
 
 
 WRITERS = {"slurm": write_slurm, "lsf": write_lsf, "pbs": write_pbs}
@@ -299,17 +303,17 @@ def _check_request(request: BatchRequest) -> None:
         raise BatchRequestError(f"{request.nodes} nodes are more than the {request.ranks} ranks of the job")
     if not re.fullmatch(r"[A-Za-z][\w.-]{0,14}", request.name):
         raise BatchRequestError(
-            f"{request.name!r} is no job name: a letter, then at most 14 letters, digits, '_', '.', '-'"
+            f"{request.name!r} is not a job name: use a letter, then at most 14 letters, digits, '_', '.', '-'"
         )
     if (request.restarts or request.requeue) and not (request.options.checkpoint and request.options.every):
         option = f"--restarts {request.restarts}" if request.restarts else "--requeue"
         raise BatchRequestError(f"{option} needs --checkpoint and --every: a job goes on from what its store has saved")
     if request.options.spares >= 0 and request.flavour != "openmpi":
         name, why = NAMES[request.flavour], describe_end_by_death(request.flavour)
-        raise BatchRequestError(refuse_spares(request.options.spares, name, why))
-    for word in (request.queue, request.account):
-        if word is not None and not re.fullmatch(r"[\w.@:-]+", word):
-            raise BatchRequestError(f"{word!r} is no name of a queue or account")
+        raise BatchRequestError(describe_refused_spares(request.options.spares, name, why))
+    for value in (request.queue, request.account):
+        if value is not None and not re.fullmatch(r"[\w.@:-]+", value):
+            raise BatchRequestError(f"{value!r} is not the name of a queue or account")
 
 
 def _format_walltime(minutes: int) -> str:
@@ -317,7 +321,7 @@ def _format_walltime(minutes: int) -> str:
 
 
 def _write_mpips_run(request: BatchRequest, hostfile: str) -> str:
-    """Return the `mpips run` command over the hosts that the scheduler gave. `hostfile` is a word of shell."""
+    """Return the `mpips run` command for the hosts of the allocation. `hostfile` is already quoted for the shell."""
     options = request.options
     roles = f"--servers {options.servers} --clients {options.clients} --workers {options.workers}"
     saves = ""
@@ -325,17 +329,17 @@ def _write_mpips_run(request: BatchRequest, hostfile: str) -> str:
         folder = shlex.quote(options.checkpoint)
         saves = f" --restarts {request.restarts} --checkpoint {folder} --every {options.every}"
     spares = f" --spares {options.spares}" if options.spares >= 0 else ""
-    words = f"{roles}{spares} --masters {options.masters}{saves} --hostfile {hostfile}"
-    return f"mpips run {words} {shlex.join(request.program)}"
+    arguments = f"{roles}{spares} --masters {options.masters}{saves} --hostfile {hostfile}"
+    return f"mpips run {arguments} {shlex.join(request.script)}"
 
 
-def _join_script(request: BatchRequest, directives: list[str], started: list[str]) -> str:
-    """Return the text of a script: directives first, then commands.
+def _join_script(request: BatchRequest, directives: list[str], lines: list[str]) -> str:
+    """Return the text of a script: first the directives for the scheduler, then the lines for the shell.
 
     The script ends at the first command that fails. Each rank gets as many compute threads as it has cores.
     """
     threads = f"export OMP_NUM_THREADS={request.cores_per_rank}"
-    return "\n".join(["#!/bin/bash", *directives, "", "set -e", threads, *started]) + "\n"
+    return "\n".join(["#!/bin/bash", *directives, "", "set -e", threads, *lines]) + "\n"
 
 
 for _name in WRITERS:

@@ -1,6 +1,7 @@
-"""The `mpips` command: each subcommand lives in its own module, imported only when it is called.
+"""The `mpips` command. Each subcommand is a module of its own, which is imported only when the subcommand is called.
 
-Subcommands that run on several ranks take `-n/--ranks P` here. It starts P processes of their module under mpirun.
+For subcommands that can run on several ranks, this module handles `-n/--ranks P`: it starts P processes of the
+subcommand's module under mpirun.
 """
 
 from __future__ import annotations
@@ -14,50 +15,50 @@ from typing import Any, NamedTuple
 import click
 
 from mpips.collectives.terminal import InterruptibleGroup, Whole, format_examples
-from mpips.launch.run import options_of, start
+from mpips.launch.run import make_options, start
 
 
-class Sub(NamedTuple):
+class Subcommand(NamedTuple):
     """A subcommand of `mpips` or `mpips bench`."""
 
-    # the module whose `command` this is
+    # the module that defines it, as a click command named `command`
     module: str
     # the line of help in the list of commands
     summary: str
     # command lines to show below its help
     examples: tuple[str, ...]
-    # --ranks P starts P ranks of it under mpirun
+    # True: it takes --ranks
     ranked: bool = False
-    # its name in the module's `command`, if that is a group; otherwise ""
+    # if `command` is a group, the name of the subcommand in this group
     case: str = ""
 
     @property
-    def words(self) -> list[str]:
-        """The arguments with which Python runs it."""
+    def python_arguments(self) -> list[str]:
+        """The arguments with which Python runs the subcommand."""
         return ["-m", self.module.removesuffix(".__main__"), *filter(None, [self.case])]
 
 
-def _collective(case: str, summary: str, *lines: str) -> Sub:
-    return Sub("mpips.collectives.benchmark.__main__", summary, lines, ranked=True, case=case)
+def _collective_benchmark(case: str, summary: str, *lines: str) -> Subcommand:
+    return Subcommand("mpips.collectives.benchmark.__main__", summary, lines, ranked=True, case=case)
 
 
 COMMANDS = {
-    "run": Sub(
+    "run": Subcommand(
         "mpips.launch.run",
         "Start a script as one MPI job of workers and servers.",
         ("mpips run -w 4 train.py --lr 0.1", "mpips run -n 6 -s 2 --hostfile hosts train.py    # 4 workers, 2 servers"),
     ),
-    "doctor": Sub(
+    "doctor": Subcommand(
         "mpips.launch.doctor.__main__",
         "Check Python, MPI, memory, GPU, cores, scheduler and network.",
         ("mpips doctor", "srun -n 4 mpips doctor    # inside an allocation"),
     ),
-    "script": Sub(
+    "script": Subcommand(
         "mpips.launch.batch",
         "Write a batch script for Slurm, LSF or PBS.",
         ("mpips script slurm -N 4 -s 2 -w 14 train.py > job.sh", "mpips script pbs -N 2 -n 8 -m my.module > job.sh"),
     ),
-    "train": Sub(
+    "train": Subcommand(
         "mpips.mlp.__main__",
         "Train an MLP on a mesh of data and tensor parallel ranks.",
         (
@@ -66,53 +67,53 @@ COMMANDS = {
         ),
         ranked=True,
     ),
-    "tune": Sub(
+    "tune": Subcommand(
         "mpips.collectives.tuner.tune",
-        "Measure which algorithm is fastest here, for `auto`.",
+        "Measure which algorithms are fastest on this machine, for `auto`.",
         ("mpips tune -n 4", "mpips tune -n 4 --dry-run"),
         ranked=True,
     ),
-    "sim": Sub(
+    "sim": Subcommand(
         "mpips.collectives.simulator.__main__",
         "Simulate an algorithm on a topology.",
         ("mpips sim --topology bcube:3,2 --algorithms bcube,ring --bytes 4MiB",),
     ),
-    "plan": Sub(
+    "plan": Subcommand(
         "mpips.overlap.__main__",
         "Group layers for overlap, from a profile.",
         ("mpips plan profile.json --nodes 8", "mpips plan --model resnet50 --nodes 4:64 --plot plan.png"),
     ),
-    "why": Sub(
+    "why": Subcommand(
         "mpips.launch.observe.__main__",
-        "Say why a job stands: who waits for whom, and where that rank is.",
+        "Explain why a job is stuck: which rank waits for which, and where.",
         ("mpips why", "mpips why 4711 --json"),
         case="why",
     ),
-    "top": Sub(
+    "top": Subcommand(
         "mpips.launch.observe.__main__",
         "Show the ranks of a running job.",
         ("mpips top", "mpips top 4711 --once"),
         case="top",
     ),
-    "page": Sub(
+    "page": Subcommand(
         "mpips.launch.observe.__main__",
         "Serve a live page of a job for a browser.",
         ("mpips page", "mpips page 4711 --port 8080"),
         case="page",
     ),
-    "trace": Sub(
+    "trace": Subcommand(
         "mpips.launch.observe.__main__",
         "Write one timeline of all ranks of a running job.",
         ("mpips trace --seconds 5", "mpips trace 4711 -o step.json"),
         case="trace",
     ),
-    "metrics": Sub(
+    "metrics": Subcommand(
         "mpips.launch.observe.__main__",
         "Export metrics of jobs for Prometheus.",
         ("mpips metrics --port 9477", "mpips metrics --dir /var/lib/node_exporter"),
         case="metrics",
     ),
-    "chaos": Sub(
+    "chaos": Subcommand(
         "mpips.chaos.__main__",
         "Make faults in a running job by a plan, and report.",
         (
@@ -120,46 +121,52 @@ COMMANDS = {
             "mpips chaos --replay plan.json --reference -- mpips run -w 4 train.py",
         ),
     ),
-    "lab": Sub(
+    "lab": Subcommand(
         "mpips.launch.lab.__main__",
         "An emulated cluster on this machine.",
         ("mpips lab up star:4 --rate 100mbit", "mpips lab run -n 4 -- python -m collectives.benchmark allreduce"),
     ),
 }
 BENCHES = {
-    "allreduce": _collective(
+    "allreduce": _collective_benchmark(
         "allreduce",
         "Time sums over all ranks.",
         "mpips bench allreduce -n 4",
         "mpips bench allreduce -n 4 --sizes 8,1KiB,1MiB --algorithms auto,ring --check",
     ),
-    "reduce_scatter": _collective(
-        "reduce_scatter", "Time sums of which every rank gets a block.", "mpips bench reduce_scatter -n 4 --sizes 1MiB"
+    "reduce_scatter": _collective_benchmark(
+        "reduce_scatter",
+        "Time sums, of which each rank gets one block.",
+        "mpips bench reduce_scatter -n 4 --sizes 1MiB",
     ),
-    "allgather": _collective(
+    "allgather": _collective_benchmark(
         "allgather", "Time gathering every rank's block.", "mpips bench allgather -n 4 --sizes 1MiB"
     ),
-    "alltoall": _collective("alltoall", "Time a block from each rank to each.", "mpips bench alltoall -n 4"),
-    "broadcast": _collective("broadcast", "Time sending rank 0's array to all.", "mpips bench broadcast -n 4"),
-    "reduce": _collective("reduce", "Time sums for rank 0.", "mpips bench reduce -n 4 --op max"),
-    "pt2pt": _collective("pt2pt", "Time a ping-pong of ranks 0 and 1.", "mpips bench pt2pt -n 2 --sizes 8:1MiB"),
-    "iallreduce": _collective(
+    "alltoall": _collective_benchmark("alltoall", "Time a block from each rank to each.", "mpips bench alltoall -n 4"),
+    "broadcast": _collective_benchmark(
+        "broadcast", "Time sending rank 0's array to all.", "mpips bench broadcast -n 4"
+    ),
+    "reduce": _collective_benchmark("reduce", "Time sums for rank 0.", "mpips bench reduce -n 4 --op max"),
+    "pt2pt": _collective_benchmark(
+        "pt2pt", "Time a ping-pong of ranks 0 and 1.", "mpips bench pt2pt -n 2 --sizes 8:1MiB"
+    ),
+    "iallreduce": _collective_benchmark(
         "iallreduce", "How much of an allreduce hides behind compute.", "mpips bench iallreduce -n 2 --sizes 4MiB"
     ),
-    "kvstore": Sub(
+    "kvstore": Subcommand(
         "mpips.bench.kvstore",
         "Time push and pull of the store.",
         ("mpips bench kvstore -n 3 --servers 1", "mpips bench kvstore -n 3 --sizes 1KiB --keys 160 --json rows.json"),
         ranked=True,
     ),
-    "optimizers": Sub(
+    "optimizers": Subcommand(
         "mpips.bench.optimizers",
-        "Time optimizer updates, beside PyTorch's.",
+        "Time optimizer updates, and compare with PyTorch.",
         ("mpips bench optimizers", "mpips bench optimizers --elements 1000000 --repeats 15"),
     ),
-    "mlp": Sub(
+    "mlp": Subcommand(
         "mpips.bench.mlp",
-        "Time steps of an MLP, beside PyTorch's.",
+        "Time steps of an MLP, and compare with PyTorch.",
         ("mpips bench mlp", "mpips bench mlp -n 2 --grid 1x2 --batch 1000 --width 4096"),
         ranked=True,
     ),
@@ -167,132 +174,132 @@ BENCHES = {
 HELP = ["-h", "--help"]
 
 
-class Target(NamedTuple):
+class CommandLine(NamedTuple):
     """A parsed command line."""
 
     # the full name of the command, such as "mpips bench mlp"
     name: str
     # the command's own arguments, without --ranks
-    words: list[str]
-    # number of ranks to start; None: run it in this process
+    arguments: list[str]
+    # number of ranks to start; None: run the command in this process
     ranks: int | None
 
 
-class Forward(click.Command):
-    """A command that passes its arguments on to the command in the subcommand's module, except for `--ranks P`."""
+class ForwardingCommand(click.Command):
+    """A command that passes its arguments, except for `--ranks P`, on to the command in a subcommand's module."""
 
-    def __init__(self, group: str, name: str, sub: Sub) -> None:
-        super().__init__(name, help=sub.summary, add_help_option=False)
-        self._sub = sub
-        self._full = f"{group} {name}"
+    def __init__(self, group: str, name: str, subcommand: Subcommand) -> None:
+        super().__init__(name, help=subcommand.summary, add_help_option=False)
+        self._subcommand = subcommand
+        self._full_name = f"{group} {name}"
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         if not extra.get("resilient_parsing"):
             return super().make_context(info_name, args, parent, **extra)
-        # A shell asks how these words can be completed. Only the real command knows.
-        target = self._target(args, parent)
-        return _load(self._sub).make_context(target.name, target.words, parent, **extra)
+        # With resilient_parsing a shell asks how the arguments can be completed. Only the subcommand's module knows.
+        line = self._parse(args, parent)
+        return _load(self._subcommand).make_context(line.name, line.arguments, parent, **extra)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.args = list(args)
         return []
 
     def invoke(self, ctx: click.Context) -> None:
-        target = self._target(ctx.args, ctx.parent)
-        if target.ranks is None:
-            _load(self._sub, runs_here=True).main(target.words, prog_name=target.name)
+        line = self._parse(ctx.args, ctx.parent)
+        if line.ranks is None:
+            _load(self._subcommand, starts_mpi=True).main(line.arguments, prog_name=line.name)
         else:
-            _check(self._sub, target, target.ranks)
-            start(target.ranks, [*self._sub.words, *target.words], name=target.name)
+            _check_before_start(self._subcommand, line, line.ranks)
+            start(line.ranks, [*self._subcommand.python_arguments, *line.arguments], name=line.name)
 
-    def _target(self, args: list[str], group: click.Context | None) -> Target:
-        words, given = list(args), group.params if group else {}
-        ranks = given.get("ranks")
-        if self._sub.ranked:
-            ranks = _take_ranks(words) or ranks
-        # In a group that has --ranks for its other commands.
-        elif ranks is not None or ("ranks" in given and _take_ranks(words)):
-            raise click.UsageError(f"{self._full} is a single process and takes no --ranks")
-        return Target(self._full, words, ranks)
+    def _parse(self, args: list[str], group: click.Context | None) -> CommandLine:
+        arguments, group_options = list(args), group.params if group else {}
+        ranks = group_options.get("ranks")
+        if self._subcommand.ranked:
+            ranks = _take_ranks(arguments) or ranks
+        # Only some commands of the group take --ranks, and this one does not.
+        elif ranks is not None or ("ranks" in group_options and _take_ranks(arguments)):
+            raise click.UsageError(f"{self._full_name} is a single process and takes no --ranks")
+        return CommandLine(self._full_name, arguments, ranks)
 
 
-class Commands(InterruptibleGroup):
-    """A group that imports a subcommand when it is named, so that `mpips --help` imports neither MPI nor NumPy."""
+class OrderedGroup(InterruptibleGroup):
+    """A group that lists its commands in the order in which they were added."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
 
-def _take_ranks(words: list[str]) -> int | None:
-    """Remove `-n P`, `--ranks P` or `--ranks=P` from `words`, and return P; None if it is not there.
+def _take_ranks(arguments: list[str]) -> int | None:
+    """Remove `-n P`, `--ranks P` or `--ranks=P` from the arguments, and return P. Return None without such an option.
 
-    What follows `--` is left alone. Raises UsageError if P is not a positive number.
+    Arguments after `--` stay as they are. Raises UsageError if P is not a positive number.
     """
-    ours = words[: words.index("--")] if "--" in words else words
-    for place, word in enumerate(ours):
-        if not (found := re.fullmatch(r"(--ranks|-n)(?:=(.*)|(\d+))?", word)):
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    for index, argument in enumerate(options):
+        if not (match := re.fullmatch(r"(--ranks|-n)(?:=(.*)|(\d+))?", argument)):
             continue
-        option, assigned, joined = found.groups()
+        option, assigned, joined = match.groups()
         value = assigned if assigned is not None else joined
         count = 1 if value is not None else 2
         if value is None:
-            value = "".join(words[place + 1 : place + 2])
+            value = "".join(arguments[index + 1 : index + 2])
         if not value.isdigit() or int(value) < 1:
             raise click.UsageError(f"{option} must be a whole number of at least 1, not {value!r}")
-        del words[place : place + count]
+        del arguments[index : index + count]
         return int(value)
     return None
 
 
-def _load(sub: Sub, runs_here: bool = False) -> click.Command:
-    """Import the module of a subcommand and return its command. MPI starts only with `runs_here`.
+def _load(subcommand: Subcommand, starts_mpi: bool = False) -> click.Command:
+    """Import the module of a subcommand and return its command. With `starts_mpi` the module may start MPI.
 
-    Adds the examples to its help. Adds `--ranks` if the command is ranked, though the command never gets that option.
+    Adds the examples to the help and, for a ranked command, `--ranks`, which this module has already handled.
     """
-    if not runs_here:
-        # Without mpi4py the command itself prints what is missing.
+    if not starts_mpi:
+        # If mpi4py is missing, the import below fails with a message.
         with suppress(ImportError):
             import mpi4py
 
             mpi4py.rc.initialize = False
     try:
-        command: Any = importlib.import_module(sub.module).command
+        command: Any = importlib.import_module(subcommand.module).command
     # mpi4py raises RuntimeError if it finds no MPI library.
     except (ImportError, RuntimeError) as error:
         if (getattr(error, "name", None) or "").partition(".")[0] == "mpips":
             raise
         why = "; ".join(str(error).splitlines())
         raise click.UsageError(f"a part of this installation is missing ({why}): see `mpips doctor`") from None
-    found: click.Command = command.commands[sub.case] if sub.case else command
-    found.context_settings["help_option_names"] = HELP
-    found.epilog = format_examples(*sub.examples)
-    if sub.ranked and all(option.name != "ranks" for option in found.params):
-        found.params.insert(0, _ranks_option(expose_value=False))
-    return found
+    chosen: click.Command = command.commands[subcommand.case] if subcommand.case else command
+    chosen.context_settings["help_option_names"] = HELP
+    chosen.epilog = format_examples(*subcommand.examples)
+    if subcommand.ranked and all(option.name != "ranks" for option in chosen.params):
+        chosen.params.insert(0, _ranks_option(expose_value=False))
+    return chosen
 
 
-def _ranks_option(**more: Any) -> click.Option:
-    return click.Option(["-n", "--ranks"], type=Whole(1), help="Start that many ranks under mpirun.", **more)
+def _ranks_option(**settings: Any) -> click.Option:
+    return click.Option(["-n", "--ranks"], type=Whole(1), help="Start this many ranks under mpirun.", **settings)
 
 
-def _check(sub: Sub, target: Target, ranks: int) -> None:
-    """Handle here, once, what every rank would print: `--help`, and errors in arguments and MPIPS_* variables.
+def _check_before_start(subcommand: Subcommand, line: CommandLine, ranks: int) -> None:
+    """Print once what otherwise every rank would print: `--help`, and errors in arguments and MPIPS_* variables.
 
-    Calls `check(ranks, **options)` of the module, if it has one, which raises click.UsageError.
+    If the subcommand's module has a function `check(ranks, **options)`, it is called. It raises click.UsageError.
     """
-    with _load(sub).make_context(target.name, list(target.words)) as context:
-        options_of({})
-        check = getattr(sys.modules[sub.module], "check", None)
+    with _load(subcommand).make_context(line.name, list(line.arguments)) as context:
+        make_options({})
+        check = getattr(sys.modules[subcommand.module], "check", None)
         if check is not None:
-            case = {"collective": sub.case} if sub.case else {}
+            case = {"collective": subcommand.case} if subcommand.case else {}
             check(ranks, **case, **context.params)
 
 
-def _version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
-    """Print the versions of mpips and of the Python under it."""
-    if wanted and not ctx.resilient_parsing:
+def _print_version(ctx: click.Context, option: click.Parameter, is_set: bool) -> None:
+    """Print the versions of mpips and of Python, and exit."""
+    if is_set and not ctx.resilient_parsing:
         from importlib import metadata
 
         try:
@@ -303,13 +310,13 @@ def _version(ctx: click.Context, option: click.Parameter, wanted: bool) -> None:
         ctx.exit()
 
 
-bench = Commands(
+bench = OrderedGroup(
     "bench",
-    commands={name: Forward("mpips bench", name, sub) for name, sub in BENCHES.items()},
+    commands={name: ForwardingCommand("mpips bench", name, subcommand) for name, subcommand in BENCHES.items()},
     params=[_ranks_option()],
     short_help="Time collectives, the store, optimizers or MLPs.",
-    help="Benchmarks, each with a --help of its own: collectives beside the MPI's own calls, the store beside bare "
-    "copies, optimizers and MLPs beside PyTorch's.",
+    help="Benchmarks, each with its own --help. Collectives are compared with those of MPI, the store with plain "
+    "copies, optimizers and MLPs with those of PyTorch.",
     epilog=format_examples("mpips bench allreduce -n 4", "mpips bench kvstore -n 3 --servers 1"),
     context_settings={"help_option_names": HELP},
 )
@@ -333,12 +340,14 @@ _ORDER = (
 
 
 @click.command(
-    cls=Commands,
-    commands={name: bench if name == "bench" else Forward("mpips", name, COMMANDS[name]) for name in _ORDER},
+    cls=OrderedGroup,
+    commands={name: bench if name == "bench" else ForwardingCommand("mpips", name, COMMANDS[name]) for name in _ORDER},
     context_settings={"help_option_names": HELP},
     epilog=format_examples("mpips doctor", "mpips run -w 4 -s 1 train.py"),
 )
-@click.option("--version", is_flag=True, callback=_version, is_eager=True, expose_value=False, help="Show versions.")
+@click.option(
+    "--version", is_flag=True, callback=_print_version, is_eager=True, expose_value=False, help="Show versions."
+)
 def main() -> None:
     """MPI parameter server and collectives runtime.
 

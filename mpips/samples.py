@@ -1,7 +1,7 @@
-"""Take rows of users' arrays and tables by position: of NumPy, pandas, SciPy, h5py and PyTorch.
+"""Rows of users' arrays and tables, taken by position: of NumPy, pandas, SciPy, h5py and PyTorch.
 
-Labels are ignored: a table becomes a NumPy array. Sparse matrices, and arrays on disk, are read a few rows at a time.
-Anything else is refused with an error that tells the cure.
+Labels are ignored: a data frame becomes a NumPy array. Sparse matrices, and arrays on disk, are read a few rows at a
+time. Anything else is refused with an error that says what to pass instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUMBERED = "pass numbers, as astype('float32') makes them, or of words np.unique
 CURE = "pass an array of NumPy, such as frame.to_numpy(), matrix.toarray() or dataset[:]"
 
 
-class Rows:
+class SampleRows:
     """A table that is not an array in memory. `rows[...]` reads some of its rows, by position, into a NumPy array."""
 
     def __init__(self, name: str, source: Any, sparse: bool = False) -> None:
@@ -35,9 +35,9 @@ class Rows:
         return int(self.shape[0])
 
     def __getitem__(self, rows: Positions) -> np.ndarray:
-        """Return the rows of a slice, or of an int array in its order.
+        """Return the rows of a slice, or those of an int array in its order.
 
-        They are read in ascending order, as libraries for files require it.
+        Libraries for files need ascending positions, so rows are read in that order.
         """
         if isinstance(rows, slice):
             return self._read(rows)
@@ -46,35 +46,41 @@ class Rows:
 
     def _read(self, rows: Positions) -> np.ndarray:
         part = self._source[rows]
-        found = part.toarray() if self._sparse else np.asarray(part)
+        array = part.toarray() if self._sparse else np.asarray(part)
         wanted = len(range(*rows.indices(len(self)))) if isinstance(rows, slice) else len(rows)
-        if found.shape != (wanted, *self.shape[1:]):
+        if array.shape != (wanted, *self.shape[1:]):
             raise TypeError(
-                f"{self._name}: {wanted} rows of a {type(self._source).__name__} came as an array {found.shape}: {CURE}"
+                f"{self._name}: {wanted} rows of a {type(self._source).__name__} came as an array {array.shape}: {CURE}"
             )
-        return found
+        return array
 
 
 def table(name: str, given: Any) -> Any:
-    """Return `given` as a table with `shape`, whose rows are taken by position with a slice or an int array.
+    """Return `given` as a table with `shape`, whose rows are taken by position with a slice or an int array. Local.
 
-    Arrays of NumPy, PyTorch and JAX, and those on GPUs, are returned as they are. Raises TypeError if rows cannot be
-    taken by position, or elements are not numbers. Local. Reads two rows of tables that are not in memory.
+    Arrays of NumPy, PyTorch and JAX, and those on GPUs, are returned as they are. Of tables that are not in memory two
+    rows are read.
+
+    Args:
+        name: The name of the argument, for errors.
+
+    Raises:
+        TypeError: Rows cannot be taken by position, or elements are not numbers.
     """
     if arrays.is_torch(given) and str(given.layout) != "torch.strided":
         raise TypeError(f"{name} is a tensor of layout {given.layout}: pass tensor.to_dense()")
     if _is_array(given):
-        return see_numbers(name, given)
+        return check_numbers(name, given)
     if hasattr(given, "toarray") and hasattr(given, "tocsr"):
-        return Rows(name, see_numbers(name, given).tocsr(), sparse=True)
+        return SampleRows(name, check_numbers(name, given).tocsr(), sparse=True)
     if hasattr(given, "to_numpy"):
-        return see_numbers(name, _of_frame(name, given), type(given).__name__)
+        return check_numbers(name, _of_frame(name, given), type(given).__name__)
     if not all(hasattr(given, what) for what in ("dtype", "__len__", "__getitem__")):
         raise TypeError(f"{name} is a {type(given).__name__}, whose rows cannot be taken by position: {CURE}")
-    lazy = Rows(name, given)
-    see_numbers(name, lazy, type(given).__name__)
-    # Read the first and the last row by slices and by their positions. A library that finds rows by labels gives
-    # others.
+    lazy = SampleRows(name, given)
+    check_numbers(name, lazy, type(given).__name__)
+    # Read the first and the last row by slices and by their positions. A library that finds rows by labels returns
+    # other rows for the positions.
     try:
         ends = [lazy[part] for part in (slice(0, 1), slice(len(lazy) - 1, None))] if len(lazy) else []
         same = not ends or np.array_equal(np.concatenate(ends), lazy[np.array([0, len(lazy) - 1])], equal_nan=True)
@@ -90,18 +96,18 @@ def table(name: str, given: Any) -> Any:
 
 
 def in_memory(name: str, given: object) -> np.ndarray:
-    """Return given rows as a NumPy array. Raises TypeError if they are not an array of numbers."""
+    """Return rows as a NumPy array. Raises TypeError if they are not an array of numbers."""
     if type(given) is np.ndarray and given.dtype.kind in NUMBERS:
         return given
     if not hasattr(given, "shape"):
         raise TypeError(f"{name} is a {type(given).__name__}: {CURE}")
-    found = table(name, given)
-    return found[:] if isinstance(found, Rows) else np.asarray(arrays.host(found, name))
+    rows = table(name, given)
+    return rows[:] if isinstance(rows, SampleRows) else np.asarray(arrays.host(rows, name))
 
 
-def see_numbers(name: str, given: Any, kind: str = "") -> Any:
+def check_numbers(name: str, given: Any, kind: str = "") -> Any:
     """Return an array, matrix or tensor as it is. Raises TypeError if elements are masked or not numbers."""
-    arrays.see_unmasked(given, name)
+    arrays.check_unmasked(given, name)
     dtype = given.dtype
     if isinstance(dtype, np.dtype) and dtype.kind not in NUMBERS and dtype.name != "bfloat16":
         what = "holds Python objects" if dtype.hasobject else f"has elements of dtype {dtype}"
@@ -117,9 +123,9 @@ def _is_array(given: object) -> bool:
 
 def _of_frame(name: str, frame: Any) -> np.ndarray:
     """Return a frame or a series as an array. Raises TypeError that names a column without numbers."""
-    found = np.asarray(frame.to_numpy())
-    if found.dtype.kind in NUMBERS or not hasattr(frame, "columns"):
-        return found
+    array = np.asarray(frame.to_numpy())
+    if array.dtype.kind in NUMBERS or not hasattr(frame, "columns"):
+        return array
     # A frame with float and bool columns becomes an array of Python objects, so convert each column by itself.
     parts = []
     for column in frame.columns:

@@ -1,8 +1,8 @@
-"""Time this checkout beside another: `python -m tests.beside OTHER [--rounds 5] [--rows TEXT] [--json FILE]`.
+"""Compare the speed of two checkouts: `python -m tests.beside OTHER [--rounds 5] [--rows TEXT] [--json FILE]`.
 
-Every round measures the other checkout, this one, and the other again; the median of all rounds counts. `again` is what
-the other's second times are of its first: what the same code gives against itself. Rows whose program needs PyTorch are
-left out where this Python has none.
+Every round measures the other checkout, then this one, and then the other one again. The medians of all rounds are
+compared. The column `again` is the ratio of the other checkout's second times to its first times, which shows how much
+times of the same code vary. If this Python has no PyTorch, rows that need it are left out.
 
     git worktree add ../old e292923 && python -m tests.beside ../old
     git worktree add ../old a70c988 && python -m tests.beside ../old --rows updates
@@ -31,11 +31,14 @@ from rich.table import Table
 import launch
 
 ROOT = Path(__file__).resolve().parent.parent
-LIMIT = 300  # seconds for one job
+# seconds that a job may take
+LIMIT = 300
 SIZES = "8,1KiB,32KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
 KEYS = "1KiB,16KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
-OURS = ("mpips", "DataParallel")  # contenders of the DDP steps
-REPEATS = 5  # deaths, one a job
+# the contenders of the DDP benchmark that are mpips
+OURS = ("mpips", "DataParallel")
+# how many jobs measure recover(), each with one death
+REPEATS = 5
 RECOVER = """
 import json, os, signal, sys, time
 
@@ -108,50 +111,54 @@ kv.close()
 
 
 class Job(NamedTuple):
-    """A program that writes JSON rows: words after `python -m` or `mpips run`, and how it is started."""
+    """A program that writes its results as rows of JSON."""
 
     name: str
     ranks: int
+    # The arguments. {out} stands for the file of results, {program} for a file with the text `program`.
     words: tuple[str, ...]
+    # what starts it: "mpirun" (with python -m), "mpips bench" or "mpips run"
     by: str = "mpirun"
+    # a program that needs only the public API of a checkout, or ""
     program: str = ""
-    """Text of {program}, for which checkouts need nothing but the public API."""
 
     def command(self, out: Path, program: Path) -> list[str]:
-        """The command that writes its rows to `out`."""
+        """Return the command that writes its rows to `out`. Write `self.program` to the file `program`."""
         program.write_text(self.program)
-        words = [word.format(out=out, program=program) for word in self.words]
+        arguments = [word.format(out=out, program=program) for word in self.words]
         if self.by == "mpips bench":
-            return [sys.executable, "-m", "launch.cli", "bench", *words, "-n", str(self.ranks)]
+            return [sys.executable, "-m", "launch.cli", "bench", *arguments, "-n", str(self.ranks)]
         if self.by == "mpips run":
-            return [sys.executable, "-m", "launch.cli", "run", *words]
-        started = launch.Job(self.ranks, (sys.executable, "-m", *words), {"OMP_NUM_THREADS": "1"})
+            return [sys.executable, "-m", "launch.cli", "run", *arguments]
+        started = launch.Job(self.ranks, (sys.executable, "-m", *arguments), {"OMP_NUM_THREADS": "1"})
         return launch.build(launch.find(python=sys.executable), started, launch.this_machine())
 
 
 def jobs() -> list[Job]:
-    """All jobs of a round."""
+    """Return all jobs of a round."""
     every = []
     for ranks in (2, 4):
-        words = ("--sizes", SIZES, "--seconds", "0.25", "--json", "{out}")
-        every.append(Job(f"allreduce, {ranks} ranks, mpirun", ranks, ("collectives.benchmark", "allreduce", *words)))
-        every.append(Job(f"allreduce, {ranks} ranks, mpips run", ranks, ("allreduce", *words), "mpips bench"))
+        arguments = ("--sizes", SIZES, "--seconds", "0.25", "--json", "{out}")
+        every.append(
+            Job(f"allreduce, {ranks} ranks, mpirun", ranks, ("collectives.benchmark", "allreduce", *arguments))
+        )
+        every.append(Job(f"allreduce, {ranks} ranks, mpips run", ranks, ("allreduce", *arguments), "mpips bench"))
     for servers, workers in ((1, 2), (2, 4)):
-        words = ("--servers", str(servers), "--sizes", KEYS, "--seconds", "0.25", "--json", "{out}")
+        arguments = ("--servers", str(servers), "--sizes", KEYS, "--seconds", "0.25", "--json", "{out}")
         name = f"store, {servers} + {workers}"
-        every.append(Job(name, servers + workers, ("mpips.bench.kvstore", *words)))
-        words = ("-s", str(servers), "-w", str(workers), "{program}", str(servers), "{out}")
-        every.append(Job(f"updates, {servers} + {workers}", servers + workers, words, "mpips run", UPDATES))
+        every.append(Job(name, servers + workers, ("mpips.bench.kvstore", *arguments)))
+        arguments = ("-s", str(servers), "-w", str(workers), "{program}", str(servers), "{out}")
+        every.append(Job(f"updates, {servers} + {workers}", servers + workers, arguments, "mpips run", UPDATES))
     if importlib.util.find_spec("torch"):
-        words = ("--models", "mlp-0.3M,mlp-4M,cnn", "--seconds", "3", "--rounds", "3", "--json", "{out}")
-        every.append(Job("DDP", 2, ("examples.reproduce.torch.ddp", *words)))
-    words = ("-s", "1", "-w", "3", "--spares", "1", "{program}", "{out}")
-    every.extend([Job("recover() after a worker's death", 5, words, "mpips run", RECOVER)] * REPEATS)
+        arguments = ("--models", "mlp-0.3M,mlp-4M,cnn", "--seconds", "3", "--rounds", "3", "--json", "{out}")
+        every.append(Job("DDP", 2, ("examples.reproduce.torch.ddp", *arguments)))
+    arguments = ("-s", "1", "-w", "3", "--spares", "1", "{program}", "{out}")
+    every.extend([Job("recover() after a worker's death", 5, arguments, "mpips run", RECOVER)] * REPEATS)
     return every
 
 
 def measure(checkout: Path, job: Job, folder: Path) -> Iterator[tuple[str, float]]:
-    """Run a job of a checkout; (row, seconds) of each measurement."""
+    """Run a job with the code of a checkout. Yield the name of each row and its seconds."""
     out, program = folder / "rows.json", folder / "program.py"
     out.unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
@@ -182,15 +189,15 @@ def measure(checkout: Path, job: Job, folder: Path) -> Iterator[tuple[str, float
 
 
 def show(times: dict[str, list[list[float]]]) -> list[dict[str, float | str]]:
-    """Print the table; its rows."""
+    """Print the table of all rows, and return the rows. `times`: row -> seconds of the other, this, the other again."""
     table, rows = Table(title="This checkout beside another: medians"), []
     for name in ("row", "other", "this", "this / other", "again"):
         table.add_column(name, justify="left" if name == "row" else "right")
     for name, (other, this, again) in times.items():
-        first, mine, second = (statistics.median(values) for values in (other, this, again))
+        first, current, second = (statistics.median(values) for values in (other, this, again))
         base = statistics.median([*other, *again])
-        rows.append({"row": name, "other_s": base, "this_s": mine, "ratio": mine / base, "again": second / first})
-        cells = (f"{base * 1e6:,.1f} us", f"{mine * 1e6:,.1f} us", f"{mine / base:.2f}", f"{second / first:.2f}")
+        rows.append({"row": name, "other_s": base, "this_s": current, "ratio": current / base, "again": second / first})
+        cells = (f"{base * 1e6:,.1f} us", f"{current * 1e6:,.1f} us", f"{current / base:.2f}", f"{second / first:.2f}")
         table.add_row(name, *cells)
     Console(width=120).print(table)
     for name in ("ratio", "again"):
@@ -200,27 +207,27 @@ def show(times: dict[str, list[list[float]]]) -> list[dict[str, float | str]]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Time this checkout beside another.")
     parser.add_argument("other", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", default="", help="only jobs with this in their name")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    chosen = [job for job in jobs() if asked.rows in job.name]
+    options = parser.parse_args()
+    chosen = [job for job in jobs() if options.rows in job.name]
     times: dict[str, list[list[float]]] = defaultdict(lambda: [[], [], []])
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(asked.rounds):
+        for number in range(options.rounds):
             for job in chosen:
-                for place, checkout in enumerate((asked.other.resolve(), ROOT, asked.other.resolve())):
+                for place, checkout in enumerate((options.other.resolve(), ROOT, options.other.resolve())):
                     for row, seconds in measure(checkout, job, Path(folder)):
                         times[row][place].append(seconds)
             seconds = time.monotonic() - begun
-            print(f"round {number + 1} of {asked.rounds}: {seconds:.0f} s", file=sys.stderr, flush=True)
+            print(f"round {number + 1} of {options.rounds}: {seconds:.0f} s", file=sys.stderr, flush=True)
     rows = show(times)
-    if asked.json:
-        asked.json.write_text(json.dumps(rows, indent=1))
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

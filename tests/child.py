@@ -1,4 +1,4 @@
-"""A command with a time limit: its output comes through clean and at once, and nothing of it stays behind."""
+"""Run a command with a time limit. Its output is passed on at once, and no process of it stays behind."""
 
 from __future__ import annotations
 
@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import IO
 from uuid import uuid4
 
-from collectives.machine import find_carriers
+from collectives.machine import find_processes_with
 
-TOKEN = "TESTS_RUN_TOKEN"  # in the environment of everything that a run starts
-PATIENCE = 10  # seconds to end when asked, and again when killed
-GRACE = 2  # seconds that a killed process may take to give its memory back
-UNPRINTABLE = bytes({*range(32), 127} - {*b"\n\t"})  # a log is text: a NUL in it, which Open MPI prints, breaks readers
+# the environment variable that marks every process that a run starts
+TOKEN = "TESTS_RUN_TOKEN"
+# seconds that a process may take to end after SIGTERM, and again after SIGKILL
+PATIENCE = 10
+# seconds that processes may take to disappear after mpirun has ended
+GRACE = 2
+# Bytes that are left out of the log. Open MPI prints NUL bytes, and with these a log would not be a text file.
+UNPRINTABLE = bytes({*range(32), 127} - {*b"\n\t"})
 LAUNCHER_VARIABLES = re.compile(r"MPIPS_(?!KERNELS)|OMPI_|PMIX_|PRTE_|PMI_|HYDRA_|MPI_LOCAL")
 ROOT = Path(__file__).resolve().parent.parent
 _screen = threading.Lock()
@@ -28,16 +32,17 @@ _stopped = threading.Event()
 
 
 def outside() -> dict[str, str]:
-    """Return the environment of a shell that has this project, and no launcher's variables: jobs start from it."""
+    """Return an environment for starting jobs: without variables of launchers, and with this project on the path."""
     clean = {name: value for name, value in os.environ.items() if not LAUNCHER_VARIABLES.match(name)}
     return {**clean, "PYTHONPATH": str(ROOT)}
 
 
 def run(argv: list[str], limit: float, folder: Path, out: IO[bytes] | None = None) -> int:
-    """Exit code of `argv`, run in `folder`. Past `limit` seconds it is ended, says so, and the code is 1.
+    """Run a command in a folder, and return its exit code. Blocks until the command has ended.
 
-    What it prints goes to `out`, or to standard output as it comes. Processes and temporary files that it leaves behind
-    are removed: a folder of a killed mpirun is in the way of the next one with its process number.
+    The output goes to `out`, or to standard output. If the command takes longer than `limit` seconds, it is ended, and
+    the exit code is 1. Processes and temporary files that it leaves are removed. Otherwise the session folder of a
+    killed mpirun would keep a later mpirun with the same pid from starting.
     """
     with tempfile.TemporaryDirectory(prefix="t", ignore_cleanup_errors=True) as temporary:
         return _run(argv, limit, folder, temporary, out or sys.stdout.buffer)
@@ -77,7 +82,7 @@ def _run(argv: list[str], limit: float, folder: Path, temporary: str, out: IO[by
 
 
 def stop() -> None:
-    """Ends all that runs, and starts nothing more."""
+    """End all running commands. Later calls of `run` start nothing and return 1."""
     _stopped.set()
     for process in tuple(_running):
         _end(process)
@@ -89,7 +94,7 @@ def _relay(pipe: IO[bytes], out: IO[bytes]) -> None:
 
 
 def show(text: bytes, out: IO[bytes] | None = None) -> None:
-    """Writes `text`, without what is no text in it, to `out` or standard output."""
+    """Write `text`, without unprintable bytes, to `out` or to standard output."""
     out = out or sys.stdout.buffer
     with _screen:
         out.write(text.translate(None, UNPRINTABLE))
@@ -97,7 +102,7 @@ def show(text: bytes, out: IO[bytes] | None = None) -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Asks mpirun to end its ranks, then ends whatever is left of its group."""
+    """Send SIGTERM to mpirun and its process group. Send SIGKILL if they have not ended after `PATIENCE` seconds."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             return
@@ -109,7 +114,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def wait_for(path: Path, job: subprocess.Popen[str], seconds: float = 60) -> None:
-    """Wait for a file that a running job makes. AssertionError where the job ends before, or it takes so long."""
+    """Wait until a running job has made a file. Raises AssertionError if the job ends before, or after `seconds`."""
     limit = time.monotonic() + seconds
     while not path.exists():
         assert job.poll() is None and time.monotonic() < limit
@@ -117,11 +122,14 @@ def wait_for(path: Path, job: subprocess.Popen[str], seconds: float = 60) -> Non
 
 
 def remaining(token: str) -> list[int]:
-    """The same, once those that were ending when mpirun ended have had time for it."""
+    """Return the pids of processes that have `token`, a variable with its value, in their environment.
+
+    Waits up to `GRACE` seconds for them to end, because some are still ending when mpirun has ended.
+    """
     deadline = time.monotonic() + GRACE
-    while (found := list(find_carriers(token))) and time.monotonic() < deadline:
+    while (pids := list(find_processes_with(token))) and time.monotonic() < deadline:
         time.sleep(0.05)
-    return found
+    return pids
 
 
 def _words(pid: int) -> str:

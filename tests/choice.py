@@ -1,7 +1,7 @@
-"""Which combinations of parameters `make test` runs: enough that any two values meet; all others are marked `full`.
+"""Decorators for tests with many parameters, which choose the combinations that `make test` runs.
 
-A name may stand for several parameters, as in `parametrize`: `pairwise(**{"kind, options": KINDS}, size=[1, 3])`. A
-value that is a `pytest.param` brings its marks.
+The other combinations are marked `full`. As in `parametrize`, a name may stand for several parameters:
+`pairwise(**{"kind, options": KINDS}, size=[1, 3])`. A value may be a `pytest.param` with marks.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ Row = tuple[int, ...]
 
 
 def pairwise(**axes: Iterable[Any]) -> pytest.MarkDecorator:
-    """Every combination of these parameters. In `make test` any two values of two of them meet at least once."""
+    """Run the test with every combination of values. `make test` covers every pair of values of two parameters."""
     return _parametrize(axes, lambda sizes: covering(sizes, 2))
 
 
 def once(**axes: Iterable[Any]) -> pytest.MarkDecorator:
-    """Every combination of these parameters. In `make test` each value is there at least once."""
+    """Run the test with every combination of values. `make test` covers every single value."""
     return _parametrize(axes, lambda sizes: covering(sizes, 1))
 
 
 def first(count: int, /, **axes: Iterable[Any]) -> pytest.MarkDecorator:
-    """Every combination of these parameters. In `make test` the first `count` of them."""
+    """Run the test with every combination of values. `make test` runs the first `count` combinations."""
     return _parametrize(axes, lambda sizes: set([*product(*map(range, sizes))][:count]))
 
 
@@ -46,17 +46,17 @@ def _param(value: Any, several: bool) -> Any:
 
 
 def _joined(params: Sequence[Any], chosen: bool) -> Any:
-    """One `pytest.param` of several."""
+    """Join several `pytest.param` into one. Mark it `full` unless it is `chosen`."""
     marks = [mark for param in params for mark in param.marks]
     arguments = [value for param in params for value in param.values]
     return pytest.param(*arguments, marks=marks if chosen else [*marks, pytest.mark.full])
 
 
 def covering(sizes: Sequence[int], strength: int) -> set[Row]:
-    """A small set of rows in which any `strength` columns hold every combination of their values.
+    """Return a small set of rows in which any `strength` columns have every combination of their values.
 
-    Column c holds numbers below sizes[c]. The same sizes always give the same rows. The choice is greedy: first rows of
-    which every combination is new, in the order of a Latin square, then others.
+    Column c has the numbers below sizes[c]. The result depends only on the arguments. The choice is greedy: it goes
+    through all rows in the order of a Latin square, and takes first those rows in which the most combinations are new.
     """
     columns = list(combinations(range(len(sizes)), min(strength, len(sizes))))
     rows = sorted(product(*map(range, sizes)), key=lambda row: [(a - b) % n for a, b, n in zip(row, (0, *row), sizes)])
@@ -64,8 +64,8 @@ def covering(sizes: Sequence[int], strength: int) -> set[Row]:
     chosen: set[Row] = set()
     for new in range(len(columns), 0, -1):
         for row in rows:
-            found = {(c, tuple(row[i] for i in c)) for c in columns} & missing
-            if len(found) >= new:
+            new_combinations = {(c, tuple(row[i] for i in c)) for c in columns} & missing
+            if len(new_combinations) >= new:
                 chosen.add(row)
-                missing -= found
+                missing -= new_combinations
     return chosen

@@ -1,4 +1,4 @@
-"""What every test may use: one BLAS thread a process, and the mark `core`."""
+"""Settings of all tests: one BLAS thread for each process, and the mark `core`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections import Counter
 
 import pytest
 
-# Ranks share the cores: one BLAS thread each, set before NumPy loads.
+# Ranks share the cores, so each gets one BLAS thread. NumPy reads these variables when it is imported.
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
 
-@pytest.hookimpl(tryfirst=True)  # before marks choose tests
+# tryfirst: pytest must see the added marks when it selects tests by their marks.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked `core(count)` the first `count` cases stay in `make test`, and the others become slow."""
+    """Mark all but the first `count` cases of a test marked `core(count)` as slow, so that `make test` skips them."""
     counts = Counter[str]()
     for item in items:
         core = item.get_closest_marker("core")

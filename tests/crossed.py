@@ -1,8 +1,9 @@
-"""Count the files of the packages that a call crosses, by a profiler: `python -m tests.crossed [CASE ...] [-v]`.
+"""Show the functions and files that a call crosses, by a profiler: `python -m tests.crossed [CASE ...] [-v | --page]`.
 
 The cases start jobs of `mpips run`. Files are counted on the worker that calls and on the servers together: those whose
 functions run meanwhile, and the server's loop. Functions that run while nobody calls do not count, as a server looks
-around all the time. The least of five calls counts.
+around all the time. The shortest of five calls counts. -v lists the functions in the order of their first call. --page
+writes these lists to docs/why/walks.md.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,14 +32,36 @@ TEXT: Any = {"text": True, "capture_output": True}
 JOB = ("-m", "tests.crossed", "--job")
 NEWLOCALS = 2  # of code: the flag of functions, which modules and classes have not
 NODES = {"MPIPS_SHARED_MEMORY": "0"}
-CASES: dict[str, tuple[str, str, dict[str, str], int]] = {
-    "pushpull": ("-w 2 -s 1", "a pushpull on a node", {}, 11),
-    "push": ("-w 2 -s 1", "a push between nodes", NODES, 14),
-    "recover": ("-w 2 -s 2 --spares 0", "recover() after a server's death", {}, 20),
-    "backward": ("-w 2", "the backward pass of a DataParallel", {}, 8),
-    "train": ("-n 1", "mpips train", {}, 20),
+PAGE = ROOT / "docs/why/walks.md"
+OPENING = """# Walks
+
+The functions that a call runs, in the order of their first call. Indentation shows who calls whom. Made by
+`python -m tests.crossed --page`, with a profiler, on 2 workers. [Architecture](architecture.md) says why the way is so.
+"""
+
+
+class Case(NamedTuple):
+    """A call whose way is shown."""
+
+    # arguments of `mpips run`
+    options: str
+    title: str
+    # environment variables of the job
+    variables: dict[str, str]
+    # the most files that the way is meant to cross
+    aim: int
+
+
+CASES = {
+    "pushpull": Case("-w 2 -s 1", "A pushpull on a node", {}, 12),
+    "push": Case("-w 2 -s 1", "A push between nodes", NODES, 22),
+    "table": Case("-w 2 -s 1", "A push of rows to a table", {}, 16),
+    "recover": Case("-w 2 -s 2 --spares 0", "recover() after a server's death", {}, 40),
+    "backward": Case("-w 2", "The backward pass of a DataParallel", {}, 7),
+    "train": Case("-n 1", "mpips train", {}, 30),
 }
-"""What `mpips run` is given, the words of the table, variables of the job, and the most files that are asked for."""
+# the cases whose walks the page shows
+SHOWN = ("pushpull", "push", "table", "backward")
 
 
 @cache
@@ -48,17 +71,24 @@ def place_of(file: str) -> str:
 
 
 class Crossed:
-    """The functions that run while `on`, with their files."""
+    """The functions that run while `on`, in the order of their first call."""
 
     def __init__(self) -> None:
-        self.functions: set[str] = set()
-        self.windows: list[list[str]] = []
+        # file and name of a function -> how many functions of the packages are above it in the stack
+        self.functions: dict[str, int] = {}
+        self.windows: list[dict[str, int]] = []
         self.on = False
 
     def profile(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if self.on and event == "call" and code.co_flags & NEWLOCALS and code.co_filename.startswith(PACKAGES):
-            self.functions.add(f"{place_of(code.co_filename)}:{code.co_qualname}")
+        if self.on and event == "call" and is_ours(frame) and not code.co_name.startswith("<"):
+            name = f"{place_of(code.co_filename)}:{code.co_qualname}"
+            if name not in self.functions:
+                depth, above = 0, frame.f_back
+                while above is not None:
+                    depth += is_ours(above) and not above.f_code.co_name.startswith("<")
+                    above = above.f_back
+                self.functions[name] = depth
 
     def turn(self, number: int, frame: FrameType | None) -> None:
         """Begin at SIGUSR1, end at SIGUSR2 and write down what was crossed."""
@@ -67,9 +97,14 @@ class Crossed:
             self.write()
 
     def write(self) -> None:
-        self.windows.append(sorted(self.functions))
-        self.functions.clear()
+        self.windows.append(self.functions)
+        self.functions = {}
         (Path(os.environ["CROSSED"]) / f"{os.getpid()}.json").write_text(json.dumps(self.windows))
+
+
+def is_ours(frame: FrameType) -> bool:
+    """True if a function of the packages runs in the frame, and not the body of a module or class."""
+    return bool(frame.f_code.co_flags & NEWLOCALS) and frame.f_code.co_filename.startswith(PACKAGES)
 
 
 @contextlib.contextmanager
@@ -117,6 +152,8 @@ def store(case: str, crossed: Crossed) -> None:
     value, out = np.ones(1000, np.float32), np.zeros(1000, np.float32)
     kv.init("w", value)
     kv.set_optimizer("sgd", learning_rate=0.1)
+    table = kv.table("rows", dim=4) if case == "table" else None
+    ids, rows = np.arange(100), np.ones((100, 4), np.float32)
     for _ in range(5):
         kv.pushpull("w", value, out=out)
     kv.barrier()
@@ -131,7 +168,13 @@ def store(case: str, crossed: Crossed) -> None:
             with counted(crossed, pids(place)) if first else contextlib.nullcontext():
                 kv.recover()
     else:
-        call = (lambda: kv.push("w", value)) if case == "push" else (lambda: kv.pushpull("w", value, out=out))
+        calls: dict[str, Callable[[], object]] = {
+            "push": lambda: kv.push("w", value),
+            "table": lambda: table.push(ids, rows),  # type: ignore[union-attr]
+            "pushpull": lambda: kv.pushpull("w", value, out=out),
+        }
+        call = calls[case]
+        call()
         if first:
             with counted(crossed, pids(place)):
                 time.sleep(0.2)
@@ -173,24 +216,53 @@ def train(case: str, crossed: Crossed) -> None:
     crossed.write()
 
 
+def walk(name: str) -> tuple[list[tuple[str, dict[str, int]]], set[str]]:
+    """Run a case. Return (who, its functions) for the worker and the servers, and the files that they cross."""
+    case = CASES[name]
+    with tempfile.TemporaryDirectory() as place:
+        run = [sys.executable, "-m", "launch.cli", "run", *case.options.split()]
+        environment = {**os.environ, **case.variables, "CROSSED": place}
+        done = subprocess.run([*run, *JOB, name], cwd=ROOT, env=environment, timeout=120, **TEXT)
+        workers = {path.stem for path in Path(place).glob("*.worker")}
+        walks: list[tuple[str, dict[str, int]]] = []
+        files: set[str] = set()
+        for path in sorted(Path(place).glob("*.json"), key=lambda path: path.stem not in workers):
+            idle, *calls = json.loads(path.read_text())
+            alone = [{function: depth for function, depth in call.items() if function not in idle} for call in calls]
+            shortest = min(alone, key=len) if alone else idle
+            if shortest:
+                walks.append(("worker" if path.stem in workers or not workers else "server", shortest))
+            files |= {function.partition(":")[0] for function in shortest}
+            files |= {LOOP for function in idle if function.startswith(LOOP)}
+    if not files:
+        raise SystemExit(done.stderr[-2000:])
+    return walks, files
+
+
+def lines(functions: Mapping[str, int]) -> Iterator[str]:
+    """Yield a line for each function: its module and name, indented by its depth."""
+    least = min(functions.values())
+    for function, depth in functions.items():
+        file, _, name = function.partition(":")
+        module = file.removesuffix(".py").replace("/", ".").removeprefix("mpips.").removeprefix("store.")
+        yield f"    {'  ' * min(depth - least, 12)}{module}: {name.replace('.<locals>', '')}"
+
+
 def main() -> None:
-    """Run the cases, and print a table."""
-    names = [name for name in sys.argv[1:] if name != "-v"] or list(CASES)
+    """Run the cases, and print a table; or with --page write the page."""
+    names = [name for name in sys.argv[1:] if not name.startswith("-")] or list(CASES)
+    page = [OPENING]
     for name in names:
-        options, words, variables, asked = CASES[name]
-        with tempfile.TemporaryDirectory() as place:
-            run = [sys.executable, "-m", "launch.cli", "run", *options.split()]
-            environment = {**os.environ, **variables, "CROSSED": place}
-            done = subprocess.run([*run, *JOB, name], cwd=ROOT, env=environment, timeout=120, **TEXT)
-            files: set[str] = set()
-            for path in Path(place).glob("*.json"):
-                idle, *calls = [set(window) for window in json.loads(path.read_text())]
-                alone = min((call - idle for call in calls), key=len) if calls else idle
-                files |= {function.partition(":")[0] for function in alone}
-                files |= {LOOP for function in idle if function.startswith(LOOP)}
-        print(f"{words:36} {len(files):3} files, {asked} asked" + ("" if files else f"\n{done.stderr[-2000:]}"))
+        case = CASES[name]
+        walks, files = walk(name)
+        print(f"{case.title:40} {len(files):3} files, at most {case.aim} wanted", flush=True)
+        parts = [f"On the {who}:\n\n" + "\n".join(lines(functions)) + "\n" for who, functions in walks]
         if "-v" in sys.argv:
-            print("".join(f"    {file}\n" for file in sorted(files)))
+            print("\n".join(parts))
+        if name in SHOWN:
+            page.append(f"## {case.title}\n\nIt crosses {len(files)} files.\n\n" + "\n".join(parts))
+    if "--page" in sys.argv:
+        PAGE.write_text("\n".join(page), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What happens to files: flipped bits, and bytes or words of JSON in place of others, by a seed."""
+"""Damage files at random, to test their readers: flip bits, replace bytes, or change values in JSON."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
+# values that a reader of JSON may not expect
 NASTY = (
     None,
     True,
@@ -40,19 +41,19 @@ NASTY = (
     {"schedule": "cosine"},
     {"schedule": []},
 )
+# bytes of memory that Python itself may take while it reads a small file
 MARGIN = 256 << 10
-"""Bytes that Python itself may take in reading a small file."""
 
 
 def flipped(data: bytes, rng: random.Random) -> bytes:
-    """The same with one bit turned."""
+    """Return `data` with one flipped bit."""
     changed = bytearray(data)
     changed[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     return bytes(changed)
 
 
 def torn(data: bytes, rng: random.Random) -> bytes:
-    """The same with some bytes turned, taken out, put in, doubled or moved."""
+    """Return `data` with some bytes changed, removed, inserted or repeated."""
     at, count = rng.randrange(len(data)), 1 + int(rng.expovariate(0.2))
     piece = data[at : at + count]
     return rng.choice(
@@ -69,7 +70,7 @@ def torn(data: bytes, rng: random.Random) -> bytes:
 
 
 def reworded(value: Any, rng: random.Random) -> Any:
-    """JSON data with another value, or none, somewhere in it; words that are JSON themselves are reworded inside."""
+    """Return parsed JSON in which one value, at any depth, is replaced or removed. A string may contain JSON, too."""
     if isinstance(value, (dict, list)) and value and rng.random() < 0.9:
         place = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
         changed = value.copy()
@@ -84,7 +85,7 @@ def reworded(value: Any, rng: random.Random) -> Any:
 
 
 def damaged_json(data: bytes, rng: random.Random) -> bytes:
-    """A file of JSON, torn or reworded, or nested without an end."""
+    """Return the content of a JSON file with damaged bytes, with a changed value, or nested very deeply."""
     if rng.random() < 0.02:
         return b"[" * 100_000
     if rng.random() < 0.3:
@@ -93,7 +94,7 @@ def damaged_json(data: bytes, rng: random.Random) -> bytes:
 
 
 def damaged_tensors(data: bytes, rng: random.Random) -> bytes:
-    """A file of safetensors, torn, or with a header that is reworded or another one."""
+    """Return the content of a safetensors file with damaged bytes or a damaged header."""
     if rng.random() < 0.3:
         return torn(data, rng)
     count = int.from_bytes(data[:8], "little")
@@ -104,8 +105,17 @@ def damaged_tensors(data: bytes, rng: random.Random) -> bytes:
 def refused(
     read: Callable[[], object], limit: int, error: type[Exception] | tuple[type[Exception], ...], always: bool = False
 ) -> str | None:
-    """The sentence with which a file is refused, by this error alone, having taken at most `limit` bytes of memory and
-    a margin; None where it is taken, which may take more unless `always`."""
+    """Read a damaged file, and return the message of the error, or None if the file could be read.
+
+    Asserts that the reader raises no other error, that the message is one line, and that the reader takes at most
+    `limit` bytes of memory plus `MARGIN`. The limit applies if the file is refused or, with `always`, in any case.
+
+    Args:
+        read: Reads the file.
+        limit: Bytes of memory.
+        error: The errors that the reader may raise.
+        always: The limit also applies if the file can be read.
+    """
     tracemalloc.start()
     sentence = None
     try:

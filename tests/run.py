@@ -1,32 +1,35 @@
-"""Runs the tests. The log ends with a line a run, the slowest tests, the failed tests, and `N passed, N failed`.
+"""Run the tests. The log ends with a line for each run, the slowest tests, the failed tests, and `N passed, N failed`.
 
     python -m tests.run [--part quick|core|rest|all] [--stages lint,unit,lab,mpi] [--ranks 1,2,3] [--python PYTHON]...
                         [PYTEST WORDS]
 
-PYTEST WORDS go to pytest: files and folders of tests, `-k`, `-x`. Where they name files, a line is printed for each
-test: as it ends if there is one run, such as `--stages unit` or `--stages mpi --ranks 2`.
+PYTEST WORDS are arguments for pytest: files and folders of tests, `-k`, `-x`. If they name files, a line is printed for
+each test. With a single run, such as `--stages unit` or `--stages mpi --ranks 2`, the line is printed when the test
+ends.
 
-The exit code is 1 if anything failed, 2 if these words mean nothing. `--python` names the interpreters under which the
-MPI tests run, one for each MPI. `--beside COMMAND` runs beside the checkers and must have succeeded before MPI tests
-begin (`make test` makes its second environment so).
+The exit code is 1 if a test or check has failed, and 2 if the arguments are wrong. `--python` names the interpreters
+for the MPI tests, one for each MPI. `--beside COMMAND` runs a command at the same time as the checks. It must have
+succeeded before MPI tests begin: `make test` makes its second environment in this way.
 
-Which tests a part has:
+The parts are:
 
-- `quick` (`make test-quick`): of `core` what needs no MPI, and what users call most.
-- `core` (`make test`): those without a mark.
-- `rest` (`make test-rest`): those marked `slow`, and on MANY ranks and more also those without a mark. Core and rest
+- `quick` (`make test-quick`): those tests of `core` that need no MPI, and those of the calls that users need most.
+- `core` (`make test`): tests without a mark.
+- `rest` (`make test-rest`): tests marked `slow` and, on `MANY` ranks and more, also tests without a mark. Core and rest
   together run each test that is not marked `full`.
-- `all` (`make test-all`): those and the ones marked `full`.
+- `all` (`make test-all`): the same tests, and those marked `full`.
 
-In `core` and `rest` each number of ranks runs under one of the interpreters, in turn: Open MPI on 1, 3 and 7 ranks and
-MPICH on 2 and 4. Each MPI closes, fails and starts jobs in its own way, so each gets faults and interrupts (Open MPI on
-3 ranks, MPICH on 2 and 4) and results on odd and even nodes. Most tests that start jobs, on 1 rank, are of `mpips run`,
-and Open MPI's mpirun leaves more to it. In `all` every number of ranks runs under every interpreter; only tests marked
-`either_mpi` (`tests/mpi/sizes.py`) still run under one of them, in turn, on MANY ranks and more.
+In `core` and `rest` the interpreters take turns: Open MPI runs the tests on 1, 3 and 7 ranks, and MPICH those on 2 and
+4. Each MPI closes, fails and starts jobs in its own way. So both get tests of faults and interrupts (Open MPI on 3
+ranks, MPICH on 2 and 4), and of results on odd and even numbers of ranks. Most tests on 1 rank start jobs by `mpips
+run`. They run with Open MPI, whose mpirun leaves more work to `mpips run`. In `all` every number of ranks runs under
+every interpreter. There is one exception: on `MANY` ranks and more, tests marked `either_mpi` (`tests/mpi/sizes.py`)
+still run under one interpreter.
 
-What needs one core runs two at a time; tests on several ranks run alone. Every run has a hard time limit (`--limit`),
-and so have all together (`--total`). Rank 0 prints; other ranks' output is shown if they fail. `--record FILE` adds the
-results to a file, of which `python -m tests.report FILE` prints the sums, as continuous integration does.
+Runs that need one core run two at a time. Tests on several ranks run alone. There is a hard time limit for each run
+(`--limit`), and for all runs together (`--total`). The output of rank 0 is printed, that of other ranks only if they
+fail. `--record FILE` appends the results to a file, and `python -m tests.report FILE` prints their sums, as continuous
+integration does.
 """
 
 from __future__ import annotations
@@ -51,9 +54,12 @@ from tests.tracked import untracked
 
 STAGES = ("lint", "unit", "lab", "mpi")
 ROOT = Path(__file__).resolve().parent.parent
-LAST_LINES = 6  # of the output of a run that did not come to its end, below all else
-MANY = 4  # ranks
-OTHER_MPI = "TESTS_OTHER_MPI"  # in the environment of tests on so many ranks of which another MPI runs some
+# lines of output to repeat at the end of the log, for a run that has not finished
+LAST_LINES = 6
+# from this number of ranks on, tests marked `either_mpi` run under one MPI only
+MANY = 4
+# the environment variable that tells tests that another MPI runs those marked `either_mpi`
+OTHER_MPI = "TESTS_OTHER_MPI"
 CORE, SLOW, ALL = "not slow and not full and not huge", "slow and not full and not huge", "not huge"
 REST = "not full and not huge"
 QUICK = (
@@ -69,24 +75,27 @@ QUICK = (
 
 
 class Choice(NamedTuple):
-    """Which tests to run: the caller's words for pytest, and the part."""
+    """The tests to run."""
 
+    # the caller's arguments for pytest
     words: tuple[str, ...] = ()
     part: str = "core"
 
     @property
     def named(self) -> bool:
-        """Whether the words name files."""
+        """True if the arguments name files of tests."""
         return any(word.startswith("tests") and (ROOT / word.partition("::")[0]).exists() for word in self.words)
 
     def of(self, *places: str, new: bool = False) -> list[str]:
-        """Words for pytest, of which the last -m counts; these places where the caller names none. `new`: where the
-        core runs no test."""
+        """Return the arguments for pytest. `places` are used if the caller has named no files.
+
+        With `new`, the part `core` runs none of these tests, so the part `rest` runs also those without a mark.
+        """
         marks = {"quick": CORE, "core": CORE, "rest": REST if new else SLOW, "all": ALL}[self.part]
         return ["-m", marks, *self.words, *(() if self.named else places)]
 
     def only(self, words: Sequence[str]) -> Choice:
-        """The same tests in these places alone, or with these words more."""
+        """Return a choice with further arguments for pytest, such as the places of tests."""
         return self._replace(words=(*self.words, *words))
 
 
@@ -94,7 +103,7 @@ Task = Callable[[IO[bytes] | None], Result]
 
 
 class Relayed(BytesIO):
-    """Passes on to `out` what is written to it, and keeps the end of it."""
+    """A stream that passes on what is written to it to `out`, and keeps the last `TAIL` bytes."""
 
     def __init__(self, out: IO[bytes]) -> None:
         super().__init__()
@@ -108,7 +117,7 @@ class Relayed(BytesIO):
 
 
 class Limits:
-    """How long a run may take: `each` seconds, and no longer than what is left of `total` for all."""
+    """The time limits: `each` is the number of seconds for a run, `total` that for all runs together."""
 
     def __init__(self, each: float, total: float) -> None:
         self.each, self.total, self._start = each, total, time.monotonic()
@@ -118,9 +127,10 @@ class Limits:
 
 
 def main() -> int:
-    """Command line; returns the exit code."""
+    """Run the command line, and return the exit code."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        # What nohup, or a shell without job control, has us ignore is ignored by a handler: tests inherit none.
+        # Under nohup, or in a shell without job control, a signal may be ignored. Tests would inherit that, but they do
+        # not inherit handlers. So ignore the signal by a handler.
         signal.signal(number, ignore if signal.getsignal(number) is signal.SIG_IGN else stop)
     parser = argparse.ArgumentParser(
         description="Run the tests.", epilog="All other words go to pytest: files and folders of tests, -k, -x."
@@ -138,7 +148,8 @@ def main() -> int:
     limits, stages = Limits(arguments.limit, arguments.total), arguments.stages
     choice = Choice(tuple(words), arguments.part)
     if choice.named:
-        choice = choice.only(["-vv"])  # a line for each test
+        # Print a line for each test.
+        choice = choice.only(["-vv"])
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         compile_once(folder)
         results = together(checks(stages, arguments.beside, choice, limits))
@@ -154,39 +165,39 @@ def main() -> int:
 
 
 def names(text: str) -> list[str]:
-    """The stages of `--stages`."""
-    found = text.split(",")
-    if not set(found) <= set(STAGES):
+    """Parse the value of `--stages`."""
+    stages = text.split(",")
+    if not set(stages) <= set(STAGES):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of {', '.join(STAGES)}")
-    return found
+    return stages
 
 
 def numbers(text: str) -> list[int]:
-    """The numbers of ranks of `--ranks`."""
-    found = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
-    if 0 in found:
+    """Parse the value of `--ranks`."""
+    counts = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
+    if 0 in counts:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers of ranks from 1 on, such as 1,2,4")
-    return found
+    return counts
 
 
 def compile_once(folder: str) -> None:
-    """Where no bytecode is to lie beside the sources it lies in `folder`, or every rank would compile them again."""
+    """If Python may not write bytecode next to the sources, let it write to `folder`. Then ranks need not compile."""
     if os.environ.pop("PYTHONDONTWRITEBYTECODE", ""):
         os.environ.setdefault("PYTHONPYCACHEPREFIX", folder)
 
 
 def ignore(number: int, frame: object) -> None:
-    """Hears a signal, and goes on."""
+    """Handle a signal by doing nothing."""
 
 
 def stop(number: int, frame: object) -> None:
-    """Ends what was started."""
+    """Handle a signal: end all runs, and exit."""
     child.stop()
     sys.exit(f"ended by {signal.Signals(number).name}")
 
 
 def checks(stages: Sequence[str], beside: str, choice: Choice, limits: Limits) -> list[Task]:
-    """What needs no second core: the environment to be made, checkers, unit and lab tests. The longest come first."""
+    """Return the runs that need one core: the `--beside` command, checks, unit and lab tests. Long ones come first."""
     tasks: list[Task] = []
     if beside:
         tasks.append(lambda out: tool("environment", shlex.split(beside), limits, out))
@@ -202,14 +213,16 @@ def checks(stages: Sequence[str], beside: str, choice: Choice, limits: Limits) -
 
 
 def ruff(*words: str) -> list[str]:
-    """A command of ruff over the project's own files: a program that somebody tries out in the clone is not ours."""
+    """Return a command of ruff for the files that git tracks. Other files in the clone are not ours."""
     outside = [f"--extend-exclude={path}" for path in untracked(ROOT)]
     return [sys.executable, "-m", "ruff", *words, *outside, "."]
 
 
 def parts(stage: str, choice: Choice) -> dict[str, list[str]]:
-    """The runs of a stage that go side by side, a folder each, and the places of their tests. The largest come first:
-    one that begins last is waited for alone."""
+    """Return the runs of a stage that can run at the same time: name -> places of tests.
+
+    There is a run for each folder. The largest come first: a long run that begins last would run alone at the end.
+    """
     folder = ROOT / "tests" / stage
     if choice.named:
         return {stage: []}
@@ -221,12 +234,12 @@ def parts(stage: str, choice: Choice) -> dict[str, list[str]]:
 
 
 def mpi(pythons: Sequence[str], counts: Sequence[int], choice: Choice, limits: Limits) -> list[Result]:
-    """The MPI tests under each interpreter: those on one rank in parts side by side, then one run after the other."""
+    """Run the MPI tests: first those on one rank, two runs at a time, then the others one after another."""
     results = [Result(python, 0, 1, failures=("there is no such Python",)) for python in pythons if not usable(python)]
     pythons = [python for python in pythons if usable(python)]
     every = [(python, count) for python in pythons for count in counts]
     runs = [(python, count) for python, count in every if choice.part == "all" or turn(python, count, pythons, counts)]
-    one: list[Task] = [
+    tasks: list[Task] = [
         lambda out, python=python, name=name, places=places: ranks(  # type: ignore[misc]
             python, 1, choice.only(places), limits, out, part=name
         )
@@ -234,7 +247,7 @@ def mpi(pythons: Sequence[str], counts: Sequence[int], choice: Choice, limits: L
         for name, places in parts("mpi", choice).items()
         if count == 1
     ]
-    results += together(one)
+    results += together(tasks)
     many = [count for count in counts if count >= MANY]
     for python, count in runs:
         if count > 1:
@@ -247,7 +260,7 @@ def mpi(pythons: Sequence[str], counts: Sequence[int], choice: Choice, limits: L
 
 
 def mpi_places(part: str) -> list[str]:
-    """The files or folders of the MPI tests of a part."""
+    """Return the files or folders of the MPI tests of a part."""
     folder = ROOT / "tests" / "mpi"
     if part != "quick":
         return [str(folder.relative_to(ROOT))]
@@ -255,7 +268,7 @@ def mpi_places(part: str) -> list[str]:
 
 
 def turn(python: str, count: int, pythons: Sequence[str], counts: Sequence[int]) -> bool:
-    """Whether it is this interpreter's turn where each of these numbers of ranks has one."""
+    """True if this interpreter runs the tests on `count` ranks. The interpreters take turns over `counts`."""
     return pythons[counts.index(count) % len(pythons)] == python
 
 
@@ -268,7 +281,7 @@ def usable(python: str) -> bool:
 
 
 def together(tasks: Sequence[Task]) -> list[Result]:
-    """Runs tasks of one process each, two at a time on two cores; several show their output as they end."""
+    """Run tasks that need one core each, two at a time. The output of several tasks is printed when each ends."""
     if len(tasks) < 2:
         return [task(None) for task in tasks]
 
@@ -284,7 +297,7 @@ def together(tasks: Sequence[Task]) -> list[Result]:
 
 
 def tool(name: str, argv: list[str], limits: Limits, out: IO[bytes] | None = None) -> Result:
-    """A checker, as one test."""
+    """Run a check such as mypy. It counts as one test."""
     started = time.monotonic()
     title(name, out)
     code = child.run(argv, limits.now(), ROOT, out)
@@ -293,7 +306,7 @@ def tool(name: str, argv: list[str], limits: Limits, out: IO[bytes] | None = Non
 
 
 def alone(name: str, choice: Choice, limits: Limits, out: IO[bytes] | None = None) -> Result:
-    """Tests in one process: unit tests need no MPI, lab tests start it themselves."""
+    """Run tests in one process: unit tests, which need no MPI, or lab tests, which start jobs themselves."""
     title(f"{name} tests", out)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -312,7 +325,17 @@ def ranks(
     environment: Mapping[str, str] = {},
     part: str = "",
 ) -> Result:
-    """The MPI tests on `count` ranks of `python`, under the mpirun that belongs to it."""
+    """Run the MPI tests on `count` ranks of an interpreter, under the mpirun that belongs to it.
+
+    Args:
+        python: The interpreter.
+        count: The number of ranks.
+        choice: The tests.
+        limits: The time limits.
+        out: Where to write the output; None: standard output.
+        environment: Further environment variables of the ranks.
+        part: The name of the part to show in the log, or "".
+    """
     launcher = find(python=python)
     name = f"{NAMES[launcher.flavour]}, {count} rank{'s' if count > 1 else ''}" + (f", {part}" if part else "")
     title(name, out)
@@ -322,15 +345,15 @@ def ranks(
         words = choice.of(*mpi_places(choice.part), new=count >= MANY)
         program = (python, "-m", "tests.rank", folder, str(limit), *words)
         job = Job(count, program, {"OMP_NUM_THREADS": "1", **environment})
-        said = Relayed(out or sys.stdout.buffer)
-        code = child.run(build(launcher, job, this_machine()), limit, ROOT, said)
+        output = Relayed(out or sys.stdout.buffer)
+        code = child.run(build(launcher, job, this_machine()), limit, ROOT, output)
         result = counted(name, Path(folder, "0.xml"), code, time.monotonic() - started)
         where = unfinished(Path(folder))
         if where and not result.failed:
             result = result._replace(failed=1)
         if result.failed:
             show(Path(folder), out)
-        last = [line for line in said.tail.decode(errors="replace").splitlines() if line.strip("=- ")][-LAST_LINES:]
+        last = [line for line in output.tail.decode(errors="replace").splitlines() if line.strip("=- ")][-LAST_LINES:]
         return result._replace(failures=(*result.failures, *where, *(f"  {line}" for line in last if where)))
 
 

@@ -1,4 +1,4 @@
-"""Another user of this machine, for tests of what one may not do: root alone can be one."""
+"""Run code as another user of this machine, to test what other users may not do. Only root can do this."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-STRANGER = 54321  # an id that nobody has
+# a user id that nobody has
+STRANGER = 54321
 BECOME = f"""
 import json, os, select, signal, socket, subprocess, sys, time
 os.setgroups([])
@@ -19,8 +20,10 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 
 def stranger(code: str, *words: str) -> subprocess.Popen[str]:
-    """Start Python `code` with these words as another user. It can import nothing more, as Python may be out of its
-    reach."""
+    """Start a Python program as another user.
+
+    The program must not import further modules, because that user may not be allowed to read the files of Python.
+    """
     command = [sys.executable, "-I", "-c", BECOME + code, *words]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, cwd="/")

@@ -1,17 +1,19 @@
-"""See that bars and arrows of a timeline hold together."""
+"""Check that the bars and arrows of a timeline are consistent."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from typing import Any
 
+# Kinds of bars that an arrow connects, in their order. If a pull begins after the sum, it has no bar "receive".
 WAYS = [[push, "sum", read] for push, read in (("push", "receive"), ("push", "pull"), ("pushpull", "receive"))]
-"""Kinds of bars that arrows join. A pull that begins when all is summed has no part that it waits in."""
 
 
 def read_flows(trace: dict[str, Any]) -> list[list[str]]:
-    """See that the bars of a row do not cross, and that each arrow goes from bar to bar, forward in time but for the
-    clocks' errors. Returns the kinds of bars that each arrow joins."""
+    """Check a trace, and return the kinds of bars that each arrow connects.
+
+    Bars of a row must not cross. Each arrow must go from bar to bar, forward in time up to the error of the clocks.
+    """
     rows, arrows = defaultdict(list), defaultdict(list)
     for event in trace["traceEvents"]:
         if event["ph"] == "X":
@@ -34,7 +36,7 @@ def read_flows(trace: dict[str, Any]) -> list[list[str]]:
         for event in events:
             at, row = event["ts"], rows[event["pid"], event["tid"]]
             around = [bar for bar in row if bar[0] - 1e-3 <= at <= bar[1] + 1e-3 and bar[2] != "compute"]
-            bars.append(min(around, key=lambda bar: bar[1] - bar[0]))  # IndexError: the arrow ends nowhere
+            bars.append(min(around, key=lambda bar: bar[1] - bar[0]))
         assert bars[0][0] <= bars[1][0] + slack, "the sum has begun before its push"
         assert bars[1][0] <= bars[-1][0] + slack, "what was read was not summed yet"
         joined.append([bar[2] for bar in bars])

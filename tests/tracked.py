@@ -1,4 +1,4 @@
-"""The files of the project, without what somebody has saved beside them: a program of README's, notes, a new module."""
+"""List the files that belong to the project, and not other files that a developer has saved in the clone."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 
 
 def tracked(folder: Path, pattern: str = "*.py") -> list[Path]:
-    """Files below a folder that git tracks, in order; all of them where git tracks none, as in an sdist."""
-    if known := list_files(folder):
-        return sorted(path for path in known if path.match(pattern) and path.is_file())
+    """Return the files below a folder that git tracks, sorted. Without git, as in an sdist, return all files."""
+    if files := list_files(folder):
+        return sorted(path for path in files if path.match(pattern) and path.is_file())
     return sorted(path for path in folder.rglob(pattern) if path.is_file())
 
 
 def untracked(folder: Path) -> list[Path]:
-    """Python files below a folder that git neither tracks nor ignores."""
+    """Return the Python files below a folder that git neither tracks nor ignores."""
     return [path for path in list_files(folder, "--others", "--exclude-standard") if path.suffix == ".py"]
 
 
-def list_files(folder: Path, *words: str) -> list[Path]:
-    """What `git ls-files` lists. Empty without git, outside a repository, and in one of another user."""
-    git = ["git", "-C", str(folder), "ls-files", "-z", *words]
+def list_files(folder: Path, *options: str) -> list[Path]:
+    """Return the files that `git ls-files` lists. Empty without git, or if git refuses to read the folder."""
+    git = ["git", "-C", str(folder), "ls-files", "-z", *options]
     try:
         listed = subprocess.run(git, capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):

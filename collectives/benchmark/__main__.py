@@ -20,10 +20,18 @@ from mpi4py import MPI
 
 from mpips.collectives import api
 from mpips.collectives.benchmark import report
-from mpips.collectives.benchmark.case import FLOOR_SHARE, GLOO_KINDS, MPI_NAME, OPS, Candidate, Case, why_no_gloo
+from mpips.collectives.benchmark.case import (
+    FLOOR_SHARE,
+    GLOO_KINDS,
+    MPI_NAME,
+    OPS,
+    BenchmarkCase,
+    Candidate,
+    why_no_gloo,
+)
 from mpips.collectives.benchmark.harness import measure, ping_pong
 from mpips.collectives.benchmark.report import OverlapRow, Row
-from mpips.collectives.call import REDUCING, operation
+from mpips.collectives.call import REDUCING, find_reduction
 from mpips.collectives.machine import check_memory, count_local_ranks
 from mpips.collectives.plan import plan as compiled
 from mpips.collectives.schedule import catalog
@@ -59,13 +67,22 @@ PARAMETERS: tuple[click.Parameter, ...] = (
         ["--sizes"], default="1KiB:64MiB", show_default=True, help="A list of sizes and of ranges MIN:MAX[:FACTOR]."
     ),
     click.Option(
-        ["--algorithms"], default="auto", show_default=True, help="A list, as auto,native,one_shot,gloo,ring."
+        ["--algorithms"], default="auto", show_default=True, help="A list such as auto,native,one_shot,gloo,ring."
     ),
     click.Option(
-        ["--arrays"], default="ordinary,empty", show_default=True, help="NumPy's (ordinary) or collectives.empty's."
+        ["--arrays"],
+        default="ordinary,empty",
+        show_default=True,
+        help="Arrays of NumPy (ordinary), of collectives.empty, or both.",
     ),
-    click.Option(["--dtype"], default="float32", show_default=True, help="Of the elements, a NumPy name or bfloat16."),
-    click.Option(["--op"], type=click.Choice(tuple(OPS)), default="sum", show_default=True, help="Of what reduces."),
+    click.Option(["--dtype"], default="float32", show_default=True, help="Element type: a NumPy name or bfloat16."),
+    click.Option(
+        ["--op"],
+        type=click.Choice(tuple(OPS)),
+        default="sum",
+        show_default=True,
+        help="Reduction, if the collective reduces.",
+    ),
     click.Option(["--seconds"], default=1.0, type=Seconds(), show_default=True, help="Time to spend on each size."),
     click.Option(["--check", "checked"], is_flag=True, help="Count wrong elements; exit 1 if there are any."),
     click.Option(["--json", "json_path"], type=OutFile(), help="Write the rows as JSON."),
@@ -108,7 +125,7 @@ def run(
         with show_progress(title, len(cases), comm.rank == 0) as begin:
             for n, algorithm, array in cases:
                 begin(f"{show_bytes(n * wanted.dtype.itemsize)}, {algorithm}, {array}")
-                x = Case("allreduce", "sum", wanted.dtype, n, comm).arrays(array)[0]
+                x = BenchmarkCase("allreduce", "sum", wanted.dtype, n, comm).arrays(array)[0]
                 hidden.append(measure_overlap(comm, algorithm, x, array, seconds))
         if comm.rank == 0:
             report.print_overlap(hidden, title)
@@ -124,7 +141,7 @@ def run(
                 row = partial(Row.measured, "pt2pt", wanted.dtype, "none", comm.size, n, native=timings["blocking"])
                 rows += [row(name, "ordinary", timing) for name, timing in timings.items()]
             else:
-                case = Case(collective, op, wanted.dtype, n, comm)
+                case = BenchmarkCase(collective, op, wanted.dtype, n, comm)
                 rows += _collective(case, wanted.algorithms, wanted.arrays, seconds, checked)
     if comm.rank == 0:
         report.print_table(rows, title)
@@ -138,7 +155,9 @@ def run(
         leave(1)
 
 
-def _collective(case: Case, algorithms: list[str], arrays: list[str], seconds: float, checked: bool) -> list[Row]:
+def _collective(
+    case: BenchmarkCase, algorithms: list[str], arrays: list[str], seconds: float, checked: bool
+) -> list[Row]:
     """Measure one size. Return a row for MPI's best call, and one for every algorithm with every kind of array."""
     native = case.mpi()
     chosen = list(_candidates(case, algorithms, arrays))
@@ -158,7 +177,7 @@ def _collective(case: Case, algorithms: list[str], arrays: list[str], seconds: f
     return rows
 
 
-def _candidates(case: Case, algorithms: list[str], arrays: list[str]) -> Iterable[Candidate]:
+def _candidates(case: BenchmarkCase, algorithms: list[str], arrays: list[str]) -> Iterable[Candidate]:
     for algorithm in algorithms:
         if algorithm == "gloo":
             reason = why_no_gloo(case.kind, case.dtype)
@@ -238,7 +257,7 @@ for _name, _measures in CASES.items():
     )
 
 
-class BenchmarkWords(NamedTuple):
+class BenchmarkOptions(NamedTuple):
     """The options of the command line, parsed and checked."""
 
     dtype: np.dtype[Any]
@@ -249,7 +268,7 @@ class BenchmarkWords(NamedTuple):
 
 def check(
     ranks: int, *, collective: str, sizes: str, algorithms: str, arrays: str, dtype: str, op: str, **_: Any
-) -> BenchmarkWords:
+) -> BenchmarkOptions:
     """Parse and check the options for a number of ranks. Does not start MPI.
 
     Raises:
@@ -258,30 +277,30 @@ def check(
     try:
         element = _element(dtype)
         if collective in (*REDUCING, "iallreduce"):
-            operation(op, element)
+            find_reduction(op, element)
         counts = parse_counts(sizes, element.itemsize, element.name)
     except (TypeError, ValueError) as error:
         raise click.UsageError(str(error)) from None
     largest = max(counts) * element.itemsize
     kinds, names = split_words(arrays), split_words(algorithms)
     if unknown := [kind for kind in kinds if kind not in ARRAYS]:
-        raise click.UsageError(f"--arrays {unknown[0]!r} is none of {', '.join(ARRAYS)}")
+        raise click.UsageError(f"--arrays {unknown[0]!r} is unknown: choose from {', '.join(ARRAYS)}")
     if not kinds or not names:
-        raise click.UsageError(f"--{'algorithms' if kinds else 'arrays'} names none")
+        raise click.UsageError(f"--{'algorithms' if kinds else 'arrays'} is empty")
     if collective == "iallreduce" and ranks < 2:
-        raise click.UsageError("an allreduce beside compute needs two ranks: --ranks 2")
+        raise click.UsageError("overlap with compute needs two ranks: use --ranks 2")
     if collective == "pt2pt":
         if ranks < 2:
-            raise click.UsageError("a ping-pong needs two ranks: --ranks 2")
+            raise click.UsageError("a ping-pong needs two ranks: use --ranks 2")
         _fits(sizes, largest, 1)
-        return BenchmarkWords(element, counts, [], [])
+        return BenchmarkOptions(element, counts, [], [])
     for name in names:
         if reason := _refusal(collective, name, ranks):
             raise click.UsageError(f"--algorithms {name}: {reason}")
     # The number of arrays that are as large as the larger buffer: one or two for each kind, and two for the bare copy.
     arrays_of_all = 2 + len(set(kinds)) * (2 if collective in ("reduce", "alltoall") else 1)
     _fits(sizes, largest, 1 if collective == "iallreduce" else arrays_of_all)
-    return BenchmarkWords(element, counts, names, kinds)
+    return BenchmarkOptions(element, counts, names, kinds)
 
 
 def _fits(sizes: str, largest: int, arrays: int) -> None:
@@ -301,7 +320,8 @@ def _refusal(collective: str, algorithm: str, ranks: int) -> str | None:
         return str(error)
     if name not in catalog.names(kind):
         choices = [other for other in others if other != "gloo" or kind in GLOO_KINDS]
-        return f"{name!r} is no algorithm for {collective}: choose one of {', '.join([*choices, *catalog.names(kind)])}"
+        known = ", ".join([*choices, *catalog.names(kind)])
+        return f"{name!r} is not an algorithm for {collective}: choose one of {known}"
     # The number of ranks on a node becomes known only in the job.
     if name == "hierarchical" and "local" not in parameters:
         return None
@@ -320,7 +340,7 @@ def _element(dtype: str) -> np.dtype[Any]:
     except TypeError:
         element = np.dtype(object)
     if element.kind not in "biufc":
-        raise ValueError(f"--dtype {dtype!r} is no type of numbers, such as float32, float16, bfloat16, float64, int32")
+        raise ValueError(f"--dtype {dtype!r} is not a number type such as float32, float16, bfloat16, float64, int32")
     return element
 
 

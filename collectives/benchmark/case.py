@@ -64,7 +64,7 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchmarkCase:
     """A collective over the ranks of `comm`, whose larger buffer has `n` elements of `dtype`."""
 
     kind: str
@@ -203,7 +203,7 @@ def expected(kind: str, op: str, rank: int, p: int, n: int, dtype: np.dtype[Any]
         p: The number of ranks.
         n: The number of elements of the larger buffer.
         dtype: The type of the elements.
-        bounds: The bounds of the ranks' blocks (`Case.bounds`).
+        bounds: The bounds of the ranks' blocks (`BenchmarkCase.bounds`).
     """
     own = slice(bounds[rank], bounds[rank + 1])
     if kind == "allgather":
@@ -250,7 +250,7 @@ def _exact_limit(dtype: np.dtype[Any]) -> int:
 OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
 GLOO_KINDS = ("allreduce", "broadcast")
 GLOO_ATTEMPTS = 3
-# limit for a collective, and for rank 0's wait for the others to join
+# limit for a collective, and for rank 0's wait for the other ranks to join
 GLOO_SECONDS = 60.0
 
 RivalCall = Callable[[], object]
@@ -283,8 +283,8 @@ def mpi_calls(
         "allgather": (comm.Allgatherv, comm.Iallgatherv, (own, all_blocks)),
     }
     if kind == "alltoall":
-        mine = [blocks[comm.rank]] * comm.size
-        arguments: tuple[Any, ...] = ((source, (blocks, None)), (out, (mine, None)))
+        own_counts = [blocks[comm.rank]] * comm.size
+        arguments: tuple[Any, ...] = ((source, (blocks, None)), (out, (own_counts, None)))
         calls["alltoall"] = (comm.Alltoallv, comm.Ialltoallv, arguments)
     blocking, nonblocking, arguments = calls[kind]
     return [lambda: blocking(*arguments), lambda: nonblocking(*arguments).Wait()]

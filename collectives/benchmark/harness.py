@@ -1,94 +1,152 @@
-"""Time several callables in alternation, so that they can be compared within one run: short calls, or long steps.
+"""Time calls in alternation, so that they can be compared within one run, and fit alpha and beta to their times.
 
-`measure` is for short calls that all ranks make. A sample is the mean time of a call in a short batch, on the slowest
-rank. In every round each candidate runs one batch, after a barrier. Each round has a new random order, because the data
-that a candidate leaves in the caches affects the next one.
+In every round each call runs one batch, which all ranks begin together. A batch is long compared with the differences
+in time at which ranks begin it, and with its first call, which finds another call's data in the caches. Each round has
+a new random order, so that no call always follows the same other one. Slow changes in the speed of the machine affect
+all calls alike.
 
-`compare_steps` is for long steps, which run on all ranks or only on rank 0. Each contender's turn lasts a fraction of a
-second, so slow changes in the speed of the machine affect all contenders alike.
+Calls may be as short as a microsecond or as long as a second, and may run on all ranks or only on some.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from mpi4py import MPI
+from numpy.typing import NDArray
 
 from mpips.collectives.kernels import engine
+from mpips.collectives.simulator.cost import LinkCost, fit
 
-# The duration of a batch. It is long compared with the differences in time at which ranks leave a barrier, and with the
-# first call of a batch, which finds the previous candidate's data in the caches.
+# A batch lasts at least this long, unless it has MOST_CALLS calls.
 BATCH_SECONDS = 2e-3
-WARM_CALLS = 10
+MOST_CALLS = 4096
+WARM_CALLS = 3
 # longest wait for the compilation of kernels that the calls have requested
 SETTLE_SECONDS = 60.0
-LEAST_SAMPLES = 5
-MOST_SAMPLES = 200
+LEAST_ROUNDS, MOST_ROUNDS = 5, 200
+# how often a rank without a part in a call looks whether the others have ended it
+LOOK_SECONDS = 5e-4
+
+# a call to time; its result is ignored
+TimedCall: TypeAlias = Callable[[], object]
 
 
 class Timing(NamedTuple):
-    """The seconds of one call: fastest sample, median and 99th percentile; and the number of samples."""
+    """The seconds of a call: for each round the mean over the calls of its batch, on the slowest rank."""
 
-    least: float
-    median: float
-    p99: float
-    samples: int
+    rounds: NDArray[np.float64]
+
+    @property
+    def least(self) -> float:
+        return float(self.rounds.min())
+
+    @property
+    def median(self) -> float:
+        return float(np.median(self.rounds))
+
+    @property
+    def p99(self) -> float:
+        """The 99th percentile."""
+        return float(np.percentile(self.rounds, 99))
 
 
-def measure(comm: MPI.Comm, candidates: Sequence[Callable[[], object]], budget_s: float) -> list[Timing]:
-    """Time candidates in alternation. Collective and blocking, for about `budget_s` seconds in all.
+def measure(
+    comm: MPI.Comm, calls: Sequence[TimedCall | None], seconds: float, rounds: int | None = None, settle: bool = True
+) -> list[Timing]:
+    """Time calls in alternation. Collective and blocking, for about `seconds` in all.
 
-    Return the timing of each candidate, the same on every rank.
+    Args:
+        comm: The ranks.
+        calls: The calls, in the same order on all ranks. A rank that has no part in a call gives None, and sleeps while
+            the other ranks make it, so that they have its core.
+        seconds: The time to spend.
+        rounds: The number of rounds; their batches share the time. Default: batches of `BATCH_SECONDS`, and as many
+            rounds as the time allows, at least `LEAST_ROUNDS` and at most `MOST_ROUNDS`.
+        settle: First wait until the kernels that the calls need are compiled.
+
+    Returns:
+        The timing of each call, the same on every rank.
     """
-    if not candidates:
+    if not calls:
         return []
-    batch = [_batch(comm, run) for run in candidates]
-    cost = sum(seconds * calls for seconds, calls in batch)
-    rounds = int(min(MOST_SAMPLES, max(LEAST_SAMPLES, budget_s / max(cost, 1e-9))))
-    local = np.zeros((len(candidates), rounds))
+    share = 0.0 if rounds is None else seconds / rounds / len(calls)
+    for call in calls:
+        _sample(comm, call, WARM_CALLS)
+    if settle:
+        engine.settle(SETTLE_SECONDS)
+    batches = [_batch(comm, call, share) for call in calls]
+    if rounds is None:
+        cost = sum(each * count for each, count in batches)
+        rounds = int(min(MOST_ROUNDS, max(LEAST_ROUNDS, seconds / max(cost, 1e-9))))
+    samples = np.zeros((len(calls), rounds))
     # seeded, because all ranks must draw the same orders
     orders = np.random.default_rng(0)
     for turn in range(rounds):
-        for which in orders.permutation(len(candidates)):
-            local[which, turn] = _sample(comm, candidates[which], batch[which][1])
-    slowest = np.empty_like(local)
-    comm.Allreduce(local, slowest, op=MPI.MAX)
-    return [Timing(row.min(), float(np.median(row)), float(np.percentile(row, 99)), rounds) for row in slowest]
+        for which in orders.permutation(len(calls)):
+            samples[which, turn] = _sample(comm, calls[which], batches[which][1])
+    comm.Allreduce(MPI.IN_PLACE, samples, op=MPI.MAX)
+    return [Timing(row) for row in samples]
 
 
-def _batch(comm: MPI.Comm, run: Callable[[], object]) -> tuple[float, int]:
-    """Warm a candidate up. Return the seconds of a call and the number of calls in a batch, the same on all ranks."""
-    for _ in range(WARM_CALLS):
-        run()
-    engine.settle(SETTLE_SECONDS)
-    calls = 1
+def measure_costs(comm: MPI.Comm, calls: Mapping[int, TimedCall], seconds: float = 0.0) -> LinkCost:
+    """Time calls that differ in their number of bytes, and fit alpha and beta to the medians. Collective and blocking.
+
+    The calls use the kernels that are compiled by now, because a training step should not wait for a compilation.
+
+    Args:
+        comm: The ranks.
+        calls: The number of bytes -> the call. At least two.
+        seconds: The time to spend. Default: as little as possible.
+    """
+    timings = measure(comm, list(calls.values()), seconds, settle=False)
+    return fit([(nbytes, timing.median) for nbytes, timing in zip(calls, timings, strict=True)])
+
+
+def _batch(comm: MPI.Comm, call: TimedCall | None, share: float) -> tuple[float, int]:
+    """Return the seconds of a call, and the number of calls in a batch, the same on all ranks.
+
+    `share` is the time that the batch should take if it is longer than `BATCH_SECONDS`.
+    """
+    count = 1
     while True:
-        seconds = np.array([_sample(comm, run, calls)])
+        seconds = np.array([_sample(comm, call, count)])
         comm.Allreduce(MPI.IN_PLACE, seconds, op=MPI.MAX)
-        if seconds[0] * calls >= BATCH_SECONDS or calls >= 4096:
-            return float(seconds[0]), calls
-        calls *= 2
+        if seconds[0] * count >= BATCH_SECONDS or count >= MOST_CALLS:
+            return float(seconds[0]), max(count, int(share / max(seconds[0], 1e-9)))
+        count *= 2
 
 
-def _sample(comm: MPI.Comm, run: Callable[[], object], calls: int) -> float:
-    comm.Barrier()
+def _sample(comm: MPI.Comm, call: TimedCall | None, count: int) -> float:
+    """Return this rank's mean seconds of a call over `count` calls, which all ranks begin together."""
+    _meet(comm, asleep=call is None)
     start = time.perf_counter()
-    for _ in range(calls):
-        run()
-    return (time.perf_counter() - start) / calls
+    if call is not None:
+        for _ in range(count):
+            call()
+    spent = time.perf_counter() - start
+    _meet(comm, asleep=call is None)
+    return spent / count
 
 
-def ping_pong(comm: MPI.Comm, x: np.ndarray[Any, Any], budget_s: float, other: int = 1) -> dict[str, Timing]:
-    """Time messages between rank 0 and rank `other`. Collective and blocking; all remaining ranks only wait.
+def _meet(comm: MPI.Comm, asleep: bool) -> None:
+    """Wait for all ranks. A rank that waits `asleep` leaves its core to ranks that compute."""
+    request = comm.Ibarrier()
+    while asleep and not request.Test():
+        time.sleep(LOOK_SECONDS)
+    request.Wait()
+
+
+def ping_pong(comm: MPI.Comm, x: NDArray[Any], seconds: float, other: int = 1) -> dict[str, Timing]:
+    """Time messages between rank 0 and rank `other`. Collective and blocking; all other ranks sleep.
 
     Args:
         comm: The ranks.
         x: The message. It is overwritten by the message that comes back.
-        budget_s: The seconds to spend.
+        seconds: The time to spend.
         other: The partner of rank 0.
 
     Returns:
@@ -99,95 +157,30 @@ def ping_pong(comm: MPI.Comm, x: np.ndarray[Any, Any], budget_s: float, other: i
     """
     if comm.size < 2:
         raise ValueError("a point-to-point case needs two ranks: start it with --ranks 2")
-    here, plays = comm.rank, comm.rank in (0, other)
-    partner = (other - here) if plays else MPI.PROC_NULL
-    send, receive = comm.Send_init(x, partner), comm.Recv_init(x, partner)
-    first, second = (send, receive) if here == 0 else (receive, send)
+    calls: dict[str, TimedCall | None] = {"blocking": None, "persistent": None}
+    requests: list[MPI.Prequest] = []
+    if comm.rank in (0, other):
+        partner = other - comm.rank
+        requests = [comm.Send_init(x, partner), comm.Recv_init(x, partner)]
+        moves: list[Callable[..., object]] = [comm.Send, comm.Recv]
+        if comm.rank == other:
+            # This rank receives first.
+            requests.reverse()
+            moves.reverse()
 
-    def blocking() -> None:
-        if here == 0:
-            comm.Send(x, other)
-            comm.Recv(x, other)
-        elif here == other:
-            comm.Recv(x, 0)
-            comm.Send(x, 0)
+        def blocking() -> None:
+            for move in moves:
+                move(x, partner)
 
-    def persistent() -> None:
-        if plays:
-            for request in (first, second):
+        def persistent() -> None:
+            for request in requests:
                 request.Start()
                 request.Wait()
 
+        calls = {"blocking": blocking, "persistent": persistent}
     try:
-        timings = measure(comm, [blocking, persistent], budget_s)
+        timings = measure(comm, list(calls.values()), seconds)
     finally:
-        send.Free()
-        receive.Free()
-    half = [Timing(t.least / 2, t.median / 2, t.p99 / 2, t.samples) for t in timings]
-    return {"blocking": half[0], "persistent": half[1]}
-
-
-class Contender(NamedTuple):
-    """A step to time. If `everyone` is False, only rank 0 runs the step, while the other ranks sleep."""
-
-    name: str
-    step: Callable[[], object]
-    everyone: bool
-
-
-def take_turns(turns: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, np.ndarray]:
-    """Call every function of `turns` once in each of `rounds` rounds, in reverse order in every other round.
-
-    Each function returns a number of seconds. Return for each name the array of these numbers, one per round.
-    """
-    times: dict[str, list[float]] = {name: [] for name in turns}
-    for number in range(rounds):
-        for name in list(turns)[:: -1 if number % 2 else 1]:
-            times[name].append(turns[name]())
-    return {name: np.array(values) for name, values in times.items()}
-
-
-def time_call(step: Callable[[], object]) -> float:
-    """Return the seconds that one call takes."""
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
-
-
-def compare_steps(contenders: list[Contender], comm: MPI.Comm, seconds: float, rounds: int) -> dict[str, np.ndarray]:
-    """Time the steps of contenders in alternation. Collective and blocking, for about `seconds` in all.
-
-    Return for each contender the mean seconds per step in each of `rounds` rounds, on the slowest rank of that round.
-    """
-    share = seconds / rounds / len(contenders)
-    steps = {each.name: _count_steps(each, comm, share) for each in contenders}
-    times = take_turns({each.name: partial(_time_steps, each, comm, steps[each.name]) for each in contenders}, rounds)
-    return {name: values / steps[name] for name, values in times.items()}
-
-
-def _count_steps(each: Contender, comm: MPI.Comm, seconds: float) -> int:
-    """Warm a contender up, and return the number of its steps that take about `seconds`, the same on all ranks."""
-    _time_steps(each, comm, 3)
-    count = np.array([max(1, int(3 * seconds / _time_steps(each, comm, 3)))], np.int64)
-    comm.Bcast(count)
-    return int(count[0])
-
-
-def _time_steps(each: Contender, comm: MPI.Comm, steps: int) -> float:
-    """Return the seconds that `steps` steps take on the slowest rank."""
-    _meet(comm)
-    start = time.perf_counter()
-    if each.everyone or comm.rank == 0:
-        for _ in range(steps):
-            each.step()
-    spent, everybody = np.array([time.perf_counter() - start]), np.empty(comm.size)
-    _meet(comm)
-    comm.Allgather(spent, everybody)
-    return float(everybody.max())
-
-
-def _meet(comm: MPI.Comm) -> None:
-    """Wait for all ranks. Waiting ranks sleep, and so leave the cores to the ranks that compute."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(0.0005)
+        for request in requests:
+            request.Free()
+    return {name: Timing(timing.rounds / 2) for name, timing in zip(calls, timings)}

@@ -150,8 +150,8 @@ def machine() -> dict[str, Any]:
 
 
 COLUMNS = (
-    "algbw: size / p50. busbw: algbw x the share of it that a link carries. vs MPI: the MPI's p50 / ours. "
-    "/ floor: p50 over the bare copies' time."
+    "algbw: size / p50. busbw: algbw x the share of it that a link carries. vs MPI: MPI's p50 / ours. "
+    "/ floor: p50 / time of bare copies."
 )
 
 
@@ -185,7 +185,10 @@ def print_table(rows: Sequence[Row], title: str) -> None:
 
 def print_overlap(rows: Sequence[OverlapRow], title: str) -> None:
     """Print rows as a table on standard output."""
-    caption = "overall: compute and the call together. pure comm.: the call alone. overlap: its share that compute hid."
+    caption = (
+        "overall: compute and the call together. pure comm.: the call alone. "
+        "overlap: the share of the call that compute hides."
+    )
     table = Table(title=title, caption=caption)
     for name in ("size", "algorithm", "array", "overall us", "compute us", "pure comm. us", "overlap %"):
         table.add_column(name, justify="left" if name in ("algorithm", "array") else "right")

@@ -45,8 +45,8 @@ SEGMENT_BYTES = 4 << 30
 COPY_PERIOD = 4 << 30
 # how much memory of freed arrays a segment keeps
 IDLE_BYTES = 512 << 20
-# While touching pages, a rank checks the free memory again and again. This many bytes may be touched between two checks
-# by all ranks of a node together; a single rank's step is never smaller than the second number.
+# While touching pages, a rank checks the free memory again and again. Between two checks, all ranks of a node together
+# may touch SEEN_BYTES; each rank may touch its share of that, but at least LEAST_SEEN_BYTES.
 SEEN_BYTES = 64 << 20
 LEAST_SEEN_BYTES = 8 << 20
 # If memfd is denied, files for arrays that grow go into a folder with at least this much room.
@@ -82,14 +82,14 @@ class _FreeList:
     """The free intervals of a segment. Takes the smallest that fits, and merges adjacent ones.
 
     Ctrl-C may come in the middle of `take` or `give`, and leave the index of free intervals inconsistent. Then the
-    index is built anew from `_taken`, which changes in a single step.
+    index is rebuilt from `_taken`, which changes in a single step.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
         # start -> length of the intervals in use
         self._taken: dict[int, int] = {}
-        self._mend()
+        self._rebuild()
 
     def take(self, nbytes: int) -> int | None:
         try:
@@ -98,7 +98,7 @@ class _FreeList:
                 self._taken[start] = nbytes
             return start
         except BaseException:
-            self._mend()
+            self._rebuild()
             raise
 
     def give(self, start: int, nbytes: int) -> None:
@@ -106,11 +106,11 @@ class _FreeList:
             del self._taken[start]
             self._join(start, start + nbytes)
         except BaseException:
-            self._mend()
+            self._rebuild()
             raise
 
-    def _mend(self) -> None:
-        """Build the index of free intervals anew."""
+    def _rebuild(self) -> None:
+        """Rebuild the index of free intervals."""
         self._by_size: list[tuple[int, int]] = []
         self._end_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
@@ -152,7 +152,12 @@ class _FreeList:
 
 
 class _Segment:
-    """A memory file of this process, mapped as a whole. `nbytes`: the size of the first array to be put into it."""
+    """A memory file of this process, mapped completely.
+
+    Args:
+        size: The length of the file.
+        nbytes: The size of the first array that will be put into it.
+    """
 
     def __init__(self, size: int, nbytes: int) -> None:
         self.fd = open_memory(nbytes)
@@ -165,7 +170,7 @@ class _Segment:
             os.close(self.fd)
             raise
         self.inode = os.fstat(self.fd).st_ino
-        self.map = _map(self.fd, size)
+        self.map = _map_file(self.fd, size)
         self.base = np.frombuffer(self.map, np.uint8).ctypes.data
         self.size = size
         self.free = _FreeList(size)
@@ -187,7 +192,7 @@ class _Segment:
             self._remove(offset, nbytes)
             self.free.give(offset, nbytes)
             if isinstance(error, OSError):
-                raise _no_memory(nbytes, error) from error
+                raise _memory_error(nbytes, error) from error
             raise
         finally:
             self.idle = max(0, self.idle - nbytes)
@@ -207,18 +212,18 @@ class _Segment:
         """
         if nbytes - self.idle <= self._sure:
             self._sure -= max(0, nbytes - self.idle)
-            _populate(self.map, offset, nbytes)
+            _touch_pages(self.map, offset, nbytes)
             return
         step = max(LEAST_SEEN_BYTES, SEEN_BYTES // count_local_ranks())
-        # allowance for what other ranks touch between this rank's look and its step
+        # an allowance for pages that other ranks touch between this rank's look and its step
         others = min(SEEN_BYTES, nbytes // 8)
         idle, end, self._sure = self.idle, offset + nbytes, 0
         while offset < end:
             needed, free = end - offset - idle + others, free_room(self.fd)
             if needed > free:
-                raise _lacks(free)
+                raise _out_of_memory(free)
             length = min(step, end - offset)
-            _populate(self.map, offset, length)
+            _touch_pages(self.map, offset, length)
             offset, idle = offset + length, max(0, idle - length)
         self._sure = min(step, free - needed)
 
@@ -238,20 +243,20 @@ class _Segment:
                 self.map.madvise(_MADV_REMOVE, start, end - start)
 
 
-def _no_memory(nbytes: int, error: OSError) -> MemoryError:
+def _memory_error(nbytes: int, error: OSError) -> MemoryError:
     # These come from machine.open_memory, whose sentence says what to do.
     if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
         return of_caller(MemoryError(f"no memory for {nbytes} bytes of node-shared array: {error.strerror}"))
-    cure = f"ask for less, or give the job fewer ranks on a node{_limit_of_addresses()}"
-    cure = _limit_of_files(error) or cure
+    cure = f"ask for less, or give the job fewer ranks on a node{_advice_on_ulimit_v()}"
+    cure = _advice_on_ulimit_f(error) or cure
     return of_caller(MemoryError(f"no memory for {nbytes} bytes of node-shared array ({error.strerror}): {cure}"))
 
 
-def _lacks(free: int) -> OSError:
+def _out_of_memory(free: int) -> OSError:
     return OSError(errno.ENOMEM, f"{max(0, free) / 2**20:,.0f} MiB are free here")
 
 
-def _limit_of_files(error: OSError) -> str:
+def _advice_on_ulimit_f(error: OSError) -> str:
     """Return advice about `ulimit -f` if it has caused this error, or "". The limit also applies to memory files."""
     if error.errno != errno.EFBIG:
         return ""
@@ -259,7 +264,7 @@ def _limit_of_files(error: OSError) -> str:
     return f"raise ulimit -f, which is {most / 2**20:,.1f} MiB here and bounds memory that ranks share, too"
 
 
-def _limit_of_addresses() -> str:
+def _advice_on_ulimit_v() -> str:
     """Return advice about `ulimit -v` if it is set, or "". It counts all mapped addresses, used or not."""
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     return "" if most == resource.RLIM_INFINITY else f", or raise ulimit -v, which is {most / 2**30:.1f} GiB here"
@@ -275,7 +280,7 @@ class _Arena:
         # Segments smaller than this are not used for new arrays; see `in_one_segment`.
         self.least = 0
         self._lock = threading.Lock()
-        # freed arrays that `_drain` is still to take back
+        # freed arrays whose memory `_drain` has not taken back yet
         self._released: collections.deque[tuple[_Segment, int, int]] = collections.deque()
 
     def allocate(self, nbytes: int) -> tuple[_Segment, int]:
@@ -290,11 +295,11 @@ class _Arena:
             # Check this before a segment is made for an array that will not fit.
             free = free_memory() + free_swap()
             if nbytes > free:
-                raise _no_memory(nbytes, _lacks(free))
+                raise _memory_error(nbytes, _out_of_memory(free))
             try:
                 segment = _Segment(segment_bytes(max(nbytes, self.least), len(self.segments)), nbytes)
             except OSError as error:
-                raise _no_memory(nbytes, error) from error
+                raise _memory_error(nbytes, error) from error
             index = bisect.bisect(self.bases, segment.base)
             self.bases.insert(index, segment.base)
             self.segments.insert(index, segment)
@@ -355,7 +360,7 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32, comm: MPI
             denies shared memory. No memory was taken.
         ValueError, TypeError: The shape or dtype is bad, as in `numpy.empty`, or the dtype holds Python objects.
     """
-    dimensions, dtype = _dimensions(shape), _type(dtype)
+    dimensions, dtype = _parse_shape(shape), _parse_dtype(dtype)
     if comm is not None and comm.Get_size() == 1:
         return np.empty(dimensions, dtype)
     nbytes = max(ALIGNMENT, -(-math.prod(dimensions) * dtype.itemsize // ALIGNMENT) * ALIGNMENT)
@@ -373,24 +378,24 @@ def in_one_segment() -> None:
     _arena.least = max(SEGMENT_BYTES, os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE)
 
 
-def _dimensions(shape: Any) -> tuple[int, ...]:
+def _parse_shape(shape: Any) -> tuple[int, ...]:
     """Return a shape as a tuple. Raise NumPy's error, with what to do, if it is not a shape."""
     try:
         return np.broadcast_shapes(shape)
     except (TypeError, ValueError) as error:
         cure = "pass a number of elements of at least 0, or a tuple of such"
-        raise of_caller(type(error)(f"shape={shape!r} is no shape ({error}): {cure}")) from None
+        raise of_caller(type(error)(f"shape={shape!r} is not a shape ({error}): {cure}")) from None
 
 
-def _type(dtype: DTypeLike) -> np.dtype[Any]:
+def _parse_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     cure = "pass a numeric type, such as numpy.float32"
     try:
-        found = np.dtype(dtype)
+        parsed = np.dtype(dtype)
     except (TypeError, ValueError) as error:
-        raise of_caller(type(error)(f"dtype={dtype!r} is no type of NumPy's ({error}): {cure}")) from None
-    if found.hasobject:
-        raise of_caller(TypeError(f"dtype={found} holds Python objects, which other processes cannot read: {cure}"))
-    return found
+        raise of_caller(type(error)(f"dtype={dtype!r} is not a NumPy type ({error}): {cure}")) from None
+    if parsed.hasobject:
+        raise of_caller(TypeError(f"dtype={parsed} holds Python objects, which other processes cannot read: {cure}"))
+    return parsed
 
 
 def locate(array: NDArray[Any]) -> Region | None:
@@ -421,7 +426,7 @@ def attach(region: Region) -> NDArray[np.uint8]:
         raise CollectiveError(f"{region} reaches past the end of its segment of {whole.nbytes} bytes")
     if region.nbytes and region.pid != os.getpid():
         with contextlib.suppress(OSError):
-            _populate(whole.base.obj, region.offset, region.nbytes)  # type: ignore[union-attr]
+            _touch_pages(whole.base.obj, region.offset, region.nbytes)  # type: ignore[union-attr]
     return part
 
 
@@ -430,24 +435,24 @@ def segment(region: Region) -> NDArray[np.uint8]:
     key = region[:3]
     whole = _attached.get(key)
     if whole is None:
-        whole = _attached[key] = _open(region)
+        whole = _attached[key] = _map_segment(region)
     return whole
 
 
-def _open(region: Region) -> NDArray[np.uint8]:
-    fd = _descriptor(region)
+def _map_segment(region: Region) -> NDArray[np.uint8]:
+    fd = _open_file(region)
     try:
         nbytes = os.fstat(fd).st_size
-        return np.frombuffer(_map(fd, nbytes), np.uint8)
+        return np.frombuffer(_map_file(fd, nbytes), np.uint8)
     except OSError as error:
         size = f"{nbytes / 2**30:.1f} GiB of memory of process {region.pid}"
-        cure = f"give the job fewer ranks on a node{_limit_of_addresses()}"
+        cure = f"give the job fewer ranks on a node{_advice_on_ulimit_v()}"
         raise CollectiveError(f"cannot map {size} ({error.strerror}): {cure}") from error
     finally:
         os.close(fd)
 
 
-def _descriptor(region: Region) -> int:
+def _open_file(region: Region) -> int:
     """Open the file of a region. Raise CollectiveError if it cannot be opened, or is another file by now."""
     path = f"/proc/{region.pid}/fd/{region.fd}"
     try:
@@ -481,14 +486,14 @@ class SparseFile:
         try:
             self._fd = _open_sparse() if fd is None else fd
         except OSError as error:
-            raise _no_memory(0, error) from error
+            raise _memory_error(0, error) from error
         weakref.finalize(self, os.close, self._fd)
         self._inode = os.fstat(self._fd).st_ino
 
     @classmethod
     def opened(cls, region: Region) -> SparseFile:
         """Open the file of another process. Raises CollectiveError if that process or file cannot be reached."""
-        return cls(_descriptor(region))
+        return cls(_open_file(region))
 
     @property
     def region(self) -> Region:
@@ -514,10 +519,10 @@ class SparseFile:
             array = self.view(offset, shape, dtype)
         except (OSError, OverflowError) as error:
             why = getattr(error, "strerror", None) or str(error)
-            limit = _limit_of_files(error) if isinstance(error, OSError) else ""
-            cure = limit or f"make fewer or smaller arrays{_limit_of_addresses()}"
-            said = f"no addresses for an array of {nbytes} bytes that grows ({why}): {cure}"
-            raise of_caller(MemoryError(said)) from error
+            limit = _advice_on_ulimit_f(error) if isinstance(error, OSError) else ""
+            cure = limit or f"make fewer or smaller arrays{_advice_on_ulimit_v()}"
+            sentence = f"no addresses for an array of {nbytes} bytes that grows ({why}): {cure}"
+            raise of_caller(MemoryError(sentence)) from error
         mapping = array.base
         assert isinstance(mapping, mmap.mmap)
         weakref.finalize(array, mapping.madvise, _MADV_REMOVE).atexit = False
@@ -529,7 +534,7 @@ class SparseFile:
         return np.ndarray(shape, dtype, buffer=mmap.mmap(self._fd, nbytes, offset=offset))
 
 
-def _map(fd: int, size: int) -> mmap.mmap:
+def _map_file(fd: int, size: int) -> mmap.mmap:
     mapping = mmap.mmap(fd, size)
     # Without huge pages everything works, but slower.
     with contextlib.suppress(OSError):
@@ -537,7 +542,7 @@ def _map(fd: int, size: int) -> mmap.mmap:
     return mapping
 
 
-def _populate(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
+def _touch_pages(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
     """Touch the pages without changing them."""
     start = offset // mmap.PAGESIZE * mmap.PAGESIZE
     end = -(-(offset + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE

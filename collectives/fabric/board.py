@@ -1,10 +1,10 @@
-"""The board of a node: shared memory through which its ranks meet, and learn that one of them has failed.
+"""The board of a node: shared memory through which its ranks meet, and learn when one of them has failed.
 
 An operation starts when all ranks have *entered* it. A row in shared memory has one 8-byte word for each rank. A rank
 enters by storing its word: the number of the operation << 32 | a token that stands for its call and its arrays. All
 ranks have entered when all words of the row have that number. If a rank sees a token that it does not know, it reads
-the token's descriptor and compares the calls. Within an operation, ranks meet again after each *phase*. The steps of an
-operation:
+the token's descriptor and compares the calls. An operation may have several *phases*; the ranks meet again after each.
+The steps of an operation:
 
     publish   write everything that other ranks will read: a vector in a slot, a descriptor
     meet      store one word to `entries`, then read the row until it is complete
@@ -15,11 +15,12 @@ operation:
 A flag and a message tell all ranks of the node that one has failed (`Poison`; between nodes: `network.control`). The
 first rank to fail writes both, and every wait checks the flag. A file lock makes sure that later failures do not
 overwrite the first message; the kernel releases the lock if its holder dies. If a rank dies without writing anything,
-the others notice that its process has ended (`Peers`).
+the other ranks notice that its process has ended (`Peers`).
 
 A rank can enter operation i + 2 only after all ranks have entered i + 1. So two rows and two slots, used in turn, are
-enough. This module does not use MPI, so that the tests can run it with simulated words that switch to another rank at
-each access, in every order.
+enough. Methods named by a participle (`met`, `followed`, `agreed`, `carried_out`) are generators that yield whenever
+they have to wait; `meet` and `follow` do the same, but block. This module does not use MPI, so that the tests can run
+it with simulated words that switch to another rank at each access, in every order.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpips.collectives.clock import Clock
-from mpips.collectives.errors import KINDS, CollectiveError, kind_of
+from mpips.collectives.errors import KINDS, CollectiveError, kind_index
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.arena import Region
 from mpips.collectives.fabric.layout import (
@@ -50,10 +51,10 @@ from mpips.collectives.fabric.layout import (
     ArrayPlace,
     Descriptor,
     Descriptors,
-    NodeMemory,
+    NodeAreas,
 )
 from mpips.collectives.fabric.process_memory import OutOfReach
-from mpips.collectives.fabric.wait import NAP_AFTER_ON_NODE, Limits, drive, until
+from mpips.collectives.fabric.wait import NAP_AFTER_ON_NODE, Limits, drive, wait_until
 from mpips.collectives.recorder.own import Marks
 from mpips.collectives.recorder.ring import WORD
 
@@ -102,7 +103,7 @@ class Poison:
                 text = sentence.encode(errors="replace")[: POISON_BYTES - TEXT_AT]
                 self._memory[TEXT_AT : TEXT_AT + len(text)] = np.frombuffer(text, np.uint8)
                 self.flag[1] = len(text)
-                self.flag[0] = 1 + kind_of(error)
+                self.flag[0] = 1 + kind_index(error)
             return self._error()
 
     def error(self) -> CollectiveError:
@@ -124,35 +125,37 @@ class Poison:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
 
-class Ending:
-    """Ends a generation once.
+class GenerationEnd:
+    """The end of a generation, which happens only once.
 
-    `tell` tells the other ranks of an error. It returns the error that all ranks raise, which is that of the first rank
-    to fail.
+    Args:
+        tell: Sends an error to the other ranks, and returns the error that all ranks raise. That is the error of the
+            rank that failed first.
     """
 
     def __init__(self, tell: Callable[[CollectiveError], CollectiveError]) -> None:
         self._tell = tell
         # the error that every call raises once the generation has ended, or None
-        self.over: CollectiveError | None = None
+        self.error: CollectiveError | None = None
 
-    def end(self, told: CollectiveError) -> CollectiveError:
+    def end(self, error: CollectiveError) -> CollectiveError:
         """End the generation unless it has ended already. Return the error that all ranks raise.
 
-        If Ctrl-C interrupts this, the other ranks are told all the same before KeyboardInterrupt is raised.
+        If Ctrl-C interrupts this, `tell` is called again, so that the other ranks learn of the error before
+        KeyboardInterrupt is raised.
         """
-        if self.over is None:
-            self.over = told
+        if self.error is None:
+            self.error = error
             try:
-                self.over = self._tell(told)
+                self.error = self._tell(error)
             except KeyboardInterrupt:
-                self.over = self._tell(told)
+                self.error = self._tell(error)
                 raise
-        return self.over
+        return self.error
 
 
 class Peers:
-    """Finds out which processes of this node have ended."""
+    """The processes of a node's ranks: tells which of them have ended."""
 
     # process -> its pidfd, for all generations, so that each process takes up a single file descriptor
     _known: dict[int, int] = {}  # noqa: RUF012
@@ -160,7 +163,7 @@ class Peers:
     def __init__(self, pids: Sequence[int]) -> None:
         self._pids = pids
 
-    def ended(self, rank: int) -> bool:
+    def has_ended(self, rank: int) -> bool:
         """True if the rank's process has ended. False if this system cannot tell."""
         pid = self._pids[rank]
         fd = self._known.get(pid)
@@ -184,7 +187,7 @@ class Board:
 
     nap_after = NAP_AFTER_ON_NODE
 
-    def __init__(self, memory: NodeMemory, names: Sequence[int], limits: Limits) -> None:
+    def __init__(self, memory: NodeAreas, names: Sequence[int], limits: Limits) -> None:
         self.memory = memory
         self.rank = memory.rank
         self.size = memory.size
@@ -204,11 +207,11 @@ class Board:
         self.number = 0
         # phases that this rank has finished, over all operations
         self.phase = 0
-        # `lent` is the last operation for which this rank has lent its arrays to others. They have finished with the
-        # arrays when they have signalled phase `last_phase`.
+        # `lent` is the last operation for which this rank has lent its arrays to other ranks. Those have finished with
+        # the arrays once they have signalled phase `last_phase`.
         self.last_phase = 0
         self.lent = 0
-        # Fast paths may begin only with a descriptor that was put after this one; see `hold`.
+        # Fast paths may begin only with a descriptor that was put after this one; see `hold_fast_paths`.
         self.spent = -DESCRIPTORS
         self.spins = SPINS_SHARED if memory.crowded else SPINS_ALONE
         # A fast path reads a row this often before it enters the wait loop. After `spins` reads it yields its core
@@ -220,19 +223,19 @@ class Board:
         # when to look at the other processes again
         self._due = 0.0
         self._peers = Peers(memory.pids)
-        # A function that raises if the enclosing generation has ended. `look` and `hear` call it.
-        self.beyond: Callable[[float], None] | None = None
+        # raises if the enclosing generation has ended; see `Communicator.set_enclosing_look`
+        self.enclosing_look: Callable[[float], None] | None = None
 
     def publish(
-        self, descriptor: Descriptor, many: NDArray[np.int64] | None = None, place: ArrayPlace | None = None
+        self, descriptor: Descriptor, all_places: NDArray[np.int64] | None = None, place: ArrayPlace | None = None
     ) -> int:
         """Put a descriptor into this rank's area and return its token. See `Descriptors.publish`."""
-        token = self.descriptors.publish(descriptor, many, place)
+        token = self.descriptors.publish(descriptor, all_places, place)
         self.marks.name(token, descriptor.text)
-        self.hold(self._held)
+        self.hold_fast_paths(self._held)
         return token
 
-    def hold(self, held: bool) -> None:
+    def hold_fast_paths(self, held: bool) -> None:
         """Forbid operations to begin by a fast path, or permit it again.
 
         While they are forbidden, `spent` is sys.maxsize, which is above the number of every descriptor, so all fast
@@ -265,7 +268,7 @@ class Board:
 
         Fast paths call this when `looks` reads were not enough. `what` names the call in errors.
         """
-        drive(until(self._complete), self, what)
+        drive(wait_until(self._complete), self, what)
         return int.from_bytes(row, ORDER) == wanted
 
     def tokens(self) -> tuple[int, ...]:
@@ -276,9 +279,9 @@ class Board:
         """Return the descriptors of all ranks. Raise MismatchError, the same on all ranks, if their calls differ."""
         if OUT_TOKEN in tokens:
             raise self.poison.error()
-        found = [self.descriptors.read(rank, token, _attach) for rank, token in enumerate(tokens)]
-        self.descriptors.compare(found)
-        return found
+        descriptors = [self.descriptors.read(rank, token, _attach) for rank, token in enumerate(tokens)]
+        self.descriptors.compare(descriptors)
+        return descriptors
 
     def agreed(self, text: str) -> Iterator[None]:
         """Raise MismatchError on every rank unless all pass the same text. Yields whenever it has to wait."""
@@ -308,7 +311,7 @@ class Board:
     def carried_out(self, steps: Iterator[None]) -> Iterator[None]:
         """Run the steps of an operation over messages, after the ranks have met for it on this board.
 
-        At the end it writes to the board that this rank is done, so that the others can tell which ranks are late.
+        At the end it writes to the board that this rank is done, so that other ranks can tell which ranks are late.
         """
         self._carrying = True
         yield from steps
@@ -320,15 +323,18 @@ class Board:
         return [self.names[rank] for rank in self._late()]
 
     def look(self, waited: float) -> None:
-        """Raise if the generation has ended, or a rank for which this one waits has died or left."""
+        """Raise if the generation has ended, or if a rank for which this one waits has died or left.
+
+        `waited`: seconds since the wait began. `look` is cheap, so a wait may call it often.
+        """
         if self.poison.flag[0] and self._late():
             raise self.poison.error()
-        if self.beyond is not None and self._late():
-            self.beyond(waited)
+        if self.enclosing_look is not None and self._late():
+            self.enclosing_look(waited)
         if (now := time.monotonic()) < self._due:
             return
         self._due = now + LOOK_AT_PEERS_SECONDS
-        ended = [rank for rank in self._late() if self.memory.words[rank][LEFT] or self._peers.ended(rank)]
+        ended = [rank for rank in self._late() if self.memory.words[rank][LEFT] or self._peers.has_ended(rank)]
         # Check again that the rank is late, because of this race:
         # 1. This rank computes the list of late ranks. Rank 1 is in it.
         # 2. Rank 1 writes its word, leaves, and ends.
@@ -337,20 +343,20 @@ class Board:
             how = DEPARTURES[self.memory.words[ended[0]][LEFT]]
             raise CollectiveError(f"rank {self.names[ended[0]]} is needed, and {how}")
 
-    def hear(self, waited: float = 0.0) -> None:
-        """Raise if the generation has ended, or if a process of the node has died without leaving.
+    def look_at_all(self, waited: float = 0.0) -> None:
+        """Raise if the generation has ended, or if any process of the node has died without leaving.
 
-        For a rank that is waiting for something else than a word on this board, or not waiting at all.
+        For a rank that does not wait for a word on this board. `look` checks only the ranks for which it waits.
         """
         if self.poison.flag[0]:
             raise self.poison.error()
-        if self.beyond is not None:
-            self.beyond(waited)
+        if self.enclosing_look is not None:
+            self.enclosing_look(waited)
         if (now := time.monotonic()) < self._due:
             return
         self._due = now + LOOK_AT_PEERS_SECONDS
         for rank in range(self.size):
-            if not self.memory.words[rank][LEFT] and self._peers.ended(rank):
+            if not self.memory.words[rank][LEFT] and self._peers.has_ended(rank):
                 raise CollectiveError(f"rank {self.names[rank]} is needed, and {DEPARTURES[0]}")
 
     def end(self, error: BaseException, sentence: str) -> CollectiveError:
@@ -358,15 +364,15 @@ class Board:
 
         Blocks until no other rank accesses this rank's arrays, but at most for LEAVING_SECONDS.
         """
-        told = self.poison.spread(error, sentence)
-        self.hold(True)
-        said = max(row[self.rank] for row in self.progress)
-        lending = self.lent == self.number and said < self.last_phase
-        # If the row is complete, and this rank has done its phase with lent arrays or has lent none, the other ranks
-        # have all they need for this operation. Then let them complete it.
+        shared_error = self.poison.spread(error, sentence)
+        self.hold_fast_paths(True)
+        last_signal = max(row[self.rank] for row in self.progress)
+        lending = self.lent == self.number and last_signal < self.last_phase
+        # The other ranks have all that they need for this operation if the row is complete, and this rank has lent no
+        # arrays or has already done its phase with them. Then let them complete it.
         if lending or not self._complete():
             self.entries[self.number & 1][self.rank] = OUT
-        # OUT is greater than any phase, so others see that this rank touches their arrays no more.
+        # OUT is greater than any phase: other ranks see that this rank does not touch their arrays any more.
         self.progress[self.phase + 1 & 1][self.rank] = OUT
         if self.fence is not None:
             self.fence()
@@ -374,9 +380,9 @@ class Board:
         clock = Clock()
         while self._touching() and clock.seconds() < LEAVING_SECONDS:
             sched_yield()
-        return told
+        return shared_error
 
-    def shared(self, number: int) -> bool:
+    def all_entered(self, number: int) -> bool:
         """True if all ranks have entered operation `number` with the same call, and none left before all had entered.
 
         `number` must be the operation that this rank entered last; for any other number the result is False.
@@ -386,10 +392,10 @@ class Board:
         except CollectiveError:
             return False
 
-    def ended(self) -> dict[int, str]:
+    def gone_ranks(self) -> dict[int, str]:
         """Return the ranks of this node that have left or died: name -> how, in words."""
         words = self.memory.words
-        gone = [rank for rank in range(self.size) if words[rank][LEFT] or self._peers.ended(rank)]
+        gone = [rank for rank in range(self.size) if words[rank][LEFT] or self._peers.has_ended(rank)]
         return {self.names[rank]: DEPARTURES[words[rank][LEFT]] for rank in gone}
 
     def leave(self, how: int = PROGRAM_ENDED) -> None:
@@ -411,8 +417,8 @@ class Board:
     def _touching(self) -> bool:
         """True if another rank may still touch this rank's arrays.
 
-        Ranks touch lent arrays only after all have entered. This rank's word is OUT by now. So if a rank has not
-        entered yet, no rank will ever see a complete row.
+        Ranks touch lent arrays only once they have seen that all ranks have entered. This rank's word is OUT by now. So
+        if another rank has not entered yet, nobody will ever see a complete row.
         """
         if self.lent != self.number:
             return False
@@ -420,13 +426,14 @@ class Board:
         words = {rank: self.entries[self.number & 1][rank] for rank in others}
         if any(word != OUT and word >> 32 != self.number for word in words.values()):
             return False
+        ended = self._peers.has_ended
         return any(
-            word != OUT and max(row[rank] for row in self.progress) < self.last_phase and not self._peers.ended(rank)
+            word != OUT and max(row[rank] for row in self.progress) < self.last_phase and not ended(rank)
             for rank, word in words.items()
         )
 
 
-def unreachable(board: Board, error: OutOfReach) -> str:
+def describe_unreachable(board: Board, error: OutOfReach) -> str:
     """Return the error message for the case that this rank could not reach the memory of another process."""
     other = board.names[board.memory.pids.index(error.pid)]
     why = os.strerror(error.errno)

@@ -1,9 +1,9 @@
-"""Deaths of ranks: how MPI reports them, and how ranks make communicators while any of them may die.
+"""Deaths of ranks: how MPI reports them, and how ranks make communicators although any rank may die meanwhile.
 
-Only an MPI with ULFM tells of deaths: Open MPI under `mpirun --with-ft ulfm`. There the death of a process does not end
+Only an MPI with ULFM reports deaths: Open MPI under `mpirun --with-ft ulfm`. There the death of a process does not end
 the job. A message to or from a dead rank raises MPI.Exception, and so does a probe for messages of any source until the
 death is acknowledged. A collective may raise on some ranks and wait for ever on others, until a rank revokes the
-communicator (`Making`).
+communicator (`CommCreationGuard`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from mpips.collectives.clock import Clock
 
 C = TypeVar("C", bound=MPI.Comm)
 WATCH_SECONDS = 4e-3
-# how long it takes a rank at most to give up making a communicator after its parent was revoked
+# After the parent of a communicator was revoked, a rank that is still making the communicator gives up within this
+# time.
 MAKING_SECONDS = 0.02
-# how long after an error to wait for MPI to tell of the death that may have caused it
+# how long after an error to wait for MPI to report the death that may have caused it
 DEATH_SECONDS = 1.0
 # Open MPI's mpirun sets this variable if it is asked to let other processes live after a death.
 ENABLED = "OMPI_MCA_mpi_ft_enable"
@@ -31,85 +32,85 @@ _DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 
 
 @cache
-def able() -> bool:
-    """True if the MPI of this job tells of deaths, and other processes survive them."""
+def survives_deaths() -> bool:
+    """True if the MPI of this job reports deaths, and the other processes survive them."""
     return os.environ.get(ENABLED, "").lower() in ("1", "true") and "Open MPI" in MPI.Get_library_version()
 
 
-def failed(comm: MPI.Comm) -> list[int]:
-    """Return the ranks of a communicator that MPI here knows to be dead. Does not block."""
-    if not able():
+def dead_ranks(comm: MPI.Comm) -> list[int]:
+    """Return the ranks of a communicator that this process' MPI knows to be dead. Does not block."""
+    if not survives_deaths():
         return []
     group = comm.Get_failed()
     if not group.Get_size():
         return []
     everybody = comm.Get_group()
-    found = group.Translate_ranks(None, everybody)
+    translated = group.Translate_ranks(None, everybody)
     group.Free()
     everybody.Free()
-    return sorted(int(rank) for rank in found)
+    return sorted(int(rank) for rank in translated)
 
 
-def deaths(comm: MPI.Comm) -> list[int]:
+def find_deaths(comm: MPI.Comm) -> list[int]:
     """Return the dead ranks after an error that a death may have caused, or an empty list.
 
     MPI may report the death a little later than the error. So this function waits for the report, for at most
     DEATH_SECONDS.
     """
     clock = Clock()
-    while not (found := failed(comm)) and clock.seconds() < DEATH_SECONDS:
+    while not (dead := dead_ranks(comm)) and clock.seconds() < DEATH_SECONDS:
         # MPI makes progress only within calls.
         MPI.COMM_SELF.Iprobe()
         time.sleep(1e-3)
-    return found
+    return dead
 
 
 def is_death(error: BaseException) -> bool:
     """True if MPI raised this error because a process has ended."""
-    return isinstance(error, MPI.Exception) and able() and error.Get_error_class() in _DEATHS
+    return isinstance(error, MPI.Exception) and survives_deaths() and error.Get_error_class() in _DEATHS
 
 
-class Making:
+class CommCreationGuard:
     """A context in which ranks make communicators from `comm`, although any of them may die meanwhile.
 
-    As soon as a rank has died, or `break_off` is called, `comm` and every communicator made in the context are revoked.
+    As soon as a rank has died, or `revoke_all` is called, `comm` and all communicators made in the context are revoked.
     Ranks that wait on one of these communicators then raise MPI.Exception. A thread watches for deaths, so the context
     needs MPI_THREAD_MULTIPLE. A process can be in only one such context at a time.
     """
 
     # the context that this process is in
-    present: Making | None = None
+    present: CommCreationGuard | None = None
 
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm = comm
         # `comm`, and all communicators that were made from it
         self._made = [comm]
-        # True once they are revoked
+        # True once all of these are revoked
         self.broken = False
         self._lock = threading.Lock()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mpips deaths", daemon=True)
 
-    def __enter__(self) -> Making:
-        Making.present = self
+    def __enter__(self) -> CommCreationGuard:
+        CommCreationGuard.present = self
         self._thread.start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self.break_off()
+            self.revoke_all()
         self._over.set()
         self._thread.join()
-        Making.present = None
+        CommCreationGuard.present = None
 
     def add(self, comm: MPI.Comm) -> None:
-        """Note a new communicator, so that it is revoked with the others."""
+        """Add a new communicator to those that will be revoked."""
         with self._lock:
             self._made.append(comm)
             if self.broken:
                 _revoke(comm)
 
-    def break_off(self) -> None:
+    def revoke_all(self) -> None:
         """Revoke all communicators, so that no rank waits on one of them any more."""
         with self._lock:
             if not self.broken:
@@ -117,26 +118,26 @@ class Making:
                 *earlier, last = self._made
                 for comm in reversed(earlier):
                     _revoke(comm)
-                # Open MPI crashes if the last communicator is revoked while another rank is still making it. After its
-                # parent was revoked, that rank gives up within MAKING_SECONDS.
+                # Open MPI crashes if the last communicator is revoked while another rank is still making it. So first
+                # revoke its parents: then a rank that is still making it gives up within MAKING_SECONDS.
                 if earlier:
                     time.sleep(MAKING_SECONDS)
                 _revoke(last)
 
     def _watch(self) -> None:
         while not self._over.wait(WATCH_SECONDS):
-            if failed(self._comm):
-                self.break_off()
+            if dead_ranks(self._comm):
+                self.revoke_all()
                 return
 
 
-def made(comm: C) -> C:
-    """Return a communicator that has just been made. In a `Making` context it will be revoked with the others.
+def guard_comm(comm: C) -> C:
+    """Add a new communicator to the present `CommCreationGuard`, if there is one. Return the communicator.
 
     Code that may run in such a context passes every new communicator through this.
     """
-    if Making.present is not None:
-        Making.present.add(comm)
+    if CommCreationGuard.present is not None:
+        CommCreationGuard.present.add(comm)
     return comm
 
 

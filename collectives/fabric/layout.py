@@ -1,4 +1,4 @@
-"""Layout of a node's shared memory: each rank has an area that the others read; descriptors of calls and arrays.
+"""Layout of a node's shared memory: an area of each rank, which the other ranks read; descriptors of calls and arrays.
 
 The area of a rank holds
 
@@ -25,14 +25,15 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from mpips.collectives.errors import CollectiveError, MismatchError, ranks
+from mpips.collectives.agreement import describe_calls
+from mpips.collectives.errors import CollectiveError, MismatchError
 from mpips.collectives.recorder.ring import WORD
 
 POISON_BYTES = 4096
@@ -45,10 +46,9 @@ DESCRIPTOR_BYTES = 1024
 HEAD_WORDS = 16
 HEAD_BYTES = HEAD_WORDS * 8
 TEXT_BYTES = DESCRIPTOR_BYTES - HEAD_BYTES
-# After this token they start again at 1. It is a multiple of DESCRIPTORS, so each token keeps its place in the area.
+# After this token, tokens start again at 1. It is a multiple of DESCRIPTORS, so each token keeps its place in the area.
 # Higher numbers are never tokens.
 LAST_TOKEN = (1 << 32) - DESCRIPTORS
-DIFFERENT = "the ranks call different collectives, and must call the same"
 # words of the places of x and out
 PLACE_WORDS = 12
 
@@ -82,9 +82,9 @@ class Descriptor(NamedTuple):
 
 
 class Descriptors:
-    """The descriptors of all ranks of the node. This rank writes its own and reads those of the others.
+    """The descriptors of all ranks of the node. This rank writes its own and reads those of the other ranks.
 
-    `names`: the numbers by which sentences name the node's ranks.
+    `names`: the number under which error messages show each rank of the node.
     """
 
     def __init__(self, areas: Sequence[NDArray[np.uint8]], rank: int, names: Sequence[int]) -> None:
@@ -95,36 +95,36 @@ class Descriptors:
         self.put = 0
         # (rank, token) -> descriptor
         self._known: dict[tuple[int, int], Descriptor] = {}
-        # token -> places, which must stay in memory as long as the descriptor is readable
+        # token -> the places of a call of several arrays; kept in memory as long as the descriptor is readable
         self._many: dict[int, NDArray[np.int64]] = {}
 
     def publish(
-        self, descriptor: Descriptor, many: NDArray[np.int64] | None = None, place: ArrayPlace | None = None
+        self, descriptor: Descriptor, all_places: NDArray[np.int64] | None = None, place: ArrayPlace | None = None
     ) -> int:
         """Write a descriptor into this rank's area and return its token.
 
         Args:
-            many: The places of the arrays in shared memory, if there is more than one array: they do not fit into the
-                area.
-            place: Where other ranks find `many`.
+            all_places: For a call of several arrays, an array in shared memory with the places of all of them: they do
+                not fit into the descriptor. None for a call of one array.
+            place: Where other ranks find `all_places`.
         """
         token = self.put % LAST_TOKEN + 1
         self.put += 1
         whole = descriptor.text.encode()
         raw = whole[:TEXT_BYTES]
         descriptor = descriptor._replace(text=raw.decode(errors="replace"), digest=digest(whole))
-        words = np.zeros(HEAD_WORDS, np.uint64)
-        words[:4] = token, descriptor.digest, len(raw), len(descriptor.places)
-        if many is not None:
-            words[4:10] = place or ArrayPlace()
+        head = np.zeros(HEAD_WORDS, np.uint64)
+        head[:4] = token, descriptor.digest, len(raw), len(descriptor.places)
+        if all_places is not None:
+            head[4:10] = place or ArrayPlace()
         elif descriptor.places:
-            words[4:16] = np.array(descriptor.places[0], np.uint64).ravel()
+            head[4:16] = np.array(descriptor.places[0], np.uint64).ravel()
         area, at = self._areas[self._rank], token % DESCRIPTORS * DESCRIPTOR_BYTES
-        area[at : at + HEAD_BYTES] = words.view(np.uint8)
+        area[at : at + HEAD_BYTES] = head.view(np.uint8)
         area[at + HEAD_BYTES : at + HEAD_BYTES + len(raw)] = np.frombuffer(raw, np.uint8)
         self._many.pop(self._before(token), None)
-        if many is not None:
-            self._many[token] = many
+        if all_places is not None:
+            self._many[token] = all_places
         self._keep(self._rank, token, descriptor)
         return token
 
@@ -140,22 +140,22 @@ class Descriptors:
         known = self._known.get((rank, token))
         if known is None:
             area, at = self._areas[rank], token % DESCRIPTORS * DESCRIPTOR_BYTES
-            words = area[at : at + HEAD_BYTES].view(np.uint64).tolist()
-            if words[0] != token:
+            head = area[at : at + HEAD_BYTES].view(np.uint64).tolist()
+            if head[0] != token:
                 raise CollectiveError(f"the descriptor of rank {self.names[rank]} has been overwritten")
-            text = bytes(area[at + HEAD_BYTES : at + HEAD_BYTES + words[2]]).decode(errors="replace")
-            places = words[4:16] if words[3] == 1 else []
-            if words[3] > 1:
-                places = attach(ArrayPlace(*words[4:10])).view(np.int64).tolist()
-            known = Descriptor(text, _pairs(places), words[1])
+            text = bytes(area[at + HEAD_BYTES : at + HEAD_BYTES + head[2]]).decode(errors="replace")
+            places = head[4:16] if head[3] == 1 else []
+            if head[3] > 1:
+                places = attach(ArrayPlace(*head[4:10])).view(np.int64).tolist()
+            known = Descriptor(text, _pairs(places), head[1])
             self._keep(rank, token, known)
         return known
 
     def compare(self, descriptors: Sequence[Descriptor]) -> None:
         """Raise MismatchError, the same on all ranks, unless all descriptors are of the same call."""
         if any(descriptor.digest != descriptors[0].digest for descriptor in descriptors):
-            texts = {name: descriptor.text for name, descriptor in zip(self.names, descriptors)}
-            raise MismatchError(disagreement(texts))
+            texts = [descriptor.text for descriptor in descriptors]
+            raise MismatchError(describe_calls(dict(zip(self.names, texts))))
 
     def _keep(self, rank: int, token: int, descriptor: Descriptor) -> None:
         self._known[rank, token] = descriptor
@@ -167,24 +167,14 @@ class Descriptors:
         return (token - 1 - DESCRIPTORS) % LAST_TOKEN + 1
 
 
-def _pairs(words: Sequence[int]) -> tuple[tuple[ArrayPlace, ArrayPlace], ...]:
-    starts = range(0, len(words), PLACE_WORDS)
-    return tuple((ArrayPlace(*words[at : at + 6]), ArrayPlace(*words[at + 6 : at + 12])) for at in starts)
+def _pairs(numbers: Sequence[int]) -> tuple[tuple[ArrayPlace, ArrayPlace], ...]:
+    starts = range(0, len(numbers), PLACE_WORDS)
+    return tuple((ArrayPlace(*numbers[at : at + 6]), ArrayPlace(*numbers[at + 6 : at + 12])) for at in starts)
 
 
 def digest(text: bytes) -> int:
-    """Return a number of 8 bytes that ranks compare instead of the text."""
+    """Return a hash of 8 bytes, which ranks compare instead of the whole text."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-
-
-def disagreement(texts: Mapping[int, str]) -> str:
-    """Return the sentence for ranks that call with different arguments. `texts`: rank -> its call in words."""
-    by_text: dict[str, list[int]] = {}
-    for rank in sorted(texts):
-        by_text.setdefault(texts[rank], []).append(rank)
-    parts = "; ".join(f"{ranks(numbers)}: {text}" for text, numbers in by_text.items())
-    more = " (texts that are alike here differ further on)" if len(by_text) == 1 else ""
-    return f"{DIFFERENT}: {parts}{more}"
 
 
 SLOT_BYTES = 128 << 10
@@ -201,14 +191,14 @@ ROWS_AT = STAGES_AT + 2 * STAGE_BYTES + 3 * BLOCK_BYTES
 ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386")
 
 
-class Rows(NamedTuple):
+class BoardRows(NamedTuple):
     """The rows of a node: a word of each rank, for even and odd operations, and for even and odd phases."""
 
     entries: tuple[memoryview, memoryview]
     progress: tuple[memoryview, memoryview]
 
 
-class NodeMemory:
+class NodeAreas:
     """The areas of all ranks of a node, as one of them sees them.
 
     Args:
@@ -247,7 +237,7 @@ class NodeMemory:
         self.words = [area[:LINE_BYTES].data.cast("B").cast(WORD) for area in areas]
         rows = areas[0][ROWS_AT : area_bytes(self.size)].reshape(4, -1)[:, : self.size * 8]
         even, odd, even_phase, odd_phase = (row.data.cast(WORD) for row in rows)
-        self.rows = Rows((even, odd), (even_phase, odd_phase))
+        self.rows = BoardRows((even, odd), (even_phase, odd_phase))
         self.fence: Callable[[], None] | None = None if fence is None else fence.Sync
         self._window = fence
         self._buffers: list[NDArray[np.uint8]] = []
@@ -297,7 +287,7 @@ class NodeMemory:
             area[CLOSED_AT + self.rank] = 1
         os.close(self.poison_fd)
         _closed.append(self)
-        clear()
+        free_closed()
         if self._window is not None:
             self._window.Unlock_all()
             self._window.Free()
@@ -313,10 +303,10 @@ def area_bytes(size: int) -> int:
 
 
 # closed, but other ranks may still read this rank's area
-_closed: list[NodeMemory] = []
+_closed: list[NodeAreas] = []
 
 
-def clear() -> None:
+def free_closed() -> None:
     """Free the closed areas that all ranks have stopped reading."""
     _closed[:] = [
         memory for memory in _closed if not memory.areas[memory.rank][CLOSED_AT : CLOSED_AT + memory.size].all()

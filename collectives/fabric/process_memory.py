@@ -28,7 +28,7 @@ class _Extent(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
 
 
-def _kernel_copy(name: str) -> Any:
+def _c_function(name: str) -> Any:
     """Return the function of the C library with this name, or None if it has none."""
     function = getattr(_LIBC, name, None)
     if function is not None:
@@ -38,7 +38,7 @@ def _kernel_copy(name: str) -> Any:
     return function
 
 
-_READ, _WRITE = _kernel_copy("process_vm_readv"), _kernel_copy("process_vm_writev")
+_READ, _WRITE = _c_function("process_vm_readv"), _c_function("process_vm_writev")
 
 
 class OutOfReach(CollectiveError):
@@ -50,69 +50,70 @@ class OutOfReach(CollectiveError):
         self.errno = number
 
 
-class Move:
-    """A copy between address `here` in this process and address `there` in process `pid`. Calling it makes the copy.
+class KernelCopy:
+    """A copy between the address `local` of this process and the address `remote` of process `pid`. A call copies.
 
     All arguments of the system call are prepared in advance. Preparing them at each call took as long as the call.
     """
 
-    def __init__(self, call: Callable[..., int], pid: int, here: int, there: int, nbytes: int):
+    def __init__(self, call: Callable[..., int], pid: int, local: int, remote: int, nbytes: int):
         self._call = call
         self.pid = pid
         self._nbytes = nbytes
-        self._extents = (_Extent * 2)(_Extent(here, nbytes), _Extent(there, nbytes))
-        mine = ctypes.addressof(self._extents)
-        self._arguments = pid, mine, 1, mine + ctypes.sizeof(_Extent), 1, 0
+        self._extents = (_Extent * 2)(_Extent(local, nbytes), _Extent(remote, nbytes))
+        extents = ctypes.addressof(self._extents)
+        self._arguments = pid, extents, 1, extents + ctypes.sizeof(_Extent), 1, 0
 
     def __call__(self) -> None:
         moved = self._call(*self._arguments)
         if moved != self._nbytes:
-            self._go_on(moved)
+            self._copy_rest(moved)
 
-    def _go_on(self, moved: int) -> None:
-        """Copy the rest, after the kernel has copied only a part. It stops after 2 GiB, for instance."""
-        here, there = (extent.base for extent in self._extents)
+    def _copy_rest(self, moved: int) -> None:
+        """Copy what the kernel has left out. It may copy only a part: at most 2 GiB in one call, for instance."""
+        local, remote = (extent.base for extent in self._extents)
         done = moved
         while moved > 0 and done < self._nbytes:
-            mine, others = _Extent(here + done, self._nbytes - done), _Extent(there + done, self._nbytes - done)
-            moved = self._call(self.pid, ctypes.addressof(mine), 1, ctypes.addressof(others), 1, 0)
+            left = self._nbytes - done
+            local_rest, remote_rest = _Extent(local + done, left), _Extent(remote + done, left)
+            moved = self._call(self.pid, ctypes.addressof(local_rest), 1, ctypes.addressof(remote_rest), 1, 0)
             done += moved
         if moved <= 0:
             raise OutOfReach(self.pid, ctypes.get_errno())
 
 
-def fetch(to: NDArray[Any], pid: int, address: int) -> Move:
-    """Return the copy from an address of another process into `to`."""
-    return Move(_READ, pid, to.__array_interface__["data"][0], address, to.nbytes)
+def fetch(to: NDArray[Any], pid: int, address: int) -> KernelCopy:
+    """Prepare the copy of memory of another process into `to`. Calling the result makes the copy."""
+    return KernelCopy(_READ, pid, to.__array_interface__["data"][0], address, to.nbytes)
 
 
-def deliver(source: NDArray[Any], pid: int, address: int) -> Move:
-    """Return the copy of `source` to an address of another process."""
-    return Move(_WRITE, pid, source.__array_interface__["data"][0], address, source.nbytes)
+def deliver(source: NDArray[Any], pid: int, address: int) -> KernelCopy:
+    """Prepare the copy of `source` into memory of another process. Calling the result makes the copy."""
+    return KernelCopy(_WRITE, pid, source.__array_interface__["data"][0], address, source.nbytes)
 
 
-def open_to_all(node: MPI.Comm) -> bool:
+def all_reachable(node: MPI.Comm) -> bool:
     """True if every rank of the node can reach the memory of every other. The same on all ranks. Collective, blocking.
 
-    With Yama only a parent may trace a process. Then each rank permits it to its launcher and the processes that the
-    launcher has started, which includes the other ranks.
+    On a system with the security module Yama, only a parent may trace a process. Then each rank gives that permission
+    to its launcher and to all processes that the launcher has started, which include the other ranks.
     """
-    return node.size > 1 and (_all_reach(node) or (_all_restricted(node) and _all_reach(node)))
+    return node.size > 1 and (_all_reach(node) or (_permit_launcher(node) and _all_reach(node)))
 
 
-def place(array: NDArray[Any], written: bool = False) -> int:
+def reachable_address(array: NDArray[Any], written: bool = False) -> int:
     """Return the address of an array, or 0 if the kernel cannot copy from it, for example from memory of a device.
 
-    If it is to be `written`, the kernel must be able to copy to it too. This copies the first and the last byte to find
-    out, and leaves them unchanged.
+    If the array will be `written`, the kernel must be able to copy to it, too. To find out, this function copies the
+    first and the last byte onto themselves.
     """
-    pid, begin, word = os.getpid(), int(array.__array_interface__["data"][0]), np.zeros(1, np.uint8)
-    here = word.ctypes.data
+    pid, begin, byte = os.getpid(), int(array.__array_interface__["data"][0]), np.zeros(1, np.uint8)
+    local = byte.ctypes.data
     try:
         for at in (begin, begin + array.nbytes - 1) if array.nbytes else ():
-            Move(_READ, pid, here, at, 1)()
+            KernelCopy(_READ, pid, local, at, 1)()
             if written:
-                Move(_WRITE, pid, here, at, 1)()
+                KernelCopy(_WRITE, pid, local, at, 1)()
     except OutOfReach:
         return 0
     return begin
@@ -122,28 +123,33 @@ def _all_reach(node: MPI.Comm) -> bool:
     secret = np.array([secrets.randbits(62)], np.int64)
     descriptors = np.empty((node.size, 3), np.int64)
     node.Allgather(np.array([os.getpid(), secret.ctypes.data, secret[0]], np.int64), descriptors)
-    return _everybody(node, _READ is not None and _WRITE is not None and all(_reads(*map(int, c)) for c in descriptors))
+    return _true_on_all(
+        node, _READ is not None and _WRITE is not None and all(_reads(*map(int, c)) for c in descriptors)
+    )
 
 
 def _reads(pid: int, address: int, secret: int) -> bool:
-    """True if the process has the secret at that address. In another PID namespace the pid is that of a stranger."""
+    """True if the process has the secret at that address.
+
+    A process of another PID namespace may have the same pid. It does not have the secret.
+    """
     word = np.zeros(1, np.int64)
     try:
-        Move(_READ, pid, word.ctypes.data, address, word.nbytes)()
+        KernelCopy(_READ, pid, word.ctypes.data, address, word.nbytes)()
     except OutOfReach:
         return False
     return bool(word[0] == secret)
 
 
-def _all_restricted(node: MPI.Comm) -> bool:
-    """True if Yama restricts all ranks to their parents, and all have now permitted more. Collective."""
+def _permit_launcher(node: MPI.Comm) -> bool:
+    """True if Yama lets only parents trace the ranks, and each rank has now permitted its launcher. Collective."""
     to_parents = read_number("/proc/sys/kernel/yama/ptrace_scope") == 1
     permitted = to_parents and _LIBC.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0) == 0
-    return _everybody(node, permitted)
+    return _true_on_all(node, permitted)
 
 
-def _everybody(node: MPI.Comm, good: bool) -> bool:
-    """True if `good` is true on all ranks. Collective."""
-    least = np.array([good], np.int64)
+def _true_on_all(node: MPI.Comm, value: bool) -> bool:
+    """True if `value` is true on all ranks. Collective."""
+    least = np.array([value], np.int64)
     node.Allreduce(MPI.IN_PLACE, least, MPI.MIN)
     return bool(least[0])

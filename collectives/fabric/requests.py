@@ -7,9 +7,9 @@ at the same time.
 flight, they and their memory are kept until MPI has finished with them. Receives are cancelled. Sends complete when the
 owner of their communicator gives it up, because every rank then receives and drops what was sent on it.
 
-**The MPI library's own collectives** cannot be cancelled (`Collectives`). As long as a rank has not completed such a
-collective, MPI may also access the arrays of the other ranks. So before a rank gives up a collective, it tries to
-complete it. If that is impossible, the communicator is never freed.
+**The MPI library's own collectives** cannot be cancelled (`NativeCollectives`). As long as one rank has not completed
+such a collective, MPI may also access the arrays of the other ranks. So before a rank gives up a collective, it tries
+to complete it. If that is impossible, the communicator is never freed.
 
 **Communicators** are freed only after every message that was sent on them has arrived. The reason:
 
@@ -23,7 +23,7 @@ message to every other, and a rank that has received all last messages has recei
 says how many of MPI's own collectives the sender has begun on the communicator. We cannot receive the messages of
 MPI's collectives, so if these counts differ, the communicator is never freed. In all other cases communicators must be
 freed, because their numbers are scarce: MPICH has 2,048 in a process. A communicator that cannot be freed at once is
-freed by a later `sweep`.
+freed by a later `collect_closed`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from mpi4py import MPI
+from numpy.typing import NDArray
 
 from mpips.collectives.arrays import Vector
 from mpips.collectives.clock import Clock
 from mpips.collectives.errors import CollectiveError
-from mpips.collectives.fabric.failure import failed, is_death
-from mpips.collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, until
+from mpips.collectives.fabric.failure import dead_ranks, is_death
+from mpips.collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, wait_until
 from mpips.collectives.recorder import own as recorder
 
 FIRST_TAG = 16
@@ -95,24 +96,24 @@ class Tags:
 
 MESSAGE_BYTES = 4 << 20
 CARRY_SECONDS = 1e-4
-# How long a rank that gives up a collective waits for the others to enter it. A rank that has not heard of the failure
-# yet enters the collective within this time, even if cores are busy.
+# How long a rank that gives up a collective waits for the other ranks to enter it. A rank that does not know of the
+# failure yet enters the collective within this time, even if cores are busy.
 COMING_SECONDS = 0.5
-# When `_left` has this many requests, look for those that are complete.
-LOOK_AT = 64
-_look_at = LOOK_AT
+# When `_kept_requests` has this many requests, look for those that are complete.
+TEST_AT = 64
+_test_at = TEST_AT
 # id -> a request that nobody waits for. Several threads add and remove.
-_left: dict[int, MPI.Request] = {}
-_looking = Lock()
+_kept_requests: dict[int, MPI.Request] = {}
+_test_lock = Lock()
 # unfinished collectives of MPI, with their communicators
 _collectives: list[tuple[MPI.Request, MPI.Comm]] = []
 
 
-class Roll:
-    """A non-blocking barrier that knows which ranks are late.
+class ArrivalBarrier:
+    """A non-blocking barrier that knows which ranks have not arrived yet.
 
-    Each rank sends a byte to each other rank, because MPI's own barrier would not tell which ranks have arrived. Making
-    a Roll is collective and does not block. `what` names in errors the event for which the ranks meet.
+    Each rank sends a byte to each other rank, because MPI's own barrier would not tell which ranks have arrived. The
+    constructor is collective and does not block. `what` names in errors the event for which the ranks meet.
     """
 
     limits = Limits()
@@ -126,26 +127,27 @@ class Roll:
         self._looked = 0.0
         self._gone = set[int]()
         # for each rank, the byte that it has sent: 1 once it has arrived
-        self._come, counts, places = np.zeros(size, np.uint8), [1] * size, list(range(size))
-        self._mine = np.ones(size, np.uint8)
+        self._arrived = np.zeros(size, np.uint8)
+        self._sent = np.ones(size, np.uint8)
+        counts, places = [1] * size, list(range(size))
         self.request: MPI.Request = comm.Ialltoallv(
-            [self._mine, counts, places, MPI.BYTE], [self._come, counts, places, MPI.BYTE]
+            [self._sent, counts, places, MPI.BYTE], [self._arrived, counts, places, MPI.BYTE]
         )
 
     def wait(self, limits: Limits) -> None:
         """Wait until all ranks have arrived. Blocking.
 
         Raises StallError after the limit, and CollectiveError if a rank can no longer arrive. Even after such an error
-        this rank counts as arrived, and MPI may still write to this object, so the object is kept in `_rolls`.
+        this rank counts as arrived, and MPI may still write to this object. So `_waited_barriers` keeps the object.
         """
         self.limits = limits
-        _rolls.append(self)
-        drive(until(self.request.Test), self, self._what)
-        _rolls.remove(self)
+        _waited_barriers.append(self)
+        drive(wait_until(self.request.Test), self, self._what)
+        _waited_barriers.remove(self)
 
     def late(self) -> list[int]:
-        """Return the ranks that have not arrived, as far as this rank knows. Local."""
-        return np.flatnonzero(self._come == 0).tolist()
+        """Return the ranks from which this rank has received no byte yet. Local."""
+        return np.flatnonzero(self._arrived == 0).tolist()
 
     def look(self, waited: float) -> None:
         """Raise CollectiveError if the program of a late rank has ended, according to the job's folder on this host."""
@@ -155,56 +157,60 @@ class Roll:
         late = self.late()
         in_job = dict(zip(ranks_of_job(self._comm, late), late))
         gone = {in_job[rank] for rank in recorder.find_ended(list(in_job))}
-        # Only a rank that was gone at the last look too: if it came, gave up and ended, its byte arrives in between.
+        # Raise only for a rank that had ended at the previous look, too. A rank may arrive, give up and end: then its
+        # byte comes in between two looks, and the rank is not late any more.
         for rank in sorted(gone & self._gone):
             raise CollectiveError(f"{self._what}: rank {rank} is needed, and its program has ended")
         self._gone = gone
 
 
 # rolls that ranks wait for, and rolls that they gave up
-_rolls: list[Roll] = []
+_waited_barriers: list[ArrivalBarrier] = []
 
 
 def ranks_of_job(comm: MPI.Intracomm, ranks: Sequence[int]) -> list[int]:
-    """Return the ranks in COMM_WORLD of these ranks of `comm`."""
-    mine, all_ = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    """Translate ranks of `comm` into ranks of COMM_WORLD."""
+    members, job = comm.Get_group(), MPI.COMM_WORLD.Get_group()
     try:
-        return MPI.Group.Translate_ranks(mine, ranks, all_)
+        return MPI.Group.Translate_ranks(members, ranks, job)
     finally:
-        mine.Free()
-        all_.Free()
+        members.Free()
+        job.Free()
 
 
 # a non-blocking collective of MPI, and its arguments
-Begin: TypeAlias = "tuple[Callable[..., MPI.Request], tuple[Any, ...]]"
+NativeCall: TypeAlias = "tuple[Callable[..., MPI.Request], tuple[Any, ...]]"
 
 
-class Collectives:
-    """Runs the MPI library's own collectives on one communicator. A call is a *row*: one or more of them, in order."""
+class NativeCollectives:
+    """Runs the MPI library's own collectives on one communicator.
+
+    A call is a *row* of one or more of these collectives, which run one after another.
+    """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
         # the number of the board's operation in which the ranks have met for this row, or -1
         self.number = -1
-        # (collectives begun before this row, the row, the check after its first, the requests of those begun). A single
-        # attribute, so that it changes in one step whenever Ctrl-C comes.
-        self._row: tuple[int, Sequence[Begin], Callable[[], None] | None, list[MPI.Request]] = (0, (), None, [])
+        # (collectives begun before this row, the row, `compare` of `enter`, requests of the begun collectives). A
+        # single attribute changes in one step, so Ctrl-C cannot leave it half changed.
+        self._row: tuple[int, Sequence[NativeCall], Callable[[], None] | None, list[MPI.Request]] = (0, (), None, [])
 
     @property
     def begun(self) -> int:
         """The number of collectives that this rank has begun, over all rows."""
         return self._row[0] + len(self._row[3])
 
-    def enter(self, row: Sequence[Begin], see: Callable[[], None] | None = None, number: int = -1) -> None:
+    def enter(self, row: Sequence[NativeCall], compare: Callable[[], None] | None = None, number: int = -1) -> None:
         """Set the next row, without beginning any of its collectives.
 
         Args:
-            see: Called after the first collective of the row. It raises if the ranks have entered different rows. None:
-                the ranks compare their calls on the board.
-            number: The number of the board's operation in which they do so; -1 if there is none.
+            compare: Called after the first collective of the row. Raises if the ranks have entered different rows. None
+                if the ranks compare their calls on the board.
+            number: The number of the board's operation in which they compare them, or -1.
         """
         self.number = -1
-        self._row = self.begun, row, see, []
+        self._row = self.begun, row, compare, []
         self.number = number
 
     def step(self) -> bool:
@@ -212,12 +218,12 @@ class Collectives:
 
         It can be called again after Ctrl-C has interrupted it at any point.
         """
-        _, row, see, requests = self._row
+        _, row, compare, requests = self._row
         while not requests or requests[-1].Test():
             if len(requests) == len(row):
                 return True
-            if see is not None and len(requests) == 1:
-                see()
+            if compare is not None and len(requests) == 1:
+                compare()
             call, arguments = row[len(requests)]
             # `extend` and `starmap` run in C, so Ctrl-C cannot come between the call and the storing of its request.
             requests.extend(starmap(call, [arguments]))
@@ -228,81 +234,82 @@ class Collectives:
 
         Stops early if not all ranks have entered the row, if `hopeless()` is true, or after `seconds`.
         """
-        _, _, see, requests = self._row
+        _, _, compare, requests = self._row
         clock = Clock()
-        while see is None or requests:
+        while compare is None or requests:
             try:
                 if self.step() or hopeless() or clock.seconds() > seconds:
                     break
             except (MPI.Exception, CollectiveError):
                 break
             # Not all ranks have entered the row. Later ones learn that the communicator is over before they enter.
-            if see is not None and len(requests) == 1 and clock.seconds() > COMING_SECONDS:
+            if compare is not None and len(requests) == 1 and clock.seconds() > COMING_SECONDS:
                 break
             time.sleep(CARRY_SECONDS)
         self.keep()
 
     def keep(self) -> None:
         """Keep unfinished collectives, and so their arrays, until MPI has finished them."""
-        _collectives.extend((request, self.comm) for request in self._row[3] if not over(request))
+        _collectives.extend((request, self.comm) for request in self._row[3] if not is_over(request))
 
 
 class Receive(MPI.Prequest):
     """A persistent receive. Unlike sends, receives can be cancelled."""
 
 
-def receives(comm: MPI.Comm, vector: Vector, source: int, tag: int) -> list[MPI.Prequest]:
+def make_receives(comm: MPI.Comm, vector: Vector, source: int, tag: int) -> list[MPI.Prequest]:
     """Make the persistent requests that receive a vector."""
-    return [Receive(comm.Recv_init(piece, source, tag)) for piece in pieces(vector)]
+    pieces = cut_bytes(vector, MESSAGE_BYTES)
+    return [Receive(comm.Recv_init(piece, source, tag)) for piece in pieces if piece.size]
 
 
-def sends(comm: MPI.Comm, vector: Vector, target: int, tag: int) -> list[MPI.Prequest]:
+def make_sends(comm: MPI.Comm, vector: Vector, target: int, tag: int) -> list[MPI.Prequest]:
     """Make the persistent requests that send a vector."""
-    return [comm.Send_init(piece, target, tag) for piece in pieces(vector)]
+    return [comm.Send_init(piece, target, tag) for piece in cut_bytes(vector, MESSAGE_BYTES) if piece.size]
 
 
 def release(requests: Sequence[MPI.Prequest]) -> None:
     """Free persistent requests. Those in flight are cancelled if they can be, and kept until they are complete."""
     for request in requests:
-        if over(request):
+        if is_over(request):
             request.Free()
             continue
         if isinstance(request, Receive):
             request.Cancel()
-        _left[id(request)] = request
+        _kept_requests[id(request)] = request
 
 
-def keep(requests: Iterable[MPI.Request]) -> None:
-    """Keep requests that nobody waits for, and so their memory, until they are complete.
+def keep_until_complete(requests: Iterable[MPI.Request]) -> None:
+    """Keep requests for which nobody waits, together with their memory, until they are complete.
 
     They are tested now and then, because MPICH does not free a communicator before each of its requests was tested.
     """
-    global _look_at
-    _left.update((id(request), request) for request in requests)
-    if len(_left) >= _look_at:
-        outstanding()
-        _look_at = max(LOOK_AT, 2 * len(_left))
+    global _test_at
+    _kept_requests.update((id(request), request) for request in requests)
+    if len(_kept_requests) >= _test_at:
+        any_outstanding()
+        _test_at = max(TEST_AT, 2 * len(_kept_requests))
 
 
 def unfinished(comm: MPI.Comm) -> bool:
     """True if a collective of MPI that was given up is still running on `comm`."""
-    _collectives[:] = [kept for kept in _collectives if not over(kept[0])]
+    _collectives[:] = [entry for entry in _collectives if not is_over(entry[0])]
     return any(comm == other for _, other in _collectives)
 
 
-def outstanding() -> bool:
+def any_outstanding() -> bool:
     """Drop requests that are complete. Return True if any are left, so that MPI may still touch their memory."""
     # Two threads must not test the same request. If another thread is testing them now, do not repeat its work.
-    if not _looking.locked():
-        with _looking:
-            _collectives[:] = [kept for kept in _collectives if not over(kept[0])]
-            for request in list(_left.values()):
-                if _given_back(request):
-                    _left.pop(id(request), None)
-    return bool(_left or _collectives)
+    if not _test_lock.locked():
+        with _test_lock:
+            _collectives[:] = [entry for entry in _collectives if not is_over(entry[0])]
+            for request in list(_kept_requests.values()):
+                if _free_if_complete(request):
+                    _kept_requests.pop(id(request), None)
+    return bool(_kept_requests or _collectives)
 
 
-def over(request: MPI.Request) -> bool:
+def is_over(request: MPI.Request) -> bool:
     """True if a request is complete. A request that failed, because the other process has died, counts as complete."""
     try:
         return bool(request.Test())
@@ -310,21 +317,21 @@ def over(request: MPI.Request) -> bool:
         return True
 
 
-def _given_back(request: MPI.Request) -> bool:
+def _free_if_complete(request: MPI.Request) -> bool:
     """Free a persistent request if it is complete. Return True if the request is complete."""
-    ended = over(request)
+    ended = is_over(request)
     if ended and isinstance(request, MPI.Prequest):
         request.Free()
     return ended
 
 
-def pieces(vector: Vector) -> list[list[Any]]:
-    """Cut a vector into MPI buffers of at most MESSAGE_BYTES. They have type MPI.BYTE, which suits all elements."""
-    raw = vector.view(np.uint8)
-    return [[raw[at : at + MESSAGE_BYTES], MPI.BYTE] for at in range(0, raw.size, MESSAGE_BYTES)]
+def cut_bytes(array: NDArray[Any], nbytes: int) -> list[NDArray[np.uint8]]:
+    """Cut a 1-D array into views of `nbytes` each; the last may be shorter. An empty array gives one empty view."""
+    data = array.view(np.uint8)
+    return [data[start : start + nbytes] for start in range(0, max(data.size, 1), max(nbytes, 1))]
 
 
-def received(comm: MPI.Comm, tag: int) -> tuple[int, bytes] | None:
+def receive_next(comm: MPI.Comm, tag: int) -> tuple[int, bytes] | None:
     """Receive the next message with this tag. Return its sender and its bytes, or None if no message has come.
 
     Does not block. Messages from ranks that have died may be lost.
@@ -349,11 +356,11 @@ def send(comm: MPI.Comm, data: Any, to: int, tag: int) -> MPI.Request:
 
     Open MPI 5.0 would crash in the third MPI_Isend to a rank of another node that has died.
     """
-    return MPI.REQUEST_NULL if to in failed(comm) else comm.Isend(data, to, tag)
+    return MPI.REQUEST_NULL if to in dead_ranks(comm) else comm.Isend(data, to, tag)
 
 
-def tell(comm: MPI.Comm, data: bytes | bytearray, ranks: Sequence[int], tag: int) -> None:
-    """Send bytes to all of these ranks that are alive. Does not block, also if they never receive."""
+def send_to_all(comm: MPI.Comm, data: bytes | bytearray, ranks: Sequence[int], tag: int) -> None:
+    """Send bytes to those of these ranks that are alive. Does not block, even if a rank never receives."""
     sent = []
     for rank in ranks:
         try:
@@ -361,14 +368,14 @@ def tell(comm: MPI.Comm, data: bytes | bytearray, ranks: Sequence[int], tag: int
         except MPI.Exception as error:
             if not is_death(error):
                 raise
-    keep(sent)
+    keep_until_complete(sent)
 
 
 DRAIN_SECONDS = 2e-4
 
 
-class Parting:
-    """A communicator that is being closed: each rank sends a last message to all others. See the module's docstring.
+class ClosingComm:
+    """A communicator that is being closed: each rank sends a last message to every other. See the module's docstring.
 
     All receives that were posted on the communicator must be complete or given up.
 
@@ -388,12 +395,12 @@ class Parting:
         others = (rank for rank in range(comm.Get_size()) if rank != comm.Get_rank())
         # True once the communicator is freed, or if it never will be. It is never freed if a rank has died, because
         # nobody knows whether a message from that rank is still in flight.
-        self._freed = bool(failed(comm))
-        # last messages that have not come
+        self._freed = bool(dead_ranks(comm))
+        # the number of last messages that have not come
         self._missing = 0 if self._freed else comm.Get_size() - 1
         self._sends = [] if self._freed else [comm.Isend(self._last, rank, self._tag) for rank in others]
 
-    def heard(self) -> bool:
+    def drained(self) -> bool:
         """Receive and drop messages, without blocking. Return True once everything sent to this rank has come."""
         status = MPI.Status()
         while self._missing:
@@ -413,7 +420,7 @@ class Parting:
         Returns True if it is freed, or if it is never to be freed.
         """
         try:
-            if not self._freed and self.heard() and (self._unlike or not unfinished(self._comm)):
+            if not self._freed and self.drained() and (self._unlike or not unfinished(self._comm)):
                 self._freed = True
                 if not self._unlike:
                     self._comm.Free()
@@ -424,56 +431,56 @@ class Parting:
         return self._freed
 
 
-# communicators that this rank has left; the last messages are not sent yet
-_retired: list[tuple[MPI.Comm, object, int]] = []
-# communicators on which messages are still to come
-_partings: list[Parting] = []
+# (communicator, kept, begun) of communicators to close, whose last messages are not sent yet
+_to_close: list[tuple[MPI.Comm, object, int]] = []
+# communicators on which messages may still arrive
+_closing: list[ClosingComm] = []
 # objects to keep as long as MPI may touch memory of an operation that has failed
-_limbo: list[object] = []
+_kept_objects: list[object] = []
 
 
-def leave(comm: MPI.Comm, kept: object = None, begun: int = 0) -> None:
-    """Leave a communicator. All its ranks do so, each at any time. A later `sweep` frees it. Does not block.
+def close_later(comm: MPI.Comm, kept: object = None, begun: int = 0) -> None:
+    """Queue a communicator for `collect_closed`, which frees it. All its ranks do so, each at any time. Does not block.
 
-    Nothing is sent here, because MPICH may call this while it frees something else, and holds a lock then. `kept` and
-    `begun`: see `Parting`.
+    `kept` and `begun`: see `ClosingComm`. The last messages are not sent here: MPICH may call this function while it
+    frees something else, and then it holds a lock.
     """
-    _retired.append((comm, kept, begun))
+    _to_close.append((comm, kept, begun))
 
 
-def sweep(seconds: float = 0.0) -> bool:
-    """Free the communicators that were left and whose messages have come. Return True if none remains.
+def collect_closed(seconds: float = 0.0) -> bool:
+    """Free the closed communicators whose messages have all come. Return True if none remains.
 
     Blocks until then, but at most for `seconds`.
     """
     clock = Clock()
     while True:
-        while _retired:
-            _partings.append(Parting(*_retired.pop(0)))
-        for parting in list(_partings):
-            # Freeing it may call `leave` for other communicators that were attached to it.
-            if parting.free():
-                _partings.remove(parting)
-                _limbo.append(parting.kept)
+        while _to_close:
+            _closing.append(ClosingComm(*_to_close.pop(0)))
+        for closing in list(_closing):
+            # Freeing it may call `close_later` for other communicators that were attached to it.
+            if closing.free():
+                _closing.remove(closing)
+                _kept_objects.append(closing.kept)
         # MPICH really frees a communicator only when the last of its requests was tested, i.e. here. That may call
-        # `leave`, too.
-        if not outstanding():
-            _limbo.clear()
-        if _retired:
+        # `close_later`, too.
+        if not any_outstanding():
+            _kept_objects.clear()
+        if _to_close:
             continue
-        if not _partings or clock.seconds() >= seconds:
-            return not _partings
+        if not _closing or clock.seconds() >= seconds:
+            return not _closing
         time.sleep(DRAIN_SECONDS)
 
 
-def part(comm: MPI.Comm) -> None:
+def close_collectively(comm: MPI.Comm) -> None:
     """Free a communicator, and drop messages that were sent on it and not received.
 
-    Collective, and blocks until all ranks have come, so MPI must not call it while it frees something. If MPI still
-    runs a collective on it, a later `sweep` frees it.
+    Collective, and blocks until all ranks have called it. So it must not be called from within MPI. If MPI still runs a
+    collective on the communicator, a later `collect_closed` frees it.
     """
-    parting = Parting(comm)
-    while not parting.heard():
+    closing = ClosingComm(comm)
+    while not closing.drained():
         time.sleep(DRAIN_SECONDS)
-    if not parting.free():
-        _partings.append(parting)
+    if not closing.free():
+        _closing.append(closing)

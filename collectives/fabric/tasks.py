@@ -15,14 +15,14 @@ T = TypeVar("T")
 Task = Generator[bool | None, None, T]
 
 
-def goes_on(task: Task[T]) -> bool:
-    """Advance a task to its next wait. Return False once it is over."""
+def advance(task: Task[T]) -> bool:
+    """Advance a task to its next wait. Return False if it has ended instead."""
     for _ in task:
         return True
     return False
 
 
-def together(tasks: Iterable[Task[Any]], most: int = sys.maxsize) -> Task[None]:
+def run_together(tasks: Iterable[Task[Any]], most: int = sys.maxsize) -> Task[None]:
     """Run tasks until all are over, at most `most` of them at a time, starting them from first to last.
 
     The first exception is raised at once, and all other tasks are closed.
@@ -37,14 +37,14 @@ def _together(waiting: list[Task[Any]], most: int) -> Task[None]:
         while waiting or running:
             while waiting and len(running) < most:
                 running.append(waiting.pop())
-            left, moved = [], False
+            unfinished, moved = [], False
             for task in running:
                 for step in task:
                     moved |= bool(step)
-                    left.append(task)
+                    unfinished.append(task)
                     break
-            moved |= len(left) < len(running)
-            running = left
+            moved |= len(unfinished) < len(running)
+            running = unfinished
             if running:
                 yield moved
     finally:
@@ -52,17 +52,17 @@ def _together(waiting: list[Task[Any]], most: int) -> Task[None]:
             task.close()
 
 
-def in_turn(*tasks: Task[Any]) -> Task[None]:
+def run_in_turn(*tasks: Task[Any]) -> Task[None]:
     """Run tasks one after another."""
     for task in tasks:
         yield from task
 
 
-def kept(task: Task[T], results: list[T]) -> Task[None]:
+def append_result(task: Task[T], results: list[T]) -> Task[None]:
     """Run a task and append its result to `results`."""
     results.append((yield from task))
 
 
-def nothing() -> Task[None]:
+def empty_task() -> Task[None]:
     """Return a task that does nothing and is over at once."""
     yield from ()

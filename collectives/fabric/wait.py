@@ -1,7 +1,7 @@
 """The one wait loop: poll, yield the core, sleep, check whether the generation has ended, warn, time out.
 
 Short waits never reach this loop: callers first poll a few times themselves. `drive` runs an operation step by step,
-and now and then asks a `Generation` whether the ranks for which the operation waits can still arrive.
+and now and then asks a `RankGroup` whether the ranks for which the operation waits can still arrive.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 from mpips.collectives.clock import Clock
-from mpips.collectives.errors import StallError, ranks, warn
+from mpips.collectives.errors import StallError, have_not, warn
 from mpips.collectives.recorder import own as recorder
 
 # steps before the loop first yields the core
@@ -41,8 +41,8 @@ class Limits(NamedTuple):
     timeout_seconds: float = 300.0
 
 
-class Generation(Protocol):
-    """The group of ranks to which a waiting rank belongs, as `drive` sees it."""
+class RankGroup(Protocol):
+    """The ranks of one generation, as a waiting rank sees them: when to give up, and for whom the rank waits."""
 
     limits: Limits
     # seconds of waiting after which to sleep between steps
@@ -55,10 +55,10 @@ class Generation(Protocol):
         """
 
     def late(self) -> Sequence[int]:
-        """Return the ranks for which this one waits, as far as it knows."""
+        """Return the ranks that have not arrived yet, as far as this rank knows."""
 
 
-def limits() -> Limits:
+def read_limits() -> Limits:
     """Read MPIPS_STALL_SECONDS and MPIPS_TIMEOUT_SECONDS. Raise ValueError if one is not a number."""
     usual = Limits()
     return Limits(
@@ -74,7 +74,7 @@ def _seconds(name: str, usual: float) -> float:
         raise ValueError(f"{name} is {text!r}: set a number of seconds") from None
 
 
-def drive(steps: Iterator[None], generation: Generation, what: str, spins: int = SPINS) -> None:
+def drive(steps: Iterator[None], generation: RankGroup, what: str, spins: int = SPINS) -> None:
     """Run the steps of an operation to their end. Blocking.
 
     Raises StallError after the limit of the generation, and whatever the steps or the generation raise.
@@ -105,30 +105,31 @@ def drive(steps: Iterator[None], generation: Generation, what: str, spins: int =
                 due = now + max(LOOK_SECONDS, LOOK_NAPS * nap)
                 if waited > recorder.LASTING_SECONDS < now - written:
                     written = now
-                    recorder.waits(what, start, generation.late())
+                    recorder.write_wait(what, start, generation.late())
                 if waited > generation.limits.stall_seconds and not warned:
                     warned = True
-                    warn(_sentence(what, waited, generation))
-                see_in_time(what, waited, generation)
+                    warn(late_sentence(what, waited, generation.late()))
+                check_in_time(what, waited, generation)
     finally:
         # Count the wait only if it was long enough for a look. Shorter ones are not worth the time.
         if due > start + LOOK_SECONDS:
-            recorder.waited(time.monotonic() - start, bool(written))
+            recorder.count_wait(time.monotonic() - start, bool(written))
 
 
-def until(ready: Callable[[], object]) -> Iterator[None]:
+def wait_until(ready: Callable[[], object]) -> Iterator[None]:
     """Yield until `ready()` is true."""
     while not ready():
         yield
 
 
-def see_in_time(what: str, waited: float, generation: Generation) -> None:
+def check_in_time(what: str, waited: float, generation: RankGroup) -> None:
     """Raise StallError if a wait has lasted longer than the generation permits."""
     if 0 < generation.limits.timeout_seconds < waited:
-        raise StallError(f"{_sentence(what, generation.limits.timeout_seconds, generation)}; {LONGER}")
+        sentence = late_sentence(what, generation.limits.timeout_seconds, generation.late())
+        raise StallError(f"{sentence}; {LONGER}")
 
 
-def _sentence(what: str, waited: float, generation: Generation) -> str:
-    late = list(generation.late())
-    missing = f": {ranks(late)} {'have' if len(late) > 1 else 'has'} not come" if late else ""
+def late_sentence(what: str, waited: float, late: Sequence[int], step: str = "come") -> str:
+    """Say how long something has waited, and which ranks have not taken the step that it waits for."""
+    missing = f": {have_not(late, step)}" if late else ""
     return f"{what} has waited for {waited:.3g} s{missing}"

@@ -57,14 +57,14 @@ class Source(NamedTuple):
     types: tuple[str, ...]
 
 
-def place(kernel: Source, folder: Path) -> Path:
+def kernel_path(kernel: Source, folder: Path) -> Path:
     """Return the path of a kernel's file. The name is a hash of source, processor, and versions of Python and Numba."""
     machine = cpu_target.target_context.codegen().magic_tuple()
-    here = (kernel.text, kernel.types, machine, sys.version_info[:2], numba.__version__, llvmlite.__version__, _OWN)
-    return folder / f"{hashlib.sha256(repr(here).encode()).hexdigest()[:24]}.kernel"
+    parts = (kernel.text, kernel.types, machine, sys.version_info[:2], numba.__version__, llvmlite.__version__, _OWN)
+    return folder / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.kernel"
 
 
-def compiled(kernel: Source, path: Path | None) -> Callable[..., Any]:
+def load_or_compile(kernel: Source, path: Path | None) -> Callable[..., Any]:
     """Return the function of a kernel: load it from its file, or compile it and try to save it there.
 
     Blocking: to compile takes about half a second. Raises Numba's errors if the source cannot be compiled.
@@ -96,14 +96,14 @@ class _File(caching.NullCache):
 
     def load_overload(self, sig: Signature, target_context: BaseContext) -> CompileResult | None:
         try:
-            found = self._path.stat()
-            if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            status = self._path.stat()
+            if status.st_uid not in (os.getuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
                 raise ValueError("others can write to it")
-            kept = self._path.read_bytes()
-            if hashlib.sha256(kept[_DIGEST:]).digest() != kept[:_DIGEST]:
+            stored = self._path.read_bytes()
+            if hashlib.sha256(stored[_DIGEST:]).digest() != stored[:_DIGEST]:
                 raise ValueError("its checksum does not fit")
             target_context.refresh()
-            return CompileResult._rebuild(target_context, *pickle.loads(kept[_DIGEST:]))
+            return CompileResult._rebuild(target_context, *pickle.loads(stored[_DIGEST:]))
         except FileNotFoundError:
             return None
         except Exception as error:

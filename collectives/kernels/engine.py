@@ -50,9 +50,9 @@ LOOK_SECONDS = 0.05
 MOST_LETTERS = 300
 # Kernels are compiled after NumPy has processed this many elements in their place. A kernel saves about 5 ns for each
 # element, and loading Numba takes 0.5 s.
-ENOUGH = 100_000_000
+ENOUGH_ELEMENTS = 100_000_000
 # A call counts as at least this many elements, because a NumPy call takes some 20 us longer than a kernel's.
-CALL = 4096
+CALL_ELEMENTS = 4096
 # While Numba is loaded or compiles, other threads, which answer requests, wait at most this long for the GIL.
 SWITCH_SECONDS = 0.0001
 
@@ -96,11 +96,11 @@ class Status(NamedTuple):
     unkept: str
 
 
-def chosen(environment: Mapping[str, str] = os.environ) -> str:
+def chosen_engine(environment: Mapping[str, str] = os.environ) -> str:
     """Return the engine that `MPIPS_KERNELS` asks for, "numba" or "numpy". Raises ValueError for another word."""
     word = environment.get(VARIABLE, "").strip().lower()
     if word not in ("", *ENGINES):
-        raise ValueError(f"{VARIABLE}={word!r} names no engine: give {' or '.join(ENGINES)}, or leave it unset")
+        raise ValueError(f"{VARIABLE}={word!r} is unknown: give {' or '.join(ENGINES)}, or leave it unset")
     return word or "numba"
 
 
@@ -118,7 +118,7 @@ def status() -> Status:
 
 def _not_wanted() -> str:
     """Return the reason to use NumPy that is known without an import of Numba, or ""."""
-    if chosen() == "numpy":
+    if chosen_engine() == "numpy":
         return f"{VARIABLE}=numpy"
     if "numba" not in sys.modules and importlib.util.find_spec("numba") is None:
         return NOT_INSTALLED
@@ -153,15 +153,15 @@ def cache_folder() -> tuple[Path | None, str]:
     home = os.path.expanduser("~")
     caches = os.environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if os.path.isabs(home) else "")
     if not given and not caches:
-        return None, f"there is no home: set a folder by {FOLDER_VARIABLE}"
+        return None, f"this user has no home folder: name a folder in {FOLDER_VARIABLE}"
     folder = (Path(given).expanduser() if given else Path(caches, "mpips", "kernels")).absolute()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
+        status = folder.stat()
     except OSError as error:
         return None, f"{folder}: {error.strerror}"
-    if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return None, f"others can write to {folder}: chmod go-w it, or set another folder by {FOLDER_VARIABLE}"
+    if status.st_uid not in (os.getuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return None, f"others can write to {folder}: chmod go-w it, or name another folder in {FOLDER_VARIABLE}"
     return folder, ""
 
 
@@ -190,14 +190,14 @@ class _Engine:
 
         Does not block, and raises no errors: a kernel that cannot be compiled has a `failure`.
         """
-        found = self._kernels.get((source, tuple(types)))
-        return found if found is not None else self._ask(Kernel(name, source, tuple(types)))
+        known = self._kernels.get((source, tuple(types)))
+        return known if known is not None else self._ask(Kernel(name, source, tuple(types)))
 
     def _ask(self, kernel: Kernel) -> Kernel:
         with self._lock:
-            found = self._kernels.setdefault((kernel.source, kernel.types), kernel)
-            if found is not kernel:
-                return found
+            known = self._kernels.setdefault((kernel.source, kernel.types), kernel)
+            if known is not kernel:
+                return known
             try:
                 kernel.failure = "no kernel is compiled any more" if self._stopped.is_set() else _not_wanted()
             except ValueError as error:
@@ -216,13 +216,13 @@ class _Engine:
         self._left = 0
         for kernel in self._kernels.values():
             kernel.failure = str(error)
-        LOG.warning("NumPy serves instead of compiled kernels: %s", error)
+        LOG.warning("using NumPy instead of compiled kernels: %s", error)
 
     def count(self, elements: int) -> None:
         """Count elements that NumPy processes in place of a kernel. Begin to compile when there are enough."""
         if self._thread is None:
-            self._elements += max(elements, CALL)
-            if self._elements >= ENOUGH:
+            self._elements += max(elements, CALL_ELEMENTS)
+            if self._elements >= ENOUGH_ELEMENTS:
                 self.begin()
 
     def begin(self) -> None:
@@ -255,7 +255,7 @@ class _Engine:
             return self._settled.wait_for(lambda: self._left == 0, seconds)
 
     def stop(self) -> None:
-        """Compile no further kernels, and wait for the one that is being compiled."""
+        """Compile no further kernels, and wait until the present one is compiled."""
         self._stopped.set()
         self._wanted.put(None)
         if self._thread is not None:
@@ -273,7 +273,7 @@ class _Engine:
             self._compiling.release()
 
     def after_fork_in_child(self) -> None:
-        """Continue without the thread, which a fork does not copy. Compiled kernels stay; no others will follow."""
+        """Continue without the thread, which a fork does not copy. The child keeps only kernels that are compiled."""
         left = self._left
         self._begin()
         self._stopped = threading.Event()
@@ -282,16 +282,16 @@ class _Engine:
             if kernel.compiled is None:
                 kernel.failure = kernel.failure or "the process was forked before it was compiled"
         if left:
-            LOG.info("forked while %d kernels were being compiled: NumPy serves here", left)
+            LOG.info("forked while %d kernels were being compiled: this process uses NumPy", left)
 
     def _run(self) -> None:
-        with self._compiling, _giving_way(self._stopped):
+        with self._compiling, _yielding_gil(self._stopped):
             unusable = _unusable()
         folder, unkept = cache_folder()
         if (unusable or unkept) and not self._stopped.is_set():
             LOG.warning(
                 "%s",
-                f"NumPy serves instead of compiled kernels: {unusable}"
+                f"using NumPy instead of compiled kernels: {unusable}"
                 if unusable
                 else f"compiled kernels are not kept: {unkept}",
             )
@@ -301,7 +301,7 @@ class _Engine:
             try:
                 if not kernel.failure:
                     kernel.compiled = self._compiled(kernel, folder)
-                    LOG.info("kernel %s is there after %.2f s", kernel.name, time.perf_counter() - begun)
+                    LOG.info("kernel %s is ready after %.2f s", kernel.name, time.perf_counter() - begun)
             except Exception as error:
                 # from LLVM, or from Numba for a source that it cannot compile
                 kernel.failure = COLOURS.sub("", f"{type(error).__name__}: {error}")
@@ -315,12 +315,12 @@ class _Engine:
         from mpips.collectives.kernels import compiler
 
         source = compiler.Source(kernel.name, kernel.source, kernel.types)
-        with self._compiling, _giving_way(self._stopped):
-            path = None if folder is None else compiler.place(source, folder)
+        with self._compiling, _yielding_gil(self._stopped):
+            path = None if folder is None else compiler.kernel_path(source, folder)
             if path is None or path.exists():
-                return compiler.compiled(source, path)
-        with _locked(path.with_suffix(".lock"), self._stopped), self._compiling, _giving_way(self._stopped):
-            return compiler.compiled(source, path)
+                return compiler.load_or_compile(source, path)
+        with _locked(path.with_suffix(".lock"), self._stopped), self._compiling, _yielding_gil(self._stopped):
+            return compiler.load_or_compile(source, path)
 
 
 class _EndOfImports:
@@ -340,7 +340,7 @@ class _EndOfImports:
 
 
 @contextlib.contextmanager
-def _giving_way(stopped: threading.Event) -> Iterator[None]:
+def _yielding_gil(stopped: threading.Event) -> Iterator[None]:
     """Within the block, make this thread yield the GIL more often, and abort its imports once the process is ending.
 
     Importing Numba would otherwise keep the GIL busy for half a second.

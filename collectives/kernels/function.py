@@ -24,7 +24,7 @@ WIDE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "floa
 
 
 class Compiled:
-    """A function that is compiled for each dtype of its first array."""
+    """A function that is compiled for each dtype of its first array. For the arguments see `compiled`."""
 
     def __init__(
         self, function: Callable[..., Any], types: str, dtypes: tuple[str, ...], constants: Mapping[str, int]

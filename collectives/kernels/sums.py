@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpips.collectives.arrays import Vector, same
+from mpips.collectives.arrays import Vector, same_address
 from mpips.collectives.kernels import engine
 from mpips.collectives.kernels.quiet import quietly
 
@@ -33,7 +33,7 @@ PIECE_BYTES = 384 << 10
 SIGNS: dict[Any, str] = {np.add: "+", np.multiply: "*"}
 
 
-class Limit(NamedTuple):
+class KernelThreshold(NamedTuple):
     """The smallest reductions for which a kernel pays: passes that NumPy would make, and bytes of a vector."""
 
     passes: int
@@ -43,12 +43,12 @@ class Limit(NamedTuple):
 # smallest vectors that add_parts() sums by a kernel, for 16-bit and for wider elements
 LEAST_BYTES = 4 << 10
 LEAST_WIDER_BYTES = 512 << 10
-_16_BIT = Limit(1, LEAST_BYTES)
-_WIDER = Limit(2, 64 << 10)
+_16_BIT = KernelThreshold(1, LEAST_BYTES)
+_WIDER = KernelThreshold(2, 64 << 10)
 # The smallest reductions that are worth a kernel. (A compiled kernel alone is faster than NumPy from 64 elements on.)
 # It saves 60 us to 1 ms in each call with float16 vectors of 64 KiB. With float32 vectors it saves a tenth to a third
 # of a call between 64 KiB and 4 MiB and nothing beyond, which is no reason to load Numba (see `pays`).
-LIMITS = {"float16": _16_BIT, "bfloat16": _16_BIT, "float32": _WIDER, "float64": _WIDER}
+THRESHOLDS = {"float16": _16_BIT, "bfloat16": _16_BIT, "float32": _WIDER, "float64": _WIDER}
 
 
 def perform(steps: Sequence[Step]) -> None:
@@ -67,19 +67,19 @@ def add_parts(parts: Sequence[Vector], out: Vector) -> None:
         quietly(np.add, parts[0], parts[1], out)
         return
     group, others = parts[:MOST_PARTS], parts[MOST_PARTS:]
-    _add_now(group, out)
+    _add_group(group, out)
     while others:
         group, others = [out, *others[: MOST_PARTS - 1]], others[MOST_PARTS - 1 :]
-        _add_now(group, out)
+        _add_group(group, out)
 
 
-def _add_now(parts: Sequence[Vector], out: Vector) -> None:
+def _add_group(parts: Sequence[Vector], out: Vector) -> None:
     """Sum up to `MOST_PARTS` vectors by a kernel, if that pays, or by NumPy."""
     # The limit is higher than in LIMITS, because here the arguments of the kernel are checked in every call.
     least = LEAST_BYTES if out.itemsize == 2 else LEAST_WIDER_BYTES
     if out.nbytes >= least and pays(np.add, out.dtype, len(parts), out.nbytes) and isinstance(out, np.ndarray):
         call = _call(_kernel(np.add, out.dtype.name, len(parts)), out)
-        if call is not None and all(_alike(part, out) for part in parts):
+        if call is not None and all(_kernel_can_take(part, out) for part in parts):
             call(*_arguments(parts, out, 1))
             return
     if len(parts) == 1:
@@ -97,7 +97,7 @@ def pays(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: 
 
     Kernels for wider elements than 16 bits pay only if this process compiles kernels anyway.
     """
-    limit = _limit(dtype)
+    limit = _threshold(dtype)
     if limit is None or combine not in SIGNS or not (dtype.itemsize == 2 or engine.in_use()):
         return False
     return parts - 1 + mean >= limit.passes and nbytes >= limit.nbytes
@@ -110,8 +110,8 @@ def _call(kernel: engine.Kernel, out: Vector) -> Callable[..., Any] | None:
 
 # cached, because dtype.name takes 2 us each time
 @functools.cache
-def _limit(dtype: np.dtype[Any]) -> Limit | None:
-    return LIMITS.get(dtype.name) if dtype.isnative else None
+def _threshold(dtype: np.dtype[Any]) -> KernelThreshold | None:
+    return THRESHOLDS.get(dtype.name) if dtype.isnative else None
 
 
 def prepare(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: int, mean: bool = False) -> None:
@@ -143,23 +143,23 @@ def steps(
     """
     whole = out.nbytes if nbytes is None else nbytes
     known = pays(combine, out.dtype, len(parts), whole, divisor != 1)
-    if not known or not all(_alike(part, out) for part in parts):
+    if not known or not all(_kernel_can_take(part, out) for part in parts):
         return _pairs(combine, parts, out, scratch, divisor)
     group, others = list(parts[:MOST_PARTS]), list(parts[MOST_PARTS:])
-    made: list[Step] = []
+    result: list[Step] = []
     while others:
-        to, scratch = _early(out, others, scratch)
-        made.append(_one_pass(combine, group, to, scratch, 1))
+        to, scratch = _partial_target(out, others, scratch)
+        result.append(_one_pass(combine, group, to, scratch, 1))
         group, others = [to, *others[: MOST_PARTS - 1]], others[MOST_PARTS - 1 :]
-    return [*made, _one_pass(combine, group, out, scratch, divisor)]
+    return [*result, _one_pass(combine, group, out, scratch, divisor)]
 
 
-def _early(out: Vector, unread: Sequence[Vector], scratch: Vector | None) -> tuple[Vector, Vector | None]:
+def _partial_target(out: Vector, unread: Sequence[Vector], scratch: Vector | None) -> tuple[Vector, Vector | None]:
     """Return the array for a partial result, and the scratch array (or None).
 
     A partial result goes to `out`, unless that is one of the vectors that have not been read yet.
     """
-    if not any(same(later, out) for later in unread):
+    if not any(same_address(later, out) for later in unread):
         return out, scratch
     scratch = np.empty_like(out) if scratch is None else scratch
     return scratch[: out.size], scratch
@@ -169,17 +169,17 @@ def _pairs(
     combine: Callable[..., Any], parts: Sequence[Vector], out: Vector, scratch: Vector | None, divisor: int
 ) -> list[Step]:
     """Return a reduction as NumPy calls, one for each vector after the first."""
-    made: list[Step] = []
+    result: list[Step] = []
     first = parts[0]
     for index, part in enumerate(parts[1:], 2):
-        to, scratch = _early(out, parts[index:], scratch)
-        made.append((quietly, (combine, first, part, to)))
+        to, scratch = _partial_target(out, parts[index:], scratch)
+        result.append((quietly, (combine, first, part, to)))
         first = to
-    if len(parts) == 1 and not same(first, out):
-        made.append((np.copyto, (out, first)))
+    if len(parts) == 1 and not same_address(first, out):
+        result.append((np.copyto, (out, first)))
     if divisor != 1:
-        made.append((quietly, (np.true_divide, out, out.dtype.type(divisor), out)))
-    return made
+        result.append((quietly, (np.true_divide, out, out.dtype.type(divisor), out)))
+    return result
 
 
 def _one_pass(
@@ -205,7 +205,7 @@ def _arguments(parts: Sequence[Vector], out: Vector, divisor: int) -> tuple[Any,
     return (*arrays, wide(out.dtype.type(divisor)))
 
 
-def _alike(part: Vector, out: Vector) -> bool:
+def _kernel_can_take(part: Vector, out: Vector) -> bool:
     """True if a kernel can read `part` and write `out`. The kernel itself does not check them."""
     flags = part.flags
     return (
@@ -222,10 +222,10 @@ def _alike(part: Vector, out: Vector) -> bool:
 def _kernel(combine: Callable[..., Any], dtype: str, parts: int) -> engine.Kernel:
     stored, wide = ("uint16", "float32") if "16" in dtype else (dtype, dtype)
     types = [f"{stored}[]", *[f"const {stored}[]"] * parts, wide]
-    return engine.kernel(f"{SIGNS[combine]} of {parts} {dtype}", text(SIGNS[combine], dtype, parts), types)
+    return engine.kernel(f"{SIGNS[combine]} of {parts} {dtype}", kernel_source(SIGNS[combine], dtype, parts), types)
 
 
-def text(sign: str, dtype: str, parts: int) -> str:
+def kernel_source(sign: str, dtype: str, parts: int) -> str:
     """Return the source of a kernel with the arguments (out, parts..., divisor)."""
     widen, narrow = (f"widen_{dtype}", f"narrow_{dtype}") if "16" in dtype else ("", "")
     names = [f"p{i}" for i in range(parts)]

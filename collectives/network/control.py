@@ -1,13 +1,15 @@
-"""Short notes between nodes: a rank has failed, or calls differ. Within a node the board says so.
+"""Short notes between nodes: a rank has failed, or calls differ. Within a node the board is used for this.
 
-As long as all goes well nothing is sent. Every rank numbers its operations.
+As long as all goes well, no note is sent. Every rank numbers its operations. A note carries the number of an operation,
+and its name, i.e. the text of the call.
 
-A rank that has waited for `SPEAK_SECONDS` tells all others in which operation it is. A rank that knows the operation
-with this number by another name answers with that name. So every rank gets all names and raises the same MismatchError.
+A rank that has waited for `SPEAK_SECONDS` tells all other ranks the number and name of its operation. Each rank answers
+once with the name that the operation with this number has there. So every rank gets all names, and if they differ, all
+ranks raise the same MismatchError.
 
-A rank that ends the generation tells all others why. Several ranks may do so at the same time. So each rank listens for
-another `SETTLE_SECONDS` before it raises, and then all raise the sentence of the earliest operation, or among those the
-sentence of the lowest rank.
+A rank that ends the generation tells all other ranks why. Several ranks may do so at the same time. So each rank
+listens for another `SETTLE_SECONDS` before it raises. Then all ranks raise the sentence that belongs to the earliest
+operation; if there are several, the sentence of the lowest rank.
 """
 
 from __future__ import annotations
@@ -18,10 +20,11 @@ from collections.abc import Iterator, Sequence
 import msgspec
 from mpi4py import MPI
 
-from mpips.collectives.errors import KINDS, CollectiveError, MismatchError, kind_of
-from mpips.collectives.fabric.failure import failed
-from mpips.collectives.fabric.layout import DEPARTURES, PROGRAM_ENDED, disagreement
-from mpips.collectives.fabric.requests import received, tell
+from mpips.collectives.agreement import describe_calls
+from mpips.collectives.errors import KINDS, CollectiveError, MismatchError, kind_index
+from mpips.collectives.fabric.failure import dead_ranks
+from mpips.collectives.fabric.layout import DEPARTURES, PROGRAM_ENDED
+from mpips.collectives.fabric.requests import receive_next, send_to_all
 from mpips.collectives.fabric.wait import Limits
 
 SPEAK_SECONDS = 0.05
@@ -35,10 +38,10 @@ IN_OPERATION, OVER, LEFT = 0, 1, 2
 _TAG = 1
 
 
-class Note(msgspec.Struct, array_like=True, order=True):
-    """A message of `Control`. Notes are ordered by their fields: of several notes of sort OVER the first counts."""
+class ControlNote(msgspec.Struct, array_like=True, order=True):
+    """A message of `Control`. Notes are ordered by their fields: among several notes of sort OVER, the first counts."""
 
-    # of the operation
+    # the number of the operation
     number: int
     # the sender
     rank: int
@@ -68,20 +71,20 @@ class Control:
         # the operation that this rank has begun last
         self.number = 0
         # operation -> its name on this rank
-        self._mine: dict[int, str] = {}
-        # operation -> rank -> its name there, from notes
-        self._heard: dict[int, dict[int, str]] = {}
-        # operations of which this rank has told the others
-        self._told: set[int] = set()
+        self._own_names: dict[int, str] = {}
+        # operation -> rank -> its name on that rank, from notes
+        self._names_of: dict[int, dict[int, str]] = {}
+        # operations whose name this rank has sent to the other ranks
+        self._announced: set[int] = set()
         # operations of this rank that are under way
-        self._open: set[int] = set()
+        self._under_way: set[int] = set()
         # rank -> its note that it has left
-        self._left: dict[int, Note] = {}
+        self._left: dict[int, ControlNote] = {}
         # all notes that end the generation
-        self._over: list[Note] = []
-        # until when to listen for other notes of the end; 0 before the first
+        self._end_notes: list[ControlNote] = []
+        # until when to listen for further notes of sort OVER; 0 before the first
         self._settled = 0.0
-        # since when names are known to differ; 0 before that
+        # since when this rank knows that names differ; 0 if it does not
         self._differs = 0.0
         # when to look for deaths again
         self._due = 0.0
@@ -95,28 +98,28 @@ class Control:
         try:
             yield from steps
         except (MPI.Exception, MismatchError):
-            yield from self._named(number)
+            yield from self._compare_after_error(number)
             raise
         self._end(number)
 
-    def _named(self, number: int) -> Iterator[None]:
+    def _compare_after_error(self, number: int) -> Iterator[None]:
         """After an operation has failed, find out whether the ranks made different calls. If so, raise MismatchError.
 
-        It names the calls of all ranks. The error of the operation itself, perhaps one of MPI, does not.
+        MismatchError names the calls of all ranks. The error of the operation, which may be an error of MPI, does not.
         """
-        self._tell(number)
+        self._send_name(number)
         until = time.monotonic() + NAMES_SECONDS
-        while len(self._heard.get(number, ())) < self._size - 1 and time.monotonic() < until:
+        while len(self._names_of.get(number, ())) < self._size - 1 and time.monotonic() < until:
             self.look(0.0)
             yield
-        if number in self._heard:
+        if number in self._names_of:
             self._compare(number)
 
     def agreed(self, text: str) -> Iterator[None]:
         """Raise MismatchError on every rank unless all pass the same text. Yields whenever it has to wait."""
         number = self._begin(text)
-        self._tell(number)
-        while len(self._heard.get(number, ())) < self._size - 1:
+        self._send_name(number)
+        while len(self._names_of.get(number, ())) < self._size - 1:
             self.look(0.0)
             yield
         self._end(number)
@@ -127,93 +130,95 @@ class Control:
 
         Raises if the generation has ended, if calls differ, or if a rank is needed that has left or died.
         """
-        self._hear()
+        self._read_notes()
         if waited > SPEAK_SECONDS:
-            for number in sorted(self._open - self._told):
-                self._tell(number)
-        if self._over:
+            for number in sorted(self._under_way - self._announced):
+                self._send_name(number)
+        if self._end_notes:
             raise self._settle()
-        for number in sorted(self._heard):
+        for number in sorted(self._names_of):
             self._compare(number)
-        self._see_deaths()
-        # A rank that has left after a later operation is not needed in the open ones.
-        gone = [rank for rank, note in self._left.items() if self._open and note.number < min(self._open)]
+        self._check_deaths()
+        # A rank that left only after a later operation has done its part in the operations that are under way here.
+        gone = [rank for rank, note in self._left.items() if self._under_way and note.number < min(self._under_way)]
         if gone:
             first = min(gone)
             raise CollectiveError(f"rank {self._names[first]} is needed, and {DEPARTURES[self._left[first].kind]}")
 
     def late(self) -> Sequence[int]:
-        """Return the names of the ranks that have not said that they are in the present operation."""
-        heard = self._heard.get(self.number, {})
+        """Return the names of the ranks from which no note says that they are in this rank's present operation."""
+        heard = self._names_of.get(self.number, {})
         return [self._names[rank] for rank in range(self._size) if rank != self._rank and rank not in heard]
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """True if this rank knows that the generation has ended."""
-        return bool(self._over)
+        return bool(self._end_notes)
 
-    def ended(self) -> dict[int, str]:
+    def gone_ranks(self) -> dict[int, str]:
         """Return the ranks that are known to have left or died: name -> how, in words."""
-        self._hear()
-        dead = {self._names[rank]: DEPARTURES[0] for rank in failed(self.comm)}
+        self._read_notes()
+        dead = {self._names[rank]: DEPARTURES[0] for rank in dead_ranks(self.comm)}
         return dead | {self._names[rank]: DEPARTURES[note.kind] for rank, note in self._left.items()}
 
     def end(self, error: BaseException, sentence: str) -> CollectiveError:
         """End the generation for all ranks. Return the error that they raise. Blocks for SETTLE_SECONDS."""
-        if not self._over:
-            note = Note(min(self._open, default=self.number + 1), self._rank, OVER, sentence, kind_of(error))
-            self._over.append(note)
+        if not self._end_notes:
+            note = ControlNote(
+                min(self._under_way, default=self.number + 1), self._rank, OVER, sentence, kind_index(error)
+            )
+            self._end_notes.append(note)
             self._send(note)
         return self._settle()
 
     def leave(self, how: int = PROGRAM_ENDED) -> None:
         """Tell the other ranks that this one begins no more operations. Does not block."""
-        self._send(Note(min(self._open, default=self.number + 1) - 1, self._rank, LEFT, kind=how))
+        self._send(ControlNote(min(self._under_way, default=self.number + 1) - 1, self._rank, LEFT, kind=how))
 
     def _begin(self, text: str) -> int:
         self.number += 1
-        self._mine[self.number] = text
-        self._open.add(self.number)
+        self._own_names[self.number] = text
+        self._under_way.add(self.number)
         self._forget(self.number - HISTORY)
         return self.number
 
     def _end(self, number: int) -> None:
-        self._open.discard(number)
+        self._under_way.discard(number)
         if number <= self.number - HISTORY:
             self._forget(number)
 
     def _forget(self, number: int) -> None:
-        if number not in self._open:
-            self._mine.pop(number, None)
-            self._heard.pop(number, None)
-            self._told.discard(number)
+        if number not in self._under_way:
+            self._own_names.pop(number, None)
+            self._names_of.pop(number, None)
+            self._announced.discard(number)
 
-    def _hear(self) -> None:
+    def _read_notes(self) -> None:
         """Read all notes that have come. Answer those about operations that this rank knows."""
-        while (message := received(self.comm, _TAG)) is not None:
-            note = msgspec.msgpack.decode(message[1], type=Note)
+        while (message := receive_next(self.comm, _TAG)) is not None:
+            note = msgspec.msgpack.decode(message[1], type=ControlNote)
             if note.sort == OVER:
-                self._over.append(note)
+                self._end_notes.append(note)
             elif note.sort == LEFT:
                 self._left[note.rank] = note
             else:
-                self._heard.setdefault(note.number, {})[note.rank] = note.text
-                if note.number in self._mine and note.number not in self._told:
-                    self._tell(note.number)
+                self._names_of.setdefault(note.number, {})[note.rank] = note.text
+                if note.number in self._own_names and note.number not in self._announced:
+                    self._send_name(note.number)
 
-    def _tell(self, number: int) -> None:
-        self._told.add(number)
-        self._send(Note(number, self._rank, IN_OPERATION, self._mine[number]))
+    def _send_name(self, number: int) -> None:
+        self._announced.add(number)
+        self._send(ControlNote(number, self._rank, IN_OPERATION, self._own_names[number]))
 
-    def _send(self, note: Note) -> None:
+    def _send(self, note: ControlNote) -> None:
         others = [other for other in range(self._size) if other != self._rank]
-        tell(self.comm, msgspec.msgpack.encode(note), others, _TAG)
+        send_to_all(self.comm, msgspec.msgpack.encode(note), others, _TAG)
 
-    def _see_deaths(self) -> None:
-        """Raise CollectiveError if MPI knows that a rank has died which has not left before."""
+    def _check_deaths(self) -> None:
+        """Raise CollectiveError if MPI knows that a rank has died before it has left."""
         if (now := time.monotonic()) >= self._due:
             self._due = now + LOOK_FOR_DEATHS_SECONDS
-            for rank in failed(self.comm):
+            for rank in dead_ranks(self.comm):
                 if rank not in self._left:
                     raise CollectiveError(f"rank {self._names[rank]} is needed, and {DEPARTURES[0]}")
 
@@ -222,19 +227,19 @@ class Control:
 
         It raises once all ranks have named the operation, or after NAMES_SECONDS, so that the sentence has all names.
         """
-        mine = self._mine.get(number)
-        if mine is None or all(text == mine for text in self._heard[number].values()):
+        own_text = self._own_names.get(number)
+        if own_text is None or all(text == own_text for text in self._names_of[number].values()):
             return
-        texts = {**self._heard[number], self._rank: mine}
+        texts = {**self._names_of[number], self._rank: own_text}
         self._differs = self._differs or time.monotonic()
         if len(texts) == self._size or time.monotonic() > self._differs + NAMES_SECONDS:
-            raise MismatchError(disagreement({self._names[rank]: text for rank, text in texts.items()}))
+            raise MismatchError(describe_calls({self._names[rank]: text for rank, text in texts.items()}))
 
     def _settle(self) -> CollectiveError:
-        """Wait for notes of the end that others sent at about the same time. Return the error that all ranks raise."""
+        """Wait for OVER notes that other ranks sent at about the same time. Return the error that all ranks raise."""
         self._settled = self._settled or time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < self._settled:
-            self._hear()
+            self._read_notes()
             time.sleep(1e-3)
-        first = min(self._over)
+        first = min(self._end_notes)
         return KINDS[first.kind](first.text)

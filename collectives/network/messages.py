@@ -27,23 +27,29 @@ from mpi4py import MPI
 
 from mpips.collectives.arrays import Flat, Vector
 from mpips.collectives.call import Call, scale
-from mpips.collectives.fabric.requests import Tags, receives, release, sends
+from mpips.collectives.fabric.requests import Tags, make_receives, make_sends, release
 from mpips.collectives.kernels import sums
 from mpips.collectives.kernels.sums import Step, perform
 from mpips.collectives.schedule import catalog
 from mpips.collectives.schedule.model import NOBODY, RankStep, Schedule, cut, extent, in_rank_order, overlap
 
 
-class _Step(NamedTuple):
+class _MessageStep(NamedTuple):
     requests: list[MPI.Prequest]
     # what to do with values that were received in separate memory: add or copy them to their places
     landings: list[Step]
 
 
 class MessagePlan:
-    """The body of a call over messages, compiled to persistent requests. Making it is local.
+    """The body of a call over messages, compiled to persistent requests. The constructor is local: it sends nothing.
 
-    `tags`: a tag for each lane of the schedule.
+    Args:
+        comm: The communicator that carries the messages.
+        call: The call.
+        schedule: Its schedule over the ranks of `comm`.
+        x: The array to read.
+        out: The array for the result; equal to `x` in a call in place.
+        tags: A tag for each lane of the schedule.
     """
 
     def __init__(self, comm: MPI.Comm, call: Call, schedule: Schedule, x: Flat, out: Flat, tags: Sequence[int]):
@@ -96,16 +102,17 @@ class MessagePlan:
         for steps in self._lanes:
             for step in steps:
                 release(step.requests)
-        self._lanes, self._queue = [], []
+        self._lanes = []
+        self._queue = []
 
-    def _run_lane(self, steps: list[_Step]) -> Iterator[Any]:
+    def _run_lane(self, steps: list[_MessageStep]) -> Iterator[Any]:
         for requests, landings in steps:
             MPI.Prequest.Startall(requests)
             while not MPI.Request.Testall(requests):
                 yield
             perform(landings)
 
-    def _in_turn(self, program: tuple[tuple[RankStep, ...], ...]) -> list[tuple[int, _Step]]:
+    def _in_turn(self, program: tuple[tuple[RankStep, ...], ...]) -> list[tuple[int, _MessageStep]]:
         """Return (lane, step) of all lanes, ordered by the step's number and then by the lane's turn."""
         order = [
             (step.number, self._schedule.lanes[lane].turn, lane, i)
@@ -114,7 +121,7 @@ class MessagePlan:
         ]
         return [(lane, self._lanes[lane][i]) for _, _, lane, i in sorted(order)]
 
-    def _compile(self, lane: int, step: RankStep, tag: int) -> _Step:
+    def _compile(self, lane: int, step: RankStep, tag: int) -> _MessageStep:
         """Make the requests of a step, and the steps that add or copy what it receives."""
         comm, offsets = self._comm, self._schedule.offsets(self._call.n, lane)
         sent = [extent(offsets, r.send) for r in step.rounds if r.send_to != NOBODY]
@@ -124,34 +131,34 @@ class MessagePlan:
         added: dict[tuple[int, int], dict[int, Vector]] = {}
         for round_ in step.rounds:
             if round_.receive_from != NOBODY:
-                came = extent(offsets, round_.receive)
-                place = self._space.arriving(*came, (int(round_.receive.start), int(round_.receive.stop)))
+                extent_received = extent(offsets, round_.receive)
+                place = self._space.arriving(*extent_received, (int(round_.receive.start), int(round_.receive.stop)))
                 if round_.add:
-                    terms = added.setdefault(came, {comm.rank: place})
+                    terms = added.setdefault(extent_received, {comm.rank: place})
                     place = terms[round_.receive_from] = np.empty_like(place)
-                elif self._call.kind != "alltoall" and overlap(came, sent):
-                    beside = np.empty_like(place)
-                    landings.append((np.copyto, (place, beside)))
-                    place = beside
-                requests += receives(comm, place, round_.receive_from, tag)
+                elif self._call.kind != "alltoall" and overlap(extent_received, sent):
+                    landing_memory = np.empty_like(place)
+                    landings.append((np.copyto, (place, landing_memory)))
+                    place = landing_memory
+                requests += make_receives(comm, place, round_.receive_from, tag)
         for round_ in step.rounds:
             if round_.send_to != NOBODY:
                 start, stop = extent(offsets, round_.send)
-                requests += sends(comm, self._space.source[start:stop], round_.send_to, tag)
+                requests += make_sends(comm, self._space.source[start:stop], round_.send_to, tag)
         for terms in added.values():
-            assert self._call.operation is not None
+            assert self._call.reduction is not None
             for to, of in in_rank_order(comm.rank, terms):
                 pair = terms[to], terms[of]
-                landings += sums.steps(self._call.operation.into, pair, pair[0], nbytes=self._call.nbytes)
-        return _Step(requests, landings)
+                landings += sums.steps(self._call.reduction.combine, pair, pair[0], nbytes=self._call.nbytes)
+        return _MessageStep(requests, landings)
 
 
 class Workspace:
     """The vector that a call over messages works in.
 
-    A schedule needs memory for the whole vector, and x must stay unchanged. So `vector` is `out`, if the result on this
-    rank is the whole vector, and otherwise memory from `allocate`. Messages are sent from `source`, which is the same
-    memory, except in alltoall: there blocks are sent from x or a copy of it, and arrive in out (`Call.arrival`).
+    A schedule needs memory for the whole vector, and x must stay unchanged. So `vector` is `out` if the result on this
+    rank is the whole vector, and otherwise memory from `allocate`. Messages are sent from `source`. That is the same
+    memory, except in alltoall: there, blocks are sent from x or a copy of it, and arrive in out (`Call.arrival`).
     """
 
     def __init__(
@@ -170,7 +177,7 @@ class Workspace:
         self._result = self.vector
         if call.kind == "reduce_scatter":
             self._result = self.vector[slice(*call.block(rank))]
-        mean = call.operation is not None and call.operation.is_mean
+        mean = call.reduction is not None and call.reduction.is_mean
         self._scale = scale(self._result, call.p) if mean else []
 
     def begin(self) -> None:
@@ -209,12 +216,18 @@ MOST_SEGMENTS = 8
 
 
 class TwoLevelPlan:
-    """The body of an allreduce over nodes that all have the same number of ranks. Making it is local.
+    """The body of an allreduce over nodes that all have the same number of ranks.
+
+    The constructor is local: it sends nothing.
 
     Args:
-        place: This rank's place among the ranks of its node.
+        place: This rank's number among the ranks of its node.
         local: The number of ranks on each node.
         on_node: Compiles a call between the ranks of the node.
+        call: The call.
+        x: The array to read.
+        out: The array for the result; equal to `x` in a call in place.
+        tags: Gives the tags of the messages.
         between: The algorithm over messages.
     """
 
@@ -242,16 +255,16 @@ class TwoLevelPlan:
             start, stop = int(cut(call.n, count, i)), int(cut(call.n, count, i + 1))
             inside = [
                 Call(kind, stop - start, call.dtype, operation, 0, call.algorithm, local, call.label)
-                for kind, operation in (("reduce_scatter", call.operation), ("allgather", None))
+                for kind, operation in (("reduce_scatter", call.reduction), ("allgather", None))
             ]
             x_part, out_part = _part(x, start, stop), _part(out, start, stop)
-            mine = _part(out_part, *inside[0].block(place))
-            slice_ = Call("allreduce", mine.n, call.dtype, call.operation, 0, between, across.size)
+            own_slice = _part(out_part, *inside[0].block(place))
+            slice_call = Call("allreduce", own_slice.n, call.dtype, call.reduction, 0, between, across.size)
             self._segments.append(
-                _Segment(
-                    on_node(inside[0], x_part, mine),
-                    MessagePlan(across, slice_, schedule, mine, mine, taken[i * lanes :]),
-                    on_node(inside[1], mine, out_part),
+                _SegmentStages(
+                    on_node(inside[0], x_part, own_slice),
+                    MessagePlan(across, slice_call, schedule, own_slice, own_slice, taken[i * lanes :]),
+                    on_node(inside[1], own_slice, out_part),
                 )
             )
 
@@ -260,12 +273,12 @@ class TwoLevelPlan:
         # allreduces between nodes that are under way
         crossing: deque[Iterator[None]] = deque()
         for segment in self._segments:
-            yield from _beside(segment.scatter(), crossing)
+            yield from _advance_during(segment.scatter(), crossing)
             crossing.append(segment.across.run())
         for segment in self._segments:
             first = crossing.popleft()
-            yield from _beside(first, crossing)
-            yield from _beside(segment.gather(), crossing)
+            yield from _advance_during(first, crossing)
+            yield from _advance_during(segment.gather(), crossing)
 
     def free(self) -> None:
         """Free its MPI requests."""
@@ -273,7 +286,7 @@ class TwoLevelPlan:
             segment.across.free()
 
 
-class _Segment(NamedTuple):
+class _SegmentStages(NamedTuple):
     """The three stages of a segment: within the node, between nodes, and within the node again."""
 
     scatter: Steps
@@ -285,14 +298,14 @@ def _part(flat: Flat, start: int, stop: int) -> Flat:
     return Flat(flat.address + start * flat.dtype.itemsize, stop - start, flat.dtype)
 
 
-def _beside(steps: Iterator[None], crossing: Iterable[Iterator[None]]) -> Iterator[None]:
-    """Run `steps`, and advance the operations `crossing` whenever it has to wait, and at the end."""
+def _advance_during(steps: Iterator[None], crossing: Iterable[Iterator[None]]) -> Iterator[None]:
+    """Run `steps`. Whenever they have to wait, and at the end, advance the allreduces between nodes in `crossing`."""
     for _ in steps:
-        _move(crossing)
+        _advance_all(crossing)
         yield
-    _move(crossing)
+    _advance_all(crossing)
 
 
-def _move(crossing: Iterable[Iterator[None]]) -> None:
+def _advance_all(crossing: Iterable[Iterator[None]]) -> None:
     for steps in crossing:
         next(steps, None)

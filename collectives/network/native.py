@@ -1,9 +1,9 @@
 """The MPI library's own collectives, with the same interface as all other bodies of calls.
 
-It uses MPI's non-blocking calls and polls them, because in a blocking one a rank that never comes would hold up the
-others for ever. MPI works on the users' arrays. So once all ranks have met for a call, a rank that gives it up still
-carries it through (`requests.Collectives`). Counts above 2^31 are cut into several calls. All kinds of calls are
-supported, but reductions only of element types that MPI can reduce.
+It uses MPI's non-blocking calls and polls them: in a blocking call the ranks would wait for ever for a rank that never
+makes the call. MPI works on the users' arrays. So once all ranks have entered a call, a rank that gives the call up
+still completes it (`requests.NativeCollectives`). Vectors that are too long for the counts of MPI, which are C ints,
+are cut into several calls. All kinds of calls are supported, but reductions only for element types that MPI can reduce.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpips.collectives.agreement import SAME_CALL
 from mpips.collectives.arrays import Flat, Vector
 from mpips.collectives.call import Call, mpi_type, scale
 from mpips.collectives.errors import MismatchError
-from mpips.collectives.fabric.layout import DIFFERENT, digest
-from mpips.collectives.fabric.requests import Begin, Collectives
+from mpips.collectives.fabric.layout import digest
+from mpips.collectives.fabric.requests import NativeCall, NativeCollectives
 from mpips.collectives.kernels.sums import Step, perform
 
 MOST_ELEMENTS = 1 << 28
@@ -28,7 +29,7 @@ MOST_BYTES = (1 << 31) - 1
 
 def why_not(call: Call) -> str | None:
     """Return the reason why MPI cannot run the call, or None if it can."""
-    if call.operation is not None and mpi_type(call.dtype) is None:
+    if call.reduction is not None and mpi_type(call.dtype) is None:
         return f"MPI has no type that it can reduce for {call.dtype.name}: choose another algorithm, or auto"
     if call.kind in ("reduce_scatter", "allgather", "alltoall") and call.n > (most := _most(call)):
         return f"native {call.kind} takes at most {most} {call.dtype.name}: choose another algorithm, or auto"
@@ -37,7 +38,7 @@ def why_not(call: Call) -> str | None:
 
 def _most(call: Call) -> int:
     """Return the largest number of elements of a single MPI call."""
-    return MOST_ELEMENTS if call.operation is not None else min(MOST_ELEMENTS, MOST_BYTES // call.dtype.itemsize)
+    return MOST_ELEMENTS if call.reduction is not None else min(MOST_ELEMENTS, MOST_BYTES // call.dtype.itemsize)
 
 
 class NativePlan:
@@ -47,7 +48,7 @@ class NativePlan:
     Otherwise an allreduce of a digest of the call compares them first.
     """
 
-    def __init__(self, own: Collectives, call: Call, x: Flat, out: Flat, met: bool):
+    def __init__(self, own: NativeCollectives, call: Call, x: Flat, out: Flat, met: bool):
         self._own = own
         self._comm = own.comm
         self._call = call
@@ -56,33 +57,34 @@ class NativePlan:
         self._in_place = x == out
         # In place, these two kinds send from a copy of x.
         self._copy = self._x.copy() if self._in_place and call.kind in ("alltoall", "reduce_scatter") else None
-        # The maximum over all ranks of (number, -number) is again (number, -number) only if all numbers are equal.
+        # Ranks compare their calls by an allreduce of the maximum of (number, -number), where the number is a hash of
+        # the call. The result is (number, -number) again only if all numbers are equal.
         number = digest(call.text.encode()) >> 1
-        self._mine = (number, -number)
-        self._words = np.zeros(2, np.int64)
-        compare: list[Begin] = [(self._comm.Iallreduce, (MPI.IN_PLACE, self._words, MPI.MAX))]
+        self._number_pair = (number, -number)
+        self._extremes = np.zeros(2, np.int64)
+        compare: list[NativeCall] = [(self._comm.Iallreduce, (MPI.IN_PLACE, self._extremes, MPI.MAX))]
         self._met = met
         alone = own.comm.size == 1
         self._row = [*([] if met or alone else compare), *self._calls()]
-        self._see = None if met or alone else self._compare
+        self._compare_rows = None if met or alone else self._compare
         # copies to make before the collective
         self._before: list[Step] = []
         if self._copy is not None:
             self._before = [(np.copyto, (self._copy, self._x))]
         elif call.kind == "broadcast" and not self._in_place and self._comm.rank == call.root:
             self._before = [(np.copyto, (self._out, self._x))]
-        mean = call.operation is not None and call.operation.is_mean
+        mean = call.reduction is not None and call.reduction.is_mean
         self._after = scale(self._result(), call.p) if mean else []
 
     def enter(self, number: int = -1) -> None:
         """Enter the call. If the ranks meet on a board, `number` is the number of the operation there."""
         perform(self._before)
-        self._own.enter(self._row, self._see, number)
+        self._own.enter(self._row, self._compare_rows, number)
 
     def run(self) -> Iterator[None]:
         """Run the call. Yields whenever it has to wait. Ranks that have met on a board have entered it before."""
         if not self._met:
-            self._words[:] = self._mine
+            self._extremes[:] = self._number_pair
             self.enter()
         while not self._own.step():
             yield
@@ -90,8 +92,8 @@ class NativePlan:
 
     def _compare(self) -> None:
         """Raise MismatchError if the ranks' calls differ. MPI may crash in such calls: Open MPI frees memory twice."""
-        if self._words[0] != -self._words[1]:
-            raise MismatchError(DIFFERENT)
+        if self._extremes[0] != -self._extremes[1]:
+            raise MismatchError(f"ranks make different calls: {SAME_CALL}")
 
     def free(self) -> None:
         """Do nothing: it owns no MPI objects."""
@@ -104,14 +106,14 @@ class NativePlan:
             return self._out[slice(*self._call.block(self._comm.rank))]
         return self._out
 
-    def _calls(self) -> list[Begin]:
+    def _calls(self) -> list[NativeCall]:
         most = _most(self._call)
         return [self._call_of(slice(at, at + most)) for at in range(0, max(1, self._call.n), most)]
 
-    def _call_of(self, part: slice) -> Begin:
+    def _call_of(self, part: slice) -> NativeCall:
         """Return the MPI call for a part of the vector. Kinds with blocks are never cut into parts (see `why_not`)."""
         comm, call, in_place = self._comm, self._call, self._in_place
-        op = call.operation.mpi if call.operation is not None else None
+        op = call.reduction.mpi if call.reduction is not None else None
         datatype = mpi_type(call.dtype) if op is not None else MPI.BYTE
         size = 1 if op is not None else call.dtype.itemsize
 

@@ -11,9 +11,9 @@ All of them add in the order of the ranks. So the bits of a sum depend neither o
 vector, nor on the place of the element in it.
 
 `api` finds the plan by the identity of the array, and the plan runs its executor. The first run reads the descriptors
-of the other ranks and makes a program for the arrays of all ranks. `steps` runs it in general. If Numba is installed
-and the call is short, `fast` runs later calls as one compiled function (`short_cut`), as long as the other ranks pass
-the same arrays again. Otherwise it returns how far it came, and `steps` or `rest` does the remaining work.
+of the other ranks and makes a program for the arrays of all ranks, which `steps` runs. If Numba is installed and the
+call is short, `fast` runs later calls as one compiled function (`short_cut`), as long as the other ranks pass the same
+arrays again. Otherwise it returns how far it came, and `steps` or `rest` does the remaining work.
 """
 
 from __future__ import annotations
@@ -23,39 +23,40 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mpips.collectives.arrays import Flat, Vector, same
+from mpips.collectives.arrays import Flat, Vector, same_address
 from mpips.collectives.call import Call
 from mpips.collectives.errors import CollectiveError
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.board import Board
 from mpips.collectives.fabric.layout import DESCRIPTORS, PLACE_WORDS, ArrayPlace, Descriptor
-from mpips.collectives.fabric.process_memory import place as reached_at
+from mpips.collectives.fabric.process_memory import reachable_address
 from mpips.collectives.kernels import sums
 from mpips.collectives.kernels.sums import perform
 from mpips.collectives.node.program import (
     NOTHING,
-    Program,
+    NodeProgram,
     StagePipeline,
+    StepProgram,
     Turns,
     Window,
-    bound,
     crossing_program,
-    merged,
+    merge,
     shared_program,
     slot_puts,
     slot_takes,
     steps_of,
+    with_steps,
 )
 from mpips.collectives.node.short_cut import DONE, MET, NOT_BEGUN, Record, record_of, short_cut
 
-__all__ = ["DONE", "MET", "NOT_BEGUN", "Executor", "Part", "Ways", "not_begun", "part_of"]
-# modes of an array, and their names in the tuning table
+__all__ = ["DONE", "MET", "NOT_BEGUN", "CallArray", "NodeExecutor", "WayLimits", "call_array", "not_begun"]
+# The mode of an array is the kind of program that it takes. WAYS has the modes' names in the tuning table.
 SLOTS, SHARED, CROSS, STAGES = range(4)
 WAYS = ("slots", "direct", "cross_memory", "stages")
 NOWHERE = (ArrayPlace(), ArrayPlace())
 
 
-class Ways(NamedTuple):
+class WayLimits(NamedTuple):
     """The sizes in bytes at which vectors change from one kind of program to another. The same on all ranks."""
 
     # the largest vector that goes through slots in any case, even if its array is in node-shared memory
@@ -66,38 +67,40 @@ class Ways(NamedTuple):
     cross_memory: int
 
 
-class Part(NamedTuple):
+class CallArray(NamedTuple):
     """One array of a call. x and out are this rank's parts of the whole vector (`Call.extent_of_x`)."""
 
     call: Call
     x: Window
     out: Window
     # Vectors into which this rank's block of the result is copied too. Only in calls of several arrays.
-    kept: tuple[Vector, ...] = ()
+    block_copies: tuple[Vector, ...] = ()
 
 
-def part_of(call: Call, rank: int, x: Flat, out: Flat, kept: Sequence[Flat] = ()) -> Part:
-    """Make the Part for arrays at these addresses of this rank."""
+def call_array(call: Call, rank: int, x: Flat, out: Flat, block_copies: Sequence[Flat] = ()) -> CallArray:
+    """Return the CallArray of a call whose x and out are at these addresses in this rank's memory."""
     in_place = x == out
-    return Part(
+    return CallArray(
         call,
         Window(x.vector(), call.extent_of_x(rank, in_place)[0]),
         Window(out.vector(), call.extent_of_out(rank, in_place)[0]),
-        tuple(flat.vector() for flat in kept),
+        tuple(flat.vector() for flat in block_copies),
     )
 
 
-class Executor:
-    """The runner of a call between the ranks of a node. Making it is local.
+class NodeExecutor:
+    """The runner of a call between the ranks of a node. The constructor is local: it sends nothing.
 
     Args:
+        board: The board on which the ranks meet.
         text: The call in words, as ranks compare it.
         parts: The arrays of the call. Several arrays are reduced in the same phases.
+        ways: The sizes at which to use another kind of program.
     """
 
     holds = False
 
-    def __init__(self, board: Board, text: str, parts: Sequence[Part], ways: Ways) -> None:
+    def __init__(self, board: Board, text: str, parts: Sequence[CallArray], ways: WayLimits) -> None:
         self._board = board
         self._memory = board.memory
         self._text = text
@@ -109,16 +112,16 @@ class Executor:
         # the tokens of all ranks for which `_program` is compiled
         self._tokens: tuple[int, ...] | None = None
         # The mode that this rank proposes for each array. The program depends on those of all ranks.
-        self.modes = [self._mode(part) for part in parts]
+        self.modes = [self._choose_mode(part) for part in parts]
         for part, mode in zip(parts, self.modes):
             call = part.call
-            if call.operation is not None:
-                many = 2 if mode == CROSS else call.p
-                sums.prepare(call.operation.into, call.dtype, many, call.nbytes, call.operation.is_mean)
-        # True if other ranks may touch this rank's arrays, in the first phase
+            if call.reduction is not None:
+                vectors = 2 if mode == CROSS else call.p
+                sums.prepare(call.reduction.combine, call.dtype, vectors, call.nbytes, call.reduction.is_mean)
+        # True if other ranks may touch this rank's arrays (they do so in the first phase only)
         self._lends = any(mode in (SHARED, CROSS) for mode in self.modes)
-        self._program = Program()
-        self._puts = self._brought()
+        self._program = StepProgram()
+        self._puts = self._compile_puts()
         self._put_steps = tuple(map(steps_of, self._puts))
         # what `fast` reads by its address
         self._record: Record | None = None
@@ -141,10 +144,10 @@ class Executor:
         if tokens != self._tokens:
             self._bind(tokens)
         program = self._program
-        for phase in program.phases:
-            perform(phase.before)
+        for before, after in program.phases:
+            perform(before)
             board.signal()
-            perform(phase.after)
+            perform(after)
             yield from board.followed()
         perform(program.last[board.number & 1])
 
@@ -156,11 +159,11 @@ class Executor:
         """The mode that this rank proposes for its first array, as `tuner.table` names it."""
         return WAYS[self.modes[0]]
 
-    def _mode(self, part: Part) -> int:
+    def _choose_mode(self, part: CallArray) -> int:
         """Return the mode for an array, by its size and its memory."""
         call, ways = part.call, self._ways
         # An alltoall in place overwrites x, so other ranks must not read x itself.
-        moving = call.kind == "alltoall" and same(part.x.vector, part.out.vector)
+        moving = call.kind == "alltoall" and same_address(part.x.vector, part.out.vector)
         located = arena.locate(part.x.vector) and arena.locate(part.out.vector)
         if len(self._parts) > 1:
             return SHARED if located else CROSS
@@ -168,14 +171,14 @@ class Executor:
             return SHARED
         if call.nbytes <= max(ways.slots, ways.ordinary_slots):
             return SLOTS
-        crosses = self._crosses(call) and not moving and reached_at(part.x.vector)
+        crosses = self._crosses(call) and not moving and reachable_address(part.x.vector)
         return CROSS if crosses else STAGES
 
     def _crosses(self, call: Call) -> bool:
         return self._memory.reachable and call.nbytes >= self._ways.cross_memory
 
-    def _brought(self) -> Turns:
-        """Return the steps that this rank takes before it enters. They do not depend on the other ranks' arrays."""
+    def _compile_puts(self) -> Turns:
+        """Return the actions that this rank takes before it enters. They do not depend on the other ranks' arrays."""
         call, x, out, _ = self._parts[0]
         if self.modes == [SLOTS]:
             return slot_puts(self._memory, call, x, 0), slot_puts(self._memory, call, x, 1)
@@ -186,15 +189,15 @@ class Executor:
     def _publish(self) -> None:
         """Put a descriptor of this rank's arrays on the board."""
         places = tuple(self._places(part, mode) for part, mode in zip(self._parts, self.modes))
-        many = place = None
+        all_places = place = None
         if len(places) > 1:
-            many = arena.empty((len(places), PLACE_WORDS), np.int64)
-            many[:] = np.array(places, np.int64).reshape(len(places), -1)
-            place = _region(many)
-        self._token = self._board.publish(Descriptor(self._text, places), many, place)
+            all_places = arena.empty((len(places), PLACE_WORDS), np.int64)
+            all_places[:] = np.array(places, np.int64).reshape(len(places), -1)
+            place = _region(all_places)
+        self._token = self._board.publish(Descriptor(self._text, places), all_places, place)
         self._put = self._board.descriptors.put
 
-    def _places(self, part: Part, mode: int) -> tuple[ArrayPlace, ArrayPlace]:
+    def _places(self, part: CallArray, mode: int) -> tuple[ArrayPlace, ArrayPlace]:
         """Return where other ranks find this rank's x and out, or NOWHERE if they go through slots or stages.
 
         An array that is written must be writable for other processes too. The x of the root of an in-place broadcast is
@@ -206,20 +209,22 @@ class Executor:
         x_place, out_place = NOWHERE if mode == CROSS else (_region(x), _region(out))
         x_at = out_at = 0
         if self._crosses(call) or len(self._parts) > 1:
-            read_alone = call.kind == "broadcast" and same(x, out) and call.root == self._board.rank
-            x_at, out_at = reached_at(x), reached_at(out, not read_alone)
+            read_alone = call.kind == "broadcast" and same_address(x, out) and call.root == self._board.rank
+            x_at, out_at = reachable_address(x), reachable_address(out, not read_alone)
         return x_place._replace(address=x_at), out_place._replace(address=out_at)
 
     def _bind(self, tokens: tuple[int, ...]) -> None:
         """Read the descriptors of these tokens, and compile a program for the arrays that all ranks pass now."""
-        self._tokens, self.fast = None, not_begun
+        self._tokens = None
+        self.fast = not_begun
         descriptors = self._board.read(tokens)
         programs = [self._compile(number, descriptors) for number in range(len(self._parts))]
-        program = programs[0] if len(programs) == 1 else merged(programs)
-        self._program, self._tokens = bound(program), tokens
+        program = programs[0] if len(programs) == 1 else merge(programs)
+        self._program = with_steps(program)
+        self._tokens = tokens
         self._bind_short_cut(tokens, program)
 
-    def _bind_short_cut(self, tokens: tuple[int, ...], program: Program) -> None:
+    def _bind_short_cut(self, tokens: tuple[int, ...], program: NodeProgram) -> None:
         """Let later calls run as one compiled function (`short_cut`), if it can carry this program out."""
         board = self._board
         record = self._record = record_of(board, tokens, self._puts, program)
@@ -235,14 +240,14 @@ class Executor:
 
         self.fast = fast
 
-    def _compile(self, number: int, descriptors: Sequence[Descriptor]) -> Program:
+    def _compile(self, number: int, descriptors: Sequence[Descriptor]) -> NodeProgram:
         """Compile the program of one array. All ranks come to the same kind, because they see the same descriptors."""
         part, memory = self._parts[number], self._memory
         places = [descriptor.places[number] for descriptor in descriptors]
         if all(x.shared and out.shared for x, out in places):
             return shared_program(memory, *part, places)
         if self.modes[number] == SLOTS and not any(x.shared for x, _ in places):
-            return Program(last=(slot_takes(memory, *part[:3], 0), slot_takes(memory, *part[:3], 1)))
+            return NodeProgram(last=(slot_takes(memory, *part[:3], 0), slot_takes(memory, *part[:3], 1)))
         if all(x.address and out.address for x, out in places):
             return crossing_program(memory, *part, places)
         if len(self._parts) > 1:

@@ -1,7 +1,7 @@
 """Programs over a node's shared memory: actions between meetings, of four kinds, which `executor` chooses and runs.
 
-An action copies a vector (`Copy`), adds several (`Reduction`), or is a step that only Python can take. So a program is
-data: `steps_of` turns its actions into calls of NumPy, and `short_cut` into a record that one compiled function reads.
+An action copies a vector (`Copy`), reduces several to one (`Reduce`), or is a step that only Python can take. So a
+program is data: `steps_of` turns actions into calls of NumPy, and `short_cut` into a record for one compiled function.
 
 **Slots.** Every rank copies its small vector into its slot, all ranks meet once, and each reads what it needs from the
 slots.
@@ -15,10 +15,10 @@ them. So n/p elements are read from each source and written to each reader, with
 This is the peer-to-peer parameter server of the BML paper (section 2) with loads and stores. In alltoall every rank
 copies its blocks from the arrays of the others.
 
-**Large arrays in private memory** (`crossing_program`). As before, but the kernel copies. The owner fetches the parts
-of the sources piece by piece into a buffer that fits its cache, reduces them, and delivers the finished piece, still in
-its cache, into the readers' arrays. Stages would copy each element once more before and after the sum; in exchange the
-kernel spends time on every page here. In alltoall every rank fetches its blocks.
+**Large arrays in private memory** (`crossing_program`). As for node-shared arrays, but the kernel copies. The owner
+fetches the parts of the sources piece by piece into a buffer that fits its cache, reduces them, and delivers the
+finished piece, still in its cache, into the readers' arrays. Stages would copy each element once more before and after
+the sum; in exchange the kernel spends time on every page here. In alltoall every rank fetches its blocks.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpips.collectives.arrays import Vector, same
+from mpips.collectives.arrays import Vector, same_address
 from mpips.collectives.call import Call
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.arena import Region
-from mpips.collectives.fabric.layout import ArrayPlace, NodeMemory
-from mpips.collectives.fabric.process_memory import Move, deliver, fetch
+from mpips.collectives.fabric.layout import ArrayPlace, NodeAreas
+from mpips.collectives.fabric.process_memory import KernelCopy, deliver, fetch
 from mpips.collectives.kernels import sums
 from mpips.collectives.kernels.sums import Step
 
@@ -54,13 +54,13 @@ class Window(NamedTuple):
 
 
 class Copy(NamedTuple):
-    """An action: copy `source` to `to`, which do not overlap."""
+    """An action: copy `source` to `to`. The two do not overlap."""
 
     to: Vector
     source: Vector
 
 
-class Reduction(NamedTuple):
+class Reduce(NamedTuple):
     """An action: set `total` to the reduction of all parts, in their order.
 
     One of the parts may be `total` itself. `scratch` has the size of a part.
@@ -72,14 +72,14 @@ class Reduction(NamedTuple):
     scratch: Vector
 
 
-Action: TypeAlias = "Copy | Reduction | Step"
+Action: TypeAlias = "Copy | Reduce | Step"
 # Actions of even operations, and of odd ones. They differ because slots are used in turn.
 Turns: TypeAlias = "tuple[Sequence[Action], Sequence[Action]]"
 NOTHING: Turns = ((), ())
 
 
 def steps_of(actions: Iterable[Action]) -> tuple[Step, ...]:
-    """Return the calls that carry out these actions."""
+    """Return the calls of Python that carry out these actions."""
     steps: list[Step] = []
     for action in actions:
         if isinstance(action, Copy):
@@ -88,11 +88,12 @@ def steps_of(actions: Iterable[Action]) -> tuple[Step, ...]:
                 steps.append((target.__setitem__, (slice(None), source)))
             else:
                 steps.append((np.copyto, tuple(action)))
-        elif isinstance(action, Reduction):
+        elif isinstance(action, Reduce):
             call = action.call
-            assert call.operation is not None
-            divisor = call.p if call.operation.is_mean else 1
-            steps += sums.steps(call.operation.into, action.parts, action.total, action.scratch, divisor, call.nbytes)
+            assert call.reduction is not None
+            divisor = call.p if call.reduction.is_mean else 1
+            combine = call.reduction.combine
+            steps += sums.steps(combine, action.parts, action.total, action.scratch, divisor, call.nbytes)
         else:
             steps.append(action)
     return tuple(steps)
@@ -107,7 +108,7 @@ class Phase(NamedTuple):
     after: tuple[Action, ...] = ()
 
 
-class Program(NamedTuple):
+class NodeProgram(NamedTuple):
     """The actions of a rank in one operation, bound to its own arrays and those of the other ranks."""
 
     # Run after all ranks have entered. Each phase ends with a meeting. Ranks touch the arrays of other ranks only in
@@ -117,37 +118,44 @@ class Program(NamedTuple):
     last: Turns = NOTHING
 
 
-def merged(programs: Sequence[Program]) -> Program:
-    """Merge programs phase by phase. They have the same number of phases, and no steps at the end."""
+def merge(programs: Sequence[NodeProgram]) -> NodeProgram:
+    """Merge programs phase by phase. They must have the same number of phases, and no steps after the last one."""
     phases = tuple(
         Phase(tuple(s for phase in every for s in phase.before), tuple(s for phase in every for s in phase.after))
         for every in zip(*(program.phases for program in programs))
     )
-    return Program(phases)
+    return NodeProgram(phases)
 
 
-def bound(program: Program) -> Program:
-    """Return the program with steps in place of actions."""
-    phases = tuple(Phase(steps_of(phase.before), steps_of(phase.after)) for phase in program.phases)
+class StepProgram(NamedTuple):
+    """A program as calls of Python: (before, after) the signal of each phase, and the last steps by parity."""
+
+    phases: tuple[tuple[Sequence[Step], Sequence[Step]], ...] = ()
+    last: tuple[Sequence[Step], Sequence[Step]] = ((), ())
+
+
+def with_steps(program: NodeProgram) -> StepProgram:
+    """Return the program as calls of Python."""
     even, odd = program.last
-    return Program(phases, (steps_of(even), steps_of(odd)))
+    phases = tuple((steps_of(phase.before), steps_of(phase.after)) for phase in program.phases)
+    return StepProgram(phases, (steps_of(even), steps_of(odd)))
 
 
 def copy(to: Vector, source: Vector) -> Iterator[Copy]:
     """Yield the action that copies `source` to `to`, or nothing if that would change nothing."""
-    if to.size and not same(to, source):
+    if to.size and not same_address(to, source):
         yield Copy(to, source)
 
 
 def combine(call: Call, parts: Sequence[Vector], total: Vector, scratch: Vector) -> Iterator[Action]:
-    """Yield the action that sets `total` to the reduction of all parts: see `Reduction`."""
+    """Yield the action that sets `total` to the reduction of all parts; see `Reduce`."""
     if len(parts) == 1:
         yield from copy(total, parts[0])
     elif total.size:
-        yield Reduction(call, tuple(parts), total, scratch)
+        yield Reduce(call, tuple(parts), total, scratch)
 
 
-def slot_puts(memory: NodeMemory, call: Call, x: Window, parity: int) -> tuple[Action, ...]:
+def slot_puts(memory: NodeAreas, call: Call, x: Window, parity: int) -> tuple[Action, ...]:
     """Return the actions that copy this rank's input into its slot. `parity`: 0 for even operations, 1 for odd ones."""
     start, stop = 0, call.n
     if call.kind == "broadcast" and memory.rank != call.root:
@@ -157,31 +165,31 @@ def slot_puts(memory: NodeMemory, call: Call, x: Window, parity: int) -> tuple[A
     return tuple(copy(_slot(memory, call, memory.rank, parity).part(start, stop), x.part(start, stop)))
 
 
-def slot_takes(memory: NodeMemory, call: Call, x: Window, out: Window, parity: int) -> tuple[Action, ...]:
+def slot_takes(memory: NodeAreas, call: Call, x: Window, out: Window, parity: int) -> tuple[Action, ...]:
     """Return the actions that set `out` from the slots of all ranks."""
     slots = [_slot(memory, call, rank, parity) for rank in range(memory.size)]
-    steps: list[Action] = []
-    if call.operation is not None:
-        start, stop = _summed(memory, call)
+    actions: list[Action] = []
+    if call.reduction is not None:
+        start, stop = _result_interval(memory, call)
         total = out.part(start, stop)
-        steps += combine(call, [slot.part(start, stop) for slot in slots], total, total)
+        actions += combine(call, [slot.part(start, stop) for slot in slots], total, total)
     elif call.kind == "broadcast":
-        steps += copy(out.part(0, call.n), (x if memory.rank == call.root else slots[call.root]).part(0, call.n))
+        actions += copy(out.part(0, call.n), (x if memory.rank == call.root else slots[call.root]).part(0, call.n))
     else:
-        mine = call.block(memory.rank)
+        own_block = call.block(memory.rank)
         for rank in [memory.rank, *memory.turn()]:
             block = call.block(rank)
-            source = slots[rank].part(*(mine if call.kind == "alltoall" else block))
+            source = slots[rank].part(*(own_block if call.kind == "alltoall" else block))
             to = call.arrival(memory.rank, rank) if call.kind == "alltoall" else block
-            steps += copy(out.part(*to), x.part(*block) if rank == memory.rank else source)
-    return tuple(steps)
+            actions += copy(out.part(*to), x.part(*block) if rank == memory.rank else source)
+    return tuple(actions)
 
 
-def _slot(memory: NodeMemory, call: Call, rank: int, parity: int) -> Window:
+def _slot(memory: NodeAreas, call: Call, rank: int, parity: int) -> Window:
     return Window(memory.slot(rank, parity)[: call.nbytes].view(call.dtype))
 
 
-def _summed(memory: NodeMemory, call: Call) -> tuple[int, int]:
+def _result_interval(memory: NodeAreas, call: Call) -> tuple[int, int]:
     """Return the interval of the result that this rank computes."""
     if call.kind == "reduce" and memory.rank != call.root:
         return 0, 0
@@ -198,7 +206,7 @@ class StagePipeline:
     out after its signal, while faster ranks write block k + 1.
     """
 
-    def __init__(self, memory: NodeMemory, call: Call, x: Window, out: Window):
+    def __init__(self, memory: NodeAreas, call: Call, x: Window, out: Window):
         self._memory = memory
         self._call = call
         self._x = x
@@ -209,7 +217,7 @@ class StagePipeline:
         self._count = max(-(-(stop - start) // self._block) for start, stop in self._pieces)
         self._scratch = np.empty(min(self._block, call.n), call.dtype)
 
-    def program(self, restage: bool) -> Program:
+    def program(self, restage: bool) -> NodeProgram:
         """Return the program. `restage`: a rank may have entered without copying its first blocks in."""
         phases = [Phase(self.puts(0))] if restage else []
         alltoall = self._call.kind == "alltoall"
@@ -220,20 +228,20 @@ class StagePipeline:
                 total, home = self._reduces(k)
                 phases.append(Phase(total + self.puts(k + 1), home + self._takes(k - 1)))
         last = () if alltoall else self._takes(self._count - 1)
-        return Program(tuple(phases), (last, last))
+        return NodeProgram(tuple(phases), (last, last))
 
     def puts(self, k: int) -> tuple[Action, ...]:
-        """Return the steps that copy this rank's input for block k of every other owner into its stages."""
+        """Return the actions that copy this rank's input for block k of every other owner into its stages."""
         call, memory = self._call, self._memory
-        steps: list[Action] = []
+        actions: list[Action] = []
         for owner in memory.turn():
             if call.kind == "alltoall" or memory.rank in call.sources(owner):
                 part = self._x.part(*self._range(owner, k))
-                steps += copy(self._stage(memory.stage_in(memory.rank, k % 2, owner), part.size), part)
-        return tuple(steps)
+                actions += copy(self._stage(memory.stage_in(memory.rank, k % 2, owner), part.size), part)
+        return tuple(actions)
 
     def _reduces(self, k: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
-        """Return the steps that reduce block k of this rank, and those that copy the result to its own out."""
+        """Return the actions that reduce block k of this rank, and those that copy the result to its own out."""
         call, memory = self._call, self._memory
         start, stop = self._range(memory.rank, k)
         wanted = call.readers(memory.rank)
@@ -249,14 +257,14 @@ class StagePipeline:
             return tuple(combine(call, parts, self._out.part(start, stop), self._scratch)), ()
         total = self._stage(memory.stage_out(memory.rank, k % 3), stop - start)
         home = tuple(copy(self._out.part(start, stop), total)) if memory.rank in wanted else ()
-        if memory.rank in wanted and len(parts) == 1 and same(parts[0], self._out.part(start, stop)):
+        if memory.rank in wanted and len(parts) == 1 and same_address(parts[0], self._out.part(start, stop)):
             home = ()
         return tuple(combine(call, parts, total, total)), home
 
     def _takes(self, k: int) -> tuple[Action, ...]:
-        """Return the steps that copy block k of every other owner to this rank's out."""
+        """Return the actions that copy block k of every other owner to this rank's out."""
         call, memory = self._call, self._memory
-        steps: list[Action] = []
+        actions: list[Action] = []
         if k < 0:
             return ()
         if call.kind == "alltoall":
@@ -265,11 +273,11 @@ class StagePipeline:
             start, stop = self._range(owner, k)
             if memory.rank in call.readers(owner):
                 stage = self._stage(memory.stage_out(owner, k % 3), stop - start)
-                steps += copy(self._out.part(start, stop), stage)
-        return tuple(steps)
+                actions += copy(self._out.part(start, stop), stage)
+        return tuple(actions)
 
     def _arrivals(self, k: int) -> Iterator[Action]:
-        """Yield the steps of alltoall that copy block k from every rank, including this one, to out."""
+        """Yield the actions of alltoall that copy block k from every rank, including this one, to out."""
         memory, (begin, _) = self._memory, self._call.block(self._memory.rank)
         start, stop = self._range(memory.rank, k)
         for source in [memory.rank, *memory.turn()]:
@@ -295,17 +303,17 @@ class StagePipeline:
 
 
 def shared_program(
-    memory: NodeMemory,
+    memory: NodeAreas,
     call: Call,
     x: Window,
     out: Window,
-    kept: Sequence[Vector],
+    block_copies: Sequence[Vector],
     places: Sequence[tuple[ArrayPlace, ArrayPlace]],
-) -> Program:
+) -> NodeProgram:
     """Compile the program of this rank for node-shared arrays.
 
     Args:
-        kept: Vectors into which this rank's block of the result is copied too.
+        block_copies: Vectors into which this rank's block of the result is copied too.
         places: For each rank the places of its x and its out.
     """
     xs, outs = [x] * memory.size, [out] * memory.size
@@ -316,12 +324,12 @@ def shared_program(
         outs[rank] = Window(_attach(out_place).view(call.dtype), call.extent_of_out(rank, in_place)[0])
     order = [memory.rank, *memory.turn()]
     if call.kind == "alltoall":
-        mine = call.block(memory.rank)
-        blocks = [(out.part(*call.arrival(memory.rank, rank)), xs[rank].part(*mine)) for rank in order]
-        return Program((Phase(tuple(step for to, source in blocks for step in copy(to, source))),))
+        own_block = call.block(memory.rank)
+        blocks = [(out.part(*call.arrival(memory.rank, rank)), xs[rank].part(*own_block)) for rank in order]
+        return NodeProgram((Phase(tuple(step for to, source in blocks for step in copy(to, source))),))
     sources = [xs[rank] for rank in call.sources(memory.rank)]
     readers = [outs[rank] for rank in order if rank in call.readers(memory.rank)]
-    steps: list[Action] = []
+    actions: list[Action] = []
     start, end = call.block(memory.rank)
     block = max(1, BLOCK_BYTES // call.dtype.itemsize)
     scratch = np.empty(min(block, end - start), call.dtype)
@@ -329,19 +337,19 @@ def shared_program(
         last = min(first + block, end)
         parts = [source.part(first, last) for source in sources]
         total = parts[0] if len(parts) == 1 else readers[0].part(first, last)
-        steps += combine(call, parts, total, scratch)
+        actions += combine(call, parts, total, scratch)
         for reader in readers:
-            steps += copy(reader.part(first, last), total)
-        for vector in kept:
-            steps += copy(vector[first:last], total)
-    return Program((Phase(tuple(steps)),))
+            actions += copy(reader.part(first, last), total)
+        for vector in block_copies:
+            actions += copy(vector[first:last], total)
+    return NodeProgram((Phase(tuple(actions)),))
 
 
 def _attach(place: ArrayPlace) -> Vector:
     return arena.attach(Region(*place[:5]))
 
 
-class _Far(NamedTuple):
+class _RemoteWindow(NamedTuple):
     """A part of the vector in another process. Element `first` is at `address`."""
 
     pid: int
@@ -354,25 +362,25 @@ class _Far(NamedTuple):
 
 
 def crossing_program(
-    memory: NodeMemory,
+    memory: NodeAreas,
     call: Call,
     x: Window,
     out: Window,
-    kept: Sequence[Vector],
+    block_copies: Sequence[Vector],
     places: Sequence[tuple[ArrayPlace, ArrayPlace]],
-) -> Program:
+) -> NodeProgram:
     """Compile the program of this rank for large arrays in private memory. Arguments as in `shared_program`."""
-    reached = _Reached(memory, call, x, out, places)
+    reached = _CrossingArrays(memory, call, x, out, places)
     if call.kind == "alltoall":
-        return Program((Phase(tuple(reached.arrivals()), tuple(reached.own())),))
-    return Program((Phase(tuple(reached.steps(kept))),))
+        return NodeProgram((Phase(tuple(reached.arrivals()), tuple(reached.own())),))
+    return NodeProgram((Phase(tuple(reached.steps(block_copies))),))
 
 
-class _Reached:
+class _CrossingArrays:
     """The arrays of all ranks in a crossing program, and the steps over them."""
 
     def __init__(
-        self, memory: NodeMemory, call: Call, x: Window, out: Window, places: Sequence[tuple[ArrayPlace, ArrayPlace]]
+        self, memory: NodeAreas, call: Call, x: Window, out: Window, places: Sequence[tuple[ArrayPlace, ArrayPlace]]
     ):
         self._call = call
         self._rank = memory.rank
@@ -381,23 +389,23 @@ class _Reached:
         self._out = out
         self._buffers = memory.buffers(BLOCK_BYTES)
         # rank -> its x, its out
-        self._xs: dict[int, _Far] = {}
-        self._outs: dict[int, _Far] = {}
+        self._xs: dict[int, _RemoteWindow] = {}
+        self._outs: dict[int, _RemoteWindow] = {}
         for rank in memory.turn():
             (x_place, out_place), pid, size = places[rank], memory.pids[rank], call.dtype.itemsize
             in_place = x_place.address == out_place.address
-            self._xs[rank] = _Far(pid, x_place.address, call.extent_of_x(rank, in_place)[0], size)
-            self._outs[rank] = _Far(pid, out_place.address, call.extent_of_out(rank, in_place)[0], size)
+            self._xs[rank] = _RemoteWindow(pid, x_place.address, call.extent_of_x(rank, in_place)[0], size)
+            self._outs[rank] = _RemoteWindow(pid, out_place.address, call.extent_of_out(rank, in_place)[0], size)
 
-    def steps(self, kept: Sequence[Vector]) -> Iterator[Action]:
-        """Yield the steps that make this rank's block of the result and deliver it."""
+    def steps(self, block_copies: Sequence[Vector]) -> Iterator[Action]:
+        """Yield the actions that make this rank's block of the result and deliver it."""
         call, rank = self._call, self._rank
         start, end = call.block(rank)
         block = max(1, BLOCK_BYTES // call.dtype.itemsize)
         # Only reductions need buffers. Other calls may have elements of any size, even larger than a buffer.
-        size = block * call.dtype.itemsize if call.operation is not None else 0
+        size = block * call.dtype.itemsize if call.reduction is not None else 0
         buffers = [buffer[:size].view(call.dtype) for buffer in self._buffers]
-        readers = [reader for reader in self._order if reader in call.readers(rank) and not self._has_it(reader)]
+        readers = [reader for reader in self._order if reader in call.readers(rank) and not self._is_source(reader)]
         for first in range(start, end, block):
             last = min(first + block, end)
             total = self._place(first, last, buffers[0])
@@ -406,11 +414,11 @@ class _Reached:
                 if reader == rank:
                     yield from copy(self._out.part(first, last), total)
                 else:
-                    yield from _moved(deliver, total, *self._outs[reader].at(first))
-            for vector in kept:
+                    yield from _kernel_copy(deliver, total, *self._outs[reader].at(first))
+            for vector in block_copies:
                 yield from copy(vector[first:last], total)
 
-    def _has_it(self, reader: int) -> bool:
+    def _is_source(self, reader: int) -> bool:
         """True if the reader's out is the source of this piece, as on the root of an in-place broadcast."""
         far = reader != self._rank and self._call.sources(self._rank) == [reader]
         return far and self._xs[reader] == self._outs[reader]
@@ -422,45 +430,47 @@ class _Reached:
         return self._out.part(first, last) if self._rank in self._call.readers(self._rank) else buffer[: last - first]
 
     def _combined(self, first: int, last: int, total: Vector, buffers: Sequence[Vector]) -> Iterator[Action]:
-        """Yield the steps that set `total` to the reduction of the sources' parts, in the order of the ranks.
+        """Yield the actions that set `total` to the reduction of the sources' parts, in the order of the ranks.
 
         This rank's own part may be `total` itself, so only the last step writes to `total`.
         """
-        sources, operation = self._call.sources(self._rank), self._call.operation
+        sources, reduction = self._call.sources(self._rank), self._call.reduction
         if len(sources) == 1:
             if sources != [self._rank]:
-                yield from _moved(fetch, total, *self._xs[sources[0]].at(first))
+                yield from _kernel_copy(fetch, total, *self._xs[sources[0]].at(first))
         else:
-            assert operation is not None
+            assert reduction is not None
             so_far = yield from self._part(sources[0], first, last, buffers[0])
             for source in sources[1:]:
                 part = yield from self._part(source, first, last, buffers[1])
                 to, divisor = buffers[0], 1
                 if source == sources[-1]:
-                    to, divisor = total, self._call.p if operation.is_mean else 1
-                yield from sums.steps(operation.into, (so_far, part), to, None, divisor, self._call.nbytes)
+                    to, divisor = total, self._call.p if reduction.is_mean else 1
+                yield from sums.steps(reduction.combine, (so_far, part), to, None, divisor, self._call.nbytes)
                 so_far = to
 
     def _part(self, source: int, first: int, last: int, buffer: Vector) -> Generator[Action, None, Vector]:
-        """Yield the step that fetches the source's part into the buffer, if it is another rank's. Return the part."""
+        """Yield the action that fetches the source's part into the buffer, if it is another rank's. Return the part."""
         if source == self._rank:
             return self._x.part(first, last)
-        yield from _moved(fetch, buffer, *self._xs[source].at(first))
+        yield from _kernel_copy(fetch, buffer, *self._xs[source].at(first))
         return buffer
 
     def arrivals(self) -> Iterator[Action]:
-        """Yield the steps of alltoall that fetch the blocks of all other ranks for this one."""
+        """Yield the actions of alltoall that fetch the blocks of all other ranks for this one."""
         start, _ = self._call.block(self._rank)
         for source in self._order[1:]:
             to = self._out.part(*self._call.arrival(self._rank, source))
-            yield from _moved(fetch, to, *self._xs[source].at(start))
+            yield from _kernel_copy(fetch, to, *self._xs[source].at(start))
 
     def own(self) -> Iterator[Action]:
-        """Yield the step of alltoall that copies this rank's block for itself."""
+        """Yield the action of alltoall that copies this rank's block for itself."""
         to = self._call.arrival(self._rank, self._rank)
         return copy(self._out.part(*to), self._x.part(*self._call.block(self._rank)))
 
 
-def _moved(copy: Callable[[Vector, int, int], Move], vector: Vector, pid: int, address: int) -> Iterator[Action]:
+def _kernel_copy(
+    copy: Callable[[Vector, int, int], KernelCopy], vector: Vector, pid: int, address: int
+) -> Iterator[Action]:
     if vector.nbytes:
         yield copy(vector, pid, address), ()

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from mpips.collectives.fabric.board import NUMBERS, Board
 from mpips.collectives.kernels.engine import Kernel
 from mpips.collectives.kernels.function import compiled, narrow, widen
-from mpips.collectives.node.program import Action, Copy, Program, Reduction, Turns
+from mpips.collectives.node.program import Action, Copy, NodeProgram, Reduce, Turns
 
 # Results of a fast path. DONE: the call is complete. NOT_BEGUN: run `Executor.steps`. MET: all ranks have entered; run
 # `Executor.rest`.
@@ -149,7 +149,7 @@ class Record(NamedTuple):
     kept: list[Any]
 
 
-def record_of(board: Board, tokens: Sequence[int], puts: Turns, program: Program) -> Record | None:
+def record_of(board: Board, tokens: Sequence[int], puts: Turns, program: NodeProgram) -> Record | None:
     """Return the record of a call, or None if one compiled function cannot carry it out.
 
     Args:
@@ -163,7 +163,7 @@ def record_of(board: Board, tokens: Sequence[int], puts: Turns, program: Program
         return None
     rounds = [(puts[turn], phases[0].before if phases else program.last[turn]) for turn in (0, 1)]
     actions = [action for both in rounds for some in both for action in some]
-    dtypes = {action.total.dtype for action in actions if isinstance(action, Reduction)}
+    dtypes = {action.total.dtype for action in actions if isinstance(action, Reduce)}
     kernel = carry_out.prepare(dtypes.pop() if dtypes else np.dtype(np.float32))
     if kernel is None or dtypes or not all(map(_is_short, actions)):
         return None
@@ -189,7 +189,7 @@ def _is_short(action: Action) -> bool:
     """True if `carry_out` can take the action, and it is short."""
     if isinstance(action, Copy):
         return action.to.nbytes <= MOST_BYTES
-    if not isinstance(action, Reduction) or action.call.operation is None or action.call.operation.into is not np.add:
+    if not isinstance(action, Reduce) or action.call.reduction is None or action.call.reduction.combine is not np.add:
         return False
     arrays = (action.total, *action.parts)
     return action.call.nbytes <= MOST_BYTES and all(array.flags.aligned and array.dtype.isnative for array in arrays)
@@ -199,10 +199,10 @@ def _words_of(action: Action, kept: list[Any]) -> list[list[int]]:
     """Return the words of the action, or of two in its place. Arrays that they need besides go into `kept`."""
     if isinstance(action, Copy):
         return [[0, _address(action.to), action.to.nbytes, _address(action.source)]]
-    assert isinstance(action, Reduction)
-    assert action.call.operation is not None
+    assert isinstance(action, Reduce)
+    assert action.call.reduction is not None
     total, divisor = action.total, 0
-    if action.call.operation.is_mean:
+    if action.call.reduction.is_mean:
         kept.append(np.array([action.call.p], total.dtype))
         divisor = _address(kept[-1])
     # A partial sum may not overwrite a part that is still to be read, and compiled loops over one memory are slow.

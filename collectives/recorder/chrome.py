@@ -62,8 +62,8 @@ def rows(spans: Sequence[tuple[float, float]]) -> list[int]:
 
     Each span goes to the first row where it fits, in the order in which the spans begin. So few rows are needed.
     """
-    found, open_ends = [0] * len(spans), list[list[float]]()
-    for index in sorted(range(len(spans)), key=lambda one: (spans[one][0], -spans[one][1])):
+    row_of, open_ends = [0] * len(spans), list[list[float]]()
+    for index in sorted(range(len(spans)), key=lambda number: (spans[number][0], -spans[number][1])):
         begin, end = spans[index]
         for row, ends in enumerate(open_ends):  # noqa: B007
             while ends and ends[-1] <= begin:
@@ -74,8 +74,8 @@ def rows(spans: Sequence[tuple[float, float]]) -> list[int]:
             row, ends = len(open_ends), []
             open_ends.append(ends)
         ends.append(end)
-        found[index] = row
-    return found
+        row_of[index] = row
+    return row_of
 
 
 def save(path: str | os.PathLike[str], events: Iterable[Event], about: Mapping[str, Any] | None = None) -> None:

@@ -54,7 +54,7 @@ def bytes_of(text: str) -> int:
     return sum(int(count) * int(bits or 8) // 8 for count, bits in ARRAY.findall(text))
 
 
-class Collective(NamedTuple):
+class DumpedCall(NamedTuple):
     """What is known about one collective of a rank. Times are Unix time in nanoseconds, 0 if unknown."""
 
     number: int
@@ -78,8 +78,8 @@ def read_rank(path: Path) -> dict[str, Any] | None:
     Raises:
         OSError: The file cannot be read.
     """
-    seen = pages.read(path)
-    if seen is None:
+    content = pages.read(path)
+    if content is None:
         return None
     shift = time.time_ns() - time.monotonic_ns()
     records = []
@@ -87,13 +87,13 @@ def read_rank(path: Path) -> dict[str, Any] | None:
         times = {name: at + shift if at else 0 for name, at in record._asdict().items() if name.endswith("_ns")}
         records.append({**record._asdict(), **times, "state": record.state})
     return {
-        **seen.identity,
-        "head": dict(seen.head),
-        "waits": seen.waits,
-        "end": dict(seen.end),
-        "notes": dict(seen.notes),
-        "lanes": [lane._asdict() for lane in seen.lanes],
-        "communicators": dict(seen.communicators),
+        **content.identity,
+        "head": dict(content.head),
+        "waits": content.waits,
+        "end": dict(content.end),
+        "notes": dict(content.notes),
+        "lanes": [lane._asdict() for lane in content.lanes],
+        "communicators": dict(content.communicators),
         "records": records,
     }
 
@@ -104,8 +104,8 @@ def write_rank(page: Path, folder: Path) -> Path | None:
     Raises:
         OSError: The page cannot be read, or the folder cannot be written.
     """
-    found = read_rank(page)
-    return None if found is None else write_json(folder / f"rank-{found.get('rank', page.stem)}.json", found)
+    content = read_rank(page)
+    return None if content is None else write_json(folder / f"rank-{content.get('rank', page.stem)}.json", content)
 
 
 def write_json(path: Path, content: object) -> Path:
@@ -142,17 +142,17 @@ def write_for_pytorch(ranks: Sequence[Mapping[str, Any]], folder: Path) -> list[
         OSError: A file cannot be written.
     """
     calls = {rank["rank"]: _calls(rank) for rank in ranks}
-    groups = sorted({group for found in calls.values() for group in found})
+    groups = sorted({group for known in calls.values() for group in known})
     for group in groups:
-        members = [one for one in group[0] if one in calls]
-        last = {one: max(calls[one].get(group, ()), default=0) for one in members}
-        for number in {number for one in members for number in calls[one].get(group, {})}:
-            if any(last[one] >= number and number not in calls[one].get(group, {}) for one in members):
-                for one in members:
-                    calls[one].get(group, {}).pop(number, None)
+        members = [member for member in group[0] if member in calls]
+        last = {member: max(calls[member].get(group, ()), default=0) for member in members}
+        for number in {number for member in members for number in calls[member].get(group, {})}:
+            if any(last[member] >= number and number not in calls[member].get(group, {}) for member in members):
+                for member in members:
+                    calls[member].get(group, {}).pop(number, None)
     return [
-        _write(folder / f"{PREFIX}{rank}", pickle.dumps(_as_pytorch(rank, found, groups)))
-        for rank, found in calls.items()
+        _write(folder / f"{PREFIX}{rank}", pickle.dumps(_as_pytorch(rank, known, groups)))
+        for rank, known in calls.items()
     ]
 
 
@@ -160,29 +160,29 @@ def write_for_pytorch(ranks: Sequence[Mapping[str, Any]], folder: Path) -> list[
 Group = tuple[tuple[int, ...], int]
 
 
-def _calls(rank: Mapping[str, Any]) -> dict[Group, dict[int, Collective]]:
+def _calls(rank: Mapping[str, Any]) -> dict[Group, dict[int, DumpedCall]]:
     """Return the collectives that are known of a rank: communicator -> number -> collective."""
     groups: dict[int, Group] = {
-        int(identity): (tuple(map(int, one["ranks"].split(","))), one["place"])
-        for identity, one in rank["communicators"].items()
+        int(identity): (tuple(map(int, record["ranks"].split(","))), record["place"])
+        for identity, record in rank["communicators"].items()
     }
-    found: dict[Group, dict[int, Collective]] = {group: {} for group in groups.values()}
-    for one in rank["records"]:
-        if one["lane"] in groups and one["operation"] in NAMES and one["begun_ns"]:
-            found[groups[one["lane"]]][one["number"]] = Collective(
-                one["number"],
-                one["operation"],
-                one["elements"],
-                one["dtype"],
-                one["state"],
-                one["made_ns"],
-                one["begun_ns"],
-                one["ended_ns"],
-                one["thread"],
-                one["line"],
+    calls: dict[Group, dict[int, DumpedCall]] = {group: {} for group in groups.values()}
+    for record in rank["records"]:
+        if record["lane"] in groups and record["operation"] in NAMES and record["begun_ns"]:
+            calls[groups[record["lane"]]][record["number"]] = DumpedCall(
+                record["number"],
+                record["operation"],
+                record["elements"],
+                record["dtype"],
+                record["state"],
+                record["made_ns"],
+                record["begun_ns"],
+                record["ended_ns"],
+                record["thread"],
+                record["line"],
             )
     for lane in rank["lanes"]:
-        if lane["identity"] not in groups or lane["number"] in found[groups[lane["identity"]]]:
+        if lane["identity"] not in groups or lane["number"] in calls[groups[lane["identity"]]]:
             continue
         if grouped := GROUPED.search(lane["text"]):
             nbytes = sum(int(part.split()[0]) for part in grouped[1].split(", "))
@@ -194,39 +194,39 @@ def _calls(rank: Mapping[str, Any]) -> dict[Group, dict[int, Collective]]:
         waited = next((wait for wait in rank["waits"] if wait["what"] == lane["text"]), None)
         failed = lane["text"] in rank["end"].get("failed", "")
         state, line = "started" if waited or failed else "completed", waited["line"] if waited else ""
-        last = Collective(lane["number"], operation, elements, dtype, state, 0, 0, 0, 0, line)
+        last = DumpedCall(lane["number"], operation, elements, dtype, state, 0, 0, 0, 0, line)
         if operation in NAMES:
-            found[groups[lane["identity"]]][lane["number"]] = last
-    return found
+            calls[groups[lane["identity"]]][lane["number"]] = last
+    return calls
 
 
-def _as_pytorch(rank: int, calls: Mapping[Group, Mapping[int, Collective]], groups: Sequence[Group]) -> dict[str, Any]:
+def _as_pytorch(rank: int, calls: Mapping[Group, Mapping[int, DumpedCall]], groups: Sequence[Group]) -> dict[str, Any]:
     """Return the object that PyTorch would pickle for a rank.
 
     `groups`: all communicators of the job. The order is the same for all ranks, because it gives them their names.
     """
-    mine = [group for group in groups if rank in group[0]]
-    names = {group: str(groups.index(group)) for group in mine}
+    own_groups = [group for group in groups if rank in group[0]]
+    names = {group: str(groups.index(group)) for group in own_groups}
     config, status = {}, {}
     entries: list[dict[str, Any]] = []
-    for group in mine:
-        made = calls.get(group, {})
+    for group in own_groups:
+        known = calls.get(group, {})
         desc = f"mpips {group[1]}"
         config[names[group]] = {"name": names[group], "desc": desc, "ranks": str(list(group[0]))}
-        ended = max((number for number, one in made.items() if one.state == "completed"), default=0)
-        last = max(made, default=0)
+        ended = max((number for number, call in known.items() if call.state == "completed"), default=0)
+        last = max(known, default=0)
         status[names[group]] = {
             "last_enqueued_collective": last,
             "last_started_collective": last,
             "last_completed_collective": ended,
         }
-        entries += [_entry(made[number], names[group], desc, len(group[0])) for number in sorted(made)]
+        entries += [_entry(known[number], names[group], desc, len(group[0])) for number in sorted(known)]
     for number, entry in enumerate(entries):
         entry["record_id"] = entry["op_id"] = number
     return {"version": VERSION, "pg_config": config, "pg_status": status, "entries": entries}
 
 
-def _entry(call: Collective, name: str, desc: str, size: int) -> dict[str, Any]:
+def _entry(call: DumpedCall, name: str, desc: str, size: int) -> dict[str, Any]:
     dtype = DTYPES.get(call.dtype, call.dtype)
     block = call.elements // size
     given = block if call.operation == "allgather" else call.elements

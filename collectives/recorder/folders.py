@@ -37,15 +37,15 @@ HOSTS_FILE = "hosts.json"
 KEPT_JOBS = 8
 
 
-def of_jobs() -> Path:
+def jobs_folder() -> Path:
     """Return the folder that holds the folders of this user's jobs on this machine."""
     return (MEMORY if MEMORY.is_dir() else Path(tempfile.gettempdir())) / f"mpips-{os.getuid()}"
 
 
 def is_private(path: Path) -> bool:
     """True if the path is a folder (and not a link) that belongs to this user and is closed to all others."""
-    found = path.lstat()
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+    status = path.lstat()
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 def job_name(environment: Mapping[str, str] = os.environ, alone: bool = False) -> str:
@@ -61,7 +61,7 @@ def job_name(environment: Mapping[str, str] = os.environ, alone: bool = False) -
         if not name and "HYDI_CONTROL_FD" not in environment:
             name = environment.get("SLURM_STEP_ID", "")
         name = name or f"p{os.getpid() if alone else _launcher()}"
-        name = ".".join([*(environment[one] for one in SCHEDULERS if environment.get(one)), name])
+        name = ".".join([*(environment[variable] for variable in SCHEDULERS if environment.get(variable)), name])
     return "".join(letter if letter.isalnum() or letter in "-_.@" else "-" for letter in name).lstrip(".")[:200]
 
 
@@ -77,33 +77,33 @@ def _launcher() -> int:
     return pid
 
 
-def make(name: str) -> Path:
+def make_folder(name: str) -> Path:
     """Make the folder of a job if it does not exist, and then remove the oldest folders of failed jobs.
 
     Raises:
         OSError: The folder cannot be made, or other users have access to it.
     """
-    top = of_jobs()
+    top = jobs_folder()
     top.mkdir(mode=0o700, exist_ok=True)
     if not is_private(top):
         raise PermissionError(f"{top} is open to others")
-    here = top / name
+    folder = top / name
     try:
-        here.mkdir(mode=0o700)
+        folder.mkdir(mode=0o700)
     except FileExistsError:
-        return here
-    others = sorted((one for one in top.iterdir() if one != here), key=modified)
+        return folder
+    others = sorted((other for other in top.iterdir() if other != folder), key=modified_at)
     ended = [
-        one
-        for one in others
-        if not any(lives(int(path.stem)) for path in one.glob(f"*{PAGE}")) and not is_launched_here(one)
+        other
+        for other in others
+        if not any(is_alive(int(path.stem)) for path in other.glob(f"*{PAGE}")) and not is_launched_here(other)
     ]
-    for one in ended[:-KEPT_JOBS]:
-        shutil.rmtree(one, ignore_errors=True)
-    return here
+    for other in ended[:-KEPT_JOBS]:
+        shutil.rmtree(other, ignore_errors=True)
+    return folder
 
 
-def modified(path: Path) -> float:
+def modified_at(path: Path) -> float:
     """Return the Unix time at which a file was last written, or 0 if another process has removed it meanwhile."""
     with suppress(OSError):
         return path.stat().st_mtime
@@ -116,13 +116,13 @@ def forget_job(name: str) -> None:
     Files of a trace stay: the process that traces the job removes them.
     """
     with suppress(OSError):
-        here = of_jobs() / name
-        if not name or not is_private(of_jobs()):
+        folder = jobs_folder() / name
+        if not name or not is_private(jobs_folder()):
             return
-        if not (here / TRACE_REQUEST).exists() and not any(here.glob(f"*{TRACE}")):
-            shutil.rmtree(here)
+        if not (folder / TRACE_REQUEST).exists() and not any(folder.glob(f"*{TRACE}")):
+            shutil.rmtree(folder)
             return
-        for path in here.iterdir():
+        for path in folder.iterdir():
             if path.suffix != TRACE and path.name != TRACE_REQUEST:
                 path.unlink(missing_ok=True)
 
@@ -130,56 +130,56 @@ def forget_job(name: str) -> None:
 def write_end(name: str, **known: object) -> None:
     """Write what the launcher knows about the end of a job into the job's folder, if there is one."""
     with suppress(OSError):
-        if is_ours(of_jobs() / name):
-            write(of_jobs() / name, END_FILE, json.dumps(known))
+        if is_ours(jobs_folder() / name):
+            write(jobs_folder() / name, END_FILE, json.dumps(known))
 
 
 def write_hosts(name: str, text: str) -> None:
     """Write the hosts of a job, and how to reach them, for tools that run on the host of its launcher."""
     with suppress(OSError):
-        write(make(name), HOSTS_FILE, text)
+        write(make_folder(name), HOSTS_FILE, text)
 
 
-def read_hosts(here: Path) -> dict[str, Any]:
+def read_hosts(folder: Path) -> dict[str, Any]:
     """Return what `write_hosts` has written (`names`, `launcher`, `agent`, `python`, `path`), or {}.
 
     The file names a program to run, so it counts only in a folder that belongs to this user alone.
     """
     with suppress(OSError, ValueError):
-        if here.parent == of_jobs() and is_ours(here):
-            known: dict[str, Any] = json.loads((here / HOSTS_FILE).read_text(encoding="utf-8"))
+        if folder.parent == jobs_folder() and is_ours(folder):
+            known: dict[str, Any] = json.loads((folder / HOSTS_FILE).read_text(encoding="utf-8"))
             return known
     return {}
 
 
-def is_ours(here: Path) -> bool:
+def is_ours(folder: Path) -> bool:
     """True if the folder of a job exists, and only this user has access to it."""
     try:
-        return is_private(here.parent) and is_private(here)
+        return is_private(folder.parent) and is_private(folder)
     except OSError:
         return False
 
 
-def is_launched_here(here: Path) -> bool:
+def is_launched_here(folder: Path) -> bool:
     """True if the `mpips run` of a job on several hosts runs on this host. Its pid is the job's name."""
-    return read_hosts(here).get("launcher") == socket.gethostname() and lives(int(here.name))
+    return read_hosts(folder).get("launcher") == socket.gethostname() and is_alive(int(folder.name))
 
 
-def write(here: Path, name: str, text: str) -> None:
+def write(folder: Path, name: str, text: str) -> None:
     """Write a file atomically, so that the ranks of a host may write it at the same time."""
-    passing = here / f".{name}-{os.getpid()}"
+    passing = folder / f".{name}-{os.getpid()}"
     fd = os.open(passing, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with open(fd, "w", encoding="utf-8") as file:
         file.write(text)
-    os.replace(passing, here / name)
+    os.replace(passing, folder / name)
 
 
-def lives(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """True if there is a process with this pid."""
     return os.path.exists(f"/proc/{pid}")
 
 
-def leave(here: Path, ranks: int = 0) -> None:
+def remove_if_empty(folder: Path, ranks: int = 0) -> None:
     """Remove the folder of a job if no page is left in it. Every rank calls this at its end.
 
     Args:
@@ -187,9 +187,9 @@ def leave(here: Path, ranks: int = 0) -> None:
             rank that still runs may have to read them.
     """
     with suppress(OSError):
-        if not any(here.glob(f"*{PAGE}")) and not is_launched_here(here):
-            (here / HOSTS_FILE).unlink(missing_ok=True)
-            ended = list(here.glob(f"*{PROGRAM_ENDED}"))
+        if not any(folder.glob(f"*{PAGE}")) and not is_launched_here(folder):
+            (folder / HOSTS_FILE).unlink(missing_ok=True)
+            ended = list(folder.glob(f"*{PROGRAM_ENDED}"))
             for path in ended if len(ended) >= ranks else ():
                 path.unlink(missing_ok=True)
-        here.rmdir()
+        folder.rmdir()

@@ -1,4 +1,4 @@
-"""This process' page: opened when the process becomes a rank, removed when it ends well, kept when it fails.
+"""The page of this process: opened when it becomes a rank, removed when it ends well, kept when it fails.
 
 The page lies in the folder of the job (`folders`). On `SIGNAL`, the stacks of all threads are written into a file
 beside it. With `MPIPS_RECORDER=0` no page is opened.
@@ -27,7 +27,7 @@ from mpips.collectives.machine import count_local_ranks
 from mpips.collectives.recorder import dump, folders
 from mpips.collectives.recorder import page as pages
 from mpips.collectives.recorder.page import Page
-from mpips.collectives.recorder.ring import WORD, Ring, form
+from mpips.collectives.recorder.ring import WORD, RecordRing, form
 
 VARIABLE = "MPIPS_RECORDER"
 DUMP_VARIABLE = "MPIPS_DUMP_DIR"
@@ -44,7 +44,7 @@ WAITED_TIMES = pages.AT["waits"]
 BETWEEN = ("mpips", "torch", "jax", "threading", "contextlib", "runpy", "mpi4py")
 
 
-class Place:
+class RankState:
     """The rank, role, generation and training step of this process; the modules that know them set them here.
 
     -1 and "" mean unknown. Role, generation and step are written to the page as well.
@@ -96,7 +96,7 @@ class Place:
 
 # Until begin() opens a file, the page is private memory, so that callers need not ask whether there is a page.
 page = Page()
-place = Place()
+rank_state = RankState()
 _identity: dict[str, Any] = {}
 _notes: dict[str, float] = {}
 # thread id -> the wait of that thread that is on the page
@@ -128,17 +128,17 @@ def begin(rank: int, size: int) -> None:
     global page, ring
     answer_usr2()
     if not _paths and os.environ.get(VARIABLE, "").strip() != "0":
-        here = folders.make(folders.job_name(alone=size == 1))
-        path = here / f"{os.getpid()}{folders.PAGE}"
+        folder = folders.make_folder(folders.job_name(alone=size == 1))
+        path = folder / f"{os.getpid()}{folders.PAGE}"
         try:
             if hosts := os.environ.get(folders.HOSTS):
-                folders.write(here, folders.HOSTS_FILE, unquote(hosts))
+                folders.write(folder, folders.HOSTS_FILE, unquote(hosts))
             opened = Page(path)
         except OSError:
-            folders.leave(here)
+            folders.remove_if_empty(folder)
             raise
         _paths.append(path)
-        atexit.register(_end)
+        atexit.register(_remove_page)
         opened.set("pid", os.getpid())
         opened.set("thread", threading.main_thread().ident or 0)
         opened.set("began_ns", time.time_ns())
@@ -148,21 +148,21 @@ def begin(rank: int, size: int) -> None:
         page = opened
         if not is_traced:
             ring = page.ring
-        _answer_signals(here / f"{os.getpid()}{folders.STACKS}")
-        os.register_at_fork(after_in_child=_forget)
+        _write_stacks_on_signal(folder / f"{os.getpid()}{folders.STACKS}")
+        os.register_at_fork(after_in_child=_start_without_page)
 
 
-def beside(suffix: str) -> Path | None:
+def path_beside_page(suffix: str) -> Path | None:
     """Return the path of the page with another suffix, or None if this process has no page."""
     return _paths[0].with_suffix(suffix) if _paths else None
 
 
-def who() -> dict[str, Any]:
+def copy_identity() -> dict[str, Any]:
     """Return a copy of the identity on the page: rank, size, host and program, and later role and member."""
     return dict(_identity)
 
 
-def _answer_signals(path: Path) -> None:
+def _write_stacks_on_signal(path: Path) -> None:
     if signal.getsignal(SIGNAL) != signal.SIG_DFL:
         return
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -176,29 +176,31 @@ def answer_usr2() -> None:
     if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
         # Python allows handlers to be set only in the main thread.
         with suppress(ValueError):
-            signal.signal(signal.SIGUSR2, _hear_usr2)
+            signal.signal(signal.SIGUSR2, _on_usr2)
 
 
-def _hear_usr2(*_: object) -> None:
+def _on_usr2(*_: object) -> None:
     if not os.environ.get(DUMP_VARIABLE):
-        _say(
-            f"SIGUSR2 asks for a dump, and {DUMP_VARIABLE} names no folder: set it before the job starts, or ask by "
+        _print_line(
+            f"SIGUSR2 asks for a dump, but {DUMP_VARIABLE} is not set: set it before the job starts, or use "
             "`mpips why --dump DIR`"
         )
     elif not _paths:
-        _say(f"SIGUSR2 asks for a dump, and this process has no page: MPI has not started in it, or {VARIABLE}=0")
+        _print_line(
+            f"SIGUSR2 asks for a dump, but this process has no page: MPI has not started in it, or {VARIABLE}=0"
+        )
     elif path := _dump():
-        _say(f"dumped to {path}")
+        _print_line(f"dumped to {path}")
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     # os.write, because a signal handler that prints may interrupt another print, which Python refuses.
     who = f"rank {_identity['rank']}" if "rank" in _identity else f"process {os.getpid()}"
     with suppress(OSError):
         os.write(2, f"mpips: {who}: {text}\n".encode())
 
 
-def fails(sentence: str, own: bool = False) -> None:
+def write_failure(sentence: str, own: bool = False) -> None:
     """Write to the page that this rank has failed, and keep the page when the process ends.
 
     Also writes a dump if `MPIPS_DUMP_DIR` is set.
@@ -208,20 +210,20 @@ def fails(sentence: str, own: bool = False) -> None:
         own: The failure began in this rank's program, and not with another rank's failure. Such a failure is not
             replaced by later ones that follow from it.
     """
-    if not own and any(_failed):
+    if not own and any(_failures):
         return
     while len(pages.encode(sentence)) > LONGEST_BYTES:
         sentence = sentence[: len(sentence) * 9 // 10]
     page.write(pages.END, {"failed": sentence, "own": own, "at_ns": time.monotonic_ns()})
     page.words[pages.AT["failures"]] += 1
-    _failed.append(own)
+    _failures.append(own)
     _dump()
 
 
-def exits(code: int) -> None:
+def write_exit_code(code: int) -> None:
     """Write to the page that the program left with this exit code, unless a failure is written already."""
-    if not _failed:
-        fails(f"exit code {code}", own=True)
+    if not _failures:
+        write_failure(f"exit code {code}", own=True)
 
 
 def _dump() -> Path | None:
@@ -231,12 +233,12 @@ def _dump() -> Path | None:
         try:
             return dump.write_rank(_paths[0], Path(folder) / _paths[0].parent.name)
         except OSError as error:
-            _say(f"no dump: {DUMP_VARIABLE}={folder!r} cannot be written: {error.strerror or error}")
+            _print_line(f"no dump: {DUMP_VARIABLE}={folder!r} cannot be written: {error.strerror or error}")
     return None
 
 
-# for each failure, the `own` that fails() was given
-_failed: list[bool] = []
+# the argument `own` of each failure that write_failure() has written
+_failures: list[bool] = []
 
 
 def count_checkpoint() -> None:
@@ -250,7 +252,7 @@ def add_communicator(identity: int, ranks: Sequence[int]) -> None:
     The page keeps the newest `KNOWN_COMMUNICATORS`, also after they are freed.
     """
     text = ",".join(map(str, ranks))
-    place = _made[text] = _made.get(text, -1) + 1
+    place = _last_places[text] = _last_places.get(text, -1) + 1
     _communicators[identity] = {"ranks": text, "place": place}
     while len(_communicators) > KNOWN_COMMUNICATORS or len(pages.encode(_communicators)) > pages.JSON_BYTES:
         del _communicators[next(iter(_communicators))]
@@ -259,22 +261,22 @@ def add_communicator(identity: int, ranks: Sequence[int]) -> None:
 
 def count_communicators() -> int:
     """Return the number of communicators that this process has made, including those freed since."""
-    return sum(1 + last for last in _made.values())
+    return sum(1 + last for last in _last_places.values())
 
 
 # ranks -> the number of communicators of these ranks, less 1
-_made: dict[str, int] = {}
+_last_places: dict[str, int] = {}
 KNOWN_COMMUNICATORS = 32
 
 
-def goes_well() -> None:
-    """Take back the failures that `fails` has written, because the program has recovered from them."""
+def clear_failures() -> None:
+    """Take back the failures that `write_failure` has written, because the program has recovered from them."""
     page.write(pages.END, {})
-    _failed.clear()
+    _failures.clear()
 
 
-def _end() -> None:
-    if _failed:
+def _remove_page() -> None:
+    if _failures:
         return
     # Other ranks may still begin to wait for this one: this file tells them that it has ended (find_ended).
     if _paths and _identity["size"] > 1:
@@ -284,19 +286,19 @@ def _end() -> None:
         with suppress(OSError):
             path.unlink()
     with suppress(IndexError):
-        folders.leave(_paths[0].parent, count_local_ranks())
+        folders.remove_if_empty(_paths[0].parent, count_local_ranks())
 
 
 def find_ended(ranks: Sequence[int]) -> list[int]:
     """Return those of the given ranks of the job that have ended well on this host."""
-    found = []
+    ended = []
     for rank in ranks if _paths else ():
         with suppress(OSError):
             written = (_paths[0].parent / f"{rank}{folders.PROGRAM_ENDED}").stat().st_mtime
             # An older file was left by an earlier job of the same name.
             if written > _process_began():
-                found.append(rank)
-    return found
+                ended.append(rank)
+    return ended
 
 
 @cache
@@ -306,7 +308,7 @@ def _process_began() -> float:
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _forget() -> None:
+def _start_without_page() -> None:
     # A forked child is not a rank, and must not write to its parent's page or remove it.
     global page, ring
     page = Page()
@@ -316,7 +318,7 @@ def _forget() -> None:
     _notes.clear()
     _tables.clear()
     _paths.clear()
-    atexit.unregister(_end)
+    atexit.unregister(_remove_page)
 
 
 def note(*unnamed: object, **numbers: float) -> None:
@@ -343,10 +345,10 @@ def note(*unnamed: object, **numbers: float) -> None:
         try:
             notes[name] = float(number)
         except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"note: {name} is no number: pass a float, as of tensor.item()") from None
+            raise ValueError(f"note: {name} is not a number: pass a float, such as tensor.item()") from None
     step = notes.pop("step", None)
     if step is not None and not 0 <= step < 1 << 53:
-        raise ValueError(f"note: step={step} is no step: pass a whole number of at least 0")
+        raise ValueError(f"note: step={step} is not a step: pass a whole number of at least 0")
     if (length := len(pages.encode(notes))) > pages.JSON_BYTES:
         longest = max(notes, key=len)
         raise ValueError(
@@ -354,7 +356,7 @@ def note(*unnamed: object, **numbers: float) -> None:
             f"{pages.JSON_BYTES}: note fewer, or shorter names (the longest begins with {longest[:40]!r})"
         )
     if step is not None:
-        place.step = int(step)
+        rank_state.step = int(step)
     _notes.update(notes)
     page.write(pages.NOTES, _notes)
 
@@ -373,7 +375,7 @@ def write_load(nbytes: int, queued: int, pushed: Mapping[str, int], **more: Any)
     page.write(pages.LOAD, content)
 
 
-def numbers_of(table: str) -> memoryview:
+def table_numbers(table: str) -> memoryview:
     """Return the words of the page that hold the numbers of an embedding table, in the order of `page.TABLE`."""
     if table not in _tables:
         _tables[table] = page.take_table(table)
@@ -391,7 +393,7 @@ def count_exchange(nbytes: int) -> None:
 # ---- waits
 
 
-def waits(what: str, began: float, late: Sequence[int]) -> None:
+def write_wait(what: str, began: float, late: Sequence[int]) -> None:
     """Write to the page that this thread is waiting.
 
     Args:
@@ -414,8 +416,8 @@ def waits(what: str, began: float, late: Sequence[int]) -> None:
         page.write(pages.WAITS, list(_waits.values()))
 
 
-def waited(seconds: float, written: bool) -> None:
-    """Count a wait that is over. `written`: `waits` has put it on the page, so remove it from there."""
+def count_wait(seconds: float, written: bool) -> None:
+    """Count a wait that is over. `written`: `write_wait` has put it on the page, so remove it from there."""
     words = page.words
     words[WAITED] += int(seconds * 1e9)
     words[WAITED_TIMES] += 1
@@ -425,7 +427,7 @@ def waited(seconds: float, written: bool) -> None:
             page.write(pages.WAITS, list(_waits.values()))
 
 
-def is_users(frame: FrameType) -> bool:
+def is_user_frame(frame: FrameType) -> bool:
     """True if a frame runs code of the user's program, or of a package that is not in `BETWEEN`."""
     return str(frame.f_globals.get("__name__", "")).partition(".")[0] not in BETWEEN
 
@@ -433,7 +435,7 @@ def is_users(frame: FrameType) -> bool:
 def user_line(frame: FrameType | None) -> str:
     """Return the innermost line of the user's program, such as "train.py:41, load_batch", or "" if there is none."""
     while frame is not None:
-        if is_users(frame):
+        if is_user_frame(frame):
             code = frame.f_code
             inside = "" if code.co_name == "<module>" else f", {code.co_name}"
             return f"{os.path.basename(code.co_filename)}:{frame.f_lineno}{inside}"
@@ -468,7 +470,7 @@ _timeable: weakref.WeakSet[Timeable] = weakref.WeakSet()
 _timing = threading.Lock()
 
 
-def trace(into: Ring) -> None:
+def trace(into: RecordRing) -> None:
     """From now on, record every call of this process, short or long, into the given ring instead of the page's.
 
     Calls that have already begun may be missing. May be called from any thread.
@@ -476,8 +478,8 @@ def trace(into: Ring) -> None:
     global ring, is_traced
     with _timing:
         ring, is_traced = into, True
-        for one in list(_timeable):
-            one.set_timed(True)
+        for timeable in list(_timeable):
+            timeable.set_timed(True)
 
 
 def untrace() -> None:
@@ -485,18 +487,18 @@ def untrace() -> None:
     global ring, is_traced
     with _timing:
         ring, is_traced = page.ring, False
-        for one in list(_timeable):
-            one.set_timed(False)
+        for timeable in list(_timeable):
+            timeable.set_timed(False)
 
 
-def add_timeable(one: Timeable) -> None:
+def add_timeable(timeable: Timeable) -> None:
     """Call `set_timed` of a plan or store now, and whenever a trace begins or ends. It is held by a weak reference."""
     with _timing:
-        _timeable.add(one)
-        one.set_timed(is_traced)
+        _timeable.add(timeable)
+        timeable.set_timed(is_traced)
 
 
-def begin_rare(operation: str, subject: str = "") -> tuple[Ring, int]:
+def begin_rare(operation: str, subject: str = "") -> tuple[RecordRing, int]:
     """Begin a record of a rare operation, such as a checkpoint or a recovery, which is recorded without a trace too.
 
     Return the ring and the sequence number to pass to its `end`.

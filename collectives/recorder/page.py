@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mpips.collectives.recorder import ring
-from mpips.collectives.recorder.ring import HEAD_BYTES, RECORD_BYTES, WORD, Record, Ring
+from mpips.collectives.recorder.ring import HEAD_BYTES, RECORD_BYTES, WORD, CallRecord, RecordRing
 
 MAGIC, VERSION = 0x6D70697073_52, 5
 # The words of the head, in order. Times are nanoseconds of the monotonic clock, except began_ns, which is Unix time.
@@ -81,8 +81,8 @@ TOKEN_BYTES = 256
 # Each lane has a cache line of its own; it holds the mark and the lane's identity.
 LANE_WORDS = 8
 MARKS = TEXT_BYTES * 8
-# Numbers of a table. A server writes the first six (see Table.stats). A worker writes the others: the rows that it has
-# pushed, asked servers for and read in place, and its pushes for which a server had no memory.
+# Numbers of a table. A server writes the first six (see Table.stats). A worker writes the last four: the rows that it
+# has pushed, asked servers for and read in place, and its pushes for which a server had no memory.
 TABLE = ("rows", "bytes", "updates", "evicted", "refused", "counted", "pushed", "asked", "in_place", "refused_pushes")
 MOST_TABLES = 64
 TABLE_WORDS = 16
@@ -128,7 +128,7 @@ def encode(content: object) -> bytes:
     return json.dumps(content, ensure_ascii=False).encode(errors="backslashreplace")
 
 
-class Lane(NamedTuple):
+class LastCall(NamedTuple):
     """The last call of a communicator or store, as another process reads it from the page.
 
     Calls of a store have number 0: counting them would cost more than all the rest of the mark.
@@ -139,14 +139,14 @@ class Lane(NamedTuple):
     text: str
 
 
-class Seen(NamedTuple):
+class PageContent(NamedTuple):
     """The content of a page."""
 
     head: Mapping[str, int]
     identity: Mapping[str, Any]
     waits: list[dict[str, Any]]
     end: Mapping[str, Any]
-    lanes: list[Lane]
+    lanes: list[LastCall]
     notes: Mapping[str, float]
     communicators: Mapping[str, Any]
     load: Mapping[str, Any]
@@ -169,7 +169,7 @@ class Page:
         self._free = list(range(LANES - 1, -1, -1))
         self._named = 0
         self._tables: list[str] = []
-        self.ring = Ring(memoryview(self._map)[RING : RING + RING_BYTES])
+        self.ring = RecordRing(memoryview(self._map)[RING : RING + RING_BYTES])
 
     def set(self, name: str, value: int) -> None:
         """Write a word of the head."""
@@ -276,7 +276,7 @@ def _token_at(lane: int, token: int) -> int:
     return TEXTS + (lane * TOKENS + token % TOKENS) * TOKEN_BYTES
 
 
-def read(path: str | os.PathLike[str]) -> Seen | None:
+def read(path: str | os.PathLike[str]) -> PageContent | None:
     """Return the content of a page, or None if the file is not a page of this version.
 
     Raises:
@@ -293,7 +293,7 @@ def read(path: str | os.PathLike[str]) -> Seen | None:
     identity, waits, end, notes, communicators, load, names = texts
     rows = (words[at:] for at in range(NUMBERS_AT // 8, RING // 8, TABLE_WORDS))
     tables = {name: dict(zip(TABLE, row)) for name, row in zip(names or (), rows)}
-    return Seen(
+    return PageContent(
         head,
         identity or {},
         waits or [],
@@ -306,7 +306,7 @@ def read(path: str | os.PathLike[str]) -> Seen | None:
     )
 
 
-def read_lanes(raw: bytes | mmap.mmap) -> list[Lane]:
+def read_lanes(raw: bytes | mmap.mmap) -> list[LastCall]:
     """Return the lanes in the bytes of a page. The page may be in use."""
     lanes = []
     with memoryview(raw) as whole, whole.cast("Q") as words:
@@ -314,11 +314,11 @@ def read_lanes(raw: bytes | mmap.mmap) -> list[Lane]:
             at = Page.mark_at(lane)
             mark, identity = words[at : at + 2]
             if identity:
-                lanes.append(Lane(identity, mark >> 32, _text(raw, lane, mark & TOKEN_MASK)))
+                lanes.append(LastCall(identity, mark >> 32, _text(raw, lane, mark & TOKEN_MASK)))
     return lanes
 
 
-def read_records(path: str | os.PathLike[str]) -> list[Record]:
+def read_records(path: str | os.PathLike[str]) -> list[CallRecord]:
     """Return the records in the ring of a page, which may be in use. Raises the errors of `ring.read_file`."""
     return ring.read_file(path, RING, RING_BYTES)
 

@@ -1,4 +1,4 @@
-"""A ring of fixed-size records, one for each timed call. One process writes it, and others map and read it.
+"""A ring of fixed-size records, one for each timed call. One process writes it; other processes map and read it.
 
 Each record begins with a sequence number, which is 0 while the record is being written and unique afterwards. A reader
 compares the number before and after it copies the record, and drops a record that changed meanwhile. The fields that
@@ -27,7 +27,7 @@ _FORM_AT = 8 + _NUMBERS.size
 assert _FORM_AT + _FORM.size == RECORD_BYTES
 
 
-class Record(NamedTuple):
+class CallRecord(NamedTuple):
     """One timed call.
 
     Times are nanoseconds of the monotonic clock; 0 means that the call has not started, or not ended, yet.
@@ -72,15 +72,25 @@ def form(
     part: int = -1,
     line: str = "",
 ) -> bytes:
-    """Pack the fields that all records of a call share.
+    """Pack the fields that are the same in all records of a plan or key.
 
-    Texts are cut: `operation` to 24 bytes, `subject` to 72, `dtype` to 16 and `line` to 56.
+    Texts that are too long are cut.
+
+    Args:
+        lane: The identity of the communicator or store, 0 for neither.
+        operation: The name of the call, such as "allreduce". At most 24 bytes.
+        subject: The array or key of the call, in words. At most 72 bytes.
+        nbytes: The bytes of the vector.
+        elements: The elements of the vector.
+        dtype: The element type. At most 16 bytes.
+        part: See `CallRecord`.
+        line: See `CallRecord`. At most 56 bytes.
     """
     texts = (operation.encode(), dtype.encode(), subject.encode(), line.encode())
     return _FORM.pack(lane, nbytes, elements, part, *texts)
 
 
-class Ring:
+class RecordRing:
     """The writing side of a ring in a buffer. New records replace the oldest ones. Any thread may write."""
 
     def __init__(self, buffer: memoryview | mmap.mmap) -> None:
@@ -136,7 +146,7 @@ class Ring:
         return (HEAD_BYTES + sequence % self.slots * RECORD_BYTES) >> 3
 
 
-def read(buffer: bytes | memoryview | mmap.mmap) -> list[Record]:
+def read(buffer: bytes | memoryview | mmap.mmap) -> list[CallRecord]:
     """Return the records of a ring in order. The ring may be in use: a record that is being written is left out.
 
     Return [] if the buffer does not hold a ring.
@@ -145,25 +155,25 @@ def read(buffer: bytes | memoryview | mmap.mmap) -> list[Record]:
     words = data[: len(data) // 8 * 8].cast("Q")
     if len(data) < HEAD_BYTES or (words[0], words[1]) != (MAGIC, VERSION):
         return []
-    found = []
+    records = []
     for slot in range(min(words[2], (len(data) - HEAD_BYTES) // RECORD_BYTES)):
         at = HEAD_BYTES + slot * RECORD_BYTES
         before = words[at >> 3]
         raw = bytes(data[at : at + RECORD_BYTES])
         if before and words[at >> 3] == before:
-            found.append(_record(before, raw))
+            records.append(_record(before, raw))
     words.release()
     data.release()
-    return sorted(found)
+    return sorted(records)
 
 
-def _record(sequence: int, raw: bytes) -> Record:
+def _record(sequence: int, raw: bytes) -> CallRecord:
     *numbers, operation, dtype, subject, line = _FORM.unpack_from(raw, _FORM_AT)
     texts = [text.rstrip(b"\0").decode(errors="replace") for text in (operation, dtype, subject, line)]
-    return Record(sequence, *_NUMBERS.unpack_from(raw, 8), *numbers, *texts)
+    return CallRecord(sequence, *_NUMBERS.unpack_from(raw, 8), *numbers, *texts)
 
 
-def read_file(path: str | os.PathLike[str], offset: int = 0, nbytes: int = 0) -> list[Record]:
+def read_file(path: str | os.PathLike[str], offset: int = 0, nbytes: int = 0) -> list[CallRecord]:
     """Return the records of a ring that lies in a file.
 
     Args:

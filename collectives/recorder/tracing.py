@@ -1,4 +1,4 @@
-"""Traces this rank: every call with its times goes into a ring, in a file beside its page that outlives it.
+"""Traces this rank: records every call with its times in a file beside the rank's page. The file outlives the process.
 
 `mpips run --trace` asks for a trace of the whole job by an environment variable. `mpips trace` asks at any time: it
 puts a request into the job's folder and sends a signal. So tracing costs nothing, not even a check for requests, while
@@ -7,7 +7,7 @@ nobody asks for it.
 Layout of the file:
 
     head    JSON: the identity of the rank, and the clock that it reads
-    ring    `ring.Ring`
+    ring    `ring.RecordRing`
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 from mpips.collectives import log
 from mpips.collectives.recorder import folders, own, ring
 from mpips.collectives.recorder.page import allocate, read
-from mpips.collectives.recorder.ring import RECORD_BYTES, Record, Ring
+from mpips.collectives.recorder.ring import RECORD_BYTES, CallRecord, RecordRing
 
 # environment variable with the bytes of each rank's ring, set by `mpips run`
 VARIABLE = "_MPIPS_TRACE"
@@ -56,7 +56,7 @@ class RankTrace(NamedTuple):
     """
 
     who: dict[str, Any]
-    records: list[Record]
+    records: list[CallRecord]
     overwritten: int
 
     @property
@@ -73,27 +73,31 @@ def begin(rank: int, size: int) -> None:
     try:
         own.begin(rank, size)
     except OSError as error:
-        LOG.warning("no page of this rank, so that nobody sees it: %s: %s", folders.of_jobs(), error.strerror or error)
+        LOG.warning(
+            "this rank has no page, so mpips why and mpips top cannot show it: %s: %s",
+            folders.jobs_folder(),
+            error.strerror or error,
+        )
     log.begin_rank(size)
-    path = own.beside(SUFFIX)
+    path = own.path_beside_page(SUFFIX)
     if path is None:
         return
     # Python allows handlers to be set only in the main thread.
     with suppress(ValueError):
         if signal.getsignal(SIGNAL) == signal.SIG_DFL:
-            signal.signal(SIGNAL, _hear)
+            signal.signal(SIGNAL, _on_signal)
             signal.siginterrupt(SIGNAL, False)
     if asked := os.environ.get(VARIABLE):
         _start(path, int(asked))
 
 
-def _hear(number: int, frame: FrameType | None) -> None:
+def _on_signal(number: int, frame: FrameType | None) -> None:
     # In a thread of its own, because the code that the signal has interrupted may hold a lock that tracing needs.
     _thread.start_new_thread(_trace_as_asked, ())
 
 
 def _trace_as_asked() -> None:
-    path = own.beside(SUFFIX)
+    path = own.path_beside_page(SUFFIX)
     with suppress(OSError, ValueError, KeyError):
         if path is not None and not own.is_traced:
             request = json.loads((path.parent / REQUEST).read_text())
@@ -119,7 +123,7 @@ def _start(path: Path, nbytes: int) -> bool:
             path.unlink()
         return False
     _describe(path)
-    own.trace(Ring(memoryview(mapped)[HEAD_BYTES:]))
+    own.trace(RecordRing(memoryview(mapped)[HEAD_BYTES:]))
     # The head is written again at exit, because the rank may get its role only after the trace has begun.
     atexit.register(_describe, path)
     return True
@@ -132,7 +136,7 @@ def _allocate(fd: int, nbytes: int) -> int:
         OSError: There is no memory even for `LEAST_BYTES`.
     """
     # All ranks may do this at the same moment, and half of the memory must be left for MPI.
-    part = 2 * int(own.who()["size"])
+    part = 2 * int(own.copy_identity()["size"])
     while True:
         try:
             allocate(fd, 0, HEAD_BYTES + nbytes, part)
@@ -145,7 +149,7 @@ def _allocate(fd: int, nbytes: int) -> int:
 
 
 def _describe(path: Path) -> None:
-    who = {**own.who(), "pid": os.getpid(), "thread": threading.main_thread().ident, "clock": clock()}
+    who = {**own.copy_identity(), "pid": os.getpid(), "thread": threading.main_thread().ident, "clock": clock()}
     raw = json.dumps(who).encode()[: HEAD_BYTES - 1]
     with suppress(OSError), open(path, "r+b") as file:
         file.write(raw.ljust(HEAD_BYTES, b"\0"))
@@ -177,12 +181,12 @@ def read_raw(folder: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
 
 def parse(raw: Iterable[tuple[dict[str, Any], bytes]]) -> list[RankTrace]:
     """Return the traces that `read_raw` has read, sorted by rank."""
-    found = []
+    traces = []
     for who, data in raw:
         records = ring.read(data)
         last = records[-1].sequence if records else 0
-        found.append(RankTrace(who, records, max(0, last - (len(data) - ring.HEAD_BYTES) // RECORD_BYTES)))
-    return sorted(found, key=lambda one: (one.rank, one.who["pid"]))
+        traces.append(RankTrace(who, records, max(0, last - (len(data) - ring.HEAD_BYTES) // RECORD_BYTES)))
+    return sorted(traces, key=lambda trace: (trace.rank, trace.who["pid"]))
 
 
 def forget(folder: Path) -> None:

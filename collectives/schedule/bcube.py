@@ -35,7 +35,17 @@ from __future__ import annotations
 from functools import partial
 from math import prod
 
-from mpips.collectives.schedule.model import MOST_LANES, Index, Lane, Round, Schedule, Step, Steps, one, series
+from mpips.collectives.schedule.model import (
+    MOST_LANES,
+    Index,
+    Lane,
+    Round,
+    Schedule,
+    ScheduleStep,
+    Steps,
+    chunks_at,
+    in_series,
+)
 
 KINDS = ("allreduce", "reduce_scatter", "allgather")
 
@@ -49,13 +59,13 @@ def reduce_scatter(radices: tuple[int, ...], order: tuple[int, ...], rank: Index
         rank: A rank, or all ranks.
     """
     for w in range(len(order)):
-        yield Step(radices[order[w]] - 1, partial(_exchange, radices, order, w, rank, True))
+        yield ScheduleStep(radices[order[w]] - 1, partial(_exchange, radices, order, w, rank, True))
 
 
 def allgather(radices: tuple[int, ...], order: tuple[int, ...], rank: Index) -> Steps:
     """Broadcast: send the chunks back, level by level in the reverse order."""
     for w in reversed(range(len(order))):
-        yield Step(radices[order[w]] - 1, partial(_exchange, radices, order, w, rank, False))
+        yield ScheduleStep(radices[order[w]] - 1, partial(_exchange, radices, order, w, rank, False))
 
 
 def _exchange(radices: tuple[int, ...], order: tuple[int, ...], w: int, rank: Index, aggregate: bool, i: int) -> Round:
@@ -68,10 +78,14 @@ def _exchange(radices: tuple[int, ...], order: tuple[int, ...], w: int, rank: In
         held = (held * radices[earlier]) + rank // prod(radices[:earlier]) % radices[earlier]
     held = held * n * size
     digit = rank // stride % n
-    to, come = (digit + i + 1) % n, (digit - i - 1) % n
-    mine = one(held + digit * size, size)
-    send, receive = (one(held + to * size, size), mine) if aggregate else (mine, one(held + come * size, size))
-    return Round(rank + (to - digit) * stride, send, rank + (come - digit) * stride, receive, aggregate)
+    to_digit, from_digit = (digit + i + 1) % n, (digit - i - 1) % n
+    own = chunks_at(held + digit * size, size)
+    send, receive = (
+        (chunks_at(held + to_digit * size, size), own)
+        if aggregate
+        else (own, chunks_at(held + from_digit * size, size))
+    )
+    return Round(rank + (to_digit - digit) * stride, send, rank + (from_digit - digit) * stride, receive, aggregate)
 
 
 def over(kind: str, radices: tuple[int, ...], lanes: int, name: str) -> Schedule:
@@ -90,7 +104,7 @@ def over(kind: str, radices: tuple[int, ...], lanes: int, name: str) -> Schedule
         orders = [tuple(reversed(range(levels)))]
     p = prod(radices)
     chosen = {"allreduce": (reduce_scatter, allgather), "reduce_scatter": (reduce_scatter,), "allgather": (allgather,)}
-    stages = [series(*(partial(stage, radices, order) for stage in chosen[kind])) for order in orders]
+    stages = [in_series(*(partial(stage, radices, order) for stage in chosen[kind])) for order in orders]
     return Schedule(kind, name, p, tuple(Lane(p, stage) for stage in stages))
 
 

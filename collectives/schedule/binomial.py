@@ -26,16 +26,16 @@ from functools import partial
 
 from mpips.collectives.schedule.model import (
     NOBODY,
+    ChunkInterval,
     Index,
-    Interval,
     Lane,
     Round,
     Schedule,
     Stage,
     Steps,
-    one,
-    series,
-    single,
+    chunks_at,
+    in_series,
+    one_round,
     where,
 )
 
@@ -44,28 +44,28 @@ def broadcast(p: int, rank: Index) -> Steps:
     """Send the single chunk of rank 0 to all ranks."""
     for distance in reversed(_distances(p)):
         child, parent = _tree(p, rank, distance)
-        yield single(Round(child, one(0), parent, one(0), add=False))
+        yield one_round(Round(child, chunks_at(0), parent, chunks_at(0), add=False))
 
 
 def reduce(p: int, rank: Index) -> Steps:
     """Sum the single chunk of all ranks on rank 0."""
     for distance in _distances(p):
         child, parent = _tree(p, rank, distance)
-        yield single(Round(parent, one(0), child, one(0), add=True))
+        yield one_round(Round(parent, chunks_at(0), child, chunks_at(0), add=True))
 
 
 def scatter(p: int, rank: Index) -> Steps:
     """Send chunk r from rank 0 to rank r."""
     for distance in reversed(_distances(p)):
         child, parent = _tree(p, rank, distance)
-        yield single(Round(child, _part(p, rank + distance, distance), parent, _part(p, rank, distance), add=False))
+        yield one_round(Round(child, _part(p, rank + distance, distance), parent, _part(p, rank, distance), add=False))
 
 
 def gather(p: int, rank: Index) -> Steps:
     """Send chunk r from rank r to rank 0."""
     for distance in _distances(p):
         child, parent = _tree(p, rank, distance)
-        yield single(Round(parent, _part(p, rank, distance), child, _part(p, rank + distance, distance), add=False))
+        yield one_round(Round(parent, _part(p, rank, distance), child, _part(p, rank + distance, distance), add=False))
 
 
 def _distances(p: int) -> list[int]:
@@ -79,15 +79,15 @@ def _tree(p: int, rank: Index, distance: int) -> tuple[Index, Index]:
     return child, where(place == distance, rank - distance, NOBODY)
 
 
-def _part(p: int, rank: Index, distance: int) -> Interval:
+def _part(p: int, rank: Index, distance: int) -> ChunkInterval:
     """Return the interval of the ranks at and below a rank in the tree."""
-    return Interval(rank, where(rank + distance < p, rank + distance, p))
+    return ChunkInterval(rank, where(rank + distance < p, rank + distance, p))
 
 
 STAGES: dict[str, Callable[[int], Stage]] = {
     "broadcast": lambda p: partial(broadcast, p),
     "reduce": lambda p: partial(reduce, p),
-    "allreduce": lambda p: series(partial(reduce, p), partial(broadcast, p)),
+    "allreduce": lambda p: in_series(partial(reduce, p), partial(broadcast, p)),
 }
 KINDS = tuple(STAGES)
 

@@ -26,7 +26,7 @@ from mpips.collectives.schedule import (
 from mpips.collectives.schedule.model import KINDS, Schedule, parse
 
 # Each module has KINDS, the collectives that it serves, and build(kind, p, **parameters), which raises ValueError if p
-# or a parameter does not fit. Modules do not import each other: `_composed` passes them what they need of others.
+# or a parameter does not fit. Modules do not import each other: `_composed` passes to each what it needs of the rest.
 ALGORITHMS: dict[str, ModuleType] = {
     "ring": ring,
     "multi_ring": multi_ring,
@@ -50,24 +50,27 @@ def names(kind: str) -> tuple[str, ...]:
     return tuple(name for name, module in ALGORITHMS.items() if kind in module.KINDS)
 
 
-def see_serves(kind: str, name: str, others: Sequence[str] = ()) -> None:
-    """Raise ValueError if no algorithm of this name serves `kind`. The error lists `others` and the algorithms."""
+def check_serves(kind: str, name: str, others: Sequence[str] = ()) -> None:
+    """Raise ValueError if no algorithm with this name serves `kind`.
+
+    The error lists the choices: `others`, which are further allowed names, and the algorithms of the catalogue.
+    """
     if name not in names(kind):
-        known = "does not serve" if name in ALGORITHMS else "is no algorithm for"
+        known = "does not serve" if name in ALGORITHMS else "is not an algorithm for"
         choices = [*others, *names(kind)]
         raise ValueError(f"{name!r} {known} {kind}{did_you_mean(name, choices)}: choose one of {', '.join(choices)}")
 
 
-def see_named(kind: str, algorithm: str) -> None:
+def check_algorithm(kind: str, algorithm: str) -> None:
     """Raise ValueError if no algorithm of this name serves `kind`, or it has no such parameters.
 
     Does not check whether the algorithm fits a number of ranks.
     """
     name, given = parse(algorithm)
-    see_serves(kind, name)
+    check_serves(kind, name)
     _refuse_unknown(name, given)
     if between := given.get("between"):
-        see_named(kind, str(between))
+        check_algorithm(kind, str(between))
 
 
 def build(kind: str, algorithm: str, p: int, root: int = 0, **parameters: Any) -> Schedule:
@@ -85,7 +88,7 @@ def build(kind: str, algorithm: str, p: int, root: int = 0, **parameters: Any) -
             error gives the reason and the choices.
     """
     name, written = parse(algorithm)
-    see_serves(kind, name)
+    check_serves(kind, name)
     given = {**parameters, **written}
     _refuse_unknown(name, given)
     if kind in ROOTED:

@@ -26,43 +26,53 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from mpips.collectives.schedule.model import Index, Lane, Round, Schedule, Stage, Step, Steps, one, series
+from mpips.collectives.schedule.model import (
+    Index,
+    Lane,
+    Round,
+    Schedule,
+    ScheduleStep,
+    Stage,
+    Steps,
+    chunks_at,
+    in_series,
+)
 
 
 def reduce_scatter(p: int, rank: Index) -> Steps:
     """Sum the vectors: chunk r of the sum ends up on rank r."""
-    yield Step(p - 1, partial(_push, p, rank))
+    yield ScheduleStep(p - 1, partial(_push, p, rank))
 
 
 def allgather(p: int, rank: Index) -> Steps:
     """Send chunk r of rank r to all ranks."""
-    yield Step(p - 1, partial(_pull, p, rank))
+    yield ScheduleStep(p - 1, partial(_pull, p, rank))
 
 
 def alltoall(p: int, rank: Index) -> Steps:
     """Make block d of rank r's input block r of rank d's output."""
-    yield Step(p - 1, partial(_swap, p, rank))
+    yield ScheduleStep(p - 1, partial(_swap, p, rank))
 
 
 def _push(p: int, rank: Index, i: int) -> Round:
-    to, come = (rank + i + 1) % p, (rank - i - 1) % p
-    return Round(to, one(to), come, one(rank), add=True)
+    target, source = (rank + i + 1) % p, (rank - i - 1) % p
+    return Round(target, chunks_at(target), source, chunks_at(rank), add=True)
 
 
 def _pull(p: int, rank: Index, i: int) -> Round:
-    to, come = (rank + i + 1) % p, (rank - i - 1) % p
-    return Round(to, one(rank), come, one(come), add=False)
+    target, source = (rank + i + 1) % p, (rank - i - 1) % p
+    return Round(target, chunks_at(rank), source, chunks_at(source), add=False)
 
 
 def _swap(p: int, rank: Index, i: int) -> Round:
-    to, come = (rank + i + 1) % p, (rank - i - 1) % p
-    return Round(to, one(to), come, one(come), add=False)
+    target, source = (rank + i + 1) % p, (rank - i - 1) % p
+    return Round(target, chunks_at(target), source, chunks_at(source), add=False)
 
 
 STAGES: dict[str, Callable[[int], Stage]] = {
     "reduce_scatter": lambda p: partial(reduce_scatter, p),
     "allgather": lambda p: partial(allgather, p),
-    "allreduce": lambda p: series(partial(reduce_scatter, p), partial(allgather, p)),
+    "allreduce": lambda p: in_series(partial(reduce_scatter, p), partial(allgather, p)),
     "alltoall": lambda p: partial(alltoall, p),
 }
 KINDS = tuple(STAGES)

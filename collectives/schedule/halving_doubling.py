@@ -31,12 +31,12 @@ PRIMES = (2, 3, 5, 7)
 
 def factors(p: int) -> tuple[int, ...]:
     """Return the prime factors of p up to 7, in ascending order."""
-    found = []
+    primes = []
     for prime in PRIMES:
         while p % prime == 0:
-            found.append(prime)
+            primes.append(prime)
             p //= prime
-    return tuple(found)
+    return tuple(primes)
 
 
 def core(p: int) -> int:

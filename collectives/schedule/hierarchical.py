@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from mpips.collectives.schedule.model import Index, Lane, Schedule, Stage, Steps, within
+from mpips.collectives.schedule.model import Index, Lane, Schedule, Stage, Steps, in_group
 
 KINDS = ("allreduce",)
 
@@ -57,6 +57,6 @@ def _steps(local: int, scatter: Stage, between: Lane, gather: Stage, rank: Index
     def across(i: Index) -> Index:
         return i * local + member
 
-    yield from within(scatter, member, inside, size=chunks)
-    yield from within(between.stage, node, across, first=member * chunks)
-    yield from within(gather, member, inside, size=chunks)
+    yield from in_group(scatter, member, inside, size=chunks)
+    yield from in_group(between.stage, node, across, first=member * chunks)
+    yield from in_group(gather, member, inside, size=chunks)

@@ -1,4 +1,6 @@
-"""The model of a schedule: lanes of steps of rounds of chunks, the data that proof, simulator and executors read.
+"""The model of a schedule, as data that the proof, the simulator and the executors read.
+
+A schedule has lanes, a lane has steps, a step has rounds, and a round moves chunks:
 
     schedule  p ranks, a kind (allreduce, ...), and lanes.
     lane      an equal share of the vector, cut into chunks, and a sequence of steps. Lanes touch different elements,
@@ -50,7 +52,7 @@ MOST_LANES = 1024
 Index: TypeAlias = Any
 
 
-class Interval(NamedTuple):
+class ChunkInterval(NamedTuple):
     """Chunks start, start + 1, ..., stop - 1 of a lane."""
 
     start: Index
@@ -69,9 +71,9 @@ class Round(NamedTuple):
     """
 
     send_to: Index
-    send: Interval
+    send: ChunkInterval
     receive_from: Index
-    receive: Interval
+    receive: ChunkInterval
     add: bool
 
     def over(self, p: int) -> Round:
@@ -82,15 +84,15 @@ class Round(NamedTuple):
 
         return Round(
             spread(self.send_to),
-            Interval(*map(spread, self.send)),
+            ChunkInterval(*map(spread, self.send)),
             spread(self.receive_from),
-            Interval(*map(spread, self.receive)),
+            ChunkInterval(*map(spread, self.receive)),
             self.add,
         )
 
 
 @dataclass(frozen=True)
-class Step:
+class ScheduleStep:
     """A step of `count` rounds. Each is made on request, because p - 1 rounds over all p ranks take much memory."""
 
     count: int
@@ -102,12 +104,12 @@ class Step:
     def __iter__(self) -> Iterator[Round]:
         return map(self.make, range(self.count))
 
-    def map(self, change: Callable[[Round], Round]) -> Step:
+    def map(self, change: Callable[[Round], Round]) -> ScheduleStep:
         """Return the step with every round changed by `change`."""
-        return Step(self.count, lambda i: change(self.make(i)))
+        return ScheduleStep(self.count, lambda i: change(self.make(i)))
 
 
-Steps: TypeAlias = Iterator[Step]
+Steps: TypeAlias = Iterator[ScheduleStep]
 # gives the steps of a rank (an int), or of all ranks (an array)
 Stage: TypeAlias = Callable[[Index], Steps]
 
@@ -160,14 +162,14 @@ class Schedule:
         stage = self.lanes[lane].stage
         if self.root == 0:
             return stage(rank)
-        change = partial(_renamed, lambda member: (member + self.root) % self.p)
+        change = partial(_rename_partners, lambda member: (member + self.root) % self.p)
         return (step.map(change) for step in stage((rank - self.root) % self.p))
 
     def program(self, rank: int) -> tuple[tuple[RankStep, ...], ...]:
         """Return for each lane the steps in which a rank takes part, with ints in all fields. Executors compile it."""
-        return tuple(tuple(self._acts(lane, int(rank))) for lane in range(len(self.lanes)))
+        return tuple(tuple(self._rank_steps(lane, int(rank))) for lane in range(len(self.lanes)))
 
-    def _acts(self, lane: int, rank: int) -> Iterator[RankStep]:
+    def _rank_steps(self, lane: int, rank: int) -> Iterator[RankStep]:
         for index, step in enumerate(self.steps(lane, rank)):
             rounds = tuple(r for r in step if r.send_to != NOBODY or r.receive_from != NOBODY)
             if rounds:
@@ -198,13 +200,13 @@ def parse(algorithm: str) -> tuple[str, dict[str, Any]]:
     return name, {key: int(value) if value.isdecimal() else value for key, value in pairs}
 
 
-def extent(offsets: NDArray[np.int64], interval: Interval) -> tuple[int, int]:
+def extent(offsets: NDArray[np.int64], interval: ChunkInterval) -> tuple[int, int]:
     """Return the elements [first, stop) of an interval of one rank. `offsets` comes from `Schedule.offsets`."""
     return int(offsets[interval.start]), int(offsets[interval.stop])
 
 
 def overlap(extent: tuple[int, int], others: Iterable[tuple[int, int]]) -> bool:
-    """True if the elements [start, stop) overlap any of the others."""
+    """True if the elements `extent` = [start, stop) overlap any of `others`."""
     return any(max(extent[0], start) < min(extent[1], stop) for start, stop in others)
 
 
@@ -241,22 +243,22 @@ def where(condition: Index, a: Index, b: Index) -> Index:
     return np.where(condition, a, b) if isinstance(condition, np.ndarray) else a if condition else b
 
 
-def one(index: Index, count: Index = 1) -> Interval:
-    """Return the interval of `count` chunks that begins with chunk `index`."""
-    return Interval(index, index + count)
+def chunks_at(index: Index, count: Index = 1) -> ChunkInterval:
+    """Return the interval of `count` chunks from chunk `index` on. By default that is the single chunk `index`."""
+    return ChunkInterval(index, index + count)
 
 
-def single(round_: Round) -> Step:
+def one_round(round_: Round) -> ScheduleStep:
     """Return a step of one round."""
-    return Step(1, lambda _: round_)
+    return ScheduleStep(1, lambda _: round_)
 
 
-def series(*stages: Stage) -> Stage:
-    """Join stages, one after the other, such as reduce-scatter and allgather into allreduce."""
+def in_series(*stages: Stage) -> Stage:
+    """Join stages into one that runs them one after another, such as reduce-scatter and allgather into allreduce."""
     return lambda rank: chain.from_iterable(stage(rank) for stage in stages)
 
 
-def within(stage: Stage, member: Index, name: Callable[[Index], Index], size: int = 1, first: Index = 0) -> Steps:
+def in_group(stage: Stage, member: Index, name: Callable[[Index], Index], size: int = 1, first: Index = 0) -> Steps:
     """Run a stage within a group of ranks: return its steps with the ranks and chunks of the whole schedule.
 
     Args:
@@ -267,11 +269,11 @@ def within(stage: Stage, member: Index, name: Callable[[Index], Index], size: in
         first: The chunk of the whole schedule at which chunk 0 of the stage begins.
     """
 
-    def interval(part: Interval) -> Interval:
-        return Interval(first + part.start * size, first + part.stop * size)
+    def interval(part: ChunkInterval) -> ChunkInterval:
+        return ChunkInterval(first + part.start * size, first + part.stop * size)
 
     def change(r: Round) -> Round:
-        r = _renamed(name, r)
+        r = _rename_partners(name, r)
         return r._replace(send=interval(r.send), receive=interval(r.receive))
 
     return (step.map(change) for step in stage(member))
@@ -289,27 +291,27 @@ def folded(stage: Stage, p: int, q: int, chunks: int) -> Stage:
         q: The number of ranks that take part in `stage`.
         chunks: The number of chunks of the lane.
     """
-    return partial(_fold, stage, p - q, Interval(0, chunks)) if p > q else stage
+    return partial(_fold, stage, p - q, ChunkInterval(0, chunks)) if p > q else stage
 
 
-def _fold(stage: Stage, extra: int, whole: Interval, rank: Index) -> Steps:
+def _fold(stage: Stage, extra: int, whole: ChunkInterval, rank: Index) -> Steps:
     # Among the paired ranks, the even ones retire during the stage, and the odd ones take part for both.
     paired = rank < 2 * extra
     retired, active = paired & (rank % 2 == 0), paired & (rank % 2 == 1)
     to_active, to_retired = where(retired, rank + 1, NOBODY), where(active, rank - 1, NOBODY)
-    yield single(Round(to_active, whole, to_retired, whole, add=True))
+    yield one_round(Round(to_active, whole, to_retired, whole, add=True))
     member = where(paired, rank // 2, rank - extra)
-    for step in within(stage, member, lambda m: where(m < extra, 2 * m + 1, m + extra)):
-        yield step.map(partial(_standing_by, retired))
-    yield single(Round(to_retired, whole, to_active, whole, add=False))
+    for step in in_group(stage, member, lambda m: where(m < extra, 2 * m + 1, m + extra)):
+        yield step.map(partial(_skip_retired, retired))
+    yield one_round(Round(to_retired, whole, to_active, whole, add=False))
 
 
-def _standing_by(retired: Index, r: Round) -> Round:
-    to, come = where(retired, NOBODY, r.send_to), where(retired, NOBODY, r.receive_from)
-    return r._replace(send_to=to, receive_from=come)
+def _skip_retired(retired: Index, r: Round) -> Round:
+    send_to, receive_from = where(retired, NOBODY, r.send_to), where(retired, NOBODY, r.receive_from)
+    return r._replace(send_to=send_to, receive_from=receive_from)
 
 
-def _renamed(name: Callable[[Index], Index], r: Round) -> Round:
+def _rename_partners(name: Callable[[Index], Index], r: Round) -> Round:
     """Replace the partners of a round by `name` of them. NOBODY stays NOBODY."""
     return r._replace(
         send_to=where(r.send_to == NOBODY, NOBODY, name(r.send_to)),

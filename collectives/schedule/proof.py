@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.collectives.schedule.model import NOBODY, Interval, Round, Schedule
+from mpips.collectives.schedule.model import NOBODY, ChunkInterval, Round, Schedule
 
 Array = NDArray[np.int64]
 Masks = NDArray[np.uint64]
@@ -73,19 +73,19 @@ def _run_masks(schedule: Schedule, lane: int, first: int) -> None:
     weight = np.where(inside, np.uint64(1) << ((ranks - first) % GROUP).astype(np.uint64), np.uint64(0))
     state, goal = _initial(schedule, lane, weight), _final(schedule, lane, weight, np.bitwise_or.reduce(weight))
     whole = schedule.p <= GROUP
-    for place, r, have, come, cells in _walk(schedule, lane, state):
-        if whole and not come.all():
-            rank, chunk = cells.first(come == 0)
+    for place, r, held, received, cells in _walk(schedule, lane, state):
+        if whole and not received.all():
+            rank, chunk = cells.first(received == 0)
             source = r.receive_from[rank]
             raise place.fault(f"rank {rank} gets chunk {chunk} from rank {source}, which holds nothing there")
-        wrong = have & come if r.add else have & ~come
+        wrong = held & received if r.add else held & ~received
         if wrong.any():
             rank, chunk = cells.first(wrong != 0)
             what = f"rank {rank} {'adds' if r.add else 'copies'} chunk {chunk} from rank {r.receive_from[rank]}"
             blame = "brings a second time" if r.add else "loses"
             who = _members(wrong[wrong != 0][0], first)
             raise place.fault(f"{what}, which {blame} the contributions of ranks {who}")
-        cells.put(have | come if r.add else come)
+        cells.put(held | received if r.add else received)
     _compare(schedule, lane, state, goal, first)
 
 
@@ -93,8 +93,8 @@ def _run_sums(schedule: Schedule, lane: int) -> None:
     """Execute a lane with random sums. If a sum is wrong, run the masks to find the fault."""
     weight = np.random.default_rng(0).integers(0, 2**64, schedule.p, dtype=np.uint64)
     state, goal = _initial(schedule, lane, weight), _final(schedule, lane, weight, weight.sum(dtype=np.uint64))
-    for _, r, have, come, cells in _walk(schedule, lane, state):
-        cells.put(have + come if r.add else come)
+    for _, r, held, received, cells in _walk(schedule, lane, state):
+        cells.put(held + received if r.add else received)
     for rank, (begin, end, value) in enumerate(goal):
         if not (state[rank, begin:end] == value).all():
             for first in range(0, schedule.p, GROUP):
@@ -109,7 +109,7 @@ def _run_alltoall(schedule: Schedule, lane: int) -> None:
     for step_index, step in enumerate(schedule.steps(lane, np.arange(p))):
         for round_index, r in enumerate(step):
             place = _Place(schedule, lane, step_index, round_index)
-            r = _matched(place, r.over(p))
+            r = _check_messages(place, r.over(p))
             for rank in np.flatnonzero(r.receive_from != NOBODY):
                 source, to = r.receive_from[rank], r.receive.start[rank]
                 sent, length = r.send.start[source], r.receive.stop[rank] - to
@@ -214,8 +214,8 @@ def _walk(schedule: Schedule, lane: int, state: Masks) -> Iterator[tuple[_Place,
     """
     p, chunks = state.shape
     for step_index, step in enumerate(schedule.steps(lane, np.arange(p))):
-        rounds = [_matched(_Place(schedule, lane, step_index, i), r.over(p)) for i, r in enumerate(step)]
-        _no_race(schedule, lane, step_index, rounds, chunks)
+        rounds = [_check_messages(_Place(schedule, lane, step_index, i), r.over(p)) for i, r in enumerate(step)]
+        _check_races(schedule, lane, step_index, rounds, chunks)
         moves = []
         # A step sends the values from before the step: so all sends are read here, before the caller writes anything.
         for index, r in enumerate(rounds):
@@ -225,16 +225,16 @@ def _walk(schedule: Schedule, lane: int, state: Masks) -> Iterator[tuple[_Place,
             for length in np.unique(lengths):
                 rows = receivers[lengths == length]
                 source = r.receive_from[rows]
-                come = _Cells(state, source, r.send.start[source], int(length)).get()
-                moves.append((place, r, come, _Cells(state, rows, r.receive.start[rows], int(length))))
-        for place, r, come, cells in moves:
-            yield place, r, cells.get(), come, cells
+                received = _Cells(state, source, r.send.start[source], int(length)).get()
+                moves.append((place, r, received, _Cells(state, rows, r.receive.start[rows], int(length))))
+        for place, r, received, cells in moves:
+            yield place, r, cells.get(), received, cells
 
 
-def _matched(place: _Place, r: Round) -> Round:
+def _check_messages(place: _Place, r: Round) -> Round:
     """Check that each message of a round has a sender and a receiver that agree, then return the round."""
-    _ends(place, "sends", "to", r.send_to, r.send, r.receive_from)
-    _ends(place, "receives", "from", r.receive_from, r.receive, r.send_to)
+    _check_side(place, "sends", "to", r.send_to, r.send, r.receive_from)
+    _check_side(place, "receives", "from", r.receive_from, r.receive, r.send_to)
     rank = np.flatnonzero(r.receive_from != NOBODY)
     source = r.receive_from[rank]
     sent, got = (r.send.start[source], r.send.stop[source]), (r.receive.start[rank], r.receive.stop[rank])
@@ -247,7 +247,7 @@ def _matched(place: _Place, r: Round) -> Round:
     return r
 
 
-def _ends(place: _Place, verb: str, word: str, partner: Array, part: Interval, back: Array) -> None:
+def _check_side(place: _Place, verb: str, word: str, partner: Array, part: ChunkInterval, back: Array) -> None:
     """Check one side of a round: partners exist and name each other; intervals lie in the lane and are not empty.
 
     Args:
@@ -267,7 +267,7 @@ def _ends(place: _Place, verb: str, word: str, partner: Array, part: Interval, b
     for i in np.flatnonzero(foreign | alone | outside)[:1]:
         does = f"rank {rank[i]} {verb} chunks [{start[i]}, {stop[i]}) {word} rank {other[i]}"
         why = (
-            "which is no other rank of it"
+            "which is not another rank of the schedule"
             if foreign[i]
             else "which does not name it back in that round"
             if alone[i]
@@ -276,7 +276,7 @@ def _ends(place: _Place, verb: str, word: str, partner: Array, part: Interval, b
         raise place.fault(f"{does}, {why}")
 
 
-def _no_race(schedule: Schedule, lane: int, step: int, rounds: list[Round], chunks: int) -> None:
+def _check_races(schedule: Schedule, lane: int, step: int, rounds: list[Round], chunks: int) -> None:
     """Check that no round of a step touches chunks that another round of the step overwrites.
 
     Each (rank, chunk) is a point on one line, so that the intervals of all ranks can be sorted together. An interval is
@@ -284,7 +284,7 @@ def _no_race(schedule: Schedule, lane: int, step: int, rounds: list[Round], chun
     """
     line = np.arange(schedule.p) * (chunks + 1)
 
-    def along(r: Round, part: Interval, partner: Array) -> tuple[Array, Array]:
+    def along(r: Round, part: ChunkInterval, partner: Array) -> tuple[Array, Array]:
         active = partner != NOBODY
         return (line + part.start)[active], (line + part.stop)[active]
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from mpips.collectives.schedule.model import Index, Lane, Round, Schedule, Steps, folded, one, single
+from mpips.collectives.schedule.model import Index, Lane, Round, Schedule, Steps, chunks_at, folded, one_round
 
 KINDS = ("allreduce",)
 
@@ -30,7 +30,7 @@ def allreduce(levels: int, rank: Index) -> Steps:
     """Sum the single chunk of each of 2^levels ranks; all get the sum."""
     for level in range(levels):
         partner = rank ^ (1 << level)
-        yield single(Round(partner, one(0), partner, one(0), add=True))
+        yield one_round(Round(partner, chunks_at(0), partner, chunks_at(0), add=True))
 
 
 def levels_of(p: int) -> int:

@@ -26,23 +26,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from mpips.collectives.schedule.model import Index, Lane, Round, Schedule, Stage, Steps, one, series, single
+from mpips.collectives.schedule.model import Index, Lane, Round, Schedule, Stage, Steps, chunks_at, in_series, one_round
 
 
 def reduce_scatter(p: int, rank: Index) -> Steps:
     """Sum the vectors: chunk r of the sum ends up on rank r."""
     for s in range(p - 1):
-        yield single(_shift(p, rank, send=(rank - s - 1) % p, receive=(rank - s - 2) % p, add=True))
+        yield one_round(_shift(p, rank, send=(rank - s - 1) % p, receive=(rank - s - 2) % p, add=True))
 
 
 def allgather(p: int, rank: Index) -> Steps:
     """Send chunk r of rank r to all ranks."""
     for s in range(p - 1):
-        yield single(_shift(p, rank, send=(rank - s) % p, receive=(rank - s - 1) % p, add=False))
+        yield one_round(_shift(p, rank, send=(rank - s) % p, receive=(rank - s - 1) % p, add=False))
 
 
 def _shift(p: int, rank: Index, send: Index, receive: Index, add: bool) -> Round:
-    return Round((rank + 1) % p, one(send), (rank - 1) % p, one(receive), add)
+    return Round((rank + 1) % p, chunks_at(send), (rank - 1) % p, chunks_at(receive), add)
 
 
 KINDS = ("reduce_scatter", "allgather", "allreduce", "broadcast", "reduce")
@@ -62,4 +62,4 @@ def build(kind: str, p: int, root: int = 0, tree: Callable[[int, Index], Steps] 
         stages.append(partial(allgather, p))
     if kind == "reduce" and tree:
         stages.append(partial(tree, p))
-    return Schedule(kind, "ring", p, (Lane(p, series(*stages)),), root)
+    return Schedule(kind, "ring", p, (Lane(p, in_series(*stages)),), root)

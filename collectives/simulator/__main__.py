@@ -49,19 +49,19 @@ MANY = 2048
     default=("bcube",),
     show_default=True,
     multiple=True,
-    help="A list, as bcube,ring; repeatable.",
+    help="A list such as bcube,ring; repeatable.",
 )
 @click.option("--collective", type=click.Choice(KINDS), default="allreduce", show_default=True)
 @click.option(
     "--bytes", "sizes", default="548MB", show_default=True, help="A list of sizes and of ranges MIN:MAX[:FACTOR]."
 )
-@click.option("--rate", default="10gbit", show_default=True, help="Of every link, each direction.")
-@click.option("--beta", type=Seconds(), help="Seconds a byte, in place of --rate.")
-@click.option("--alpha", default=0.0, type=TIME, show_default=True, help="Seconds a message.")
+@click.option("--rate", default="10gbit", show_default=True, help="Rate of every link, in each direction.")
+@click.option("--beta", type=Seconds(), help="Seconds per byte, instead of --rate.")
+@click.option("--alpha", default=0.0, type=TIME, show_default=True, help="Seconds per message.")
 @click.option("--gamma", default=0.0, type=TIME, show_default=True, help="Seconds to add a byte.")
 @click.option("--per-host", default=1, type=Whole(1), show_default=True, help="Ranks on each host.")
-@click.option("--near-alpha", default=0.0, type=TIME, show_default=True, help="Seconds a message inside a host.")
-@click.option("--near-beta", default=0.0, type=TIME, show_default=True, help="Seconds a byte inside a host.")
+@click.option("--near-alpha", default=0.0, type=TIME, show_default=True, help="Seconds per message inside a host.")
+@click.option("--near-beta", default=0.0, type=TIME, show_default=True, help="Seconds per byte inside a host.")
 @click.option("--figure5", "figure", is_flag=True, help="Figure 5 of the BML paper, for --bytes and --rate.")
 @click.option("--json", "json_path", type=OutFile(), help="Write the rows as JSON.")
 @click.option("--plot", "plot_path", type=Picture(), help="Draw the times (PNG).")
@@ -81,9 +81,9 @@ def command(
     json_path: Path | None,
     plot_path: Path | None,
 ) -> None:
-    """Simulate a collective on a topology, and show the closed form of its cost beside it where there is one.
+    """Simulate a collective on a topology. Also show its time by formula (closed form), if there is a formula.
 
-    The time of a message is alpha, plus its bytes at its share of the links' rate.
+    The time of a message is alpha, plus its bytes divided by its share of the links' rate.
     """
     try:
         speed = 1 / beta if beta else parse_rate(rate)
@@ -110,22 +110,22 @@ def command(
 
 def _network(topology: str, rate: float, per_host: int) -> Topology:
     try:
-        found = parse(topology, rate)
+        network = parse(topology, rate)
     except ValueError as error:
         raise ValueError(f"--topology: {error}") from None
-    if found.hosts * per_host > MOST_RANKS:
-        raise ValueError(f"--per-host {per_host} on {found.hosts:,} hosts: at most {MOST_RANKS:,} ranks in all")
-    return found
+    if network.hosts * per_host > MOST_RANKS:
+        raise ValueError(f"--per-host {per_host} on {network.hosts:,} hosts: at most {MOST_RANKS:,} ranks in all")
+    return network
 
 
 def _sizes(text: str) -> list[int]:
     try:
-        found = parse_sizes(text)
+        sizes = parse_sizes(text)
     except ValueError as error:
         raise ValueError(f"--bytes: {error}") from None
-    if min(found) < 1:
-        raise ValueError(f"--bytes {text}: there is nothing to move")
-    return found
+    if min(sizes) < 1:
+        raise ValueError(f"--bytes {text}: sizes must be at least 1 byte")
+    return sizes
 
 
 def _predicted(
@@ -139,13 +139,15 @@ def _predicted(
         with np.errstate(over="ignore", invalid="ignore"):
             row = model(network, kind, algorithm, nbytes, progress=lambda done: bar.update(task, completed=done))
     if not math.isfinite(row.seconds):
-        raise ValueError("--alpha, --beta and --gamma (or --near-*) give a time beyond all numbers: lower them")
+        raise ValueError("--alpha, --beta and --gamma (or --near-*) give a time too large to compute: lower them")
     return row
 
 
 def _print(rows: Sequence[Prediction]) -> None:
     kinds = ", ".join(dict.fromkeys(row.collective for row in rows))
-    caption = "closed form: its formula, where it has one; algbw: size / simulated; busiest link: what it carries"
+    caption = (
+        "closed form: by formula, if there is one; algbw: size / simulated time; busiest link: bytes that it carries"
+    )
     table = Table("topology", "algorithm", title=f"{kinds}, simulated", caption=caption)
     for title in ("ranks", "size", "simulated ms", "closed form ms", "algbw GB/s", "busiest link MB"):
         table.add_column(title, justify="right")
@@ -171,13 +173,14 @@ def _figure5(nbytes: int, rate: float, json_path: Path | None, plot_path: Path |
         table.add_column(title, justify="right")
     # The last row of each size is BML on BCube, and overwrites the others.
     best = {row.ranks: row.seconds for row, _ in rows}
-    for row, said in rows:
+    for row, paper_seconds in rows:
         name = {"direct": "parameter server"}.get(row.algorithm, "BML")
         ratio = f"{row.seconds / best[row.ranks]:.2f}"
-        table.add_row(f"{row.ranks:,}", row.topology, name, f"{row.seconds / full:.4f}", f"{said / full:.4f}", ratio)
+        shares = [f"{seconds / full:.4f}" for seconds in (row.seconds, paper_seconds)]
+        table.add_row(f"{row.ranks:,}", row.topology, name, *shares, ratio)
     show_table(table)
     if json_path:
-        write_json(json_path, [{**asdict(row), "paper_seconds": said} for row, said in rows])
+        write_json(json_path, [{**asdict(row), "paper_seconds": paper_seconds} for row, paper_seconds in rows])
     if plot_path:
         _draw_bars(rows, full, plot_path)
 
@@ -203,11 +206,11 @@ def _draw_bars(rows: Sequence[tuple[Prediction, float]], full: float, path: Path
 
     figure = Figure(figsize=(8, 4.2), layout="constrained")
     for place, servers in enumerate(dict.fromkeys(row.ranks for row, _ in rows)):
-        here = [(row, said) for row, said in rows if row.ranks == servers]
-        names = [f"{'PS' if row.algorithm == 'direct' else 'BML'}\n{row.topology}" for row, _ in here]
+        of_size = [(row, paper_seconds) for row, paper_seconds in rows if row.ranks == servers]
+        names = [f"{'PS' if row.algorithm == 'direct' else 'BML'}\n{row.topology}" for row, _ in of_size]
         axes = figure.add_subplot(1, 2, place + 1, title=f"{servers:,} servers", ylabel="time / TF", ylim=(0, 2.6))
-        axes.bar(names, [row.seconds / full for row, _ in here], label="simulated")
-        axes.plot(names, [said / full for _, said in here], "k_", ms=30, label="paper's text")
+        axes.bar(names, [row.seconds / full for row, _ in of_size], label="simulated")
+        axes.plot(names, [paper_seconds / full for _, paper_seconds in of_size], "k_", ms=30, label="paper's text")
         axes.legend(fontsize=8, markerscale=0.5)
     with writing(path):
         files.write_picture(path, figure, dpi=130)

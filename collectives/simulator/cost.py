@@ -110,7 +110,7 @@ class Terms(NamedTuple):
     gamma: float
 
     def __add__(self, other: tuple) -> Terms:
-        return Terms(*(mine + theirs for mine, theirs in zip(self, other)))
+        return Terms(*(own + theirs for own, theirs in zip(self, other)))
 
     def seconds(self, nbytes: float, link: LinkCost, gamma: float) -> float:
         """Return the time in seconds for a vector of `nbytes` bytes."""

@@ -1,10 +1,10 @@
 """Predicts the time of an algorithm on a topology by simulation, for example of a ring on a fat-tree.
 
-The simulation advances the clocks of all ranks step by step. A message starts when both its ends have reached the step
-that it belongs to. Every message costs alpha at both its ends, and the messages of a lane pay it one after the other.
-The messages of one step, of all lanes of one turn, share the links: a message takes as long as the slowest link l on
-its way, which takes (bytes of all messages on l) / (rate of l). Switches never block, links are full duplex, and relays
-in a BCube forward messages without delay.
+The simulation advances the clocks of all ranks step by step. A message starts when its sender and its receiver have
+reached the step that it belongs to. Every message costs both of them alpha, and a rank pays the alphas of the messages
+of a lane one after another. The messages of one step, of all lanes of one turn, share the links: a message takes as
+long as the slowest link l on its way, which takes (bytes of all messages on l) / (rate of l). Switches never block,
+links are full duplex, and relays in a BCube forward messages without delay.
 
 Then each rank adds the values received in all those lanes, which takes gamma a byte. Meanwhile, lanes of the next turn
 may use the wire. Ranks on the same host reach each other through memory, where each rank has an input and an output
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from mpips.collectives.schedule import bcube
 from mpips.collectives.schedule.catalog import build
-from mpips.collectives.schedule.model import NOBODY, Schedule, Step, parse
+from mpips.collectives.schedule.model import NOBODY, Schedule, ScheduleStep, parse
 from mpips.collectives.simulator.cost import FREE, Costs, LinkCost, closed_form, has_form
 from mpips.collectives.simulator.topology import BCube, FatTree, Topology, star
 
@@ -135,13 +135,13 @@ def figure5(nbytes: int, rate: float) -> list[tuple[Prediction, float]]:
     rows = []
     for cube, tree in ((BCube(4, 2, rate), FatTree(4, rate)), (BCube(32, 2, rate), FatTree(16, rate))):
         flat = 2 * (tree.hosts - 1) / tree.hosts * nbytes / rate
-        for network, algorithm, said in (
+        for network, algorithm, paper_seconds in (
             (tree, "direct", flat),
             (tree, "bcube", flat),
             (cube, "direct", 2 * flat / cube.k),
             (cube, "bcube", flat / cube.k),
         ):
-            rows.append((predict(network, "allreduce", algorithm, nbytes), said))
+            rows.append((predict(network, "allreduce", algorithm, nbytes), paper_seconds))
     return rows
 
 
@@ -150,7 +150,7 @@ Places = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Run:
+class SimulatedRun:
     """The result of a simulation.
 
     Attributes:
@@ -173,7 +173,7 @@ def simulate(
     near: LinkCost = FREE,
     itemsize: int = 4,
     progress: Callable[[float], None] | None = None,
-) -> Run:
+) -> SimulatedRun:
     """Simulate a schedule on the hosts of a topology. Each host has p / hosts ranks, numbered host by host.
 
     Args:
@@ -202,7 +202,7 @@ def simulate(
         if progress:
             progress((number + 1) / total)
     clocks = np.max([lane.ready for lane in cluster.lanes], axis=0, initial=0.0)
-    return Run(float(clocks.max()), clocks, cluster.carried[: len(topology.link_rates)])
+    return SimulatedRun(float(clocks.max()), clocks, cluster.carried[: len(topology.link_rates)])
 
 
 @dataclass
@@ -250,13 +250,13 @@ class _Cluster:
             offsets = np.minimum(nbytes, schedule.offsets(-(-nbytes // itemsize), i) * itemsize)
             self.lanes.append(_LaneClock(i, lane.turn, offsets, np.zeros(p)))
 
-    def play(self, lanes: list[_LaneClock], steps: list[Step]) -> None:
+    def play(self, lanes: list[_LaneClock], steps: list[ScheduleStep]) -> None:
         """Advance the clocks by one step of the lanes of one turn."""
         load = np.zeros(len(self.rates))
         for lane, step in zip(lanes, steps):
             for message in self._messages(lane, step):
-                for link, which in self.routes(message):
-                    load += np.bincount(link, message.nbytes[which], len(load))
+                for link, crossing in self.routes(message):
+                    load += np.bincount(link, message.nbytes[crossing], len(load))
         self.carried += load
         busy = np.divide(load, self.rates)
         added, done = np.zeros(len(self.ranks)), np.zeros(len(self.ranks))
@@ -270,7 +270,7 @@ class _Cluster:
             for lane in lanes:
                 lane.ready = np.where(adding, done, lane.ready)
 
-    def _exchange(self, lane: _LaneClock, step: Step, busy: Reals, added: Reals) -> Reals:
+    def _exchange(self, lane: _LaneClock, step: ScheduleStep, busy: Reals, added: Reals) -> Reals:
         """Return the time at which each rank has sent and received everything of a step of a lane.
 
         Args:
@@ -279,20 +279,20 @@ class _Cluster:
             busy: For each link, the time that it takes for all messages of this turn.
             added: The bytes that each rank must add; those of this step are added to it.
         """
-        out, come = np.zeros(len(self.ranks)), np.zeros(len(self.ranks))
+        alphas_out, alphas_in = np.zeros(len(self.ranks)), np.zeros(len(self.ranks))
         done = lane.ready.copy()
         for m in self._messages(lane, step):
             source, target = m.source, m.target
             alpha = np.where(source // self.share == target // self.share, self.costs.near.alpha, self.costs.far.alpha)
-            out[source] += alpha
-            come[target] += alpha
+            alphas_out[source] += alpha
+            alphas_in[target] += alpha
             start = np.maximum(lane.ready[source], lane.ready[target])
             if self.in_turn:
                 np.maximum(start, np.maximum(self.wire_out[source], self.wire_in[target]), out=start)
             time = np.zeros(len(source))
-            for link, which in self.routes(m):
-                time[which] = np.maximum(time[which], busy[link])
-            end = start + np.maximum(out[source], come[target]) + time
+            for link, crossing in self.routes(m):
+                time[crossing] = np.maximum(time[crossing], busy[link])
+            end = start + np.maximum(alphas_out[source], alphas_in[target]) + time
             done[source] = np.maximum(done[source], end)
             done[target] = np.maximum(done[target], end)
             if self.in_turn:
@@ -301,7 +301,7 @@ class _Cluster:
                 added[target] += m.nbytes
         return done
 
-    def _messages(self, lane: _LaneClock, step: Step) -> Iterator[_Message]:
+    def _messages(self, lane: _LaneClock, step: ScheduleStep) -> Iterator[_Message]:
         for r in step:
             r = r.over(len(self.ranks))
             source = self.ranks if (r.send_to != NOBODY).all() else np.flatnonzero(r.send_to != NOBODY)
@@ -313,20 +313,20 @@ class _Cluster:
 
         `messages` are the indexes of the messages that cross a link in this hop, and `links` the link of each of them.
         """
-        here, there = source // self.share, target // self.share
-        links = list(self.topology.route(here, there))
+        source_host, target_host = source // self.share, target // self.share
+        links = list(self.topology.route(source_host, target_host))
         ways = len(self.topology.link_rates)
         if self.share > 1:
-            links += [np.where(here == there, ways + source, NOBODY)]
-            links += [np.where(here == there, ways + len(self.ranks) + target, NOBODY)]
+            links += [np.where(source_host == target_host, ways + source, NOBODY)]
+            links += [np.where(source_host == target_host, ways + len(self.ranks) + target, NOBODY)]
         hops: list[tuple[Places, Any]] = []
         for link in links:
             crossed = link != NOBODY
             if crossed.all():
                 hops.append((link, slice(None)))
             elif crossed.any():
-                which = np.flatnonzero(crossed)
-                hops.append((link[which], which))
+                crossing = np.flatnonzero(crossed)
+                hops.append((link[crossing], crossing))
         return hops
 
 

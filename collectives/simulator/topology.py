@@ -37,7 +37,7 @@ class Nic(NamedTuple):
     switch: int
 
 
-class Link(NamedTuple):
+class NetworkLink(NamedTuple):
     """One direction of a cable, with its rate in bytes a second. An end is "h3" for host 3, or the name of a switch."""
 
     source: str
@@ -93,10 +93,10 @@ class BCube:
         return tuple(Nic(h, level, self.switch(h, level)) for h in range(self.hosts) for level in range(self.k))
 
     @cached_property
-    def links(self) -> tuple[Link, ...]:
+    def links(self) -> tuple[NetworkLink, ...]:
         rates = self._rates
-        up = [Link(f"h{nic.host}", self.switches[nic.switch], nic.level, rates[nic.level]) for nic in self.nics]
-        return tuple(up + [Link(link.target, link.source, link.level, link.rate) for link in up])
+        up = [NetworkLink(f"h{nic.host}", self.switches[nic.switch], nic.level, rates[nic.level]) for nic in self.nics]
+        return tuple(up + [NetworkLink(link.target, link.source, link.level, link.rate) for link in up])
 
     @property
     def link_rates(self) -> NDArray[np.float64]:
@@ -123,9 +123,9 @@ class BCube:
         relay.
         """
         for level in reversed(range(self.k)):
-            here, there = self._digit(host, level), self._digit(target, level)
-            if here != there:
-                return level, host + (there - here) * self.n**level
+            own_digit, target_digit = self._digit(host, level), self._digit(target, level)
+            if own_digit != target_digit:
+                return level, host + (target_digit - own_digit) * self.n**level
         raise ValueError(f"host {host} needs no hop to itself")
 
     def route(self, source: Index, target: Index) -> tuple[Index, ...]:
@@ -195,14 +195,14 @@ class FatTree:
         return tuple(Nic(host, 0, host // (self.k // 2)) for host in range(self.hosts))
 
     @cached_property
-    def links(self) -> tuple[Link, ...]:
+    def links(self) -> tuple[NetworkLink, ...]:
         half = self.k // 2
         cables = [(f"h{nic.host}", self.switches[nic.switch], 0) for nic in self.nics]
         pods = [(pod, i, j) for pod in range(self.k) for i in range(half) for j in range(half)]
         cables += [(f"e{pod}-{i}", f"a{pod}-{j}", 1) for pod, i, j in pods]
         cables += [(f"a{pod}-{i}", f"c{i}-{j}", 2) for pod, i, j in pods]
-        up = [Link(source, target, level, self.rate) for source, target, level in cables]
-        return tuple(up + [Link(link.target, link.source, link.level, link.rate) for link in up])
+        up = [NetworkLink(source, target, level, self.rate) for source, target, level in cables]
+        return tuple(up + [NetworkLink(link.target, link.source, link.level, link.rate) for link in up])
 
     @property
     def link_rates(self) -> NDArray[np.float64]:
@@ -273,10 +273,10 @@ def parse_rate(text: str) -> float:
     Raises:
         ValueError: The text is not a rate. The error says how to write one.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip().lower())
-    if not found or float(found[1]) == 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.strip().lower())
+    if not match or float(match[1]) == 0:
         raise ValueError(f"unknown rate {text!r}: write a number and kbit, mbit or gbit, as 100mbit")
-    return float(found[1]) * RATES[found[2]] / 8
+    return float(match[1]) * RATES[match[2]] / 8
 
 
 def parse(text: str, rate: float = TEN_GIGABIT) -> Topology:
@@ -298,7 +298,7 @@ def parse(text: str, rate: float = TEN_GIGABIT) -> Topology:
             "1 on (as bcube:3,2)"
         )
     makers: dict[str, Callable[..., Topology]] = {"star": star, "fattree": FatTree, "bcube": BCube}
-    found = makers[kind](*numbers, rate)
-    if max(numbers) > MOST_HOSTS or found.hosts > MOST_HOSTS:
+    network = makers[kind](*numbers, rate)
+    if max(numbers) > MOST_HOSTS or network.hosts > MOST_HOSTS:
         raise ValueError(f"topology {text!r} is too large: at most {MOST_HOSTS:,} hosts")
-    return found
+    return network

@@ -24,14 +24,23 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 from mpips.collectives.arrays import Array, Flat, Vector, type_name
-from mpips.collectives.call import REDUCING, ROOTED, Body, Call, Runner, operation, scale, see_root
+from mpips.collectives.call import REDUCING, ROOTED, Body, Call, Runner, check_root, find_reduction, scale
 from mpips.collectives.communicator import Communicator
-from mpips.collectives.fabric.requests import Tags, receives, release, sends
+from mpips.collectives.fabric.requests import Tags, make_receives, make_sends, release
 from mpips.collectives.kernels import sums
 from mpips.collectives.kernels.sums import perform
-from mpips.collectives.schedule.model import NOBODY, Interval, RankStep, Schedule, extent
+from mpips.collectives.schedule.model import NOBODY, ChunkInterval, RankStep, Schedule, extent
 from mpips.collectives.tensor import cuda_kernels
-from mpips.collectives.tensor.vectors import NO_MEMORY, HostVectors, Ticket, VectorPlace, Vectors, place, running, until
+from mpips.collectives.tensor.vectors import (
+    NO_MEMORY,
+    HostVectors,
+    TensorVectors,
+    Ticket,
+    VectorPlace,
+    running,
+    vector_place,
+    wait_for,
+)
 
 # Between nodes, `auto` runs multi_ring on tensors of this size or more. For smaller ones, a single message for each
 # rank and step is cheaper.
@@ -46,8 +55,8 @@ class TensorCall(Call):
 
     vectors: int = 1
 
-    def described(self) -> str:
-        return f"{super().described()}, {self.vectors} vectors a rank"
+    def describe(self) -> str:
+        return f"{super().describe()}, {self.vectors} vectors a rank"
 
     @property
     def staged(self) -> bool:
@@ -64,11 +73,11 @@ class TensorCall(Call):
     def between(self) -> TensorCall:
         """Return the call that runs between the host vectors of the ranks."""
         name = THROUGH_HOST.get(self.algorithm, self.algorithm)
-        reduction = self.operation
+        reduction = self.reduction
         # The runner divides once, by the number of all vectors of all ranks.
         if reduction is not None and reduction.is_mean:
-            reduction = operation("sum", self.dtype)
-        inner = replace(self, algorithm=name, operation=reduction)
+            reduction = find_reduction("sum", self.dtype)
+        inner = replace(self, algorithm=name, reduction=reduction)
         # Ranks compare the text of their calls, and it must be that of the whole call.
         object.__setattr__(inner, "text", self.text)
         return inner
@@ -111,32 +120,33 @@ def compile_tensor(
         ValueError: The arguments do not fit each other. The error says why.
     """
     in_place = out is None
-    given, taken = _listed(x), _listed(x if in_place else out)
-    if not given or len(given) != len(taken):
-        raise ValueError(f"x has {len(given)} vectors and out {len(taken)}: give at least one, and as many of each")
-    sources = [place(v, f"x[{i}]", written=in_place) for i, v in enumerate(given)]
-    targets = sources if in_place else [place(v, f"out[{i}]", written=True) for i, v in enumerate(taken)]
+    x_arrays, out_arrays = _as_list(x), _as_list(x if in_place else out)
+    if not x_arrays or len(x_arrays) != len(out_arrays):
+        counts = f"x has {len(x_arrays)} vectors and out {len(out_arrays)}"
+        raise ValueError(f"{counts}: give at least one, and the same number of each")
+    sources = [vector_place(v, f"x[{i}]", written=in_place) for i, v in enumerate(x_arrays)]
+    targets = sources if in_place else [vector_place(v, f"out[{i}]", written=True) for i, v in enumerate(out_arrays)]
     call = _call(home, kind, sources, targets, op, algorithm, in_place, root, label)
     on_gpu = any(v.device is not None for v in [*sources, *targets])
-    if on_gpu and call.operation is not None:
-        cuda_kernels.see_serves(call.operation.ufunc.__name__, call.dtype.name)
+    if on_gpu and call.reduction is not None:
+        cuda_kernels.check_kernel(call.reduction.ufunc.__name__, call.dtype.name)
     # Without a reduction, the worker contributes its first vector.
-    if call.operation is None:
+    if call.reduction is None:
         sources = sources[:1]
-    vectors: Vectors
+    vectors: TensorVectors
     if on_gpu:
         # imported only here, because it needs CuPy
         from mpips.collectives.tensor.cuda import CudaVectors
 
-        vectors = CudaVectors(sources, targets, "add" if call.operation is None else call.operation.ufunc.__name__)
+        vectors = CudaVectors(sources, targets, "add" if call.reduction is None else call.reduction.ufunc.__name__)
     else:
-        vectors = HostVectors(sources, targets, np.add if call.operation is None else call.operation.into)
+        vectors = HostVectors(sources, targets, np.add if call.reduction is None else call.reduction.combine)
     if call.staged:
         return call, _staged(home, call, vectors, in_place, make_runner, tags)
-    return call, Fused(tags.lanes.comm, call, build_schedule(call), vectors, tags)
+    return call, FusedTensor(tags.lanes.comm, call, build_schedule(call), vectors, tags)
 
 
-def _listed(x: Array) -> list[Array]:
+def _as_list(x: Array) -> list[Array]:
     return list(x) if isinstance(x, (list, tuple)) else [x]
 
 
@@ -161,11 +171,11 @@ def _call(
             f"out {sorted(v.n for v in out)}, of {', '.join(sorted(map(type_name, types)))}; for unlike "
             "arrays there is grouped_allreduce"
         )
-    see_root(root, home.size)
+    check_root(root, home.size)
     (dtype,) = types
-    reduction = operation(op, dtype) if kind in REDUCING else None
+    reduction = find_reduction(op, dtype) if kind in REDUCING else None
     n = out[0].n if kind == "allgather" else x[0].n
-    chosen = algorithm if algorithm != "auto" else _auto(home, kind, n * dtype.itemsize)
+    chosen = algorithm if algorithm != "auto" else _choose_algorithm(home, kind, n * dtype.itemsize)
     root = root if kind in ROOTED else 0
     call = TensorCall(kind, n, dtype, reduction, root, chosen, home.size, label, vectors=len(x))
     if in_place and kind in ("reduce_scatter", "allgather"):
@@ -178,7 +188,7 @@ def _call(
     return call
 
 
-def _auto(home: Communicator, kind: str, nbytes: int) -> str:
+def _choose_algorithm(home: Communicator, kind: str, nbytes: int) -> str:
     """Return the algorithm that `auto` stands for. All ranks get the same."""
     if home.nodes == 1:
         return "shared_memory"
@@ -188,7 +198,7 @@ def _auto(home: Communicator, kind: str, nbytes: int) -> str:
 def _staged(
     home: Communicator,
     call: TensorCall,
-    vectors: Vectors,
+    vectors: TensorVectors,
     in_place: bool,
     make_runner: Callable[[Call, Flat, Flat, Tags], Runner],
     tags: Tags,
@@ -217,7 +227,7 @@ class _Landing(NamedTuple):
     extents: list[tuple[int, int, bool]]
 
 
-class _Step(NamedTuple):
+class _FusedStep(NamedTuple):
     # parts (start, stop) to reduce over the worker's vectors before this step sends them
     fills: list[tuple[int, int]]
     requests: list[MPI.Prequest]
@@ -226,15 +236,15 @@ class _Step(NamedTuple):
     arrivals: list[tuple[int, int]]
 
 
-class Fused:
+class FusedTensor:
     """An allreduce of a tensor by a schedule, fused with the reduction over the worker's vectors."""
 
-    def __init__(self, comm: MPI.Comm, call: Call, schedule: Schedule, vectors: Vectors, tags: Tags):
+    def __init__(self, comm: MPI.Comm, call: Call, schedule: Schedule, vectors: TensorVectors, tags: Tags):
         self._call = call
         self._vectors = vectors
-        self._is_mean = call.operation is not None and call.operation.is_mean
+        self._is_mean = call.reduction is not None and call.reduction.is_mean
         self._work = vectors.host(call.n)
-        self._lanes: list[list[_Step]] = []
+        self._lanes: list[list[_FusedStep]] = []
         # parts that this rank completes itself, not by receiving them; they are copied to the vectors at the end
         self._rest: list[tuple[int, int]] = []
         # parts that are in no message, because there is only one worker; they are reduced at the end
@@ -253,30 +263,31 @@ class Fused:
                 lanes = [lane for lane in lanes if next(lane, self) is not self]
                 if lanes:
                     yield
-            yield from until(*[self._gather(start, stop) for start, stop in self._unfilled])
+            yield from wait_for(*[self._gather(start, stop) for start, stop in self._unfilled])
             if self._is_mean:
                 perform(scale(self._work, self._call.p * self._vectors.count))
                 spreads.append(self._spread(0, self._call.n))
             else:
                 spreads += [self._spread(start, stop) for start, stop in self._rest]
-            yield from until(*spreads)
+            yield from wait_for(*spreads)
 
     def free(self) -> None:
         """Free the MPI requests and the memory."""
         for steps in self._lanes:
             for step in steps:
                 release(step.requests)
-        self._lanes, self._work = [], NO_MEMORY
+        self._lanes = []
+        self._work = NO_MEMORY
         self._vectors.free()
 
-    def _run_lane(self, steps: list[_Step], spreads: list[Ticket]) -> Iterator[Any]:
+    def _run_lane(self, steps: list[_FusedStep], spreads: list[Ticket]) -> Iterator[Any]:
         for step in steps:
-            yield from until(*[self._gather(start, stop) for start, stop in step.fills])
+            yield from wait_for(*[self._gather(start, stop) for start, stop in step.fills])
             MPI.Prequest.Startall(step.requests)
             while not MPI.Request.Testall(step.requests):
                 yield
             for landing in step.landings:
-                yield from until(*self._add(landing))
+                yield from wait_for(*self._add(landing))
             # For a mean, all parts are divided and copied at the end. A part that arrives here may have to be sent on,
             # and must not be divided before that.
             if not self._is_mean:
@@ -289,7 +300,7 @@ class Fused:
         return self._vectors.spread(start, stop, self._work[start:stop])
 
     def _add(self, landing: _Landing) -> Iterator[Ticket]:
-        assert self._call.operation is not None
+        assert self._call.reduction is not None
         for start, stop, fresh in landing.extents:
             place = self._work[start:stop]
             beside = landing.beside[start - landing.start : stop - landing.start]
@@ -297,41 +308,41 @@ class Fused:
                 yield self._vectors.gather(start, stop, beside, place)
             else:
                 pair = place, beside
-                perform(sums.steps(self._call.operation.into, pair, place, nbytes=self._call.nbytes))
+                perform(sums.steps(self._call.reduction.combine, pair, place, nbytes=self._call.nbytes))
 
     def _compile_lane(self, comm: MPI.Comm, offsets: NDArray[np.int64], steps: tuple[RankStep, ...], tag: int) -> None:
         chunks = len(offsets) - 1
         filled, complete = np.zeros(chunks, bool), np.zeros(chunks, bool)
         self._lanes.append([self._compile(comm, offsets, step, tag, filled, complete) for step in steps])
-        self._unfilled += _runs(offsets, Interval(0, chunks), ~filled)
-        self._rest += _runs(offsets, Interval(0, chunks), ~complete)
+        self._unfilled += _element_runs(offsets, ChunkInterval(0, chunks), ~filled)
+        self._rest += _element_runs(offsets, ChunkInterval(0, chunks), ~complete)
 
     def _compile(
         self, comm: MPI.Comm, offsets: NDArray[np.int64], step: RankStep, tag: int, filled: Vector, complete: Vector
-    ) -> _Step:
-        made = _Step([], [], [], [])
+    ) -> _FusedStep:
+        fused = _FusedStep([], [], [], [])
         sent = [r for r in step.rounds if r.send_to != NOBODY]
         received = [r for r in step.rounds if r.receive_from != NOBODY]
         for r in sent:
-            made.fills.extend(_runs(offsets, r.send, ~filled))
+            fused.fills.extend(_element_runs(offsets, r.send, ~filled))
             filled[r.send.start : r.send.stop] = True
         for r in received:
             start, stop = extent(offsets, r.receive)
             place = self._work[start:stop]
             if r.add:
                 place = self._vectors.host(stop - start)
-                fresh = [(*run, True) for run in _runs(offsets, r.receive, ~filled)]
-                known = [(*run, False) for run in _runs(offsets, r.receive, filled)]
-                made.landings.append(_Landing(start, place, sorted(fresh + known)))
+                fresh = [(*run, True) for run in _element_runs(offsets, r.receive, ~filled)]
+                known = [(*run, False) for run in _element_runs(offsets, r.receive, filled)]
+                fused.landings.append(_Landing(start, place, sorted(fresh + known)))
             else:
-                made.arrivals.append((start, stop))
+                fused.arrivals.append((start, stop))
                 complete[r.receive.start : r.receive.stop] = True
             filled[r.receive.start : r.receive.stop] = True
-            made.requests.extend(receives(comm, place, r.receive_from, tag))
+            fused.requests.extend(make_receives(comm, place, r.receive_from, tag))
         for r in sent:
             part = self._work[slice(*extent(offsets, r.send))]
-            made.requests.extend(sends(comm, part, r.send_to, tag))
-        return made
+            fused.requests.extend(make_sends(comm, part, r.send_to, tag))
+        return fused
 
 
 class StagedTensor:
@@ -347,7 +358,9 @@ class StagedTensor:
         takes: True if the vectors of this rank get the result.
     """
 
-    def __init__(self, call: Call, vectors: Vectors, inner: Runner, x: Vector, out: Vector, gives: bool, takes: bool):
+    def __init__(
+        self, call: Call, vectors: TensorVectors, inner: Runner, x: Vector, out: Vector, gives: bool, takes: bool
+    ):
         self._call = call
         self._vectors = vectors
         self._inner = inner
@@ -370,27 +383,27 @@ class StagedTensor:
         self._vectors.free()
 
     def _steps(self, inner: Iterator[None]) -> Iterator[None]:
-        operation, vectors = self._call.operation, self._vectors
+        reduction, vectors = self._call.reduction, self._vectors
         with running(vectors):
             if self._gives:
-                yield from until(vectors.gather(0, self._x.size, None, self._x))
+                yield from wait_for(vectors.gather(0, self._x.size, None, self._x))
             yield from inner
             if not self._takes:
                 return
             # The inner plan has only summed (TensorCall.between).
-            if operation is not None and operation.is_mean:
+            if reduction is not None and reduction.is_mean:
                 perform(scale(self._out, self._call.p * vectors.count))
-            yield from until(vectors.spread(0, self._out.size, self._out))
+            yield from wait_for(vectors.spread(0, self._out.size, self._out))
 
 
-def _runs(offsets: NDArray[np.int64], interval: Interval, wanted: Vector) -> list[tuple[int, int]]:
+def _element_runs(offsets: NDArray[np.int64], interval: ChunkInterval, wanted: Vector) -> list[tuple[int, int]]:
     """Return the longest runs of elements, as (start, stop), in wanted chunks of an interval."""
-    found: list[tuple[int, int]] = []
+    runs: list[tuple[int, int]] = []
     for chunk in range(int(interval.start), int(interval.stop)):
         start, stop = int(offsets[chunk]), int(offsets[chunk + 1])
         if not wanted[chunk] or start == stop:
             continue
-        if found and found[-1][1] == start:
-            start = found.pop()[0]
-        found.append((start, stop))
-    return found
+        if runs and runs[-1][1] == start:
+            start = runs.pop()[0]
+        runs.append((start, stop))
+    return runs

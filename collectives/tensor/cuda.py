@@ -3,16 +3,16 @@
 One kernel adds a received chunk in host memory and all vectors of the worker in one pass, and writes the sum to host
 memory. The host's pages are pinned and mapped, so the kernel reads and writes them over the bus while other chunks are
 copied (the paper's IBMGpu, section 7.3). If vectors are on several GPUs, each GPU reduces its share of the chunk and
-reads the vectors of the others over the direct links. So these GPUs need peer access to each other.
+reads the vectors of the other GPUs over the direct links. So these GPUs need peer access to each other.
 
 A list may also contain host arrays. Sources among them are copied to pinned memory when an operation begins, and
 targets among them are written by the host.
 
-**Streams.** A kernel on one GPU reads the vectors of the others. So before an operation *each* of our streams waits for
-the user's streams of *every* device: the current stream of CuPy in this thread, the current stream of torch if torch
-uses CUDA, and the legacy default stream, which itself waits for every blocking stream. Users must synchronize other
-non-blocking streams themselves. At its end an operation waits on the host until its tickets are done. So work that the
-user queues later, on any stream, runs later.
+**Streams.** A kernel on one GPU reads the vectors of the other GPUs. So before an operation *each* of our streams waits
+for the user's streams of *every* device: the current stream of CuPy in this thread, the current stream of torch if
+torch uses CUDA, and the legacy default stream, which itself waits for every blocking stream. Users must synchronize
+other non-blocking streams themselves. At its end an operation waits on the host until its tickets are done. So work
+that the user queues later, on any stream, runs later.
 
 **Pinned memory.** Pinning is slow, so memory that is given back is kept for the next use, up to `KEEP_BYTES`. It is
 node-shared, so that the other ranks of the node can read it too. It is pinned on a device that has vectors of the
@@ -41,8 +41,8 @@ from mpips.collectives.schedule.model import cut
 from mpips.collectives.tensor import cuda_kernels
 from mpips.collectives.tensor.vectors import Ticket, VectorPlace
 
-# How many seconds an operation that was broken off waits for its kernels. They may wait for work of the user that waits
-# for another rank, and the failure of that rank may be the reason why the operation was broken off.
+# How many seconds an operation that was broken off waits for its kernels. This must be limited: a kernel may wait for
+# work of the user, that work for another rank, and the operation may have been broken off because that rank has failed.
 PATIENCE = 10.0
 # Host memory on which kernels may still work after PATIENCE seconds. It is kept for ever, so that no one else gets it.
 _LEFT: list[list[Vector]] = []
@@ -57,7 +57,7 @@ class CudaVectors:
         self.dtype = sources[0].dtype
         self._operation = operation
         devices = list(dict.fromkeys(p.device for p in [*sources, *targets] if p.device is not None))
-        _see_peers(devices)
+        _enable_peer_access(devices)
         self._streams = Streams(devices)
         self._pinned: list[Vector] = []
         # The GPUs that share the reductions: those that have sources.
@@ -83,7 +83,11 @@ class CudaVectors:
             _LEFT.append(self._pinned)
 
     def free(self) -> None:
-        self._given, self._sources, self._targets, self._host_targets, self._pinned = [], [], [], [], []
+        self._given = []
+        self._sources = []
+        self._targets = []
+        self._host_targets = []
+        self._pinned = []
 
     def gather(self, start: int, stop: int, incoming: Vector | None, out: Vector) -> Ticket:
         parts = [source.at(start) for source in self._sources]
@@ -96,10 +100,10 @@ class CudaVectors:
 
     def spread(self, start: int, stop: int, source: Vector) -> Ticket:
         for target in self._targets:
-            self._streams.copy(_on(target), target.at(start), source.ctypes.data, source.nbytes)
+            self._streams.copy(_device_of(target), target.at(start), source.ctypes.data, source.nbytes)
         for vector in self._host_targets:
             np.copyto(vector[start:stop], source)
-        return self._streams.ticket([_on(target) for target in self._targets])
+        return self._streams.ticket([_device_of(target) for target in self._targets])
 
     def _reduce(self, device: int, parts: Sequence[int], out: int, n: int) -> None:
         """Queue a reduction of n elements at each of the addresses `parts` into `out`. For one part it is a copy."""
@@ -123,12 +127,12 @@ def _kernel(operation: str, dtype: str, count: int) -> Any:
     return cp.RawKernel(cuda_kernels.source(operation, dtype, count), cuda_kernels.name(operation, dtype, count))
 
 
-def _on(place: VectorPlace) -> int:
+def _device_of(place: VectorPlace) -> int:
     assert place.device is not None
     return place.device
 
 
-def _see_peers(devices: Sequence[int]) -> None:
+def _enable_peer_access(devices: Sequence[int]) -> None:
     """Enable peer access between all GPUs, or raise ValueError if a GPU cannot read another."""
     runtime = cp.cuda.runtime
     for device in devices:
@@ -155,7 +159,7 @@ class Streams:
     """The streams on which this package works: one on each device, shared by all operations of the process."""
 
     def __init__(self, devices: Iterable[int]):
-        self._own = {device: _own(device) for device in devices}
+        self._own = {device: _our_stream(device) for device in devices}
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -164,7 +168,7 @@ class Streams:
 
     def after_user(self) -> None:
         """Make later work on any of our streams wait for the work that the user has queued on any of the devices."""
-        events = [_event(device, stream) for device in self._own for stream in _users(device)]
+        events = [_event(device, stream) for device in self._own for stream in _user_streams(device)]
         for device, own in self._own.items():
             with cp.cuda.Device(device):
                 for event in events:
@@ -206,7 +210,7 @@ class Streams:
 
 
 @cache
-def _own(device: int) -> Any:
+def _our_stream(device: int) -> Any:
     with cp.cuda.Device(device):
         return cp.cuda.Stream(non_blocking=True)
 
@@ -219,7 +223,7 @@ def _event(device: int, stream: Any) -> Any:
         return event
 
 
-def _users(device: int) -> Iterable[Any]:
+def _user_streams(device: int) -> Iterable[Any]:
     """Return the streams on which the user may have queued work of a device."""
     streams = [cp.cuda.Stream.null, cp.cuda.get_current_stream(device)]
     torch = sys.modules.get("torch")
@@ -269,22 +273,22 @@ class PinnedPool:
             MemoryError: The node has no memory left.
         """
         with self._lock:
-            self._settle()
+            self._sort_returned()
             slab = self._find(n * dtype.itemsize) or _pin(n * dtype.itemsize, device)
         vector = Flat(slab.address, n, dtype).vector()
-        # Not at exit, because then the driver unpins all memory.
-        weakref.finalize(vector, self._give, slab).atexit = False
+        # Do not give memory back at exit: the driver has unpinned all memory by then.
+        weakref.finalize(vector, self._take_back, slab).atexit = False
         return vector
 
-    def _give(self, slab: Slab) -> None:
+    def _take_back(self, slab: Slab) -> None:
         # The garbage collector may call this while this thread is inside take() and has the lock. So the slab only goes
         # into a queue, which the next holder of the lock empties.
         self._returned.append(slab)
         if not self._lock.locked():
             with self._lock:
-                self._settle()
+                self._sort_returned()
 
-    def _settle(self) -> None:
+    def _sort_returned(self) -> None:
         """Keep the slabs that have come back, and unpin the oldest while there are more than `KEEP_BYTES`."""
         while self._returned:
             self._idle.append(self._returned.popleft())

@@ -16,7 +16,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 THREADS = 256
-# With more elements than this many blocks have threads, a thread computes several elements.
+# A kernel is started with at most this many blocks. If their threads are fewer than the elements, each thread computes
+# several elements.
 MOST_BLOCKS = 2048
 
 # names of NumPy's ufuncs
@@ -104,7 +105,7 @@ def source(operation: str, dtype: str, count: int) -> str:
     Raises:
         ValueError: There is no kernel for the operation or the element type.
     """
-    see_serves(operation, dtype)
+    check_kernel(operation, dtype)
     element = ELEMENTS[dtype]
     return element.widen + KERNEL.format(
         stored=element.stored,
@@ -115,7 +116,7 @@ def source(operation: str, dtype: str, count: int) -> str:
     )
 
 
-def see_serves(operation: str, dtype: str) -> None:
+def check_kernel(operation: str, dtype: str) -> None:
     """Raise ValueError, with the choices, if there is no kernel for the operation or the element type."""
     if operation not in OPERATIONS:
         raise ValueError(f"no kernel computes {operation!r}: choose one of {', '.join(OPERATIONS)}")

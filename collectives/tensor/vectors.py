@@ -1,12 +1,12 @@
-"""The vectors of one worker: the operations that algorithms need (`Vectors`), by NumPy here and on GPUs in `cuda`.
+"""The vectors of one worker, and the operations on them that algorithms need: here by NumPy, in `cuda` on GPUs.
 
 A tensor is a group of vectors of one length and type, one for each GPU of the worker, that is reduced as a single
 object (MXNET-MPI paper, section 6.1). A method may return before its work is done. Then it returns a *ticket*, a
 function that tells without blocking whether the work is done. In figure 9 of the paper the method is GpuStart, and the
 ticket GpuWait.
 
-`place` finds the address and type of a user's array on the host or on a GPU. A place does not keep the array alive; the
-caller of a collective must.
+`vector_place` finds the address and type of a user's array on the host or on a GPU. A place does not keep the array
+alive; the caller of a collective must.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Ticket: TypeAlias = Callable[[], bool]
 NO_MEMORY: Vector = np.empty(0)
 
 
-class Vectors(Protocol):
+class TensorVectors(Protocol):
     """The `count` source vectors of a worker, with `n` elements of `dtype` each, and its target vectors.
 
     In an operation in place, the targets are the sources.
@@ -74,7 +74,7 @@ def done() -> bool:
     return True
 
 
-def until(*tickets: Ticket) -> Iterator[None]:
+def wait_for(*tickets: Ticket) -> Iterator[None]:
     """Yield until all tickets are done."""
     for ticket in tickets:
         while not ticket():
@@ -82,7 +82,7 @@ def until(*tickets: Ticket) -> Iterator[None]:
 
 
 @contextmanager
-def running(vectors: Vectors) -> Iterator[None]:
+def running(vectors: TensorVectors) -> Iterator[None]:
     """Run an operation on the vectors as a block, between begin() and finish().
 
     However the block ends, none of its work touches memory that another operation gets afterwards.
@@ -118,7 +118,8 @@ class HostVectors:
         pass
 
     def free(self) -> None:
-        self._sources, self._targets = [], []
+        self._sources = []
+        self._targets = []
 
     def gather(self, start: int, stop: int, incoming: Vector | None, out: Vector) -> Ticket:
         parts = [source[start:stop] for source in self._sources]
@@ -160,7 +161,7 @@ class VectorPlace(NamedTuple):
         return Flat(self.address, self.n, self.dtype).vector()
 
 
-def place(x: Array, name: str, written: bool) -> VectorPlace:
+def vector_place(x: Array, name: str, written: bool) -> VectorPlace:
     """Return the place of a C-contiguous array of any shape. Local.
 
     Args:
@@ -181,7 +182,7 @@ def place(x: Array, name: str, written: bool) -> VectorPlace:
     if not _contiguous(shape, interface.get("strides"), dtype.itemsize):
         raise ValueError(f"{name} of shape {shape} is not C-contiguous: pass a contiguous copy")
     if written and (read_only or _library(x) in _READ_ONLY):
-        raise ValueError(f"{name} is read-only, and the result goes there: pass a writable array or out=")
+        raise ValueError(f"{name} is read-only, and the result is written to it: pass a writable array or out=")
     # An empty array has no memory on any device.
     if n == 0:
         return VectorPlace(0, 0, dtype, None)

@@ -1,4 +1,4 @@
-"""The table from which `auto` chooses a way for each call, by its kind, bytes and number of ranks.
+"""The tuning table, from which `auto` chooses a way for each call, by kind, bytes and number of ranks.
 
 `node.executor` uses it on one node, where arrays in node-shared memory always go direct, and `runner` between nodes.
 
@@ -30,7 +30,7 @@ from mpips.collectives.errors import CollectiveError, warn
 from mpips.collectives.schedule.model import KINDS
 
 # check(kind, algorithm): raises ValueError if there is no such algorithm for the kind
-See: TypeAlias = "Callable[[str, str], None]"
+Check: TypeAlias = "Callable[[str, str], None]"
 EVERYTHING = 1 << 62
 # the ways of an allreduce on one node
 WAYS = "slots", "stages", "cross_memory", "direct"
@@ -129,9 +129,9 @@ class TuningTable(msgspec.Struct, frozen=True):
         return SHIPPED_SLOTS[min(SHIPPED_SLOTS, key=lambda known: abs(known - ranks))]
 
     def cross_memory_from(self, ranks: int) -> int:
-        """Return the size of the whole vector, in bytes, from which on the kernel copies ordinary arrays.
+        """Return the smallest size, in bytes of the whole vector, at which the kernel copies ordinary arrays.
 
-        It copies them directly between processes. The limit is the same whether ranks share cores or not.
+        The kernel copies them directly between processes. The limit does not depend on whether ranks share cores.
         """
         return self.cross_memory.get(ranks, SHIPPED_CROSS_MEMORY)
 
@@ -149,54 +149,54 @@ def path() -> Path:
     return Path(caches) / "mpips" / "collectives.json"
 
 
-def load(see: See) -> TuningTable:
+def load(check: Check) -> TuningTable:
     """Return the user's table, or the shipped one if `mpips tune` has not run.
 
     Args:
-        see: `schedule.catalog.see_named`.
+        check: `schedule.catalog.check_algorithm`.
 
     Raises:
         CollectiveError: The file cannot be read, or is damaged.
     """
     file = path()
     try:
-        return _checked(msgspec.json.decode(file.read_bytes(), type=TuningTable), see)
+        return _check_entries(msgspec.json.decode(file.read_bytes(), type=TuningTable), check)
     except (FileNotFoundError, NotADirectoryError):
         return TuningTable()
     except (msgspec.MsgspecError, ValueError, RecursionError, OSError) as error:
         raise CollectiveError(f"cannot read {file}: {error}; delete it, or make another with `mpips tune`") from error
 
 
-def _checked(table: TuningTable, see: See) -> TuningTable:
+def _check_entries(table: TuningTable, check: Check) -> TuningTable:
     """Return the table, or raise ValueError if it has an entry that `mpips tune` would not write."""
     for ranks, limit in (*((ranks, slots.always) for ranks, slots in table.slots.items()), *table.cross_memory.items()):
         if ranks < 1 or not 0 <= limit <= EVERYTHING:
-            raise ValueError(f"of {ranks} ranks it says {limit} bytes")
+            raise ValueError(f"for {ranks} ranks it has a limit of {limit} bytes")
     if any(slots.ordinary < slots.always for slots in table.slots.values()):
-        raise ValueError("fewer ordinary arrays go through slots than any arrays")
+        raise ValueError("its limit for ordinary arrays in slots is below that for all arrays")
     lines = {"near": table.near, "far": table.far, "gamma": LinearCost(0.0, table.gamma), **table.memory}
     for name, line in lines.items():
         if name in table.memory and not re.fullmatch(rf"({'|'.join(WAYS)}) [1-9]\d{{0,6}}", name):
-            raise ValueError(f"{name!r} is no way and number of ranks")
+            raise ValueError(f"{name!r} is not a way and a number of ranks")
         if not (0 <= line.alpha < math.inf and 0 <= line.beta < math.inf):
             raise ValueError(f"{name} takes {line.alpha} s and {line.beta} s a byte")
     for key, ranges in table.between.items():
         kind = key.partition(" ")[0]
         if kind not in KINDS or not re.fullmatch(r"\w+ [1-9]\d{0,6}x[1-9]\d{0,6}", key):
-            raise ValueError(f"{key!r} is no collective, nodes and ranks")
+            raise ValueError(f"{key!r} is not a collective, nodes and ranks")
         if not ranges or ranges[-1].most < EVERYTHING:
             raise ValueError(f"{key} has no algorithm for long vectors")
         for each in ranges:
-            see(kind, each.algorithm)
+            check(kind, each.algorithm)
     return table
 
 
-def usable(see: See) -> TuningTable:
+def load_or_warn(check: Check) -> TuningTable:
     """Return the user's table. If its file is damaged, warn and return the shipped one: a cache must not stop a job."""
     try:
-        return load(see)
+        return load(check)
     except CollectiveError as error:
-        warn(f"{error}; the shipped table serves")
+        warn(f"{error}; using the shipped table")
         return TuningTable()
 
 
@@ -211,7 +211,7 @@ def save(table: TuningTable) -> Path:
     return file
 
 
-def see_writable() -> None:
+def check_writable() -> None:
     """Make the folder that `save` writes to. Raise CollectiveError if the table cannot be written there."""
     file = path()
     try:
@@ -228,7 +228,7 @@ def _unwritable(file: Path, error: OSError) -> CollectiveError:
     return CollectiveError(f"cannot write {file}: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written")
 
 
-def shared(comm: MPI.Comm, read: Callable[[], TuningTable]) -> TuningTable:
+def broadcast_table(comm: MPI.Comm, read: Callable[[], TuningTable]) -> TuningTable:
     """Return rank 0's table on every rank. Collective and blocking.
 
     Args:

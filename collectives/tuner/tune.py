@@ -23,14 +23,14 @@ import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
-from mpips.collectives.benchmark.harness import measure, ping_pong
+from mpips.collectives.benchmark.harness import measure, measure_costs, ping_pong
 from mpips.collectives.communicator import communicator
 from mpips.collectives.errors import CollectiveError
 from mpips.collectives.fabric.arena import empty
 from mpips.collectives.plan import Plan
 from mpips.collectives.plan import plan as compiled
 from mpips.collectives.schedule import catalog
-from mpips.collectives.schedule.catalog import see_named
+from mpips.collectives.schedule.catalog import check_algorithm
 from mpips.collectives.schedule.model import KINDS, cut
 from mpips.collectives.simulator.cost import fit
 from mpips.collectives.terminal import RankedCommand, Seconds, console, show_progress
@@ -50,18 +50,18 @@ COPIES_WIN = 1.5
 Begin = Callable[[str], None]
 
 
-def opened(comm: MPI.Comm, known: TuningTable) -> MPI.Comm:
-    """Return a new communicator of the same ranks whose calls use the given table. Collective and blocking."""
-    made = comm.Dup()
-    communicator(made, known_table=known)
-    return made
+def dup_with_table(comm: MPI.Comm, known: TuningTable) -> MPI.Comm:
+    """Duplicate a communicator, so that calls on the new one use the given table. Collective and blocking."""
+    duplicate = comm.Dup()
+    communicator(duplicate, known_table=known)
+    return duplicate
 
 
 def check(ranks: int, *, dry_run: bool, **_: Any) -> None:
     """Raise click.ClickException, before anything is measured, if the result could not be saved."""
     if not dry_run:
-        with _told():
-            table.see_writable()
+        with _errors_as_sentences():
+            table.check_writable()
 
 
 @click.command(cls=RankedCommand)
@@ -73,44 +73,44 @@ def command(seconds: float, dry_run: bool) -> None:
     Start the ranks with `mpips tune --ranks P` or with mpirun.
     """
     comm = MPI.COMM_WORLD
-    with _told():
-        found = table.shared(comm, lambda: _known(dry_run))
-    home = opened(comm, found)
+    with _errors_as_sentences():
+        result = table.broadcast_table(comm, lambda: _starting_table(dry_run))
+    home = dup_with_table(comm, result)
     nodes = len(set(communicator(home).node_of))
     if comm.size > 1:
         with show_progress("tune", 4 if nodes == 1 else 1 + len(KINDS), comm.rank == 0) as begin:
-            found = tuned(home, found, seconds, begin)
+            result = measure_table(home, result, seconds, begin)
     if comm.rank == 0:
-        _show(found, comm.size, nodes)
-        with _told():
-            click.echo("not kept" if dry_run else f"kept in {table.save(found)}")
+        _show(result, comm.size, nodes)
+        with _errors_as_sentences():
+            click.echo("not kept" if dry_run else f"kept in {table.save(result)}")
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Within a block, end the command with the sentence of a CollectiveError, without a traceback."""
+def _errors_as_sentences() -> Iterator[None]:
+    """A context that turns CollectiveError into a click.ClickException, so that no traceback is printed."""
     try:
         yield
     except CollectiveError as error:
         raise click.ClickException(str(error)) from None
 
 
-def _known(dry_run: bool) -> TuningTable:
+def _starting_table(dry_run: bool) -> TuningTable:
     """Return the table to start from: the user's table, or the shipped one if the user's file is damaged.
 
     Raises:
         CollectiveError: The table must be saved, and cannot be.
     """
     if not dry_run:
-        table.see_writable()
+        table.check_writable()
     try:
-        return table.load(see_named)
+        return table.load(check_algorithm)
     except CollectiveError as error:
-        click.echo(f"note: {table.path()} is spoilt ({error.__cause__}); starting from the shipped table", err=True)
+        click.echo(f"note: {table.path()} is damaged ({error.__cause__}); starting from the shipped table", err=True)
         return TuningTable()
 
 
-def tuned(comm: MPI.Comm, known: TuningTable, seconds: float, begin: Begin = lambda what: None) -> TuningTable:
+def measure_table(comm: MPI.Comm, known: TuningTable, seconds: float, begin: Begin = lambda what: None) -> TuningTable:
     """Measure, and return the known table with new results for this number of ranks. Collective and blocking.
 
     Args:
@@ -139,8 +139,8 @@ def tuned(comm: MPI.Comm, known: TuningTable, seconds: float, begin: Begin = lam
     return msgspec.structs.replace(known, **changes)
 
 
-def forced(ranks: int) -> dict[str, TuningTable]:
-    """Return a table for each way of ordinary arrays on one node, which makes all vectors go that way."""
+def forced_tables(ranks: int) -> dict[str, TuningTable]:
+    """Return for each way of ordinary arrays on one node a table that sends every vector that way."""
     largest, none = Slots(SLOT_SIZES[-1], SLOT_SIZES[-1]), Slots(0, 0)
     return {
         "slots": TuningTable(slots={ranks: largest}, cross_memory={ranks: EVERYTHING}),
@@ -152,20 +152,21 @@ def forced(ranks: int) -> dict[str, TuningTable]:
 def _on_one_node(comm: MPI.Comm, seconds: float, begin: Begin) -> tuple[Slots, int, dict[str, LinearCost]]:
     """Measure on one node.
 
-    Return the sizes up to which slots win, the size from which on the kernel's copies win, and the cost of each way.
+    Return the limits of slots, the smallest size from which on the kernel's copies are used, and the cost of each way.
     """
-    ways = {name: opened(comm, one) for name, one in forced(comm.size).items()}
+    ways = {name: dup_with_table(comm, forced) for name, forced in forced_tables(comm.size).items()}
 
     def wins(way: str, shared: bool, share: float, size: int) -> bool:
         """True if a way takes at most `share` of the time of stages (or of direct, for node-shared arrays)."""
-        times = _times(comm, [ways[way], ways["stages"]], size, shared, seconds)
+        x = _vector(ways[way], size, shared)
+        times = _timed(comm, [compiled("allreduce", x, ways[each]) for each in (way, "stages")], seconds)
         return times[0] <= times[1] * share
 
     begin("slots")
-    direct = edge(SLOT_SIZES, partial(wins, "slots", True, SLOTS_WIN), 0)
-    slots = Slots(direct, max(direct, edge(SLOT_SIZES, partial(wins, "slots", False, SLOTS_WIN), 0)))
+    direct = last_winning_size(SLOT_SIZES, partial(wins, "slots", True, SLOTS_WIN), 0)
+    slots = Slots(direct, max(direct, last_winning_size(SLOT_SIZES, partial(wins, "slots", False, SLOTS_WIN), 0)))
     begin("cross memory")
-    cross_memory = edge(CROSS_SIZES, partial(wins, "cross_memory", False, COPIES_WIN), EVERYTHING)
+    cross_memory = last_winning_size(CROSS_SIZES, partial(wins, "cross_memory", False, COPIES_WIN), EVERYTHING)
     begin("lines through the times")
     lines = {}
     for way, shared, sizes in (
@@ -176,17 +177,19 @@ def _on_one_node(comm: MPI.Comm, seconds: float, begin: Begin) -> tuple[Slots, i
     ):
         if len(sizes) > 1:
             home = ways["stages" if way == "direct" else way]
-            points = [(size, _times(comm, [home], size, shared, seconds)[0]) for size in sizes]
-            lines[f"{way} {comm.size}"] = LinearCost(*fit(points))
+            plans = {size: compiled("allreduce", _vector(home, size, shared), home) for size in sizes}
+            lines[f"{way} {comm.size}"] = LinearCost(*measure_costs(comm, plans, seconds * len(sizes)))
+            for plan in plans.values():
+                plan.free()
     for one in ways.values():
         one.Free()
     return slots, cross_memory, lines
 
 
-def edge(sizes: Iterable[int], wins: Callable[[int], bool], otherwise: int) -> int:
-    """Return the last size at which something wins, or `otherwise` if it never does.
+def last_winning_size(sizes: Iterable[int], wins: Callable[[int], bool], otherwise: int) -> int:
+    """Return the last of `sizes` for which `wins(size)` is true, or `otherwise` if there is none.
 
-    Sizes are tried in order, until something has lost twice in a row.
+    Sizes are tried in order. After two losses in a row the remaining sizes are not measured.
     """
     last, losses = otherwise, 0
     for size in sizes:
@@ -196,11 +199,11 @@ def edge(sizes: Iterable[int], wins: Callable[[int], bool], otherwise: int) -> i
     return last
 
 
-def _times(comm: MPI.Comm, homes: Sequence[MPI.Comm], size: int, shared: bool, seconds: float) -> list[float]:
-    """Return the median seconds of an allreduce of `size` bytes on each of several communicators."""
-    x = empty(size // 4, np.float32, homes[0]) if shared else np.empty(size // 4, np.float32)
+def _vector(home: MPI.Comm, size: int, shared: bool) -> np.ndarray[Any, Any]:
+    """Return `size` bytes of zeros in memory that the node shares, or in an ordinary array."""
+    x = empty(size // 4, np.float32, home) if shared else np.empty(size // 4, np.float32)
     x.fill(0)
-    return _timed(comm, [compiled("allreduce", x, home) for home in homes], seconds)
+    return x
 
 
 def _timed(comm: MPI.Comm, plans: Sequence[Plan], seconds: float) -> list[float]:
@@ -208,13 +211,13 @@ def _timed(comm: MPI.Comm, plans: Sequence[Plan], seconds: float) -> list[float]
     try:
         return [timing.median for timing in measure(comm, plans, seconds)]
     finally:
-        for made in plans:
-            made.free()
+        for plan in plans:
+            plan.free()
 
 
 def _between(comm: MPI.Comm, node_of: list[int], seconds: float, begin: Begin) -> dict[str, tuple[Range, ...]]:
     """Measure between nodes: return the fastest algorithm for each kind, by ranges of sizes."""
-    found = {}
+    fastest = {}
     alike = len({node_of.count(node) for node in node_of}) == 1
     for kind in KINDS:
         begin(kind)
@@ -226,8 +229,8 @@ def _between(comm: MPI.Comm, node_of: list[int], seconds: float, begin: Begin) -
             n = size // 4 // comm.size * comm.size
             times = _timed(comm, [_plan(kind, n, comm, name) for name in names], seconds)
             winners.append((size, names[int(np.argmin(times))]))
-        found[f"{kind} {len(set(node_of))}x{comm.size}"] = ranges(winners)
-    return found
+        fastest[f"{kind} {len(set(node_of))}x{comm.size}"] = ranges(winners)
+    return fastest
 
 
 def ranges(winners: Sequence[tuple[int, str]]) -> tuple[Range, ...]:
@@ -235,11 +238,11 @@ def ranges(winners: Sequence[tuple[int, str]]) -> tuple[Range, ...]:
 
     Where the algorithm changes, the limit is the geometric mean of the two sizes.
     """
-    found = []
+    limits = []
     for (size, name), (following, other) in pairwise(winners):
         if name != other:
-            found.append(Range(int((size * following) ** 0.5), name))
-    return (*found, Range(EVERYTHING, winners[-1][1]))
+            limits.append(Range(int((size * following) ** 0.5), name))
+    return (*limits, Range(EVERYTHING, winners[-1][1]))
 
 
 def _plan(kind: str, n: int, comm: MPI.Comm, algorithm: str) -> Plan:
@@ -258,37 +261,37 @@ def _measure_message(comm: MPI.Comm, other: int, seconds: float) -> LinearCost:
     return LinearCost(*fit(list(zip(sizes, times))))
 
 
-def _show(found: TuningTable, ranks: int, nodes: int) -> None:
+def _show(measured: TuningTable, ranks: int, nodes: int) -> None:
     listing = Table(title=f"measured with {ranks} ranks on {nodes} node{'s' if nodes > 1 else ''}")
     listing.add_column("what")
     listing.add_column("result")
-    for what, result in (_inside if nodes == 1 else _across)(found, ranks, nodes):
+    for what, result in (_lines_on_one_node if nodes == 1 else _lines_between_nodes)(measured, ranks, nodes):
         listing.add_row(what, result)
-    listing.add_row("addition", f"{1e-9 / found.gamma:.1f} GB/s")
+    listing.add_row("addition", f"{1e-9 / measured.gamma:.1f} GB/s")
     console().print(listing)
 
 
-def _inside(found: TuningTable, ranks: int, nodes: int) -> Iterator[tuple[str, str]]:
-    limits, copies = found.slot_limits(ranks, crowded=False), found.cross_memory_from(ranks)
+def _lines_on_one_node(result: TuningTable, ranks: int, nodes: int) -> Iterator[tuple[str, str]]:
+    limits, copies = result.slot_limits(ranks, crowded=False), result.cross_memory_from(ranks)
     yield "slots up to", f"{limits.always} bytes, ordinary arrays {limits.ordinary}"
     yield "the kernel's copies from", f"{copies} bytes on" if copies < EVERYTHING else "no size on"
-    for key, line in found.memory.items():
-        way, _, of = key.partition(" ")
-        if of == str(ranks):
-            yield f"allreduce, {way}", _line(line)
-    yield "message inside a node", _line(found.near)
+    for key, line in result.memory.items():
+        way, _, ranks_text = key.partition(" ")
+        if ranks_text == str(ranks):
+            yield f"allreduce, {way}", _format_cost(line)
+    yield "message inside a node", _format_cost(result.near)
 
 
-def _across(found: TuningTable, ranks: int, nodes: int) -> Iterator[tuple[str, str]]:
-    for key, entries in found.between.items():
-        kind, _, of = key.partition(" ")
-        if of == f"{nodes}x{ranks}":
+def _lines_between_nodes(result: TuningTable, ranks: int, nodes: int) -> Iterator[tuple[str, str]]:
+    for key, entries in result.between.items():
+        kind, _, ranks_text = key.partition(" ")
+        if ranks_text == f"{nodes}x{ranks}":
             limits = ["" if entry.most == EVERYTHING else f" to {entry.most} bytes" for entry in entries]
             yield kind, ", ".join(entry.algorithm + limit for entry, limit in zip(entries, limits))
-    yield "message between nodes", _line(found.far)
+    yield "message between nodes", _format_cost(result.far)
 
 
-def _line(line: LinearCost) -> str:
+def _format_cost(line: LinearCost) -> str:
     speed = f"{1e-9 / line.beta:.2f} GB/s" if line.beta else "-"
     return f"{line.alpha * 1e6:.1f} us + bytes at {speed}"
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.schedule.model import NOBODY, Schedule, Step
+from collectives.schedule.model import NOBODY, Schedule, ScheduleStep
 from collectives.simulator.topology import Topology
 
 
@@ -78,7 +78,7 @@ class Traffic:
         return [[flow for wait in waits for flow in wait[rank]] for rank in range(p)]
 
     def _step(
-        self, step: Step, chunk: float, wait: list[list[int]], busy: _Busy, alpha: float, gamma: float
+        self, step: ScheduleStep, chunk: float, wait: list[list[int]], busy: _Busy, alpha: float, gamma: float
     ) -> list[list[int]]:
         """Add one step of one lane. Return, for each rank, the flows that its next step of the lane waits for."""
         p = len(busy.hosts)

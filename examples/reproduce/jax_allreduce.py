@@ -9,7 +9,6 @@ program.
 
 import importlib.util
 import json
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +20,7 @@ from mpi4py import MPI
 from rich.table import Table
 
 import mpips.jax
-from collectives.benchmark.harness import Contender, compare_steps
+from collectives.benchmark import harness
 from collectives.terminal import (
     OutFile,
     RankedCommand,
@@ -72,25 +71,26 @@ def step_by(allreduce: Arrays, program: Callable[[Arrays], Arrays], x: jax.Array
     return lambda: jax.block_until_ready(run(x))
 
 
-def contenders(program: Callable[[Arrays], Arrays], x: jax.Array) -> list[Contender]:
-    """Return the contenders that are installed, each with a step that runs `program`."""
+def contenders(program: Callable[[Arrays], Arrays], x: jax.Array) -> dict[str, Callable[[], object]]:
+    """Return the name of each library that is installed -> a step that runs `program` with it."""
     steps = {"mpips": step_by(lambda y: mpips.jax.allreduce(y, "sum"), program, x)}
     if importlib.util.find_spec("mpi4jax"):
         import mpi4jax
 
         steps["mpi4jax"] = step_by(lambda y: mpi4jax.allreduce(y, op=MPI.SUM), program, x)
     steps["gloo"] = step_by_gloo(program, x)
-    return [Contender(name, step, True) for name, step in steps.items()]
+    return steps
 
 
 def measure(nbytes: int, rounds: int, seconds: float) -> list[Row]:
     """Time all contenders at one size. Collective."""
     x = jax.numpy.ones(max(1, nbytes // 4), np.float32)
-    alone = compare_steps(contenders(lambda allreduce: allreduce, x), MPI.COMM_WORLD, seconds / 2, rounds)
-    loops = compare_steps(contenders(looped, x), MPI.COMM_WORLD, seconds / 2, rounds)
+    alone, loops = contenders(lambda allreduce: allreduce, x), contenders(looped, x)
+    calls = [*alone.values(), *loops.values()]
+    medians = [timing.median for timing in harness.measure(MPI.COMM_WORLD, calls, seconds, rounds)]
     return [
-        Row(x.nbytes, MPI.COMM_WORLD.size, name, statistics.median(alone[name]), statistics.median(loops[name]) / LOOP)
-        for name in alone
+        Row(x.nbytes, MPI.COMM_WORLD.size, name, one, many / LOOP)
+        for name, one, many in zip(alone, medians[: len(alone)], medians[len(alone) :], strict=True)
     ]
 
 

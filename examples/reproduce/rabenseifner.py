@@ -18,18 +18,18 @@ from functools import partial
 from collectives.schedule import bcube
 from collectives.schedule.model import (
     NOBODY,
+    ChunkInterval,
     Index,
-    Interval,
     Lane,
     Round,
     Schedule,
     Stage,
     Steps,
     folded,
-    series,
-    single,
+    in_group,
+    in_series,
+    one_round,
     where,
-    within,
 )
 from collectives.schedule.recursive_doubling import levels_of
 
@@ -40,7 +40,7 @@ def build(p: int, fold: str) -> Schedule:
     """Return the schedule over p ranks. `fold` is one of `FOLDS`."""
     levels = levels_of(p)
     radices, order, q = (2,) * levels, tuple(range(levels)), 1 << levels
-    core = series(partial(bcube.reduce_scatter, radices, order), partial(bcube.allgather, radices, order))
+    core = in_series(partial(bcube.reduce_scatter, radices, order), partial(bcube.allgather, radices, order))
     if p == q:
         stage = core
     elif fold == "whole":
@@ -51,21 +51,21 @@ def build(p: int, fold: str) -> Schedule:
 
 
 def _by_halves(core: Stage, extra: int, chunks: int, rank: Index) -> Steps:
-    low, high, whole = Interval(0, chunks // 2), Interval(chunks // 2, chunks), Interval(0, chunks)
+    low, high, whole = ChunkInterval(0, chunks // 2), ChunkInterval(chunks // 2, chunks), ChunkInterval(0, chunks)
     paired = rank < 2 * extra
     active, retired = paired & (rank % 2 == 0), paired & (rank % 2 == 1)
     to_active, to_retired = where(retired, rank - 1, NOBODY), where(active, rank + 1, NOBODY)
     partner = where(active, rank + 1, to_active)
-    yield single(Round(partner, _either(active, high, low), partner, _either(active, low, high), add=True))
-    yield single(Round(to_active, high, to_retired, high, add=False))
+    yield one_round(Round(partner, _either(active, high, low), partner, _either(active, low, high), add=True))
+    yield one_round(Round(to_active, high, to_retired, high, add=False))
     member = where(paired, rank // 2, rank - extra)
-    for step in within(core, member, lambda m: where(m < extra, 2 * m, m + extra)):
+    for step in in_group(core, member, lambda m: where(m < extra, 2 * m, m + extra)):
         yield step.map(partial(_standing_by, retired))
-    yield single(Round(to_retired, whole, to_active, whole, add=False))
+    yield one_round(Round(to_retired, whole, to_active, whole, add=False))
 
 
-def _either(condition: Index, a: Interval, b: Interval) -> Interval:
-    return Interval(where(condition, a.start, b.start), where(condition, a.stop, b.stop))
+def _either(condition: Index, a: ChunkInterval, b: ChunkInterval) -> ChunkInterval:
+    return ChunkInterval(where(condition, a.start, b.start), where(condition, a.stop, b.stop))
 
 
 def _standing_by(retired: Index, r: Round) -> Round:

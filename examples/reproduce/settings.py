@@ -24,7 +24,7 @@ import click
 from collectives.machine import TUNABLES, choose_long_copies, usable_cores
 from collectives.simulator.topology import parse
 from collectives.terminal import Interruptible, OutFile, write_text
-from launch import FULL_DUPLEX, Job, build, find, program, this_machine
+from launch import FULL_DUPLEX, Job, build, build_rank_command, find, this_machine
 from launch.lab import client
 from launch.lab.kernel import find_missing
 from launch.lab.layout import lay_out
@@ -132,17 +132,12 @@ def copy() -> float:
 
 
 def _median(work: Callable[[], object], count: int) -> float:
-    """Return the median seconds of `count` runs that all ranks start together, of the slowest rank."""
+    """Return the median seconds of `work` over `count` rounds, on the slowest rank."""
     from mpi4py import MPI
 
-    world, times = MPI.COMM_WORLD, []
-    work()
-    for _ in range(count):
-        world.Barrier()
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return float(world.allreduce(statistics.median(times), MPI.MAX))
+    from collectives.benchmark.harness import measure
+
+    return measure(MPI.COMM_WORLD, [work], 0.0, count)[0].median
 
 
 CORES = usable_cores()
@@ -198,7 +193,7 @@ def without(argv: Sequence[str], words: Sequence[Sequence[str]]) -> list[str]:
 @contextmanager
 def prepared(case: Case) -> Iterator[list[str]]:
     """Give the argv of a case with its setting. During the block the lab that it needs exists."""
-    ranks = program(["-m", "examples.reproduce.settings", "--work", case.work.__name__])
+    ranks = build_rank_command(["-m", "examples.reproduce.settings", "--work", case.work.__name__])
     if case.in_lab:
         with client.lab(LAB, lay_out(parse(f"star:{case.ranks}", MBIT * 1e6 / 8))):
             yield client.job_command(LAB, case.ranks, ranks)

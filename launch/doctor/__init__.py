@@ -1,1 +1,1 @@
-"""`mpips doctor`: look at the machine (`survey`), try MPI on ranks (`probe`), judge what was found (`__main__`)."""
+"""`mpips doctor`: `survey` examines the machine, `probe` tries out MPI on ranks, and `__main__` judges the results."""

@@ -1,7 +1,7 @@
-"""`mpips doctor`: judge what this machine has and lacks for a job, each line [ok], or what to do, in one screen.
+"""`mpips doctor`: check whether this machine can run jobs. Each check is a line: [ok], or what to do.
 
-Under a launcher (`srun -n 4 mpips doctor`) it examines the ranks that the launcher has started. Otherwise it starts two
-ranks itself.
+Under a launcher (`srun -n 4 mpips doctor`) the command examines the ranks that the launcher has started. Otherwise it
+starts two ranks itself.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SIGNS = {True: "[green]\\[ok][/]", None: "[dim]\\[--][/]", False: "[red]\\[!!][/
 
 @click.command("doctor", cls=Interruptible)
 @click.option("--json", "path", type=OutFile(), help="Write the checks to this file, too ('-': to the terminal).")
-@click.option("--interface", help="Is this network interface here? As for `mpips run --interface`.")
+@click.option("--interface", help="Check that this network interface is up, as for `mpips run --interface`.")
 def command(path: Path | None, interface: str | None) -> None:
     """Check Python, MPI, memory, GPU, cores, scheduler and network. Exit code 1 if something must be done."""
     checks = judge({**look(), "interface": interface})
@@ -74,35 +74,36 @@ class Check(NamedTuple):
     """One line of the report."""
 
     name: str
-    # False: something must be done. None: a thing is missing, and nothing needs to be done.
+    # True: all is well. False: the user must do something. None: a thing is missing, but jobs run without it
     ok: bool | None
+    # what this machine has
     found: str
     # what to do if `ok` is False
     advice: str = ""
 
 
-def judge(found: Mapping[str, Any]) -> list[Check]:
-    """Turn what `survey.look` has found into checks, in the order in which they are shown."""
-    version = tuple(map(int, found["python"].split(".")[:2]))
+def judge(survey: Mapping[str, Any]) -> list[Check]:
+    """Turn the result of `survey.look` into checks, in the order in which they are shown."""
+    version = tuple(map(int, survey["python"].split(".")[:2]))
     checks = [
-        Check("Python", version >= (3, 11), found["python"], "mpips needs Python 3.11 or newer"),
-        _packages(found),
-        *(Check(one["name"], False, one["found"], one["cure"]) for one in found.get("hindrances", ())),
-        *_mpi(found),
-        *_memory_order(found),
-        *_leftovers(found),
-        _cores(found),
-        _kernels(found),
-        *_gpus(found),
-        _scheduler(found),
-        *_srun(found),
-        _network(found),
+        Check("Python", version >= (3, 11), survey["python"], "mpips needs Python 3.11 or newer"),
+        _packages(survey),
+        *(Check(each["name"], False, each["problem"], each["cure"]) for each in survey.get("hindrances", ())),
+        *_mpi(survey),
+        *_memory_order(survey),
+        *_leftovers(survey),
+        _cores(survey),
+        _kernels(survey),
+        *_gpus(survey),
+        _scheduler(survey),
+        *_srun(survey),
+        _network(survey),
     ]
     return [check if check.ok is False else check._replace(advice="") for check in checks]
 
 
-def _packages(found: Mapping[str, Any]) -> Check:
-    versions = found["packages"]
+def _packages(survey: Mapping[str, Any]) -> Check:
+    versions = survey["packages"]
     missing = [name for name in PACKAGES if versions[name] is None]
     optional = [f"{name} (mpips[{extra}])" for name, extra in EXTRAS.items() if versions[name] is None]
     text = ", ".join(f"{name} {versions[name]}" for name in PACKAGES[:2] if versions[name])
@@ -111,25 +112,25 @@ def _packages(found: Mapping[str, Any]) -> Check:
     return Check("packages", not missing, text, f"pip install {' '.join(missing)}")
 
 
-def _mpi(found: Mapping[str, Any]) -> Iterator[Check]:
-    ranks = found["ranks"]
+def _mpi(survey: Mapping[str, Any]) -> Iterator[Check]:
+    ranks = survey["ranks"]
     if "lost" in ranks:
         yield Check("world", False, "size 1", ranks["lost"])
         return
     if "not_tried" in ranks:
-        yield Check("MPI", None, f"{found['launcher']}: {ranks['not_tried']}")
+        yield Check("MPI", None, f"{survey['launcher']}: {ranks['not_tried']}")
         return
     if ranks.get("problem") == NO_PROCESS:
         why, cure = NO_PROCESS.split(": ")
         yield Check("MPI", False, why, cure)
         return
     if "problem" in ranks:
-        by_hand = f"or see all that it says by `{PROBE}`"
-        yield Check("MPI", False, ranks["problem"], f"{INSTALL}; {by_hand}" if found["launcher"] else INSTALL)
+        full_output = f"or see its full output by `{PROBE}`"
+        yield Check("MPI", False, ranks["problem"], f"{INSTALL}; {full_output}" if survey["launcher"] else INSTALL)
         return
     library = " ".join(ranks["library"].split(",")[0].split())
-    yield Check("MPI", True, f"{library}, MPI {ranks['standard']}; launcher {found['launcher']}")
-    yield _world(found)
+    yield Check("MPI", True, f"{library}, MPI {ranks['standard']}; launcher {survey['launcher']}")
+    yield _world(survey)
     yield Check("thread level", ranks["threads"] in ("SERIALIZED", "MULTIPLE"), ranks["threads"], THREADS)
     yield Check("shared memory, windows", not ranks["window"], ranks["window"] or SEEN, SHM)
     if ranks["denied"] and not ranks["memfd"]:
@@ -142,31 +143,31 @@ def _mpi(found: Mapping[str, Any]) -> Iterator[Check]:
     else:
         reached = "ranks reached each other's own memory: ordinary arrays are copied once"
         yield Check("copies by the kernel", True, reached)
-    if "death" in found:
-        yield _death(found["death"])
+    if "death" in survey:
+        yield _death(survey["death"])
     else:
         yield Check("lost ranks", None, "not tried under a launcher")
     yield _binding(ranks)
 
 
-def _world(found: Mapping[str, Any]) -> Check:
-    ranks = found["ranks"]
-    cause = world.lost(found["environment"], ranks["library_text"], ranks["size"])
-    if cause:
-        return Check("world", False, f"size {ranks['size']}", cause)
-    expected = ranks["size"] > 1 or found["launcher"] == OURS
+def _world(survey: Mapping[str, Any]) -> Check:
+    ranks = survey["ranks"]
+    reason = world.lost(survey["environment"], ranks["library_text"], ranks["size"])
+    if reason:
+        return Check("world", False, f"size {ranks['size']}", reason)
+    expected = ranks["size"] > 1 or survey["launcher"] == OURS
     size = ranks["size"]
     text = f"{size} rank{'s' * (size != 1)}, {ranks['node_ranks']} of them on this node"
     return Check("world", expected, text, FOREIGN)
 
 
-def _death(tried: Mapping[str, Any]) -> Check:
-    if "hindrance" in tried:
-        return Check("lost ranks", None, f"{tried['hindrance']}; {RESTARTS}")
-    if tried.get("left") != RANKS_OF_A_DEATH - 1:
-        problem = tried.get("problem", "those who were left did not find each other")
+def _death(result: Mapping[str, Any]) -> Check:
+    if "hindrance" in result:
+        return Check("lost ranks", None, f"{result['hindrance']}; {RESTARTS}")
+    if result.get("left") != RANKS_OF_A_DEATH - 1:
+        problem = result.get("problem", "the remaining ranks did not find each other")
         return Check("lost ranks", None, f"a rank was killed, and the others did not go on ({problem}); {RESTARTS}")
-    together = f"the others were together again after {1e3 * tried['seconds']:.0f} ms"
+    together = f"the others were together again after {1e3 * result['seconds']:.0f} ms"
     return Check("lost ranks", True, f"a rank was killed, and {together}: {SPARES}")
 
 
@@ -179,48 +180,52 @@ def _binding(ranks: Mapping[str, Any]) -> Check:
     return Check("binding", None, text + ": a communication thread would share it (--bind-to none)")
 
 
-def _memory_order(found: Mapping[str, Any]) -> Iterator[Check]:
-    if found["processor"] not in STRONG_ORDER:
-        text = f"weaker on {found['processor']} than on x86: collectives use shared memory with a fence (MPI_Win_sync)"
+def _memory_order(survey: Mapping[str, Any]) -> Iterator[Check]:
+    if survey["processor"] not in STRONG_ORDER:
+        text = f"weaker on {survey['processor']} than on x86: collectives use shared memory with a fence (MPI_Win_sync)"
         yield Check("memory order", None, text + ", workers and servers of a store talk by messages; both are slower")
 
 
-def _leftovers(found: Mapping[str, Any]) -> Iterator[Check]:
-    """Yield a check for each kind of leftover. They only take memory, so `ok` is None and not False."""
-    for left in found["leftovers"]:
-        what = left["what"] if left["count"] != 1 else left["what"].removesuffix("s")
-        text = f"{left['count']:,} {what} in {left['place']}, {left['bytes'] / (1 << 20):,.1f} MiB"
-        yield Check(f"leftovers of {left['mpi']}", None, f"{text}, of aborted jobs: while none runs, {left['remove']}")
+def _leftovers(survey: Mapping[str, Any]) -> Iterator[Check]:
+    """Yield a check for each kind of leftover. Leftovers only take memory, so `ok` is None and not False."""
+    for leftover in survey["leftovers"]:
+        noun = leftover["what"] if leftover["count"] != 1 else leftover["what"].removesuffix("s")
+        text = f"{leftover['count']:,} {noun} in {leftover['place']}, {leftover['bytes'] / (1 << 20):,.1f} MiB"
+        yield Check(
+            f"leftovers of {leftover['mpi']}",
+            None,
+            f"{text}, left by aborted jobs: while no job runs, {leftover['remove']}",
+        )
 
 
-def _cores(found: Mapping[str, Any]) -> Check:
-    cores, affinity = found["cores"], found["affinity"]
+def _cores(survey: Mapping[str, Any]) -> Check:
+    cores, affinity = survey["cores"], survey["affinity"]
     quota = f" of {affinity}: the CPU quota of this control group (a container, or a job) allows no more"
-    here = f"{cores}{quota if cores < affinity else ' here'}"
-    return Check("cores", True, f"{here}; beyond {cores} rank{'s' * (cores > 1)} on this machine they take turns")
+    count = f"{cores}{quota if cores < affinity else ' here'}"
+    return Check("cores", True, f"{count}; beyond {cores} rank{'s' * (cores > 1)} on this machine they take turns")
 
 
-def _kernels(found: Mapping[str, Any]) -> Check:
-    """Say whether Numba or NumPy computes the servers' updates. Both give the same bits, so NumPy is no failure."""
-    kernels = found["kernels"]
+def _kernels(survey: Mapping[str, Any]) -> Check:
+    """Check whether Numba or NumPy computes the servers' updates. Both give the same bits, so NumPy is no failure."""
+    kernels = survey["kernels"]
     if "refused" in kernels:
         return Check("kernels", False, "no store can be made", kernels["refused"])
     if "problem" in kernels:
         return Check("kernels", None, f"NumPy updates: Numba could not be tried: {kernels['problem']}")
     if kernels["engine"] == "numba":
-        kept = f"kept in {kernels['folder']}" if kernels["folder"] else f"by every process anew ({kernels['unkept']})"
+        kept = f"kept in {kernels['folder']}" if kernels["folder"] else f"again in every process ({kernels['unkept']})"
         return Check("kernels", True if kernels["folder"] else None, f"{kernels['reason']} compiles updates, {kept}")
     if kernels["reason"] != engine.NOT_INSTALLED:
         return Check("kernels", None, f"NumPy updates: {kernels['reason']}")
-    version = tuple(map(int, found["python"].split(".")[:2]))
+    version = tuple(map(int, survey["python"].split(".")[:2]))
     if kernels["machine"] in WHEELS_FOR and kernels["libc"] == "glibc" and version <= NEWEST_WHEEL:
         return Check("kernels", None, f"NumPy updates; {BROUGHT}: {engine.NOT_INSTALLED}")
     here = f"Python {version[0]}.{version[1]} on {kernels['machine']}, {kernels['libc'] or 'without glibc'}"
     return Check("kernels", None, f"NumPy updates: Numba is not installed, and may have no wheel for {here}")
 
 
-def _gpus(found: Mapping[str, Any]) -> Iterator[Check]:
-    gpu = found["gpu"]
+def _gpus(survey: Mapping[str, Any]) -> Iterator[Check]:
+    gpu = survey["gpu"]
     if not gpu["present"]:
         yield Check("GPU", None, "none here: NumPy arrays only")
     elif gpu["cupy"] is None:
@@ -230,42 +235,42 @@ def _gpus(found: Mapping[str, Any]) -> Iterator[Check]:
         yield Check("GPU", False, text, "check nvidia-smi and the driver")
     else:
         yield Check("GPU", True, f"{', '.join(gpu['devices'])}; CuPy {gpu['cupy']}")
-        tried = found.get("cuda", {"problem": "not tried under a launcher"})
-        if tried.get("aware"):
+        result = survey.get("cuda", {"problem": "not tried under a launcher"})
+        if result.get("aware"):
             yield Check("CUDA-aware MPI", True, "a device buffer made a round trip")
         else:
-            reason = tried.get("problem", "the bytes that came back were wrong")
+            reason = result.get("problem", "the bytes that came back were wrong")
             yield Check("CUDA-aware MPI", None, f"no ({reason}): device arrays go through pinned host memory")
 
 
-def _scheduler(found: Mapping[str, Any]) -> Check:
-    if not found["schedulers"] and not found["allocation"]:
+def _scheduler(survey: Mapping[str, Any]) -> Check:
+    if not survey["schedulers"] and not survey["allocation"]:
         return Check("scheduler", None, "none: mpirun starts jobs on this machine or over ssh")
-    if found["lacks_scheduler"]:
-        return Check("scheduler", None, f"{found['lacks_scheduler']}: all ranks start on this machine")
-    inside = f"; inside a job of {found['allocation']}" if found["allocation"] else ""
-    return Check("scheduler", True, f"{', '.join(found['schedulers']) or 'no submit command here'}{inside}")
+    if survey["missing_scheduler"]:
+        return Check("scheduler", None, f"{survey['missing_scheduler']}: all ranks start on this machine")
+    inside = f"; inside a job of {survey['allocation']}" if survey["allocation"] else ""
+    return Check("scheduler", True, f"{', '.join(survey['schedulers']) or 'no submit command here'}{inside}")
 
 
-def _srun(found: Mapping[str, Any]) -> Iterator[Check]:
-    """Say whether srun can start two ranks of one job. `mpips run` does not need it, so a failure is only noted."""
-    if "srun" not in found:
+def _srun(survey: Mapping[str, Any]) -> Iterator[Check]:
+    """Check whether srun can start two ranks of one job. `mpips run` does not need srun, so `ok` is never False."""
+    if "srun" not in survey:
         return
-    tried, command = found["srun"]["ranks"], f"`srun --mpi={found['srun']['pmi']}`"
-    if tried.get("size") == RANKS:
+    result, command = survey["srun"]["ranks"], f"`srun --mpi={survey['srun']['pmi']}`"
+    if result.get("size") == RANKS:
         yield Check("srun", True, f"{command} starts ranks of one job")
         return
-    why = tried.get("problem", "each rank is a job of its own")
+    why = result.get("problem", "each rank is a job of its own")
     yield Check("srun", None, f"{command} starts no job ({why}): start it by `mpips run` in the allocation")
 
 
-def _network(found: Mapping[str, Any]) -> Check:
-    names = [interface["name"] for interface in found["interfaces"]]
-    speeds = [f" {interface['mbit']} Mbit/s" if interface["mbit"] else "" for interface in found["interfaces"]]
+def _network(survey: Mapping[str, Any]) -> Check:
+    names = [interface["name"] for interface in survey["interfaces"]]
+    speeds = [f" {interface['mbit']} Mbit/s" if interface["mbit"] else "" for interface in survey["interfaces"]]
     text = ", ".join(name + speed for name, speed in zip(names, speeds)) or "no interface is up"
-    wanted = found.get("interface")
-    if wanted and wanted not in names:
-        return Check("network", False, text, f"there is no {wanted} that is up: give --interface another of these")
+    interface = survey.get("interface")
+    if interface and interface not in names:
+        return Check("network", False, text, f"there is no {interface} that is up: give --interface another of these")
     return Check("network", True if set(names) - {"lo"} else None, text)
 
 

@@ -1,11 +1,11 @@
-"""Try the MPI of these ranks: run on two ranks by `mpips doctor`, or on the ranks that a launcher gave it.
+"""Try out MPI on a few ranks: two that `mpips doctor` starts, or those that a launcher has started.
 
     mpirun -n 2 python -m launch.doctor.probe [cuda]
     mpirun -n 3 --with-ft ulfm python -m launch.doctor.probe death
 
-Rank 0 prints one line of JSON. Whatever can be tried is tried: one rank writes to shared memory and the other reads it.
-With `cuda` a device buffer makes a round trip. With `death` a rank is killed. These two run in jobs of their own,
-because an MPI that cannot do them may crash.
+Rank 0 prints the result as one line of JSON. Without an argument, ranks write to shared memory and read it, among other
+things. With `cuda`, a device buffer is sent to the other rank and back. With `death`, a rank is killed. These two are
+jobs of their own, because an MPI that cannot do them may crash.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ LEVELS = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
 ALONE = "not tried: one rank on this node"
 
 
-def facts() -> dict[str, Any]:
-    """Examine the MPI of COMM_WORLD, and return what was found, as JSON-serialisable values.
+def examine() -> dict[str, Any]:
+    """Examine MPI on COMM_WORLD. The result can be written as JSON.
 
-    Collective. All ranks get the same values, except for "rank", which is the caller's. "window", "memfd" and "reach"
-    are "" if that way to share memory works, and otherwise say why not.
+    Collective. All ranks get the same values, except for "rank", the number of the caller. "window", "memfd" and
+    "reach" are three ways to share memory: "" means that the way works, any other text is the reason why it does not.
     """
     from mpi4py import MPI
 
@@ -51,15 +51,15 @@ def facts() -> dict[str, Any]:
         "node_ranks": node.size,
         "threads": {getattr(MPI, f"THREAD_{name}"): name for name in LEVELS}[MPI.Query_thread()],
         "affinities": world.allgather(sorted(os.sched_getaffinity(0))),
-        "window": alone or _window(node),
-        "memfd": alone or _memfd(node),
-        "denied": _denied(),
-        "reach": alone or ("" if process_memory.open_to_all(node) else "not allowed here"),
+        "window": alone or _check_window(node),
+        "memfd": alone or _check_memfd(node),
+        "denied": _substitute_folder(),
+        "reach": alone or ("" if process_memory.all_reachable(node) else "not allowed here"),
     }
 
 
-def _window(node: MPI.Comm) -> str:
-    """Return "" if the ranks of a node share the memory of MPI.Win.Allocate_shared, otherwise what went wrong."""
+def _check_window(node: MPI.Comm) -> str:
+    """Return "" if the ranks of a node share the memory of MPI.Win.Allocate_shared, otherwise the reason why not."""
     from mpi4py import MPI
 
     window = MPI.Win.Allocate_shared(len(MARK) if node.rank == 0 else 0, 1, comm=MPI.Intracomm(node))
@@ -67,44 +67,44 @@ def _window(node: MPI.Comm) -> str:
     if node.rank == 0:
         buffer[:] = MARK
     window.Fence()
-    seen = buffer.tobytes() == MARK
+    is_shared = buffer.tobytes() == MARK
     window.Fence()
     window.Free()
-    return _first(node, "" if seen else "a rank does not see what another wrote")
+    return _first_problem(node, "" if is_shared else "a rank does not see what another wrote")
 
 
-def _memfd(node: MPI.Comm) -> str:
-    """Return "" if a rank can map the memory that rank 0 has made by memfd_create, through /proc.
+def _check_memfd(node: MPI.Comm) -> str:
+    """Return "" if other ranks can map, through /proc, the memory that rank 0 makes by memfd_create.
 
-    Otherwise return what went wrong.
+    Otherwise return the reason why not.
     """
     from mpips.collectives.machine import open_memory
 
-    place, problem, fd = "", "", -1
+    path, problem, fd = "", "", -1
     try:
         if node.rank == 0:
             fd = open_memory()
             os.write(fd, MARK)
-            place = f"/proc/{os.getpid()}/fd/{fd}"
+            path = f"/proc/{os.getpid()}/fd/{fd}"
     except OSError as error:
         problem = error.strerror or str(error)
-    place = node.bcast(place)
-    if node.rank and place:
+    path = node.bcast(path)
+    if node.rank and path:
         try:
-            with open(place, "r+b") as file, mmap.mmap(file.fileno(), len(MARK)) as memory:
+            with open(path, "r+b") as file, mmap.mmap(file.fileno(), len(MARK)) as memory:
                 problem = "" if memory[:] == MARK else "the bytes differ"
         except (OSError, ValueError) as error:
             problem = str(error)
-    problem = _first(node, problem)
+    problem = _first_problem(node, problem)
     with suppress(OSError):
         os.close(fd)
     return problem
 
 
-def _denied() -> str:
-    """Return the folder in which memory is made as a file because memfd_create is denied here.
+def _substitute_folder() -> str:
+    """Return the folder in which `open_memory` makes files because memfd_create is denied.
 
-    Returns "" if memfd_create works, or if no memory can be made at all.
+    Returns "" if memfd_create works, or if files cannot be made either.
     """
     from mpips.collectives.machine import open_memory
 
@@ -118,7 +118,7 @@ def _denied() -> str:
     return ""
 
 
-def _first(comm: MPI.Comm, problem: str) -> str:
+def _first_problem(comm: MPI.Comm, problem: str) -> str:
     """Return the problem of the first rank that has one, on every rank."""
     return next(filter(None, comm.allgather(problem)), "")
 
@@ -148,30 +148,30 @@ def cuda() -> dict[str, Any]:
 
 
 def death() -> dict[str, Any]:
-    """Kill the last rank, and let the others form a new communicator without it. Collective over three ranks.
+    """Kill the last rank, and let the other two form a new communicator. Collective over three ranks.
 
-    Returns the size of the new communicator ("left"), and the seconds from the death until it was there.
+    Returns the size of the new communicator as "left", and the "seconds" from the death until it was made.
     """
     from mpi4py import MPI
 
     world = MPI.COMM_WORLD.Dup()
-    begun = world.allreduce(time.time(), MPI.MAX)
+    start = world.allreduce(time.time(), MPI.MAX)
     if world.rank == world.size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with suppress(MPI.Exception):
         while True:
             world.Allreduce(MPI.IN_PLACE, bytearray(1), MPI.BOR)
     world.Revoke()
-    left = world.Shrink()
-    left.Barrier()
-    return {"left": left.size, "seconds": time.time() - begun, "rank": world.rank}
+    survivors = world.Shrink()
+    survivors.Barrier()
+    return {"left": survivors.size, "seconds": time.time() - start, "rank": world.rank}
 
 
 def main() -> None:
     """Run the probe that the arguments name, and print its result on rank 0."""
-    found = {"cuda": cuda, "death": death}.get(" ".join(sys.argv[1:]), facts)()
-    if found["rank"] == 0:
-        print(json.dumps(found), flush=True)
+    result = {"cuda": cuda, "death": death}.get(" ".join(sys.argv[1:]), examine)()
+    if result["rank"] == 0:
+        print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Look at the machine for `mpips doctor`: packages, cores, interfaces, GPUs, and an MPI that is tried on real ranks."""
+"""Collect what `mpips doctor` checks: packages, cores, network interfaces, GPUs, and MPI, tried out on real ranks."""
 
 from __future__ import annotations
 
@@ -28,33 +28,33 @@ from mpips.launch.mpirun import (
     Job,
     Launcher,
     LauncherError,
-    ask,
     build,
+    build_rank_command,
+    describe_missing_scheduler,
     find,
     find_obstacle_to_survival,
-    lacks_scheduler,
-    program,
+    run_tool,
 )
 from mpips.store import world
 
-# seconds for a probe
+# seconds that a probe may take
 LIMIT = 60.0
 LIMIT_OF_SRUN = 30.0
-# After this many seconds, print what the user is waiting for.
+# after this many seconds the command prints what the user is waiting for
 SILENT = 3.0
-# how many ranks the probes have
+# numbers of ranks of the probes
 RANKS = 2
 RANKS_OF_A_DEATH = 3
-# the name of the launcher if one has started this process as a rank
+# shown as the name of the launcher, if one has started this process as a rank
 OURS = "the one that started this"
-# variables that tell how many processes a launcher has started
-PROMISES = (world.OPEN_MPI, world.HYDRA, world.SLURM, world.JSRUN)
+# variables in which launchers put the number of processes
+SIZE_VARIABLES = (world.OPEN_MPI, world.HYDRA, world.SLURM, world.JSRUN)
 # name -> (its submit command, the variable that it sets in a job)
 SCHEDULERS = {"Slurm": ("sbatch", "SLURM_JOB_ID"), "LSF": ("bsub", "LSB_JOBID"), "PBS": ("qsub", "PBS_JOBID")}
 PACKAGES = ("numpy", "mpi4py", "msgspec", "click", "rich", "threadpoolctl")
 # optional package -> the extra of mpips that installs it
 EXTRAS = {"matplotlib": "plot", "scikit-learn": "demo", "pyroute2": "lab"}
-# Python programs for `_child`
+# Python programs for `_run_child`
 KERNELS = "import json; from collectives.kernels import engine; print(json.dumps(engine.status()._asdict()))"
 DEVICES = (
     "import cupy, json; r = cupy.cuda.runtime; print(json.dumps("
@@ -63,12 +63,12 @@ DEVICES = (
 
 
 def look() -> dict[str, Any]:
-    """Collect all that `judge` needs, as JSON-serialisable values.
+    """Collect the data from which `doctor.__main__.judge` makes checks. They can be written as JSON.
 
-    Collective if a launcher has started several ranks. Otherwise it starts ranks by mpirun, and blocks until they have
-    ended, for at most `LIMIT` seconds for each probe.
+    Collective if a launcher has started several ranks. Otherwise this starts ranks by mpirun, and blocks until they
+    have ended, for at most `LIMIT` seconds for each probe.
     """
-    found: dict[str, Any] = {
+    survey: dict[str, Any] = {
         "python": sys.version.split()[0],
         "processor": platform.machine(),
         "packages": {name: _version(name) for name in (*PACKAGES, *EXTRAS)},
@@ -77,10 +77,11 @@ def look() -> dict[str, Any]:
         "environment": {
             name: value
             for name, value in os.environ.items()
-            if name in (*PROMISES, *world.MPIRUN_SIGNS) or name.startswith(("SLURM_STEP", "PMIX_NAMESPACE", "PMI_"))
+            if name in (*SIZE_VARIABLES, *world.MPIRUN_SIGNS)
+            or name.startswith(("SLURM_STEP", "PMIX_NAMESPACE", "PMI_"))
         },
         "schedulers": [name for name, (tool, _) in SCHEDULERS.items() if shutil.which(tool)],
-        "lacks_scheduler": lacks_scheduler(os.environ),
+        "missing_scheduler": describe_missing_scheduler(os.environ),
         "allocation": next((name for name, (_, variable) in SCHEDULERS.items() if variable in os.environ), None),
         "interfaces": [
             {"name": name, "mbit": int(speed) if speed.isdigit() else None}
@@ -93,37 +94,37 @@ def look() -> dict[str, Any]:
         "leftovers": find_leftovers(list_leftover_kinds()),
     }
     if world.started_as(os.environ):
-        return {**found, "launcher": OURS, "ranks": _under_launcher()}
+        return {**survey, "launcher": OURS, "ranks": _under_launcher()}
     try:
         launcher = find()
     except LauncherError as error:
-        return {**found, "launcher": None, "ranks": {"problem": str(error)}}
-    found["launcher"] = str(launcher)
-    found["hindrances"] = [one._asdict() for one in find_hindrances(launcher, RANKS)]
-    if any(one["sure"] for one in found["hindrances"]):
-        return {**found, "ranks": {"not_tried": "no rank was started, as it would fail"}}
-    progress = Progress()
-    found["ranks"] = _started(progress, launcher, RANKS)
+        return {**survey, "launcher": None, "ranks": {"problem": str(error)}}
+    survey["launcher"] = str(launcher)
+    survey["hindrances"] = [hindrance._asdict() for hindrance in find_hindrances(launcher, RANKS)]
+    if any(hindrance["certain"] for hindrance in survey["hindrances"]):
+        return {**survey, "ranks": {"not_tried": "no rank was started, as it would fail"}}
+    progress = ProbeProgress()
+    survey["ranks"] = _run_probe(progress, launcher, RANKS)
     why = find_obstacle_to_survival(launcher)
-    found["death"] = {"hindrance": why} if why else _started(progress, launcher, RANKS_OF_A_DEATH, "death")
-    if found["gpu"].get("devices"):
-        found["cuda"] = _started(progress, launcher, RANKS, "cuda")
-    if found["allocation"] == "Slurm" and shutil.which("srun"):
-        found["srun"] = _by_srun(progress, PMI[launcher.flavour])
-    return found
+    survey["death"] = {"hindrance": why} if why else _run_probe(progress, launcher, RANKS_OF_A_DEATH, "death")
+    if survey["gpu"].get("devices"):
+        survey["cuda"] = _run_probe(progress, launcher, RANKS, "cuda")
+    if survey["allocation"] == "Slurm" and shutil.which("srun"):
+        survey["srun"] = _probe_by_srun(progress, PMI[launcher.flavour])
+    return survey
 
 
-class Progress:
-    """Prints on standard error what is being tried. Begins after `SILENT` seconds, so a fast run prints nothing."""
+class ProbeProgress:
+    """Prints on standard error which probe is running, from `SILENT` seconds on. A fast run prints nothing."""
 
     def __init__(self) -> None:
-        self._from = time.monotonic() + SILENT
+        self._first_time = time.monotonic() + SILENT
 
     @contextmanager
     def at(self, what: str, limit: float) -> Iterator[None]:
-        """Context manager for a block that tries `what`, for at most `limit` seconds."""
-        words = f"mpips doctor: {what}, for at most {limit:g} s"
-        timer = threading.Timer(max(0.0, self._from - time.monotonic()), click.echo, (words,), {"err": True})
+        """Context manager for a probe. `what` describes it, and `limit` is the number of seconds that it may take."""
+        line = f"mpips doctor: {what}, for at most {limit:g} s"
+        timer = threading.Timer(max(0.0, self._first_time - time.monotonic()), click.echo, (line,), {"err": True})
         timer.daemon = True
         timer.start()
         try:
@@ -135,7 +136,7 @@ class Progress:
 def _under_launcher() -> dict[str, Any]:
     """Run the probe on the ranks that a launcher has started.
 
-    If they cannot form a world, return the reason instead. It is found before MPI_Init, which might abort.
+    If they cannot form one world, return the reason as "lost". This is checked before MPI_Init, which might abort.
     """
     import mpi4py
 
@@ -145,18 +146,23 @@ def _under_launcher() -> dict[str, Any]:
     mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
     from mpi4py import MPI
 
-    cause = world.lost(os.environ, MPI.Get_library_version())
-    if cause:
-        return {"lost": cause}
-    with Limit(LIMIT, "mpips doctor: MPI has not started within {:g} s: have all ranks of this job called it?"):
+    reason = world.lost(os.environ, MPI.Get_library_version())
+    if reason:
+        return {"lost": reason}
+    with TimeLimit(LIMIT, "mpips doctor: MPI has not started within {:g} s: have all ranks of this job called it?"):
         MPI.Init_thread()
-    return probe.facts()
+    return probe.examine()
 
 
-class Limit:
-    """Context manager that limits the time of a block. After that a child prints `sentence` and kills this process.
+class TimeLimit:
+    """Context manager that limits the time of a block. After that a child prints a sentence and kills this process.
 
-    A child does it because this process may be inside an MPI call, where it handles no signals and runs no threads.
+    It takes a child process, because this process may be inside an MPI call, in which no Python code runs: neither a
+    signal handler nor another thread.
+
+    Args:
+        seconds: The limit.
+        sentence: What to print. "{}" in it stands for the limit.
     """
 
     def __init__(self, seconds: float, sentence: str) -> None:
@@ -202,52 +208,55 @@ def _gpu() -> dict[str, Any]:
     version = next((v for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if (v := _version(name))), None)
     if version is None:
         return {"present": present, "cupy": None}
-    done = _child([sys.executable, "-P", "-c", DEVICES], LIMIT)
-    return {"present": present, "cupy": version, "devices": done if isinstance(done, list) else [], "problem": done}
+    output = _run_child([sys.executable, "-P", "-c", DEVICES], LIMIT)
+    devices = output if isinstance(output, list) else []
+    return {"present": present, "cupy": version, "devices": devices, "problem": output}
 
 
 def look_for_kernels() -> dict[str, Any]:
-    """Say whether Numba or NumPy will compute the servers' updates, or what is wrong.
+    """Return whether Numba or NumPy will compute the servers' updates, or what is wrong.
 
-    A child process imports Numba, because it is large and may be broken.
+    A child process imports Numba, because Numba is large and its installation may be broken.
     """
     try:
-        engine.chosen()
+        engine.chosen_engine()
     except ValueError as error:
         return {"refused": str(error)}
-    done = _child([sys.executable, "-P", "-c", KERNELS], LIMIT)
-    here = {"machine": platform.machine(), "libc": platform.libc_ver()[0]}
-    return {**done, **here} if isinstance(done, dict) else {"problem": done}
+    output = _run_child([sys.executable, "-P", "-c", KERNELS], LIMIT)
+    system = {"machine": platform.machine(), "libc": platform.libc_ver()[0]}
+    return {**output, **system} if isinstance(output, dict) else {"problem": output}
 
 
-def _started(progress: Progress, launcher: Launcher, ranks: int, *words: str) -> dict[str, Any]:
-    """Run the probe on `ranks` ranks, and return what it prints, or {"problem": why}. `words`: "death" or "cuda"."""
-    job = Job(ranks, program(["-m", "mpips.launch.doctor.probe", *words]), survives=words == ("death",))
-    what = {"death": ", one of which is killed", "cuda": " with device buffers"}.get(" ".join(words), "")
+def _run_probe(progress: ProbeProgress, launcher: Launcher, ranks: int, kind: str = "") -> dict[str, Any]:
+    """Run the probe on `ranks` ranks, and return its result, or {"problem": why}. `kind`: "", "death" or "cuda"."""
+    arguments = [kind] if kind else []
+    job = Job(ranks, build_rank_command(["-m", "mpips.launch.doctor.probe", *arguments]), survives=kind == "death")
+    what = {"death": ", one of which is killed", "cuda": " with device buffers"}.get(kind, "")
     with progress.at(f"tries {ranks} ranks of {launcher}{what}", LIMIT):
-        done = _child(build(launcher, job, this_machine()), LIMIT)
-    return done if isinstance(done, dict) else {"problem": done}
+        output = _run_child(build(launcher, job, this_machine()), LIMIT)
+    return output if isinstance(output, dict) else {"problem": output}
 
 
-def _by_srun(progress: Progress, pmi: str) -> dict[str, Any]:
-    """Run the probe on two ranks that srun starts in this allocation, and return what it prints, or the problem.
+def _probe_by_srun(progress: ProbeProgress, pmi: str) -> dict[str, Any]:
+    """Run the probe on two ranks that srun starts in this allocation, and return its result, or the problem.
 
-    --time=1 makes Slurm end them after a minute, if they are still running after this process has given up.
+    With --time=1 Slurm ends the ranks after a minute, even if this process has given up by then.
     """
     options = [f"--mpi={pmi}", f"--ntasks={RANKS}", "--nodes=1", "--overlap", "--overcommit", "--time=1"]
     with progress.at(f"tries {RANKS} ranks by srun --mpi={pmi}", LIMIT_OF_SRUN):
-        done = _child(["srun", *options, *program(["-m", "mpips.launch.doctor.probe"], sys.executable)], LIMIT_OF_SRUN)
-    return {"pmi": pmi, "ranks": done if isinstance(done, dict) else {"problem": done}}
+        command = build_rank_command(["-m", "mpips.launch.doctor.probe"])
+        output = _run_child(["srun", *options, *command], LIMIT_OF_SRUN)
+    return {"pmi": pmi, "ranks": output if isinstance(output, dict) else {"problem": output}}
 
 
-def _child(argv: list[str], limit: float) -> Any:
-    """Run a command, and return the JSON that it prints on a line. If there is none, return the reason as a string."""
+def _run_child(argv: list[str], limit: float) -> Any:
+    """Run a command, and return the JSON that it prints on a line. If it prints none, return the reason as a string."""
     try:
-        done = ask(argv, limit)
+        done = run_tool(argv, limit)
     except subprocess.TimeoutExpired:
         return f"no answer within {limit:g} s"
     lines = [line for line in done.stdout.splitlines() if line.startswith(("{", "["))]
     if done.returncode == 0 and lines:
         return json.loads(lines[-1])
-    words = [line for line in (done.stderr + done.stdout).splitlines() if line.strip(" -")]
-    return f"exit code {done.returncode}: {words[-1].strip() if words else 'it printed nothing'}"
+    messages = [line for line in (done.stderr + done.stdout).splitlines() if line.strip(" -")]
+    return f"exit code {done.returncode}: {messages[-1].strip() if messages else 'it printed nothing'}"

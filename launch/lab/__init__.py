@@ -1,5 +1,5 @@
-"""Several hosts on one machine: namespaces as hosts, bridges as switches, links at a rate, a real MPI across them.
+"""A lab: an emulated cluster on one machine, across which a real MPI job runs.
 
-Other packages use `client` (make, ask and end labs), `layout.lay_out` (plan a lab) and `kernel.find_missing` (what a
-lab needs and this machine lacks).
+Network namespaces are the hosts, bridges are the switches, and every link has a rate limit. Other packages use `client`
+(make, ask and end labs), `layout.lay_out` (plan a lab) and `kernel.find_missing` (check whether a lab can be made).
 """

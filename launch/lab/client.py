@@ -1,8 +1,9 @@
-"""Find, make, ask and end labs, and watch the network under a job in one.
+"""Find, make, ask and end labs, and watch the network of a job in a lab.
 
-A lab is found by the socket of its keeper, the process that owns it, in a folder that only its user can open. Clients
-may be root, and enter the namespaces of the process that answers, so they accept only a keeper of the same user. The
-keeper holds the lock of the lab as long as it lives, however it ends. A socket whose lock nobody holds is removed.
+The *keeper* is the process that owns a lab. Its socket is in a folder that only its user can open. A client may be
+root, and enters the namespaces of the process that answers at the socket. So clients accept only a keeper of their own
+user. The keeper holds the lock file of the lab as long as it lives, and the kernel releases it however the keeper ends.
+A socket whose lock file nobody holds is left over from a lab that has ended, and is removed.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from mpips.launch.mpirun import find
 
 LOG = log.get("mpips.lab")
 
-# how long a lab may take to end before its keeper is killed
+# seconds that a lab may take to end before its keeper is killed
 END_SECONDS = 10.0
 LOCK = ".lock"
 SOCKET = ".socket"
-# A lock may be held for a moment by a process that only looks whether it is held, so try this often to take it.
+# Try this often to take a lock: a process that only checks whether the lab is up holds it for a moment.
 LOOKS = 20
 LOOK_SECONDS = 0.01
-# How long a network may be broken before the job in it is ended. Longer than TCP tries, so that a program that notices
-# by itself, through its MPI or a limit of its own, reports it first.
+# Seconds that a network may be broken before the job in it is ended. TCP gives up earlier, so a program that notices
+# the loss by itself, through its MPI or a time limit of its own, can report it first.
 PATIENCE = 20.0
-# how long TCP tries before it gives up a connection, with the retries in `launch.lab.links.SETTINGS`
+# seconds after which TCP gives up a connection, with the retries in `launch.lab.links.SETTINGS`
 TCP_SECONDS = 13.0
 
 
@@ -55,7 +56,8 @@ class LabError(RuntimeError):
 def ask(name: str, request: dict[str, Any]) -> dict[str, Any]:
     """Send a request to the keeper of a lab, and return the reply. Blocks for at most 30 seconds.
 
-    For requests see `launch.lab.keeper.Keeper.answer`. Raises LabError if there is no such lab or the keeper refuses.
+    `launch.lab.keeper.Keeper.answer` lists the requests. Raises LabError if there is no such lab, or if the keeper
+    refuses the request.
     """
     with _connect(name) as connection:
         connection.sendall(json.dumps(request).encode() + b"\n")
@@ -69,32 +71,33 @@ def up(name: str, plan: LabPlan) -> socket.socket:
     """Make the lab `name`, and block until it can be used. Raises LabError if it cannot be made.
 
     Returns:
-        A socket. The lab ends when it is closed, or when this process ends. After `detach` it ends only by `down`.
+        A socket. The lab ends when the socket is closed, or when this process ends. After `detach` the lab ends only by
+        `down`.
     """
-    listener, lock = claim(name)
-    # The keeper inherits both, so closing them here does not release the lock.
+    listener, lock = claim_name(name)
+    # The keeper inherits both files, so closing them here does not release the lock.
     with listener, open(lock):
-        owner, theirs = socket.socketpair()
-        inherited = (listener.fileno(), theirs.fileno())
+        owner, keeper_end = socket.socketpair()
+        inherited = (listener.fileno(), keeper_end.fileno())
         command = [sys.executable, "-P", "-m", "mpips.launch.lab.keeper", name, *map(str, inherited)]
-        with theirs, tempfile.TemporaryFile("w+") as words:
-            # The keeper may outlive its caller, and whoever reads the caller's output must not wait for it.
+        with keeper_end, tempfile.TemporaryFile("w+") as errors:
+            # The keeper may outlive this process. It must not inherit an output that a reader waits to see closed.
             silent = subprocess.DEVNULL
             process = subprocess.Popen(
-                command, pass_fds=(*inherited, lock), start_new_session=True, stdin=silent, stdout=silent, stderr=words
+                command, pass_fds=(*inherited, lock), start_new_session=True, stdin=silent, stdout=silent, stderr=errors
             )
-            theirs.close()
+            keeper_end.close()
             reply = None
-            # A ConnectionError means that the keeper has ended. Its error message is read below.
+            # A ConnectionError means that the keeper has ended. Its error message is read from `errors` below.
             with suppress(ConnectionError):
                 owner.sendall(msgspec.json.encode(plan) + b"\n")
                 if line := owner.makefile("r").readline():
                     reply = dict(json.loads(line))
-            # This waits for the process that forks the keeper, which has ended by now, not for the keeper.
+            # The process that was started has forked the keeper and ended. Collect its exit status.
             process.wait()
             if reply is None:
-                words.seek(0)
-                reply = {"error": (words.read().strip() or "it ended without a word").splitlines()[-1]}
+                errors.seek(0)
+                reply = {"error": (errors.read().strip() or "it ended without a message").splitlines()[-1]}
     if "error" in reply:
         owner.close()
         raise LabError(f"lab {name!r} could not be made: {reply['error']}")
@@ -118,7 +121,7 @@ def _connect(name: str) -> socket.socket:
         raise LabError(f"lab {name!r} is being made or ended: ask again in some seconds") from None
     if not (keeper := find_peer(connection)).ours:
         connection.close()
-        raise LabError(f"the keeper of lab {name!r} is a process of user {keeper.user}, not of ours: it is not asked")
+        raise LabError(f"the keeper of lab {name!r} is a process of user {keeper.user}, not of yours: it is not asked")
     return connection
 
 
@@ -130,7 +133,7 @@ def detach(owner: socket.socket) -> None:
 
 def down(name: str) -> None:
     """End the lab `name` and every process in it. Blocks until they have ended."""
-    handle = os.pidfd_open(keeper_process(name))
+    handle = os.pidfd_open(find_keeper(name))
     try:
         ask(name, {"do": "down"})
         _wait_for_end(handle)
@@ -146,8 +149,11 @@ def _wait_for_end(handle: int) -> None:
         find_readable([handle])
 
 
-def keeper_process(name: str) -> int:
-    """Return the pid of the keeper of lab `name`. Raises LabError if there is no such lab or it is out of sight."""
+def find_keeper(name: str) -> int:
+    """Return the pid of the keeper of lab `name`.
+
+    Raises LabError if there is no such lab, or if the keeper is in a PID namespace that this process cannot see.
+    """
     with _connect(name) as connection:
         if not (keeper := find_peer(connection).pid):
             raise LabError(f"lab {name!r} was made outside this PID namespace: enter it from there")
@@ -172,8 +178,8 @@ def job_command(
         ranks: Number of ranks.
         program: The command that each rank runs.
         per_host: Ranks on each host.
-        mpirun: Path of the mpirun; by default the one that `launch.find` finds.
-        extra: Further words for mpirun.
+        mpirun: Path of the mpirun; by default `launch.find` chooses it.
+        extra: Further arguments for mpirun.
 
     Raises:
         LabError: There is no such lab, or a host that the job needs is dead.
@@ -192,16 +198,16 @@ def job_command(
         program,
         per_host=per_host,
         cores=usable_cores(),
-        environment=job.defaults(launcher, os.environ),
+        environment=job.choose_variables(launcher, os.environ),
         extra=extra,
     )
-    return job.build_entry(keeper_process(name), argv, folder=os.getcwd(), user=os.getuid())
+    return job.build_entry(find_keeper(name), argv, folder=os.getcwd(), user=os.getuid())
 
 
 def host_command(name: str, host: str, program: Sequence[str]) -> list[str]:
     """Return the command that runs `program` on one host of lab `name`, to be run outside the lab.
 
-    The host "launcher" is where the bridges and mpirun are. Raises LabError if there is no such host, or if it is dead.
+    The host "launcher" has the bridges and runs mpirun. Raises LabError if there is no such host, or if it is dead.
     """
     described = ask(name, {"do": "describe"})
     if host not in [*described["hosts"], "launcher"]:
@@ -209,14 +215,14 @@ def host_command(name: str, host: str, program: Sequence[str]) -> list[str]:
     if host in described["dead"]:
         raise LabError(describe_deaths(name, [host]))
     argv = list(program) if host == "launcher" else [AGENT, host, shlex.join(program)]
-    return job.build_entry(keeper_process(name), argv, folder=os.getcwd(), user=os.getuid())
+    return job.build_entry(find_keeper(name), argv, folder=os.getcwd(), user=os.getuid())
 
 
 @contextmanager
 def lab(name: str, plan: LabPlan) -> Iterator[str]:
     """Context manager that makes a lab. The lab ends with the block, or when this process ends."""
     with up(name, plan) as owner:
-        handle = os.pidfd_open(keeper_process(name))
+        handle = os.pidfd_open(find_keeper(name))
         try:
             yield name
         finally:
@@ -228,15 +234,15 @@ def lab(name: str, plan: LabPlan) -> Iterator[str]:
 def list_labs() -> list[str]:
     """Return the names of this user's labs. Removes the files of labs that have ended."""
     with _open_folder() as folder:
-        found = (name.removesuffix(LOCK) for name in os.listdir(folder) if name.endswith(LOCK))
-        return sorted(name for name in found if not _remove_if_left(folder, name))
+        names = (name.removesuffix(LOCK) for name in os.listdir(folder) if name.endswith(LOCK))
+        return sorted(name for name in names if not _remove_if_ended(folder, name))
 
 
-def claim(name: str) -> tuple[socket.socket, int]:
+def claim_name(name: str) -> tuple[socket.socket, int]:
     """Take the name of a lab, and raise LabError if a lab of that name is up.
 
     Returns:
-        The bound socket of the lab, and a descriptor of its lock. The descriptor must stay open as long as the lab is
+        The bound socket of the lab, and a file descriptor of its lock file, which must stay open as long as the lab is
         up.
     """
     with _open_folder() as folder:
@@ -251,65 +257,66 @@ def claim(name: str) -> tuple[socket.socket, int]:
 
 
 def _socket_path(folder: int, name: str) -> str:
-    """Return a path of a lab's socket through the descriptor of the open folder.
+    """Return a path to a lab's socket through the file descriptor of the open folder.
 
-    So it leads to that folder even if somebody replaces it, and it is never too long for a socket address.
+    Such a path leads to the folder that was checked, even if somebody puts another one in its place. And it is short
+    enough for a socket address.
     """
     return f"/proc/self/fd/{folder}/{name}{SOCKET}"
 
 
 @contextmanager
 def _open_folder() -> Iterator[int]:
-    """Context manager for a descriptor of this user's folder of labs, which is made if it is missing.
+    """Context manager for a file descriptor of this user's folder of labs. Makes the folder if it is missing.
 
-    It is in /run for root, and otherwise, or if /run is not writable, in /tmp. Raises LabError if another user owns it
-    or can open it.
+    The folder of root is in /run, if /run can be written to. All other folders are in /tmp. Raises LabError if another
+    user owns the folder or can open it.
     """
     user = os.geteuid()
-    place = Path(f"/tmp/mpips-{user}")
+    path = Path(f"/tmp/mpips-{user}")
     try:
         if user == 0 and os.access("/run", os.W_OK):
-            place = Path("/run/mpips")
+            path = Path("/run/mpips")
         with suppress(FileExistsError):
-            place.mkdir(0o700)
-        folder = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            path.mkdir(0o700)
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        raise LabError(f"labs are found in the folder {place}, which cannot be had ({error.strerror})") from None
+        raise LabError(f"the folder of labs, {path}, cannot be made or opened: {error.strerror}") from None
     try:
         status = os.fstat(folder)
         if status.st_uid != user:
             raise LabError(
-                f"{place} belongs to user {status.st_uid}, not to user {user}, whose labs it should hold: "
-                "let it be removed by its owner or by root"
+                f"{path} belongs to user {status.st_uid}, and should belong to user {user}, whose labs it is for: "
+                "its owner or root must remove it"
             )
         if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-            raise LabError(f"{place} is open to other users, and holds what leads into labs: chmod 700 {place}")
+            raise LabError(f"other users can open {path}, and through it your labs: chmod 700 {path}")
         yield folder
     finally:
         os.close(folder)
 
 
 def _take_lock(folder: int, name: str) -> int | None:
-    """Take the lock of lab `name`, and return its descriptor; None if another process holds the lock."""
+    """Lock the lock file of lab `name`, and return its file descriptor; None if another process has locked it."""
     for _ in range(LOOKS):
         lock = os.open(name + LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
-        if _holds(lock) and _is_file(lock, folder, name):
+        if _try_lock(lock) and _has_name(lock, folder, name):
             return lock
         os.close(lock)
         time.sleep(LOOK_SECONDS)
     return None
 
 
-def _remove_if_left(folder: int, name: str) -> bool:
-    """True if nobody holds the lock of lab `name`. Its lock file and socket are removed then."""
+def _remove_if_ended(folder: int, name: str) -> bool:
+    """True if nobody has locked the lock file of lab `name`. Then the lock file and the socket are removed."""
     try:
         lock = os.open(name + LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except OSError:
         return True
     try:
-        if not _holds(lock):
+        if not _try_lock(lock):
             return False
-        if _is_file(lock, folder, name):
+        if _has_name(lock, folder, name):
             for ending in (SOCKET, LOCK):
                 with suppress(FileNotFoundError):
                     os.unlink(name + ending, dir_fd=folder)
@@ -318,8 +325,8 @@ def _remove_if_left(folder: int, name: str) -> bool:
         os.close(lock)
 
 
-def _holds(lock: int) -> bool:
-    """Try to lock the file without waiting. True if this descriptor now has the lock."""
+def _try_lock(lock: int) -> bool:
+    """Try to lock a file without waiting. True if this process now holds the lock."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -327,8 +334,8 @@ def _holds(lock: int) -> bool:
     return True
 
 
-def _is_file(lock: int, folder: int, name: str) -> bool:
-    """True if the open lock file still is the one with this name, and has not been removed and made anew."""
+def _has_name(lock: int, folder: int, name: str) -> bool:
+    """True if the open lock file still has its name. False if it was removed, even if a new one has the name now."""
     try:
         return os.fstat(lock).st_ino == os.stat(name + LOCK, dir_fd=folder).st_ino
     except FileNotFoundError:
@@ -336,20 +343,20 @@ def _is_file(lock: int, folder: int, name: str) -> bool:
 
 
 class NetworkWatch:
-    """A watch over the hosts and the network of a job in a lab. Call it now and then; True means that the job must end.
+    """Watches the hosts and the network of a job in a lab. A call checks both, and returns True if the job must end.
 
-    Some MPIs never notice a broken network, and would wait for ever. The watch returns True if a host that the job
-    needs is dead, or if the network has been broken for `patience` seconds: a NIC is down, or TCP has given up a
-    connection since the watch began.
+    Some MPIs never notice a broken network, and would wait for ever. The job must end if a host that it needs is dead,
+    or if the network has been broken for `patience` seconds. A network is broken if a NIC is down, or if TCP has given
+    up a connection since this object was made.
 
     Args:
         name: The lab.
-        hosts: The job uses the first `hosts` hosts.
+        hosts: The job uses this many hosts, the first ones.
         patience: Seconds that the network may be broken.
         clock: Returns the time in seconds.
 
     Attributes:
-        reason: The sentence that says what is broken, or "".
+        reason: A sentence about what is broken, or "".
         dead: Names of the hosts that the job needs and that are dead.
     """
 
@@ -362,48 +369,48 @@ class NetworkWatch:
         self._hosts = hosts
         self._patience = patience
         self._clock = clock
-        # (host, NIC) -> since when it has been down
+        # (host, NIC) -> the time at which the NIC was first seen down
         self._down: dict[tuple[str, str], float] = {}
-        # host -> since when a connection of it has had no answer
+        # host -> the time since which one of its connections has had no answer
         self._given_up: dict[str, float] = {}
-        # host -> connections that it had given up before the watch began
+        # host -> number of connections that its TCP had given up before this object was made
         self._before = ask(name, {"do": "health", "hosts": hosts})["given_up"]
 
     def __call__(self) -> bool:
         """Look once. True if the job must end."""
         try:
-            found = ask(self._name, {"do": "health", "hosts": self._hosts})
+            health = ask(self._name, {"do": "health", "hosts": self._hosts})
         except (LabError, OSError):
-            # The lab has gone, and its jobs have gone with it.
+            # The lab has ended, and its jobs have ended with it.
             return False
-        now, self.dead = self._clock(), found["dead"]
-        self._down = {(host, nic): self._down.get((host, nic), now) for host, nic in found["down"]}
-        for host, count in found["given_up"].items():
+        now, self.dead = self._clock(), health["dead"]
+        self._down = {(host, nic): self._down.get((host, nic), now) for host, nic in health["down"]}
+        for host, count in health["given_up"].items():
             if count > self._before[host]:
                 self._given_up.setdefault(host, now - TCP_SECONDS)
-        self.reason = self._say(now)
+        self.reason = self._describe_problem(now)
         return bool(self.reason)
 
-    def _say(self, now: float) -> str:
-        named = f"--name {self._name}"
+    def _describe_problem(self, now: float) -> str:
+        option = f"--name {self._name}"
         if self.dead:
             return describe_deaths(self._name, self.dead)
         for (host, nic), since in self._down.items():
             if now - since >= self._patience:
                 return (
                     f"NIC {nic} of host {host} has been down for {now - since:.0f} s, and the job across it was ended; "
-                    f"`mpips lab link {named} {host} {nic} up` sets it up again, --patience lets a job wait longer"
+                    f"`mpips lab link {option} {host} {nic} up` sets it up again, --patience lets a job wait longer"
                 )
         for host, since in self._given_up.items():
             if now - since >= self._patience:
                 return (
                     f"TCP on host {host} has given up a connection after {TCP_SECONDS:.0f} s without an answer, and "
-                    f"the job across it was ended; `mpips lab status {named}` shows NICs that are down, and "
-                    f"`mpips lab link {named} HOST NIC up` gives one its routes back"
+                    f"the job across it was ended; `mpips lab status {option}` shows NICs that are down, and "
+                    f"`mpips lab link {option} HOST NIC up` gives one its routes back"
                 )
         return ""
 
 
 def describe_deaths(lab: str, hosts: Sequence[str]) -> str:
-    """Return the sentence about hosts of a lab that are dead: the process that holds their namespaces has ended."""
+    """Return the error message about dead hosts of a lab. A host is dead if its process has ended."""
     return f"host {', '.join(hosts)} died: `mpips lab down --name {lab}` ends the lab, `mpips lab up` makes another"

@@ -1,7 +1,7 @@
-"""An MPI job across the hosts of a lab: the command that starts it, and the end of all processes that it leaves.
+"""Start an MPI job across the hosts of a lab, and kill the processes that it leaves.
 
-Two small files in the keeper's private /dev/shm make it work: the /etc/hosts of all hosts, and the launch agent that
-mpirun calls in place of ssh.
+The job needs two small files in the keeper's private /dev/shm: an /etc/hosts for all hosts, and the launch agent, a
+script that mpirun calls in place of ssh.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from mpips.collectives.machine import find_carriers
-from mpips.launch.hosts import Placed
+from mpips.collectives.machine import find_processes_with
+from mpips.launch.hosts import RankBlock
 from mpips.launch.lab import kernel
 from mpips.launch.lab.layout import LAUNCHER_ADDRESS, MANAGEMENT_NETWORK, LabPlan
 from mpips.launch.mpirun import Flavour, Job, Launcher, Machine, build
@@ -22,21 +22,21 @@ TIMEOUT = "MPIPS_TIMEOUT_SECONDS"
 MPICH_TIMEOUT = "60"
 MOST_LOOKS = 100
 LOOK_SECONDS = 0.01
-# The variable that marks the processes of a job. Its name does not begin with MPIPS_, because a store refuses variables
-# of that kind that it does not know.
+# The environment variable that marks the processes of a job. Its name must not begin with MPIPS_, because a store
+# refuses unknown variables that do.
 MARK_VARIABLE = "LAB_JOB_OF_MPIPS"
 
 
-def place_on_hosts(hosts: Sequence[str], ranks: int, per_host: int) -> tuple[Placed, ...]:
-    """Place `per_host` consecutive ranks on each host in turn. Raises ValueError if there are too few hosts."""
+def place_on_hosts(hosts: Sequence[str], ranks: int, per_host: int) -> tuple[RankBlock, ...]:
+    """Place consecutive ranks on hosts, `per_host` on each. Raises ValueError if there are too few hosts."""
     needed = -(-ranks // per_host)
     if needed > len(hosts):
         raise ValueError(
             f"{ranks} ranks with {per_host} on each host need {needed} hosts, the lab has {len(hosts)}: "
             f"use -n {len(hosts) * per_host} or less, or --per-host {-(-ranks // len(hosts))}"
         )
-    counts = [min(per_host, ranks - place * per_host) for place in range(needed)]
-    return tuple(Placed(host, count) for host, count in zip(hosts, counts))
+    counts = [min(per_host, ranks - host * per_host) for host in range(needed)]
+    return tuple(RankBlock(host, count) for host, count in zip(hosts, counts))
 
 
 def build_job(
@@ -50,10 +50,22 @@ def build_job(
     environment: Mapping[str, str] | None = None,
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """Return the command that starts `program` on `ranks` ranks, to be run in the namespaces of the keeper.
+    """Return the command that starts an MPI job in a lab. It must be run in the namespaces of the keeper.
 
-    MPI's data goes over the hosts' vips, and mpirun's own traffic over the management network. `cores` is the number of
-    cores of this machine, which all hosts share. Raises ValueError if there are too few hosts.
+    The data of MPI go to the vips of the hosts (see `layout`), and mpirun's own traffic over the management network.
+
+    Args:
+        launcher: The mpirun.
+        hosts: The names of all hosts of the lab.
+        ranks: Number of ranks.
+        program: The command that each rank runs.
+        per_host: Ranks on each host.
+        cores: Number of cores of this machine, which all hosts share.
+        environment: Variables to set for all ranks.
+        extra: Further arguments for mpirun.
+
+    Raises:
+        ValueError: There are too few hosts.
     """
     job = Job(
         ranks,
@@ -61,34 +73,35 @@ def build_job(
         environment or {},
         place_on_hosts(hosts, ranks, per_host),
         interface="vip0" if launcher.flavour == "openmpi" else None,
-        extra=(*launcher_settings(launcher.flavour), *extra),
+        extra=(*launcher_options(launcher.flavour), *extra),
     )
     return build(launcher, job, Machine(cores=cores // len(hosts), root=True))
 
 
-def defaults(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables to set for a job, except those that the caller's `environment` has.
+def choose_variables(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables to set for a job, except those that `environment` has already.
 
-    MPICH does not notice that a host has gone. So under MPICH the waits of mpips end after `MPICH_TIMEOUT` seconds.
+    MPICH does not notice that a host has died. So with MPICH the waits of mpips end after `MPICH_TIMEOUT` seconds.
     """
     return {} if launcher.flavour == "openmpi" or TIMEOUT in environment else {TIMEOUT: MPICH_TIMEOUT}
 
 
-def launcher_settings(flavour: Flavour) -> tuple[str, ...]:
+def launcher_options(flavour: Flavour) -> tuple[str, ...]:
     """Return the options with which mpirun starts a job on the hosts of a lab."""
-    return agent_settings() if flavour == "openmpi" else _hydra_settings()
+    return open_mpi_options() if flavour == "openmpi" else _hydra_options()
 
 
-def agent_settings() -> tuple[str, ...]:
-    """Return the options with which Open MPI starts its daemons through the agent and writes nothing to /tmp."""
+def open_mpi_options() -> tuple[str, ...]:
+    """Return the options with which Open MPI starts its daemons through the agent, and does not write to /tmp."""
     values = {"plm_ssh_agent": AGENT, "prte_if_include": MANAGEMENT_NETWORK, "prte_tmpdir_base": SHARED_FOLDER}
     return tuple(word for name, value in values.items() for word in ("--prtemca", name, value))
 
 
-def _hydra_settings() -> tuple[str, ...]:
-    """Return the options of MPICH. Data goes by libfabric's tcp over the vip.
+def _hydra_options() -> tuple[str, ...]:
+    """Return the options with which MPICH starts its daemons through the agent and sends data over the vips.
 
-    Without them a build with UCX would send its data over the management network.
+    The data use the tcp provider of libfabric. Without these options an MPICH that is built with UCX would send them
+    over the management network.
     """
     launcher = ("-launcher", "ssh", "-launcher-exec", AGENT, "-iface", "m0")
     values = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "vip0"}
@@ -96,9 +109,9 @@ def _hydra_settings() -> tuple[str, ...]:
 
 
 def build_entry(keeper: int, argv: Sequence[str], *, folder: str, user: int) -> list[str]:
-    """Return the command that runs `argv` in the namespaces of a lab's keeper, in the folder `folder`.
+    """Return the command that runs `argv` in the namespaces of a lab's keeper.
 
-    The program gets SIGTERM when its caller ends.
+    `argv` gets SIGTERM when the process that runs the command ends.
 
     Args:
         keeper: The pid of the keeper.
@@ -106,24 +119,24 @@ def build_entry(keeper: int, argv: Sequence[str], *, folder: str, user: int) -> 
         folder: The working directory.
         user: The caller's user id. The lab of an ordinary user has a user namespace, which must be entered too.
     """
-    own = [] if user == 0 else ["--user", "--preserve-credentials"]
-    namespaces = [*own, "--pid", "--net", "--uts", "--mount"]
+    user_namespace = [] if user == 0 else ["--user", "--preserve-credentials"]
+    namespaces = [*user_namespace, "--pid", "--net", "--uts", "--mount"]
     inside = ["sh", "-c", 'cd "$0" && exec "$@"', folder, "setpriv", "--pdeathsig", "TERM", *argv]
     return ["nsenter", "--target", str(keeper), *namespaces, *inside]
 
 
 def end_all(job: str) -> int:
-    """Kill every process of `job`, found by `MARK_VARIABLE` in its environment. Return how many there were.
+    """Kill every process that has `job` in its `MARK_VARIABLE`. Return how many there were.
 
-    Looks until two looks in a row have found none, because a process that is just executing another program has no
-    environment for a moment.
+    A process in the middle of exec has no environment for a moment, and is not found. So this ends only when two
+    searches in a row have found no process.
     """
     ended: set[int] = set()
     quiet = 0
     for _ in range(MOST_LOOKS):
         killed = set()
-        for process in find_carriers(f"{MARK_VARIABLE}={job}"):
-            # The process has ended by now, or another user owns it.
+        for process in find_processes_with(f"{MARK_VARIABLE}={job}"):
+            # kill fails if the process has ended in the meantime, or if another user owns it.
             with suppress(OSError):
                 os.kill(process, signal.SIGKILL)
                 killed.add(process)
@@ -135,7 +148,7 @@ def end_all(job: str) -> int:
     return len(ended)
 
 
-# The keeper and each host mount a file system of their own here, because real hosts do not share memory.
+# The keeper and each host mount their own file system here, because real hosts do not share memory.
 SHARED_FOLDER = "/dev/shm"
 HOSTS_FILE = f"{SHARED_FOLDER}/hosts"
 AGENT = f"{SHARED_FOLDER}/agent"
@@ -144,7 +157,7 @@ AGENT = f"{SHARED_FOLDER}/agent"
 def format_hosts(plan: LabPlan) -> str:
     """Return the text of /etc/hosts for all hosts.
 
-    Names stand for management addresses, as on a cluster that has a separate network for data.
+    The names of hosts stand for their management addresses, as on a cluster with a separate network for data.
     """
     lines = ["127.0.0.1 localhost", f"{LAUNCHER_ADDRESS} launcher"]
     return "\n".join(lines + [f"{host.management} {host.name}" for host in plan.hosts]) + "\n"
@@ -153,7 +166,7 @@ def format_hosts(plan: LabPlan) -> str:
 def format_agent(plan: LabPlan, processes: list[int]) -> str:
     """Return a shell script that mpirun calls as it would call ssh: `agent [options] HOST COMMAND...`.
 
-    It runs COMMAND in the namespaces of HOST. `processes[i]` is the process of host i.
+    The script runs COMMAND in the namespaces of HOST. `processes[i]` is the pid of the process of host i.
     """
     cases = "\n".join(
         f"    {host.name}|{host.management}) process={process} ;;" for host, process in zip(plan.hosts, processes)
@@ -179,9 +192,9 @@ exec nsenter --target "$process" --net --uts --mount sh -c 'cd "$0" && eval "$1"
 
 
 def write_hosts(plan: LabPlan) -> None:
-    """Write `HOSTS_FILE` and mount it as /etc/hosts. Make an empty `AGENT`, which `write_agent` fills.
+    """Write `HOSTS_FILE` and mount it as /etc/hosts. Make an empty `AGENT`, which `write_agent` fills later.
 
-    Hosts are started in between: they mount the agent, whose text needs their pids.
+    The agent is written in two steps, because the hosts mount the file when they start, and its text needs their pids.
     """
     with open(HOSTS_FILE, "w") as file:
         file.write(format_hosts(plan))
@@ -197,9 +210,9 @@ def write_agent(plan: LabPlan, processes: list[int]) -> None:
 
 
 def make_own_folder() -> None:
-    """Give this host a `SHARED_FOLDER` of its own, with `AGENT` in it.
+    """Give this host its own `SHARED_FOLDER`, with `AGENT` in it.
 
-    The host needs the agent because its MPI daemon may start the daemons of other hosts.
+    The host needs the agent, because its MPI daemon may start the daemons of other hosts.
     """
     agent = os.open(AGENT, os.O_RDONLY)
     kernel.mount_virtual("tmpfs", SHARED_FOLDER)

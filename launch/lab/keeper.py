@@ -1,8 +1,9 @@
-"""The process that owns a lab. Its namespaces have no names, so when it ends in any way the kernel removes the lab.
+"""The keeper: the process that owns a lab, and that answers requests about it.
 
-It is process 1 of its own PID namespace, so that jobs in the lab end with it. Clients find it by a socket in a folder
-of its user (see `launch.lab.client`), and it holds the lock of the lab as long as it lives. It answers a line of JSON
-with a line of JSON.
+The namespaces of a lab have no names. So when the keeper ends, in any way, the kernel removes the lab. The keeper is
+process 1 of its own PID namespace, so the kernel then also kills the jobs in the lab. Clients find the keeper by a
+socket in a folder of its user (see `launch.lab.client`). As long as the keeper lives it holds the lock file of the lab.
+Each request is a line of JSON, and so is each reply.
 """
 
 from __future__ import annotations
@@ -22,15 +23,21 @@ import msgspec
 from mpips.collectives.machine import find_peer, find_readable
 from mpips.launch.lab import job, kernel
 from mpips.launch.lab.client import describe_deaths
-from mpips.launch.lab.layout import LabNic, LabPlan, find_crossed_nics, window
-from mpips.launch.lab.links import add_neighbours_and_routes, apply_settings, build, counters
+from mpips.launch.lab.layout import LabNic, LabPlan, choose_window, find_crossed_nics
+from mpips.launch.lab.links import add_neighbours_and_routes, apply_settings, build, read_counters
 
 
 def start_host(name: str, window: int) -> int:
     """Start the process of a host, and return its pid once its namespaces are ready.
 
-    It has network, mount and UTS namespaces of its own, and then waits to be killed. `window`: bytes that a TCP
-    connection may have under way. Raises RuntimeError if the namespaces cannot be made.
+    The process makes its own network, mount and UTS namespaces, and then sleeps until it is killed.
+
+    Args:
+        name: The host's name.
+        window: The bytes that a TCP connection of the host may have under way.
+
+    Raises:
+        RuntimeError: The namespaces cannot be made.
     """
     ready, done = os.pipe()
     process = os.fork()
@@ -72,25 +79,25 @@ class Keeper:
         self.name = name
         self._plan = plan
         job.write_hosts(plan)
-        self._processes = [start_host(host.name, window(plan)) for host in plan.hosts]
+        self._processes = [start_host(host.name, choose_window(plan)) for host in plan.hosts]
         self._outer, self._links = build(plan, self._processes)
         job.write_agent(plan, self._processes)
-        # the counters at the last reset
+        # the counters of all hosts at the last reset
         self._baseline = self._counters()
-        # number of hosts of a job -> (host, NIC) that its traffic crosses
+        # number of hosts that a job uses -> the (host, NIC) pairs that its traffic passes
         self._crossed: dict[int, list[tuple[str, LabNic]]] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the reply to a request. Its field "do" is one of:
+        """Return the reply to a request. The request's field "do" is one of:
 
-        - "describe": the names of the hosts, and of those that are dead.
+        - "describe": the names of all hosts, and of the dead ones.
         - "status": hosts and NICs with their rates, states, and bytes since the last reset.
         - "reset": count bytes from zero again.
         - "link" with "host", "nic", "up" and "share": set a NIC ("all": all NICs) up or down, with a share of its rate.
-        - "health" with "hosts": what is broken among the first hosts (see `_health`).
+        - "health" with "hosts": what is broken between the first "hosts" hosts (see `_check_health`).
         - "clear" with "job": kill all processes of a job.
 
-        A reply with the field "error" says what is wrong.
+        If the request cannot be carried out, the reply has the field "error".
         """
         match request["do"]:
             case "describe":
@@ -104,13 +111,13 @@ class Keeper:
             case "link":
                 return self._set_link(request["host"], request["nic"], request["up"], request.get("share", 1.0))
             case "health":
-                return self._health(request["hosts"])
+                return self._check_health(request["hosts"])
             case "clear":
                 return {"killed": job.end_all(request["job"])}
         return {"error": f"the keeper of lab {self.name!r} does not know the request {request['do']!r}"}
 
     def _counters(self) -> list[dict[str, dict[str, int]]]:
-        return [counters(links) for links in self._links]
+        return [read_counters(links) for links in self._links]
 
     def _status(self) -> dict[str, Any]:
         hosts = []
@@ -120,8 +127,8 @@ class Keeper:
                 moved = {key: now[nic.name][key] - before[nic.name][key] for key in ("sent", "received", "dropped")}
                 record = {"name": nic.name, "level": nic.level, "switch": nic.switch, "address": nic.address}
                 nics.append(record | {"rate": nic.rate, "up": bool(now[nic.name]["up"])} | moved)
-            known = {"name": host.name, "vip": host.vip, "management": host.management}
-            hosts.append(known | {"alive": kernel.is_alive(process), "nics": nics})
+            names = {"name": host.name, "vip": host.vip, "management": host.management}
+            hosts.append(names | {"alive": kernel.is_alive(process), "nics": nics})
         return {"name": self.name, "topology": self._plan.topology, "hosts": hosts}
 
     def _dead(self) -> list[str]:
@@ -133,21 +140,23 @@ class Keeper:
         for host, links in zip(self._plan.hosts, self._links):
             if host.name == name and (nics := [n for n in host.nics if nic in (n.name, "all")]):
                 for each in nics:
-                    # The rate limit of the NIC is for what it sends, that of the switch's port for what it receives.
+                    # A rate limit applies to what an interface sends. So the NIC has one for the bytes that the host
+                    # sends, and the switch's port one for the bytes that the host receives.
                     links.set(each.name, state="up" if up else "down")
                     links.shape(each.name, round(each.rate * share))
                     self._outer.shape(each.port, round(each.rate * share))
                 if up:
-                    now = counters(links)
-                    add_neighbours_and_routes(links, host, [each.name for each in host.nics if now[each.name]["up"]])
+                    states = read_counters(links)
+                    up_nics = [each.name for each in host.nics if states[each.name]["up"]]
+                    add_neighbours_and_routes(links, host, up_nics)
                 return {}
         return {"error": f"lab {self.name!r} has no NIC {nic!r} on a host {name!r}"}
 
-    def _health(self, hosts: int) -> dict[str, Any]:
+    def _check_health(self, hosts: int) -> dict[str, Any]:
         """Return what is broken between the first `hosts` hosts.
 
-        "down" are the NICs that are down. "dead" are the dead hosts, including hosts that only relay. "given_up" is,
-        for each host, the number of connections that its TCP has ever given up.
+        "down" is a list of the NICs that are down. "dead" is a list of the dead hosts, including hosts that only relay
+        the traffic of others. "given_up" is, for each host, the number of connections that its TCP has ever given up.
         """
         if hosts not in self._crossed:
             self._crossed[hosts] = find_crossed_nics(self._plan, hosts)
@@ -159,9 +168,9 @@ class Keeper:
 
 
 def serve(keeper: Keeper, listener: socket.socket, owner: socket.socket | None) -> None:
-    """Answer requests until one is "down", or until `owner` is closed at its other end.
+    """Answer requests until one is "down", or until the other end of `owner` is closed.
 
-    If `owner` sends "detach", the lab goes on without it.
+    After the message "detach" from `owner`, the lab goes on when `owner` is closed.
     """
     while True:
         waiting = [listener] if owner is None else [listener, owner]
@@ -183,31 +192,31 @@ def serve(keeper: Keeper, listener: socket.socket, owner: socket.socket | None) 
 def _serve_one(keeper: Keeper, connection: socket.socket) -> bool:
     """Answer one request. False if it was "down".
 
-    An exception becomes an error reply. It must not end the keeper, because that would end the lab.
+    An exception must not end the keeper, because the lab would end with it. So it becomes an error reply.
     """
     line = connection.makefile("rb").readline()
     if not line:
         return True
-    stays = True
+    goes_on = True
     try:
         request = json.loads(line)
-        stays = request["do"] != "down"
-        reply = keeper.answer(request) if stays else {}
+        goes_on = request["do"] != "down"
+        reply = keeper.answer(request) if goes_on else {}
     except Exception as error:
-        words = line.decode(errors="replace").strip()
-        reply = {"error": f"lab {keeper.name!r} cannot do {words}: {type(error).__name__}: {error}"}
+        text = line.decode(errors="replace").strip()
+        reply = {"error": f"lab {keeper.name!r} cannot do {text}: {type(error).__name__}: {error}"}
     connection.sendall(json.dumps(reply).encode() + b"\n")
-    return stays
+    return goes_on
 
 
 @contextmanager
 def ending_with(owner: socket.socket) -> Iterator[None]:
-    """Context manager in which this process ends at once when `owner` is closed at its other end.
+    """Context manager in which this process ends at once when the other end of `owner` is closed.
 
-    SIGIO interrupts whatever the process is doing.
+    The kernel reports this by SIGIO, which interrupts whatever the process is doing.
     """
 
-    def look(*_: object) -> None:
+    def end_if_closed(*_: object) -> None:
         try:
             hung_up = not owner.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -215,12 +224,12 @@ def ending_with(owner: socket.socket) -> Iterator[None]:
         if hung_up:
             os._exit(1)
 
-    signal.signal(signal.SIGIO, look)
+    signal.signal(signal.SIGIO, end_if_closed)
     fcntl.fcntl(owner, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(owner, fcntl.F_GETFL)
     fcntl.fcntl(owner, fcntl.F_SETFL, flags | os.O_ASYNC)
     # The other end may have been closed before SIGIO was set up.
-    look()
+    end_if_closed()
     yield
     fcntl.fcntl(owner, fcntl.F_SETFL, flags)
     signal.signal(signal.SIGIO, signal.SIG_IGN)
@@ -229,8 +238,8 @@ def ending_with(owner: socket.socket) -> Iterator[None]:
 def main() -> None:
     """Run `python -m launch.lab.keeper NAME LISTENER OWNER`.
 
-    LISTENER and OWNER are descriptors of inherited sockets. The plan comes as a line over OWNER, and "{}" or an error
-    goes back.
+    LISTENER and OWNER are file descriptors of inherited sockets. The plan arrives as a line over OWNER. The answer is
+    "{}" or an error.
     """
     name = sys.argv[1]
     listener, owner = (socket.socket(fileno=int(number)) for number in sys.argv[2:4])
@@ -245,7 +254,7 @@ def main() -> None:
         for filesystem, target in (("proc", "/proc"), ("sysfs", "/sys"), ("tmpfs", job.SHARED_FOLDER)):
             kernel.mount_virtual(filesystem, target)
         kernel.set_hostname("launcher")
-        apply_settings(window(plan))
+        apply_settings(choose_window(plan))
         kernel.set_process_name(f"lab-{name}")
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         signal.signal(signal.SIGINT, signal.SIG_IGN)

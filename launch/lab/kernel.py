@@ -1,8 +1,8 @@
-"""Linux calls of a lab (unshare, setns, mount, names of host and process), and a check which are missing here.
+"""The Linux calls that a lab needs (unshare, setns, mount and others), and a check whether this machine has them.
 
-Python has some of these calls only since 3.12. `python -m launch.lab.kernel` tries them, and prints a sentence for each
-one that is refused. This module must not import NumPy, which starts threads: a process with threads cannot make a user
-namespace.
+Python has some of these calls only since 3.12. `python -m launch.lab.kernel` tries all of them, and prints a line for
+each one that is refused. This module must not import NumPy, which starts threads: a process with threads cannot make a
+user namespace.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _checked(result: int, what: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Give this process new namespaces of the kinds in `flags`. A new PID namespace is for its later children only."""
+    """Give this process new namespaces of the kinds in `flags`. Only its later children get a new PID namespace."""
     _checked(_libc.unshare(flags), f"unshare(0x{flags:08x})")
 
 
@@ -64,15 +64,15 @@ def mount_virtual(filesystem: str, target: str) -> None:
 
 
 def keep_mounts_private() -> None:
-    """Keep later mounts in this namespace from appearing in others."""
+    """Keep later mounts in this namespace from appearing in other namespaces."""
     mount("none", "/", "", MS_RECURSIVE | MS_PRIVATE)
 
 
 def new_machine(user: int, group: int) -> None:
     """Give this process new network, mount and UTS namespaces, and its later children a new PID namespace.
 
-    Unless `user` is root, the process first gets a user namespace. In it the process is root, and outside it is still
-    `user` and `group`.
+    Unless `user` is root, the process first gets a user namespace. Inside this namespace the process is root. Outside
+    it is still `user` and `group`.
     """
     if user != 0:
         unshare(NEW_USER)
@@ -93,8 +93,8 @@ def set_process_name(name: str) -> None:
     _checked(_libc.prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0), "prctl(PR_SET_NAME)")
 
 
-# The exit code of this module when something is missing. 1 would look like a crash.
-LACKING = 3
+# The exit code of `python -m launch.lab.kernel` if something is missing. A Python program that crashes exits with 1.
+MISSING = 3
 USER_NAMESPACES = (
     "an ordinary user needs user namespaces, and this machine refuses them ({error}): run as root, or let the "
     "administrator set `sysctl user.max_user_namespaces=10000`, on Debian also "
@@ -115,30 +115,30 @@ KERNEL = (
 
 
 def find_missing() -> list[str]:
-    """Return a sentence for each thing that a lab needs and this machine lacks. Empty if a lab can be made.
+    """Return a sentence for each thing that a lab needs and this machine does not have. Empty if a lab can be made.
 
-    Tries the kernel's calls in a child process.
+    Tries the kernel's calls in a child process, and blocks until it has ended.
     """
     if not sys.platform.startswith("linux"):
         return [f"a lab is made of Linux namespaces, and this is {sys.platform}"]
     tools = [tool for tool in ("nsenter", "setpriv") if shutil.which(tool) is None]
-    lacking = [f"the command {tool} is missing: the package util-linux brings it" for tool in tools]
+    missing = [f"the command {tool} is missing: the package util-linux brings it" for tool in tools]
     if importlib.util.find_spec("pyroute2") is None:
-        lacking.insert(0, "the Python package pyroute2 is missing: `pip install pyroute2`")
-    if lacking:
-        return lacking
+        missing.insert(0, "the Python package pyroute2 is missing: `pip install pyroute2`")
+    if missing:
+        return missing
     done = subprocess.run(
         [sys.executable, "-P", "-m", "mpips.launch.lab.kernel"], capture_output=True, text=True, timeout=60, check=False
     )
-    if done.returncode not in (0, LACKING):
+    if done.returncode not in (0, MISSING):
         return [f"the check of the kernel failed: {done.stderr.strip().splitlines()[-1:]}"]
     return done.stdout.splitlines()
 
 
-def _missing_in_kernel() -> list[str]:
-    """Try all kernel calls once, in namespaces that end with this process. Return a sentence for each that fails.
+def _try_kernel() -> list[str]:
+    """Try each kernel call once, in namespaces that end with this process. Return a sentence for each that fails.
 
-    Failures of mounts are printed at once, by a child.
+    Only failures of mounts are not returned: a child process prints them.
     """
     user = os.getuid()
     try:
@@ -149,7 +149,7 @@ def _missing_in_kernel() -> list[str]:
     if child == 0:
         _try_mounts()
     os.waitpid(child, 0)
-    return _missing_links()
+    return _try_links()
 
 
 def _try_mounts() -> NoReturn:
@@ -163,12 +163,12 @@ def _try_mounts() -> NoReturn:
     os._exit(0)
 
 
-def _missing_links() -> list[str]:
+def _try_links() -> list[str]:
     from pyroute2 import IPRoute
     from pyroute2.netlink.exceptions import NetlinkError
 
     netlink = IPRoute()
-    lacking = []
+    missing = []
     steps = (
         ("bridges", "bridge", lambda: netlink.link("add", ifname="b", kind="bridge")),
         ("veth pairs", "veth", lambda: netlink.link("add", ifname="v", kind="veth", peer={"ifname": "w"})),
@@ -178,8 +178,8 @@ def _missing_links() -> list[str]:
         try:
             attempt()
         except NetlinkError as error:
-            lacking.append(KERNEL.format(what=what, module=module, error=error))
-    return lacking
+            missing.append(KERNEL.format(what=what, module=module, error=error))
+    return missing
 
 
 NETSTAT = "TcpExt:"
@@ -187,18 +187,18 @@ GIVEN_UP = "TCPAbortOnTimeout"
 
 
 def is_unplugged(port: str, links: Path = Path("/sys/class/net")) -> bool:
-    """True if a switch port passes no frames, because it or the NIC at the other end of its cable is down or gone."""
+    """True if a switch port passes no frames: it is down, or the NIC at the other end of its cable is down or gone."""
     try:
         return (links / port / "carrier").read_text().strip() != "1"
     except OSError:
-        # The file of a port that is down itself cannot be read.
+        # If the port itself is down, this file cannot be read.
         return True
 
 
 def count_given_up(process: int, processes: Path = Path("/proc")) -> int:
-    """Return how many connections TCP has given up because no answer came, in the network namespace of `process`.
+    """Return how many connections TCP has given up for lack of an answer, in the network namespace of `process`.
 
-    Returns 0 if the process is gone.
+    Returns 0 if the process has ended.
     """
     try:
         text = (processes / str(process) / "net" / "netstat").read_text()
@@ -209,11 +209,11 @@ def count_given_up(process: int, processes: Path = Path("/proc")) -> int:
 
 
 def is_alive(process: int) -> bool:
-    """True if `process`, which holds the namespaces of a host, has not ended."""
+    """True if the process of a host has not ended."""
     return Path(f"/proc/{process}/ns/net").exists()
 
 
 if __name__ == "__main__":
-    found = _missing_in_kernel()
-    print("\n".join(found), end="\n" if found else "")
-    raise SystemExit(LACKING if found else 0)
+    failures = _try_kernel()
+    print("\n".join(failures), end="\n" if failures else "")
+    raise SystemExit(MISSING if failures else 0)

@@ -1,12 +1,13 @@
-"""Turn a topology into the plan of a lab: hosts, NICs, addresses, routes, switches and rates. Pure.
+"""Turn a topology into the plan of a lab: hosts, NICs, addresses, routes, switches and rates. All functions are pure.
 
-Each host has a data NIC for each level, `d0` to `d(k-1)`, in the subnet of its switch. It also has a management NIC
-`m0`, whose rate is not limited, and an address of its own, the *vip*, on `vip0`. MPI knows the host by its vip. For
-each other vip a /32 route chooses the NIC and, if the two hosts share no switch, the neighbour that relays (BCube, in
-dimension order).
+Each host has a data NIC for each of the k levels of the topology, `d0` to `d(k-1)`, in the subnet of its switch. It
+also has a management NIC `m0`, whose rate is not limited, and on `vip0` an address that belongs to no NIC, the *vip*
+(virtual IP address). MPI uses the vips. Each host has a /32 route to the vip of each other host. The route chooses the
+NIC and, if the two hosts share no switch, the neighbour that relays the packets, as hosts do in BCube.
 
-Switches are bridges that neither learn nor flood. Instead the plan has their forwarding tables, and the neighbours' MAC
-addresses. So only frames of the job travel, and byte counters can be compared with theory.
+Switches are bridges that neither learn addresses nor flood frames. Instead the plan has their forwarding tables, and
+the MAC addresses of each host's neighbours. So only frames of the job travel, and the byte counters can be compared
+with theory.
 
 The keeper imports this module, so it must not import NumPy, which starts threads: a process with threads cannot make a
 user namespace.
@@ -20,16 +21,17 @@ if TYPE_CHECKING:
     from mpips.collectives.simulator.topology import Topology
 
 MOST_HOSTS = 250
-# bytes per second; the rate limiter (tbf) has it in 32 bits
+# bytes per second; the rate limiter (tbf) keeps a rate in 32 bits
 MOST_RATE = 2**32
-# With 1500 the bottleneck is the cores and not the links.
+# With the usual 1500, the cores would be the bottleneck, and not the links.
 MTU = 9000
-# Bytes that a link may send at once. At 100 Mbit/s a timer that is up to 2.6 ms late then costs no throughput.
+# Bytes that a link may send at once. At 100 Mbit/s they take 2.6 ms, so a timer that is late by less costs no
+# throughput.
 BURST = 32 * 1024
-# Bytes that a link may queue: at 100 Mbit/s, the windows of 30 senders to one host.
+# Bytes that a link may queue. At 100 Mbit/s this is enough for the windows of 30 senders to one host.
 QUEUE = 4 * 1024 * 1024
-# The bytes that a connection may have under way are what a link carries in WINDOW_SECONDS, but at least and at most
-# these. With so little in the queues, senders share a link evenly.
+# A TCP connection may have as many bytes under way as a link carries in WINDOW_SECONDS, but at least and at most these.
+# With such short queues, senders share a link evenly.
 WINDOW = (128 * 1024, 512 * 1024)
 WINDOW_SECONDS = 0.01
 
@@ -66,9 +68,9 @@ class LabHost(NamedTuple):
     """One emulated machine."""
 
     name: str
-    # the address by which MPI knows it
+    # the address that MPI uses
     vip: str
-    # its address in the management network
+    # the address in the management network
     management: str
     nics: tuple[LabNic, ...]
     routes: tuple[LabRoute, ...]
@@ -92,7 +94,7 @@ class LabPlan(NamedTuple):
     hosts: tuple[LabHost, ...]
     switches: tuple[str, ...]
     trunks: tuple[Trunk, ...]
-    # forwarding tables: (switch, port by which frames leave, MAC address to which they go)
+    # forwarding tables: (switch, port through which frames leave, MAC address of the receiver)
     forwards: tuple[tuple[str, str, str], ...]
 
 
@@ -111,10 +113,10 @@ def lay_out(topology: Topology) -> LabPlan:
     vips = [f"10.0.0.{number + 1}" for number in range(topology.hosts)]
     hosts = []
     for number, vip in enumerate(vips):
-        own = tuple(nics[number, level] for level in range(topology.levels))
+        own_nics = tuple(nics[number, level] for level in range(topology.levels))
         others = (other for other in range(topology.hosts) if other != number)
         routes = tuple(LabRoute(vips[other], *first_hops[number, other]) for other in others)
-        hosts.append(LabHost(f"h{number}", vip, f"10.255.0.{number + 1}", own, routes))
+        hosts.append(LabHost(f"h{number}", vip, f"10.255.0.{number + 1}", own_nics, routes))
     switches = set(topology.switches)
     trunks = [
         Trunk(a, trunk_port(a, b), b, trunk_port(b, a), round(8 * rate))
@@ -128,19 +130,19 @@ def _nics(topology: Topology) -> dict[tuple[int, int], LabNic]:
     """Return the data NICs of all hosts: (host, level) -> NIC."""
     subnets = _subnets(topology)
     rates = {(link.source, link.target): link.rate for link in topology.links}
-    made = {}
+    lab_nics = {}
     for host, level, number in topology.nics:
         switch = topology.switches[number]
         address = f"10.{16 + level}.{subnets[switch]}.{host + 1}"
         mac = f"02:6d:00:{level:02x}:{subnets[switch]:02x}:{host + 1:02x}"
         rate = round(8 * rates[f"h{host}", switch])
-        made[host, level] = LabNic(f"d{level}", level, address, mac, rate, switch, f"h{host}d{level}")
-    return made
+        lab_nics[host, level] = LabNic(f"d{level}", level, address, mac, rate, switch, f"h{host}d{level}")
+    return lab_nics
 
 
 def _subnets(topology: Topology) -> dict[str, int]:
-    """Return the number of each switch's subnet. Switches that a cable joins share a subnet."""
-    number = {switch: place for place, switch in enumerate(topology.switches)}
+    """Return switch -> number of its subnet. Switches that are connected by a cable share a subnet."""
+    number = {switch: index for index, switch in enumerate(topology.switches)}
     joined = True
     while joined:
         joined = False
@@ -159,11 +161,11 @@ def trunk_port(switch: str, other: str) -> str:
 def _follow_routes(
     topology: Topology, nics: dict[tuple[int, int], LabNic]
 ) -> tuple[dict[tuple[int, int], tuple[str, str, str]], tuple[tuple[str, str, str], ...]]:
-    """Follow the route of every pair of hosts.
+    """Follow the route between every pair of hosts.
 
     Returns:
-        (source, target) -> (gateway, its MAC address, NIC) of the first hop; and the forwarding tables of the switches
-        on the way, as in `LabPlan.forwards`.
+        A dict of the first hops: (source, target) -> (address of the gateway, MAC address of the gateway, NIC). And the
+        forwarding tables of the switches on the routes, as in `LabPlan.forwards`.
     """
     # Imported late because it imports NumPy, and the keeper imports this module.
     from mpips.collectives.simulator.topology import hop_links
@@ -175,7 +177,7 @@ def _follow_routes(
             if source == target:
                 continue
             path = [topology.links[link] for link in hop_links(topology, source, target)]
-            end = next(place for place, link in enumerate(path) if link.target not in topology.switches)
+            end = next(index for index, link in enumerate(path) if link.target not in topology.switches)
             arrival = nics[int(path[end].target[1:]), path[end].level]
             hops[source, target] = (arrival.address, arrival.mac, f"d{path[0].level}")
             for link in path[1 : end + 1]:
@@ -185,23 +187,26 @@ def _follow_routes(
     return hops, tuple((switch, port, mac) for (switch, mac), port in sorted(tables.items()))
 
 
-def window(plan: LabPlan) -> int:
+def choose_window(plan: LabPlan) -> int:
     """Return how many bytes a TCP connection in the lab may have under way."""
     fastest = max(nic.rate for host in plan.hosts for nic in host.nics)
     return min(max(WINDOW[0], round(WINDOW_SECONDS * fastest / 8)), WINDOW[1])
 
 
 def find_crossed_nics(plan: LabPlan, hosts: int) -> list[tuple[str, LabNic]]:
-    """Return the (host, NIC) pairs that traffic between the first `hosts` hosts crosses, including relaying hosts."""
+    """Return the (host, NIC) pairs that traffic between the first `hosts` hosts passes.
+
+    Hosts that only relay this traffic are included.
+    """
     owners = {nic.address: (host, nic) for host in plan.hosts for nic in host.nics}
-    found = {}
+    crossed = {}
     for source in plan.hosts[:hosts]:
         for target in plan.hosts[:hosts]:
             at = source
             while at is not target:
                 route = next(route for route in at.routes if route.vip == target.vip)
                 leaves = next(nic for nic in at.nics if nic.name == route.nic)
-                found[at.name, leaves.name] = leaves
+                crossed[at.name, leaves.name] = leaves
                 at, arrives = owners[route.gateway]
-                found[at.name, arrives.name] = arrives
-    return [(host, nic) for (host, _), nic in sorted(found.items())]
+                crossed[at.name, arrives.name] = arrives
+    return [(host, nic) for (host, _), nic in sorted(crossed.items())]

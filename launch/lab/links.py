@@ -1,7 +1,7 @@
-"""The emulated network: bridges, cables, routes, and the rate limit (tbf) that keeps a NIC at its 100 Mbit/s.
+"""Build the emulated network of a lab: bridges, cables, routes, and rate limits (tbf).
 
-Needs pyroute2. Only the keeper calls this. The bridges are in the keeper's own network namespace, the *outer* one, and
-each host has a process that holds its namespaces.
+Needs pyroute2. Only the keeper calls this module. The bridges are in the keeper's own network namespace, the *outer*
+one. Each host has a process of its own, which holds the namespaces of the host.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mpips.launch.lab.layout import BURST, LAUNCHER_ADDRESS, MTU, QUEUE, LabHost
 
 MANAGEMENT_BRIDGE = "m0"
 
-# Settings of the kernel that make measurements comparable to a real network (docs/reference/lab.md has the reasons),
-# and that let TCP notice a dead peer.
+# Settings of the kernel with which measurements are comparable to a real network (docs/reference/lab.md has the
+# reasons), and with which TCP notices a dead peer.
 SETTINGS = {
     "net/ipv4/ip_forward": "1",
     "net/ipv4/conf/all/rp_filter": "0",
@@ -41,7 +41,7 @@ SETTINGS = {
 
 
 class Links:
-    """The network interfaces of one namespace, addressed by name, over a netlink socket."""
+    """Configures the network interfaces of one namespace through a netlink socket. Interfaces are given by name."""
 
     def __init__(self) -> None:
         self.netlink = IPRoute()
@@ -75,40 +75,40 @@ class Links:
             self.netlink.brport("set", index=self.index(port), **flags)
 
     def forward(self, port: str, mac: str) -> None:
-        """Add a permanent entry to the forwarding table: the bridge of `port` sends frames for `mac` out by it."""
+        """Add a permanent entry to the forwarding table of a bridge: frames for `mac` leave through `port`."""
         state = ndmsg.states["noarp"] | ndmsg.states["reachable"]
         self.netlink.fdb("append", ifindex=self.index(port), lladdr=mac, state=state, flags=ndmsg.flags["master"])
 
 
-def counters(links: Links) -> dict[str, dict[str, int]]:
-    """Return the counters of each interface of a host: bytes sent and received, packets dropped, and "up" (0 or 1)."""
-    found = {}
+def read_counters(links: Links) -> dict[str, dict[str, int]]:
+    """Return interface -> its bytes "sent" and "received", packets "dropped", and "up" (0 or 1), for a host."""
+    counters = {}
     for link in links.netlink.get_links():
         stats = link.get_attr("IFLA_STATS64")
         moved = {"sent": stats["tx_bytes"], "received": stats["rx_bytes"], "dropped": stats["tx_dropped"]}
-        found[link.get_attr("IFLA_IFNAME")] = moved | {"up": link["flags"] & 1}
-    return found
+        counters[link.get_attr("IFLA_IFNAME")] = moved | {"up": link["flags"] & 1}
+    return counters
 
 
 @contextmanager
-def inside(process: int) -> Iterator[None]:
+def network_namespace(process: int) -> Iterator[None]:
     """Context manager that moves this process into the network namespace of `process`.
 
     Sockets that are opened in the block stay in that namespace.
     """
-    here = os.open("/proc/self/ns/net", os.O_RDONLY)
-    there = os.open(f"/proc/{process}/ns/net", os.O_RDONLY)
+    own = os.open("/proc/self/ns/net", os.O_RDONLY)
+    target = os.open(f"/proc/{process}/ns/net", os.O_RDONLY)
     try:
-        kernel.enter(there, kernel.NEW_NET)
+        kernel.enter(target, kernel.NEW_NET)
         yield
     finally:
-        kernel.enter(here, kernel.NEW_NET)
-        os.close(here)
-        os.close(there)
+        kernel.enter(own, kernel.NEW_NET)
+        os.close(own)
+        os.close(target)
 
 
 def apply_settings(window: int) -> None:
-    """Apply `SETTINGS` to this process's network namespace, and let a TCP connection have `window` bytes under way.
+    """Apply `SETTINGS` to this process's network namespace. A TCP connection may have `window` bytes under way.
 
     Settings that this kernel does not have are left out.
     """
@@ -121,7 +121,7 @@ def apply_settings(window: int) -> None:
 
 
 def build(plan: LabPlan, processes: list[int]) -> tuple[Links, list[Links]]:
-    """Build the network of a lab. `processes[i]` holds the namespaces of host i.
+    """Build the network of a lab. `processes[i]` is the pid of the process of host i.
 
     Returns:
         The links of the outer namespace, and those of each host.
@@ -133,7 +133,7 @@ def build(plan: LabPlan, processes: list[int]) -> tuple[Links, list[Links]]:
     outer.add_address(MANAGEMENT_BRIDGE, LAUNCHER_ADDRESS, 16)
     hosts = []
     for host, process in zip(plan.hosts, processes, strict=True):
-        with inside(process):
+        with network_namespace(process):
             hosts.append(Links())
         _cable(outer, host, process)
         _configure(hosts[-1], host)
@@ -148,9 +148,9 @@ def build(plan: LabPlan, processes: list[int]) -> tuple[Links, list[Links]]:
 
 
 def _cable(outer: Links, host: LabHost, process: int) -> None:
-    """Connect each NIC of a host with its switch, and limit the rate at the switch's end.
+    """Connect each NIC of a host with its switch, and limit the rate of the switch's port.
 
-    The host's end gets its limit in `_configure`.
+    `_configure` limits the rate of the NIC.
     """
     for nic in host.nics:
         peer = {"ifname": nic.name, "net_ns_pid": process, "address": nic.mac}
@@ -165,7 +165,8 @@ def _cable(outer: Links, host: LabHost, process: int) -> None:
 def _configure(links: Links, host: LabHost) -> None:
     """Set the addresses, neighbours, routes and rates of a host."""
     links.set("lo", state="up")
-    # A bridge without ports holds the vip. A "dummy" interface would do, but some kernels do not have it.
+    # The vip belongs to a bridge without ports. An interface of kind "dummy" would do, too, but some kernels do not
+    # have it.
     links.add_bridge("vip0")
     links.add_address("vip0", host.vip, 32)
     links.set("m0", mtu=MTU, state="up")
@@ -179,7 +180,10 @@ def _configure(links: Links, host: LabHost) -> None:
 
 
 def add_neighbours_and_routes(links: Links, host: LabHost, nics: Collection[str]) -> None:
-    """Add the neighbours and routes of `nics`, which must be up. The kernel forgets them when a NIC goes down."""
+    """Add the neighbours and routes of some NICs of a host, which must be up.
+
+    The kernel forgets them when a NIC goes down.
+    """
     routes = [each for each in host.routes if each.nic in nics]
     for gateway, mac, nic in {(each.gateway, each.mac, each.nic) for each in routes}:
         links.netlink.neigh("replace", dst=gateway, lladdr=mac, ifindex=links.index(nic), state="permanent")

@@ -1,1 +1,1 @@
-"""A job seen from outside: `gather` reads its ranks' pages, `explain` says what they mean, `__main__` shows it."""
+"""Observe a running job from outside: `gather` reads its ranks' pages, `explain` interprets them, `__main__` prints."""

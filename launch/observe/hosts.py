@@ -1,9 +1,10 @@
-"""Look at the ranks of a job on all its hosts: on other hosts through the agent (ssh) that has started them there.
+"""Look at the ranks of a job on all its hosts. Other hosts are reached through ssh.
 
-`mpips run` writes the file `hosts.json` beside the pages: the hosts of the job, and the agent that reaches them, which
-is ssh or its replacement. On each other host the agent starts a module as a program, such as this one. The program
-looks at the pages there whenever it gets a line, and answers with a line of JSON. It ends when the connection ends, and
-listens on no port. The clocks of hosts differ, so waits and steps are sent as durations.
+`mpips run` writes a file `hosts.json` into the folder of the job's pages. It names the hosts and the *agent*: ssh, or
+the replacement of ssh with which mpirun has started the ranks. On each other host the agent runs a module of mpips,
+such as this one. For each line that the module gets, it looks at the pages on its host, and answers with a line of
+JSON. It listens on no port, and ends when the connection is closed. The clocks of hosts differ, so the answers contain
+durations and not points in time.
 """
 
 from __future__ import annotations
@@ -29,14 +30,15 @@ from mpips.collectives.machine import find_readable
 from mpips.collectives.recorder import folders
 from mpips.launch.observe.gather import Rank, add_pushes, gather, join
 
-# Time for another host to answer, in addition to the time between the two looks. So `mpips why` takes at most 2 s.
+# Seconds for another host to answer, in addition to the time between the two looks. With it `mpips why` takes 2 s at
+# most.
 WITHIN_SECONDS = 1.3
 MODULE = "mpips.launch.observe.hosts"
 READ_BYTES = 1 << 16
 T = TypeVar("T")
 
 
-class Found(NamedTuple):
+class JobView(NamedTuple):
     """The ranks of a job on all its hosts."""
 
     ranks: list[Rank]
@@ -44,8 +46,8 @@ class Found(NamedTuple):
     unreached: Mapping[str, str]
 
 
-class Watch:
-    """Looks at the ranks of a job again and again, over one connection to each other host. A context manager.
+class JobWatch:
+    """Looks at the ranks of a job on all hosts. A context manager, which keeps one connection to each other host.
 
     Args:
         folder: The folder of the job on this host.
@@ -56,9 +58,9 @@ class Watch:
         self._folder = folder
         self._within = within
         # the number of the last question
-        self._asked = 0
-        # host -> the connection to it
-        self._lines: dict[str, Connection[list[Rank]]] = {}
+        self._number = 0
+        # host -> the connection to this host
+        self._connections: dict[str, HostConnection[list[Rank]]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -66,71 +68,79 @@ class Watch:
     def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
 
-    def look(self, seconds: float = 0.5, stacks: bool = True) -> Found:
+    def look(self, seconds: float = 0.5, stacks: bool = True) -> JobView:
         """Look at all ranks twice, `seconds` apart. Blocks for that long, and for up to `within` more seconds.
 
         With `stacks`, ranks are also asked for their stacks.
         """
-        self._asked += 1
-        # If there are none yet, `mpips run` may have written the hosts since the last look.
-        if not self._lines:
-            self._lines = connect(self._folder, MODULE, list[Rank])
+        self._number += 1
+        # If no other hosts are known, `mpips run` may have written the file of hosts since the last look.
+        if not self._connections:
+            self._connections = connect(self._folder, MODULE, list[Rank])
         until = time.monotonic() + seconds + self._within
-        for line in self._lines.values():
-            line.ask(self._asked, f"{seconds!r} {stacks:d}")
+        for connection in self._connections.values():
+            connection.ask(self._number, f"{seconds!r} {stacks:d}")
         ranks = gather(self._folder, seconds, stacks)
-        wait(self._lines.values(), until, self._within)
-        for line in self._lines.values():
-            ranks += line.answer or ()
-        return Found(add_pushes(join(ranks)), {name: line.failed for name, line in self._lines.items() if line.failed})
+        wait(self._connections.values(), until, self._within)
+        for connection in self._connections.values():
+            ranks += connection.answer or ()
+        return JobView(
+            add_pushes(join(ranks)), {name: each.failed for name, each in self._connections.items() if each.failed}
+        )
 
     def close(self) -> None:
         """Close the connections to other hosts."""
-        for line in self._lines.values():
-            line.close()
+        for connection in self._connections.values():
+            connection.close()
 
 
-def connect(folder: Path, module: str, kind: type[T]) -> dict[str, Connection[T]]:
-    """Return host -> connection, for each other host of a job. Nothing is started before the first question.
+def connect(folder: Path, module: str, kind: type[T]) -> dict[str, HostConnection[T]]:
+    """Return host -> connection, for each other host of a job. The agent is started only at the first question.
 
     Args:
         folder: The folder of the job on this host.
-        module: The module that answers there.
-        kind: The type of its answers.
+        module: The module that runs on the other hosts.
+        kind: The type of the module's answers.
     """
-    known = folders.read_hosts(folder)
-    here = socket.gethostname()
-    others = [name for name in known.get("names", ()) if name not in (here, here.partition(".")[0], "localhost")]
-    return {name: Connection([*known["agent"], name, *_command(known, module, folder.name)], kind) for name in others}
+    record = folders.read_hosts(folder)
+    own = socket.gethostname()
+    others = [name for name in record.get("names", ()) if name not in (own, own.partition(".")[0], "localhost")]
+    return {
+        name: HostConnection([*record["agent"], name, *_build_command(record, module, folder.name)], kind)
+        for name in others
+    }
 
 
-def wait(lines: Iterable[Connection[T]], until: float, within: float) -> None:
-    """Wait for the answers on all connections, until `time.monotonic()` is `until`.
+def wait(connections: Iterable[HostConnection[T]], until: float, within: float) -> None:
+    """Wait for the answers on all connections.
 
-    A connection without an answer then fails, with "no answer within `within` s" as the reason.
+    Args:
+        connections: Connections on which a question was sent. Those without an answer in time are closed as failed.
+        until: The latest time to wait for, by `time.monotonic()`.
+        within: The number of seconds to name in the reason of a failure.
     """
-    open_ = {line.output: line for line in lines if not line.failed}
-    while open_ and (left := until - time.monotonic()) > 0:
-        for output in find_readable(open_, left):
-            if open_[output].hear():
-                del open_[output]
-    for line in open_.values():
-        line.give_up(f"no answer within {within:g} s")
+    waiting = {connection.output: connection for connection in connections if not connection.failed}
+    while waiting and (left := until - time.monotonic()) > 0:
+        for output in find_readable(waiting, left):
+            if waiting[output].receive():
+                del waiting[output]
+    for connection in waiting.values():
+        connection.give_up(f"no answer within {within:g} s")
 
 
-class Connection(Generic[T]):
-    """The connection to one host: a process of the agent, which passes lines to the module on that host and back."""
+class HostConnection(Generic[T]):
+    """The connection to one host: a process of the agent, which passes lines to a module on the host and back."""
 
     def __init__(self, argv: Sequence[str], kind: type[T]) -> None:
         self._argv = argv
         # an answer is a line of JSON: [number of the question, answer]
         self._form = tuple[int, kind]  # type: ignore[valid-type]
         self._process: subprocess.Popen[bytes] | None = None
-        # what has come of a line that is not complete
-        self._said = bytearray()
+        # the received part of a line that is not complete
+        self._received = bytearray()
         # the number of the last question
-        self._asked = 0
-        # the answer to the last question; None if it has not come
+        self._number = 0
+        # the answer to the last question; None if it has not arrived
         self.answer: T | None = None
         # why there is no answer, or ""
         self.failed = ""
@@ -143,9 +153,14 @@ class Connection(Generic[T]):
     def ask(self, number: int, words: str) -> None:
         """Send a question without waiting for the answer. Makes the connection if there is none.
 
-        `number` must be new: it tells the answer from late answers to earlier questions.
+        Args:
+            number: A number that no earlier question had. The answer has it, too, so late answers to earlier questions
+                are recognized and ignored.
+            words: The question.
         """
-        self.failed, self.answer, self._asked = "", None, number
+        self.failed = ""
+        self.answer = None
+        self._number = number
         try:
             if self._process is None:
                 self._errors = tempfile.TemporaryFile()  # noqa: SIM115
@@ -162,27 +177,27 @@ class Connection(Generic[T]):
         except OSError as error:
             self.give_up(f"{self._argv[0]}: {error.strerror}")
 
-    def hear(self) -> bool:
-        """Read what has come. True if the last question is settled: it is answered, or the connection has failed."""
+    def receive(self) -> bool:
+        """Read what has arrived. True if the last question is answered, or if the connection has failed."""
         data = os.read(self.output, READ_BYTES)
-        self._said += data
+        self._received += data
         if b"\n" in data:
-            *lines, self._said = self._said.split(b"\n")
+            *lines, self._received = self._received.split(b"\n")
             for line in lines:
-                # A login shell may print lines of its own. Ignore all that are not answers.
+                # Ignore lines that are not answers, because a login shell may print lines of its own.
                 with suppress(ValueError, msgspec.ValidationError):
-                    asked, answer = msgspec.convert(json.loads(line), self._form)
-                    if asked == self._asked:
+                    number, answer = msgspec.convert(json.loads(line), self._form)
+                    if number == self._number:
                         self.answer = answer
                         return True
         if not data:
-            self.give_up(self._last_word() or f"{self._argv[0]} has ended without a word")
+            self.give_up(self._last_error() or f"{self._argv[0]} has ended without a message")
         return not data
 
-    def _last_word(self) -> str:
+    def _last_error(self) -> str:
         self._errors.seek(0)
-        words = self._errors.read().decode(errors="replace").strip().splitlines()
-        return words[-1].strip()[:200] if words else ""
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        return lines[-1].strip()[:200] if lines else ""
 
     def give_up(self, why: str) -> None:
         """Close the connection as failed. `why` is the reason."""
@@ -190,7 +205,7 @@ class Connection(Generic[T]):
         self.failed = why
 
     def close(self) -> None:
-        """Kill the agent's process on this host, which ends the module on the other host."""
+        """Kill the agent's process on this host. The module on the other host then ends, too."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -199,22 +214,23 @@ class Connection(Generic[T]):
                     if file is not None:
                         file.close()
             self._process.wait()
-        self._process, self._said = None, bytearray()
+        self._process = None
+        self._received = bytearray()
 
 
-def _command(known: Mapping[str, Any], module: str, job: str) -> list[str]:
-    """Return the command for the agent to run on another host.
+def _build_command(record: Mapping[str, Any], module: str, job: str) -> list[str]:
+    """Return the arguments that make the agent run a module on another host. `record` has the content of `hosts.json`.
 
-    It is a single word for the shell there, except with srun, which starts programs without a shell.
+    ssh takes a single argument, which a shell on the other host reads. srun starts programs without a shell.
     """
-    path = ["env", f"PYTHONPATH={known['path']}"] if known["path"] else []
-    words = [*path, known["python"], "-P", "-m", module, job]
-    return words if known["agent"][0] == "srun" else [shlex.join(words)]
+    path = ["env", f"PYTHONPATH={record['path']}"] if record["path"] else []
+    argv = [*path, record["python"], "-P", "-m", module, job]
+    return argv if record["agent"][0] == "srun" else [shlex.join(argv)]
 
 
 def main(job: str) -> None:
-    """Answer questions about a job's ranks on this host, a line each, until standard input ends."""
-    folder = folders.of_jobs() / job
+    """Answer questions about a job's ranks on this host. Each is a line of standard input. Ends with the input."""
+    folder = folders.jobs_folder() / job
     for line in sys.stdin:
         number, seconds, stacks = line.split()
         ranks = gather(folder, float(seconds), bool(int(stacks))) if folders.is_ours(folder) else []

@@ -1,7 +1,7 @@
-"""A live page of one job in a browser: its ranks, what they do, the job's loss, and what has happened.
+"""Serve a live page of one job for a browser: its ranks, what they do, the job's loss, and a list of events.
 
-A thread of `mpips run` (or `mpips page`) looks at the ranks' pages once a second and keeps what it has seen. The
-browser gets that as JSON. The server answers only requests that have the token, which is part of the address.
+A thread of `mpips run` or `mpips page` looks at the ranks' pages in memory once a second, and keeps a history. The
+browser gets the history as JSON. The server answers only requests with the token, which is part of the address.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ import click
 from mpips.collectives.terminal import parse_address, without_signals
 from mpips.launch.observe.explain import as_json, explain
 from mpips.launch.observe.gather import Rank, read_end
-from mpips.launch.observe.hosts import Watch
+from mpips.launch.observe.hosts import JobWatch
 
 LOOK_SECONDS = 1.0
-# If the job is stuck, ask the ranks for their stacks, but not more often than this.
+# If the job is stuck, the ranks are asked for their stacks, but not more often than this.
 STACK_SECONDS = 5.0
-SAID = {
-    "stands": "the job stands",
-    "slow": "one rank holds the others up",
+# kind of an explanation -> the event to show when the job gets into this state
+EVENTS = {
+    "stands": "the job is stuck",
+    "slow": "one rank slows down the others",
     "ended": "the job has ended",
     "runs": "the job goes on",
 }
@@ -43,63 +44,69 @@ MOST_EVENTS = 200
 
 
 class History:
-    """What has been seen of a job: samples of its speed and its notes, and events.
+    """The history of a job: samples of its speed and of the numbers that it shows, and events.
 
-    `look` is called by one thread, `shown` by the threads of the server.
+    One thread calls `look`, and the threads of the server call `to_json`.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._watch = Watch(folder)
-        # protects what `shown` reads
+        self._watch = JobWatch(folder)
+        # protects the attributes that `to_json` reads
         self._lock = threading.Lock()
-        # the ranks at the last look
+        # number -> rank, at the last look
         self._before: dict[int, Rank] = {}
         # `Explanation.kind` at the last look
         self._kind = ""
-        # when ranks were last asked for their stacks
-        self._asked = 0.0
+        # the time at which ranks were last asked for their stacks
+        self._stacks_time = 0.0
         # the time of the last look
-        self._at = 0.0
-        self._shown: dict[str, Any] = {"job": folder.name, "kind": "begins", "sentence": ""}
-        self._shown |= {"culprits": [], "ranks": []}
+        self._look_time = 0.0
+        # the state of the job as in `explain.as_json`
+        self._state: dict[str, Any] = {"job": folder.name, "kind": "begins", "sentence": ""}
+        self._state |= {"culprits": [], "ranks": []}
         self._samples: deque[dict[str, Any]] = deque(maxlen=MOST_SAMPLES)
         self._events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
 
     def look(self) -> None:
-        """Look at the job once. Blocks for 0.2 s, and longer if another host is slow to answer."""
+        """Look at the job once. Blocks for 0.2 s, longer if another host is slow to answer."""
         ranks, unreached = self._watch.look(0.2, stacks=False)
         if not ranks:
             return
-        found = explain(self._folder.name, ranks, read_end(self._folder), unreached)
+        explanation = explain(self._folder.name, ranks, read_end(self._folder), unreached)
         now = time.time()
-        if found.kind == "stands" and now - self._asked > STACK_SECONDS:
-            self._asked = now
+        if explanation.kind == "stands" and now - self._stacks_time > STACK_SECONDS:
+            self._stacks_time = now
             ranks, unreached = self._watch.look(0.2)
-            found = explain(self._folder.name, ranks, read_end(self._folder), unreached)
+            explanation = explain(self._folder.name, ranks, read_end(self._folder), unreached)
         with self._lock:
-            for text in self._changes(ranks, found.kind):
+            for text in self._changes(ranks, explanation.kind):
                 self._events.append({"time": now, "text": text})
             self._samples.append(self._sample(ranks, now))
-            if found.kind != self._kind or found.kind != "stands" or any(one.stack for one in ranks):
-                self._shown = as_json(self._folder.name, found, ranks, unreached)
-            self._kind, self._before, self._at = found.kind, {one.rank: one for one in ranks}, now
+            # While the job is stuck, keep the state of the last look that had stacks.
+            if explanation.kind != self._kind or explanation.kind != "stands" or any(rank.stack for rank in ranks):
+                self._state = as_json(self._folder.name, explanation, ranks, unreached)
+            self._kind = explanation.kind
+            self._before = {rank.rank: rank for rank in ranks}
+            self._look_time = now
 
     def close(self) -> None:
         """End the connections to other hosts."""
         self._watch.close()
 
-    def shown(self) -> bytes:
+    def to_json(self) -> bytes:
         """Return the state of the job, the samples and the events as JSON."""
         with self._lock:
-            content = {**self._shown, "samples": list(self._samples), "events": list(self._events), "now": time.time()}
+            content = {**self._state, "samples": list(self._samples), "events": list(self._events), "now": time.time()}
         return json.dumps(content).encode()
 
     def _sample(self, ranks: Sequence[Rank], now: float) -> dict[str, Any]:
-        steps = [one.step for one in ranks if one.step >= 0]
-        before = [one.step for one in self._before.values() if one.step >= 0]
-        rate = (max(steps) - max(before)) / (now - self._at) if steps and before and now > self._at else None
-        noted = next((one.notes for one in ranks if one.notes), {})
+        steps = [rank.step for rank in ranks if rank.step >= 0]
+        before = [rank.step for rank in self._before.values() if rank.step >= 0]
+        rate = (
+            (max(steps) - max(before)) / (now - self._look_time) if steps and before and now > self._look_time else None
+        )
+        noted = next((rank.notes for rank in ranks if rank.notes), {})
         # JSON has no NaN.
         notes = {name: number if math.isfinite(number) else None for name, number in noted.items()}
         return {
@@ -107,32 +114,32 @@ class History:
             "step": max(steps, default=None),
             "steps_per_second": rate,
             "notes": notes,
-            "waiting": {one.rank: round(one.waiting, 3) for one in ranks if one.lives},
+            "waiting": {rank.rank: round(rank.waiting, 3) for rank in ranks if rank.lives},
         }
 
     def _changes(self, ranks: Sequence[Rank], kind: str) -> Iterator[str]:
         """Yield a sentence for each thing that has happened since the last look."""
         if kind != self._kind:
-            yield SAID[kind]
-        for one in ranks:
-            old, name = self._before.get(one.rank), f"rank {one.rank}"
+            yield EVENTS[kind]
+        for rank in ranks:
+            old, name = self._before.get(rank.rank), f"rank {rank.rank}"
             if old is None:
-                yield f"{name} is there{f' as {one.role}' if one.role else ''}"
+                yield f"{name} has begun{f' as {rank.role}' if rank.role else ''}"
                 continue
-            if one.pid != old.pid:
-                yield f"{name} has been replaced: its place is taken by process {one.pid}"
-            elif old.role == "spare" and one.role not in ("", "spare"):
-                yield f"{name}, a spare, has become {one.role} {one.member}"
-            elif not old.role and one.role:
-                yield f"{name} is a {one.role}"
-            elif old.lives and not one.lives:
+            if rank.pid != old.pid:
+                yield f"{name} has been replaced by process {rank.pid}"
+            elif old.role == "spare" and rank.role not in ("", "spare"):
+                yield f"{name}, a spare, has become {rank.role} {rank.member}"
+            elif not old.role and rank.role:
+                yield f"{name} is a {rank.role}"
+            elif old.lives and not rank.lives:
                 yield f"{name} is gone"
-            if one.lives and one.stopped != old.stopped:
-                yield f"{name} {'is stopped' if one.stopped else 'goes on'}"
-            if one.generation > max(old.generation, 0):
-                yield f"{name} is in generation {one.generation}"
-            if one.checkpoints > old.checkpoints:
-                yield f"{name} has written checkpoint {one.checkpoints}"
+            if rank.lives and rank.stopped != old.stopped:
+                yield f"{name} {'is stopped' if rank.stopped else 'goes on'}"
+            if rank.generation > max(old.generation, 0):
+                yield f"{name} is in generation {rank.generation}"
+            if rank.checkpoints > old.checkpoints:
+                yield f"{name} has written checkpoint {rank.checkpoints}"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -142,15 +149,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         parts = urlsplit(self.path)
-        given = parse_qs(parts.query).get("token", [""])[0]
-        if not hmac.compare_digest(given.encode(), self.server.token.encode()):
+        token = parse_qs(parts.query).get("token", [""])[0]
+        if not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._answer(HTTPStatus.FORBIDDEN, "text/plain", b"This page needs the token of its address.\n")
         elif parts.path == "/":
             nonce = secrets.token_urlsafe(12)
             content = files("mpips.launch.observe").joinpath("live.html").read_text(encoding="utf-8")
             self._answer(HTTPStatus.OK, "text/html", content.replace("NONCE", nonce).encode(), nonce)
         elif parts.path == "/data":
-            self._answer(HTTPStatus.OK, "application/json", self.server.history.shown())
+            self._answer(HTTPStatus.OK, "application/json", self.server.history.to_json())
         else:
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"There is / and /data.\n")
 
@@ -161,14 +168,14 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Cache-Control", "no-store")
         self.send_header("Referrer-Policy", "no-referrer")
         self.send_header("X-Content-Type-Options", "nosniff")
-        own = f"'nonce-{nonce}'" if nonce else "'none'"
-        policy = f"default-src 'none'; script-src {own}; style-src {own}; connect-src 'self'"
+        source = f"'nonce-{nonce}'" if nonce else "'none'"
+        policy = f"default-src 'none'; script-src {source}; style-src {source}; connect-src 'self'"
         self.send_header("Content-Security-Policy", policy)
         self.end_headers()
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Do not log requests, because the job writes to this terminal."""
+        """Log nothing, because the job writes to this terminal."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -201,9 +208,9 @@ def serving(address: str, folder: Path) -> Iterator[str]:
     with without_signals():
         for work in (server.serve_forever, watch):
             threading.Thread(target=work, daemon=True).start()
-    shown = f"[{host}]" if ":" in host else host
+    host_part = f"[{host}]" if ":" in host else host
     try:
-        yield f"http://{shown}:{server.server_port}/?token={server.token}"
+        yield f"http://{host_part}:{server.server_port}/?token={server.token}"
     finally:
         ended.set()
         server.shutdown()

@@ -1,6 +1,6 @@
-"""Metrics of this user's jobs on this machine, for Prometheus: a file for node_exporter, or a port that serves them.
+"""Export metrics of this user's jobs on this machine for Prometheus: in a file for node_exporter, or at a port.
 
-They are computed from the ranks' pages when Prometheus asks for them, so ranks do no work for them. Needs
+The metrics are computed from the ranks' pages when they are asked for, so ranks do no work for them. Needs
 prometheus_client (extra `metrics`).
 """
 
@@ -24,22 +24,22 @@ from mpips.launch.observe.explain import is_replaced
 from mpips.launch.observe.gather import Rank, gather, jobs
 
 FILE = "mpips.prom"
-# the time between two writes of the file, and between two looks for ranks that have come or gone
+# seconds between two writes of the file
 EVERY_SECONDS = 15.0
+# seconds between two checks whether ranks have begun or ended
 LOOK_SECONDS = 0.5
 LABELS = ("job", "rank")
 
 
-class Definition(NamedTuple):
-    """One metric of a rank."""
-
+class RankMetric(NamedTuple):
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily]
     name: str
-    # its help
+    # the help text
     text: str
-    # Returns the value for a rank, or None if the rank has none. With a `label`: label value -> value.
+    # Returns the value for a rank, or None if the rank has no value. With a `label`: a dict, value of the label ->
+    # value.
     value: Callable[[Rank], float | Mapping[str, float] | None]
-    # a further label: "table", or "worker" for workers that come late; "" for none
+    # a third label, "table" or "worker", or ""
     label: str = ""
 
 
@@ -47,140 +47,154 @@ GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
 
 
 def _of_tables(
-    kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, role: str, words: Sequence[str]
-) -> Definition:
-    """Define a metric of embedding tables on ranks of a role: the sum of the numbers `words` of `page.TABLE`."""
+    kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, role: str, fields: Sequence[str]
+) -> RankMetric:
+    """Define a metric of embedding tables: on ranks of `role`, the sum of the numbers `fields` of `page.TABLE`."""
 
-    def values(one: Rank) -> Mapping[str, float]:
-        tables = one.tables if one.role == role and (one.lives or kind is COUNTER) else {}
-        return {table: float(sum(numbers[word] for word in words)) for table, numbers in tables.items()}
+    def values(rank: Rank) -> Mapping[str, float]:
+        tables = rank.tables if rank.role == role and (rank.lives or kind is COUNTER) else {}
+        return {table: float(sum(numbers[field] for field in fields)) for table, numbers in tables.items()}
 
-    return Definition(kind, f"mpips_table_{name}", text, values, "table")
+    return RankMetric(kind, f"mpips_table_{name}", text, values, "table")
 
 
 DEFINITIONS = (
-    Definition(
+    RankMetric(
         GAUGE,
         "mpips_rank_up",
-        "1 while the rank's process is there; none where the job goes on without it.",
-        lambda one: float(one.lives),
+        "1 while the rank's process runs. Missing if the job goes on without the rank.",
+        lambda rank: float(rank.lives),
     ),
-    Definition(GAUGE, "mpips_rank_stopped", "1 while a signal has stopped it.", lambda one: float(one.stopped)),
-    Definition(GAUGE, "mpips_start_time_seconds", "When the rank began, in Unix time.", lambda one: one.began),
-    Definition(
+    RankMetric(GAUGE, "mpips_rank_stopped", "1 while a signal has stopped the rank.", lambda rank: float(rank.stopped)),
+    RankMetric(GAUGE, "mpips_start_time_seconds", "When the rank began, in Unix time.", lambda rank: rank.began),
+    RankMetric(
         GAUGE,
         "mpips_generation",
-        "The generation of its store.",
-        lambda one: float(one.generation) if one.generation >= 0 else None,
+        "The generation of the rank's store.",
+        lambda rank: float(rank.generation) if rank.generation >= 0 else None,
     ),
-    Definition(
+    RankMetric(
         GAUGE,
         "mpips_step",
-        "The training step that it has made last.",
-        lambda one: float(one.step) if one.step >= 0 else None,
+        "The last training step that has ended.",
+        lambda rank: float(rank.step) if rank.step >= 0 else None,
     ),
-    Definition(
+    RankMetric(
         GAUGE,
         "mpips_step_age_seconds",
-        "Seconds since then.",
-        lambda one: one.step_seconds if one.step >= 0 and one.lives else None,
+        "Seconds since the last training step ended.",
+        lambda rank: rank.step_seconds if rank.step >= 0 and rank.lives else None,
     ),
-    Definition(
+    RankMetric(
         GAUGE,
         "mpips_waiting_seconds",
-        "How long it has waited in the wait that it is in; 0: in none.",
-        lambda one: max((wait.seconds for wait in one.waits), default=0.0) if one.lives else None,
+        "Seconds that the rank has been waiting; 0 if it does not wait.",
+        lambda rank: max((wait.seconds for wait in rank.waits), default=0.0) if rank.lives else None,
     ),
-    Definition(
+    RankMetric(
         COUNTER,
         "mpips_waited_seconds",
-        "Seconds that it has waited in waits that are over.",
-        lambda one: one.waited_seconds,
+        "Seconds in waits that have ended.",
+        lambda rank: rank.waited_seconds,
     ),
-    Definition(COUNTER, "mpips_waits", "Waits that are over.", lambda one: float(one.wait_count)),
-    Definition(COUNTER, "mpips_calls", "Collectives on one host.", lambda one: float(one.calls)),
-    Definition(
+    RankMetric(COUNTER, "mpips_waits", "Waits that have ended.", lambda rank: float(rank.wait_count)),
+    RankMetric(COUNTER, "mpips_calls", "Collectives on one host.", lambda rank: float(rank.calls)),
+    RankMetric(
         COUNTER,
         "mpips_taken_bytes",
-        "Bytes that workers have pushed to it, a server.",
-        lambda one: float(one.taken_bytes) if one.queued >= 0 else None,
+        "Bytes that workers have pushed to this server.",
+        lambda rank: float(rank.taken_bytes) if rank.queued >= 0 else None,
     ),
-    Definition(
+    RankMetric(
         GAUGE,
         "mpips_queued",
-        "Pushes and pulls that wait at it, a server.",
-        lambda one: float(one.queued) if one.queued >= 0 and one.lives else None,
+        "Pushes and pulls that wait at this server.",
+        lambda rank: float(rank.queued) if rank.queued >= 0 and rank.lives else None,
     ),
-    Definition(
+    RankMetric(
         GAUGE,
         "mpips_table_room_bytes",
-        "Memory for new rows at it, a server, before it refuses a push.",
-        lambda one: float(one.room_bytes) if one.room_bytes >= 0 and one.lives else None,
+        "Bytes that this server has left for new rows.",
+        lambda rank: float(rank.room_bytes) if rank.room_bytes >= 0 and rank.lives else None,
     ),
-    _of_tables(GAUGE, "rows", "Rows of the table that it has, a server.", "server", ["rows"]),
+    _of_tables(GAUGE, "rows", "Rows of the table on this server.", "server", ["rows"]),
     _of_tables(GAUGE, "bytes", "Bytes of these rows with state, index and counts.", "server", ["bytes"]),
-    _of_tables(GAUGE, "counted_ids", "Ids without a row whose updates it counts.", "server", ["counted"]),
-    _of_tables(COUNTER, "updates", "Updates of the table.", "server", ["updates"]),
-    _of_tables(COUNTER, "evicted_rows", "Rows that it has dropped.", "server", ["evicted"]),
+    _of_tables(GAUGE, "counted_ids", "Ids without a row whose updates this server counts.", "server", ["counted"]),
+    _of_tables(COUNTER, "updates", "Updates of rows of the table on this server.", "server", ["updates"]),
+    _of_tables(COUNTER, "evicted_rows", "Rows that this server has dropped.", "server", ["evicted"]),
     _of_tables(COUNTER, "refused_gradients", "Gradients of ids that got no row.", "server", ["refused"]),
-    _of_tables(COUNTER, "pushed_rows", "Rows whose gradients it has pushed, a worker.", "worker", ["pushed"]),
-    _of_tables(COUNTER, "pulled_rows", "Rows that it has pulled, a worker.", "worker", ["asked", "in_place"]),
-    _of_tables(COUNTER, "in_place_rows", "Of these, read in the servers' memory.", "worker", ["in_place"]),
-    _of_tables(COUNTER, "refused_pushes", "Pushes for which a server had no memory.", "worker", ["refused_pushes"]),
-    Definition(
+    _of_tables(COUNTER, "pushed_rows", "Rows whose gradients this worker has pushed.", "worker", ["pushed"]),
+    _of_tables(COUNTER, "pulled_rows", "Rows that this worker has pulled.", "worker", ["asked", "in_place"]),
+    _of_tables(
+        COUNTER,
+        "in_place_rows",
+        "Pulled rows that this worker has read directly in the servers' memory.",
+        "worker",
+        ["in_place"],
+    ),
+    _of_tables(
+        COUNTER,
+        "refused_pushes",
+        "Pushes of this worker for which a server had no memory.",
+        "worker",
+        ["refused_pushes"],
+    ),
+    RankMetric(
         COUNTER,
         "mpips_quorum_rounds",
-        "Rounds of keys that a quorum has closed at it, a server.",
-        lambda one: float(one.quorum_rounds) if one.quorum_rounds >= 0 else None,
+        "Rounds of keys that a quorum has closed on this server.",
+        lambda rank: float(rank.quorum_rounds) if rank.quorum_rounds >= 0 else None,
     ),
-    Definition(
+    RankMetric(
         COUNTER,
         "mpips_quorum_missed_rounds",
-        "Of these, closed without the worker, or with what came late.",
-        lambda one: one.missed,
+        "Rounds of keys that have closed before this worker's push arrived.",
+        lambda rank: rank.missed,
         "worker",
     ),
-    Definition(
+    RankMetric(
         COUNTER,
         "mpips_exchanges",
-        "Exchanges of parameters, between which it trains by itself.",
-        lambda one: float(one.exchanges) if one.exchanges else None,
+        "Exchanges of parameters of a worker that trains by itself between them.",
+        lambda rank: float(rank.exchanges) if rank.exchanges else None,
     ),
-    Definition(
+    RankMetric(
         COUNTER,
         "mpips_exchanged_bytes",
-        "Bytes of these exchanges, up and down.",
-        lambda one: float(one.exchanged_bytes) if one.exchanges else None,
+        "Bytes of these exchanges, in both directions.",
+        lambda rank: float(rank.exchanged_bytes) if rank.exchanges else None,
     ),
-    Definition(
+    RankMetric(
         GAUGE,
         "mpips_exchange_age_seconds",
-        "Seconds since the last one was over.",
-        lambda one: one.exchange_seconds if one.exchanges and one.lives else None,
+        "Seconds since the last exchange ended.",
+        lambda rank: rank.exchange_seconds if rank.exchanges and rank.lives else None,
     ),
-    Definition(
+    RankMetric(
         COUNTER,
         "mpips_failures",
         "Generations and communicators that have ended by an error.",
-        lambda one: float(one.failures),
+        lambda rank: float(rank.failures),
     ),
-    Definition(COUNTER, "mpips_checkpoints", "Checkpoints that it has written.", lambda one: float(one.checkpoints)),
-    Definition(
+    RankMetric(
+        COUNTER, "mpips_checkpoints", "Checkpoints that this rank has written.", lambda rank: float(rank.checkpoints)
+    ),
+    RankMetric(
         COUNTER,
         "mpips_cpu_seconds",
-        "Processor seconds, of user and kernel.",
-        lambda one: one.cpu_seconds if one.lives else None,
+        "Processor time of the rank, in user mode and in the kernel.",
+        lambda rank: rank.cpu_seconds if rank.lives else None,
     ),
-    Definition(
+    RankMetric(
         GAUGE,
         "mpips_resident_memory_bytes",
-        "Memory of the process.",
-        lambda one: float(one.memory_bytes) if one.lives else None,
+        "Resident memory of the rank's process.",
+        lambda rank: float(rank.memory_bytes) if rank.lives else None,
     ),
 )
 
 
-class Jobs(Collector):
+class JobMetrics(Collector):
     """The metrics of all jobs of this user on this host, or of one job. Reads the pages at each `collect`."""
 
     def __init__(self, job: str | None = None) -> None:
@@ -189,33 +203,33 @@ class Jobs(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics. prometheus_client calls this for each request."""
         ranks = [
-            (path.name, one, is_replaced(one, members))
+            (path.name, rank, is_replaced(rank, members))
             for path in jobs()
             if self._job in (None, path.name)
             for members in [gather(path, seconds=0.0, stacks=False)]
-            for one in members
+            for rank in members
         ]
         labels = (*LABELS, "role", "host", "program")
         info = GAUGE("mpips_rank_info", "A rank, its role, host and program.", labels=labels)
-        for job, one, _ in ranks:
-            info.add_metric([job, str(one.rank), one.role, one.host, " ".join(one.program[:1])], 1)
+        for job, rank, _ in ranks:
+            info.add_metric([job, str(rank.rank), rank.role, rank.host, " ".join(rank.program[:1])], 1)
         yield info
         for definition in DEFINITIONS:
             family = definition.kind(definition.name, definition.text, labels=(*LABELS, *definition.label.split()))
-            for job, one, replaced in ranks:
-                value = definition.value(one)
+            for job, rank, replaced in ranks:
+                value = definition.value(rank)
                 if isinstance(value, Mapping):
                     for label, number in value.items():
-                        family.add_metric([job, str(one.rank), label], number)
+                        family.add_metric([job, str(rank.rank), label], number)
                 elif value is not None and not (replaced and definition.name == "mpips_rank_up"):
-                    family.add_metric([job, str(one.rank)], value)
+                    family.add_metric([job, str(rank.rank)], value)
             yield family
 
 
 def write(folder: Path, job: str | None = None) -> Path:
-    """Write all metrics to a file in node_exporter's folder, atomically. Raises OSError if that fails.
+    """Write all metrics to a file in node_exporter's folder, atomically, and return its path.
 
-    `job`: write only the metrics of this job, to a file of its own. Returns the path of the file.
+    With `job`, write only the metrics of this job, to a file of its own. Raises OSError if the file cannot be written.
     """
     path = folder / (FILE if job is None else f"mpips-{job}.prom")
     write_to_textfile(str(path), _registry(job))
@@ -256,7 +270,9 @@ def exporting(folder: str | None, address: str | None, job: str) -> Iterator[Non
         UsageError: The folder does not exist, or the file or the port cannot be used.
     """
     if folder is not None and not Path(folder).is_dir():
-        raise click.UsageError(f"--metrics {folder!r} is no folder: name the one that node_exporter reads, or make it")
+        raise click.UsageError(
+            f"--metrics {folder!r} is not a folder: name the one that node_exporter reads, or make it"
+        )
     with ExitStack() as stack:
         try:
             if address is not None:
@@ -271,7 +287,7 @@ def exporting(folder: str | None, address: str | None, job: str) -> Iterator[Non
 
 @contextmanager
 def _writing(folder: Path, job: str) -> Iterator[None]:
-    """Context manager that writes the metrics of a job regularly, in a thread. Removes the file at the end."""
+    """Context manager that writes the metrics of a job regularly, in a thread, and removes the file at the end."""
     ended, written = threading.Event(), write(folder, job)
     thread = threading.Thread(target=_write_regularly, args=(folder, job, ended), daemon=True)
     try:
@@ -286,26 +302,26 @@ def _writing(folder: Path, job: str) -> Iterator[None]:
 
 
 def _write_regularly(folder: Path, job: str, ended: threading.Event) -> None:
-    """Write every `EVERY_SECONDS`, and at once when ranks have come or gone.
+    """Write the file every `EVERY_SECONDS`, and at once when ranks have begun or ended.
 
-    Without the latter, a job that is shorter than `EVERY_SECONDS` would have no metrics.
+    Otherwise a job that is shorter than `EVERY_SECONDS` would have no metrics.
     """
     known, due = 0, time.monotonic() + EVERY_SECONDS
     while not ended.wait(LOOK_SECONDS):
-        there = len(list((folders.of_jobs() / job).glob(f"*{folders.PAGE}")))
-        if there != known or time.monotonic() >= due:
-            known, due = there, time.monotonic() + EVERY_SECONDS
-            # The disk may be full. Other programs will report that.
+        pages = len(list((folders.jobs_folder() / job).glob(f"*{folders.PAGE}")))
+        if pages != known or time.monotonic() >= due:
+            known, due = pages, time.monotonic() + EVERY_SECONDS
+            # The disk may be full. Then this file is not written, and the job goes on.
             with suppress(OSError):
                 write(folder, job)
 
 
 def _registry(job: str | None) -> CollectorRegistry:
     registry = CollectorRegistry()
-    registry.register(Jobs(job))
+    registry.register(JobMetrics(job))
     return registry
 
 
-def names() -> Sequence[str]:
+def list_names() -> Sequence[str]:
     """Return the names of all metrics as Prometheus shows them: counters end in "_total"."""
-    return ["mpips_rank_info", *(one.name + "_total" * (one.kind is COUNTER) for one in DEFINITIONS)]
+    return ["mpips_rank_info", *(metric.name + "_total" * (metric.kind is COUNTER) for metric in DEFINITIONS)]

@@ -1,4 +1,4 @@
-"""Options of `mpips run` that show what the job does: metrics, a live page, a timeline, and a table at the end."""
+"""Options of `mpips run` for observing the job: metrics, a live page, a timeline, and a table of calls at the end."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ OBSERVED = ("trace", "summary", "summary_json", "metrics", "metrics_port", "page
 
 
 def observe_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options by which others see what a job does. Pass their values to `observing`."""
+    """Decorator that adds the options for observing a job. Give their values to `observing`."""
     for option in (
-        click.option("--summary-json", type=OutFile(), help="Write that table as JSON."),
+        click.option("--summary-json", type=OutFile(), help="Write the table of --summary as JSON."),
         click.option(
-            "--summary", is_flag=True, help="Show at the end what calls took, and which rank made others wait."
+            "--summary", is_flag=True, help="Print at the end how long calls took, and which rank made others wait."
         ),
         click.option(
             "--trace",
@@ -29,26 +29,29 @@ def observe_options(command: Callable[..., None]) -> Callable[..., None]:
             metavar="FILE",
             help="Write one timeline of all ranks, for Perfetto and chrome://tracing.",
         ),
-        click.option("--page", metavar="[HOST:]PORT", help="Serve a live page of all hosts' ranks for a browser."),
+        click.option(
+            "--page", metavar="[HOST:]PORT", help="Serve a live page of the ranks on all hosts, for a browser."
+        ),
         click.option("--metrics-port", metavar="[HOST:]PORT", help="Serve this host's metrics for Prometheus."),
-        click.option("--metrics", metavar="DIR", help="Write this host's metrics there, for node_exporter."),
+        click.option("--metrics", metavar="DIR", help="Write this host's metrics to this folder, for node_exporter."),
     ):
         command = option(command)
     return command
 
 
-def check_recorder(watched: Mapping[str, object]) -> None:
-    """Check that the options in `watched` can work: with pages switched off, most of them cannot.
+def check_recorder(observed: Mapping[str, object]) -> None:
+    """Check that the ranks' pages are not switched off, which all options of this module need.
 
-    Also makes the folder of dumps, if one is set. Raises UsageError, or ValueError if a variable has a wrong value.
+    Also makes the folder of dumps, if a variable names one. `observed` has the values of the options in `OBSERVED`.
+    Raises UsageError, or ValueError if a variable has a wrong value.
     """
     folder = os.environ.get(recorder.DUMP_VARIABLE)
     if not recorder.is_wanted():
-        asked = [f"--{name.replace('_', '-')}" for name in OBSERVED if watched[name]]
-        if asked := asked + [recorder.DUMP_VARIABLE] * bool(folder):
+        needing = [f"--{name.replace('_', '-')}" for name in OBSERVED if observed[name]]
+        if needing := needing + [recorder.DUMP_VARIABLE] * bool(folder):
             raise click.UsageError(
                 f"{recorder.VARIABLE}=0 leaves out the ranks' pages, without which there is no "
-                f"{', '.join(asked)}: unset that variable"
+                f"{', '.join(needing)}: unset that variable"
             )
     elif folder:
         try:
@@ -68,7 +71,7 @@ def observing(
     page: str | None,
     several: bool,
 ) -> Iterator[None]:
-    """Context manager for running a job. Does what the options ask for: trace, summary, metrics and page.
+    """Context manager for running a job, with the trace, summary, metrics and page that the options ask for.
 
     Args:
         trace: Write the timeline to this file.
@@ -77,11 +80,11 @@ def observing(
         metrics: Write metrics to this folder.
         metrics_port: Serve metrics at this "[HOST:]PORT".
         page: Serve a live page at this "[HOST:]PORT".
-        several: The job has ranks on other hosts.
+        several: True if the job has ranks on other hosts.
     """
-    folder = folders.of_jobs() / folders.job_name({folders.JOB: str(os.getpid())})
-    traced = _tracing(folder, several, trace, summary, summary_json)
-    with _exporting(metrics, metrics_port), _showing(page, folder), traced:
+    folder = folders.jobs_folder() / folders.job_name({folders.JOB: str(os.getpid())})
+    tracing = _tracing(folder, several, trace, summary, summary_json)
+    with _exporting(metrics, metrics_port), _serving_page(page, folder), tracing:
         yield
 
 
@@ -108,13 +111,13 @@ def _exporting(folder: str | None, address: str | None) -> AbstractContextManage
 
 
 @contextmanager
-def _showing(address: str | None, folder: Path) -> Iterator[None]:
+def _serving_page(address: str | None, folder: Path) -> Iterator[None]:
     """Context manager that serves a live page and prints its address. Does nothing if the option is not given."""
     if address is None:
         yield
         return
     from mpips.launch.observe.live import serving
 
-    with serving(address, folder) as shown:
-        click.echo(f"mpips: {shown}", err=True)
+    with serving(address, folder) as url:
+        click.echo(f"mpips: {url}", err=True)
         yield

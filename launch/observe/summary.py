@@ -1,8 +1,8 @@
-"""The table at the end of a job: calls of each operation and size, their time and speed, and who made others wait.
+"""Summarize a job: calls of each operation and size, their time and speed, and which ranks made others wait.
 
-When several ranks make a call together, the rank that came last took the shortest time, and that time is communication.
-The time that the other ranks took beyond it is waiting for that rank. A push never waits, so a rank that pushes late
-makes others wait in their pulls.
+Several ranks make a collective call together. The rank that begins last takes the shortest time for it, and this time
+counts as communication. The other ranks take longer, and the difference counts as waiting for the last rank. A push
+never waits. If a rank pushes late, others wait in their pulls.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from mpips.collectives.recorder.ring import Record
+from mpips.collectives.recorder.ring import CallRecord
 from mpips.collectives.recorder.tracing import RankTrace
 from mpips.collectives.schedule.model import BUS_FACTOR
 from mpips.collectives.terminal import show_bytes
@@ -21,74 +21,79 @@ from mpips.launch.observe.timeline import STEP, SUMS, count_calls
 
 
 class CallSummary(NamedTuple):
-    """All calls of an operation with one size, or on one embedding table, on all ranks."""
+    """A line of the summary: the calls of one operation with one size, or on one embedding table, on all ranks."""
 
     operation: str
-    # for a table, the mean size of its calls
+    # the size of a call; for a table, the mean size
     nbytes: int
+    # number of calls
     calls: int
-    # the mean time of a call, and how much of it is waiting
+    # the mean time of a call
     mean_us: float
+    # how much of the mean time is waiting
     waiting_us: float
-    # bus bandwidth without the waiting; 0 if nothing is moved
+    # the bus bandwidth, in which waiting does not count; 0 if the calls move no bytes
     busbw_GBps: float
-    # the share of the time between a rank's first and last call, on the ranks that make these calls
+    # The time of these calls as a share of the time from the first to the last call of the ranks that make them.
     share: float
 
 
 class RankSummary(NamedTuple):
-    """How much a rank makes others wait, and waits itself."""
+    """How much a rank makes others wait, and waits itself. Shares refer to the time from its first to its last call."""
 
     rank: int
+    # number of its calls
     calls: int
-    # how long it has made each other rank wait, in seconds and as a share of the time
+    # seconds that each other rank has waited for it, on average
     straggles_s: float
+    # these seconds as a share
     straggles: float
-    # the share of the time that it has waited itself
+    # the share that it has waited itself
     waits: float
 
 
 class Summary(NamedTuple):
-    """The summary of a job."""
-
-    # the largest share of time first
+    # the line with the largest share first
     lines: list[CallSummary]
-    # one for each rank, in order
+    # in the order of the ranks
     scores: list[RankSummary]
-    # number of calls that are not included, because newer records have replaced theirs
+    # number of calls that are missing, because later records have overwritten theirs
     left_out: int
 
 
 def summarize(traces: Sequence[RankTrace]) -> Summary:
     """Summarize what the ranks of a job have recorded."""
-    # rank -> time between its first call and its last
+    # rank -> seconds from the beginning of its first call to the end of its last one
     seconds: dict[int, float] = {}
-    # (lane, operation, subject, number, round) of a call that ranks make together -> (rank, record) of each
-    together: dict[tuple[Any, ...], list[tuple[int, Record]]] = defaultdict(list)
-    # (operation, size), the key of a line -> (rank, record) of its calls
-    by_size: dict[tuple[str, int], list[tuple[int, Record]]] = defaultdict(list)
-    for one in traces:
-        ended = [record for record in one.records if record.ended_ns and record.operation != STEP]
+    # (lane, operation, subject, number, round) identifies a call that ranks make together -> (rank, record) of each
+    # rank
+    together: dict[tuple[Any, ...], list[tuple[int, CallRecord]]] = defaultdict(list)
+    # (operation, size) identifies a line of the summary -> (rank, record) of its calls
+    by_size: dict[tuple[str, int], list[tuple[int, CallRecord]]] = defaultdict(list)
+    for trace in traces:
+        ended = [record for record in trace.records if record.ended_ns and record.operation != STEP]
         if ended:
             spent = max(record.ended_ns for record in ended) - min(record.begun_ns for record in ended)
-            seconds[one.rank] = seconds.get(one.rank, 0.0) + spent / 1e9
+            seconds[trace.rank] = seconds.get(trace.rank, 0.0) + spent / 1e9
         for record in ended:
             kind = record.operation, record.nbytes
-            # The calls of a table have many sizes. They go into one line.
+            # The calls of a table have many sizes. All of them go into one line.
             if record.subject.startswith("table "):
                 kind = f"{record.operation} of {record.subject}", 0
-            by_size[kind].append((one.rank, record))
+            by_size[kind].append((trace.rank, record))
             if (record.number or record.round) and record.operation not in (*SUMS, "push"):
                 key = (record.lane, record.operation, record.subject, record.number, record.round)
-                together[key].append((one.rank, record))
-    # id of a record -> the shortest time of the ranks that made the call together
+                together[key].append((trace.rank, record))
+    # id of a record -> the shortest time of all ranks that made the call together
     least: dict[int, float] = {}
-    # rank -> seconds that it has made each other rank wait, and that it has waited itself
+    # rank -> seconds that each other rank has waited for it, on average
     made_wait: dict[int, float] = defaultdict(float)
+    # rank -> seconds that it has waited itself
     waited: dict[int, float] = defaultdict(float)
     for calls in together.values():
         ranks = {rank for rank, _ in calls}
-        # Skip calls of a single rank, and those that a rank has made twice: it is not known which belong together.
+        # Skip calls that only one rank has made, and calls that a rank has made twice: it is unknown which of them
+        # belong together.
         if len(ranks) < 2 or len(ranks) < len(calls):
             continue
         shortest, last = min((_took(record), rank) for rank, record in calls)
@@ -96,11 +101,11 @@ def summarize(traces: Sequence[RankTrace]) -> Summary:
             least[id(record)] = shortest
             waited[rank] += _took(record) - shortest
             made_wait[last] += (_took(record) - shortest) / (len(calls) - 1)
-    lines = [_line(*key, calls, least, together, seconds) for key, calls in by_size.items()]
+    lines = [_summarize_calls(*key, calls, least, together, seconds) for key, calls in by_size.items()]
     scores = [
         RankSummary(
             rank,
-            sum(count_calls(one) for one in traces if one.rank == rank),
+            sum(count_calls(trace) for trace in traces if trace.rank == rank),
             made_wait[rank],
             made_wait[rank] / seconds[rank] if seconds[rank] else 0.0,
             waited[rank] / seconds[rank] if seconds[rank] else 0.0,
@@ -108,22 +113,33 @@ def summarize(traces: Sequence[RankTrace]) -> Summary:
         for rank in sorted(seconds)
     ]
     lines.sort(key=lambda line: -line.share)
-    return Summary(lines, scores, sum(one.overwritten for one in traces))
+    return Summary(lines, scores, sum(trace.overwritten for trace in traces))
 
 
-def _took(record: Record) -> float:
+def _took(record: CallRecord) -> float:
     return (record.ended_ns - record.begun_ns) / 1e9
 
 
-def _line(
+def _summarize_calls(
     operation: str,
     nbytes: int,
-    calls: Sequence[tuple[int, Record]],
+    calls: Sequence[tuple[int, CallRecord]],
     least: dict[int, float],
-    together: dict[tuple[Any, ...], list[tuple[int, Record]]],
+    together: dict[tuple[Any, ...], list[tuple[int, CallRecord]]],
     seconds: dict[int, float],
 ) -> CallSummary:
+    """Make a line of the summary.
+
+    Args:
+        operation: The operation.
+        nbytes: The size of the calls, or 0 for calls of many sizes.
+        calls: (rank, record) of each call.
+        least: As in `summarize`.
+        together: As in `summarize`.
+        seconds: As in `summarize`.
+    """
     took = [_took(record) for _, record in calls]
+    # times without waiting
     moving = [least.get(id(record), _took(record)) for _, record in calls]
     mean, pure = sum(took) / len(took), sum(moving) / len(moving)
     record = calls[0][1]
@@ -144,7 +160,7 @@ def _line(
 
 
 def tables(summary: Summary) -> list[Table]:
-    """Return the summary as two tables for a terminal: calls and ranks."""
+    """Return the summary as two tables for the terminal: one of calls, and one of ranks."""
     first = Table(title="calls")
     for name in ("operation", "size", "calls", "mean us", "of it waiting", "busbw GB/s", "share of time"):
         first.add_column(name, justify="left" if name == "operation" else "right")
@@ -176,6 +192,6 @@ def as_json(summary: Summary) -> dict[str, Any]:
     """Return the summary as JSON-serialisable data."""
     return {
         "calls": [line._asdict() for line in summary.lines],
-        "ranks": [one._asdict() for one in summary.scores],
+        "ranks": [score._asdict() for score in summary.scores],
         "left_out": summary.left_out,
     }

@@ -1,14 +1,15 @@
-"""Ranks of a job that are alive, and those that died: each one on this machine tells the command that started it.
+"""Know which ranks of a job are alive and which have died. Each rank on this machine connects to `mpips run`.
 
-A rank that `python -m mpips` runs connects to an abstract Unix socket, which is not in any folder. First it sends its
-number. Then it sends a line when MPI has started, and a spare sends its role when it gets one. At its end it sends
-goodbye if it has ended well, or else its exit code. A rank that ends without either has died. All users of the machine
-can connect to the socket. So connections of other users are closed, each rank number is accepted once, and unknown
-lines are ignored.
+A rank that `python -m mpips` runs connects to an abstract Unix socket, which is not in any folder. The rank sends its
+number, a line when MPI has started and, if it is a spare, its role when it gets one. Before it ends it sends "goodbye"
+if all is well, or else its exit code. A rank that ends without sending either has died. All users of the machine can
+connect to the socket. So connections of other users are closed, each rank number is accepted once, and unknown lines
+are ignored.
 
-Ranks on other hosts do not connect. If there may be any, the output of mpirun is passed on unchanged and searched for
-sentences, because Open MPI's mpirun ends with exit code 0 when it loses a host. It prints one of two sentences then. If
-the other ranks end well nevertheless, one of them prints a sentence that says so (see `mpips.ending.process`).
+Ranks on other hosts do not connect. If there may be such ranks, `OutputListener` passes on the output of mpirun
+unchanged and searches it. This is needed because Open MPI's mpirun ends with exit code 0 even if it loses a host: only
+one of the `LOST_SENTENCES` in its output tells of the loss. If the remaining ranks end well nevertheless, one of them
+prints `world.WELL_WITHOUT` (see `mpips.ending.process`).
 """
 
 from __future__ import annotations
@@ -29,34 +30,34 @@ from typing import NamedTuple
 from mpips.collectives.machine import find_peer, find_readable, read_stat
 from mpips.store import world
 
-# what Open MPI's mpirun prints when it loses a host
+# Open MPI's mpirun prints one of these sentences when it loses a host.
 LOST_SENTENCES = (b"has lost communication with a remote daemon", b"A daemon failed to report back after being spawned")
-OF_SSH = re.compile(rb"^(ssh: [^\r\n]+)[\r\n]", re.MULTILINE)
+SSH_ERROR = re.compile(rb"^(ssh: [^\r\n]+)[\r\n]", re.MULTILINE)
 SENTENCES = (*LOST_SENTENCES, world.WELL_WITHOUT)
 LONGEST_SENTENCE = max(map(len, SENTENCES))
 # bytes of mpirun's output to read at a time
 MOST_PIPED = 1 << 16
-# descriptors to leave free for other files of this process
+# file descriptors that connections of ranks leave free for the rest of this process
 SPARE_FILES = 64
-# bytes to read from a rank at a time; ranks send short lines
+# bytes to read from a rank at a time, and the length of the queue of connections
 MOST_BYTES = 4096
 MOST_DIGITS = 9
 LARGEST_CODE = 255
-# ioctl(2) on a pidfd, since Linux 6.15: the start of struct pidfd_info (the mask, and after other fields the exit
-# status), the bit of the mask for the status, and the number of the request
+# For ioctl(2) on a pidfd, since Linux 6.15: the beginning of struct pidfd_info (a mask, other fields, the exit status),
+# the bit of the mask that asks for the exit status, and the number of the request.
 PIDFD_INFO = struct.Struct("Q52xi")
 PIDFD_INFO_EXIT = 8
 PIDFD_GET_INFO = 3 << 30 | PIDFD_INFO.size << 16 | 0xFF << 8 | 11
 
 
 class Death(NamedTuple):
-    """The end of a rank that did not say goodbye."""
+    """The end of a rank that had not sent "goodbye"."""
 
     rank: int
-    # The status as of wait(2). None: it is not known, because the parent has collected it and the kernel is older than
-    # 6.15, which would keep it.
+    # The exit status, encoded as by wait(2). None if it is unknown: kernels before 6.15 forget the status as soon as
+    # the parent process has collected it.
     status: int | None
-    # the role of a spare that has got one; "" for other ranks
+    # the role that a spare had taken over; "" for other ranks
     role: str = ""
 
     @property
@@ -70,73 +71,73 @@ class Death(NamedTuple):
         return os.WTERMSIG(self.status) if self.status is not None else 0
 
 
-class Taken(NamedTuple):
+class Replacement(NamedTuple):
     """A spare that has taken the place of a dead rank."""
 
     # the rank of the spare
     rank: int
     role: str
-    # the step from which it goes on, or -1
+    # the training step from which the spare goes on, or -1 if the program counts no steps
     step: int
 
 
-class Rank:
-    """The connection of a rank, and what the rank has said on it."""
+class RankConnection:
+    """The connection of a rank to `mpips run`, and what the rank has sent so far."""
 
-    def __init__(self, line: socket.socket, pid: int) -> None:
-        self.line = line
-        # its rank in the job; -1 until it has said it
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self.socket = connection
+        # the rank's number in the job; -1 until the rank has sent it
         self.number = -1
         self.pid = pid
-        # a pidfd of its process, from when it has said its number
-        self.descriptor = -1
-        # of a spare: the role that it has got, and the step from which it goes on
+        # a pidfd of the rank's process; -1 until the rank has sent its number
+        self.pidfd = -1
+        # For a spare: the role that it has taken over, and the step from which it goes on. "" and -1 before that.
         self.role = ""
         self.step = -1
-        # it has said goodbye
-        self.well = False
-        # it has closed its end of the connection
-        self.gone = False
-        # it was the first rank to fail; `Presence.code` is its exit code
-        self.fails = False
+        self.said_goodbye = False
+        # the rank has closed its end of the connection
+        self.closed = False
+        # this was the first rank to send a failure; `Presence.code` is its exit code
+        self.failed_first = False
 
     def close(self) -> None:
-        self.line.close()
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
+        self.socket.close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
 
 
 class Presence:
-    """The ranks of one job on this machine, as far as they have connected. Call `close` at the end.
+    """The ranks of one job that have connected to this process. Call `close` at the end.
 
     Args:
-        here: The number of ranks that are certain to start on this machine.
-        survives: The other ranks go on when one dies.
-        hands_over: A descriptor that rank 0 gets as its standard input; -1: it keeps the one it has.
+        ranks_here: The number of ranks that are certain to start on this machine.
+        survives: True if the remaining ranks go on when one dies.
+        input_of_rank_0: A file descriptor that rank 0 gets as its standard input. -1: rank 0 keeps the input it has.
     """
 
-    def __init__(self, here: int, survives: bool = False, hands_over: int = -1) -> None:
-        self.here = here
-        self.hands_over = hands_over
-        # both in the order in which they happened
+    def __init__(self, ranks_here: int, survives: bool = False, input_of_rank_0: int = -1) -> None:
+        self.ranks_here = ranks_here
+        self.input_of_rank_0 = input_of_rank_0
+        # in the order in which the ranks died
         self.deaths: list[Death] = []
-        self.taken: list[Taken] = []
-        # The exit code of the first rank that said it fails. Without `survives`, a failure after a death does not
-        # count, because it follows from the death.
+        # in the order in which spares took over
+        self.replacements: list[Replacement] = []
+        # The exit code of the first rank that reported a failure; None if no rank has. Without `survives`, a failure
+        # after a death does not count, because it follows from the death.
         self.code: int | None = None
-        # what rank 0 has to say about a job that ends well
+        # what to print if the job ends well, as sent by rank 0
         self.remark = ""
-        # number of ranks that have ended well
-        self.well = 0
-        # the rank that failed first has ended
+        # number of ranks that have sent "goodbye" or exited with 0
+        self.ended_well = 0
+        # True once the process of the rank that failed first has ended
         self.failed = False
-        # A rank has said that MPI has started. MPI starts only once all ranks are there.
+        # True once a rank has reported that MPI has started. MPI starts only after all ranks have begun.
         self.started = False
-        # ranks that have connected, also those that have ended since
-        self.heard = set[int]()
+        # numbers of all ranks that have ever connected
+        self.connected = set[int]()
         self._survives = survives
-        # ranks that have ended
-        self._gone = set[int]()
+        # numbers of ranks whose processes have ended
+        self._ended = set[int]()
         self._name = f"mpips-ranks-{uuid.uuid4().hex}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._listener.bind(f"\0{self._name}")
@@ -144,165 +145,162 @@ class Presence:
         self._poll = select.epoll()
         self._poll.register(self._listener, select.EPOLLIN)
         # descriptor of the connection -> its rank
-        self._lines: dict[int, Rank] = {}
-        # pidfd -> the rank whose process it is
-        self._alive: dict[int, Rank] = {}
+        self._connections: dict[int, RankConnection] = {}
+        # pidfd -> the rank that runs in this process
+        self._alive: dict[int, RankConnection] = {}
 
     def environment(self) -> dict[str, str]:
         """Return the variables that ranks need to connect."""
-        return {world.PRESENCE: self._name, **({world.INPUT: "1"} if self.hands_over >= 0 else {})}
+        return {world.PRESENCE: self._name, **({world.INPUT: "1"} if self.input_of_rank_0 >= 0 else {})}
 
     def fileno(self) -> int:
         return self._poll.fileno()
 
     def look(self) -> None:
-        """Read what ranks have said, and notice those that have ended. Does not block.
+        """Read what ranks have sent, and record the ranks that have ended. Does not block.
 
-        The kernel lists processes in the order in which they ended, so `deaths` is in that order.
+        The kernel reports processes in the order in which they end, so `deaths` is in this order.
         """
-        while news := self._poll.poll(0):
-            for descriptor, _ in news:
+        while events := self._poll.poll(0):
+            for descriptor, _ in events:
                 if descriptor == self._listener.fileno():
-                    self._admit()
-                elif descriptor in self._lines:
-                    self._listen(self._lines[descriptor])
+                    self._accept()
+                elif descriptor in self._connections:
+                    self._read(self._connections[descriptor])
                 elif descriptor in self._alive:
-                    self._bury(self._alive.pop(descriptor))
+                    self._handle_end(self._alive.pop(descriptor))
 
-    def everyone_left_well(self) -> bool:
-        """True if all ranks that are certain to be on this machine have ended well, and none has died."""
+    def have_all_ended_well(self) -> bool:
+        """True if all `ranks_here` ranks have ended well."""
         self.look()
-        return not self.deaths and not self._alive and self.well >= self.here
+        return not self.deaths and not self._alive and self.ended_well >= self.ranks_here
 
     def is_idle(self, working: Iterable[int]) -> bool:
-        """True if all the ranks in `working` have ended or said goodbye, and no spare with a role is still working."""
-        over = self._gone | {rank.number for rank in self._alive.values() if rank.well}
-        return all(number in over for number in working) and all(
-            rank.well or not rank.role for rank in self._alive.values()
+        """True if every rank in `working` and every spare with a role has ended or sent "goodbye"."""
+        finished = self._ended | {rank.number for rank in self._alive.values() if rank.said_goodbye}
+        return all(number in finished for number in working) and all(
+            rank.said_goodbye or not rank.role for rank in self._alive.values()
         )
 
     def pids(self) -> list[int]:
-        """Return the pids of the ranks that are alive, or an empty list as long as some rank has not connected."""
-        heard = len(self._alive) + self.well + len(self.deaths) * self._survives
-        return [rank.pid for rank in self._alive.values()] if heard == self.here else []
+        """Return the pids of the ranks that are alive. Empty as long as some rank has not connected."""
+        known = len(self._alive) + self.ended_well + len(self.deaths) * self._survives
+        return [rank.pid for rank in self._alive.values()] if known == self.ranks_here else []
 
     def close(self) -> None:
-        for rank in {*self._lines.values(), *self._alive.values()}:
+        for rank in {*self._connections.values(), *self._alive.values()}:
             rank.close()
         self._listener.close()
         self._poll.close()
 
-    def _admit(self) -> None:
-        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # Each rank takes two descriptors. When there are no more, stop listening: the job goes on, and the other ranks
-        # are not heard.
-        if 2 * len(self._lines) + SPARE_FILES > most:
+    def _accept(self) -> None:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # Each rank takes two file descriptors, a socket and a pidfd. When they run out, accept no further rank: the job
+        # itself goes on.
+        if 2 * len(self._connections) + SPARE_FILES > limit:
             self._poll.unregister(self._listener)
             return
-        line, _ = self._listener.accept()
-        who = find_peer(line)
-        if not who.ours:
-            line.close()
+        connection, _ = self._listener.accept()
+        peer = find_peer(connection)
+        if not peer.ours:
+            connection.close()
             return
-        line.setblocking(False)
-        self._lines[line.fileno()] = Rank(line, who.pid)
-        self._poll.register(line, select.EPOLLIN)
+        connection.setblocking(False)
+        self._connections[connection.fileno()] = RankConnection(connection, peer.pid)
+        self._poll.register(connection, select.EPOLLIN)
 
-    def _listen(self, rank: Rank) -> None:
-        self._take(rank)
-        if rank.gone:
-            self._poll.unregister(rank.line)
-            del self._lines[rank.line.fileno()]
-            # It had ended before its process could be watched.
-            if rank.descriptor < 0:
-                self._leave(rank, None)
+    def _read(self, rank: RankConnection) -> None:
+        self._read_lines(rank)
+        if rank.closed:
+            self._poll.unregister(rank.socket)
+            del self._connections[rank.socket.fileno()]
+            # The process had already ended when the rank's number arrived, so there is no pidfd that would report it.
+            if rank.pidfd < 0:
+                self._record_end(rank, None)
 
-    def _take(self, rank: Rank) -> None:
+    def _read_lines(self, rank: RankConnection) -> None:
         """Read and handle the lines that a rank has sent since the last call."""
         try:
-            said = rank.line.recv(MOST_BYTES)
+            data = rank.socket.recv(MOST_BYTES)
         except BlockingIOError:
             return
         except OSError:
-            said = b""
-        rank.gone = not said
-        for line in said.split(b"\n")[:-1]:
-            word, _, more = line.partition(b" ")
+            data = b""
+        rank.closed = not data
+        for line in data.split(b"\n")[:-1]:
+            word, _, value = line.partition(b" ")
             if word == world.PRESENT:
-                self._enter(rank, _number(more))
-            # Not a rank, or a process that claims a number which is taken.
+                self._accept_number(rank, _parse_number(value))
+            # The sender is not a rank, or it has sent a number that another rank has.
             elif rank.number < 0:
                 continue
             elif word == world.STARTED:
                 self.started = True
             elif word == world.STEP:
-                rank.step = _number(more)
+                rank.step = _parse_number(value)
             elif word == world.ROLE:
-                rank.role = more.decode(errors="replace")
-                self.taken.append(Taken(rank.number, rank.role, rank.step))
+                rank.role = value.decode(errors="replace")
+                self.replacements.append(Replacement(rank.number, rank.role, rank.step))
             elif word == world.REMARK:
-                self.remark = more.decode(errors="replace")
+                self.remark = value.decode(errors="replace")
             elif word == world.GOODBYE:
-                rank.well = True
+                rank.said_goodbye = True
             elif word == world.FAILING:
-                code = _number(more)
+                code = _parse_number(value)
                 if 0 < code <= LARGEST_CODE and self.code is None and (self._survives or not self.deaths):
-                    self.code, rank.fails = code, True
+                    self.code, rank.failed_first = code, True
 
-    def _enter(self, rank: Rank, number: int) -> None:
-        """Accept the number that a rank has sent, unless another has sent the same, and watch its process."""
-        if number < 0 or number in self.heard or rank.number >= 0:
+    def _accept_number(self, rank: RankConnection, number: int) -> None:
+        """Accept the number that a rank has sent, unless another rank has it, and watch the rank's process."""
+        if number < 0 or number in self.connected or rank.number >= 0:
             return
         rank.number = number
-        self.heard.add(number)
-        if number == 0 and self.hands_over >= 0:
+        self.connected.add(number)
+        if number == 0 and self.input_of_rank_0 >= 0:
             with suppress(OSError):
-                socket.send_fds(rank.line, [b"i"], [self.hands_over])
+                socket.send_fds(rank.socket, [b"i"], [self.input_of_rank_0])
         try:
-            rank.descriptor = os.pidfd_open(rank.pid)
+            rank.pidfd = os.pidfd_open(rank.pid)
         except OSError:
             # The process has ended already, or it is in another PID namespace.
             return
-        self._alive[rank.descriptor] = rank
-        self._poll.register(rank.descriptor, select.EPOLLIN)
+        self._alive[rank.pidfd] = rank
+        self._poll.register(rank.pidfd, select.EPOLLIN)
 
-    def _bury(self, rank: Rank) -> None:
-        status = status_of(rank.pid, rank.descriptor)
-        # It may have said goodbye just before it ended.
-        self._take(rank)
-        self._lines.pop(rank.line.fileno(), None)
-        self._leave(rank, status)
+    def _handle_end(self, rank: RankConnection) -> None:
+        status = read_status(rank.pid, rank.pidfd)
+        # The rank may have sent "goodbye" just before it ended.
+        self._read_lines(rank)
+        self._connections.pop(rank.socket.fileno(), None)
+        self._record_end(rank, status)
 
-    def _leave(self, rank: Rank, status: int | None) -> None:
-        if rank.well or status == 0:
-            self.well += 1
+    def _record_end(self, rank: RankConnection, status: int | None) -> None:
+        if rank.said_goodbye or status == 0:
+            self.ended_well += 1
         elif rank.number >= 0:
             self.deaths.append(Death(rank.number, status, rank.role))
-        self._gone.add(rank.number)
-        self.failed = self.failed or rank.fails
-        # Closed descriptors leave the epoll by themselves.
+        self._ended.add(rank.number)
+        self.failed = self.failed or rank.failed_first
+        # The kernel removes closed descriptors from the epoll.
         rank.close()
 
 
-def _number(word: bytes) -> int:
+def _parse_number(word: bytes) -> int:
     """Return the number that `word` spells, or -1 if it is not a number of at most `MOST_DIGITS` digits."""
     return int(word) if word.isdigit() and len(word) <= MOST_DIGITS else -1
 
 
-def status_of(pid: int, descriptor: int) -> int | None:
-    """Return the exit status of a process that has ended, as of wait(2); None if the kernel no longer has it.
-
-    `descriptor` is a pidfd of the process.
-    """
-    # As long as the parent has not collected the status, the process is a zombie, and /proc shows the status. It is not
-    # in /proc any more once the parent has collected it.
+def read_status(pid: int, pidfd: int) -> int | None:
+    """Return the exit status of an ended process, encoded as by wait(2); None if the kernel has forgotten it."""
+    # Until the parent has collected the status, the process is a zombie, and /proc shows the status. After that the
+    # process is no longer in /proc.
     with suppress(OSError):
-        words = read_stat(pid)
-        if words[0] == b"Z":
-            return int(words[-1])
+        fields = read_stat(pid)
+        if fields[0] == b"Z":
+            return int(fields[-1])
     answer = bytearray(PIDFD_INFO.pack(PIDFD_INFO_EXIT, 0))
     try:
-        fcntl.ioctl(descriptor, PIDFD_GET_INFO, answer)
+        fcntl.ioctl(pidfd, PIDFD_GET_INFO, answer)
     except OSError:
         return None
     mask, status = PIDFD_INFO.unpack(answer)
@@ -310,58 +308,59 @@ def status_of(pid: int, descriptor: int) -> int | None:
 
 
 class OutputListener:
-    """Passes on what mpirun writes, in a thread, and searches it for the sentences about lost hosts.
+    """A thread that passes on what mpirun writes, and searches it for `SENTENCES`.
 
-    Give mpirun `errors` as its standard error and `output` as its standard output, then call `start`. With
-    `errors_alone` the standard output is not passed through here, and `output` is None.
+    Give mpirun the pipes `errors` and `output` as standard error and standard output, then call `start`. With
+    `errors_only`, mpirun keeps this process's standard output, and `output` is None.
     """
 
-    def __init__(self, errors_alone: bool = False) -> None:
+    def __init__(self, errors_only: bool = False) -> None:
         self.output: int | None = None
-        # end of a pipe from mpirun -> the descriptor to which its data is passed on
+        # pipe from mpirun -> the file descriptor to which its data is passed on
         self._to: dict[int, int] = {}
-        if not errors_alone:
+        if not errors_only:
             end, self.output = os.pipe()
             self._to[end] = 1
         end, self.errors = os.pipe()
         self._to[end] = 2
-        # the last bytes of each stream, because a sentence may be cut by the end of a read
+        # The last bytes of each stream. They are searched again with the next read, which may bring the rest of a
+        # sentence.
         self._tails = dict.fromkeys(self._to, b"")
         self._stopped, self._stop = os.pipe()
-        # the sentences that were found
-        self._found: set[bytes] = set()
-        # why ssh could not reach a host, in ssh's words. mpirun's own message only guesses at possible reasons.
+        # the members of SENTENCES that mpirun has printed
+        self._printed: set[bytes] = set()
+        # ssh's message about a host that it could not reach, or "". mpirun's own message only lists possible reasons.
         self.cause = ""
         self._thread = threading.Thread(target=self._pass_on, daemon=True)
 
     def start(self) -> None:
-        """Begin. mpirun must have been started: this closes our copies of its ends of the pipes."""
+        """Start the thread. Call it after mpirun has started: it closes our copies of mpirun's ends of the pipes."""
         if self.output is not None:
             os.close(self.output)
         os.close(self.errors)
         self._thread.start()
 
     def finish(self) -> None:
-        """Stop once all that is in the pipes has been passed on. Call it when mpirun has ended.
+        """Stop the thread once the pipes are empty. Call it when mpirun has ended. Does not block.
 
-        The pipes may stay open longer than mpirun lives, because its children have them too.
+        Without this call the thread might go on for long: children of mpirun that still run keep the pipes open.
         """
         os.close(self._stop)
 
     def has_finished(self, seconds: float) -> bool:
-        """True if all output has been passed on. Waits for that for at most `seconds`."""
+        """Wait for at most `seconds` until all output is passed on. True if it is."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     @property
-    def lost(self) -> bool:
-        """True if mpirun has said that it has lost a host."""
-        return not self._found.isdisjoint(LOST_SENTENCES)
+    def lost_host(self) -> bool:
+        """True if mpirun has printed that it has lost a host."""
+        return not self._printed.isdisjoint(LOST_SENTENCES)
 
     @property
-    def well(self) -> bool:
-        """True if a rank has said that the job has ended well without the lost ones."""
-        return world.WELL_WITHOUT in self._found
+    def survivors_ended_well(self) -> bool:
+        """True if a rank has printed that the job has ended well without the lost ranks."""
+        return world.WELL_WITHOUT in self._printed
 
     def _pass_on(self) -> None:
         """Pass on output until the streams have ended, or until `finish` was called and the pipes are empty."""
@@ -370,16 +369,16 @@ class OutputListener:
             ready = find_readable([*self._to, self._stopped])
             for stream in [stream for stream in ready if stream in self._to]:
                 data = os.read(stream, MOST_PIPED)
-                before, to = self._tails[stream], self._to[stream]
-                text = before + data
-                # prterun ends its last message with a NUL byte. grep would take a file with it for a binary file.
-                if to == 2:
+                tail, target = self._tails[stream], self._to[stream]
+                text = tail + data
+                # prterun ends its last message with a NUL byte, which would make a log file look binary to grep.
+                if target == 2:
                     text = text.replace(b"\n\0", b"\n")
-                self._found.update(sentence for sentence in SENTENCES if sentence in text)
-                if not self.cause and (line := OF_SSH.search(text)):
+                self._printed.update(sentence for sentence in SENTENCES if sentence in text)
+                if not self.cause and (line := SSH_ERROR.search(text)):
                     self.cause = line[1].decode(errors="replace")
                 self._tails[stream] = text[-LONGEST_SENTENCE:]
-                if not data or not _write_all(to, text[len(before) :]):
+                if not data or not _write_all(target, text[len(tail) :]):
                     del self._to[stream]
                     os.close(stream)
         for descriptor in (*self._to, self._stopped):
@@ -387,17 +386,17 @@ class OutputListener:
 
 
 def _write_all(file: int, data: bytes) -> bool:
-    """Write all of `data`, and wait while a pipe is full. False if nobody reads from the pipe any more.
+    """Write all of `data`, and wait while a pipe is full. False if the reader of the pipe has gone.
 
-    The caller then closes the pipe from mpirun, so that mpirun, too, sees that nobody reads.
+    The caller then closes the pipe from mpirun, so that mpirun gets the same error.
     """
     while data:
         try:
             data = data[os.write(file, data) :]
         except BlockingIOError:
-            room = select.poll()
-            room.register(file, select.POLLOUT)
-            room.poll()
+            writable = select.poll()
+            writable.register(file, select.POLLOUT)
+            writable.poll()
         except BrokenPipeError:
             return False
         except OSError:

@@ -1,9 +1,9 @@
-"""A job as our child: pass signals on to it, return its exit code, and leave nothing of it on this machine.
+"""Run mpirun as a child process: pass signals on to the job, return its exit code, and leave no process behind.
 
 The module `verdict` decides what the end of a rank means for the job. Signals are blocked and read one by one, so that
-each is passed on to the job once. All descendants of this process are found, killed and waited for at the end, also
-those whose parents have ended. While the job starts, its ranks are looked for among these descendants: if one ends
-before it can connect to `presence`, the others would wait for it in the start of MPI for ever.
+each is passed on to the job once. At the end all descendants of this process are killed and waited for, even those
+whose parents have ended. While the job starts, its ranks are looked for among these descendants (`UnconnectedRanks`):
+a rank may end before it connects to `Presence`, and then the other ranks would wait for it in MPI_Init for ever.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from mpips.collectives.clock import Clock
 from mpips.collectives.machine import find_readable, read_stat
 from mpips.collectives.recorder import folders
 from mpips.launch.machine import remove_leftovers, remove_session
-from mpips.launch.mpirun import environment_of_job
-from mpips.launch.running.presence import Death, OutputListener, Presence, status_of
-from mpips.launch.running.verdict import End, OneDeathEnds, OthersGoOn
+from mpips.launch.mpirun import make_environment
+from mpips.launch.running.presence import Death, OutputListener, Presence, read_status
+from mpips.launch.running.verdict import MpirunEnd, OrdinaryVerdict, SurvivingVerdict
 from mpips.store.world import launched_as
 
-# The longest wait between two looks at the job. Long enough to cost the job nothing.
+# The longest wait between two checks of the job, so that they cost the job no time.
 LOOK_SECONDS = 1.0
-# the shortest wait, while the job ends
+# the shortest wait between two checks, while the job ends
 NAP_SECONDS = 0.05
-# If some ranks are still missing, and no further one has appeared for this long, one has ended unseen.
-STARTING = 4.0
-# If no rank is there after this long, print that ranks are being started.
+# If ranks are missing, and no further rank has appeared for this many seconds, a rank has ended unseen.
+MISSING_SECONDS = 4.0
+# If no rank has connected after this many seconds, print that ranks are being started.
 SILENT_SECONDS = 3.0
-# the wait between two looks while ranks are starting
+# the wait between two checks while ranks are starting
 START_SECONDS = 0.05
-# how long a job may take to end after a signal, and then again mpirun, once its ranks have been killed
+# Seconds that a job may take to end after a signal before its ranks are killed, and that mpirun may take after that.
 GRACE = 5.0
-# the same for an mpirun whose ranks have all ended
-GRACE_OF_NOBODY = 0.4
+# the same if all ranks have ended already
+GRACE_WITHOUT_RANKS = 0.4
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 # struct signalfd_siginfo: signal number, errno, code
@@ -61,78 +61,82 @@ _libc = ctypes.CDLL(None, use_errno=True)
 LOG = log.get("mpips.launch")
 
 
-class Ended(NamedTuple):
-    """The end of a job."""
+class JobEnd(NamedTuple):
+    """How a job has ended."""
 
     # the exit code for the user; after a signal it is 128 plus the signal's number, as in shells
     code: int
-    # mpirun's own exit code, or minus the number of the signal that ended mpirun
-    returned: int
+    # the exit code of mpirun, or minus the number of the signal that ended mpirun
+    mpirun_code: int
     # the signal to this process that ended the job, or 0
-    heard: int
+    signal: int
     # what to print about the end; may be ""
     sentence: str
-    # the rank whose death by a signal has ended the job, in words; otherwise ""
+    # a description of the death that has ended the job, or ""
     death: str
 
 
 def run(
     argv: Sequence[str],
-    hopeless: Callable[[], bool] | None = None,
+    must_end: Callable[[], bool] | None = None,
     name: str = "",
     roles: Sequence[str] = (),
-    here: int = 0,
+    ranks_here: int = 0,
     spares: int = -1,
-) -> Ended:
-    """Run mpirun, and block until the job has ended. If it has failed, no process of it is left on this machine.
+) -> JobEnd:
+    """Run mpirun, and block until the job has ended. A job that has failed leaves no process on this machine.
 
-    A job that does not end within `GRACE` seconds of a signal is killed, with all that it has started here.
+    A job that does not end within `GRACE` seconds after a signal is killed, with all processes that it has started
+    here.
 
     Args:
         argv: The command line of mpirun.
-        hopeless: Called about every `LOOK_SECONDS`; when it returns True the job is ended.
+        must_end: Called about every `LOOK_SECONDS`. When it returns True, the job is ended.
         name: The command to name in "interrupted" after a signal.
         roles: The role of each rank, for messages about deaths.
-        here: How many ranks are certain to start on this machine. If there may be others, the output of mpirun is
-            passed through this process and searched for signs of lost hosts.
-        spares: How many of the last ranks are spares. With 0 or more the other ranks go on when one dies. With -1 the
-            job ends then.
+        ranks_here: How many ranks are certain to start on this machine. If there may be ranks on other hosts, the
+            output of mpirun is passed through this process and searched for sentences about lost hosts.
+        spares: How many of the last ranks are spares. With 0 or more, the remaining ranks go on when one dies. With
+            -1, the first death ends the job.
     """
-    all_here = here >= max(1, len(roles))
-    hands_over, began = _input_of_rank_0(argv) if all_here else -1, time.monotonic()
+    all_here = ranks_here >= max(1, len(roles))
+    began = time.monotonic()
+    input_of_rank_0 = _choose_input(argv) if all_here else -1
     LOG.info("job begins: %s", shlex.join(argv))
-    signals, presence = HeldSignals(), Presence(here, survives=spares >= 0, hands_over=hands_over)
-    verdict: OneDeathEnds | OthersGoOn
-    verdict = OneDeathEnds(presence, roles) if spares < 0 else OthersGoOn(presence, roles, spares)
+    signals = HeldSignals()
+    presence = Presence(ranks_here, survives=spares >= 0, input_of_rank_0=input_of_rank_0)
+    verdict: OrdinaryVerdict | SurvivingVerdict
+    verdict = OrdinaryVerdict(presence, roles) if spares < 0 else SurvivingVerdict(presence, roles, spares)
     try:
-        # If our standard error is closed, there is nothing to pass mpirun's messages on to.
-        listener = None if sys.stderr is None and all_here else OutputListener(errors_alone=all_here)
-        watched = Watched(argv, signals, presence, verdict, hopeless, listener, here if roles else 0, len(roles))
-        watched.until_it_ends()
+        # If this process has no standard error, there is nothing to pass mpirun's messages on to.
+        listener = None if sys.stderr is None and all_here else OutputListener(errors_only=all_here)
+        expected = ranks_here if roles else 0
+        job = RunningJob(argv, signals, presence, verdict, must_end, listener, expected, len(roles))
+        job.watch()
         presence.look()
-        end = watched.end()
+        end = job.end()
         code, sentence, death = verdict.code(end), verdict.sentence(end), verdict.death(end)
-        watched.clear(others=bool(code))
-        if code and not end.heard:
+        job.clean_up(kill=bool(code))
+        if code and not end.signal:
             folders.write_end(str(os.getpid()), death=death, sentence=sentence)
         LOG.info(
             "job has ended after %.1f s: code %d, mpirun's %d, %s",
             time.monotonic() - began,
             code,
-            end.returned,
+            end.mpirun_code,
             death or "no death that ended it",
         )
     finally:
         presence.close()
         signals.close()
-    if end.heard and code == 128 + end.heard and name:
+    if end.signal and code == 128 + end.signal and name:
         sentence = f"\n{name}: interrupted"
     elif sentence := sentence or ("" if code or presence.deaths else presence.remark):
         sentence = f"mpips: {sentence}"
-    return Ended(code, end.returned, end.heard, sentence, death)
+    return JobEnd(code, end.mpirun_code, end.signal, sentence, death)
 
 
-class Watched:
+class RunningJob:
     """A running job.
 
     Args:
@@ -140,9 +144,9 @@ class Watched:
         signals: The signals to this process.
         presence: The ranks on this machine.
         verdict: Decides when the job must end.
-        hopeless: See `run`.
-        listener: Passes on mpirun's output; None: mpirun has our own standard output and error.
-        speaking: How many ranks will connect to `presence`. 0 for programs that do not.
+        must_end: See `run`.
+        listener: Passes on mpirun's output. None: mpirun writes to this process's standard output and error itself.
+        expected: How many ranks will connect to `presence`; 0 for a program that does not connect.
         ranks: How many ranks the job has.
     """
 
@@ -151,212 +155,219 @@ class Watched:
         argv: Sequence[str],
         signals: HeldSignals,
         presence: Presence,
-        verdict: OneDeathEnds | OthersGoOn,
-        hopeless: Callable[[], bool] | None,
+        verdict: OrdinaryVerdict | SurvivingVerdict,
+        must_end: Callable[[], bool] | None,
         listener: OutputListener | None,
-        speaking: int,
+        expected: int,
         ranks: int,
     ) -> None:
-        self._speaking = speaking
+        self._expected = expected
         self._ranks = ranks
         self._listener = listener
         self._signals = signals
         self._presence = presence
         self._verdict = verdict
-        self._hopeless = hopeless
+        self._must_end = must_end
         # the signal to this process that ends the job, or 0
-        self._heard = 0
-        # True once we have told the job to end because of what its ranks did: one died, failed or never connected.
-        self._deserted = False
-        # The line about a slow start is still to be printed.
-        self._starts_silently = speaking > 0
+        self._signal = 0
+        # True once this process has told the job to end because a rank died, failed or never connected
+        self._ended_for_ranks = False
+        # True until "starting N ranks" has been printed or a rank has connected
+        self._announce_start = expected > 0
         self._clock = Clock()
-        # how many ranks are known while the job starts, and since when
+        # how many ranks are known while the job starts
         self._known = 0
-        self._since = 0.0
+        # the time at which the last of them appeared
+        self._known_since = 0.0
+        # the time of the current check
         self._now = 0.0
-        # when the job is killed if it has not ended by itself; infinite until it is told to end
-        self._ends_by = math.inf
-        # how long mpirun may live on after its ranks have been killed
+        # the time at which the job is killed if it has not ended by itself; infinite until it is told to end
+        self._deadline = math.inf
+        # seconds that mpirun may live on after its ranks have been killed
         self._grace = GRACE
         self._poll = select.poll()
         for source in (signals, presence):
             self._poll.register(source, select.POLLIN)
-        # When a descendant ends, its children become children of this process, and can be found and waited for.
+        # When a descendant ends, its children become children of this process. So they can be found and waited for.
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-        self._unheard = SilentRanks(presence.environment())
+        self._unconnected = UnconnectedRanks(presence.environment())
         self._began = time.time()
         output, errors = (listener.output, listener.errors) if listener else (None, None)
-        self._job = subprocess.Popen(
+        self._mpirun = subprocess.Popen(
             argv,
-            env={**environment_of_job(os.environ), **presence.environment(), folders.JOB: str(os.getpid())},
-            stdin=subprocess.DEVNULL if presence.hands_over >= 0 else None,
+            env={**make_environment(os.environ), **presence.environment(), folders.JOB: str(os.getpid())},
+            stdin=subprocess.DEVNULL if presence.input_of_rank_0 >= 0 else None,
             stdout=output,
             stderr=errors,
-            preexec_fn=_child_of(os.getpid(), signals.before),
+            preexec_fn=_prepare_child(os.getpid(), signals.before),
         )
         if listener:
             listener.start()
 
-    def end(self) -> End:
+    def end(self) -> MpirunEnd:
         """Return how mpirun has ended. Call it once.
 
-        Blocks until all output of mpirun is passed on, or until a signal comes.
+        Blocks until all output of mpirun is passed on, or until a signal arrives.
         """
-        lost = well = False
+        lost_host = survivors_ended_well = False
         cause = ""
         if listener := self._listener:
             listener.finish()
             while not listener.has_finished(NAP_SECONDS) and not any(n in ENDING for n, _ in self._signals.read()):
                 pass
-            # Output is listened to only if ranks may be on other hosts. A host that is lost after we have ended the job
-            # does not count.
+            # mpirun's output passes through the listener only if ranks may be on other hosts. A host that is lost after
+            # the job was told to end does not count.
             if listener.output is not None:
-                lost, well = listener.lost and self._ends_by == math.inf, listener.well
+                lost_host = listener.lost_host and self._deadline == math.inf
+                survivors_ended_well = listener.survivors_ended_well
             cause = listener.cause
-        return End(self._job.returncode, self._heard, self._deserted, lost, well, cause)
+        code = self._mpirun.returncode
+        return MpirunEnd(code, self._signal, self._ended_for_ranks, lost_host, survivors_ended_well, cause)
 
-    def until_it_ends(self) -> None:
-        """Watch the job, and end it when it has to end. Blocks until mpirun has ended."""
-        due = math.inf
-        while self._job.poll() is None:
-            patience = self._patience(due)
-            news = self._poll.poll(patience)
-            # While no limit was running this process may have slept for hours. A new clock does not take that for a
-            # time in which the process was stopped.
-            if patience is None:
+    def watch(self) -> None:
+        """Watch the job, and end it when it must end. Blocks until mpirun has ended."""
+        end_time = math.inf
+        while self._mpirun.poll() is None:
+            longest_wait = self._longest_wait(end_time)
+            events = self._poll.poll(longest_wait)
+            # Without a limit this process may have waited for hours. The old clock would take such a gap for a time in
+            # which the process was stopped.
+            if longest_wait is None:
                 self._clock = Clock()
             self._now = self._clock.seconds()
-            reap_orphans(self._job.pid)
+            reap_orphans(self._mpirun.pid)
             for number, by_terminal in self._signals.read():
                 self._pass_on(number, by_terminal)
             self._presence.look()
-            self._tell_of_a_slow_start()
-            if self._ends_by == math.inf and self._lacks_a_rank():
+            self._print_slow_start()
+            if self._deadline == math.inf and self._is_rank_missing():
                 # If some ranks are on other hosts, it is not known which one is missing.
-                if self._speaking == self._ranks:
-                    missing = {*range(self._ranks)} - self._presence.heard - self._unheard.ranks()
+                if self._expected == self._ranks:
+                    missing = {*range(self._ranks)} - self._presence.connected - self._unconnected.ranks()
                     self._presence.deaths += [Death(rank, None) for rank in sorted(missing)[:1]]
-                self._deserted = True
-                self._end(GRACE_OF_NOBODY)
-            # Ask the verdict only now, after everything above that reads what ranks say. Otherwise the job could hang:
+                self._ended_for_ranks = True
+                self._end(GRACE_WITHOUT_RANKS)
+            # Ask the verdict only after all code above that reads what ranks have sent. In another order the job could
+            # hang:
             # 1. The verdict is asked, and no rank has died yet.
-            # 2. The last rank connects and dies, and the search for starting ranks reads both.
-            # 3. All ranks have connected, so the next wait has no limit, and nothing is left to read that would end it.
-            if not self._heard and not self._deserted:
+            # 2. The last rank connects and dies. `_is_rank_missing` reads both.
+            # 3. All ranks have connected, so the next wait has no time limit, and no event is left that would end it.
+            if not self._signal and not self._ended_for_ranks:
                 for kind, sentence in self._verdict.news():
                     LOG.info("%s: %s", kind, sentence)
-                    tell(f"mpips: {sentence}")
-            due = self._verdict.due(self._now)
-            if self._now >= due and self._ends_by == math.inf:
-                self._deserted = True
-                self._end(GRACE_OF_NOBODY if self._verdict.nobody_works() else GRACE)
-            if not news and self._hopeless and self._hopeless():
+                    print_error(f"mpips: {sentence}")
+            end_time = self._verdict.end_time(self._now)
+            if self._now >= end_time and self._deadline == math.inf:
+                self._ended_for_ranks = True
+                self._end(GRACE_WITHOUT_RANKS if self._verdict.is_work_over() else GRACE)
+            if not events and self._must_end and self._must_end():
                 self._end(GRACE)
-            late = self._now - self._ends_by
-            # Kill the ranks first and mpirun only after another grace time, so that it can remove its files.
+            late = self._now - self._deadline
+            # Kill the ranks first, and mpirun only after the grace time, so that mpirun can remove its files.
             if late > 0:
-                kill_descendants(spared=0 if late > self._grace else self._job.pid)
-        self._unheard.close()
-        if self._ends_by < math.inf or self._job.returncode < 0:
-            self.clear()
+                kill_descendants(spared=0 if late > self._grace else self._mpirun.pid)
+        self._unconnected.close()
+        if self._deadline < math.inf or self._mpirun.returncode < 0:
+            self.clean_up()
 
-    def clear(self, others: bool = True) -> None:
-        """Remove the shared memory of the job after it has ended and, with `others`, kill the processes it has left."""
-        if others:
+    def clean_up(self, kill: bool = True) -> None:
+        """Remove the shared memory of the job after it has ended. With `kill`, first kill the processes it has left."""
+        if kill:
             end_descendants(GRACE)
-        remove_leftovers(self._job.pid, self._began)
+        remove_leftovers(self._mpirun.pid, self._began)
 
-    def _lacks_a_rank(self) -> bool:
+    def _is_rank_missing(self) -> bool:
         """True if a rank ended while the job was starting, before it connected and before its process was seen.
 
         This happens as follows:
 
         1. mpirun starts all ranks.
-        2. A signal ends one of them while its Python starts. It has not connected to `presence`, and this process has
-           not seen it among its descendants.
-        3. The other ranks start MPI and wait for it for ever.
+        2. A signal ends one of them while its Python starts. The rank has not connected to `Presence`, and this process
+           has not seen it among its descendants.
+        3. The other ranks start MPI and wait for this rank for ever.
 
-        The loss is noticed because fewer ranks than expected are known for `STARTING` seconds. A rank
-        whose process was seen before it ended is added to the deaths instead.
+        The loss is noticed because fewer ranks than expected are known for `MISSING_SECONDS`. A rank whose process was
+        seen before it ended is added to the deaths instead.
         """
         presence = self._presence
         if not self._is_starting():
             return False
-        ended = [*self._unheard.look(presence.heard)]
-        # They may have connected just before they ended.
+        ended = [*self._unconnected.look(presence.connected)]
+        # These ranks may have connected just before they ended.
         presence.look()
-        presence.deaths += [death for death in ended if death.rank not in presence.heard]
-        known = len(self._unheard.ranks()) + len(presence.heard) + len(presence.deaths)
-        if not 0 < known < self._speaking or presence.deaths or known != self._known:
-            self._known, self._since = known, self._now
-        return self._now > self._since + STARTING
+        presence.deaths += [death for death in ended if death.rank not in presence.connected]
+        known = len(self._unconnected.ranks()) + len(presence.connected) + len(presence.deaths)
+        if not 0 < known < self._expected or presence.deaths or known != self._known:
+            self._known, self._known_since = known, self._now
+        return self._now > self._known_since + MISSING_SECONDS
 
-    def _tell_of_a_slow_start(self) -> None:
-        """Print once that ranks are being started, if after `SILENT_SECONDS` none has connected yet."""
-        if self._starts_silently and not self._presence.heard and time.time() >= self._began + SILENT_SECONDS:
-            self._starts_silently, here = False, self._speaking
-            where = " on this machine" if here == self._ranks else f", {here} of them on this machine"
-            tell(f"mpips: starting {self._ranks} rank{'s' * (self._ranks > 1)}{where}")
+    def _print_slow_start(self) -> None:
+        """Print once that ranks are being started, if none has connected after `SILENT_SECONDS`."""
+        if self._announce_start and not self._presence.connected and time.time() >= self._began + SILENT_SECONDS:
+            self._announce_start = False
+            all_here = self._expected == self._ranks
+            where = " on this machine" if all_here else f", {self._expected} of them on this machine"
+            print_error(f"mpips: starting {self._ranks} rank{'s' * (self._ranks > 1)}{where}")
 
     def _is_starting(self) -> bool:
         """True before MPI has started, as long as some ranks have not connected."""
-        return not self._presence.started and len(self._presence.heard) < self._speaking
+        return not self._presence.started and len(self._presence.connected) < self._expected
 
-    def _patience(self, due: float) -> float | None:
-        """Return the longest time to wait for news, in milliseconds; None: until there is news."""
+    def _longest_wait(self, end_time: float) -> float | None:
+        """Return how many milliseconds to wait for an event at most. None: there is no limit."""
         starting = self._is_starting()
-        if not starting and self._hopeless is None and min(due, self._ends_by) == math.inf:
+        next_time = min(end_time, self._deadline)
+        if not starting and self._must_end is None and next_time == math.inf:
             return None
         longest = START_SECONDS if starting else LOOK_SECONDS
-        return 1000 * min(longest, max(NAP_SECONDS, min(due, self._ends_by) - self._now))
+        return 1000 * min(longest, max(NAP_SECONDS, next_time - self._now))
 
     def _pass_on(self, number: int, by_terminal: bool) -> None:
-        # These go to the ranks themselves, because MPICH's mpirun would die of one.
+        # SIGUSR1 and SIGUSR2 go to the ranks directly, because they would kill MPICH's mpirun.
         if number in PASSED_ON:
-            for pid in self._presence.pids() or [self._job.pid]:
+            for pid in self._presence.pids() or [self._mpirun.pid]:
                 send_signal(pid, number)
             return
-        if not self._heard:
+        if not self._signal:
             folders.write_end(str(os.getpid()), heard=signal.Signals(number).name)
-        self._heard = number
-        self._ends_by = min(self._ends_by, self._now + GRACE)
-        # A signal from the terminal has reached mpirun as well.
+        self._signal = number
+        self._deadline = min(self._deadline, self._now + GRACE)
+        # The terminal has sent its signal to mpirun as well.
         if not by_terminal:
-            self._job.send_signal(number)
+            self._mpirun.send_signal(number)
 
     def _end(self, grace: float) -> None:
-        """Tell mpirun to end. After `grace` seconds its ranks are killed, and after twice that mpirun."""
-        if self._ends_by == math.inf:
-            self._job.terminate()
+        """Tell mpirun to end. Its ranks are killed after `grace` seconds, and mpirun after twice that time."""
+        if self._deadline == math.inf:
+            self._mpirun.terminate()
             self._grace = grace
-            self._ends_by = self._now + grace
+            self._deadline = self._now + grace
 
 
-def _input_of_rank_0(argv: Sequence[str]) -> int:
-    """Return the descriptor to give to rank 0 as its standard input, or -1 if mpirun shall pass on ours.
+def _choose_input(argv: Sequence[str]) -> int:
+    """Return the file descriptor that rank 0 gets as its standard input, or -1 if mpirun passes on its own input.
 
-    mpirun reads all of its input, even lines that the next command of a shell loop should get, and Open MPI's does not
-    pass on the end of it. So rank 0 gets the file itself. mpirun still has to pass on a terminal, because ranks may not
-    read from it by themselves, and it does if its own options ask for that.
+    mpirun reads its whole input, even lines that are meant for the next command of a shell loop, and Open MPI's mpirun
+    does not pass on the end of the input. So rank 0 gets the file itself. There are two exceptions: ranks may not read
+    from a terminal by themselves, and mpirun's own options may say which rank gets the input.
     """
-    words = takewhile(lambda word: word != sys.executable, argv)
-    if os.isatty(0) or not {"--stdin", "-stdin", "-s"}.isdisjoint(words):
+    options = takewhile(lambda word: word != sys.executable, argv)
+    if os.isatty(0) or not {"--stdin", "-stdin", "-s"}.isdisjoint(options):
         return -1
     # sys.stdin is None if this process was started with standard input closed.
     return 0 if sys.stdin is not None else os.open(os.devnull, os.O_RDONLY)
 
 
-def _child_of(parent: int, mask: Iterable[int]) -> Callable[[], None]:
-    """Return a function for a child to run between fork and exec.
+def _prepare_child(parent: int, mask: Iterable[int]) -> Callable[[], None]:
+    """Return a function that the child process runs between fork and exec.
 
-    The child gets SIGTERM when this process ends, and the signal mask `mask`. It also removes the session folder that
-    an earlier mpirun with the same pid has left, with which Open MPI would not start.
+    The function asks the kernel to send SIGTERM when `parent` ends, and sets the signal mask. It also removes the
+    session folder of an earlier mpirun with the same pid: Open MPI does not start if such a folder exists.
     """
 
     def prepare() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        # The parent may have ended before prctl, and then no signal comes.
+        # If the parent ended before prctl, no signal will come.
         if os.getppid() != parent:
             os._exit(1)
         remove_session(os.getpid())
@@ -365,9 +376,9 @@ def _child_of(parent: int, mask: Iterable[int]) -> Callable[[], None]:
     return prepare
 
 
-def tell(text: str) -> None:
+def print_error(text: str) -> None:
     """Write a line to standard error. Writes nothing if `text` is empty."""
-    # The terminal may be gone.
+    # The terminal may have been closed.
     with suppress(OSError):
         os.write(2, f"{text}\n".encode() if text else b"")
 
@@ -377,14 +388,15 @@ class HeldSignals:
 
     These are the signals that end a process (`ENDING`), those that go to the ranks (`PASSED_ON`), and SIGCHLD. Signals
     that this process ignores, as under nohup, stay ignored. The object can be polled: it is readable when a signal has
-    come. `close` restores the signal mask.
+    arrived. `close` restores the signal mask.
     """
 
     def __init__(self) -> None:
         numbers = [number for number in (*ENDING, *PASSED_ON) if signal.getsignal(number) != signal.SIG_IGN]
-        self._held = {*numbers, signal.SIGCHLD}
-        self.before = signal.pthread_sigmask(signal.SIG_BLOCK, self._held)
-        bits = sum(1 << (number - 1) for number in self._held)
+        self._blocked = {*numbers, signal.SIGCHLD}
+        # the signal mask before
+        self.before = signal.pthread_sigmask(signal.SIG_BLOCK, self._blocked)
+        bits = sum(1 << (number - 1) for number in self._blocked)
         self._fd = _libc.signalfd(-1, bits.to_bytes(MASK_BYTES, "little"), os.O_CLOEXEC | os.O_NONBLOCK)
         if self._fd < 0:
             signal.pthread_sigmask(signal.SIG_SETMASK, self.before)
@@ -394,16 +406,16 @@ class HeldSignals:
         return self._fd
 
     def read(self) -> Iterator[tuple[int, bool]]:
-        """Yield the number of each signal that has come, except SIGCHLD, and True if a terminal sent it.
+        """Yield the number of each signal that has arrived, except SIGCHLD, and True if a terminal sent it.
 
-        A terminal sends a signal to all processes of the job, another process sends it to this process alone.
+        A terminal sends a signal to all processes of the job. Any other sender sends it to this process alone.
         """
         while True:
             try:
                 number, _, code = SIGNAL_RECORD.unpack(os.read(self._fd, SIGNAL_RECORD.size))
             except BlockingIOError:
                 return
-            # A code above 0 (SI_KERNEL) means that the kernel sent it, as for Ctrl-C.
+            # A code above 0 (SI_KERNEL) means that the kernel sent the signal, as it does for Ctrl-C.
             if number != signal.SIGCHLD:
                 yield number, code > 0
 
@@ -427,7 +439,7 @@ def kill_descendants(spared: int = 0) -> None:
 def end_descendants(seconds: float) -> None:
     """Kill all descendants of this process, and wait until they have ended, for at most `seconds`."""
     clock = Clock()
-    # waitpid raises ChildProcessError when none is left.
+    # waitpid raises ChildProcessError when this process has no children left.
     with suppress(ChildProcessError):
         while clock.seconds() < seconds:
             kill_descendants()
@@ -441,8 +453,8 @@ def reap_orphans(spared: int) -> None:
 
     Stops at `spared`, a child whose status subprocess.Popen still has to collect.
     """
-    look = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    while (ended := os.waitid(os.P_ALL, 0, look)) and ended.si_pid != spared:
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    while (ended := os.waitid(os.P_ALL, 0, options)) and ended.si_pid != spared:
         os.waitpid(ended.si_pid, 0)
 
 
@@ -450,62 +462,62 @@ def find_descendants() -> list[int]:
     """Return the pids of all descendants of this process that have not ended."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        # A process that has ended in the meantime is left out.
+        # A process that has ended in the meantime has no such file any more.
         with suppress(OSError):
             state, parent = read_stat(int(stat.parent.name))[:2]
             if state != b"Z":
                 children.setdefault(int(parent), []).append(int(stat.parent.name))
-    found = children.get(os.getpid(), [])
-    for pid in found:
-        found.extend(children.get(pid, ()))
-    return found
+    descendants = children.get(os.getpid(), [])
+    for pid in descendants:
+        descendants.extend(children.get(pid, ()))
+    return descendants
 
 
-class SilentRanks:
-    """Ranks of a job that are found among the descendants of this process before they connect to `Presence`.
+class UnconnectedRanks:
+    """The ranks of a job among the descendants of this process that have not connected to `Presence` yet.
 
-    A process is a rank if a launcher's variables in its environment say so, and if it has the variables `environment`
-    of the job.
+    A process is a rank of the job if its environment has the variables in `environment`, and also those by which a
+    launcher tells a process its rank.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._mark = {f"{name}={value}" for name, value in environment.items()}
-        # pid -> (rank, pidfd that tells when the process ends)
+        # pid -> (rank, a pidfd of the process)
         self._known: dict[int, tuple[int, int]] = {}
 
     def ranks(self) -> set[int]:
-        """Return the ranks that were running at the last look."""
+        """Return the numbers of the ranks that were running at the last call of `look`."""
         return {rank for rank, _ in self._known.values()}
 
-    def look(self, heard: Container[int]) -> Iterator[Death]:
-        """Look for new ranks, and yield those that have ended since the last look.
+    def look(self, connected: Container[int]) -> Iterator[Death]:
+        """Look for new ranks, and yield the deaths of those that have ended since the last call.
 
-        Ranks in `heard` are left out: they have connected by now.
+        Ranks in `connected` are left out, because `Presence` watches them.
         """
         for pid in set(find_descendants()) - self._known.keys():
             rank = self._rank(pid)
-            if rank >= 0 and rank not in heard:
+            if rank >= 0 and rank not in connected:
                 # pidfd_open fails if the process has ended already.
                 with suppress(OSError):
                     self._known[pid] = rank, os.pidfd_open(pid)
-        for pid, (rank, descriptor) in list(self._known.items()):
-            ended = bool(find_readable([descriptor], 0))
-            if ended and rank not in heard and (status := status_of(pid, descriptor)) != 0:
+        for pid, (rank, pidfd) in list(self._known.items()):
+            ended = bool(find_readable([pidfd], 0))
+            if ended and rank not in connected and (status := read_status(pid, pidfd)) != 0:
                 yield Death(rank, status)
-            if ended or rank in heard:
-                os.close(descriptor)
+            if ended or rank in connected:
+                os.close(pidfd)
                 del self._known[pid]
 
     def close(self) -> None:
-        for _, descriptor in self._known.values():
-            os.close(descriptor)
+        for _, pidfd in self._known.values():
+            os.close(pidfd)
         self._known.clear()
 
     def _rank(self, pid: int) -> int:
         """Return the rank of a process, or -1 if it is not a rank of the job."""
         try:
-            words = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+            variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
         except OSError:
             return -1
-        place = launched_as(dict(word.partition("=")[::2] for word in words if "=" in word))
-        return place[0] if place and self._mark <= set(words) else -1
+        place = launched_as(dict(variable.partition("=")[::2] for variable in variables if "=" in variable))
+        return place[0] if place and self._mark <= set(variables) else -1

@@ -1,7 +1,7 @@
-"""Ranks' ends and what they mean for a job: when it has to be ended, its exit code, and the messages about it.
+"""Decide what the end of a rank means for its job: when the job must end, its exit code, and the messages about it.
 
-In an ordinary job the first death of a rank ends the job (`OneDeathEnds`). With --spares the other ranks go on, and the
-job ends when no rank is left that works (`OthersGoOn`). Both classes have the same methods.
+In an ordinary job the first death of a rank ends the job (`OrdinaryVerdict`). With --spares the remaining ranks go on,
+and the job ends when none of them has work left (`SurvivingVerdict`). Both classes have the same methods.
 """
 
 from __future__ import annotations
@@ -13,244 +13,258 @@ from typing import NamedTuple
 
 from mpips.launch.running.presence import Death, Presence
 
-# How many seconds mpirun has to end the job by itself:
-# after the death of a rank,
+# The next four constants say how many seconds mpirun has to end the job by itself, before `mpips run` does it.
+# After the death of a rank:
 AFTER_A_DEATH = 4.0
-# after a death before MPI has started, when MPICH's mpirun does not end the job,
+# After a death before MPI has started. In this case MPICH's mpirun does not end the job.
 BEFORE_THE_START = 1.0
-# after a rank has said that it fails: it is then ending the job itself,
+# After a rank has reported a failure. The rank is then ending the job itself.
 AFTER_A_FAILURE = 20.0
-# and after deaths that leave no rank that works.
+# After deaths that leave no rank with work:
 AFTER_THE_LAST = 1.5
 LOST = "mpirun has lost a host"
-# the exit code of a job that has lost a host, if mpirun's is 0
+# the exit code of a job that has lost a host, if that of mpirun is 0
 LOST_CODE = 1
-# MPICH's mpirun exits with the number of the signal that ended a rank. These numbers are taken for signals.
+# MPICH's mpirun exits with the bare number of the signal that ended a rank. Only these numbers are taken for signals.
 BARE_CODES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGTERM)
 
 
-class End(NamedTuple):
-    """The end of mpirun."""
+class MpirunEnd(NamedTuple):
+    """How mpirun has ended."""
 
-    # its exit code, or minus the number of the signal that ended it
-    returned: int
+    # mpirun's exit code, or minus the number of the signal that ended mpirun
+    mpirun_code: int
     # the signal to `mpips run` that ended the job, or 0
-    heard: int = 0
-    # `mpips run` has ended the job because of its ranks
-    deserted: bool = False
-    # mpirun has lost a host, and nobody had ended the job before
-    lost: bool = False
-    # the ranks on other hosts have said that the job has ended well
-    well: bool = False
-    # what ssh has said about the lost host
+    signal: int = 0
+    # `mpips run` has ended the job because a rank died, failed or never connected
+    ended_for_ranks: bool = False
+    # mpirun has lost a host while the job was running
+    lost_host: bool = False
+    # a rank on another host has reported that the job has ended well without the lost ranks
+    survivors_ended_well: bool = False
+    # ssh's message about the lost host, or ""
     cause: str = ""
 
     @property
     def loss(self) -> str:
-        """The sentence about the lost host."""
+        """A description of the loss of a host."""
         return f"{LOST} ({self.cause})" if self.cause else LOST
 
 
-class OneDeathEnds:
-    """The verdict on a job that ends when one of its ranks dies. `roles[i]` is the role of rank i."""
+class OrdinaryVerdict:
+    """The verdict on a job that ends when one of its ranks dies.
+
+    Args:
+        presence: The ranks on this machine.
+        roles: The role of each rank, for messages.
+    """
 
     def __init__(self, presence: Presence, roles: Sequence[str] = ()) -> None:
         self._presence = presence
         self._roles = roles
-        self._due = math.inf
+        self._end_time = math.inf
 
-    def due(self, now: float) -> float:
-        """Return the time at which `mpips run` has to end the job. Infinite as long as it may go on."""
-        if self._presence.deaths and self._due == math.inf:
-            waits = AFTER_A_DEATH if self._presence.started else BEFORE_THE_START
-            self._due = now + (AFTER_A_FAILURE if self._presence.code else waits)
-        return self._due
+    def end_time(self, now: float) -> float:
+        """Return the time at which `mpips run` must end the job. Infinite as long as the job may go on.
 
-    def nobody_works(self) -> bool:
-        """True if it is certain that no rank is left that has something to do."""
+        `now` is the current time on the same clock.
+        """
+        if self._presence.deaths and self._end_time == math.inf:
+            delay = AFTER_A_DEATH if self._presence.started else BEFORE_THE_START
+            self._end_time = now + (AFTER_A_FAILURE if self._presence.code else delay)
+        return self._end_time
+
+    def is_work_over(self) -> bool:
+        """True if it is certain that no rank has work left."""
         return False
 
     def news(self) -> Iterator[tuple[str, str]]:
-        """Yield what has happened since the last call in a job that goes on: the kind of event, and a sentence."""
+        """Yield the events since the last call in a job that goes on after deaths: a kind and a sentence for each."""
         return iter(())
 
-    def code(self, end: End) -> int:
-        """Return the exit code of the job, in the way of shells: 128 plus the number of a signal.
+    def code(self, end: MpirunEnd) -> int:
+        """Return the exit code of the job. After a signal it is 128 plus the signal's number, as in shells.
 
-        What ranks have said counts more than mpirun's exit code, which may be 0 after an interrupt (MPICH).
+        Reports of ranks count more than mpirun's exit code, which may be 0 after an interrupt (MPICH).
         """
-        code, presence = end.returned, self._presence
-        if end.heard and (code or not presence.everyone_left_well()):
-            return 128 + end.heard
-        # mpirun may have crashed while it ended the other ranks, so the rank's own code is preferred.
+        code, presence = end.mpirun_code, self._presence
+        if end.signal and (code or not presence.have_all_ended_well()):
+            return 128 + end.signal
+        # mpirun may crash while it ends the other ranks. So the code that the failing rank has sent is preferred.
         if code and presence.code:
             return presence.code
-        if presence.deaths and (end.deserted or (code and presence.deaths[0].signal == signal.SIGINT)):
-            return _code_of(presence.deaths[0])
-        if end.lost and not code:
+        if presence.deaths and (end.ended_for_ranks or (code and presence.deaths[0].signal == signal.SIGINT)):
+            return _exit_code(presence.deaths[0])
+        if end.lost_host and not code:
             return LOST_CODE
         return code if code >= 0 else 128 - code
 
-    def sentence(self, end: End) -> str:
-        """Return the sentence about the death that ended the job, or "" if none did or if it was printed already."""
-        if end.lost:
+    def sentence(self, end: MpirunEnd) -> str:
+        """Return the sentence about the death that ended the job. "" if no death did, or if it was printed already."""
+        if end.lost_host:
             return f"{end.loss}: the job has ended"
-        death = self._first(end)
-        return f"{_named(death, self._roles, self.code(end))}: the job has ended" if death else ""
+        death = self._first_death(end)
+        return f"{_describe(death, self._roles, self.code(end))}: the job has ended" if death else ""
 
-    def death(self, end: End) -> str:
+    def death(self, end: MpirunEnd) -> str:
         """Return a description of the death of a rank or the loss of a host that has ended the job, or "".
 
-        A rank that exited with a code of its own does not count: a restart would only repeat that.
+        `mpips run --restarts` starts the job again after such a death. So a rank that exited with a code of its own
+        does not count: after a restart it would do the same again.
         """
-        if end.lost:
+        if end.lost_host:
             return end.loss
-        death = self._first(end)
-        return _named(death, self._roles, self.code(end)) if death and death.code is None else ""
+        death = self._first_death(end)
+        return _describe(death, self._roles, self.code(end)) if death and death.code is None else ""
 
-    def _first(self, end: End) -> Death | None:
-        """Return the death that ended the job, or None if something else did or if a rank has reported its failure.
+    def _first_death(self, end: MpirunEnd) -> Death | None:
+        """Return the death that ended the job. None if something else did, or if a rank has reported a failure.
 
-        mpirun ends the other ranks by signals, and they may be seen to end before the one that died first. So the order
-        of deaths does not tell which was the first. A rank whose exit code is also mpirun's was the first.
+        After a death mpirun ends the other ranks by signals. This process may see the ends of those ranks before the
+        end of the rank that died first, so the order of deaths does not tell which rank it was. If a rank and mpirun
+        have the same exit code, it was this rank.
         """
-        deaths, code = self._presence.deaths, end.returned
-        if end.heard or not deaths or self._presence.code:
+        deaths, code = self._presence.deaths, end.mpirun_code
+        if end.signal or not deaths or self._presence.code:
             return None
-        if end.deserted:
+        if end.ended_for_ranks:
             return deaths[0]
-        left = next((death for death in deaths if code and death.code == code), None)
-        if left or not signal_in(code):
-            return left
+        exited = next((death for death in deaths if code and death.code == code), None)
+        if exited or not find_signal(code):
+            return exited
         return next((death for death in deaths if code <= 128 or death.signal in (0, code - 128)), None)
 
 
-class OthersGoOn:
-    """The verdict on a job whose other ranks go on when one dies. The last `spares` ranks are spares.
+class SurvivingVerdict:
+    """The verdict on a job whose remaining ranks go on when one dies. The last `spares` ranks are spares.
 
-    It ends at the latest when no rank works any more. If some ranks are on other hosts, only mpirun can tell that.
+    The job ends when no rank has work left. If some ranks are on other hosts, only mpirun notices this.
     """
 
     def __init__(self, presence: Presence, roles: Sequence[str], spares: int) -> None:
         self._presence = presence
         self._roles = roles
-        # the ranks that work from the beginning
+        # numbers of the ranks that are not spares
         self._working = range(len(roles) - spares)
         self._spares = {*range(len(roles))} - {*self._working}
-        self._all_here = presence.here == len(roles)
-        # how many deaths, and how many places taken by spares, `news` has yielded
-        self._told = 0
-        self._placed = 0
-        self._due = math.inf
+        self._all_are_local = presence.ranks_here == len(roles)
+        # how many deaths `news` has yielded
+        self._reported_deaths = 0
+        # how many replacements by spares `news` has yielded
+        self._reported_replacements = 0
+        self._end_time = math.inf
 
-    def due(self, now: float) -> float:
+    def end_time(self, now: float) -> float:
         presence = self._presence
-        if presence.failed or self._leaver() or (presence.deaths and self.nobody_works()):
-            self._due = min(self._due, now + AFTER_THE_LAST)
+        if presence.failed or self._first_exit() or (presence.deaths and self.is_work_over()):
+            self._end_time = min(self._end_time, now + AFTER_THE_LAST)
         elif presence.code is not None:
-            self._due = min(self._due, now + AFTER_A_FAILURE)
-        return self._due
+            self._end_time = min(self._end_time, now + AFTER_A_FAILURE)
+        return self._end_time
 
-    def _leaver(self) -> Death | None:
-        """Return the first death of a rank that exited with a code, as by os._exit, or None.
+    def _first_exit(self) -> Death | None:
+        """Return the first death of a rank that exited with a code other than 0, as by os._exit, or None.
 
-        MPI does not notice such a death, and the other ranks would wait for that rank.
+        MPI does not notice such an exit, and the other ranks would wait for the rank for ever.
         """
         return next((death for death in self._presence.deaths if death.code), None)
 
-    def nobody_works(self) -> bool:
-        """True if it is certain that no rank is left that works.
+    def is_work_over(self) -> bool:
+        """True if it is certain that no rank has work left.
 
-        Also true if a rank has died before MPI has started, because the others wait for it in the start of MPI.
+        Also true if a rank has died before MPI has started: the others wait for it in MPI_Init for ever.
         """
         presence = self._presence
         begun = presence.started or not presence.deaths
-        return self._all_here and (not begun or presence.is_idle(self._working))
+        return self._all_are_local and (not begun or presence.is_idle(self._working))
 
     def news(self) -> Iterator[tuple[str, str]]:
         deaths = self._presence.deaths
-        while self._told < len(deaths) and self._presence.code is None:
-            death, self._told = deaths[self._told], self._told + 1
-            goes_on = not (self._leaver() or self.nobody_works())
-            none = "; no spare is left" if goes_on and self._spares and not self._spares_left() else ""
+        while self._reported_deaths < len(deaths) and self._presence.code is None:
+            death = deaths[self._reported_deaths]
+            self._reported_deaths += 1
+            goes_on = not (self._first_exit() or self.is_work_over())
+            no_spare = "; no spare is left" if goes_on and self._spares and not self._spares_left() else ""
             after = "; the others go on" if goes_on else ": the job ends"
-            yield "death seen", f"{_named(death, self._roles)}{none}{after}"
-        for taken in self._presence.taken[self._placed :]:
-            self._placed += 1
-            step, left = f", from step {taken.step} on" if taken.step >= 0 else "", self._spares_left()
-            yield "place taken", f"rank {taken.rank} (spare) has become a {taken.role}{step}; spares left: {left}"
+            yield "death seen", f"{_describe(death, self._roles)}{no_spare}{after}"
+        for new in self._presence.replacements[self._reported_replacements :]:
+            self._reported_replacements += 1
+            step = f", from step {new.step} on" if new.step >= 0 else ""
+            left = self._spares_left()
+            yield "place taken", f"rank {new.rank} (spare) has become a {new.role}{step}; spares left: {left}"
 
     def _spares_left(self) -> int:
-        used = {taken.rank for taken in self._presence.taken} | {death.rank for death in self._presence.deaths}
+        used = {new.rank for new in self._presence.replacements} | {death.rank for death in self._presence.deaths}
         return len(self._spares - used)
 
-    def code(self, end: End) -> int:
-        """Return the exit code of the job: that of a rank that failed, or else 0 if any rank has ended well.
+    def code(self, end: MpirunEnd) -> int:
+        """Return the exit code of the job: the code of a rank that failed, or else 0 if any rank has ended well.
 
-        A job whose mpirun was killed has failed.
+        The job has also failed if its mpirun was killed.
         """
         presence = self._presence
-        if end.heard and (end.returned or presence.deaths):
-            return 128 + end.heard
-        if end.returned < 0 and not end.deserted:
-            return 128 - end.returned
+        if end.signal and (end.mpirun_code or presence.deaths):
+            return 128 + end.signal
+        if end.mpirun_code < 0 and not end.ended_for_ranks:
+            return 128 - end.mpirun_code
         if presence.code is not None:
             return presence.code
-        if leaver := self._leaver():
-            return _code_of(leaver)
-        if end.deserted or self._all_here:
-            if presence.well:
+        if death := self._first_exit():
+            return _exit_code(death)
+        if end.ended_for_ranks or self._all_are_local:
+            if presence.ended_well:
                 return 0
             if presence.deaths:
-                return _code_of(presence.deaths[0])
-        if end.deserted:
+                return _exit_code(presence.deaths[0])
+        if end.ended_for_ranks:
             return 1
-        if end.lost:
-            return end.returned or LOST_CODE if self._lost(end) else 0
-        return end.returned if end.returned >= 0 else 128 - end.returned
+        if end.lost_host:
+            return end.mpirun_code or LOST_CODE if self._host_loss_ended_job(end) else 0
+        return end.mpirun_code if end.mpirun_code >= 0 else 128 - end.mpirun_code
 
-    def sentence(self, end: End) -> str:
+    def sentence(self, end: MpirunEnd) -> str:
         presence = self._presence
-        if end.returned < 0 and not end.deserted:
-            return f"mpirun was ended by {signal.Signals(-end.returned).name}: the job has ended"
-        if self._lost(end):
+        if end.mpirun_code < 0 and not end.ended_for_ranks:
+            return f"mpirun was ended by {signal.Signals(-end.mpirun_code).name}: the job has ended"
+        if self._host_loss_ended_job(end):
             return f"{end.loss}: the job has ended"
-        if self._leaver():
+        if self._first_exit():
             return ""
-        early = end.deserted and not presence.started
-        if not (presence.deaths or early) or presence.well or presence.code is not None or end.heard:
+        early = end.ended_for_ranks and not presence.started
+        if not (presence.deaths or early) or presence.ended_well or presence.code is not None or end.signal:
             return ""
-        return f"{'no rank is left that works' if presence.started else 'MPI had not started'}: the job has ended"
+        return f"{'no working rank is left' if presence.started else 'MPI had not started'}: the job has ended"
 
-    def death(self, end: End) -> str:
+    def death(self, end: MpirunEnd) -> str:
         """Return a description of the last death before the job failed, or "".
 
-        If a rank raised an exception after deaths, the others could not go on without the dead ranks. So the exception
-        counts as a consequence of the last death.
+        If a rank raised an exception after deaths, it could not go on without the dead ranks. So the last death counts
+        as the cause of the exception.
         """
         presence = self._presence
-        if end.heard or not self.code(end):
+        if end.signal or not self.code(end):
             return ""
-        if self._lost(end):
+        if self._host_loss_ended_job(end):
             return end.loss
-        before = presence.deaths[: self._told] if presence.code is not None else presence.deaths[: max(self._told, 1)]
+        reported = self._reported_deaths if presence.code is not None else max(self._reported_deaths, 1)
+        before = presence.deaths[:reported]
         last = next((death for death in reversed(before) if death.code is None), None)
-        return _named(last, self._roles) if last else ""
+        return _describe(last, self._roles) if last else ""
 
-    def _lost(self, end: End) -> bool:
-        """True if the loss of a host has ended the job. It has not if any other rank has ended well."""
-        return end.lost and not (end.well or self._presence.well)
+    def _host_loss_ended_job(self, end: MpirunEnd) -> bool:
+        """True if the loss of a host has ended the job. False if any rank has ended well nevertheless."""
+        return end.lost_host and not (end.survivors_ended_well or self._presence.ended_well)
 
 
-def _code_of(death: Death) -> int:
+def _exit_code(death: Death) -> int:
     return 128 + death.signal if death.signal else death.code or 1
 
 
-def _named(death: Death, roles: Sequence[str], code: int = 0) -> str:
-    """Return a description of a death: the rank, and how it has ended as far as that is certain.
+def _describe(death: Death, roles: Sequence[str], code: int = 0) -> str:
+    """Return a description of a death: the rank, and how it ended, if that is certain.
 
-    `code` is mpirun's exit code, which tells the signal if the rank's status is not known. Only 128 plus a number is
-    taken for a signal. A lower code may be the number of a signal (MPICH) or that of `os._exit`.
+    If the rank's own status is unknown, `code`, the exit code of the job, tells the signal. Only 128 plus a number is
+    taken for a signal: a smaller code could be the number of a signal (MPICH) or the argument of `os._exit`.
     """
     role = death.role or (roles[death.rank] if death.rank < len(roles) else "")
     number, how = death.signal or code - 128, "ended without a word"
@@ -261,10 +275,11 @@ def _named(death: Death, roles: Sequence[str], code: int = 0) -> str:
     return f"rank {death.rank}{f' ({role})' if role else ''} {how}"
 
 
-def signal_in(code: int) -> int:
-    """Return the number of the signal that has ended a rank, from mpirun's exit code; 0 if it does not tell of one.
+def find_signal(code: int) -> int:
+    """Return the signal that ended a rank, as told by the exit code of mpirun; 0 if the code tells of none.
 
-    The code is 128 plus the number, or under MPICH the number alone. A code below 0 means a signal to mpirun itself.
+    The code is 128 plus the signal's number, or with MPICH the number alone. A negative code means that a signal ended
+    mpirun itself, which does not count.
     """
     number = code - 128 if code > 128 else code if code in BARE_CODES else 0
     return number if number in set(signal.Signals) else 0

@@ -1,8 +1,8 @@
-"""Make the backend "mpips" known to PyTorch by its entry points, without importing MPI, NumPy or `mpips` before use.
+"""Make the backend "mpips" known to PyTorch, through an entry point, without importing `mpips` before it is used.
 
-PyTorch calls `announce` at the end of every `import torch`, also in processes that never use mpips. It only adds
-attributes to c10d's table of backends. Code that reads one of them, as `init_process_group("mpips")` does before its
-rendezvous, thereby imports `mpips.torch`.
+PyTorch calls `announce` at the end of every `import torch`, even in processes that never use mpips. So `announce` must
+not import MPI or NumPy. It only adds attributes to `Backend`, the class in torch.distributed (c10d) that lists all
+backends. `init_process_group("mpips")` reads such an attribute before its rendezvous, and this imports `mpips.torch`.
 """
 
 from __future__ import annotations
@@ -11,37 +11,38 @@ import importlib
 import sys
 
 NAME = "mpips"
-# c10d looks up the whole string, such as "cpu:mpips,cuda:nccl", before it splits it into devices. So each combination
-# needs an attribute of its own.
-VALUES = (NAME, f"cpu:{NAME}", f"cpu:{NAME},cuda:nccl", f"cpu:{NAME},cuda:gloo")
+# c10d looks up a whole string such as "cpu:mpips,cuda:nccl" before it splits the string into devices. So each
+# combination needs an attribute of its own.
+BACKEND_STRINGS = (NAME, f"cpu:{NAME}", f"cpu:{NAME},cuda:nccl", f"cpu:{NAME},cuda:gloo")
 
 
-class _Value:
-    """An attribute set on c10d's class `Backend`. Reading it registers our backend "mpips"."""
+class _BackendAttribute:
+    """An attribute of c10d's class `Backend`. When it is read for the first time, it registers our backend."""
 
+    # True while our backend is being registered
     loading = False
 
     def __init__(self, value: str) -> None:
         self._value = value
 
     def __get__(self, instance: object, owner: type) -> str:
-        # Registering the backend reads this attribute again. It must not register it again then.
-        if not _Value.loading:
-            _Value.loading = True
+        # Registering the backend reads this attribute again, which must not register the backend again.
+        if not _BackendAttribute.loading:
+            _BackendAttribute.loading = True
             try:
                 load()
             finally:
-                _Value.loading = False
+                _BackendAttribute.loading = False
         return self._value
 
 
 def announce() -> None:
-    """Add the backend's names to c10d's table. Imports nothing, and does nothing without torch.distributed."""
+    """Add our backend to c10d's class `Backend`. Imports nothing. Does nothing if torch.distributed is missing."""
     backend = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "Backend", None)
     if backend is None or NAME.upper() in vars(backend):
         return
-    for value in VALUES:
-        setattr(backend, value.upper(), _Value(value))
+    for value in BACKEND_STRINGS:
+        setattr(backend, value.upper(), _BackendAttribute(value))
     backend.backend_list.append(NAME)
 
 

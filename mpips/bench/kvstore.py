@@ -1,4 +1,4 @@
-"""`mpips bench kvstore`: times push and pull by the size of a key, beside the memory copies that they cannot avoid.
+"""`mpips bench kvstore`: times push and pull by the size of a key, and the memory copies that cannot be avoided.
 
 Every round pushes other values, and the values that are pulled are checked. With `--optimizer` the servers update
 weights by what is pushed, and a worker compares them with weights that it has updated itself.
@@ -89,8 +89,8 @@ class StoreRow(NamedTuple):
     over_floor: float | None
 
 
-class StoreWords(NamedTuple):
-    """The parsed command line."""
+class StoreOptions(NamedTuple):
+    """The options of the command line, parsed and checked."""
 
     # the kind of store, never one of the paper's aliases
     kind: str
@@ -114,21 +114,21 @@ def check(
     optimizer: str | None,
     momentum: float,
     **_: Any,
-) -> StoreWords:
+) -> StoreOptions:
     """Parse the command line for a job of `ranks` ranks. Raise click.UsageError if it is wrong. Starts no MPI."""
     try:
-        word = kind_of(kind)
-        if word == "local":
+        resolved = kind_of(kind)
+        if resolved == "local":
             raise ValueError("a local store has no servers to time")
         if servers >= ranks:
             least = f"ask for --ranks {servers + 1} or more"
             raise ValueError(f"--ranks {ranks} and --servers {servers} leave no worker: {least}")
-        if clients > 1 and not word.startswith("mpi"):
-            raise ValueError(f"--clients {clients} is for mpi_* stores: in {word} every worker is its own client")
+        if clients > 1 and not resolved.startswith("mpi"):
+            raise ValueError(f"--clients {clients} is for mpi_* stores: in {resolved} every worker is its own client")
         if momentum and optimizer != "sgd":
             raise ValueError(f"--momentum is for --optimizer sgd, not for {optimizer or 'none'}")
         made = optimizers.create(optimizer, **({"momentum": momentum} if momentum else {})) if optimizer else None
-        read({"servers": servers, "clients": clients, "masters": masters}).clients_of(word, ranks)
+        read({"servers": servers, "clients": clients, "masters": masters}).clients_of(resolved, ranks)
         counts = parse_counts(sizes, 4, "float32")
         # Twice: a worker pushes one array and pulls into another.
         what = f"--sizes {sizes}{f' --keys {keys}' if keys > 1 else ''}"
@@ -140,26 +140,37 @@ def check(
     kinds = [array.strip() for array in arrays.split(",")]
     if unknown := [array for array in kinds if array not in ARRAYS]:
         raise click.UsageError(f"--arrays {unknown[0]!r} is none of {', '.join(ARRAYS)}")
-    return StoreWords(word, counts, kinds, made)
+    return StoreOptions(resolved, counts, kinds, made)
 
 
 @click.command("kvstore", cls=RankedCommand)
 @click.option(
-    "--kind", default="dist_sync", show_default=True, help="Of the store: dist_sync, dist_async, mpi_sync or mpi_async."
+    "--kind",
+    default="dist_sync",
+    show_default=True,
+    help="Kind of store: dist_sync, dist_async, mpi_sync or mpi_async.",
 )
-@click.option("--servers", default=1, type=Whole(0), show_default=True, help="Server ranks; the others work.")
-@click.option("--clients", default=1, type=Whole(1), show_default=True, help="Of an mpi_* store.")
-@click.option("--masters", type=click.Choice(("one", "all")), default="one", show_default=True, help="Of each client.")
+@click.option(
+    "--servers", default=1, type=Whole(0), show_default=True, help="Number of servers; all other ranks are workers."
+)
+@click.option("--clients", default=1, type=Whole(1), show_default=True, help="Number of clients, in an mpi_* store.")
+@click.option(
+    "--masters",
+    type=click.Choice(("one", "all")),
+    default="one",
+    show_default=True,
+    help="Members of a client that push.",
+)
 @click.option("--sizes", default="1024,262144,4194304,67108864", show_default=True, help="MIN:MAX[:FACTOR] or a list.")
-@click.option("--keys", default=1, type=Whole(1, MOST_KEYS), show_default=True, help="Of each size, a list.")
+@click.option("--keys", default=1, type=Whole(1, MOST_KEYS), show_default=True, help="Keys of each size, in one call.")
 @click.option("--arrays", default="ordinary,empty", show_default=True, help="NumPy's (ordinary) or mpips.empty's.")
 @click.option(
     "--optimizer",
     type=click.Choice(list(optimizers.OPTIMIZERS)),
-    help="Of the servers; without it they sum, or in an async store add.",
+    help="Optimizer of the servers. Default: they sum, or in an async store add.",
 )
 @click.option("--momentum", default=0.0, type=click.FloatRange(0, 1, max_open=True), help="For sgd.")
-@click.option("--seconds", default=1.0, type=Seconds(), show_default=True, help="About so long for each case.")
+@click.option("--seconds", default=1.0, type=Seconds(), show_default=True, help="Time for each case, about.")
 @click.option("--json", "json_path", type=OutFile(), help="Write the rows as JSON.")
 @click.option("--plot", "plot_path", type=Picture(), help="Draw latency by size (PNG).")
 def command(
@@ -176,7 +187,7 @@ def command(
     json_path: Path | None,
     plot_path: Path | None,
 ) -> None:
-    """Time push and pull of a float32 key, or of some in one call, beside the copies that must happen.
+    """Time push and pull of a float32 key, or of several in one call, and the memory copies that cannot be avoided.
 
     Start the ranks with -n/--ranks, or with mpirun: mpirun -n P python -m mpips.bench.kvstore.
     """
@@ -211,15 +222,15 @@ def command(
             begin(f"{show_bytes(4 * n)}, {array}")
             if array == kinds[0]:
                 kv.init(name_keys(n, keys), [np.zeros(n, np.float32)] * keys)
-                expect = expecting(updates)
+                expect = expected_values(updates)
             if updates and not rows:
                 kv.barrier()
                 time.sleep(COMPILES)
             roles = kv.type, optimizer or "", kv.layout.num_servers, kv.num_workers, len(kv.layout.clients), masters
-            found = measure_rounds(kv, n, array, keys, seconds, expect)
+            measured = measure_rounds(kv, n, array, keys, seconds, expect)
             floor_s = keys * floors[n][array] if n in floors else None
-            over = found[3] / floor_s if floor_s else None
-            rows.append(StoreRow(*roles, array, keys, 4 * n, *found, floor_s, over))
+            over = measured[3] / floor_s if floor_s else None
+            rows.append(StoreRow(*roles, array, keys, 4 * n, *measured, floor_s, over))
     first = kv.rank == 0
     # Close before writing files: if rank 0 fails to write, the other ranks do not wait for it.
     kv.close()
@@ -256,9 +267,9 @@ def draw(rows: list[StoreRow], path: Path) -> None:
     figure = Figure()
     axes = figure.subplots()
     for array in dict.fromkeys(row.array for row in rows):
-        mine = [row for row in rows if row.array == array]
-        axes.loglog([r.bytes for r in mine], [1e6 * r.push_pull_s for r in mine], marker="o", label=f"{array} arrays")
-        bare = [(r.bytes, 1e6 * r.floor_s) for r in mine if r.floor_s]
+        same = [row for row in rows if row.array == array]
+        axes.loglog([r.bytes for r in same], [1e6 * r.push_pull_s for r in same], marker="o", label=f"{array} arrays")
+        bare = [(r.bytes, 1e6 * r.floor_s) for r in same if r.floor_s]
         if bare:
             axes.loglog(*zip(*bare), linestyle=":", label=f"floor, {array}")
     axes.set(xlabel="bytes", ylabel="push + pull, microseconds", title=f"{rows[0].kind}, {rows[0].workers} workers")
@@ -271,8 +282,8 @@ def name_keys(n: int, keys: int) -> list[str]:
     return [f"{n} {key}" for key in range(keys)]
 
 
-def expecting(optimizer: Optimizer | None) -> Callable[[float], float]:
-    """Return a function from the sum that a round pushes to the value that it must pull.
+def expected_values(optimizer: Optimizer | None) -> Callable[[float], float]:
+    """Return a function that takes the sum of a round's pushes and returns the value that the round must pull.
 
     Without an optimizer the value is the sum itself. With one it is a weight that begins as 0 and is updated by each
     sum, so the function must be called once a round, in order.
@@ -292,7 +303,7 @@ def expecting(optimizer: Optimizer | None) -> Callable[[float], float]:
 class TimedRounds:
     """Timed rounds of `keys` keys with n elements each. The values that a synchronous store returns are checked.
 
-    `expect` is a function that `expecting` has made for these keys.
+    `expect` is what `expected_values` has returned for these keys.
     """
 
     def __init__(self, kv: KVStore, n: int, array: str, keys: int, expect: Callable[[float], float]) -> None:
@@ -300,14 +311,14 @@ class TimedRounds:
         self._numbers = itertools.count(1)
         self._expect = expect
         self._values, self._outs = ([_make_array(n, array) for _ in range(keys)] for _ in range(2))
-        called: list[Any] = [name_keys(n, keys), self._values, self._outs]
-        self._key, self._value, self._out = called if keys > 1 else [one[0] for one in called]
+        lists: list[Any] = [name_keys(n, keys), self._values, self._outs]
+        self._key, self._value, self._out = lists if keys > 1 else [each[0] for each in lists]
         # seconds of each push, pull and pushpull
         self.pushes: list[float] = []
         self.pulls: list[float] = []
         self.fused: list[float] = []
 
-    def apart(self) -> None:
+    def push_then_pull(self) -> None:
         """Run and time a round of a push and a pull."""
         number = self._begin()
         start = time.perf_counter()
@@ -319,7 +330,7 @@ class TimedRounds:
         self.pulls.append(pulled - pushed)
         self._end(number)
 
-    def together(self) -> None:
+    def pushpull(self) -> None:
         """Run and time a round of a pushpull."""
         number = self._begin()
         start = time.perf_counter()
@@ -351,15 +362,15 @@ def measure_rounds(
 
     Args:
         array: One of ARRAYS.
-        expect: A function that `expecting` has made for these keys.
+        expect: What `expected_values` has returned for these keys.
 
     Returns:
         The number of repeats, and medians in seconds of push, pull, push and pull, and pushpull.
     """
     rounds = TimedRounds(kv, n, array, keys, expect)
     for _ in range(3):
-        rounds.apart()
-        rounds.together()
+        rounds.push_then_pull()
+        rounds.pushpull()
     pushes, pulls, fused = rounds.pushes, rounds.pulls, rounds.fused
     assert kv.layout.workers is not None
     # Worker 0 decides how many rounds all workers run.
@@ -368,10 +379,10 @@ def measure_rounds(
     repeats = int(count[0])
     for sample in (pushes, pulls, fused):
         sample.clear()
-    for one in (rounds.apart, rounds.together):
+    for run_round in (rounds.push_then_pull, rounds.pushpull):
         kv.barrier()
         for _ in range(repeats):
-            one()
+            run_round()
     both = statistics.median(map(sum, zip(pushes, pulls)))
     return repeats, statistics.median(pushes), statistics.median(pulls), both, statistics.median(fused)
 
@@ -390,8 +401,8 @@ def marked(array: np.ndarray) -> np.ndarray:
 def check_marks(arrays: Sequence[np.ndarray], number: float, what: str) -> None:
     """Raise RuntimeError unless the elements that `mark` sets are `number`."""
     for array in arrays:
-        found = marked(array)
-        if wrong := found[found != number].tolist():
+        elements = marked(array)
+        if wrong := elements[elements != number].tolist():
             raise RuntimeError(f"{what}: of {array.nbytes} bytes, an element came back as {wrong[0]:g}, not {number:g}")
 
 
@@ -428,17 +439,17 @@ def measure_floor(comm: MPI.Comm, servers: int, nbytes: int, repeats: int) -> di
                 out[part] = everyone[workers + server][part]
 
     phases = copy_in, add_up, copy_out
-    mine = np.empty((repeats, len(phases)))
+    own = np.empty((repeats, len(phases)))
     for repeat in range(repeats):
         for number, phase in enumerate(phases):
             comm.Barrier()
             start = time.thread_time()
             phase()
-            mine[repeat, number] = time.thread_time() - start
-    every = np.empty((comm.Get_size(), *mine.shape))
-    comm.Allgather(mine, every)
-    # (repeat, phase)
-    takes = np.maximum(every.max(0), every.sum(0) / usable_cores())
+            own[repeat, number] = time.thread_time() - start
+    # (rank, repeat, phase)
+    everybody = np.empty((comm.Get_size(), *own.shape))
+    comm.Allgather(own, everybody)
+    takes = np.maximum(everybody.max(0), everybody.sum(0) / usable_cores())
     medians = np.median(takes, 0).tolist()
     return {"ordinary": sum(medians), "empty": sum(medians[1:])}
 

@@ -1,7 +1,7 @@
-"""`mpips bench mlp`: times steps of the MLP beside PyTorch's, in one process, data parallel and tensor parallel.
+"""`mpips bench mlp`: times steps of the MLP and of PyTorch, in one process, data parallel and tensor parallel.
 
-    mpips bench mlp [--batch 100,1000] [--width 1024]                   one process beside PyTorch
-    mpips bench mlp -n 2 --grid 2x1 --batch 1000                        speedup; beside DDP over gloo
+    mpips bench mlp [--batch 100,1000] [--width 1024]                   one process, and PyTorch
+    mpips bench mlp -n 2 --grid 2x1 --batch 1000                        speedup, and DDP over gloo
     mpips bench mlp -n 2 --grid 1x2 --batch 1000 --width 4096           speedup of tensor parallelism
 
 PyTorch's step runs in one process and, with data parallel ranks, with DistributedDataParallel over gloo.
@@ -10,7 +10,6 @@ PyTorch's step runs in one process and, with data parallel ranks, with Distribut
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from rich.table import Table
 from threadpoolctl import threadpool_limits
 
 from mpips.collectives.benchmark.case import join_gloo, leave_gloo
-from mpips.collectives.benchmark.harness import Contender, compare_steps
+from mpips.collectives.benchmark.harness import TimedCall, measure
 from mpips.collectives.machine import usable_cores
 from mpips.collectives.terminal import (
     OutFile,
@@ -42,8 +41,6 @@ from mpips.optimizers import SGD
 
 INPUTS, OUTPUTS = 16, 2
 
-Step = Callable[[], object]
-
 
 def check(ranks: int, *, grid_text: str, **_: Any) -> None:
     """Raise click.UsageError if --grid is not a mesh of `ranks` ranks. Starts no MPI."""
@@ -60,8 +57,8 @@ def check(ranks: int, *, grid_text: str, **_: Any) -> None:
 @click.option("--batch", default="100,1000", type=WholeList(), help="Minibatches, commas between.")
 @click.option("--width", default="1024", type=WholeList(), help="Widths of the two hidden layers, commas between.")
 @click.option("--seconds", default=15.0, help="About how long each case is timed.")
-@click.option("--rounds", default=15, type=Whole(1), help="In each of them every contender has a turn.")
-@click.option("--torch/--no-torch", "with_torch", default=True, help="PyTorch beside it, where it is installed.")
+@click.option("--rounds", default=15, type=Whole(1), help="In each round each kind of step has a turn.")
+@click.option("--torch/--no-torch", "with_torch", default=True, help="Also time PyTorch, if it is installed.")
 @click.option("--json", "json_path", type=OutFile(), help="Write the rows as JSON.")
 def command(
     grid_text: str,
@@ -72,7 +69,7 @@ def command(
     with_torch: bool,
     json_path: Path | None,
 ) -> None:
-    """Time steps of a 16-width-width-2 network, float32, one BLAS thread a rank, beside PyTorch.
+    """Time steps of a 16-width-width-2 network by mpips and by PyTorch: float32, one BLAS thread a rank.
 
     Start the ranks with -n/--ranks, or with mpirun: mpirun -n P python -m mpips.bench.mlp.
     """
@@ -104,66 +101,65 @@ def command(
 def _case(
     mesh: Mesh, width: int, batch: int, seconds: float, rounds: int, with_torch: bool, with_ddp: bool
 ) -> dict[str, float]:
-    """Time all contenders at one width and batch size.
+    """Time the steps of mpips and PyTorch at one width and batch size.
 
-    Return the row for the table: width, batch, each contender's seconds for a step, and the ratios between them. Times
-    and ratios are medians over the rounds.
+    Return the row for the table: width, batch, the seconds of each kind of step, and the ratios between them. Times and
+    ratios are medians over the rounds.
     """
     sizes = (INPUTS, width, width, OUTPUTS)
     rng = np.random.default_rng(0)
     x = rng.standard_normal((batch, INPUTS), dtype=np.float32)
     y = rng.standard_normal((batch, OUTPUTS), dtype=np.float32)
-    contenders = _ours(mesh, sizes, x, y)
+    steps = _ours(mesh, sizes, x, y)
     if with_torch:
-        contenders += _theirs(mesh, sizes, x, y, with_ddp)
-    times = compare_steps(contenders, mesh.comm, seconds, rounds)
-    medians = {name: float(np.median(values)) for name, values in times.items()}
-    return {"width": width, "batch": batch, **medians, **_ratios(times)}
+        steps |= _theirs(mesh, sizes, x, y, with_ddp)
+    # Steps in one process run on rank 0, while the other ranks sleep.
+    everyone = ("grid", *(name for name in steps if name.startswith("ddp")))
+    calls = [step if mesh.comm.rank == 0 or name in everyone else None for name, step in steps.items()]
+    timings = dict(zip(steps, measure(mesh.comm, calls, seconds, rounds), strict=True))
+    medians = {name: timing.median for name, timing in timings.items()}
+    return {"width": width, "batch": batch, **medians, **_ratios({name: t.rounds for name, t in timings.items()})}
 
 
-def _ours(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray) -> list[Contender]:
-    """Return mpips's contenders: one process, the mesh, and a network of width 1.
+def _ours(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray) -> dict[str, TimedCall]:
+    """Return steps of mpips: in one process, on the mesh ("grid"), and of a network of width 1 ("Python").
 
     A step of the network of width 1 takes the time that every step spends in Python.
     """
     alone = Mesh(1, 1, MPI.COMM_SELF)
     serial = Worker(MLP(sizes, seed=1), alone, SGD(learning_rate=1e-3))
     tiny = Worker(MLP((1, 1, 1, 1), seed=1), alone, SGD(learning_rate=1e-3))
-    contenders = [
-        Contender("one process", lambda: serial.step(x, y, len(x)), everyone=False),
-        Contender("Python", lambda: tiny.step(x[:1, :1], y[:1, :1], 1), everyone=False),
-    ]
+    steps: dict[str, TimedCall] = {
+        "one process": lambda: serial.step(x, y, len(x)),
+        "Python": lambda: tiny.step(x[:1, :1], y[:1, :1], 1),
+    }
     if mesh.comm.size > 1:
         worker = Worker(MLP(sizes, seed=1), mesh, SGD(learning_rate=1e-3))
-        mine = slice(*interval(len(x), mesh.batch, mesh.batch_index))
-        contenders.append(Contender("grid", lambda: worker.step(x[mine], y[mine], len(x)), everyone=True))
-    return contenders
+        own = slice(*interval(len(x), mesh.batch, mesh.batch_index))
+        steps["grid"] = lambda: worker.step(x[own], y[own], len(x))
+    return steps
 
 
-def _theirs(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, with_ddp: bool) -> list[Contender]:
-    """Return PyTorch's contenders, one for each of its settings. The fastest setting counts."""
-    contenders = []
-    for fused in (False, True):
-        name = "fused" if fused else "plain"
-        contenders.append(Contender(f"torch {name}", torch_step(sizes, x, y, fused), everyone=False))
+def _theirs(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, with_ddp: bool) -> dict[str, TimedCall]:
+    """Return steps of PyTorch, one for each of its settings. The fastest setting counts."""
+    steps = {"torch plain": torch_step(sizes, x, y, False), "torch fused": torch_step(sizes, x, y, True)}
     if with_ddp:
-        mine = slice(*interval(len(x), mesh.batch, mesh.batch_index))
+        own = slice(*interval(len(x), mesh.batch, mesh.batch_index))
         for bucket in (1, 25):
-            step = torch_step(sizes, x[mine], y[mine], True, bucket)
-            contenders.append(Contender(f"ddp {bucket} MB", step, everyone=True))
-    return contenders
+            steps[f"ddp {bucket} MB"] = torch_step(sizes, x[own], y[own], True, bucket)
+    return steps
 
 
 def _ratios(times: dict[str, np.ndarray]) -> dict[str, float]:
-    """Return the medians over rounds of the ratios between contenders. Of PyTorch's settings, the fastest counts.
+    """Return the medians over rounds of the ratios between steps. Of PyTorch's settings, the fastest counts.
 
-    A ratio is taken within a round, in which the contenders run one after another: so both have the machine in about
-    the same state.
+    A ratio is taken within a round, in which the steps run one after another: so both have the machine in about the
+    same state.
     """
 
     def best(kind: str) -> np.ndarray | None:
-        found = [values for name, values in times.items() if name.startswith(kind)]
-        return min(found, key=np.median) if found else None
+        candidates = [values for name, values in times.items() if name.startswith(kind)]
+        return min(candidates, key=np.median) if candidates else None
 
     def ratio(above: np.ndarray, below: np.ndarray) -> float:
         return float(np.median(above / below))
@@ -193,7 +189,9 @@ def _show(rows: list[dict[str, float]]) -> None:
     show_table(table)
 
 
-def torch_step(sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, fused: bool, bucket_megabytes: int = 0) -> Step:
+def torch_step(
+    sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, fused: bool, bucket_megabytes: int = 0
+) -> TimedCall:
     """Return PyTorch's step of SGD on a fully connected ReLU network with mean squared error, on one thread.
 
     Args:

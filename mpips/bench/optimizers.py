@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from types import ModuleType
@@ -13,42 +12,35 @@ from typing import Any, NamedTuple
 
 import click
 import numpy as np
+from mpi4py import MPI
 from rich.table import Table
 
 from mpips import optimizers
-from mpips.collectives.benchmark.harness import take_turns, time_call
+from mpips.collectives.benchmark.harness import TimedCall, measure
 from mpips.collectives.kernels import engine
 from mpips.collectives.machine import check_memory
 from mpips.collectives.terminal import Interruptible, OutFile, Whole, console, show_progress, show_table, write_json
 
-CASES = (
-    optimizers.SGD(learning_rate=0.01, momentum=0.9),
-    optimizers.Adam(learning_rate=0.001),
-    optimizers.SGD(learning_rate=0.01),
-    optimizers.SGD(learning_rate=0.01, momentum=0.9, nesterov=True),
-    optimizers.AdaGrad(learning_rate=0.01),
-    optimizers.RMSProp(learning_rate=0.01),
-    optimizers.AdamW(learning_rate=0.001),
-)
-
 # the optimizers whose updates by a sum of several gradients are timed, too
-SUMS = CASES[:2]
+SUMS = optimizers.SGD(learning_rate=0.01, momentum=0.9), optimizers.Adam(learning_rate=0.01)
+CASES = (
+    *SUMS,
+    optimizers.SGD(learning_rate=0.01, momentum=0.9, nesterov=True),
+    *(optimizers.OPTIMIZERS[name](learning_rate=0.01) for name in optimizers.of_gradients() if name != "adam"),
+)
 CONTRIBUTORS = (2, 4, 8)
 SUM_ELEMENTS = (1 << 14, 1 << 18, 1 << 22, 1 << 24)
-# most arrays in memory at a time: in measure() of Adam, with two copies and PyTorch's states of three settings
+# most arrays in memory at a time: in measure_update() of Adam, with two copies and PyTorch's states of three settings
 ARRAYS = 22
-# least number of elements that are updated between two looks at the clock
-LEAST_WORK = 200_000
 # most seconds to wait for a kernel to be compiled
 COMPILES = 120.0
 COUNT = Whole(1)
 # PyTorch's implementations of an optimizer
 # fused: one kernel; foreach: a call for each operation, on all arrays; default: a call for each operation and array
 SETTINGS: dict[str, dict[str, bool]] = {"fused": {"fused": True}, "foreach": {"foreach": True}, "default": {}}
-Step = Callable[[], Any]
 
 
-class Case(NamedTuple):
+class UpdateTiming(NamedTuple):
     """The result of timing one update. Times are in ms, medians over the repeats; None if an engine is missing."""
 
     optimizer: str
@@ -76,10 +68,10 @@ def label(optimizer: optimizers.Optimizer) -> str:
     return name
 
 
-def theirs(torch: ModuleType, optimizer: Any, weights: np.ndarray, gradient: np.ndarray, **setting: bool) -> Step:
+def theirs(torch: ModuleType, optimizer: Any, weights: np.ndarray, gradient: np.ndarray, **setting: bool) -> TimedCall:
     """Return PyTorch's step for the same update, in the memory of `weights`.
 
-    Raise RuntimeError or TypeError if PyTorch has no such optimizer, or not with these settings.
+    Raise TypeError if PyTorch has no such optimizer, or RuntimeError or TypeError if it does not take these settings.
     """
     parameter = torch.nn.Parameter(torch.from_numpy(weights))
     parameter.grad = torch.from_numpy(gradient)
@@ -101,13 +93,10 @@ def theirs(torch: ModuleType, optimizer: Any, weights: np.ndarray, gradient: np.
     return kind([parameter], **options).step
 
 
-def measure(
+def measure_update(
     optimizer: optimizers.Equation, elements: int, repeats: int, torch: ModuleType | None, gradients: int = 1
-) -> Case:
-    """Time an update by each engine and by PyTorch, and a copy of as many bytes.
-
-    They take turns, `repeats` times after one turn that does not count. Return the medians.
-    """
+) -> UpdateTiming:
+    """Time an update by each engine and by PyTorch, and a copy of as many bytes, in `repeats` rounds."""
     rng = np.random.default_rng(0)
     weights = rng.random(elements, np.float32)
     # Every array is read, and all but the gradients are written.
@@ -120,7 +109,7 @@ def measure(
         with engine.numpy_only():
             optimizer.update_by_sum(weights, parts, state, next(numbers))
 
-    steps: dict[str, Step] = {"copy": lambda: np.copyto(target, source), "numpy": by_numpy}
+    steps: dict[str, TimedCall] = {"copy": lambda: np.copyto(target, source), "numpy": by_numpy}
     kernel = optimizer.prepare(weights.dtype, gradients)
     engine.settle(COMPILES)
     if kernel is not None and kernel.call is not None:
@@ -130,13 +119,11 @@ def measure(
             # PyTorch does not have every optimizer in every setting on the CPU.
             with contextlib.suppress(RuntimeError, TypeError):
                 steps[name] = theirs(torch, optimizer, weights, parts[0], **setting)
-    calls = max(1, LEAST_WORK // elements)
-    turns = {name: partial(time_call, partial(repeat, step, calls)) for name, step in steps.items()}
-    times = take_turns(turns, repeats + 1)
-    median = {name: 1e3 / calls * float(np.median(values[1:])) for name, values in times.items()}
+    timings = measure(MPI.COMM_SELF, list(steps.values()), 0.0, repeats)
+    median = {name: 1e3 * timing.median for name, timing in zip(steps, timings, strict=True)}
     others = [median[name] for name in ("foreach", "default") if name in median]
     best = min([*others, median.get("fused", math.inf)])
-    return Case(
+    return UpdateTiming(
         optimizer=label(optimizer),
         elements=elements,
         gradients=gradients,
@@ -148,11 +135,6 @@ def measure(
         ratio=median.get("compiled", median["numpy"]) / best if others else None,
         largest_difference=None if torch is None else largest_difference(optimizer, torch),
     )
-
-
-def repeat(step: Step, calls: int) -> None:
-    for _ in range(calls):
-        step()
 
 
 def largest_difference(optimizer: optimizers.Equation, torch: ModuleType) -> float | None:
@@ -173,7 +155,7 @@ def largest_difference(optimizer: optimizers.Equation, torch: ModuleType) -> flo
     return float(np.abs(weights - other).max())
 
 
-def show_updates(cases: Sequence[Case]) -> Table:
+def show_updates(cases: Sequence[UpdateTiming]) -> Table:
     """Build the table of updates by one gradient."""
     view = Table(
         title=f"One update of {cases[0].elements:,} float32, one thread, median ms",
@@ -190,7 +172,7 @@ def show_updates(cases: Sequence[Case]) -> Table:
     return view
 
 
-def show_sums(cases: Sequence[Case]) -> Table:
+def show_sums(cases: Sequence[UpdateTiming]) -> Table:
     """Build the table of updates by sums of gradients."""
     view = Table(title="Sum of several gradients and update, one thread, median ms")
     for column in ("optimizer", "elements", "gradients", "NumPy", "compiled", "copy", "times as fast"):
@@ -222,10 +204,10 @@ def load_torch() -> tuple[ModuleType | None, str]:
 @click.option("--repeats", default=9, type=COUNT, show_default=True, help="Timed updates of each side, alternating.")
 @click.option("--json", "json_path", type=OutFile(), help="Write the cases as JSON.")
 def command(elements: int, repeats: int, json_path: Path | None) -> None:
-    """Time server-side optimizer updates, by each engine, beside PyTorch's where that is installed."""
+    """Time the updates of a server's optimizers by NumPy, by compiled kernels, and by PyTorch if it is installed."""
     try:
         check_memory(f"--elements {elements}", 4 * elements, ARRAYS)
-        engine.chosen()
+        engine.chosen_engine()
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     torch, reason = load_torch()
@@ -235,10 +217,10 @@ def command(elements: int, repeats: int, json_path: Path | None) -> None:
     with show_progress("updates", len(CASES) + len(sums)) as begin:
         for optimizer in CASES:
             begin(label(optimizer))
-            updates.append(measure(optimizer, elements, repeats, torch))
+            updates.append(measure_update(optimizer, elements, repeats, torch))
         for optimizer, size, gradients in sums:
             begin(f"{label(optimizer)} by {gradients} gradients of {size:,}")
-            summed.append(measure(optimizer, size, repeats, None, gradients))
+            summed.append(measure_update(optimizer, size, repeats, None, gradients))
     target = console()
     show_table(show_updates(updates), target)
     show_table(show_sums(summed), target)

@@ -22,25 +22,25 @@ from mpips.chaos.faults import (
     load,
     save,
 )
-from mpips.chaos.injector import Made, Note, Recovered, note
-from mpips.chaos.report import Outcome, Report, judge
-from mpips.chaos.watch import Done, Run, watch
+from mpips.chaos.injector import ProgramNote, StoreCreated, StoreRecovered, note
+from mpips.chaos.report import ChaosReport, Outcome, judge
+from mpips.chaos.watch import FaultAttempt, WatchedRun, watch
 
 __all__ = [
     "CALLS",
-    "Done",
+    "FaultAttempt",
     "Fault",
     "FaultPlan",
     "KINDS",
-    "Made",
-    "Note",
+    "StoreCreated",
+    "ProgramNote",
     "Outcome",
     "PlanError",
     "Point",
     "ROLES",
-    "Recovered",
-    "Report",
-    "Run",
+    "StoreRecovered",
+    "ChaosReport",
+    "WatchedRun",
     "Whom",
     "check_lab",
     "draw",

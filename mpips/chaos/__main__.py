@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -15,49 +16,49 @@ from mpips.chaos.report import began_at, notes_of
 from mpips.collectives import files
 from mpips.collectives.terminal import Interruptible, OutFile, Picture, console, show_table, writing
 
-Words = tuple[str, ...]
+Names = tuple[str, ...]
 PROGRESS_SECONDS = 3.0
 
 
-class _Words(click.ParamType):
-    """A list of words, separated by commas, from a fixed set."""
+class _Names(click.ParamType):
+    """A list of names from a fixed set, separated by commas."""
 
-    name = "words"
+    name = "names"
 
-    def __init__(self, known: Words) -> None:
+    def __init__(self, known: Names) -> None:
         self._known = known
 
-    def convert(self, value: str | Words, param: click.Parameter | None, ctx: click.Context | None) -> Words:
-        words = tuple(value.split(",")) if isinstance(value, str) else value
-        if unknown := [word for word in words if word not in self._known]:
+    def convert(self, value: str | Names, param: click.Parameter | None, ctx: click.Context | None) -> Names:
+        names = tuple(value.split(",")) if isinstance(value, str) else value
+        if unknown := [name for name in names if name not in self._known]:
             self.fail(f"{unknown[0]!r} is none of {', '.join(self._known)}", param, ctx)
-        return words
+        return names
 
 
 @click.command("chaos", cls=Interruptible, context_settings={"allow_interspersed_args": False})
-@click.option("--seed", default=0, show_default=True, help="What the plan is drawn from.")
-@click.option("--faults", default=1, show_default=True, type=click.IntRange(0), help="How many.")
+@click.option("--seed", default=0, show_default=True, help="Determines the plan that is drawn.")
+@click.option("--faults", default=1, show_default=True, type=click.IntRange(0), help="Number of faults.")
 @click.option(
     "--every",
     default=10.0,
     show_default=True,
     type=click.FloatRange(0.001),
-    help="Seconds between them, in the mean; the first comes as long after the first store was made.",
+    help="Mean of the seconds between two faults, and between the first store and the first fault.",
 )
 @click.option(
     "--kinds",
     default="kill",
     show_default=True,
-    type=_Words(chaos.KINDS),
-    help="Of kill, stop (SIGSTOP) and full (no file can grow), with commas; in a lab also of host (all ranks "
-    "of a host are killed), cut (its NICs are down) and slow (they have a part of their rate).",
+    type=_Names(chaos.KINDS),
+    help="Kinds of faults, with commas: kill, stop (SIGSTOP), full (no file can grow); in a lab also host (all ranks "
+    "of a host are killed), cut (its NICs are down) and slow (its NICs have a part of their rate).",
 )
 @click.option(
     "--roles",
     default="any",
     show_default=True,
-    type=_Words(chaos.ROLES),
-    help="Whom: of any, worker, server, spare, with commas.",
+    type=_Names(chaos.ROLES),
+    help="Roles of the ranks that are hit, with commas: any, worker, server, spare.",
 )
 @click.option(
     "--lasting",
@@ -76,16 +77,20 @@ class _Words(click.ParamType):
     type=click.FloatRange(0.001),
     help="Seconds after which the job counts as hung, and is ended.",
 )
-@click.option("--reference", is_flag=True, help="Run it once without faults before, and compare the bits of its notes.")
+@click.option(
+    "--reference",
+    is_flag=True,
+    help="First run it without faults, and compare the bits of the notes of both runs.",
+)
 @click.option("--json", "record", type=OutFile(), help="Write the report to this file.")
 @click.option("--picture", type=Picture(), help="Draw the numbers that worker 0 noted against time; needs matplotlib.")
-@click.argument("words", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND [ARGS]...")
+@click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND [ARGS]...")
 def command(
     seed: int,
     faults: int,
     every: float,
-    kinds: Words,
-    roles: Words,
+    kinds: Names,
+    roles: Names,
     lasting: float,
     lab: str,
     saved: Path | None,
@@ -94,11 +99,11 @@ def command(
     reference: bool,
     record: Path | None,
     picture: Path | None,
-    words: Words,
+    argv: tuple[str, ...],
 ) -> None:
-    """Run COMMAND, such as `mpips run -w 4 train.py`, and make faults in its ranks here, or in a lab's hosts.
+    """Run COMMAND, such as `mpips run -w 4 train.py`, and make faults in its ranks, on this machine or a lab's hosts.
 
-    Its program may say `mpips.chaos.note(step, loss)` at the beginning of each step: the report then tells seconds to
+    Its program may call `mpips.chaos.note(step, loss)` at the beginning of each step: the report then tells seconds to
     go on, and whether bits are equal. The exit code is 0 only if the job ended well, nothing is left of it, and no bits
     differ.
     """
@@ -110,10 +115,10 @@ def command(
     if saved:
         with writing(saved):
             chaos.save(plan, saved)
-    without = watched(words, chaos.FaultPlan(), limit, lab, "without faults") if reference else None
+    without = watched(argv, chaos.FaultPlan(), limit, lab, "without faults") if reference else None
     if without is not None and (without.code or without.hung):
         raise click.ClickException(f"the job without faults {'hung' if without.hung else f'ended with {without.code}'}")
-    run = watched(words, plan, limit, lab, "with faults")
+    run = watched(argv, plan, limit, lab, "with faults")
     report = chaos.judge(run, without)
     _show(report)
     if record:
@@ -125,29 +130,30 @@ def command(
     sys.exit(0 if report.good else 1)
 
 
-def watched(words: Words, plan: chaos.FaultPlan, limit: float, lab: str, what: str) -> chaos.Run:
+def watched(command_line: Sequence[str], plan: chaos.FaultPlan, limit: float, lab: str, what: str) -> chaos.WatchedRun:
     """Run a command under a plan and return the run. Prints a line every `PROGRESS_SECONDS`.
 
     Raises UsageError if the command cannot be run.
     """
-    said = time.monotonic()
+    printed = time.monotonic()
 
-    def look(run: chaos.Run) -> None:
-        nonlocal said
-        if (now := time.monotonic()) >= said + PROGRESS_SECONDS:
-            said = now
-            steps = [told.step for told in run.told if isinstance(told, chaos.Note)]
+    def look(run: chaos.WatchedRun) -> None:
+        nonlocal printed
+        if (now := time.monotonic()) >= printed + PROGRESS_SECONDS:
+            printed = now
+            steps = [message.step for message in run.messages if isinstance(message, chaos.ProgramNote)]
             step = f", step {max(steps)}" if steps else ""
             click.echo(f"mpips chaos: {what}, {now - run.began:.0f} s{step}", err=True)
 
-    argv = [sys.executable, "-P", "-m", "mpips.launch.cli", *words[1:]] if words[0] == "mpips" else list(words)
+    program, *options = command_line
+    argv = [sys.executable, "-P", "-m", "mpips.launch.cli", *options] if program == "mpips" else list(command_line)
     try:
         return chaos.watch(argv, plan, limit, lab=lab, look=look)
     except OSError as error:
-        raise click.UsageError(f"{words[0]} cannot be run: {error.strerror}") from None
+        raise click.UsageError(f"{program} cannot be run: {error.strerror}") from None
 
 
-def _show(report: chaos.Report) -> None:
+def _show(report: chaos.ChaosReport) -> None:
     table = Table(title=f"Faults, seed {report.seed}")
     for column in ("fault", "whom", "at, s", "goes on after, s"):
         table.add_column(column, justify="right" if column.endswith(", s") else "left")
@@ -172,7 +178,7 @@ def _show(report: chaos.Report) -> None:
 INCHES = (7.0, 4.0)
 
 
-def draw(path: Path, run: chaos.Run, reference: chaos.Run | None = None) -> None:
+def draw(path: Path, run: chaos.WatchedRun, reference: chaos.WatchedRun | None = None) -> None:
     """Draw the values that worker 0 noted, as a picture. Needs matplotlib."""
     from matplotlib.figure import Figure
 
@@ -182,13 +188,13 @@ def draw(path: Path, run: chaos.Run, reference: chaos.Run | None = None) -> None
         axes.plot(*curve(reference), color="0.6", linewidth=3, label="without faults")
     axes.plot(*curve(run), color="tab:blue", label="with faults")
     began = began_at(run)
-    for place, done in enumerate(done for done in run.done if not done.undone):
-        kind = run.plan.faults[done.fault].kind
-        axes.axvline(done.time - began, color="tab:red", linestyle=":", label="" if place else "a fault")
+    for place, attempt in enumerate(attempt for attempt in run.attempts if not attempt.undone):
+        kind = run.plan.faults[attempt.fault].kind
+        axes.axvline(attempt.time - began, color="tab:red", linestyle=":", label="" if place else "a fault")
         axes.text(
-            done.time - began,
+            attempt.time - began,
             1.0,
-            f"{kind} {done.rank}",
+            f"{kind} {attempt.rank}",
             transform=axes.get_xaxis_transform(),
             fontsize=7,
             rotation=90,
@@ -201,11 +207,11 @@ def draw(path: Path, run: chaos.Run, reference: chaos.Run | None = None) -> None
     files.write_picture(path, figure)
 
 
-def curve(run: chaos.Run) -> tuple[list[float], list[float]]:
+def curve(run: chaos.WatchedRun) -> tuple[list[float], list[float]]:
     """Return the times and values that worker 0 noted as numbers, whichever process was worker 0 at that time."""
     began = began_at(run)
-    found = [note for note in notes_of(run) if note.worker == 0 and note.value is not None]
-    return [note.time - began for note in found], [note.value for note in found if note.value is not None]
+    noted = [(note.time, note.value) for note in notes_of(run) if note.worker == 0 and note.value is not None]
+    return [time - began for time, _ in noted], [value for _, value in noted]
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ class PlanError(ValueError):
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A moment in a rank's program: `delay` seconds after it begins its `nth` call of that name."""
+    """A moment in a rank's program: `delay` seconds after the rank begins its `nth` call of `call`, counted from 1."""
 
     rank: int
     call: str
@@ -107,15 +107,22 @@ def draw(
     roles: Sequence[str] = ("any",),
     seconds: float = 1.0,
 ) -> FaultPlan:
-    """Draw a plan of `count` faults, one after another. Equal arguments give an equal plan.
-
-    Raises PlanError if the arguments make no sense.
+    """Draw a random plan of faults, one after another. Local. Equal arguments give an equal plan.
 
     Args:
+        seed: Determines the plan.
+        count: The number of faults.
         every: Mean of the seconds between two faults.
         kinds: Kinds of faults, all equally likely.
-        roles: Roles of their targets, all equally likely.
+        roles: Roles of the processes that are hit, all equally likely.
         seconds: How long a fault lasts, for kinds that last.
+
+    Raises:
+        PlanError: The arguments make no plan.
+
+    >>> plan = mpips.chaos.draw(seed=7, count=2, every=5.0, kinds=("kill", "stop"))
+    >>> [fault.kind for fault in plan.faults]
+    ['kill', 'kill']
     """
     rng, at, faults = random.Random(seed), 0.0, []
     for _ in range(count):
@@ -132,12 +139,20 @@ def draw(
 
 
 def save(plan: FaultPlan, path: str | Path) -> None:
-    """Write a plan as JSON."""
+    """Write a plan as JSON, for `load`. Raises OSError if the file cannot be written.
+
+    >>> mpips.chaos.save(mpips.chaos.draw(seed=7, count=1, every=5.0), folder / "plan.json")
+    """
     files.write(path, msgspec.json.format(msgspec.json.encode(plan)) + b"\n")
 
 
 def load(path: str | Path) -> FaultPlan:
-    """Return the plan in a file that `save` wrote. Raises PlanError if the file cannot be read or has no plan."""
+    """Return the plan in a file that `save` wrote. Raises PlanError if the file cannot be read or has no plan.
+
+    >>> mpips.chaos.save(mpips.chaos.draw(seed=7, count=1, every=5.0), folder / "plan.json")
+    >>> mpips.chaos.load(folder / "plan.json").seed
+    7
+    """
     try:
         return _checked(msgspec.json.decode(Path(path).read_bytes(), type=FaultPlan))
     except OSError as error:
@@ -147,7 +162,10 @@ def load(path: str | Path) -> FaultPlan:
 
 
 def check_lab(plan: FaultPlan, lab: str) -> None:
-    """Raise PlanError if a plan has faults of hosts and no lab is named."""
+    """Raise PlanError if a plan has faults of hosts and `lab` names no lab.
+
+    >>> mpips.chaos.check_lab(mpips.chaos.draw(seed=7, count=1, every=5.0), lab="")  # no fault of a host
+    """
     if not lab and (kinds := [fault.kind for fault in plan.faults if fault.kind in OF_HOSTS]):
         raise PlanError(
             f"{kinds[0]!r} is a fault of a lab's hosts, and no lab is named: make one (`mpips lab up`), run the job in "

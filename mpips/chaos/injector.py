@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 PLAN, SOCKET = "plan.json", "ranks"
 
 
-class Here(msgspec.Struct, tag=True, frozen=True):
-    """Message of a rank that it is up, or that it has another role now. `host` is the name of its machine."""
+class RankUp(msgspec.Struct, tag=True, frozen=True):
+    """A message of a rank that has started, or whose role has changed. `host` is the name of its machine."""
 
     rank: int
     role: str
     host: str
 
 
-class Made(msgspec.Struct, tag=True, frozen=True):
-    """Message of a rank that it has a store, as worker `worker` of `workers`."""
+class StoreCreated(msgspec.Struct, tag=True, frozen=True):
+    """A message of a rank that has made a store, in which it is worker number `worker` of `workers`."""
 
     time: float
     rank: int
@@ -51,16 +51,16 @@ class Made(msgspec.Struct, tag=True, frozen=True):
     workers: int
 
 
-class Reached(msgspec.Struct, tag=True, frozen=True):
-    """Sent by a rank when it reaches the point at which the plan's fault number `fault` is due."""
+class PointReached(msgspec.Struct, tag=True, frozen=True):
+    """A message of a rank that has reached the point at which fault number `fault` of the plan is due."""
 
     time: float
     rank: int
     fault: int
 
 
-class Recovered(msgspec.Struct, tag=True, frozen=True):
-    """Message of a rank that its call of `recover` has returned.
+class StoreRecovered(msgspec.Struct, tag=True, frozen=True):
+    """A message of a rank whose call of `recover` has returned.
 
     `step` is the step of all keys, or None if they are not at the same step.
     """
@@ -72,10 +72,10 @@ class Recovered(msgspec.Struct, tag=True, frozen=True):
     step: int | None
 
 
-class Note(msgspec.Struct, tag=True, frozen=True):
-    """Message with a note of the rank's program.
+class ProgramNote(msgspec.Struct, tag=True, frozen=True):
+    """A message with what the rank's program has noted.
 
-    `value` is None if the program noted something other than a number. `digest` stands for its bits.
+    `value` is None if that is not a number. `digest` is a hash of its bits.
     """
 
     time: float
@@ -87,13 +87,15 @@ class Note(msgspec.Struct, tag=True, frozen=True):
     digest: str
 
 
-Told = Here | Made | Reached | Recovered | Note
+# any message of a rank
+Message = RankUp | StoreCreated | PointReached | StoreRecovered | ProgramNote
 
 
 # On this signal a watched rank writes the stack of every thread to standard error.
 SHOW_STACK = signal.SIGRTMIN + 8
 # seconds that a rank waits to be killed at its own point
 TO_BE_KILLED = 5.0
+# the type of `mpips.create`
 Create = TypeVar("Create", bound=Callable[..., Any])
 
 
@@ -103,27 +105,28 @@ class Injector:
     def __init__(self, folder: Path, rank: int) -> None:
         self.rank = rank
         self._plan: FaultPlan = load(folder / PLAN)
+        # name of a call -> how often the rank has begun it
         self._counts: Counter[str] = Counter()
         self._store: KVStore | None = None
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._line.connect(str(folder / SOCKET))
         faulthandler.register(SHOW_STACK, chain=False)
 
-    def tell(self, told: Told) -> None:
+    def send(self, message: Message) -> None:
         with suppress(OSError):
-            self._line.send(msgspec.msgpack.encode(told))
+            self._line.send(msgspec.msgpack.encode(message))
 
     def reach(self, call: str) -> None:
         """Note that the rank begins a call of this name, and report the points of faults that it has reached."""
         self._counts[call] += 1
-        here = self.rank, call, self._counts[call]
+        reached = self.rank, call, self._counts[call]
         for number, fault in enumerate(self._plan.faults):
             point = fault.at
-            if isinstance(point, Point) and (point.rank, point.call, point.nth) == here:
-                self.tell(Reached(time.monotonic(), self.rank, number))
-                mine = (fault.whom.role, fault.whom.number) == ("rank", self.rank)
+            if isinstance(point, Point) and (point.rank, point.call, point.nth) == reached:
+                self.send(PointReached(time.monotonic(), self.rank, number))
+                own = (fault.whom.role, fault.whom.number) == ("rank", self.rank)
                 # Wait here for the SIGKILL from outside, so that the rank dies exactly at this point.
-                if mine and not fault.lasts and not point.delay:
+                if own and not fault.lasts and not point.delay:
                     time.sleep(TO_BE_KILLED)
 
     def place(self) -> tuple[int, int]:
@@ -138,8 +141,8 @@ class Injector:
         for call in CALLS:
             if hasattr(store, call):
                 setattr(store, call, self._counted(call, getattr(store, call)))
-        self.tell(Here(self.rank, "worker", socket.gethostname()))
-        self.tell(Made(time.monotonic(), self.rank, *self.place()))
+        self.send(RankUp(self.rank, "worker", socket.gethostname()))
+        self.send(StoreCreated(time.monotonic(), self.rank, *self.place()))
 
     def _counted(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -148,7 +151,7 @@ class Injector:
             result = call(*args, **options)
             if name == "recover":
                 step = getattr(result, "step", None)
-                self.tell(Recovered(time.monotonic(), self.rank, *self.place(), step))
+                self.send(StoreRecovered(time.monotonic(), self.rank, *self.place(), step))
             return result
 
         return counted
@@ -170,29 +173,35 @@ def watched(create: Create) -> Create:
         # The watching process has left.
         return create
     _injectors[:] = [injector]
-    injector.tell(Here(rank, _role(rank, size, {}), socket.gethostname()))
+    injector.send(RankUp(rank, _role(rank, size, {}), socket.gethostname()))
 
     @functools.wraps(create)
-    def told(*args: object, **options: object) -> KVStore:
-        injector.tell(Here(rank, _role(rank, size, options), socket.gethostname()))
+    def created(*args: object, **options: object) -> KVStore:
+        injector.send(RankUp(rank, _role(rank, size, options), socket.gethostname()))
         injector.reach("create")
         store: KVStore = create(*args, **options)
         injector.take(store)
         return store
 
-    return told  # type: ignore[return-value]
+    return created  # type: ignore[return-value]
 
 
 def note(step: int, value: SupportsFloat | bytes | np.ndarray) -> None:
-    """Tell, in a watched job, that this worker begins `step`, and a value that it has then.
+    """Note that this worker begins a step, and a value, for the report of `mpips chaos`.
 
-    `step` is the number of steps that are done. `value` is a loss or an array; only a digest of an array is kept. By
-    these values runs of one program are compared, bit for bit. Does nothing in a job that is not watched.
+    Runs of one program are compared by these values, bit for bit. Local. Does nothing in a job that is not watched.
+
+    Args:
+        step: The number of steps that are done.
+        value: A number such as the loss, or an array, of which only a digest is kept.
+
+    >>> for step in range(3):
+    ...     mpips.chaos.note(step, 0.5 / (step + 1))
     """
     if not _injectors:
         return
     injector = _injectors[0]
-    # It is a tensor of PyTorch, which may require gradients.
+    # A tensor of PyTorch may require gradients, and then has no bytes.
     if callable(detach := getattr(value, "detach", None)):
         value = detach()
     number = float(value) if isinstance(value, float | int) or getattr(value, "shape", None) == () else None
@@ -209,7 +218,7 @@ def note(step: int, value: SupportsFloat | bytes | np.ndarray) -> None:
             array = array.contiguous().view(-1).view(sys.modules["torch"].uint8).numpy()
         data = np.asarray(array).tobytes()
     digest = hashlib.blake2b(data, digest_size=8).hexdigest()
-    injector.tell(Note(time.monotonic(), injector.rank, *injector.place(), step, number, digest))
+    injector.send(ProgramNote(time.monotonic(), injector.rank, *injector.place(), step, number, digest))
 
 
 def _role(rank: int, size: int, options: dict[str, Any]) -> str:

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 
 import msgspec
 
-from mpips.chaos.injector import Made, Note, Recovered, Told
-from mpips.chaos.watch import Done, Run
+from mpips.chaos.injector import Message, ProgramNote, StoreCreated, StoreRecovered
+from mpips.chaos.watch import FaultAttempt, WatchedRun
 
 EQUAL = "equal"
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of one fault.
+    """The outcome of one fault.
 
     Attributes:
         host: The host of the rank, if the fault hit the host.
@@ -38,7 +38,7 @@ class Outcome(msgspec.Struct, frozen=True):
     undone: str
 
 
-class Report(msgspec.Struct, frozen=True):
+class ChaosReport(msgspec.Struct, frozen=True):
     """The report of a run.
 
     Attributes:
@@ -65,25 +65,36 @@ class Report(msgspec.Struct, frozen=True):
 
     def percentile(self, percent: float) -> float | None:
         """Return a percentile (nearest rank) of the seconds until the job went on, or None if there are none."""
-        found = sorted(fault.seconds for fault in self.faults if fault.seconds is not None)
-        return found[max(0, math.ceil(percent / 100 * len(found)) - 1)] if found else None
+        seconds = sorted(fault.seconds for fault in self.faults if fault.seconds is not None)
+        return seconds[max(0, math.ceil(percent / 100 * len(seconds)) - 1)] if seconds else None
 
 
-def judge(run: Run, reference: Run | None = None) -> Report:
-    """Return the report of a run, compared with a run of the same program without faults if that is given."""
+def judge(run: WatchedRun, reference: WatchedRun | None = None) -> ChaosReport:
+    """Report on a run, and compare its notes with those of a run of the same program without faults. Local.
+
+    Args:
+        run: What `watch` has returned.
+        reference: A run without faults. Without it, only steps that the run has repeated are compared.
+
+    >>> run = mpips.chaos.watch(["true"], mpips.chaos.FaultPlan(), limit=20)
+    >>> mpips.chaos.judge(run).good
+    True
+    """
     began = began_at(run)
-    made = sorted(run.done, key=lambda done: done.time)
-    times = [done.time for done in made if not done.undone]
-    killed = {rank: done.time for done in made for rank in done.killed}
+    attempts = sorted(run.attempts, key=lambda attempt: attempt.time)
+    times = [attempt.time for attempt in attempts if not attempt.undone]
+    killed = {rank: attempt.time for attempt in attempts for rank in attempt.killed}
 
-    def outcome(done: Done) -> Outcome:
-        later = [time for time in times if time > done.time]
-        seconds = None if done.undone else _seconds(run.told, done.time, later, killed)
-        kind = run.plan.faults[done.fault].kind
-        return Outcome(done.fault, kind, done.rank, done.role, done.host, done.time - began, seconds, done.undone)
+    def outcome(attempt: FaultAttempt) -> Outcome:
+        later = [time for time in times if time > attempt.time]
+        seconds = None if attempt.undone else _seconds(run.messages, attempt.time, later, killed)
+        kind = run.plan.faults[attempt.fault].kind
+        return Outcome(
+            attempt.fault, kind, attempt.rank, attempt.role, attempt.host, attempt.time - began, seconds, attempt.undone
+        )
 
-    outcomes = [outcome(done) for done in made]
-    reached = {done.fault for done in made}
+    outcomes = [outcome(attempt) for attempt in attempts]
+    reached = {attempt.fault for attempt in attempts}
     outcomes += [
         Outcome(number, fault.kind, -1, "", "", 0.0, None, "the job ended before")
         for number, fault in enumerate(run.plan.faults)
@@ -94,34 +105,40 @@ def judge(run: Run, reference: Run | None = None) -> Report:
     skipped = max(steps) - min(steps) + 1 - len(steps) if steps else 0
     seconds = run.ended - run.began
     bits = _bits(notes, notes_of(reference) if reference else [])
-    return Report(
-        run.plan.seed, run.code, run.hung, seconds, outcomes, _repeated(run.told), skipped, bits, list(run.left)
+    return ChaosReport(
+        run.plan.seed, run.code, run.hung, seconds, outcomes, _repeated(run.messages), skipped, bits, list(run.left)
     )
 
 
-def began_at(run: Run) -> float:
+def began_at(run: WatchedRun) -> float:
     """Return when the first store was made, or when the run began if it made none."""
-    return min((told.time for told in run.told if isinstance(told, Made)), default=run.began)
+    return min((message.time for message in run.messages if isinstance(message, StoreCreated)), default=run.began)
 
 
-def notes_of(run: Run) -> list[Note]:
+def notes_of(run: WatchedRun) -> list[ProgramNote]:
     """Return the notes of a run's programs, in order of time."""
-    return sorted((told for told in run.told if isinstance(told, Note)), key=lambda note: note.time)
+    return _notes(run.messages)
 
 
-def _seconds(told: Sequence[Told], time: float, later: Sequence[float], killed: dict[int, float]) -> float | None:
+def _notes(messages: Sequence[Message]) -> list[ProgramNote]:
+    return sorted((each for each in messages if isinstance(each, ProgramNote)), key=lambda note: note.time)
+
+
+def _seconds(
+    messages: Sequence[Message], time: float, later: Sequence[float], killed: dict[int, float]
+) -> float | None:
     """Return the seconds from a fault at `time` until all workers go on, or None.
 
     If they go on only after the next of the `later` faults, the recovery belongs to both faults.
     """
     for end in [*later, math.inf]:
-        went_on = _went_on(told, time, end, killed)
+        went_on = _went_on(messages, time, end, killed)
         if went_on is not None:
             return went_on - time
     return None
 
 
-def _went_on(told: Sequence[Told], time: float, end: float, killed: dict[int, float]) -> float | None:
+def _went_on(messages: Sequence[Message], time: float, end: float, killed: dict[int, float]) -> float | None:
     """Return when the last of the ranks that worked at `time` began a new step.
 
     If a rank has recovered before `end`, only steps after its last recovery count. Return None if this is not before
@@ -129,16 +146,19 @@ def _went_on(told: Sequence[Told], time: float, end: float, killed: dict[int, fl
     """
     before: dict[int, int] = {}
     recovered: dict[int, float] = {}
-    for one in told:
-        if isinstance(one, Note) and one.time <= time:
-            before[one.rank] = max(before.get(one.rank, -1), one.step)
-        elif isinstance(one, Recovered) and time < one.time < end:
-            recovered[one.rank] = max(recovered.get(one.rank, 0.0), one.time)
+    for message in messages:
+        if isinstance(message, ProgramNote) and message.time <= time:
+            before[message.rank] = max(before.get(message.rank, -1), message.step)
+        elif isinstance(message, StoreRecovered) and time < message.time < end:
+            recovered[message.rank] = max(recovered.get(message.rank, 0.0), message.time)
     first: dict[int, float] = {}
-    for one in sorted((one for one in told if isinstance(one, Note) and time < one.time < end), key=lambda n: n.time):
-        new = one.time > recovered[one.rank] if one.rank in recovered else one.step > before.get(one.rank, -1)
-        if new and (one.rank in recovered or not recovered):
-            first.setdefault(one.rank, one.time)
+    for note in _notes(messages):
+        if not time < note.time < end:
+            continue
+        rank = note.rank
+        new = note.time > recovered[rank] if rank in recovered else note.step > before.get(rank, -1)
+        if new and (rank in recovered or not recovered):
+            first.setdefault(rank, note.time)
     wanted = [rank for rank in recovered or before if killed.get(rank, math.inf) >= end]
     if recovered:
         return max(first.values()) if wanted and all(rank in first for rank in wanted) else None
@@ -146,23 +166,24 @@ def _went_on(told: Sequence[Told], time: float, end: float, killed: dict[int, fl
     return max(going) if going else None
 
 
-def _repeated(told: Sequence[Told]) -> int:
+def _repeated(messages: Sequence[Message]) -> int:
     """Return the largest number of rounds that a worker did again after its recoveries."""
     again: defaultdict[int, int] = defaultdict(int)
     newest: dict[int, int] = {}
     fresh: set[int] = set()
-    for one in sorted((one for one in told if isinstance(one, Note | Recovered)), key=lambda one: one.time):
-        if isinstance(one, Recovered):
-            fresh.add(one.rank)
+    relevant = (message for message in messages if isinstance(message, ProgramNote | StoreRecovered))
+    for message in sorted(relevant, key=lambda message: message.time):
+        if isinstance(message, StoreRecovered):
+            fresh.add(message.rank)
             continue
-        if one.rank in fresh:
-            again[one.rank] += max(0, newest.get(one.rank, one.step) - one.step)
-            fresh.discard(one.rank)
-        newest[one.rank] = one.step
+        if message.rank in fresh:
+            again[message.rank] += max(0, newest.get(message.rank, message.step) - message.step)
+            fresh.discard(message.rank)
+        newest[message.rank] = message.step
     return max(again.values(), default=0)
 
 
-def _bits(notes: Sequence[Note], reference: Sequence[Note]) -> str:
+def _bits(notes: Sequence[ProgramNote], reference: Sequence[ProgramNote]) -> str:
     """Compare notes of the same step and worker, in this run and in the reference. Return the first difference.
 
     A step that is done again must give the same bits. Without a difference, return "equal", or "" without a reference.

@@ -1,7 +1,7 @@
 """Run a command under a plan of faults: listen to its ranks, make faults, end it at a limit, and look for leftovers.
 
-`watch` is the call. `Faults` makes the faults that are due, in ranks and in the hosts of the lab, and ends those that
-last. `Ranks` are the processes of the job, with a connection and a pidfd for each.
+`watch` is the call. `FaultMaker` makes the faults that are due, in ranks and in the hosts of the lab, and ends those
+that last some seconds. `Ranks` are the processes of the job, with a connection and a pidfd for each.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from typing import IO
 import msgspec
 
 from mpips.chaos.faults import OF_HOSTS, Fault, FaultPlan, Point, Whom, check_lab, save
-from mpips.chaos.injector import PLAN, SHOW_STACK, SOCKET, WATCHED, Here, Made, Reached, Told
+from mpips.chaos.injector import PLAN, SHOW_STACK, SOCKET, WATCHED, Message, PointReached, RankUp, StoreCreated
 from mpips.collectives.clock import Clock
-from mpips.collectives.machine import find_carriers, find_peer, read_stat
+from mpips.collectives.machine import find_peer, find_processes_with, read_stat
 from mpips.collectives.recorder import folders
 
 # seconds for a job's last processes to leave after its command has ended
@@ -41,16 +41,16 @@ LOOK_SECONDS = 0.2
 SESSIONS = "ompi.", "prte."
 
 
-class Run(msgspec.Struct):
-    """One run of a command: the messages of its ranks, the faults that were made, and how it ended."""
+class WatchedRun(msgspec.Struct):
+    """A run of a command: the messages of its ranks, the faults that were made, and how it ended."""
 
     plan: FaultPlan
     began: float = 0.0
     ended: float = 0.0
     code: int = 0
     hung: bool = False
-    told: list[Told] = []
-    done: list[Done] = []
+    messages: list[Message] = []
+    attempts: list[FaultAttempt] = []
     # processes that outlived it, and files that it left behind
     left: list[str] = []
 
@@ -61,25 +61,37 @@ def watch(
     limit: float = 600.0,
     output: IO[bytes] | None = None,
     lab: str = "",
-    look: Callable[[Run], None] | None = None,
-) -> Run:
-    """Run `argv`, an MPI job of programs that make stores, under a plan. Return the run.
+    look: Callable[[WatchedRun], None] | None = None,
+) -> WatchedRun:
+    """Run a command that starts an MPI job of programs that make stores, and make the faults of a plan. Blocking.
 
-    Ranks are heard on this machine, or on the hosts of `lab`. Raises PlanError if the plan has faults of hosts and no
-    lab is named.
+    Only ranks on this machine, or on the hosts of `lab`, take part.
 
     Args:
+        argv: The command and its arguments.
+        plan: The faults. An empty plan only records the job.
         limit: Seconds after which the job counts as hung. Then each rank writes its stacks, and everything is ended.
-        output: A file for the output of the job. None leaves it where ours goes.
+        output: A file for the output of the job. Default: the output of this process.
         lab: The name of the lab in which the job runs.
-        look: Called with the run as it is, several times a second.
+        look: Called several times a second with the run as it is until then.
+
+    Returns:
+        The run, for `judge`.
+
+    Raises:
+        PlanError: The plan has faults of hosts, and no lab is named.
+        OSError: The command cannot be run.
+
+    >>> run = mpips.chaos.watch(["true"], mpips.chaos.FaultPlan(), limit=20)
+    >>> run.code, run.hung, run.left
+    (0, False, [])
     """
     check_lab(plan, lab)
-    run = Run(plan, told=[], done=[], left=[])
+    run = WatchedRun(plan, messages=[], attempts=[], left=[])
     with tempfile.TemporaryDirectory(prefix="chaos-") as name:
         save(plan, Path(name, PLAN))
         ranks = Ranks(Path(name))
-        faults = Faults(plan, ranks, lab)
+        faults = FaultMaker(plan, ranks, lab)
         run.began, clock = time.monotonic(), Clock()
         errors = subprocess.STDOUT if output else None
         job = subprocess.Popen(
@@ -89,9 +101,9 @@ def watch(
             while job.poll() is None and not run.hung:
                 if look is not None:
                     look(run)
-                for told in ranks.hear(min(LOOK_SECONDS, faults.wait())):
-                    run.told.append(told)
-                    faults.hear(told)
+                for message in ranks.hear(min(LOOK_SECONDS, faults.wait())):
+                    run.messages.append(message)
+                    faults.take(message)
                 faults.make()
                 run.hung = clock.seconds() > limit
             if run.hung:
@@ -108,8 +120,8 @@ def watch(
                 except subprocess.TimeoutExpired:
                     job.kill()
                     job.wait()
-            run.code, run.ended, run.done = job.returncode, time.monotonic(), faults.done
-            run.told += ranks.hear(0)
+            run.code, run.ended, run.attempts = job.returncode, time.monotonic(), faults.attempts
+            run.messages += ranks.hear(0)
             run.left += _processes(name) + _files(ranks)
             ranks.close()
     return run
@@ -121,16 +133,16 @@ def _processes(folder: str) -> list[str]:
     All processes of a watched job have this folder in their environment.
     """
     variable, clock = f"{WATCHED}={folder}", Clock()
-    while any(find_carriers(variable)) and clock.seconds() < GRACE:
+    while any(find_processes_with(variable)) and clock.seconds() < GRACE:
         time.sleep(0.02)
-    found = []
-    for pid in find_carriers(variable):
-        # The process has ended in the meantime.
+    left = []
+    for pid in find_processes_with(variable):
+        # The process may have ended in the meantime.
         with suppress(OSError):
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            command_line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             os.kill(pid, signal.SIGKILL)
-            found.append(f"process {pid} ({words.strip()[:120]})")
-    return found
+            left.append(f"process {pid} ({command_line.strip()[:120]})")
+    return left
 
 
 def _files(ranks: Ranks) -> list[str]:
@@ -138,8 +150,8 @@ def _files(ranks: Ranks) -> list[str]:
 
     Pages of ranks that died in a job that died are kept on purpose, and not counted.
     """
-    had = sorted(path for rank in ranks.all.values() for path in rank.memory if path.exists())
-    memory = [path for path in had if path.parent.parent != folders.of_jobs()]
+    existing = sorted(path for rank in ranks.all.values() for path in rank.memory if path.exists())
+    memory = [path for path in existing if path.parent.parent != folders.jobs_folder()]
     ends = tuple(f".{pid}" for pid in ranks.parents)
     sessions = (path for path in Path(tempfile.gettempdir()).glob("*.[0-9]*") if path.name.startswith(SESSIONS))
     return [str(path) for path in (*dict.fromkeys(memory), *(path for path in sessions if path.name.endswith(ends)))]
@@ -149,8 +161,8 @@ def _files(ranks: Ranks) -> list[str]:
 LINK_SECONDS = 20.0
 
 
-class Done(msgspec.Struct, frozen=True):
-    """A fault that was made, or the reason why it was not.
+class FaultAttempt(msgspec.Struct, frozen=True):
+    """A fault of the plan that was due: when it was made and whom it hit, or why it was not made.
 
     Attributes:
         fault: Its number in the plan.
@@ -168,11 +180,14 @@ class Done(msgspec.Struct, frozen=True):
     undone: str = ""
 
 
-class Faults:
-    """Makes the faults of a plan when they are due, and ends those that last some seconds."""
+class FaultMaker:
+    """Makes the faults of a plan when they are due, and ends those that last some seconds.
+
+    Times are of time.monotonic().
+    """
 
     def __init__(self, plan: FaultPlan, ranks: Ranks, lab: str) -> None:
-        self.done: list[Done] = []
+        self.attempts: list[FaultAttempt] = []
         self._plan = plan
         self._ranks = ranks
         self._lab = lab
@@ -183,16 +198,17 @@ class Faults:
         # (time at which it ends, fault, rank) of faults that last now
         self._until: list[tuple[float, Fault, WatchedRank]] = []
 
-    def hear(self, told: Told) -> None:
-        if isinstance(told, Made) and not self._timed:
+    def take(self, message: Message) -> None:
+        """Note when faults are due, if the message determines that."""
+        if isinstance(message, StoreCreated) and not self._timed:
             self._timed = True
             for number, fault in enumerate(self._plan.faults):
                 if not isinstance(fault.at, Point):
-                    heapq.heappush(self._due, (told.time + fault.at, number))
-        elif isinstance(told, Reached):
-            point = self._plan.faults[told.fault].at
+                    heapq.heappush(self._due, (message.time + fault.at, number))
+        elif isinstance(message, PointReached):
+            point = self._plan.faults[message.fault].at
             assert isinstance(point, Point)
-            heapq.heappush(self._due, (told.time + point.delay, told.fault))
+            heapq.heappush(self._due, (message.time + point.delay, message.fault))
 
     def wait(self) -> float:
         """Return the seconds until something is due."""
@@ -208,11 +224,11 @@ class Faults:
             rank = self._ranks.living(fault.whom)
             if rank is None:
                 nobody = f"no {fault.whom.role} {fault.whom.number if fault.whom.role == 'rank' else ''}".rstrip()
-                self.done.append(Done(number, now, undone=f"{nobody} was alive"))
+                self.attempts.append(FaultAttempt(number, now, undone=f"{nobody} was alive"))
             elif fault.kind in OF_HOSTS and not rank.is_elsewhere:
-                self.done.append(Done(number, now, undone=f"rank {rank.rank} is on no host of a lab"))
+                self.attempts.append(FaultAttempt(number, now, undone=f"rank {rank.rank} is on no host of a lab"))
             else:
-                self.done.append(self._made(number, fault, rank))
+                self.attempts.append(self._made(number, fault, rank))
         self.end(now)
 
     def end(self, now: float = math.inf) -> None:
@@ -227,14 +243,14 @@ class Faults:
             else:
                 self._set_links(rank.host)
 
-    def _made(self, number: int, fault: Fault, rank: WatchedRank) -> Done:
+    def _made(self, number: int, fault: Fault, rank: WatchedRank) -> FaultAttempt:
         """Make a fault, or begin one that lasts."""
         now, host = time.monotonic(), rank.host if fault.kind in OF_HOSTS else ""
         if not fault.lasts:
             hit = self._ranks.beside(rank) if fault.kind == "host" else [rank]
             for each in hit:
                 each.signal(signal.SIGKILL)
-            return Done(number, now, rank.rank, rank.role, host, tuple(sorted(each.rank for each in hit)))
+            return FaultAttempt(number, now, rank.rank, rank.role, host, tuple(sorted(each.rank for each in hit)))
         entry, undone = (now + fault.seconds, fault, rank), ""
         self._until.append(entry)
         if fault.kind == "stop":
@@ -243,7 +259,7 @@ class Faults:
             _limit_files(rank.pid, full=True)
         elif undone := self._set_links(rank.host):
             self._until.remove(entry)
-        return Done(number, now, rank.rank, rank.role, host, undone=undone)
+        return FaultAttempt(number, now, rank.rank, rank.role, host, undone=undone)
 
     def _set_links(self, host: str) -> str:
         """Set the NICs of a host up, down, or to a share of their rate, as the faults that last now require.
@@ -253,14 +269,14 @@ class Faults:
         faults = [fault for _, fault, rank in self._until if rank.host == host]
         state = "down" if any(fault.kind == "cut" for fault in faults) else "up"
         share = min((fault.share for fault in faults), default=1.0)
-        words = ["link", "--name", self._lab, "--share", str(share), host, "all", state]
-        argv = [sys.executable, "-P", "-m", "mpips.launch.lab", *words]
+        options = ["link", "--name", self._lab, "--share", str(share), host, "all", state]
+        argv = [sys.executable, "-P", "-m", "mpips.launch.lab", *options]
         try:
             done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=LINK_SECONDS)
         except subprocess.TimeoutExpired:
-            return f"`mpips lab {' '.join(words)}` took longer than {LINK_SECONDS:g} s"
-        said = done.stderr.strip().splitlines() or [f"`mpips lab link` left with {done.returncode}"]
-        return said[-1] if done.returncode else ""
+            return f"`mpips lab {' '.join(options)}` took longer than {LINK_SECONDS:g} s"
+        lines = done.stderr.strip().splitlines() or [f"`mpips lab link` left with {done.returncode}"]
+        return lines[-1] if done.returncode else ""
 
 
 def _limit_files(pid: int, full: bool) -> None:
@@ -338,9 +354,9 @@ class Ranks:
         self._poll = select.poll()
         self._poll.register(self._listener, select.POLLIN)
 
-    def hear(self, seconds: float) -> list[Told]:
+    def hear(self, seconds: float) -> list[Message]:
         """Return the messages that have arrived, after a wait of at most `seconds`."""
-        news: list[Told] = []
+        news: list[Message] = []
         for descriptor, _ in self._poll.poll(max(0.0, 1000 * seconds)):
             if descriptor == self._listener.fileno():
                 news += self._admit()
@@ -349,7 +365,7 @@ class Ranks:
         return news
 
     def living(self, whom: Whom) -> WatchedRank | None:
-        """Return the living process that is meant, or None."""
+        """Return the living process that a fault of the plan hits, or None."""
         if whom.role == "rank":
             return next((rank for rank in self.all.values() if rank.rank == whom.number and rank.alive), None)
         fit = [rank for rank in self.all.values() if whom.role in ("any", rank.role) and rank.alive]
@@ -364,10 +380,10 @@ class Ranks:
             rank.close()
         self._listener.close()
 
-    def _admit(self) -> list[Told]:
+    def _admit(self) -> list[Message]:
         """Accept all new connections and return their first messages. A rank may have ended already."""
-        news: list[Told] = []
-        # There is no further connection.
+        news: list[Message] = []
+        # BlockingIOError: there is no further connection.
         with suppress(BlockingIOError):
             while True:
                 line, _ = self._listener.accept()
@@ -379,19 +395,19 @@ class Ranks:
                 news += self._read(line.fileno())
         return news
 
-    def _read(self, descriptor: int) -> list[Told]:
+    def _read(self, descriptor: int) -> list[Message]:
         rank, news = self.all[descriptor], []
         try:
             while data := rank.line.recv(MOST_BYTES):
-                news.append(msgspec.msgpack.decode(data, type=Told))
+                news.append(msgspec.msgpack.decode(data, type=Message))
         except BlockingIOError:
             pass
         except OSError:
             self._poll.unregister(descriptor)
         else:
             self._poll.unregister(descriptor)
-        for told in news:
-            if isinstance(told, Here):
-                rank.rank, rank.role, rank.host = told.rank, told.role, told.host
+        for message in news:
+            if isinstance(message, RankUp):
+                rank.rank, rank.role, rank.host = message.rank, message.role, message.host
                 rank.look()
         return news

@@ -1,4 +1,4 @@
-"""Define a compressor: bytes of fixed size for a gradient, and a residual that keeps the rest for the next gradient.
+"""Compressors: bytes of fixed size for a gradient, and a residual that keeps the rest for the next gradient.
 
 Every compressor is pure arithmetic on flat float arrays. `encode` turns gradient and residual into bytes, and `decode`
 adds them to an array (or writes them). At any time the sum of the decoded payloads plus the residual is the sum of the
@@ -27,7 +27,7 @@ from mpips.compression.kernels import BLOCK
 
 @dataclass(frozen=True)
 class Compressor:
-    """Base of all compressors: sizes and error feedback. A class of your own defines `max_bytes`, `fill` and `read`."""
+    """Base class of compressors, with error feedback. A class of your own defines `max_bytes`, `fill` and `read`."""
 
     _kernels: ClassVar[tuple[Compiled, ...]] = ()
 

@@ -1,4 +1,4 @@
-"""Find compressors by name: `register`, and `create` from options."""
+"""Compressors by name: `register` adds a class, and `create` makes a compressor from options."""
 
 from __future__ import annotations
 
@@ -54,6 +54,15 @@ def create(options: Mapping[str, Any]) -> Compressor:
     Raises:
         ValueError: The type is unknown, or a value is not allowed.
         TypeError: An option is unknown, or `options` is not a mapping.
+
+    >>> compressor = mpips.compression.create({"type": "2bit", "threshold": 0.5})
+    >>> gradient = np.array([0.75, 0.25], np.float32)
+    >>> residual = compressor.init(gradient)
+    >>> payload = compressor.encode(gradient, residual)
+    >>> received = np.zeros_like(gradient)
+    >>> compressor.decode(payload, received)
+    >>> received, residual
+    (array([0.5, 0. ], dtype=float32), array([0.25, 0.25], dtype=float32))
     """
     if not isinstance(options, Mapping):
         named = isinstance(options, str) and options in COMPRESSORS

@@ -36,7 +36,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, NoReturn
 
-from mpips.collectives.errors import without_mpi
+from mpips.collectives.errors import explain_missing_mpi
 from mpips.collectives.machine import find_peer
 from mpips.collectives.recorder import own as recorder
 from mpips.collectives.recorder import tracing
@@ -166,7 +166,7 @@ def _one_sentence() -> Iterator[None]:
     try:
         yield
     except (ImportError, RuntimeError) as error:
-        if not (sentence := without_mpi(error)):
+        if not (sentence := explain_missing_mpi(error)):
             raise
         raise type(error)(sentence) from None
 
@@ -221,10 +221,10 @@ def dead() -> list[int] | None:
     """Return the ranks of the job that are known to have died, or None if MPI does not run or cannot tell."""
     if (module := _running()) is None:
         return None
-    from mpips.collectives.fabric.failure import failed
+    from mpips.collectives.fabric.failure import dead_ranks
 
     try:
-        return failed(module.COMM_WORLD)
+        return dead_ranks(module.COMM_WORLD)
     except module.Exception:
         return None
 
@@ -314,7 +314,7 @@ class StatusLine:
 
     def fails(self, code: int = 1) -> None:
         if os.getpid() == self._process:
-            recorder.exits(code)
+            recorder.write_exit_code(code)
         self._say(b"%s %d\n" % (FAILING, code & 255))
 
     def _leave(self) -> None:

@@ -265,13 +265,13 @@ def _raised(
 def _write_down(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
     """Record the error and its place for the log and for those who look at this process from outside."""
     sentence = "interrupted" if issubclass(kind, KeyboardInterrupt) else _sentence(kind, error, trace)
-    recorder.fails(sentence, own=not isinstance(error, CollectiveError))
+    recorder.write_failure(sentence, own=not isinstance(error, CollectiveError))
     LOG.info("uncaught: %s", sentence)
 
 
 def _sentence(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> str:
     frames = [] if trace is None else list(traceback.walk_tb(trace))
-    users = [place for place in frames if recorder.is_users(place[0])] or frames
+    users = [place for place in frames if recorder.is_user_frame(place[0])] or frames
     at = f"{os.path.basename(users[-1][0].f_code.co_filename)}:{users[-1][1]}" if users else ""
     return recorder.with_line(f"{kind.__name__}: {error}", at)
 
@@ -335,9 +335,9 @@ def _users(error: BaseException, trace: TracebackType | None) -> TracebackType |
         before = error.__cause__ or error.__context__
         if before is not None and before.__traceback__ is not None and is_ours(before.__traceback__.tb_frame):
             error.__cause__, error.__suppress_context__ = None, True
-        while whole and not recorder.is_users(whole[-1].tb_frame):
+        while whole and not recorder.is_user_frame(whole[-1].tb_frame):
             del whole[-1]
-    elif whole and not recorder.is_users(whole[-1].tb_frame) and not _is_framework(whole[-1].tb_frame):
+    elif whole and not recorder.is_user_frame(whole[-1].tb_frame) and not _is_framework(whole[-1].tb_frame):
         return trace
     kept = [one for one in whole if not is_ours(one.tb_frame)]
     if not kept:
@@ -412,10 +412,10 @@ def _dead(world: MPI.Comm) -> set[int]:
     """Return the ranks that have died, if others survive deaths. If MPI itself has failed, return all ranks."""
     from mpi4py import MPI
 
-    from mpips.collectives.fabric.failure import failed
+    from mpips.collectives.fabric.failure import dead_ranks
 
     try:
-        return set(failed(world))
+        return set(dead_ranks(world))
     except MPI.Exception:
         return set(range(world.size))
 

@@ -1,10 +1,11 @@
 """Negotiation: match the operations of a process set by name, in whatever order ranks begin them.
 
-Each operation is described by a `Request`. While a rank has operations in flight, its communication thread runs rounds
-   with the other ranks. In each round:
+Each operation is described by an `OperationRequest`. While a rank has operations in flight, its communication thread
+runs rounds with the other ranks. In each round:
 
-1. An allgather collects every rank's new requests, and whether its program is waiting. 2. Operations that all ranks
-   have requested run, in the same order on all of them. Consecutive allreduces of the same kind run as one.
+1. An allgather collects every rank's new requests, and whether its program is waiting.
+2. Operations that all ranks have requested run, in the same order on all of them. Consecutive allreduces of the same
+   kind run as one.
 
 If the requests of an operation do not fit together, its handles on all ranks get the same error, and the process set
 stays usable. Any other failure ends all operations in flight.
@@ -28,10 +29,11 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from mpips.collectives.agreement import SAME_VALUES, Items, difference
 from mpips.collectives.api import begin
 from mpips.collectives.communicator import communicator
-from mpips.collectives.errors import CollectiveError, ranks
-from mpips.torch.process_group import Jobs
+from mpips.collectives.errors import CollectiveError, format_ranks
+from mpips.torch.process_group import GroupJobs
 from mpips.torch.tensors import flatten, flatten_result
 from mpips.torch.works import GroupJob, communication, wait_for_plan
 
@@ -40,7 +42,7 @@ class HorovodInternalError(CollectiveError):
     """An operation has failed, on all ranks of its process set."""
 
 
-class Request(msgspec.Struct, array_like=True):
+class OperationRequest(msgspec.Struct, array_like=True):
     """One rank's part in an operation, as it is sent to the others."""
 
     kind: str
@@ -56,21 +58,40 @@ class Request(msgspec.Struct, array_like=True):
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r}"
 
+    def items(self) -> Items:
+        """Return what must be the same on all ranks."""
+        # In these two operations tensors may have any number of rows.
+        free = 1 if self.kind in ("allgather", "alltoall") else 0
+        things = {
+            "the operation": self.kind,
+            "the number of tensors": len(self.shapes),
+            "dtype": self.dtypes,
+            "number of dimensions": [*map(len, self.shapes)],
+            "shape behind the first dimension" if free else "shape": [shape[free:] for shape in self.shapes],
+            "op": self.op,
+            "prescale_factor": self.prescale,
+            "postscale_factor": self.postscale,
+            "root_rank": self.root,
+        }
+        return [(thing, str(_only_item(value))) for thing, value in things.items()]
+
 
 T = TypeVar("T")
 
 
-class Handle(Generic[T]):
+class OperationHandle(Generic[T]):
     """An operation in flight on this rank.
 
-    Args: request: The description of the operation that is sent to the other ranks. tensors: The tensors that it reads,
-        or changes in place. deliver: Turns the list of results into what the program gets. waiting: A context in which
-        the other ranks know that this rank's program waits.
+    Args:
+        request: The description of the operation that is sent to the other ranks.
+        tensors: The tensors that it reads, or changes in place.
+        deliver: Turns the list of results into what the program gets.
+        waiting: A context in which the other ranks know that this rank's program waits.
     """
 
     def __init__(
         self,
-        request: Request,
+        request: OperationRequest,
         tensors: Sequence[Tensor],
         deliver: Callable[..., T],
         waiting: Callable[[], AbstractContextManager[None]],
@@ -121,22 +142,24 @@ REDUCTIONS = {
 }
 
 
-class Executor:
+class OperationRunner:
     """Runs operations on which all ranks agree, on one communicator."""
 
-    def __init__(self, jobs: Jobs, rank: int, names: Sequence[int]) -> None:
+    def __init__(self, jobs: GroupJobs, rank: int, names: Sequence[int]) -> None:
         self._jobs = jobs
         self._rank = rank
         self._names = names
         self._size = len(names)
 
-    def allreduce(self, first: Request, tensors: Sequence[Tensor]) -> Iterator[None]:
+    def allreduce(self, first: OperationRequest, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Reduce tensors in place as one operation, with the reduction and factors of `first`."""
         _scale(tensors, first.prescale)
         yield from self._jobs.allreduce_together(tensors, REDUCTIONS[Op(first.op)]).steps()
         _scale(tensors, first.postscale)
 
-    def run(self, first: Request, every: Sequence[Request], handle: Handle[Any]) -> Generator[None, None, list[Tensor]]:
+    def run(
+        self, first: OperationRequest, every: Sequence[OperationRequest], handle: OperationHandle[Any]
+    ) -> Generator[None, None, list[Tensor]]:
         """Run an operation of another kind, and return its results.
 
         Args:
@@ -158,13 +181,15 @@ class Executor:
             results.append((yield from run[first.kind](every, place, tensor)))
         return results
 
-    def _allgather(self, every: Sequence[Request], place: int, tensor: Tensor) -> Generator[None, None, Tensor]:
+    def _allgather(
+        self, every: Sequence[OperationRequest], place: int, tensor: Tensor
+    ) -> Generator[None, None, Tensor]:
         rows = [request.shapes[place][0] for request in every]
         result = torch.empty((sum(rows), *tensor.shape[1:]), dtype=tensor.dtype)
         yield from self._jobs.allgather(list(result.split(rows)), tensor).steps()
         return result
 
-    def _alltoall(self, every: Sequence[Request], place: int, tensor: Tensor) -> Generator[None, None, Tensor]:
+    def _alltoall(self, every: Sequence[OperationRequest], place: int, tensor: Tensor) -> Generator[None, None, Tensor]:
         received = [request.splits[self._rank] for request in every]
         result = torch.empty((sum(received), *tensor.shape[1:]), dtype=tensor.dtype)
         # elements of a row; a rank without rows to send takes it from what it receives
@@ -174,16 +199,18 @@ class Executor:
         yield from self._jobs.exchange(steps, "alltoall").steps()
         return result
 
-    def _reducescatter(self, every: Sequence[Request], place: int, tensor: Tensor) -> Generator[None, None, Tensor]:
-        mine, whole = every[self._rank], tensor.shape[0]
+    def _reducescatter(
+        self, every: Sequence[OperationRequest], place: int, tensor: Tensor
+    ) -> Generator[None, None, Tensor]:
+        request, whole = every[self._rank], tensor.shape[0]
         rows = [whole // self._size + (rank < whole % self._size) for rank in range(self._size)]
         result = torch.empty((rows[self._rank], *tensor.shape[1:]), dtype=tensor.dtype)
         given = flatten(tensor).clone()
-        _scale([given], mine.prescale)
+        _scale([given], request.prescale)
         row = tensor[0].numel() if whole else 0
         sizes = [each * row for each in rows]
-        yield from self._jobs.reduce_scatter(result, given, sizes, REDUCTIONS[Op(mine.op)]).steps()
-        _scale([result], mine.postscale)
+        yield from self._jobs.reduce_scatter(result, given, sizes, REDUCTIONS[Op(request.op)]).steps()
+        _scale([result], request.postscale)
         return result
 
 
@@ -221,25 +248,25 @@ class Negotiator:
 
     Args:
         comm: A communicator that is used for nothing else.
-        names: For each rank of `comm` its rank in the world, for error messages. timeout_seconds: The timeout of
-        operations; 0 means none.
+        names: For each rank of `comm` its rank in the world, for error messages.
+        timeout_seconds: The timeout of operations; 0 means none.
     """
 
     def __init__(self, comm: MPI.Intracomm, names: Sequence[int], timeout_seconds: float) -> None:
         self.comm = comm
         self.names = names
         # Jobs belong to PyTorch groups, for which a timeout of 0 means "expires at once".
-        self.jobs = Jobs(comm, timeout_seconds or math.inf)
+        self.jobs = GroupJobs(comm, timeout_seconds or math.inf)
         self._home = home = communicator(comm)
         roomy = home.nodes > 1 or home.board.memory.roomy
         self._cycle_seconds = CYCLE_SECONDS if roomy else CROWDED_CYCLE_SECONDS
-        self._executor = Executor(self.jobs, comm.rank, names)
+        self._runner = OperationRunner(self.jobs, comm.rank, names)
         # guards the fields that both the threads of the program and the communication thread change
         self._state = threading.Lock()
         # name -> operation under way on this rank
-        self._handles: dict[str, Handle[Any]] = {}
+        self._handles: dict[str, OperationHandle[Any]] = {}
         # requests that have not been sent to the other ranks yet
-        self._new: list[Request] = []
+        self._new: list[OperationRequest] = []
         # True while the communication thread makes rounds
         self._runs = False
         # threads of the program that wait for an operation
@@ -247,13 +274,13 @@ class Negotiator:
         # kind -> operations without a name begun so far
         self._unnamed: dict[str, int] = {}
         # name -> {rank: request}, for operations that some ranks have not requested yet
-        self._met: dict[str, dict[int, Request]] = {}
+        self._met: dict[str, dict[int, OperationRequest]] = {}
         # ranks that have called join(), in that order
         self._joined: list[int] = []
         self._row = np.zeros(ROW_BYTES, np.uint8)
         self._rows = np.zeros((comm.size, ROW_BYTES), np.uint8)
 
-    def begin(self, handle: Handle[T]) -> Handle[T]:
+    def begin(self, handle: OperationHandle[T]) -> OperationHandle[T]:
         """Begin an operation. Does not block. Raises ValueError if one with the same name is under way on this rank."""
         request = handle.request
         with self._state:
@@ -309,7 +336,7 @@ class Negotiator:
                 waits = self._waiting > 0
             try:
                 rows = yield from self._gather(msgspec.msgpack.encode((waits, brought)))
-                every = [msgspec.msgpack.decode(row, type=tuple[bool, list[Request]]) for row in rows]
+                every = [msgspec.msgpack.decode(row, type=tuple[bool, list[OperationRequest]]) for row in rows]
                 if any(requests for _, requests in every):
                     idle = 0
                     yield from self._take(every)
@@ -339,13 +366,13 @@ class Negotiator:
         sizes = [int(row[:8].view(np.int64)[0]) for row in self._rows]
         rows, start = self._rows, 8
         if max(sizes) > ROW_BYTES - 8:
-            mine = np.zeros(max(sizes), np.uint8)
-            mine[:size] = np.frombuffer(word, np.uint8)
-            rows, start = np.zeros((self.comm.size, mine.size), np.uint8), 0
-            yield from wait_for_plan(begin("allgather", mine, self.comm, out=rows))
+            padded = np.zeros(max(sizes), np.uint8)
+            padded[:size] = np.frombuffer(word, np.uint8)
+            rows, start = np.zeros((self.comm.size, padded.size), np.uint8), 0
+            yield from wait_for_plan(begin("allgather", padded, self.comm, out=rows))
         return [row[start : start + length].tobytes() for row, length in zip(rows, sizes)]
 
-    def _take(self, every: Sequence[tuple[bool, list[Request]]]) -> Iterator[None]:
+    def _take(self, every: Sequence[tuple[bool, list[OperationRequest]]]) -> Iterator[None]:
         """Take all ranks' new requests, and run the operations that all ranks have requested."""
         for rank, (_, requests) in enumerate(every):
             for request in requests:
@@ -359,7 +386,10 @@ class Negotiator:
             if len(requests_of.keys() | set(self._joined)) == self.comm.size:
                 del self._met[name]
                 first = requests_of[min(requests_of)]
-                if wrong := self._difference(first, requests_of) or self._against_joined(first):
+                # Nearly all requests are equal, and equality is found sooner than the items are made.
+                differ = any(request != first for request in requests_of.values())
+                unlike = difference({self.names[rank]: each.items() for rank, each in requests_of.items() if differ})
+                if wrong := f"{unlike}: {SAME_VALUES}" if unlike else self._against_joined(first):
                     self._end(name, None, HorovodInternalError(f"{first}: {wrong}"))
                 else:
                     ready.append((first, requests_of))
@@ -370,60 +400,33 @@ class Negotiator:
             self._unnamed.clear()
             self._end(NOTHING_LEFT, self.names[last])
 
-    def _run(self, operations: Sequence[tuple[Request, dict[int, Request]]]) -> Iterator[None]:
+    def _run(self, operations: Sequence[tuple[OperationRequest, dict[int, OperationRequest]]]) -> Iterator[None]:
         """Run one operation, or several allreduces as one. A rank that has joined contributes zeros."""
         first, requests = operations[0]
         if first.kind == "allreduce":
             every = [self._tensors_of(request) for request, _ in operations]
-            yield from self._executor.allreduce(first, [tensor for tensors in every for tensor in tensors])
+            yield from self._runner.allreduce(first, [tensor for tensors in every for tensor in tensors])
             for (request, _), tensors in zip(operations, every):
                 self._end(request.name, tensors)
         elif first.kind == "barrier":
             self._end(first.name, [])
         else:
             in_order = [requests[rank] for rank in sorted(requests)]
-            self._end(first.name, (yield from self._executor.run(first, in_order, self._handles[first.name])))
+            self._end(first.name, (yield from self._runner.run(first, in_order, self._handles[first.name])))
 
-    def _tensors_of(self, request: Request) -> Sequence[Tensor]:
+    def _tensors_of(self, request: OperationRequest) -> Sequence[Tensor]:
         handle = self._handles.get(request.name)
         if handle is not None:
             return handle.tensors
         return [torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in zip(request.dtypes, request.shapes)]
 
-    def _difference(self, first: Request, requests: dict[int, Request]) -> str:
-        """Describe the first difference between the requests of two ranks, or return "" if they fit together."""
-        one = min(requests)
-        for rank, request in requests.items():
-            # In these two operations tensors may have any number of rows.
-            free = 1 if first.kind in ("allgather", "alltoall") else 0
-            for what, a, b in (
-                ("the operation", first.kind, request.kind),
-                ("the number of tensors", len(first.shapes), len(request.shapes)),
-                ("dtype", first.dtypes, request.dtypes),
-                ("number of dimensions", [*map(len, first.shapes)], [*map(len, request.shapes)]),
-                (
-                    "shape behind the first dimension" if free else "shape",
-                    [shape[free:] for shape in first.shapes],
-                    [shape[free:] for shape in request.shapes],
-                ),
-                ("op", first.op, request.op),
-                ("prescale_factor", first.prescale, request.prescale),
-                ("postscale_factor", first.postscale, request.postscale),
-                ("root_rank", first.root, request.root),
-            ):
-                if a != b:
-                    return (
-                        f"{what} is {_said(a)} on rank {self.names[one]} and {_said(b)} on rank "
-                        f"{self.names[rank]}: give all ranks the same"
-                    )
-        return ""
-
-    def _against_joined(self, first: Request) -> str:
+    def _against_joined(self, first: OperationRequest) -> str:
         """Return why an operation cannot run while some ranks have joined, or "" if it can."""
         if not self._joined or first.kind == "barrier" or (first.kind == "allreduce" and first.op in (0, 1)):
             return ""
+        joined = format_ranks([self.names[rank] for rank in self._joined])
         return (
-            f"{ranks([self.names[rank] for rank in self._joined])} has called join(), and then only allreduce with "
+            f"{joined} has called join(), and then only allreduce with "
             "op=Average or Sum, and barrier, go on: call this before join()"
         )
 
@@ -446,25 +449,27 @@ class Negotiator:
     def _why_nothing_runs(self) -> str:
         met = list(self._met.items())
         if not met:
-            return f"{ranks([self.names[rank] for rank in self._joined])} has called join(): call it on all ranks"
+            return (
+                f"{format_ranks([self.names[rank] for rank in self._joined])} has called join(): call it on all ranks"
+            )
         _, requests = met[0]
-        there = [self.names[rank] for rank in requests]
+        callers = [self.names[rank] for rank in requests]
         missing = [rank for rank in range(self.comm.size) if rank not in requests and rank not in self._joined]
         others = [other for other, by in met if missing[0] in by]
         instead = f", and waits in {others[0]!r}" if others else ""
         return (
-            f"{requests[min(requests)]}: {ranks(there)} called it, and rank {self.names[missing[0]]} did not"
+            f"{requests[min(requests)]}: {format_ranks(callers)} called it, and rank {self.names[missing[0]]} did not"
             f"{instead}: let all ranks call operations of the same names"
         )
 
 
-def _fusion(request: Request) -> tuple[object, ...]:
+def _fusion(request: OperationRequest) -> tuple[object, ...]:
     """Return a key that is equal for allreduces that can run as one. Any other operation has a key of its own."""
     if request.kind != "allreduce":
         return (request.name,)
     return (request.op, request.prescale, request.postscale, sorted(set(request.dtypes)))
 
 
-def _said(value: object) -> object:
+def _only_item(value: object) -> object:
     """Return the item of a list that has only one, for an error message. Anything else is returned as it is."""
-    return _said(value[0]) if isinstance(value, list) and len(value) == 1 else value
+    return _only_item(value[0]) if isinstance(value, list) and len(value) == 1 else value

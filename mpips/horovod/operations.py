@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mpips.collectives.errors import of_caller
-from mpips.horovod.negotiation import REDUCTIONS, Handle, Op, Request
+from mpips.horovod.negotiation import REDUCTIONS, Op, OperationHandle, OperationRequest
 from mpips.horovod.world import ProcessSet, global_process_set, rank
 from mpips.torch.tensors import check_on_host, reduction
 
@@ -31,7 +31,7 @@ Splits: TypeAlias = "Tensor | Sequence[int]"
 WORLD = global_process_set
 
 
-class Compressor(Protocol):
+class TensorCompressor(Protocol):
     """Horovod's interface for compressing tensors. A program may define its own class."""
 
     @staticmethod
@@ -65,12 +65,12 @@ class Compression:
             return tensor.to(ctx)
 
 
-def poll(handle: Handle[Any]) -> bool:
+def poll(handle: OperationHandle[Any]) -> bool:
     """True if an operation has ended. Local."""
     return handle.poll()
 
 
-def synchronize(handle: Handle[T]) -> T:
+def synchronize(handle: OperationHandle[T]) -> T:
     """Wait for an operation and return its result. Blocking.
 
     Raises `HorovodInternalError` if the operation has failed. It then fails on all ranks.
@@ -89,7 +89,7 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = WORLD,
-) -> Handle[Tensor]:
+) -> OperationHandle[Tensor]:
     """Begin an allreduce into a new tensor.
 
     Args:
@@ -115,7 +115,7 @@ def allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = WORLD,
-) -> Handle[Tensor]:
+) -> OperationHandle[Tensor]:
     """Begin an allreduce in place. Arguments are those of `allreduce_async`."""
     return _reduce([tensor], name, _op(op, average), prescale_factor, postscale_factor, process_set, _first)
 
@@ -129,7 +129,7 @@ def allreduce(
     tensor: Tensor,
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[TensorCompressor] = Compression.none,
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -152,7 +152,7 @@ def grouped_allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = WORLD,
-) -> Handle[list[Tensor]]:
+) -> OperationHandle[list[Tensor]]:
     """Begin one allreduce of several tensors, into new ones. Arguments are those of `allreduce_async`."""
     copies = [_copy(tensor) for tensor in tensors]
     return _reduce(copies, name, _op(op, average), prescale_factor, postscale_factor, process_set, list)
@@ -166,7 +166,7 @@ def grouped_allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = WORLD,
-) -> Handle[list[Tensor]]:
+) -> OperationHandle[list[Tensor]]:
     """Begin one allreduce of several tensors, in place. Arguments are those of `allreduce_async`."""
     return _reduce(list(tensors), name, _op(op, average), prescale_factor, postscale_factor, process_set, list)
 
@@ -180,7 +180,7 @@ def grouped_allreduce(
     tensors: Tensors,
     average: bool | None = None,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[TensorCompressor] = Compression.none,
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
@@ -223,7 +223,9 @@ def sparse_allreduce_async(
 # ---- allgather, broadcast, alltoall, reducescatter
 
 
-def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = WORLD) -> Handle[Tensor]:
+def allgather_async(
+    tensor: Tensor, name: str | None = None, process_set: ProcessSet = WORLD
+) -> OperationHandle[Tensor]:
     """Begin to concatenate all ranks' tensors along the first dimension, whose length may differ between ranks."""
     return _begin("allgather", [_copy(tensor)], name, process_set, _first)
 
@@ -238,7 +240,7 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = WORLD
-) -> Handle[list[Tensor]]:
+) -> OperationHandle[list[Tensor]]:
     """Begin an `allgather_async` of each of several tensors, as one operation."""
     return _begin("allgather", [_copy(tensor) for tensor in tensors], name, process_set, list)
 
@@ -261,14 +263,14 @@ def grouped_allgather(tensors: Tensors, name: str | None = None, process_set: Pr
 
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD
-) -> Handle[Tensor]:
+) -> OperationHandle[Tensor]:
     """Begin a broadcast of the root's tensor into a new tensor. `root_rank` is a rank of the world."""
     return broadcast_async_(_copy(tensor), root_rank, name, process_set)
 
 
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD
-) -> Handle[Tensor]:
+) -> OperationHandle[Tensor]:
     """Begin a broadcast of the root's tensor, in place. `root_rank` is a rank of the world."""
     if root_rank not in process_set.ranks:
         raise of_caller(ValueError(f"broadcast {name!r}: root_rank is {root_rank}, which {process_set} lacks"))
@@ -295,7 +297,7 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_s
 
 def alltoall_async(
     tensor: Tensor, splits: Splits | None = None, name: str | None = None, process_set: ProcessSet = WORLD
-) -> Handle[tuple[Tensor, Tensor]]:
+) -> OperationHandle[tuple[Tensor, Tensor]]:
     """Begin to send the first `splits[0]` rows of a tensor to rank 0, the next `splits[1]` rows to rank 1, and so on.
 
     Without splits every rank gets an equal share.
@@ -359,7 +361,7 @@ def reducescatter_async(
     process_set: ProcessSet = WORLD,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle[Tensor]:
+) -> OperationHandle[Tensor]:
     """Begin a reduction whose result is split by rows among the ranks.
 
     If the rows do not divide evenly, the first ranks get one more. Arguments are those of `allreduce_async`.
@@ -375,7 +377,7 @@ def grouped_reducescatter_async(
     process_set: ProcessSet = WORLD,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-) -> Handle[list[Tensor]]:
+) -> OperationHandle[list[Tensor]]:
     """Begin a `reducescatter_async` of each of several tensors, as one operation."""
     copies = [_copy(tensor) for tensor in tensors]
     return _begin("reducescatter", copies, name, process_set, list, _op(op, None), prescale_factor, postscale_factor)
@@ -384,7 +386,7 @@ def grouped_reducescatter_async(
 def reducescatter(
     tensor: Tensor,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[TensorCompressor] = Compression.none,
     op: Op = Op.Average,
     process_set: ProcessSet = WORLD,
     prescale_factor: float = 1.0,
@@ -400,7 +402,7 @@ def reducescatter(
 def grouped_reducescatter(
     tensors: Tensors,
     name: str | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[TensorCompressor] = Compression.none,
     op: Op = Op.Average,
     process_set: ProcessSet = WORLD,
     prescale_factor: float = 1.0,
@@ -448,7 +450,7 @@ def _begin(
     postscale: float = 1.0,
     root: int = 0,
     splits: Sequence[int] = (),
-) -> Handle[T]:
+) -> OperationHandle[T]:
     members = process_set.members()
     check_on_host(tensors, f"{kind} {name!r}")
     for tensor in tensors:
@@ -458,8 +460,8 @@ def _begin(
             reduction(REDUCTIONS[op], tensor.dtype)
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors]
     shapes = [list(tensor.shape) for tensor in tensors]
-    request = Request(kind, name or "", dtypes, shapes, int(op), prescale, postscale, root, list(splits))
-    return members.begin(Handle(request, tensors, deliver, members.waiting))
+    request = OperationRequest(kind, name or "", dtypes, shapes, int(op), prescale, postscale, root, list(splits))
+    return members.begin(OperationHandle(request, tensors, deliver, members.waiting))
 
 
 def _reduce(
@@ -470,7 +472,7 @@ def _reduce(
     postscale: float,
     process_set: ProcessSet,
     deliver: Callable[..., T],
-) -> Handle[T]:
+) -> OperationHandle[T]:
     return _begin("allreduce", tensors, name, process_set, deliver, op=op, prescale=prescale, postscale=postscale)
 
 

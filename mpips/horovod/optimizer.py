@@ -16,7 +16,7 @@ from mpips.collectives.errors import of_caller
 from mpips.horovod.negotiation import Op
 from mpips.horovod.operations import (
     Compression,
-    Compressor,
+    TensorCompressor,
     allreduce_async,
     grouped_allreduce_async,
     sparse_allreduce_async,
@@ -29,7 +29,7 @@ from mpips.torch.lockstep import claim_gradients
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[TensorCompressor] = Compression.none,
     backward_passes_per_step: int = 1,
     op: Op = Op.Average,
     gradient_predivide_factor: float = 1.0,
@@ -96,7 +96,7 @@ class _Reduction:
 
     def __init__(
         self,
-        compression: type[Compressor],
+        compression: type[TensorCompressor],
         op: Op,
         factors: tuple[float, float],
         sparse_as_dense: bool,

@@ -8,8 +8,8 @@ from mpi4py import MPI
 
 from mpips.collectives.communicator import communicator
 from mpips.collectives.errors import of_caller
-from mpips.collectives.fabric.requests import Roll
-from mpips.collectives.fabric.wait import limits
+from mpips.collectives.fabric.requests import ArrivalBarrier
+from mpips.collectives.fabric.wait import read_limits
 from mpips.horovod.negotiation import Negotiator
 from mpips.torch.backend import check_joined
 
@@ -50,7 +50,7 @@ class ProcessSet:
 
     def members(self) -> Negotiator:
         """Return the set's negotiator. Raise ValueError if the set is not registered, or lacks this process."""
-        _see_initialized()
+        _initialized_world()
         if self.process_set_id is None:
             raise of_caller(ValueError(f"{self} is not alive: pass it to hvd.add_process_set() on all ranks first"))
         if self.negotiator is None:
@@ -93,7 +93,7 @@ def init(comm: MPI.Intracomm | None = None, process_sets: Sequence[ProcessSet] |
         )
     check_joined()
     _comm = MPI.COMM_WORLD if comm is None else comm
-    Roll(_comm, "hvd.init").wait(limits())
+    ArrivalBarrier(_comm, "hvd.init").wait(read_limits())
     global_process_set.ranks = list(range(_comm.size))
     _bring_to_life(global_process_set, 0)
     if process_sets == "dynamic":
@@ -116,7 +116,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     Raises ValueError if a set of the same ranks is registered already, or if a rank is unknown.
     """
     global _created
-    world = _see_initialized()
+    world = _initialized_world()
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if any(not 0 <= rank < world.size for rank in added.ranks) or not added.ranks:
         raise of_caller(ValueError(f"add_process_set: ranks are {added.ranks}: choose from 0 to {world.size - 1}"))
@@ -143,30 +143,30 @@ def is_initialized() -> bool:
 
 def rank() -> int:
     """Return this process's rank in the communicator of `init`."""
-    return _see_initialized().rank
+    return _initialized_world().rank
 
 
 def size() -> int:
     """Return the number of ranks in the communicator of `init`."""
-    return _see_initialized().size
+    return _initialized_world().size
 
 
 def local_rank() -> int:
     """Return this process's rank among those on its node."""
-    nodes, mine = _nodes()
-    return nodes[:mine].count(nodes[mine])
+    nodes, own = _nodes()
+    return nodes[:own].count(nodes[own])
 
 
 def local_size() -> int:
     """Return the number of ranks on this node."""
-    nodes, mine = _nodes()
-    return nodes.count(nodes[mine])
+    nodes, own = _nodes()
+    return nodes.count(nodes[own])
 
 
 def cross_rank() -> int:
     """Return this node's position among the nodes that have a process with this local rank."""
-    nodes, mine = _nodes()
-    return [node for node in sorted(set(nodes)) if nodes.count(node) > local_rank()].index(nodes[mine])
+    nodes, own = _nodes()
+    return [node for node in sorted(set(nodes)) if nodes.count(node) > local_rank()].index(nodes[own])
 
 
 def cross_size() -> int:
@@ -183,10 +183,10 @@ def is_homogeneous() -> bool:
 
 def world_comm() -> MPI.Intracomm:
     """Return the communicator of all ranks. Background operations use other communicators."""
-    return _see_initialized()
+    return _initialized_world()
 
 
-def _see_initialized() -> MPI.Intracomm:
+def _initialized_world() -> MPI.Intracomm:
     if _comm is None:
         raise of_caller(ValueError("Horovod has not been initialized: call hvd.init() first"))
     return _comm
@@ -194,18 +194,18 @@ def _see_initialized() -> MPI.Intracomm:
 
 def _nodes() -> tuple[list[int], int]:
     """Return the node of each rank, and this rank."""
-    world = _see_initialized()
+    world = _initialized_world()
     return list(communicator(world).node_of), world.rank
 
 
 def _bring_to_life(process_set: ProcessSet, number: int) -> None:
     """Create what the operations of a set need. Collective over all ranks, blocking."""
-    world = _see_initialized()
+    world = _initialized_world()
     comm = world.Create(world.group.Incl(process_set.ranks))
     process_set.process_set_id = number
     _sets[number] = process_set
     if isinstance(comm, MPI.Intracomm) and comm != MPI.COMM_NULL:
-        process_set.negotiator = Negotiator(comm, process_set.ranks, limits().timeout_seconds)
+        process_set.negotiator = Negotiator(comm, process_set.ranks, read_limits().timeout_seconds)
 
 
 def _end(process_set: ProcessSet) -> None:

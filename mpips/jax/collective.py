@@ -1,11 +1,11 @@
 """Differentiable collectives of JAX arrays: `allreduce` and the like, applied to each leaf of a pytree.
 
 Every rank differentiates its own loss. If all ranks get the result, the argument `gradient` says what is
-                differentiated:
+differentiated:
 
-"sum" the sum of all ranks' losses: cotangents are summed over the ranks, as data parallelism needs it "identity" a
-                single loss, which every rank computes from the result in the same way: each rank's cotangent is used as
-                it is
+- "sum": the sum of all ranks' losses. Cotangents are summed over the ranks, as data parallelism needs it.
+- "identity": a single loss, which every rank computes from the result in the same way. Each rank's cotangent is used as
+  it is.
 
 With p ranks, `allgather` puts an axis of length p in front of a leaf's shape, and `reduce_scatter` removes it, as in
 `jax.lax`.
@@ -23,8 +23,8 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 
 import mpips.collectives as collectives
-from mpips.collectives.call import operation, see_root
-from mpips.collectives.communicator import beside, communicator
+from mpips.collectives.call import check_root, find_reduction
+from mpips.collectives.communicator import comm_for_thread, communicator
 from mpips.jax.primitive import JaxCall, Tree, bind, bind_own
 
 GRADIENTS = ("sum", "identity")
@@ -32,7 +32,7 @@ LINEAR = ("sum", "mean")
 
 
 @dataclass(frozen=True)
-class Collective(JaxCall):
+class JaxCollective(JaxCall):
     """A call of one of these collectives. `kind` is the name of the function in `collectives` that runs."""
 
     kind: str
@@ -63,21 +63,21 @@ class Collective(JaxCall):
         return self.kind in ("allreduce", "broadcast")
 
     def shapes(self, inputs: Sequence[Any]) -> list[Any]:
-        found = []
-        for one in inputs:
-            if self.kind in ("reduce_scatter", "alltoall") and one.shape[:1] != (self.ranks,):
+        outputs = []
+        for x in inputs:
+            if self.kind in ("reduce_scatter", "alltoall") and x.shape[:1] != (self.ranks,):
                 raise ValueError(
-                    f"{self.kind} of an array of shape {one.shape}: its first axis must have length "
+                    f"{self.kind} of an array of shape {x.shape}: its first axis must have length "
                     f"{self.ranks}, a row for each rank"
                 )
-            shape = {"allgather": (self.ranks, *one.shape), "reduce_scatter": one.shape[1:]}.get(self.kind, one.shape)
-            found.append(jax.ShapeDtypeStruct(shape, one.dtype))
-        return found
+            shape = {"allgather": (self.ranks, *x.shape), "reduce_scatter": x.shape[1:]}.get(self.kind, x.shape)
+            outputs.append(jax.ShapeDtypeStruct(shape, x.dtype))
+        return outputs
 
     def run(self, inputs: list[NDArray[Any]], outputs: list[NDArray[Any]]) -> None:
         # XLA runs this in its own thread, while the program may make calls on `self.comm`. So XLA's calls use another
         # communicator of the same ranks.
-        comm = beside(self.comm)
+        comm = comm_for_thread(self.comm)
         if self.kind == "barrier":
             communicator(comm).agree("barrier")
         elif self.kind == "allreduce" and len(inputs) > 1:
@@ -119,28 +119,26 @@ class Collective(JaxCall):
         if self.kind == "allreduce":
             if self.gradient == "sum":
                 return bind(self, cotangents)
-            return [bind_own(self, one) for one in cotangents]
+            return [bind_own(self, x) for x in cotangents]
         if self.kind == "broadcast":
             if self.gradient == "sum":
                 cotangents = bind(replace(self, kind="allreduce", root=0, algorithm="auto"), cotangents)
-            return [one if self.rank == self.root else numpy.zeros_like(one) for one in cotangents]
+            return [x if self.rank == self.root else numpy.zeros_like(x) for x in cotangents]
         if self.kind == "allgather":
             if self.gradient == "sum":
                 return bind(replace(self, kind="reduce_scatter", algorithm="auto"), cotangents)
-            return [one[self.rank] for one in cotangents]
+            return [x[self.rank] for x in cotangents]
         if self.kind == "alltoall":
             return bind(self, cotangents)
         divisor = self.ranks if self.op == "mean" else 1
-        found = bind(replace(self, kind="allgather", op="sum", algorithm="auto"), cotangents)
-        return [one / divisor if divisor > 1 else one for one in found]
+        rows = bind(replace(self, kind="allgather", op="sum", algorithm="auto"), cotangents)
+        return [x / divisor if divisor > 1 else x for x in rows]
 
 
 def allreduce(
     tree: Tree, op: str = "mean", comm: MPI.Comm | None = None, algorithm: str = "auto", *, gradient: str = "sum"
 ) -> Tree:
-    """Reduce every leaf of a pytree over all ranks. Return a tree of the same shapes and dtypes. Collective.
-
-    >>> mpips.jax.allreduce({"w": jnp.ones(3), "b": jnp.zeros(())})
+    """Reduce every leaf of a pytree over all ranks. Collective.
 
     All leaves are reduced in a single call. XLA puts a result into the memory of its leaf if nothing reads the leaf
     afterwards. That is often so for gradients, and for arguments that `jit` may overwrite (`donate_argnums`).
@@ -151,74 +149,150 @@ def allreduce(
         op: "mean", "sum", "min", "max" or "prod".
         comm: An mpi4py communicator, all of whose ranks make the call. None means COMM_WORLD.
         algorithm: As in `collectives.allreduce`.
-        gradient: "sum" or "identity", as described above. With op "mean" cotangents are also divided by the number of
-            ranks.
+        gradient: "sum" differentiates the sum of all ranks' losses, as data parallelism needs it. "identity"
+            differentiates a single loss that every rank computes from the result. With op "mean" cotangents are also
+            divided by the number of ranks.
+
+    Returns:
+        A tree of the same form, shapes and dtypes.
 
     Raises:
         ValueError: `op`, `gradient` or a shape does not fit. Raised while the call is traced.
         NotImplementedError: The gradient of "min", "max" or "prod" is needed.
         jax.errors.JaxRuntimeError: What `collectives.allreduce` raises, with its message, when the call runs.
+
+    Example:
+        >>> mpips.jax.allreduce({"b": jnp.zeros(()), "w": jnp.ones(3)})
+        {'b': Array(0., dtype=float32), 'w': Array([1., 1., 1.], dtype=float32)}
     """
     leaves, shape = jax.tree.flatten(tree)
     parts = [_encode(jax.numpy.asarray(leaf), op) for leaf in leaves]
     for part in (part for one in parts for part in one):
-        operation(op, part.dtype)
-    call = Collective("allreduce", comm, op, algorithm, gradient=_checked(gradient))
+        find_reduction(op, part.dtype)
+    call = JaxCollective("allreduce", comm, op, algorithm, gradient=_checked(gradient))
     found = iter(_run(call, [part for one in parts for part in one]))
     return jax.tree.unflatten(shape, [_decode(leaf, [next(found) for _ in one]) for leaf, one in zip(leaves, parts)])
 
 
 def broadcast(tree: Tree, root: int = 0, comm: MPI.Comm | None = None, *, gradient: str = "sum") -> Tree:
-    """Return the root's leaves on all ranks. Shapes and dtypes must be the same on all ranks. Collective.
+    """Return the root's leaves on all ranks. Only the root gets a gradient. Collective.
 
-    Leaves may be of any dtype. Only the root gets a gradient. For `gradient` and errors see `allreduce`.
+    Args:
+        tree: Arrays of any dtype, with the same shapes and dtypes on all ranks.
+        root: The rank whose leaves are taken.
+        comm: As in `allreduce`.
+        gradient: As in `allreduce`.
+
+    Returns:
+        A tree of the same form.
+
+    Raises:
+        ValueError: `root` is not a rank, or `gradient` is unknown. Raised while the call is traced.
+        jax.errors.JaxRuntimeError: What `collectives.broadcast` raises, when the call runs.
+
+    Example:
+        >>> mpips.jax.broadcast(jnp.arange(3), root=0)
+        Array([0, 1, 2], dtype=int32)
     """
-    see_root(root, Collective("broadcast", comm).ranks)
-    return _map(Collective("broadcast", comm, root=int(root), gradient=_checked(gradient)), tree)
+    check_root(root, JaxCollective("broadcast", comm).ranks)
+    return _map(JaxCollective("broadcast", comm, root=int(root), gradient=_checked(gradient)), tree)
 
 
 def allgather(tree: Tree, comm: MPI.Comm | None = None, *, gradient: str = "sum") -> Tree:
-    """Return all ranks' leaves on all ranks, with the rank as the first axis: shape -> (p, *shape). Collective.
+    """Return all ranks' leaves on all ranks. Collective.
 
-    Leaves may be of any dtype. For `gradient` and errors see `allreduce`.
+    Args:
+        tree: Arrays of any dtype, with the same shapes and dtypes on all ranks.
+        comm: As in `allreduce`.
+        gradient: As in `allreduce`.
+
+    Returns:
+        A tree of the same form. A leaf of a shape has become one of (ranks, *shape).
+
+    Raises:
+        ValueError: `gradient` is unknown. Raised while the call is traced.
+        jax.errors.JaxRuntimeError: What `collectives.allgather` raises, when the call runs.
+
+    Example:
+        >>> mpips.jax.allgather(jnp.full(3, 7))[0]
+        Array([7, 7, 7], dtype=int32)
     """
-    return _map(Collective("allgather", comm, gradient=_checked(gradient)), tree)
+    return _map(JaxCollective("allgather", comm, gradient=_checked(gradient)), tree)
 
 
 def reduce_scatter(tree: Tree, op: str = "sum", comm: MPI.Comm | None = None) -> Tree:
-    """Reduce every leaf over all ranks, and return row r of the result on rank r: (p, *shape) -> shape. Collective.
+    """Reduce every leaf over all ranks, and return row r of the result on rank r. Collective.
 
-    The gradient is an allgather of the cotangents. For `op` and errors see `allreduce`.
+    The gradient is an allgather of the cotangents.
+
+    Args:
+        tree: Arrays of shape (ranks, *shape), of the dtypes that `allreduce` takes.
+        op: As in `allreduce`.
+        comm: As in `allreduce`.
+
+    Returns:
+        A tree of the same form, whose leaves have shape `shape`.
+
+    Raises:
+        ValueError: `op` or a shape does not fit. Raised while the call is traced.
+        NotImplementedError: The gradient of "min", "max" or "prod" is needed.
+        jax.errors.JaxRuntimeError: What `collectives.reduce_scatter` raises, when the call runs.
+
+    Example:
+        >>> mpips.jax.reduce_scatter(jnp.ones((mpips.size(), 2)), op="mean")
+        Array([1., 1.], dtype=float32)
     """
     for leaf in jax.tree.leaves(tree):
-        operation(op, jax.numpy.result_type(leaf))
-    return _map(Collective("reduce_scatter", comm, op), tree)
+        find_reduction(op, jax.numpy.result_type(leaf))
+    return _map(JaxCollective("reduce_scatter", comm, op), tree)
 
 
 def alltoall(tree: Tree, comm: MPI.Comm | None = None) -> Tree:
-    """Return on rank r row r of every rank's leaf, ordered by rank: (p, *shape) -> (p, *shape). Collective.
+    """Send row r of every leaf to rank r. Collective.
 
-    Leaves may be of any dtype. For errors see `allreduce`.
+    Args:
+        tree: Arrays of any dtype and shape (ranks, *shape), the same on all ranks.
+        comm: As in `allreduce`.
+
+    Returns:
+        A tree of the same form and shapes: row s of a leaf is what rank s has sent to this rank.
+
+    Raises:
+        ValueError: A shape does not fit. Raised while the call is traced.
+        jax.errors.JaxRuntimeError: What `collectives.alltoall` raises, when the call runs.
+
+    Example:
+        >>> mpips.jax.alltoall(jnp.full((mpips.size(), 2), 7))[0]
+        Array([7, 7], dtype=int32)
     """
-    return _map(Collective("alltoall", comm), tree)
+    return _map(JaxCollective("alltoall", comm), tree)
 
 
 def barrier(comm: MPI.Comm | None = None) -> None:
     """Wait for all ranks.
 
     Inside of `jit`, later calls run once all ranks have reached the barrier. Collective, blocking outside of `jit`.
+
+    Args:
+        comm: As in `allreduce`.
+
+    Raises:
+        jax.errors.JaxRuntimeError: The ranks make different calls, or one has ended.
+
+    Example:
+        >>> mpips.jax.barrier()
     """
-    _run(Collective("barrier", comm), [])
+    _run(JaxCollective("barrier", comm), [])
     if not isinstance(jax.numpy.zeros(()), jax.core.Tracer):
         jax.effects_barrier()
 
 
-def _map(call: Collective, tree: Tree) -> Tree:
+def _map(call: JaxCollective, tree: Tree) -> Tree:
     leaves, shape = jax.tree.flatten(tree)
     return jax.tree.unflatten(shape, _run(call, leaves) if leaves else [])
 
 
-def _run(call: Collective, arrays: list[Any]) -> list[Any]:
+def _run(call: JaxCollective, arrays: list[Any]) -> list[Any]:
     return bind(call, arrays) if arrays or call.kind == "barrier" else []
 
 

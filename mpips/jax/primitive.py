@@ -70,8 +70,8 @@ def bind(call: JaxCall, inputs: Arrays) -> list[jax.Array]:
     """Add a call to the program that is being traced, or run it at once. Return its outputs."""
     arrays = [jax.numpy.asarray(one) for one in inputs]
     if ffi.is_available():
-        found: list[jax.Array] = _primitive().bind(*arrays, call=call)
-        return found
+        results: list[jax.Array] = _primitive().bind(*arrays, call=call)
+        return results
     shapes = call.shapes(arrays)
 
     def run(*sources: jax.Array) -> list[NDArray[Any]]:
@@ -128,12 +128,12 @@ def _primitive() -> Primitive:
         with_token = context.replace(
             avals_in=[*context.avals_in, core.abstract_token], avals_out=[*context.avals_out, core.abstract_token]
         )
-        *found, token = rule(with_token, *operands, context.tokens_in.get(ordered), site=np.int64(number))
+        *outputs, token = rule(with_token, *operands, context.tokens_in.get(ordered), site=np.int64(number))
         context.set_tokens_out(mlir.TokenSet({ordered: token}))
-        return found
+        return outputs
 
     def evaluate(*inputs: core.AbstractValue, call: JaxCall) -> tuple[list[core.AbstractValue], set[Ordered]]:
-        return [core.ShapedArray(one.shape, one.dtype) for one in call.shapes(inputs)], {ordered}
+        return [core.ShapedArray(output.shape, output.dtype) for output in call.shapes(inputs)], {ordered}
 
     primitive.def_impl(lambda *inputs, call: _compiled(primitive, call)(*inputs))
     primitive.def_effectful_abstract_eval(evaluate)
@@ -154,11 +154,11 @@ def _differentiate(primals: Arrays, tangents: Arrays, *, call: JaxCall) -> tuple
 
 
 def _transpose(cotangents: Arrays, *inputs: jax.Array, call: JaxCall) -> Sequence[jax.Array | None]:
-    which = [n for n, one in enumerate(cotangents) if not isinstance(one, ad.Zero)]
-    found = [ad.Zero(one.aval) if ad.is_undefined_primal(one) else None for one in inputs]
-    for n, one in zip(which, call.transpose([cotangents[n] for n in which]) if which else ()):
-        found[n] = one
-    return found
+    which = [n for n, x in enumerate(cotangents) if not isinstance(x, ad.Zero)]
+    transposed = [ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in inputs]
+    for n, x in zip(which, call.transpose([cotangents[n] for n in which]) if which else ()):
+        transposed[n] = x
+    return transposed
 
 
 def _batch(inputs: Arrays, axes: Sequence[int | None], *, call: JaxCall) -> tuple[list[jax.Array], list[int | None]]:

@@ -32,7 +32,7 @@ class StoreCall(JaxCall):
         return id(self.kv)
 
     def shapes(self, inputs: Sequence[Any]) -> list[Any]:
-        return [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in inputs]
+        return [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in inputs]
 
     def run(self, inputs: list[NDArray[Any]], outputs: list[NDArray[Any]]) -> None:
         names = keys(self.name, len(outputs))
@@ -51,33 +51,60 @@ def init(kv: KVStore, name: str, tree: Tree) -> None:
         kv: A store of `mpips.create`.
         name: The keys are "name/0", "name/1", ... in the order of `jax.tree.leaves`.
         tree: Arrays with the first values.
+
+    Raises:
+        ValueError: A key exists already, or the trees differ between workers. All workers raise it.
+
+    Example:
+        >>> mpips.jax.init(kv, "layer", {"b": jnp.zeros(2), "w": jnp.ones((3, 2))})  # after kv = mpips.create(...)
     """
     leaves = [np.array(leaf) for leaf in jax.tree.leaves(tree)]
     kv.init(keys(name, len(leaves)), leaves)
 
 
 def pushpull(kv: KVStore, name: str, tree: Tree) -> Tree:
-    """Push every leaf of a pytree to its key, and return the values of the keys afterwards, as a tree of the same form.
+    """Push every leaf of a pytree to its key, and pull the values of the keys afterwards.
 
-    Blocking: later calls of the program wait for it. Errors are those of `kv.pushpull`.
+    Blocking: later calls of the program wait for it.
 
     Args:
         kv: A store of `mpips.create`.
         name: The name with which `mpips.jax.init` created the keys.
         tree: Gradients, with the shapes and dtypes of the keys.
+
+    Returns:
+        A tree of the same form with the values.
+
+    Raises:
+        jax.errors.JaxRuntimeError: What `kv.pushpull` raises, with its message, when the call runs.
+
+    Example:
+        >>> mpips.jax.init(kv, "weights", [jnp.zeros(2)])  # after kv = mpips.create(...)
+        >>> kv.set_optimizer("sgd", learning_rate=0.5, rescale=1 / kv.num_workers)
+        >>> mpips.jax.pushpull(kv, "weights", [jnp.ones(2)])
+        [Array([-0.5, -0.5], dtype=float32)]
     """
     return _called(StoreCall("pushpull", kv, name), tree)
 
 
 def pull(kv: KVStore, name: str, tree: Tree) -> Tree:
-    """Return the values of the keys, as a tree like `tree`.
-
-    Blocking: later calls of the program wait for it. Errors are those of `kv.pull`.
+    """Pull the values of the keys of a pytree. Blocking: later calls of the program wait for it.
 
     Args:
         kv: A store of `mpips.create`.
         name: The name with which `mpips.jax.init` created the keys.
         tree: Arrays with the shapes and dtypes of the keys. Their values are ignored.
+
+    Returns:
+        A tree of the same form with the values.
+
+    Raises:
+        jax.errors.JaxRuntimeError: What `kv.pull` raises, with its message, when the call runs.
+
+    Example:
+        >>> mpips.jax.init(kv, "bias", [jnp.ones(2)])  # after kv = mpips.create(...)
+        >>> mpips.jax.pull(kv, "bias", [jnp.zeros(2)])
+        [Array([1., 1.], dtype=float32)]
     """
     return _called(StoreCall("pull", kv, name), tree)
 

@@ -19,6 +19,7 @@ from mpi4py import MPI
 from rich.table import Table
 from threadpoolctl import threadpool_limits
 
+from mpips import optimizers
 from mpips.collectives import files
 from mpips.collectives.machine import usable_cores
 from mpips.collectives.terminal import (
@@ -33,11 +34,11 @@ from mpips.collectives.terminal import (
     writing,
 )
 from mpips.mlp import checkpoint, train_options
+from mpips.mlp.clock import PHASES
 from mpips.mlp.data.base import name_classes
 from mpips.mlp.data.loading import WAYS, Data, load_opened, open_everywhere
 from mpips.mlp.mesh import Mesh, TrainingError, agree, counted, parse
 from mpips.mlp.network import ACTIVATIONS, DTYPES, MODES, Specification
-from mpips.mlp.parallel import PHASES
 from mpips.mlp.perceptron import MLP
 from mpips.mlp.prediction import MeshPrediction, predict_all
 from mpips.mlp.servers import STORES, Servers
@@ -57,12 +58,12 @@ MEANINGS = {
 
 @click.command(cls=RankedCommand, context_settings={"show_default": True})
 @click.option(
-    "--data", required=True, help="One of digits, airfoil, mnist, synthetic[:ROWS,FEATURES,TARGETS], a text, .npz."
+    "--data", required=True, help="digits, airfoil, mnist, synthetic[:ROWS,FEATURES,TARGETS], or a file: text or .npz."
 )
 @click.option("--data-directory", default=".", help="Where the files of airfoil and mnist lie.")
 @click.option("--target", default="", show_default="last", help="Target columns of a text: names or numbers.")
 @click.option("--features", default="", show_default="all others", help="Feature columns of a text.")
-@click.option("--header/--no-header", default=None, show_default="look", help="A text's first line holds names.")
+@click.option("--header/--no-header", default=None, show_default="look", help="The first line of a text holds names.")
 @click.option("--classify", is_flag=True, help="The target of a file is a label: a number or a word (softmax loss).")
 @click.option(
     "--test-share", default=0.2, type=FiniteRange(0, 1, max_open=True), help="Share of the rows kept for testing."
@@ -74,24 +75,35 @@ MEANINGS = {
 @click.option("--grid", "grid_text", default="auto", help="BATCHxMODEL ranks, for instance 4x2, or auto.")
 @click.option("--explain", is_flag=True, help="Print the predicted time of every grid.")
 @click.option("--epochs", default=10, type=click.IntRange(1))
-@click.option("--batch", default=100, type=click.IntRange(1), help="Samples of a whole minibatch; --load: as before.")
-@click.option("--seed", default=1, type=click.IntRange(0), help="Of weights and of how rows are dealt.")
-@click.option("--dtype", default="float32", type=click.Choice(DTYPES), help="In mixed, float16 travels between nodes.")
+@click.option(
+    "--batch", default=100, type=click.IntRange(1), help="Samples of a whole minibatch. With --load: as before."
+)
+@click.option("--seed", default=1, type=click.IntRange(0), help="Determines the first weights and how rows are dealt.")
+@click.option("--dtype", default="float32", type=click.Choice(DTYPES), help="mixed: float16 travels between nodes.")
 @click.option(
     "--device",
     default="cpu",
     type=click.Choice(train_options.DEVICES),
-    help="With gpu: CuPy; the node's GPUs are dealt.",
+    help="gpu: compute by CuPy; the ranks of a node share its GPUs evenly.",
 )
-@click.option("--optimizer", default="sgd", type=click.Choice(train_options.OPTIMIZERS))
+@click.option("--optimizer", default="sgd", type=click.Choice(optimizers.of_gradients()))
 @click.option("--learning-rate", default=0.01, type=FiniteRange(0))
 @click.option("--momentum", default=0.0, type=FiniteRange(0, 1, max_open=True), help="For sgd.")
-@click.option("--overlap/--no-overlap", default=None, show_default="between nodes", help="Send beside computation.")
+@click.option(
+    "--overlap/--no-overlap", default=None, show_default="between nodes", help="Send messages during computation."
+)
 @click.option("--servers", default=0, type=click.IntRange(0), help="Ranks that are servers; they are the last ones.")
-@click.option("--clients", default=1, type=click.IntRange(1), help="With servers: clients, each of them a --grid.")
-@click.option("--averaging", default="sync", type=click.Choice(list(STORES)), help="With servers: what they do.")
+@click.option("--clients", default=1, type=click.IntRange(1), help="With servers: number of clients; each is a --grid.")
+@click.option(
+    "--averaging", default="sync", type=click.Choice(list(STORES)), help="With servers: how they update weights."
+)
 @click.option("--every", default=INTERVAL, type=click.IntRange(1), help="Elastic: steps between two exchanges.")
-@click.option("--alpha", default=0.5, type=FiniteRange(0, 1, min_open=True), help="Elastic: how far they move.")
+@click.option(
+    "--alpha",
+    default=0.5,
+    type=FiniteRange(0, 1, min_open=True),
+    help="Elastic: share of their distance by which they move.",
+)
 @click.option("--threads", default=0, type=click.IntRange(0), help="BLAS threads a rank; 0: cores / ranks of the node.")
 @click.option("--save", "save_path", type=OutFile(), help="Write a checkpoint (safetensors) after the last epoch.")
 @click.option("--load", "load_path", help="Go on from a checkpoint of any grid, with its network and optimizer.")
@@ -103,7 +115,7 @@ def command(**given: Any) -> None:
     Start the ranks with `mpips train ... --ranks P` or with mpirun.
     """
     comm = MPI.COMM_WORLD
-    train_options.check_words(comm.size, **given)
+    train_options.check_texts(comm.size, **given)
     run = _Run(comm, SimpleNamespace(**given))
     try:
         run.run()
@@ -161,7 +173,7 @@ class _Run:
         if saved is not None:
             labels = saved.labels or tuple(str(number) for number in range(saved.specification.sizes[-1]))
             if saved.rule:
-                train_options.deal_by(saved.rule, o)
+                train_options.take_deal_rule(saved.rule, o)
         start = perf_counter()
         opened = open_everywhere(partial(train_options.open_data, o), self.comm, o.way, labels)
         seconds = perf_counter() - start
@@ -179,10 +191,10 @@ class _Run:
         data = load_opened(opened, mesh, o.batch, specification.dtype, o.seed, o.test_share, scaling)
         if o.explain:
             why = "every rank reads one part of the rows" if data.way == "read" else "rank 0 sends them by scatter"
-            self._say(f"data: {why}")
-        self._say(f"{o.data}: {counted(opened.rows, 'row')}; {opened.columns}; data by {data.way}")
+            self._print(f"data: {why}")
+        self._print(f"{o.data}: {counted(opened.rows, 'row')}; {opened.columns}; data by {data.way}")
         if named := name_classes(opened.labels):
-            self._say(named)
+            self._print(named)
         self._train(specification, data, mesh, seconds + perf_counter() - start)
 
     def _choose_mesh(self, specification: Specification, train_rows: int) -> Mesh:
@@ -207,7 +219,7 @@ class _Run:
                 o.load_path, mesh, o.split, self.xp, overlap=o.overlap, servers=self.servers
             )
             last += worker.updates // len(data.deal.samples)
-        self._say(
+        self._print(
             f"{'-'.join(str(size) for size in specification.sizes)}, {counted(data.train_rows, 'row')}, "
             f"batch {o.batch}, {grid} (batch x model), {specification.dtype}"
         )
@@ -219,7 +231,7 @@ class _Run:
             o.epochs,
             None if worker else self.optimizer,
             o.split,
-            partial(self._say_epoch, last),
+            partial(self._print_epoch, last),
             worker,
             overlap=o.overlap,
             servers=self.servers,
@@ -231,14 +243,14 @@ class _Run:
             checkpoint.save_checkpoint(str(o.save_path), trained.worker, data)
         agree(self.comm, problem)
 
-    def _say_epoch(self, last: int, epoch: EpochResult) -> None:
+    def _print_epoch(self, last: int, epoch: EpochResult) -> None:
         """Print a line of progress. `last` is the number of the last epoch."""
-        words = [f"epoch {epoch.epoch:>{len(str(last))}}/{last}", f"train {epoch.train_loss:.6f}"]
+        parts = [f"epoch {epoch.epoch:>{len(str(last))}}/{last}", f"train {epoch.train_loss:.6f}"]
         if epoch.test_loss is not None:
-            words.append(f"test {epoch.test_loss:.6f}")
+            parts.append(f"test {epoch.test_loss:.6f}")
         if epoch.test_accuracy is not None:
-            words.append(f"accuracy {100 * epoch.test_accuracy:.2f} %")
-        self._say("  ".join([*words, f"{epoch.seconds:.2f} s"]))
+            parts.append(f"accuracy {100 * epoch.test_accuracy:.2f} %")
+        self._print("  ".join([*parts, f"{epoch.seconds:.2f} s"]))
 
     def _report(self, trained: Trained, data: Data, data_seconds: float, memory: list[int]) -> str | None:
         """Print the time budget, and write the files of --json and --plot. Return an error message, or None.
@@ -260,7 +272,7 @@ class _Run:
         show_table(table, self.console)
         mean = sum(epoch.seconds for epoch in epochs) / len(epochs)
         peaks = ", ".join(f"{peak / 2**20:,.0f}" for peak in memory)
-        self._say(f"mean of an epoch: {mean:.2f} s; peak memory by rank, MiB: {peaks}")
+        self._print(f"mean of an epoch: {mean:.2f} s; peak memory by rank, MiB: {peaks}")
         try:
             if self.options.json_path:
                 content = self._record(trained, data) | {"phases": phases, "hidden": hidden, "memory_bytes": memory}
@@ -308,7 +320,7 @@ class _Run:
                 return f"--{name} {path} {reason}"
         return None
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self.comm.rank == 0:
             self.console.print(text, markup=False)
 

@@ -28,7 +28,7 @@ from mpips.store.options import MOST
 
 T = TypeVar("T")
 # key of the header in the file's metadata
-WORD = "mpips"
+HEADER = "mpips"
 # prefix of the tensors that hold the data's scaling
 SCALING = "scaling."
 # dtypes that a tensor of a checkpoint may have
@@ -57,6 +57,12 @@ def collect(worker: Worker) -> MLP:
 
     Collective over the mesh; blocking. With elastic averaging the clients' networks differ, and every rank returns its
     client's.
+
+    >>> model, rows = mpips.mlp.MLP([4, 16, 1]), lambda: mpips.mlp.open_source("synthetic:400,4,1")
+    >>> mesh = mpips.mlp.Mesh(batch=MPI.COMM_WORLD.size)
+    >>> worker = mpips.mlp.train(model, rows, mesh, epochs=1, batch=40).worker
+    >>> mpips.mlp.collect(worker).predict(np.zeros((2, 4))).shape
+    (2, 1)
     """
     model = MLP(*worker.network.specification)
     for index, target in enumerate(model.parameters):
@@ -82,6 +88,11 @@ def save_checkpoint(path: str, worker: Worker, data: Data | None = None) -> None
 
     Raises:
         TrainingError: On every rank, if the file cannot be written.
+
+    >>> model, rows = mpips.mlp.MLP([4, 16, 1]), lambda: mpips.mlp.open_source("synthetic:400,4,1")
+    >>> mesh = mpips.mlp.Mesh(batch=MPI.COMM_WORLD.size)
+    >>> worker = mpips.mlp.train(model, rows, mesh, epochs=1, batch=40).worker
+    >>> mpips.mlp.save_checkpoint(str(folder / "mlp.safetensors"), worker)
     """
     state = worker.update.fetch()
     arrays: dict[str, np.ndarray] = {}
@@ -105,7 +116,7 @@ def save_checkpoint(path: str, worker: Worker, data: Data | None = None) -> None
             worker.labels,
         )
         try:
-            write(path, arrays, {WORD: msgspec.json.encode(header).decode()})
+            write(path, arrays, {HEADER: msgspec.json.encode(header).decode()})
             LOG.info("checkpoint %s is written after %d updates", path, worker.updates)
         except OSError as error:
             problem = f"checkpoint {path} cannot be written: {why(error)}"
@@ -135,15 +146,23 @@ def load_checkpoint(
 
     Raises:
         TrainingError: On every rank, if any rank cannot read the file or it is no such checkpoint.
+
+    >>> model, rows = mpips.mlp.MLP([4, 16, 1]), lambda: mpips.mlp.open_source("synthetic:400,4,1")
+    >>> mesh = mpips.mlp.Mesh(batch=MPI.COMM_WORLD.size)
+    >>> worker = mpips.mlp.train(model, rows, mesh, epochs=1, batch=40).worker
+    >>> mpips.mlp.save_checkpoint(str(folder / "mlp.safetensors"), worker)
+    >>> worker = mpips.mlp.load_checkpoint(str(folder / "mlp.safetensors"), mesh)
+    >>> len(mpips.mlp.train(model, rows, mesh, epochs=2, worker=worker, batch=40).epochs)
+    2
     """
 
-    def see(file: TensorFile) -> tuple[CheckpointHeader, Optimizer]:
+    def check_file(file: TensorFile) -> tuple[CheckpointHeader, Optimizer]:
         header = _read_header(file)
-        optimizer = _see_tensors(file, header)
-        file.see_sums((WORD,), warns=mesh.comm.rank == 0)
+        optimizer = _check_tensors(file, header)
+        file.check_sums((HEADER,), warns=mesh.comm.rank == 0)
         return header, optimizer
 
-    header, optimizer = _read(path, mesh.comm, see)
+    header, optimizer = _read(path, mesh.comm, check_file)
 
     def start(network: Network) -> None:
         _read(path, mesh.comm, lambda file: _fill(file, network, {"": network.flat_parameters}))
@@ -169,9 +188,10 @@ def read_scaling(path: str, comm: MPI.Comm) -> Scaling | None:
     """Return the scaling of a checkpoint's inputs and targets, or None if it was saved without data. Collective."""
 
     def get(file: TensorFile) -> Scaling | None:
-        _see_tensors(file, _read_header(file))
-        there = f"{SCALING}x_mean" in file.tensors
-        return Scaling(*(file.get(f"{SCALING}{name}") for name in Scaling._fields)) if there else None
+        _check_tensors(file, _read_header(file))
+        if f"{SCALING}x_mean" not in file.tensors:
+            return None
+        return Scaling(*(file.get(f"{SCALING}{name}") for name in Scaling._fields))
 
     return _read(path, comm, get)
 
@@ -192,7 +212,7 @@ def _read(path: str, comm: MPI.Comm, get: Callable[[TensorFile], T]) -> T:
 def _read_header(file: TensorFile) -> CheckpointHeader:
     """Return the metadata. Raise ValueError if the file is not a checkpoint of a network."""
     try:
-        header = msgspec.json.decode(file.metadata.get(WORD, ""), type=CheckpointHeader)
+        header = msgspec.json.decode(file.metadata.get(HEADER, ""), type=CheckpointHeader)
         check(header.specification)
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{file.path} cannot be read: it was not written by mpips train: {error}") from error
@@ -208,7 +228,7 @@ def _read_header(file: TensorFile) -> CheckpointHeader:
     return header
 
 
-def _see_tensors(file: TensorFile, header: CheckpointHeader) -> Optimizer:
+def _check_tensors(file: TensorFile, header: CheckpointHeader) -> Optimizer:
     """Return the optimizer. Raise ValueError if a tensor of the network or of the optimizer's state is missing."""
     try:
         optimizer = decode(bytes.fromhex(header.optimizer))
@@ -228,10 +248,10 @@ def _see_tensors(file: TensorFile, header: CheckpointHeader) -> Optimizer:
             mean = file.tensors.get(f"{SCALING}{axis}_mean")
             shapes |= dict.fromkeys([f"{SCALING}{axis}_mean", f"{SCALING}{axis}_std"], mean.shape if mean else (1,))
     for name, shape in shapes.items():
-        found = file.tensors.get(name)
-        if found is None or found.shape != shape or not FLOATS.fullmatch(found.dtype.name):
-            there = "not there" if found is None else str(found)
-            raise ValueError(f"{file.path}: {name} is {there}, and floats of shape {shape} are needed: save anew")
+        tensor = file.tensors.get(name)
+        if tensor is None or tensor.shape != shape or not FLOATS.fullmatch(tensor.dtype.name):
+            stored = "not there" if tensor is None else str(tensor)
+            raise ValueError(f"{file.path}: {name} is {stored}, and floats of shape {shape} are needed: save anew")
     return optimizer
 
 
@@ -258,18 +278,18 @@ def _gather(worker: Worker, index: int, flat: np.ndarray) -> np.ndarray:
     parameter, else an empty array.
     """
     network, comm, layer = worker.network, worker.mesh.model_comm, index // 2
-    mine = on_host(network.views(flat)[index])
+    own = on_host(network.views(flat)[index])
     kind = network.splits[layer].kind
     if kind == "whole" or (kind == "rows" and index % 2):
-        return mine.copy()
+        return own.copy()
     everywhere = [splits(network.sizes, network.parts, part, network.mode)[layer] for part in range(network.parts)]
     parts = [_place(split, index) for split in everywhere]
     counts = [int(np.prod([cut.stop - cut.start for cut in part])) for part in parts]
     received = np.empty(sum(counts), flat.dtype) if comm.rank == 0 else None
-    comm.Gatherv(np.ascontiguousarray(mine), None if received is None else [received, counts], root=0)
+    comm.Gatherv(np.ascontiguousarray(own), None if received is None else [received, counts], root=0)
     if received is None:
         return np.empty(0, flat.dtype)
-    whole, offset = np.empty((network.sizes[layer + 1], network.sizes[layer])[: mine.ndim], flat.dtype), 0
+    whole, offset = np.empty((network.sizes[layer + 1], network.sizes[layer])[: own.ndim], flat.dtype), 0
     for part, count in zip(parts, counts):
         whole[part] = received[offset : offset + count].reshape(whole[part].shape)
         offset += count

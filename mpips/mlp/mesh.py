@@ -49,6 +49,10 @@ class Mesh:
 
     Raises:
         TrainingError: On every rank, if ranks ask for different meshes or batch x model is not the number of ranks.
+
+    >>> mesh = mpips.mlp.Mesh(batch=MPI.COMM_WORLD.size, model=1)  # data parallel
+    >>> mesh.model_comm.size
+    1
     """
 
     def __init__(self, batch: int = 1, model: int = 1, comm: MPI.Comm | None = None) -> None:

@@ -274,10 +274,10 @@ class LayerArrays(NamedTuple):
 
     # the layer's outputs, and the rows of them that this rank computes
     full: np.ndarray
-    mine: np.ndarray
+    own: np.ndarray
     # gradients of the outputs, and this rank's rows of them
     delta: np.ndarray
-    delta_mine: np.ndarray
+    delta_own: np.ndarray
     mask: np.ndarray
     scratch: np.ndarray
 
@@ -390,13 +390,13 @@ class Network:
         for layer, (split, space) in enumerate(zip(self.splits, self._arrays(x.shape[0]))):
             if before is not None:
                 before(layer)
-            np.matmul(self.parameters[2 * layer], y, out=space.mine)
+            np.matmul(self.parameters[2 * layer], y, out=space.own)
             if split.kind == "rows":
                 assert self._exchange is not None
-                self._exchange.sum(space.mine)
+                self._exchange.sum(space.own)
             bias, hidden = self.parameters[2 * layer + 1][:, None], layer + 1 < len(self.splits)
-            for rows in self._row_blocks(space.mine):
-                part = space.mine[rows]
+            for rows in self._row_blocks(space.own):
+                part = space.own[rows]
                 part += bias[rows]
                 if hidden:
                     self._activate(part)
@@ -469,17 +469,17 @@ class Network:
         if layer:
             below, split = space[layer - 1], self.splits[layer - 1]
             scratch = below.scratch[slice(*split.outputs) if split.gathered else slice(None)]
-            for rows in self._row_blocks(below.delta_mine):
-                self._derive(below.delta_mine[rows], below.mine[rows], below.mask[rows], scratch[rows])
+            for rows in self._row_blocks(below.delta_own):
+                self._derive(below.delta_own[rows], below.own[rows], below.mask[rows], scratch[rows])
 
     def _input_gradient(self, layer: int, space: list[LayerArrays], progress: StepProgress | None) -> None:
         if layer:
-            _multiply(self.parameters[2 * layer].T, space[layer].delta_mine, space[layer - 1].delta, progress)
+            _multiply(self.parameters[2 * layer].T, space[layer].delta_own, space[layer - 1].delta, progress)
 
     def _weight_gradient(
         self, layer: int, x: np.ndarray, space: list[LayerArrays], progress: StepProgress | None
     ) -> None:
-        delta = space[layer].delta_mine
+        delta = space[layer].delta_own
         _multiply(delta, x.T, self.gradients[2 * layer], progress)
         delta.sum(axis=1, out=self.gradients[2 * layer + 1])
         if progress is not None:

@@ -45,6 +45,10 @@ class MLP:
 
     Raises:
         ValueError: If an argument is wrong.
+
+    >>> model = mpips.mlp.MLP([64, 32, 10], loss="softmax", seed=1)
+    >>> model.names
+    ['layer0.weight', 'layer0.bias', 'layer1.weight', 'layer1.bias']
     """
 
     def __init__(
@@ -104,6 +108,11 @@ class MLP:
 
         Raises:
             ValueError: If there are no samples, or x and y do not fit the network.
+
+        >>> model = mpips.mlp.MLP([2, 4, 1], dtype="float64")
+        >>> loss = model.loss_and_gradients(np.ones((3, 2)), np.zeros((3, 1)))
+        >>> [gradient.shape for gradient in model.gradients]
+        [(4, 2), (4,), (1, 4), (1,)]
         """
         x, y = self._array("x", x), self._array("y", y)
         if not len(x):
@@ -146,7 +155,10 @@ class MLP:
     def predict(self, x: np.ndarray) -> np.ndarray:
         """Return the outputs, (samples, outputs), of inputs x, (samples, features). Softmax networks return logits.
 
-        The result is a new array. Raise ValueError if x does not have this shape.
+        The result is a new array. Raises ValueError if x does not have this shape.
+
+        >>> mpips.mlp.MLP([2, 4, 1]).predict(np.ones((3, 2))).shape
+        (3, 1)
         """
         x, features = self._array("x", x), self.specification.sizes[0]
         if x.ndim != 2 or x.shape[1] != features:
@@ -158,7 +170,13 @@ class MLP:
         return outputs
 
     def accuracy(self, x: np.ndarray, y: np.ndarray) -> float:
-        """Return the share of the samples x, (samples, features), classified as y, (samples,)."""
+        """Return the share of the samples x, (samples, features), that are classified as y, (samples,).
+
+        Raises ValueError if x or y does not have this shape.
+
+        >>> 0 <= mpips.mlp.MLP([2, 4, 3], loss="softmax").accuracy(np.ones((3, 2)), np.zeros(3, int)) <= 1
+        True
+        """
         y = self._array("y", y)
         if y.shape != (x.shape[0],):
             raise ValueError(f"y is {y.shape}: the accuracy is of the classes of {x.shape[0]} samples (samples,)")

@@ -3,7 +3,7 @@
 1. Two sums of different sizes are timed on each communicator of the mesh. They give its alpha and beta.
 2. Every rank runs steps of slice 0 alone, with collectives that do nothing. This gives the computation between one
    message and the next, as a list of `StepEvent`.
-3. The messages are put between these events, with the times that the formulas give (`replay`).
+3. The messages are put between these events, with the times that the formulas give (`step_seconds`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import numpy as np
 from mpi4py import MPI
 
 import mpips.collectives as collectives
-from mpips.collectives.simulator.cost import FREE, LinkCost, fit
+from mpips.collectives.benchmark.harness import measure_costs
+from mpips.collectives.simulator.cost import FREE, LinkCost
+from mpips.mlp.clock import PhaseClock
 from mpips.mlp.mesh import Mesh, Spans, alike, arguments_of, factorings, spans_nodes
 from mpips.mlp.network import Network, Specification, interval, kinds, largest_slice, working_dtype
-from mpips.mlp.parallel import Sum, buckets
+from mpips.mlp.parallel import RepeatedCollective, buckets
 from mpips.mlp.perceptron import MLP
 from mpips.optimizers import SGD, Optimizer
 
 # bytes of the smaller sum that is timed, and the least size of the larger one
 _SMALL, _LARGE = 64, 1024
-_REPEATS = 7
 # steps are timed for this long (seconds), but at least and at most this number of steps
 _TIMED_SECONDS = 0.2
 _FEWEST_STEPS, _MOST_STEPS = 3, 20
@@ -76,6 +77,10 @@ def choose_mesh(
 
     Raises:
         TrainingError: On every rank, if the ranks give different arguments or the network is not NumPy's.
+
+    >>> mesh = mpips.mlp.choose_mesh(mpips.mlp.MLP([4, 16, 1]), batch=40)
+    >>> mesh.batch * mesh.model == MPI.COMM_WORLD.size
+    True
     """
     comm = MPI.COMM_WORLD if comm is None else comm
     optimizer = optimizer or SGD(learning_rate=0.01)
@@ -89,9 +94,22 @@ def choose_mesh(
 def predict_all(
     specification: Specification, batch: int, comm: MPI.Comm, optimizer: Optimizer, mode: str = "pairs"
 ) -> list[MeshPrediction]:
-    """Return the predictions for every mesh of the ranks of `comm`, the fastest first. Collective.
+    """Predict the time of a step on every mesh of the ranks of `comm`. Collective; it times messages and steps.
 
-    They are equal on every rank. `batch` is the size of a whole minibatch, `mode` how model ranks cut the layers.
+    Args:
+        specification: The network, such as `MLP.specification`.
+        batch: Samples of a whole minibatch.
+        comm: The ranks.
+        optimizer: The optimizer of the step.
+        mode: How model ranks cut the layers: "pairs" or "columns".
+
+    Returns:
+        The predictions, the fastest mesh first. They are equal on every rank.
+
+    >>> model = mpips.mlp.MLP([4, 16, 1])
+    >>> best = mpips.mlp.predict_all(model.specification, 40, MPI.COMM_WORLD, mpips.optimizers.SGD())[0]
+    >>> best.seconds > 0
+    True
     """
     result = []
     for shape in factorings(comm.size):
@@ -115,7 +133,7 @@ def predict(
     batch_link = measure_allreduce(mesh.batch_comm, max(bucket_bytes), narrow[0])
     model_link = measure_allreduce(mesh.model_comm, int(np.mean([n for _, n in moved])) if moved else 0, narrow[1])
     comm.Barrier()
-    traced = trace(specification, mesh.model, samples, batch, optimizer, mode, cut, any(spans))
+    traced = time_events(specification, mesh.model, samples, batch, optimizer, mode, cut, any(spans))
     greatest = np.array([sum(event.compute for event in traced), *batch_link, *model_link])
     comm.Allreduce(MPI.IN_PLACE, greatest, MPI.MAX)
     compute, *links = greatest.tolist()
@@ -128,7 +146,8 @@ def predict(
     reductions = {layer: allreduce_seconds(mesh.batch, n, batch_link) for (layer, _, _), n in zip(cut, bucket_bytes)}
     exchange = exchange_seconds(moved, mesh.model, model_link)
     whole, overlapped = (
-        replay(events, mesh.model, model_link, model_size, reductions, each) for each in (Spans(False, False), spans)
+        step_seconds(events, mesh.model, model_link, model_size, reductions, each)
+        for each in (Spans(False, False), spans)
     )
     return MeshPrediction(
         mesh.batch, mesh.model, compute, sum(reductions.values()), exchange, whole - overlapped, batch_link, model_link
@@ -191,22 +210,14 @@ def measure_allreduce(comm: MPI.Comm, size: int, half: bool = False) -> LinkCost
     """
     if comm.size == 1:
         return FREE
-    points = []
+    sums = {}
     for nbytes in (_SMALL, max(size, _LARGE)):
         array = collectives.empty(nbytes // (2 if half else 4), np.float32, comm)
         array[...] = 0
-        running, times = Sum(array, comm, half), np.empty(_REPEATS)
-        # The first sum, index -1, warms up and is not timed.
-        for index in range(-1, _REPEATS):
-            comm.Barrier()
-            start = perf_counter()
-            running.run()
-            if index >= 0:
-                times[index] = perf_counter() - start
-        running.free()
-        comm.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
-        points.append((nbytes, float(np.median(times))))
-    alpha, beta = fit(points)
+        sums[nbytes] = RepeatedCollective("allreduce", array, comm, PhaseClock(), "backward", half)
+    alpha, beta = measure_costs(comm, {nbytes: each.run for nbytes, each in sums.items()})
+    for each in sums.values():
+        each.free()
     return LinkCost(alpha / (2 * math.ceil(math.log2(comm.size))), beta / (2 * (comm.size - 1) / comm.size))
 
 
@@ -232,7 +243,7 @@ class StepEvent(NamedTuple):
     compute: float
 
 
-class MuteExchange:
+class EventRecorder:
     """A `ModelExchange` and `StepProgress` for slice 0 without other ranks. It exchanges nothing and records events."""
 
     def __init__(self, parts: int) -> None:
@@ -270,7 +281,7 @@ class MuteExchange:
         """Do nothing: no message is under way."""
 
 
-def trace(
+def time_events(
     specification: Specification,
     model: int,
     samples: int,
@@ -292,7 +303,7 @@ def trace(
         cut: The buckets by which weights are updated, as `buckets` returns them. Empty: all weights at once.
         beside: Compute the backward pass in blocks and record gradients, as if messages were sent during it.
     """
-    mute = MuteExchange(model)
+    mute = EventRecorder(model)
     network = Network(specification, mute, mode, np.zeros)
     # The optimizer updates a copy: its updates are no training, and could make the network's weights infinite.
     weights = network.flat_parameters.copy()
@@ -323,7 +334,7 @@ def trace(
     return [event._replace(compute=seconds) for event, seconds in zip(steps[0], middle.tolist())]
 
 
-def replay(
+def step_seconds(
     events: Sequence[StepEvent], model: int, link: LinkCost, itemsize: int, reductions: dict[int, float], spans: Spans
 ) -> float:
     """Return the seconds of a step if messages are sent at its events.
@@ -332,7 +343,7 @@ def replay(
     waits.
 
     Args:
-        events: The computation, as `trace` returns it.
+        events: The computation, as `time_events` returns it.
         model: Number of model ranks.
         link: Alpha and beta between model ranks.
         itemsize: Bytes of an element that model ranks send.

@@ -30,16 +30,17 @@ from mpi4py import MPI
 from mpips.collectives import log
 from mpips.collectives.fabric.tasks import Task
 from mpips.collectives.kernels.quiet import quietly
+from mpips.mlp.clock import PhaseClock
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, counted, nodes
 from mpips.mlp.network import Network, interval
-from mpips.mlp.parallel import Clock, LocalUpdate
+from mpips.mlp.parallel import LocalUpdate
 from mpips.optimizers.base import Optimizer, State, initial
 from mpips.optimizers.elastic import INTERVAL, Elastic1, Elastic2
 from mpips.store.api import KVStore
 from mpips.store.create import create
 from mpips.store.keys.key import Key
 from mpips.store.runtime.engine import Handle
-from mpips.store.worker.interface import States, Stored
+from mpips.store.worker.interface import StateAccess, States
 
 # kind of servers -> kind of store
 STORES = {"sync": "mpi_sync", "elastic": "mpi_async"}
@@ -64,6 +65,11 @@ class Servers:
 
     Raises:
         TrainingError: If an argument is out of range.
+
+    >>> servers = mpips.mlp.Servers(1, clients=2, kind="elastic", every=16)
+    >>> def run(model, rows):  # on all ranks; only workers return from join()
+    ...     mesh = servers.join(batch=1, model=1)
+    ...     return mpips.mlp.train(model, rows, mesh, servers=servers, batch=40)
     """
 
     def __init__(
@@ -126,18 +132,18 @@ class Servers:
         self._groups = min(model, self.count)
         server, slice_ = rank - (ranks - self.count), rank % model
         # the group of slices that this rank serves or leads
-        mine = MPI.UNDEFINED
+        own_group = MPI.UNDEFINED
         for group in range(self._groups):
             start, stop = interval(self.count, self._groups, group)
             if start <= server < stop or (server < 0 and interval(model, self._groups, group)[0] == slice_):
-                mine, self._share = group, stop - start
+                own_group, self._share = group, stop - start
         role = self.comm.Split(int(server >= 0), rank)
-        self._members = self.comm.Split(mine, rank)  # type: ignore[assignment]
+        self._members = self.comm.Split(own_group, rank)  # type: ignore[assignment]
         if server < 0:
             return Mesh(self.clients * batch, model, role)
         # Wait for the workers' call of give_up(), or for connect(), which calls agree() without a problem.
         agree(self.comm, None)
-        LOG.info("this server has group %d of the slices", mine)
+        LOG.info("this server has group %d of the slices", own_group)
         self._create()
         raise AssertionError("a server leaves inside create")
 
@@ -152,8 +158,8 @@ class Servers:
             agree(self.comm, sentence)
 
     def connect(
-        self, network: Network, mesh: Mesh, optimizer: Optimizer, clock: Clock, overlap: bool | None
-    ) -> SynchronousUpdate | ElasticUpdate:
+        self, network: Network, mesh: Mesh, optimizer: Optimizer, clock: PhaseClock, overlap: bool | None
+    ) -> LocalUpdate | SynchronousUpdate:
         """Open the store and return what updates a worker's slice.
 
         Collective over the workers, while the servers wait in `join`. With `overlap`, gradients are sent during the
@@ -182,7 +188,9 @@ class Servers:
         beside = self.between if overlap is None else overlap
         if self.kind == "sync":
             return SynchronousUpdate(self._store, group, network, mesh, optimizer, clock, beside)
-        return ElasticUpdate(self._store, group, network, mesh, optimizer, clock, beside, self)
+        members = mesh.batch // self.clients
+        centre = Centre(self._store, group, network.flat_parameters, members, self, clock)
+        return LocalUpdate(network, mesh, optimizer, clock, beside, clients=self.clients, exchange=centre.exchange)
 
     def close(self) -> None:
         """Let the servers end. Collective over the workers. If it is not called, the end of the process does it."""
@@ -216,10 +224,10 @@ class SliceGroup:
     """
 
     def __init__(self, network: Network, model_comm: MPI.Comm, groups: int) -> None:
-        mine = [interval(model_comm.size, groups, group) for group in range(groups)]
-        group = next(group for group, (_, stop) in enumerate(mine) if model_comm.rank < stop)
+        bounds = [interval(model_comm.size, groups, group) for group in range(groups)]
+        group = next(group for group, (_, stop) in enumerate(bounds) if model_comm.rank < stop)
         # model index of the leader
-        self.first = mine[group][0]
+        self.first = bounds[group][0]
         self._comm = model_comm.Split(group, model_comm.rank)
         self.single = self._comm.size == 1
         self._leads = self._comm.rank == 0
@@ -271,7 +279,7 @@ class SliceGroup:
 class SynchronousUpdate:
     """Updates weights through sync servers: gradients are pushed, weights pulled, with a key for each layer of a slice.
 
-    Has the methods of `LocalUpdate`. Collective over the workers.
+    Has the methods of `LocalUpdate`.
 
     Args:
         store: None on a worker that does not lead its group.
@@ -288,7 +296,7 @@ class SynchronousUpdate:
         network: Network,
         mesh: Mesh,
         optimizer: Optimizer,
-        clock: Clock,
+        clock: PhaseClock,
         overlap: bool,
     ) -> None:
         self._mesh = mesh
@@ -305,22 +313,21 @@ class SynchronousUpdate:
         self._kv = store if self._in else None
         # key -> view that is pushed
         self._out = group.keyed(self._gradients) if self._in else {}
-        # pushes begun in this step; the servers are known to have read the first `_read` of them
-        self._pushes: list[Handle] = []
-        self._read = 0
+        # pushes of this step that servers may not have read yet
+        self._unread: list[Handle] = []
 
     def gradient(self, layer: int) -> None:
         """Push the gradients of a layer. The first layers have the highest priority: the next step needs them first."""
         key = f"slice{self._group.first}.layer{layer}"
         if self._kv is not None and self._overlap and key in self._out:
             start = perf_counter()
-            self._pushes.append(self._kv.ipush(key, self._out[key], priority=-layer))
+            self._unread.append(self._kv.ipush(key, self._out[key], priority=-layer))
             self._clock.sent()
             self._clock.add("backward", start)
 
     def poll(self) -> None:
-        while self._read < len(self._pushes) and self._pushes[self._read].test():
-            self._read += 1
+        while self._unread and self._unread[0].test():
+            del self._unread[0]
             self._clock.arrived()
 
     def divisor(self, samples: int) -> float:
@@ -329,15 +336,15 @@ class SynchronousUpdate:
     def run(self, step: int) -> None:
         """Push the gradients, unless gradient() has, and pull the new weights."""
         with self._clock.waiting("backward"):
-            if self._kv is not None and self._pushes:
+            if self._kv is not None and self._overlap:
                 kv = self._kv
                 pulls = [kv.ipull(key, array, priority=-number) for number, (key, array) in enumerate(self._in.items())]
-                for handle in (*self._pushes, *pulls):
-                    handle.wait()
-                for _ in self._pushes[self._read :]:
+                for push in self._unread:
+                    push.wait()
                     self._clock.arrived()
-                self._pushes.clear()
-                self._read = 0
+                self._unread.clear()
+                for pull in pulls:
+                    pull.wait()
                 return
             self._group.gather(self._network.flat_gradients, self._gradients)
             if self._kv is not None:
@@ -350,9 +357,9 @@ class SynchronousUpdate:
         wholes = [self._group.whole(array) for array in state]
         views = [self._group.keyed(whole) for whole in wholes]
         if state:
-            found = self._run_on_servers("fetch", lambda stored, keys: stored.states(keys))
-            if found is not None and self._mesh.batch_index == 0:
-                for name, (_, arrays) in found.items():
+            states = self._run_on_servers("fetch", lambda stored, keys: stored.states(keys))
+            if states is not None and self._mesh.batch_index == 0:
+                for name, (_, arrays) in states.items():
                     for view, array in zip(views, arrays):
                         view[str(name)][...] = array
         for whole, array in zip(wholes, state):
@@ -369,91 +376,67 @@ class SynchronousUpdate:
         if state:
             self._run_on_servers("restore", lambda stored, keys: stored.put_states(keys, states))
 
-    def _run_on_servers(self, what: str, task: Callable[[Stored, list[Key]], Task[T]]) -> T | None:
+    def _run_on_servers(self, what: str, task: Callable[[StateAccess, list[Key]], Task[T]]) -> T | None:
         """On leaders, run a task on the optimizer states of their servers, after all pushes have been applied.
 
         Return its result, or None on other ranks. Collective over the workers; if the task fails on any rank, all raise
         TrainingError. `what` names the operation.
         """
-        found, problem = None, None
+        result, problem = None, None
         if self._kv is not None:
             worker = self._kv.worker
             try:
                 worker.settle()
-                found = worker.run(what, task(worker.backend.stored, [worker.keys[name] for name in self._in]))
+                result = worker.run(what, task(worker.backend.stored, [worker.keys[name] for name in self._in]))
             except ValueError as error:
                 problem = f"the servers' optimizer states: {error}"
         agree(self._mesh.comm, problem)
-        return found
+        return result
 
 
-class ElasticUpdate(LocalUpdate):
-    """Updates weights by elastic averaging.
-
-    In every step a client updates its weights by the mean gradient over its part of the minibatch. Every `every` steps
-    its weights and the centre on the servers move towards each other. Collective over the workers.
+class Centre:
+    """The centre of elastic averaging, which servers keep. Making one is collective over the workers.
 
     Source: MXNET-MPI, section 5 and equations 2 and 3 (`mpips.optimizers.Elastic1`, `Elastic2`).
 
     Args:
         store: None on a worker that does not lead its group.
+        members: Batch ranks of a client.
     """
 
     def __init__(
         self,
         store: KVStore | None,
         group: SliceGroup,
-        network: Network,
-        mesh: Mesh,
-        optimizer: Optimizer,
-        clock: Clock,
-        overlap: bool,
+        weights: np.ndarray,
+        members: int,
         servers: Servers,
+        clock: PhaseClock,
     ) -> None:
-        self._clock = clock
-        self._every = servers.every
-        self._weights = network.flat_parameters
-        # batch ranks of all clients, and of one
-        self._ranks = mesh.batch
-        self._members = mesh.batch // servers.clients
-        client, place = divmod(mesh.batch_index, self._members)
-        # batch index of the client's first rank
-        self._first = mesh.batch_index - place
-        # samples of this client in the current minibatch, which may have fewer samples than there are clients
-        self._samples = 0
-        super().__init__(network, mesh.batch_comm.Split(client, place), optimizer, clock, overlap)
-        self._attract = Elastic2(alpha=servers.alpha)
         self._group = group
+        self._weights = weights
+        self._members = members
+        self._every = servers.every
+        self._clock = clock
+        self._attract = Elastic2(alpha=servers.alpha)
         # what is pushed, then the centre that is pulled
-        self._centre = network.flat_parameters.copy()
+        self._centre = weights.copy()
         self._whole = group.whole(self._centre)
         group.gather(self._centre, self._whole)
         self._centres = group.init_store(store, self._whole, Elastic1(alpha=servers.alpha))
         self._kv = store if self._centres else None
 
-    def gradient(self, layer: int) -> None:
-        if self._samples:
-            super().gradient(layer)
-
-    def divisor(self, samples: int) -> float:
-        """Return the number of samples that this client has in a minibatch of `samples` samples, at least 1."""
-        last = self._first + self._members - 1
-        start, stop = interval(samples, self._ranks, self._first)[0], interval(samples, self._ranks, last)[1]
-        self._samples = stop - start
-        return max(1, self._samples)
-
-    def run(self, step: int) -> None:
-        """Exchange with the centre if it is time, then update by the client's mean gradient."""
-        if (step - 1) % self._every == 0:
-            with self._clock.waiting("backward"):
-                # A push sums over the members of the client, who have equal weights: so each pushes its share.
-                quietly(np.divide, self._weights, self._members, out=self._centre)
-                self._group.gather(self._centre, self._whole)
-                if self._kv is not None:
-                    names, arrays = list(self._centres), list(self._centres.values())
-                    self._kv.push(names, arrays)
-                    self._kv.pull(names, arrays)
-                self._group.scatter(self._whole, self._centre)
-                self._attract.update(self._weights, self._centre, (), 1)
-        if self._samples:
-            super().run(step)
+    def exchange(self, step: int) -> None:
+        """If an exchange is due in this step, move the centre and this rank's weights towards each other. Blocking."""
+        if (step - 1) % self._every:
+            return
+        with self._clock.waiting("backward"):
+            # A push sums over the members of the client, who have equal weights: so each pushes its share.
+            quietly(np.divide, self._weights, self._members, out=self._centre)
+            self._group.gather(self._centre, self._whole)
+            if self._kv is not None:
+                names, arrays = list(self._centres), list(self._centres.values())
+                self._kv.push(names, arrays)
+                self._kv.pull(names, arrays)
+            self._group.scatter(self._whole, self._centre)
+            self._attract.update(self._weights, self._centre, (), 1)

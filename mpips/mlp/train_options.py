@@ -18,13 +18,12 @@ from mpi4py import MPI
 from mpips import optimizers
 from mpips.collectives.machine import check_memory
 from mpips.mlp.data.base import DataSource
-from mpips.mlp.data.loading import DealRule, Opened
+from mpips.mlp.data.loading import DealRule, OpenedSource
 from mpips.mlp.data.sources import BUILT_IN, open_source
 from mpips.mlp.mesh import Mesh, TrainingError, attempt, misfit, parse
 from mpips.mlp.network import Specification, largest_slice, working_dtype
 from mpips.mlp.servers import servers_misfit
 
-OPTIMIZERS = ("sgd", "adagrad", "rmsprop", "adam", "adamw")
 DEVICES = ("cpu", "gpu")
 CUPY = "pip install cupy-cuda12x[ctk]"
 # options that may not be given with --load, because the checkpoint determines them
@@ -49,7 +48,7 @@ def check(ranks: int, **options: Any) -> None:
     o = SimpleNamespace(**options)
     if o.device != "cpu" and importlib.util.find_spec("cupy") is None:
         raise click.UsageError(f"--device {o.device} needs CuPy, which is not installed: {CUPY}")
-    check_words(ranks, **options)
+    check_texts(ranks, **options)
     if not (o.data in BUILT_IN or o.data.startswith("synthetic:") or os.path.isfile(o.data)):
         raise click.UsageError(f"there is no data file {o.data!r}, nor is it one of {', '.join(BUILT_IN)}")
     if o.load_path and not os.path.isfile(o.load_path):
@@ -61,8 +60,8 @@ def check(ranks: int, **options: Any) -> None:
             raise click.UsageError(str(error)) from None
 
 
-def check_words(ranks: int, **options: Any) -> None:
-    """Like `check`, but without looking at files, which ranks may see differently. So all ranks raise, or none."""
+def check_texts(ranks: int, **options: Any) -> None:
+    """Like `check`, but look at no file, because ranks may see different files. So all ranks raise, or none."""
     try:
         for problem in _problems(ranks, SimpleNamespace(**options)):
             raise TrainingError(problem)
@@ -86,7 +85,7 @@ def _problems(ranks: int, o: SimpleNamespace) -> Iterator[str]:
         yield "--clients are clients of --servers: give some"
     elif shape and (problem := misfit(*shape, ranks)):
         yield problem
-    for name in filter(given, ("averaging", "every", "alpha")):
+    for name in filter(is_given, ("averaging", "every", "alpha")):
         if not o.servers:
             yield f"--{name} says what --servers do: give some"
         if o.averaging == "sync" and name != "averaging":
@@ -96,12 +95,12 @@ def _problems(ranks: int, o: SimpleNamespace) -> Iterator[str]:
     if o.servers and o.explain:
         yield "--explain predicts grids without --servers: leave one of them out"
     built_in = o.data in BUILT_IN or o.data.startswith("synthetic:")
-    for name in filter(given, ("target", "features", "header", "classify")):
+    for name in filter(is_given, ("target", "features", "header", "classify")):
         if built_in or (o.data.endswith(".npz") and name != "classify"):
             yield f"--{name} is for a {'file' if built_in else 'delimited text'}, not for {o.data}"
     if o.data.split(":")[0] == "synthetic":
         open_source(o.data)
-    for name in filter(given, _OF_CHECKPOINT if o.load_path else ()):
+    for name in filter(is_given, _OF_CHECKPOINT if o.load_path else ()):
         yield f"--{name.replace('_', '-')} is the checkpoint's with --load: leave it out"
     if o.device != "cpu" and o.explain:
         yield "--explain predicts for --device cpu alone: leave it out"
@@ -109,46 +108,46 @@ def _problems(ranks: int, o: SimpleNamespace) -> Iterator[str]:
         yield f"--device {o.device} needs a --grid, as auto predicts for the cpu alone: for instance --grid 2x1"
 
 
-def given(option: str) -> bool:
+def is_given(option: str) -> bool:
     """True if the user gave the option on the command line."""
     context = click.get_current_context(silent=True)
     return context is not None and context.get_parameter_source(option) is ParameterSource.COMMANDLINE
 
 
-def deal_by(rule: DealRule, o: SimpleNamespace) -> None:
+def take_deal_rule(rule: DealRule, o: SimpleNamespace) -> None:
     """Set seed, test share and batch to those of a checkpoint. Raise TrainingError if the user gave other ones.
 
     Another batch is allowed. With another seed or share, rows that trained the checkpoint would be used for testing.
     """
     for name, before in (("seed", rule.seed), ("test_share", rule.test_share)):
-        if given(name) and (now := getattr(o, name)) != before:
+        if is_given(name) and (now := getattr(o, name)) != before:
             raise TrainingError(
                 f"--{name.replace('_', '-')} {now} would mix rows for training and rows for testing: the checkpoint's "
                 f"is {before}; leave the option out"
             )
         setattr(o, name, before)
-    if not given("batch"):
+    if not is_given("batch"):
         o.batch = rule.batch
 
 
 def open_data(o: SimpleNamespace) -> DataSource:
-    return open_source(o.data, words(o.target), words(o.features), o.data_directory, o.classify, o.header)
+    return open_source(o.data, split(o.target), split(o.features), o.data_directory, o.classify, o.header)
 
 
-def words(text: str) -> list[str]:
+def split(text: str) -> list[str]:
     """Split an option at its commas."""
-    return [word.strip() for word in text.split(",") if word.strip()]
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def widths(text: str) -> tuple[int, ...]:
     """Parse the widths of the hidden layers."""
     try:
-        found = tuple(int(word) for word in words(text))
+        parsed = tuple(int(part) for part in split(text))
     except ValueError:
-        found = (0,)
-    if any(width < 1 for width in found):
+        parsed = (0,)
+    if any(width < 1 for width in parsed):
         raise TrainingError(f"--hidden {text!r} must be widths of at least 1 with commas between, for instance 512,512")
-    return found
+    return parsed
 
 
 def optimizer_of(o: SimpleNamespace) -> optimizers.Optimizer:
@@ -160,7 +159,7 @@ def optimizer_of(o: SimpleNamespace) -> optimizers.Optimizer:
 
 
 def too_large(
-    o: SimpleNamespace, specification: Specification, opened: Opened, comm: MPI.Comm, mesh: Mesh | None
+    o: SimpleNamespace, specification: Specification, opened: OpenedSource, comm: MPI.Comm, mesh: Mesh | None
 ) -> str | None:
     """Return an error message if the memory of a node cannot hold its ranks' weights and rows, else None. Collective.
 

@@ -17,11 +17,12 @@ from mpi4py import MPI
 
 import mpips.collectives as collectives
 from mpips.collectives import log
+from mpips.mlp.clock import PHASES, PhaseClock, hidden_share
 from mpips.mlp.data.base import DataSource
 from mpips.mlp.data.loading import Data, DealRule, epoch_order, load
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, arguments_of, counted, parse, spans_nodes
 from mpips.mlp.network import Network, Specification
-from mpips.mlp.parallel import PHASES, Clock, LocalUpdate, LossScale, TensorExchange, hidden_share, on_host
+from mpips.mlp.parallel import LocalUpdate, LossScale, TensorExchange, on_host
 from mpips.mlp.perceptron import MLP
 from mpips.mlp.prediction import choose_mesh
 from mpips.mlp.servers import Servers, SynchronousUpdate
@@ -67,7 +68,7 @@ class Trained(NamedTuple):
     worker: Worker
 
 
-class Choices(NamedTuple):
+class TrainingChoices(NamedTuple):
     """The arguments of `train` that say how to train. They must be the same on all ranks."""
 
     mesh: Mesh | str
@@ -129,10 +130,16 @@ def train(
     Raises:
         TrainingError: On every rank, if the ranks give different arguments, if mesh, network, data and `worker` do not
             fit, or when a loss is no longer finite.
+
+    >>> rows = lambda: mpips.mlp.open_source("synthetic:400,4,1")
+    >>> model = mpips.mlp.MLP([4, 16, 1], seed=1)
+    >>> trained = mpips.mlp.train(model, rows, mesh="auto", epochs=3, batch=40)
+    >>> trained.epochs[-1].train_loss < trained.epochs[0].train_loss
+    True
     """
     optimizer = optimizer or (worker.optimizer if worker is not None else SGD(learning_rate=0.01))
     mode = mode or (worker.network.mode if worker is not None else "pairs")
-    asked = Choices(mesh, optimizer, mode, overlap, half, servers)
+    asked = TrainingChoices(mesh, optimizer, mode, overlap, half, servers)
     serving = servers or (worker.choices.servers if worker is not None else None)
     try:
         how = _agree(model, data, asked, epochs, worker, loading)
@@ -228,8 +235,8 @@ class Worker:
     ) -> None:
         self.mesh = mesh
         self.optimizer = optimizer
-        self.clock = Clock()
-        self.choices = Choices(mesh, optimizer, mode, overlap, half, servers)
+        self.clock = PhaseClock()
+        self.choices = TrainingChoices(mesh, optimizer, mode, overlap, half, servers)
         spans, mixed = spans_nodes(mesh), model.specification.dtype == "mixed"
         narrow = [mixed and (each if half is None else half) for each in spans]
         self._exchange = TensorExchange(mesh.model_comm, self.clock, narrow[1]) if mesh.model > 1 else None
@@ -249,7 +256,7 @@ class Worker:
         if servers is None:
             beside = spans.batch if overlap is None else overlap
             scale = LossScale(mesh.model_comm) if mixed else None
-            self.update = LocalUpdate(self.network, mesh.batch_comm, optimizer, self.clock, beside, narrow[0], scale)
+            self.update = LocalUpdate(self.network, mesh, optimizer, self.clock, beside, narrow[0], scale)
         else:
             self.update = servers.connect(self.network, mesh, optimizer, self.clock, overlap)
         # True if poll() must progress sums between model ranks
@@ -341,11 +348,11 @@ def check_fit(specification: Specification, data: Data, mesh: Mesh, worker: Work
 def _agree(
     model: MLP,
     data: Data | Callable[[], DataSource],
-    asked: Choices,
+    asked: TrainingChoices,
     epochs: int,
     worker: Worker | None,
     loading: Mapping[str, object],
-) -> Choices:
+) -> TrainingChoices:
     """Return how to train, after checking that all ranks ask for the same. Collective.
 
     If `worker` continues an earlier run, its choices count, and the arguments must not contradict them. Raise

@@ -24,6 +24,7 @@ from mpips.optimizers.registry import (
     describe,
     encode,
     encode_numbers,
+    of_gradients,
     register,
 )
 from mpips.optimizers.schedules import Chained, Constant, Cosine, Groups, StepDecay, Warmup
@@ -67,6 +68,7 @@ __all__ = [
     "encode",
     "encode_numbers",
     "initial",
+    "of_gradients",
     "register",
     "working_dtype",
     "zeros",

@@ -1,4 +1,4 @@
-"""Optimizers that divide by a running size of the gradient: AdaGrad, RMSProp, Adam and AdamW."""
+"""Optimizers that divide by a running mean or sum of squared gradients: AdaGrad, RMSProp, Adam and AdamW."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from mpips.optimizers.sgd import decayed, scaled
 
 @dataclass(frozen=True)
 class AdaGrad(Equation):
-    """AdaGrad (Duchi, Hazan, Singer 2011) as in PyTorch: with d = rescale * gradient + weight_decay * w,
+    """AdaGrad (Duchi, Hazan, Singer 2011).
 
-    squares = squares + d^2;  w = w - learning_rate * d / (sqrt(squares) + epsilon).
+    The update is that of PyTorch:
+
+        d = rescale * gradient + weight_decay * w
+        squares = squares + d^2
+        w = w - learning_rate * d / (sqrt(squares) + epsilon)
     """
 
     slots: ClassVar[int] = 1
@@ -41,9 +45,13 @@ class AdaGrad(Equation):
 
 @dataclass(frozen=True)
 class RMSProp(Equation):
-    """RMSProp (Tieleman, Hinton 2012) as in PyTorch: with d = rescale * gradient + weight_decay * w,
+    """RMSProp (Tieleman, Hinton 2012).
 
-    squares = decay * squares + (1 - decay) * d^2;  w = w - learning_rate * d / (sqrt(squares) + epsilon).
+    The update is that of PyTorch:
+
+        d = rescale * gradient + weight_decay * w
+        squares = decay * squares + (1 - decay) * d^2
+        w = w - learning_rate * d / (sqrt(squares) + epsilon)
     """
 
     slots: ClassVar[int] = 1
@@ -72,14 +80,16 @@ class RMSProp(Equation):
 
 @dataclass(frozen=True)
 class Adam(Equation):
-    """Adam (Kingma, Ba 2015) as in PyTorch: with d = rescale * gradient + weight_decay * w, at step t from 1,
+    """Adam (Kingma, Ba 2015), as in PyTorch. At step t, counted from 1:
 
-    m = beta1 * m + (1 - beta1) * d;  v = beta2 * v + (1 - beta2) * d^2;
-    w = w - learning_rate * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + epsilon).
+        d = rescale * gradient + weight_decay * w
+        m = beta1 * m + (1 - beta1) * d
+        v = beta2 * v + (1 - beta2) * d^2
+        w = w - learning_rate * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + epsilon)
 
     The arrays of state hold m / (1 - beta1) and v / (1 - beta2). All factors of a step then combine into one rate and
-    one epsilon, so an element takes fewer operations. This is why beta1 and beta2 cannot change while the state stays
-    (`fixed`).
+    one epsilon, so an element takes fewer operations. Because of this, beta1 and beta2 cannot change while the state
+    stays (`fixed`).
     """
 
     fixed: ClassVar[Sequence[str]] = ("beta1", "beta2")
@@ -117,9 +127,9 @@ class Adam(Equation):
 
 @dataclass(frozen=True)
 class AdamW(Adam):
-    """Adam with decoupled weight decay (Loshchilov, Hutter 2019) as in PyTorch:
+    """Adam with decoupled weight decay (Loshchilov, Hutter 2019), as in PyTorch.
 
-    w = w * (1 - learning_rate * weight_decay), then Adam's update with d = rescale * gradient.
+    First w = w * (1 - learning_rate * weight_decay), then Adam's update with d = rescale * gradient.
     """
 
     weight_decay: float = 0.01

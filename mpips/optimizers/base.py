@@ -1,6 +1,6 @@
-"""Define an optimizer: a frozen dataclass of numbers with the methods `init` and `update`.
+"""What an optimizer is: a frozen dataclass of numbers with the methods `init` and `update`.
 
-`equation.Equation` makes an optimizer of one equation. Its module also has the calls that apply any optimizer.
+`equation.Equation` makes an optimizer from one equation. Its module also has the calls that apply any optimizer.
 """
 
 from __future__ import annotations
@@ -182,9 +182,9 @@ def changed(optimizer: O, **numbers: Any) -> O:
     probe = np.zeros(1, np.float32)
     before, after = len(optimizer.init(probe)), len(other.init(probe))
     if before != after:
-        words = ", ".join(f"{name}={value!r}" for name, value in numbers.items())
+        texts = ", ".join(f"{name}={value!r}" for name, value in numbers.items())
         raise ValueError(
-            f"{kind.__name__} with {words} keeps {after} arrays of state, and {before} are there: "
+            f"{kind.__name__} with {texts} keeps {after} arrays of state, and {before} are there: "
             f"set_optimizer changes that and begins the state anew"
         )
     return other
@@ -198,9 +198,11 @@ def unlike(saved: Optimizer, given: Optimizer, leave: Collection[str] = ()) -> s
     if type(saved) is not type(given):
         return f"the optimizer is {type(saved).__name__} in the checkpoint and {type(given).__name__} in the program"
     numbers = [(name, getattr(saved, name), getattr(given, name)) for name in options(type(saved)) if name not in leave]
-    differing = [(name, there, here) for name, there, here in numbers if there != here]
-    told = [f"{name} is {there!r} in the checkpoint and {here!r} in the program" for name, there, here in differing]
-    return "; ".join(told)
+    return "; ".join(
+        f"{name} is {before!r} in the checkpoint and {now!r} in the program"
+        for name, before, now in numbers
+        if before != now
+    )
 
 
 def working_dtype(dtype: np.dtype) -> np.dtype:

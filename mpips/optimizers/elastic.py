@@ -16,7 +16,7 @@ INTERVAL = 64
 class Elastic1(Equation):
     """The server's half of elastic averaging (MXNET-MPI, equation 2 and figure 8).
 
-    centre = centre + alpha * (rescale * pushed - centre)
+        centre = centre + alpha * (rescale * pushed - centre)
 
     Workers push a client's parameters. The push of an MPI client arrives summed over its workers, so either `rescale`
     is 1 / (workers of a client), or each worker pushes that share of its parameters.
@@ -38,7 +38,7 @@ class Elastic1(Equation):
 class Elastic2(Elastic1):
     """The client's half of elastic averaging (MXNET-MPI, equation 3 and figure 8).
 
-    w = w - alpha * (w - rescale * centre)
+        w = w - alpha * (w - rescale * centre)
 
     It is the same update as Elastic1's, with the pulled centre in the gradient's place: `update(weights, centre, (),
     step)`.

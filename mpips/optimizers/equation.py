@@ -35,8 +35,6 @@ LOG = log.get("mpips.kernels")
 TRIAL = 2
 # most gradients that one kernel sums; if there are more, NumPy sums the first ones beforehand
 MOST_PARTS = 64
-# most row-sparse gradients that one kernel sums
-MOST_ROW_PARTS = 8
 
 _local = threading.local()
 
@@ -89,7 +87,7 @@ class Equation:
         The gradients are added in order. Each partial sum is rounded to the weights' dtype, so the result does not
         depend on whether a kernel or NumPy adds.
         """
-        _see(weights, parts, state, self.slots, step)
+        _check_arguments(weights, parts, state, self.slots, step)
         if len(parts) > MOST_PARTS:
             early = len(parts) - MOST_PARTS + 1
             parts = [total_of(parts[:early], "early total"), *parts[early:]]
@@ -104,29 +102,24 @@ class Equation:
             # This runs the user's own function, which must raise what the user lets NumPy raise.
             _run_blocks(self, way, weights, parts, state, numbers)
 
-    def update_rows(
-        self, table: np.ndarray, rows: Sequence[np.ndarray], parts: Sequence[np.ndarray], state: State, step: int
-    ) -> bool:
-        """Update some rows of a table, and of its state, by the sum of row-sparse gradients, if a kernel is there.
+    def update_rows(self, table: np.ndarray, rows: np.ndarray, gradient: np.ndarray, state: State, step: int) -> bool:
+        """Update some rows of a table, and of its state, by a row-sparse gradient, if a kernel is there.
 
         Return False, with nothing changed, if there is no kernel for it (yet).
 
         Args:
             table: The weights, (n, ...), C-contiguous.
-            rows: For each gradient its row numbers, int64 (k,), ascending, without duplicates, all in [0, n). They are
-                not checked.
-            parts: One or more gradients, (k, ...), C-contiguous, of the table's dtype. A row that the first gradient
-                lacks starts its sum from 0.
+            rows: Row numbers, int64 (k,), without duplicates, all in [0, n). They are not checked. If they ascend, the
+                update may be four times as fast.
+            gradient: (k, ...), C-contiguous, of the table's dtype.
         """
         weights = table.reshape(-1)
-        _see(weights, (), state, self.slots, step)
-        alike = all(part.flags.c_contiguous and part.dtype == table.dtype for part in parts)
-        if len(parts) > MOST_ROW_PARTS or not alike:
+        _check_arguments(weights, (), state, self.slots, step)
+        if not gradient.flags.c_contiguous or gradient.dtype != table.dtype:
             return False
-        way = _way(self, table.dtype, len(parts), ask=table.size > TRIAL, by_rows=True)
+        way = _way(self, table.dtype, 1, ask=table.size > TRIAL, by_rows=True)
         numbers = way.numbers(self, step)
-        gradients = [part.reshape(-1) for part in parts]
-        return _run_kernel(way, weights, gradients, state, numbers, weights.size // len(table), *rows)
+        return _run_kernel(way, weights, [gradient.reshape(-1)], state, numbers, weights.size // len(table), rows)
 
     def prepare(self, dtype: np.dtype, parts: int = 1) -> engine.Kernel | None:
         """Start to compile the kernel for sums of `parts` gradients, so that it is ready when updates begin.
@@ -138,7 +131,7 @@ class Equation:
 
 
 class _Way(NamedTuple):
-    """How an optimizer updates weights of one dtype: its recorded equation and the kernel made from that.
+    """An optimizer's recorded equation for weights of one dtype, and the kernel made from it.
 
     `tape` is None if the equation cannot be recorded, and `kernel` is None if NumPy does the update.
     """
@@ -148,7 +141,7 @@ class _Way(NamedTuple):
     tape: Tape | None
     constants: Sequence[float]
     kernel: engine.Kernel | None
-    # how many numbers the optimizer gives for every step
+    # number of the optimizer's numbers for every step
     each: int
 
     def numbers(self, optimizer: Equation, step: int) -> list[float]:
@@ -156,17 +149,17 @@ class _Way(NamedTuple):
 
         Raises ValueError if there are not as many numbers as in step 1.
         """
-        given = optimizer.numbers(step)
-        if len(given) != self.each:
+        numbers = optimizer.numbers(step)
+        if len(numbers) != self.each:
             raise ValueError(
-                f"{type(optimizer).__name__}.numbers gives {len(given)} numbers in step {step} and {self.each} in "
+                f"{type(optimizer).__name__}.numbers gives {len(numbers)} numbers in step {step} and {self.each} in "
                 "step 1: give as many in every step"
             )
-        return [*given, *self.constants]
+        return [*numbers, *self.constants]
 
 
 def _way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool, by_rows: bool = False) -> _Way:
-    """Return how an optimizer updates weights of this dtype, or rows of them. Only with `ask` is a kernel compiled.
+    """Return the `_Way` in which an optimizer updates weights, or rows of them. Only with `ask` is a kernel compiled.
 
     An optimizer that cannot be hashed (it has an array or a list as an option) is recorded again at every call.
     """
@@ -198,8 +191,8 @@ def _known_way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool, by_r
     types = [f"{stored}[]", *[f"{wide.name}[]"] * tape.slots, *[f"const {stored}[]"] * parts, f"{wide.name}[]"]
     name = f"{type(optimizer).__name__} of {parts} {dtype.name}{' by rows' if by_rows else ''}"
     if by_rows:
-        types += ["int64", *["const int64[]"] * parts]
-        text = trace.rows_text(tape, lines, dtype.name, parts)
+        types += ["int64", "const int64[]"]
+        text = trace.rows_text(tape, lines, dtype.name)
     elif parts == 1:
         text = trace.update_text(tape, lines, dtype.name)
     else:
@@ -256,7 +249,7 @@ def _run_blocks(
     )
     for start in range(0, weights.size, max(1, length)):
         part = slice(start, start + length)
-        w, g = weights[part], total_of([one[part] for one in parts], "total")
+        w, g = weights[part], total_of([array[part] for array in parts], "total")
         narrow = w
         if weights.dtype != dtype:
             w, wide = _block("weights", dtype, w.size, w), _block("gradient", dtype, w.size, w)
@@ -266,7 +259,7 @@ def _run_blocks(
         if tape is None:
             _run_untraced(optimizer, w, g, slots, prepared)
         else:
-            tape.run(w, g, slots, prepared, [one[: w.size] for one in blocks], [one[: w.size] for one in masks])
+            tape.run(w, g, slots, prepared, [array[: w.size] for array in blocks], [array[: w.size] for array in masks])
         if narrow is not w:
             quietly(narrow.__setitem__, ..., w)
 
@@ -294,7 +287,7 @@ def total_of(parts: Sequence[np.ndarray], name: str) -> np.ndarray:
     return total
 
 
-def _see(weights: np.ndarray, parts: Sequence[np.ndarray], state: State, slots: int, step: int) -> None:
+def _check_arguments(weights: np.ndarray, parts: Sequence[np.ndarray], state: State, slots: int, step: int) -> None:
     for gradient in parts:
         if gradient.shape != weights.shape or gradient.dtype != weights.dtype or weights.ndim != 1:
             raise ValueError(
@@ -315,7 +308,7 @@ def _see(weights: np.ndarray, parts: Sequence[np.ndarray], state: State, slots: 
 def _block(name: str, dtype: np.dtype, length: int, like: np.ndarray) -> np.ndarray:
     """Return a block of memory that belongs to this thread, on the device (host or GPU) where `like` is.
 
-    The same name, dtype and device give the same memory again.
+    Calls with the same name, dtype and device return the same memory.
     """
     buffers: dict[Any, np.ndarray] = _local.__dict__
     block = buffers.get((name, dtype, type(like)))

@@ -1,4 +1,4 @@
-"""Registry of optimizers and schedules by name, and how they are encoded for messages: msgpack, never pickle."""
+"""Optimizers and schedules by name, and as data for messages and files (msgpack, never pickle)."""
 
 from __future__ import annotations
 
@@ -60,6 +60,12 @@ def register(kind: T) -> T:
     return kind
 
 
+def of_gradients() -> list[str]:
+    """Return the names of mpips' own optimizers that follow a gradient at a learning rate."""
+    fields = {name: [field.name for field in dataclasses.fields(kind)] for name, kind in _BUILT_IN.items()}
+    return [name for name, names in fields.items() if "learning_rate" in names]
+
+
 def add_kind(table: dict[str, Any], name: str, kind: Any, needs: Mapping[str, bool], taken: str) -> None:
     """Add a frozen dataclass to a registry of names.
 
@@ -76,9 +82,9 @@ def add_kind(table: dict[str, Any], name: str, kind: Any, needs: Mapping[str, bo
     frozen = parameters is not None and parameters.frozen
     if unmet := [need for need, met in needs.items() if not (frozen and met)]:
         raise TypeError(f"{getattr(kind, '__name__', repr(kind))} cannot be registered: {unmet[0]}")
-    held = table.get(name)
-    if held is not None and (held.__module__, held.__qualname__) != (kind.__module__, kind.__qualname__):
-        raise ValueError(taken.format(repr(name), f"{held.__module__}.{held.__qualname__}"))
+    other = table.get(name)
+    if other is not None and (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
+        raise ValueError(taken.format(repr(name), f"{other.__module__}.{other.__qualname__}"))
     table[name] = kind
 
 
@@ -105,24 +111,26 @@ def create(optimizer: str | Optimizer, **options: Any) -> Optimizer:
         return _make(kind, options)
     if not isinstance(optimizer, Optimizer):
         raise ValueError(
-            f"{_named(optimizer)} is no optimizer of mpips: give a name and numbers, as 'sgd', learning_rate=0.1; "
+            f"{_short_text(optimizer)} is no optimizer of mpips: give a name and numbers, as 'sgd', learning_rate=0.1; "
             f"the known ones are {', '.join(OPTIMIZERS)}"
         )
     if options:
-        words = ", ".join(sorted(options))
-        raise TypeError(f"options ({words}) go with an optimizer's name, not with a {_named(optimizer)} made already")
+        names = ", ".join(sorted(options))
+        raise TypeError(
+            f"options ({names}) go with an optimizer's name, not with a {_short_text(optimizer)} made already"
+        )
     if type(optimizer) not in (*OPTIMIZERS.values(), *_BUILT_IN.values()):
-        raise TypeError(f"{_named(optimizer)} is not registered: put @mpips.optimizers.register above its class")
-    return _tried(optimizer)
+        raise TypeError(f"{_short_text(optimizer)} is not registered: put @mpips.optimizers.register above its class")
+    return _check_by_trial(optimizer)
 
 
 def _make(kind: type, options: dict[str, Any]) -> Optimizer:
     known(kind, options)
-    return _tried(kind(**options))
+    return _check_by_trial(kind(**options))
 
 
-def _tried(optimizer: Optimizer) -> Optimizer:
-    """Check that an optimizer's options can be sent and saved and that it can update two weights. Return it."""
+def _check_by_trial(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer, after checking that it can be sent and saved, and that it can update two weights."""
     _options(optimizer)
     weights = np.array([1, -1], np.float32)
     try:
@@ -133,7 +141,7 @@ def _tried(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def _named(thing: object) -> str:
+def _short_text(thing: object) -> str:
     """Describe an object in a few words, however long its repr is: `None`, `3`, or its class."""
     if thing is None or isinstance(thing, (bool, int, float)):
         return repr(thing)
@@ -148,7 +156,7 @@ def as_data(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def describe(optimizer: Optimizer | None) -> str:
-    """Return an optimizer in words that are equal on two ranks only if the classes are, too."""
+    """Describe an optimizer by a text. Texts of two ranks are equal only if the classes are, too."""
     own = optimizer is not None and _is_own(optimizer)
     return f"{type(optimizer).__module__}.{optimizer!r}" if own else repr(optimizer)
 
@@ -163,7 +171,7 @@ def from_data(data: object) -> Optimizer:
 
     Raises ValueError or TypeError for other data or an unknown name.
     """
-    return _created(msgspec.convert(data, _Record))
+    return _from_record(msgspec.convert(data, _Record))
 
 
 def encode(optimizer: Optimizer) -> bytes:
@@ -173,17 +181,17 @@ def encode(optimizer: Optimizer) -> bytes:
 
 def decode(data: bytes) -> Optimizer:
     """Return the optimizer that `encode` wrote. Raises ValueError or TypeError for other data or an unknown name."""
-    return _created(msgspec.msgpack.decode(data, type=_Record))
+    return _from_record(msgspec.msgpack.decode(data, type=_Record))
 
 
-def _created(record: _Record) -> Optimizer:
+def _from_record(record: _Record) -> Optimizer:
     kind = (_BUILT_IN if record.own is False else OPTIMIZERS).get(record.name)
     if kind is None or (record.own and kind is _BUILT_IN.get(record.name)):
         raise ValueError(
             f"optimizer {record.name!r} is not known here: register it (@mpips.optimizers.register) before "
             "mpips.create in the script that servers run, too"
         )
-    options = {name: _made(value) for name, value in record.options.items()}
+    options = {name: _from_plain(value) for name, value in record.options.items()}
     try:
         return _make(kind, options)
     except (TypeError, ValueError) as error:
@@ -197,7 +205,7 @@ def encode_numbers(numbers: Mapping[str, Any]) -> bytes:
 
 def decode_numbers(data: bytes) -> dict[str, Any]:
     """Return the options that `encode_numbers` wrote."""
-    return {name: _made(value) for name, value in msgspec.msgpack.decode(data, type=dict[str, Any]).items()}
+    return {name: _from_plain(value) for name, value in msgspec.msgpack.decode(data, type=dict[str, Any]).items()}
 
 
 def _options(record: Any) -> dict[str, Any]:
@@ -210,7 +218,7 @@ def _options(record: Any) -> dict[str, Any]:
 
 
 def _plain(option: str, value: object) -> Any:
-    """Return an option as plain data. A schedule becomes a map of its name and its options."""
+    """Return an option as plain data. A schedule becomes a dict of its name and its options."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -225,14 +233,14 @@ def _plain(option: str, value: object) -> Any:
     if SCHEDULES.get(name) is type(value):
         return {"schedule": name, "options": _options(value)}
     raise TypeError(
-        f"an option of an optimizer is a number, a flag, a string or a registered schedule, not a {_named(value)}"
+        f"an option of an optimizer is a number, a flag, a string or a registered schedule, not a {_short_text(value)}"
     )
 
 
-def _made(value: object) -> object:
+def _from_plain(value: object) -> object:
     """Return the option that `_plain` turned into data."""
     if isinstance(value, list):
-        return tuple(_made(part) for part in value)
+        return tuple(_from_plain(part) for part in value)
     if not isinstance(value, dict):
         return value
     name = value.get("schedule")
@@ -241,4 +249,4 @@ def _made(value: object) -> object:
             f"schedule {name!r} is not known here: register it (@mpips.optimizers.register) before mpips.create in the "
             "script that servers run, too"
         )
-    return SCHEDULES[name](**{option: _made(part) for option, part in value["options"].items()})
+    return SCHEDULES[name](**{option: _from_plain(part) for option, part in value["options"].items()})

@@ -1,6 +1,6 @@
-"""Change learning rates over steps (schedules as data), and give groups of keys optimizers of their own.
+"""Schedules of learning rates, and the optimizers of a store's keys (`Groups`).
 
-The step of a schedule is the number of the key's update, counted from 1.
+A schedule depends on the number of the key's update, counted from 1.
 
     kv.set_optimizer("sgd", momentum=0.9, learning_rate=Chained((Warmup(0.1, 500), Cosine(0.1, 9500)), until=(500,)))
 """
@@ -35,10 +35,7 @@ class Groups:
         return self.own.get(key, self.default)
 
     def set(self, optimizer: Optimizer, keys: Iterable[Name] | None = None) -> None:
-        """Set the optimizer of these keys, or without `keys` that of every key, now and later.
-
-        Without `keys`, keys lose optimizers of their own.
-        """
+        """Set the optimizer of these keys. Without `keys`, set it for all keys, also for those created later."""
         if keys is None:
             self.default, self.own = optimizer, {}
         else:
@@ -65,7 +62,7 @@ class Groups:
         self.own = own
 
     def forget(self, keys: Iterable[Name]) -> None:
-        """Forget keys that were removed. A key that is made again under such a name starts with the default."""
+        """Forget keys that were removed. A key that is created again under such a name begins with the default."""
         for key in keys:
             self.own.pop(key, None)
 
@@ -91,7 +88,11 @@ class Constant:
 class StepDecay:
     """A rate that is multiplied by `factor` after every `every` steps.
 
-    rate * factor^((step - 1) // every).
+        rate * factor^((step - 1) // every)
+
+    >>> schedule = mpips.optimizers.StepDecay(0.1, every=30, factor=0.5)
+    >>> schedule.at(30), schedule.at(31)
+    (0.1, 0.05)
     """
 
     rate: float
@@ -110,7 +111,11 @@ class StepDecay:
 class Cosine:
     """Half a cosine from `rate` at step 1 down to `end`, and `end` after `steps` steps (Loshchilov, Hutter 2017).
 
-    end + (rate - end) * (1 + cos(pi * min(step - 1, steps) / steps)) / 2.
+        end + (rate - end) * (1 + cos(pi * min(step - 1, steps) / steps)) / 2
+
+    >>> schedule = mpips.optimizers.Cosine(0.1, steps=1000)
+    >>> schedule.at(1), round(schedule.at(501), 6), schedule.at(1001)
+    (0.1, 0.05, 0.0)
     """
 
     rate: float
@@ -128,9 +133,12 @@ class Cosine:
 
 @dataclass(frozen=True)
 class Warmup:
-    """A straight line from `start` (at step 0) up to `rate` at step `steps`, and `rate` from then on.
+    """A straight line from `start` at step 0 to `rate` at step `steps`, and `rate` after it (Goyal et al. 2017).
 
-    start + (rate - start) * min(step, steps) / steps (Goyal et al. 2017).
+        start + (rate - start) * min(step, steps) / steps
+
+    >>> mpips.optimizers.Warmup(0.1, steps=500).at(250)
+    0.05
     """
 
     rate: float
@@ -149,9 +157,15 @@ class Warmup:
 
 @dataclass(frozen=True)
 class Chained:
-    """Several schedules one after another: `schedules[i]` up to step `until[i]`, and the last one from then on.
+    """Several schedules in turn, each with its own steps from 1.
 
-    Each schedule counts its own steps from 1. `until` is ascending and one shorter than `schedules`.
+    Args:
+        schedules: The schedules, in order.
+        until: The last step of each schedule but the last, ascending.
+
+    >>> from mpips.optimizers import Chained, Cosine, Warmup
+    >>> Chained((Warmup(0.1, 500), Cosine(0.1, 9500)), until=(500,)).at(501)
+    0.1
     """
 
     schedules: tuple[RateSchedule, ...]

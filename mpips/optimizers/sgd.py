@@ -15,20 +15,31 @@ def scaled(g: Value, rescale: float) -> Value:
 
 
 def decayed(w: Value, g: Value, rescale: float, weight_decay: float) -> Value:
-    """Return `rescale * g + weight_decay * w`, as PyTorch does it, without the operations that change nothing."""
+    """Return `rescale * g + weight_decay * w`, without the operations that would change nothing."""
     d = scaled(g, rescale)
     return d if weight_decay == 0.0 else d + w * weight_decay
 
 
 @dataclass(frozen=True)
 class SGD(Equation):
-    """SGD as in PyTorch (with dampening 0): with d = rescale * gradient + weight_decay * w,
+    """Stochastic gradient descent with momentum, as in PyTorch (with dampening 0).
 
-    velocity = momentum * velocity + d;  w = w - learning_rate * velocity.
+        d = rescale * gradient + weight_decay * w
+        velocity = momentum * velocity + d
+        w = w - learning_rate * velocity
 
-    With `nesterov` the last term is learning_rate * (d + momentum * velocity). Without momentum, w = w - learning_rate
-    * d (MXNET-MPI, equation 1), and no state is kept. Pushes arrive summed, so `rescale` is usually 1 / mini-batch size
-    or 1 / workers.
+    Args:
+        learning_rate: A number or a schedule.
+        weight_decay: At least 0.
+        rescale: Pushes arrive as a sum, so it is usually 1 / mini-batch size, or 1 / workers.
+        momentum: Below 1. With 0 no state is kept, and w = w - learning_rate * d (MXNET-MPI, equation 1).
+        nesterov: The last term is learning_rate * (d + momentum * velocity).
+
+    >>> sgd = mpips.optimizers.SGD(0.1)
+    >>> weights = np.ones(2)
+    >>> sgd.update(weights, np.array([1.0, 2.0]), sgd.init(weights), step=1)
+    >>> weights
+    array([0.9, 0.8])
     """
 
     learning_rate: Number = 0.01
@@ -65,7 +76,7 @@ class SGD(Equation):
 class Add(Equation):
     """Plain accumulation: w = w + rescale * pushed.
 
-    After any pushes, in any order, the value is the first value plus the scaled sum of all pushes.
+    After any pushes, in any order, the value is the first value plus `rescale` times the sum of all pushes.
     """
 
     rescale: float = 1.0

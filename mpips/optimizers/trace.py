@@ -79,7 +79,7 @@ class Untraceable(TypeError):
     """
 
 
-class Operation(NamedTuple):
+class TracedOperation(NamedTuple):
     """`result = function(inputs)`, where values are numbers of values. If `function` is None, the input is copied."""
 
     function: Function | None
@@ -106,7 +106,7 @@ class Tape:
             TypeError: It does not return a weight and `slots` arrays of state.
         """
         self.slots = slots
-        self.operations: list[Operation] = []
+        self.operations: list[TracedOperation] = []
         # constants in the equation, in the order in which they follow the numbers of the step
         self.constants: list[float] = []
         # values that are scalars: the numbers of the step, then the constants
@@ -150,7 +150,7 @@ class Tape:
             sample = function(*[one.sample if isinstance(one, Symbol) else one for one in operands])
         if sample.dtype.kind not in "bf" or (function is np.where and inputs[0] not in self.truths):
             raise Untraceable(f"{function.__name__} gives {sample.dtype.name}, or chooses by what is no bool")
-        self.operations.append(Operation(function, inputs, self._next))
+        self.operations.append(TracedOperation(function, inputs, self._next))
         if sample.dtype.kind == "b":
             self.truths.add(self._next)
         self._next += 1
@@ -252,14 +252,14 @@ class Symbol(NDArrayOperatorsMixin):
         raise Untraceable("it asks for an array")
 
 
-class Program(NamedTuple):
+class TracedProgram(NamedTuple):
     """A tape's operations on places instead of values.
 
     Places 0 and up are weight, gradient, state, numbers, constants, and `blocks` blocks of memory. Masks have the
     places -1, -2, ..., because `run` puts them at the end of its list.
     """
 
-    steps: list[Operation]
+    steps: list[TracedOperation]
     blocks: int
     masks: int
 
@@ -283,7 +283,7 @@ class _Blocks:
         self._free.append(place)
 
 
-def placed(tape: Tape) -> Program:
+def placed(tape: Tape) -> TracedProgram:
     """Assign a place to each result of a tape: that of an input which is not needed any more, or else a block."""
     fixed = 2 + tape.slots
     targets = [0, *range(2, fixed)]
@@ -308,7 +308,7 @@ def placed(tape: Tape) -> Program:
             place[result] = goal[result]
         else:
             place[result] = max(able) if able else blocks.take()
-        steps.append(Operation(function, inputs, place[result]))
+        steps.append(TracedOperation(function, inputs, place[result]))
         for one in dying - {place[result]}:
             if one < 0 or one >= blocks.first:
                 (masks if one < 0 else blocks).give(one)
@@ -318,10 +318,10 @@ def placed(tape: Tape) -> Program:
         # Another result must be written to this place, so this one is moved out of the way first.
         if place[value] in targets:
             block = blocks.take()
-            steps.append(Operation(None, (place[value],), block))
+            steps.append(TracedOperation(None, (place[value],), block))
             place[value] = block
-    steps += [Operation(None, (place[value],), target) for target, value in astray]
-    return Program(steps, blocks.count, masks.count)
+    steps += [TracedOperation(None, (place[value],), target) for target, value in astray]
+    return TracedProgram(steps, blocks.count, masks.count)
 
 
 # ---- The text of a kernel: a loop over elements, a sum, or the rows of a table. `lines` are those of `Tape.loop`.
@@ -334,6 +334,8 @@ LONG_TILE = 16 * 1024
 MANY_PARTS = 5
 # gradients that one loop adds. LLVM checks only this many arrays for overlap, and vectorizes no loop over more.
 READ_AT_ONCE = 8
+# how many rows ahead the kernel for rows prefetches memory
+AHEAD = 12
 # dtype of weights that kernels know -> dtype that they compute in
 WIDE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
 
@@ -376,39 +378,22 @@ def sum_text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
     )
 
 
-def rows_text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
-    """Return the text of the kernel that updates rows of a table by the sum of row-sparse gradients.
+def rows_text(tape: Tape, lines: Sequence[str], dtype: str) -> str:
+    """Return the text of the kernel that updates rows of a table by a row-sparse gradient.
 
-    The kernel takes more arguments: `columns`, the elements of a row, and `r0, ...`, the ascending row numbers of each
-    gradient.
+    The kernel takes two more arguments: `columns`, the elements of a row, and `rows`, the row numbers.
     """
-    gradients, adding, least = _gradients(parts), [], []
-    for number, gradient in enumerate(gradients):
-        rows, at = f"r{number}", f"k{number}"
-        least += [f"        if {at} < {rows}.size:", f"            row = min(row, {rows}[{at}])"]
-        total = _added("total[i]", "g_[i]", dtype) if number else _widened("g_[i]", dtype)
-        adding += [
-            f"        if {at} < {rows}.size and {rows}[{at}] == row:",
-            f"            g_ = {gradient}_all[{at} * columns : ({at} + 1) * columns]",
-            "            for i in range(columns):",
-            f"                total[i] = {total}",
-            f"            {at} += 1",
-            *([] if number else ["        else:", "            total[:] = 0"]),
-        ]
     return "\n".join(
         [
-            *_head(tape, dtype, gradients, ["columns", *[f"r{number}" for number in range(parts)]]),
-            f"    total = np.empty(columns, np.{WIDE[dtype]})",
-            *[f"    k{number} = 0" for number in range(parts)],
-            "    while True:",
-            "        row = w_all.size",
-            *least,
-            "        if row == w_all.size:",
-            "            break",
-            *adding,
-            *[f"        {name}_ = {name}_all[row * columns : (row + 1) * columns]" for name in _arrays(tape)],
+            *_head(tape, dtype, ["g0"], ["columns", "rows"]),
+            "    for k in range(rows.size):",
+            f"        ahead = rows[min(k + {AHEAD}, rows.size - 1)] * columns",
+            *[f"        prefetch({name}_all, ahead)" for name in _arrays(tape)],
+            "        start, stop = rows[k] * columns, (rows[k] + 1) * columns",
+            *[f"        {name}_ = {name}_all[start:stop]" for name in _arrays(tape)],
+            "        g_ = g0_all[k * columns : (k + 1) * columns]",
             "        for i in range(columns):",
-            "            g = total[i]",
+            f"            g = {_widened('g_[i]', dtype)}",
             *_update(tape, lines, dtype, "            "),
         ]
     )

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from mpips.overlap.messages import Hook, LayeredModel, check_model, lay_out
 from mpips.overlap.networks import MODELS
-from mpips.overlap.planner import Plan, plan, plans
+from mpips.overlap.planner import OverlapPlan, plan, plans
 from mpips.overlap.problem import (
     TEN_GIGABIT,
     JointPlan,
     Layer,
-    Linear,
+    LinearNetwork,
     Problem,
     Profile,
-    Ring,
+    RingNetwork,
     check_groups,
     create_profile,
     load_profile,
@@ -35,7 +35,7 @@ from mpips.overlap.strategies import PARTITIONS, STRATEGIES
 from mpips.overlap.timeline import Task, draw, hidden_share, save_chrome
 
 if TYPE_CHECKING:
-    from mpips.overlap.exchange import Overlapped, Report
+    from mpips.overlap.exchange import Overlapped, OverlapReport
     from mpips.overlap.measure import job_profile
 
 __all__ = [
@@ -47,13 +47,13 @@ __all__ = [
     "JointPlan",
     "Layer",
     "LayeredModel",
-    "Linear",
+    "LinearNetwork",
     "Overlapped",
-    "Plan",
+    "OverlapPlan",
     "Problem",
     "Profile",
-    "Report",
-    "Ring",
+    "OverlapReport",
+    "RingNetwork",
     "Task",
     "check_groups",
     "check_model",
@@ -78,7 +78,7 @@ def __getattr__(name: str) -> Any:
         from mpips.overlap.measure import job_profile
 
         return job_profile
-    if name in ("Overlapped", "Report"):
+    if name in ("Overlapped", "OverlapReport"):
         from mpips.overlap import exchange
 
         return getattr(exchange, name)

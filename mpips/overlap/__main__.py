@@ -14,8 +14,8 @@ from rich.table import Table
 
 from mpips.collectives.terminal import Interruptible, OutFile, Picture, console, show_table, write_text, writing
 from mpips.overlap import networks, timeline
-from mpips.overlap.planner import Plan, plans
-from mpips.overlap.problem import LARGEST, TEN_GIGABIT, Groups, Profile, Ring, load_profile, save_profile, shown
+from mpips.overlap.planner import OverlapPlan, plans
+from mpips.overlap.problem import LARGEST, TEN_GIGABIT, Groups, Profile, RingNetwork, load_profile, save_profile, shown
 from mpips.overlap.strategies import STRATEGIES
 
 # columns of blanks between columns of the table
@@ -63,7 +63,7 @@ class Nodes(click.ParamType):
 
 
 def parse_nodes(text: str) -> tuple[int, ...]:
-    """Return the numbers of nodes that an argument names. Raises ValueError if there is none, or one is below 1."""
+    """Parse numbers of nodes. Raises ValueError if the text has no number, or one below 1."""
     first, *rest = text.split(":")
     if not rest:
         sizes = [int(part) for part in first.split(",")]
@@ -172,7 +172,7 @@ def command(
 
 
 def _sizes(profile: Profile, nodes: tuple[int, ...] | None) -> tuple[int | None, ...]:
-    if isinstance(profile.network, Ring):
+    if isinstance(profile.network, RingNetwork):
         return nodes or DEFAULT_NODES
     if nodes and profile.network.nodes is None and profile.network.collective != "servers":
         click.echo(
@@ -183,7 +183,7 @@ def _sizes(profile: Profile, nodes: tuple[int, ...] | None) -> tuple[int | None,
     return nodes or (profile.network.nodes,)
 
 
-def _show(found: list[Plan], profile: Profile) -> None:
+def _show(found: list[OverlapPlan], profile: Profile) -> None:
     """Show a table that fits into 80 columns. Groups are cut short there; --json has all of them."""
     alone = profile.forward_s + profile.backward_s
     several = len({each.direction for each in found}) > 1

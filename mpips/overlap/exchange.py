@@ -25,7 +25,7 @@ import numpy as np
 from mpips.overlap import planner, timeline
 from mpips.overlap.measure import Costs, Stopwatch, job_costs, job_profile
 from mpips.overlap.messages import LayeredModel, StoreMessages, check_model
-from mpips.overlap.problem import Group, Groups, JointPlan, Linear, Profile, create_profile, from_ends, shown
+from mpips.overlap.problem import Group, Groups, JointPlan, LinearNetwork, Profile, create_profile, from_ends, shown
 from mpips.overlap.strategies import STRATEGIES
 from mpips.overlap.timeline import COMPUTE, RECEIVE, SEND, Kind, Task
 from mpips.store.runtime.rendezvous import attempt
@@ -46,7 +46,7 @@ REVIEW = 50
 LONGEST = 64
 
 
-class Sent(NamedTuple):
+class SentPush(NamedTuple):
     """A push, from its start until the servers have taken it in."""
 
     push: Handle
@@ -70,7 +70,7 @@ class Sent(NamedTuple):
         self.taken.wait()
 
 
-class Ended(NamedTuple):
+class EndedMessage(NamedTuple):
     """A message that was sent by a blocking call, with the attributes of a handle."""
 
     started: float
@@ -78,7 +78,7 @@ class Ended(NamedTuple):
     done: bool = True
 
 
-Messages = Iterable[tuple[Kind, int, int, "Handle | Sent | Ended"]]
+Messages = Iterable[tuple[Kind, int, int, "Handle | SentPush | EndedMessage"]]
 
 
 class Execution:
@@ -92,9 +92,9 @@ class Execution:
     """
 
     def __init__(
-        self, messages: StoreMessages, plan: JointPlan, wait: Callable[[Handle | Sent], object] | None = None
+        self, messages: StoreMessages, plan: JointPlan, wait: Callable[[Handle | SentPush], object] | None = None
     ) -> None:
-        self._wait: Callable[[Handle | Sent], object] = wait or (lambda message: message.wait())
+        self._wait: Callable[[Handle | SentPush], object] = wait or (lambda message: message.wait())
         self._messages = messages
         self.plan = plan
         self.one_way = messages.one_way
@@ -104,11 +104,11 @@ class Execution:
         # layer -> the group whose pull brings its parameters
         self._comes_with = {layer: group for group in plan.pull + early for layer in range(group[0], group[1] + 1)}
         # pushes that the servers have not taken in yet
-        self._pushes: dict[Group, Handle | Sent] = {}
+        self._pushes: dict[Group, Handle | SentPush] = {}
         # group -> the message that brings its parameters
-        self._awaited: dict[Group, Handle | Sent] = {}
+        self._awaited: dict[Group, Handle | SentPush] = {}
         # messages of this iteration
-        self.sent: list[tuple[Kind, int, int, Handle | Sent | Ended]] = []
+        self.sent: list[tuple[Kind, int, int, Handle | SentPush | EndedMessage]] = []
 
     def begin(self) -> None:
         """Begin an iteration when the servers have taken in every push of the last one. Blocking."""
@@ -125,7 +125,7 @@ class Execution:
         last = self._last_of.get(layer)
         if last is not None:
             pushed = self._messages.push(layer, last)
-            message = pushed if self.one_way else Sent(pushed, self._messages.taken(layer, last, pushed))
+            message = pushed if self.one_way else SentPush(pushed, self._messages.taken(layer, last, pushed))
             self.sent.append(("push", layer, last, message))
             if self.one_way:
                 self._awaited[layer, last] = message
@@ -173,7 +173,7 @@ def sent_tasks(sent: Messages, begin: float = 0.0) -> Iterator[Task]:
 
 
 @dataclass(frozen=True)
-class Report:
+class OverlapReport:
     """The time of an iteration on this worker, as medians over the last iterations. `print` shows it in words.
 
     Attributes:
@@ -204,10 +204,10 @@ class Report:
         predicted = "not predicted, since nothing was measured for it"
         if self.predicted_s is not None:
             predicted = f"predicted {self.predicted_s:.4g} s with {self.predicted_hidden:.0%} hidden"
-        pulls = f", pulled as {_words(self.pull)}{f', the last {self.early} early' if self.early else ''}"
+        pulls = f", pulled as {_format_groups(self.pull)}{f', the last {self.early} early' if self.early else ''}"
         return (
             f"overlap {self.strategy}: {self.measured_s:.4g} s an iteration (median of {self.iterations}), "
-            f"{self.hidden:.0%} of the communication hidden; {predicted}; pushed as {_words(self.push)}"
+            f"{self.hidden:.0%} of the communication hidden; {predicted}; pushed as {_format_groups(self.push)}"
             f"{pulls if self.pull else ''}"
         )
 
@@ -234,28 +234,28 @@ class Report:
         timeline.draw({f"overlap {self.strategy}": self.tasks}, path, str(self).split(";")[0])
 
 
-class Step(NamedTuple):
+class StepClocks(NamedTuple):
     """The clocks of one step: compute tasks and messages, by time.perf_counter()."""
 
     seconds: float
     compute: tuple[Task, ...]
-    messages: tuple[tuple[Kind, int, int, Handle | Sent | Ended], ...]
+    messages: tuple[tuple[Kind, int, int, Handle | SentPush | EndedMessage], ...]
 
 
 class Recorder:
     """Keeps the clocks of the last steps of a worker."""
 
     def __init__(self) -> None:
-        self._steps: deque[Step] = deque(maxlen=STEPS + 1)
+        self._steps: deque[StepClocks] = deque(maxlen=STEPS + 1)
 
     def step(self, seconds: float, compute: list[Task], messages: Messages) -> None:
         """Record a step. Messages are (kind, first, last, handle), and may still be under way."""
-        self._steps.append(Step(seconds, tuple(compute), tuple(messages)))
+        self._steps.append(StepClocks(seconds, tuple(compute), tuple(messages)))
 
     def blocking(self, arrays: int, begin: float, computed: float, exchanged: float) -> None:
         """Record a step without overlap: compute until `computed`, then the exchange of all arrays."""
         compute = Task("compute", 1, arrays, begin, computed, COMPUTE)
-        self.step(exchanged - begin, [compute], [("push", 1, arrays, Ended(computed, exchanged))])
+        self.step(exchanged - begin, [compute], [("push", 1, arrays, EndedMessage(computed, exchanged))])
 
     def waited(self, seconds: float) -> None:
         """Add seconds to the last step."""
@@ -263,12 +263,14 @@ class Recorder:
             last = self._steps.pop()
             self._steps.append(last._replace(seconds=last.seconds + seconds))
 
-    def report(self, strategy: str, push: Groups, pull: Groups, early: int, predicted: list[Task] | None) -> Report:
+    def report(
+        self, strategy: str, push: Groups, pull: Groups, early: int, predicted: list[Task] | None
+    ) -> OverlapReport:
         """Return the report. Raises RuntimeError if there was no step whose messages have ended."""
         whole = [tasks for tasks in map(self._tasks, range(len(self._steps))) if tasks]
         if not whole:
             raise RuntimeError("a report needs a step that has ended: call step or fit first")
-        return Report(
+        return OverlapReport(
             strategy,
             push,
             pull,
@@ -299,7 +301,7 @@ class Recorder:
         ]
 
 
-def _words(groups: Groups) -> str:
+def _format_groups(groups: Groups) -> str:
     """Describe groups: how many, and the first of them."""
     few = " ".join(map(shown, groups[:4]))
     return f"{len(groups)} group{'s' if len(groups) > 1 else ''} ({few}{' ..' if len(groups) > 4 else ''})"
@@ -399,7 +401,7 @@ class Overlapped:
         self._known = job_profile(self._model, self._kv, x, y, self._costs())
         return self._known
 
-    def report(self) -> Report:
+    def report(self) -> OverlapReport:
         """Return how long the last steps took on this worker. Local."""
         profile, predicted = self.profile or self._known, None
         if not self.plans:
@@ -418,7 +420,7 @@ class Overlapped:
         # For these strategies only the number of layers counts.
         if self.strategy in FIXED:
             names, nothing = [str(number) for number in range(len(self._elements))], [0.0] * len(self._elements)
-            problem = create_profile(names, self._elements, nothing, nothing, Linear(0.0, 0.0), 0.0, 1.0)
+            problem = create_profile(names, self._elements, nothing, nothing, LinearNetwork(0.0, 0.0), 0.0, 1.0)
         else:
             problem = self.profile = job_profile(self._model, self._kv, x, y, self._costs())
         self._take(planner.to_execute(problem, self.strategy, self._link))
@@ -433,7 +435,7 @@ class Overlapped:
         # The maximum over workers is taken below. Waiting is negated, so that it gives the least: the slowest worker
         # waits least.
         row[-1] *= -1
-        slowest = np.max(self._told("a look at the plan", row), axis=0)
+        slowest = np.max(self._gather("a look at the plan", row), axis=0)
         forward, backward = np.split(slowest[:-1], 2)
         self.profile = self.profile.with_compute(forward, backward)
         drifted = planner.network_drifted(self.profile, self.plan, self._link, max(0.0, -slowest[-1]))
@@ -448,11 +450,11 @@ class Overlapped:
         """Switch to rank 0's plan. Return True if it differs from the plan in use."""
         layers = len(self._elements)
         # Layout: the last layers of the push groups, those of the pull groups, and `early`. Unused places are 0.
-        words = np.zeros(2 * layers + 1, np.int64)
-        words[: len(wanted.push)] = [last for _, last in wanted.push]
-        words[layers : layers + len(wanted.pull)] = [last for _, last in wanted.pull]
-        words[-1] = wanted.early
-        *ends, early = self._from_rank_0(words)
+        encoded = np.zeros(2 * layers + 1, np.int64)
+        encoded[: len(wanted.push)] = [last for _, last in wanted.push]
+        encoded[layers : layers + len(wanted.pull)] = [last for _, last in wanted.pull]
+        encoded[-1] = wanted.early
+        *ends, early = self._from_rank_0(encoded)
         push, pull = (from_ends(end for end in half if end) for half in (ends[:layers], ends[layers:]))
         plan = JointPlan(push, early, pull)
         if self.plans and plan == self.plan:
@@ -466,15 +468,16 @@ class Overlapped:
         return job_costs(self._model, self._kv)
 
     def _from_rank_0(self, values: Sequence[int] | np.ndarray) -> list[int]:
-        return self._told("a plan from rank 0", np.array(values, np.int64))[0].tolist()
+        return self._gather("a plan from rank 0", np.array(values, np.int64))[0].tolist()
 
-    def _told(self, what: str, mine: np.ndarray) -> list[np.ndarray]:
+    def _gather(self, what: str, own: np.ndarray) -> list[np.ndarray]:
         """Return the arrays of all workers, which have one length and dtype, by rank.
 
-        It uses the store's own rendezvous, so that a worker that waits here learns of a death or an error elsewhere.
+        It uses the store's own rendezvous, so that a worker that waits in it learns of a death or an error on another
+        rank.
         """
-        told = self._kv.worker.agree(f"overlap: {what}", data=mine.tobytes())
-        return [np.frombuffer(data, mine.dtype) for data in told]
+        everybody = self._kv.worker.agree(f"overlap: {what}", data=own.tobytes())
+        return [np.frombuffer(data, own.dtype) for data in everybody]
 
 
 def _arguments(model: LayeredModel, strategy: str, review_every: int) -> list[tuple[str, str]]:

@@ -30,7 +30,8 @@ over partitions of 1..m into k groups, of the paths that start when a layer beco
 max(ready[i + 1] + k a + T(1..j), R[i][k - 1]).
 
 O(L^3) in NumPy over whole rows. The group that attains a minimum is not stored but found again on the way back, for a
-single plan. The separate optima bound the time of a plan, so an m whose plans must take longer is left out (`_worth`).
+single plan. The separate optima bound the time of a plan, so an m whose plans must take longer is left out
+(`_select_candidates`).
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ def plan(push: Problem, pull: Problem, link: Link) -> JointPlan:
         raise ValueError(f"the push has {push.layers} layers and the pull {pull.layers}: give problems of one model")
     best = JointPlan(optimal(push), 0, optimal(pull))
     least = makespan(push, best.push) + makespan(pull, best.pull)
-    found = (_shared if link == "shared" else _duplex)(push, pull, least)
-    return found[1] if found[0] < least * (1 - ROUNDING) else best
+    seconds, joint = (_shared if link == "shared" else _duplex)(push, pull, least)
+    return joint if seconds < least * (1 - ROUNDING) else best
 
 
-def _table(problem: Problem, rest: Array, last: Array, of: Numbers) -> Array:
-    """Return end[i, m] for the m in `of`, which ascend.
+def _table(problem: Problem, rest: Array, last: Array, candidates: Numbers) -> Array:
+    """Return end[i, m], with a column for each m in `candidates`, which ascend.
 
     end[m, m] = last[m]. For i < m it is startup + min over i < j <= m of transfer(i + 1..j) + max(end[j, m], rest[i]).
     It is infinite for i > m.
@@ -71,17 +72,17 @@ def _table(problem: Problem, rest: Array, last: Array, of: Numbers) -> Array:
     """
     layers = problem.layers
     transfer = sums(problem.transfer)
-    end = np.full((layers + 1, len(of)), np.inf)
-    end[of, np.arange(len(of))] = last[of]
+    end = np.full((layers + 1, len(candidates)), np.inf)
+    end[candidates, np.arange(len(candidates))] = last[candidates]
     # for each row the first column with m > i
-    first = np.searchsorted(of, np.arange(layers + 1), side="right")
+    first = np.searchsorted(candidates, np.arange(layers + 1), side="right")
     highest = end.max(axis=1, initial=-np.inf, where=np.isfinite(end))
     room = np.empty_like(end)
     stop = layers + 1
     for i in range(layers - 1, -1, -1):
         while stop > i + 2 and highest[stop - 2] < rest[i]:
             stop -= 1
-        if (c := first[i]) == len(of):
+        if (c := first[i]) == len(candidates):
             continue
         through = np.maximum(end[i + 1 : stop, c:], rest[i], out=room[i + 1 : stop, c:])
         through += (transfer[i + 1 : stop] - transfer[i])[:, None]
@@ -91,20 +92,20 @@ def _table(problem: Problem, rest: Array, last: Array, of: Numbers) -> Array:
     return end
 
 
-def _forward(pull: Problem, of: Numbers) -> Array:
-    """Return to_go[i, m] for the m in `of`: seconds from the start of pulling i + 1..m to the end of forward.
+def _forward(pull: Problem, candidates: Numbers) -> Array:
+    """Return to_go[i, m], the seconds from the start of pulling i + 1..m to the end of the forward pass.
 
-    The best groups are taken. Layers 1..i and all above m have their parameters, and layers up to i are computed.
-    to_go[0, m] is F[m].
+    There is a column for each m in `candidates`. The best groups are taken. Layers 1..i and all above m have their
+    parameters, and layers up to i are computed. to_go[0, m] is F[m].
     """
     rest = _rest(pull)
-    to_go = _table(pull, rest, np.zeros(pull.layers + 1), of)
+    to_go = _table(pull, rest, np.zeros(pull.layers + 1), candidates)
     # Nothing is pulled, so the forward pass takes its time alone.
-    to_go[0, of == 0] = rest[0]
+    to_go[0, candidates == 0] = rest[0]
     return to_go
 
 
-def _worth(pull: Problem, pushed: Array, least: float) -> Numbers:
+def _select_candidates(pull: Problem, pushed: Array, least: float) -> Numbers:
     """Return the m whose plans may take no longer than `least`, if pushes and early pulls take at least pushed[m].
 
     After these comes either layer 1's pull and then all compute, or the pulls of 1..m and then the compute from layer m
@@ -146,12 +147,12 @@ def _shared(push: Problem, pull: Problem, least: float) -> tuple[float, JointPla
         above[i] = np.min(np.maximum(above[i + 1 :], ready) + early)
     pushed = push.startup + np.maximum(above + sums(push.transfer), _rest(push)[0] + push.transfer[0])
     pushed[0] = above[0]
-    of = _worth(pull, pushed, least)
-    below = _table(push, _rest(push), above, of)
-    to_go = _forward(pull, of)
+    candidates = _select_candidates(pull, pushed, least)
+    below = _table(push, _rest(push), above, candidates)
+    to_go = _forward(pull, candidates)
     total = below[0] + to_go[0]
     column = int(np.argmin(total))
-    m = int(of[column])
+    m = int(candidates[column])
     ends, i = [], 0
     while i < layers:
         ready, late, early = _message_costs(push, pull, i)
@@ -179,15 +180,15 @@ def _joint(push: Groups, m: int, pull: Groups) -> JointPlan:
 class _Fronts(NamedTuple):
     """The undominated pairs of times (send, receive) at which layers i + 1..L have been pushed and pulled.
 
-    All points are in one list. `of[i]` is the slice of those of layer i. The last group of a point ends at the layer of
-    its parent, which is a point, too.
+    All points are in one list. `slices[i]` is the slice of the points of layer i. The last group of a point ends at the
+    layer of its parent, which is a point, too.
     """
 
     send: Array
     receive: Array
     layer: Numbers
     parent: Numbers
-    of: dict[int, slice]
+    slices: dict[int, slice]
 
 
 def _fronts(push: Problem, pull: Problem, lowest: int) -> _Fronts:
@@ -197,7 +198,7 @@ def _fronts(push: Problem, pull: Problem, lowest: int) -> _Fronts:
     # times of a group that ends there, still with those of the layers below it
     pushing, pulling = push.startup + sent, pull.startup + fetched
     points = np.array([[0.0], [0.0], [pushing[-1]], [pulling[-1]]])
-    of, parents = {layers: slice(0, 1)}, [np.zeros(1, np.int64)]
+    slices, parents = {layers: slice(0, 1)}, [np.zeros(1, np.int64)]
     for i in range(layers - 1, lowest - 1, -1):
         pushed = np.maximum(points[0], ready[i])
         pushed += points[2]
@@ -209,13 +210,13 @@ def _fronts(push: Problem, pull: Problem, lowest: int) -> _Fronts:
         order = np.argsort(pushed)
         least = np.minimum.accumulate(pulled[order])
         kept = order[np.concatenate(([0], np.flatnonzero(least[1:] < least[:-1]) + 1))]
-        of[i] = slice(len(pushed), len(pushed) + len(kept))
+        slices[i] = slice(len(pushed), len(pushed) + len(kept))
         parents.append(kept)
         new = np.empty((4, len(kept)))
         new[0], new[1], new[2], new[3] = pushed[kept], pulled[kept], pushing[i], pulling[i]
         points = np.concatenate((points, new), axis=1)
     layer = np.concatenate([np.full(len(parent), layers - number) for number, parent in enumerate(parents)])
-    return _Fronts(points[0], points[1], layer, np.concatenate(parents), of)
+    return _Fronts(points[0], points[1], layer, np.concatenate(parents), slices)
 
 
 def _paths_from_ready(push: Problem, most: int) -> Array:
@@ -250,22 +251,22 @@ def _groups_below(push: Problem, paths: Array, m: int, number: int) -> list[int]
 def _duplex(push: Problem, pull: Problem, least: float) -> tuple[float, JointPlan]:
     layers = push.layers
     ready, sent, fetched = _rest(push), sums(push.transfer), sums(pull.transfer)
-    # The pushes take what they take alone; the early pulls come after the first push. Both are lower bounds.
+    # Two lower bounds: all pushes take as long as without pulls, and the early pulls begin after the first push.
     first = ready[-2] + push.startup + push.transfer[-1] + pull.startup
     pushed = np.full(layers + 1, makespan(push, optimal(push)))
     pushed[:-1] = np.maximum(pushed[:-1], first + fetched[-1] - fetched[:-1])
-    of = _worth(pull, pushed, least)
-    to_go = _forward(pull, of)
-    fronts = _fronts(push, pull, int(of[0]))
+    candidates = _select_candidates(pull, pushed, least)
+    to_go = _forward(pull, candidates)
+    fronts = _fronts(push, pull, int(candidates[0]))
     # The most messages below m: with more of them, these alone take longer than a plan may, counted from the moment at
     # which layer m + 1 is ready.
-    room = max(0.0, float(np.max(least - to_go[0] - ready[of] - sent[of])))
+    room = max(0.0, float(np.max(least - to_go[0] - ready[candidates] - sent[candidates])))
     most = layers if push.startup * layers <= room else int(room / push.startup)
     paths = _paths_from_ready(push, max(most, 1))
     count = np.arange(paths.shape[1])
     best: tuple[float, int, int] = (np.inf, 0, 0)
-    for column, m in enumerate(of):
-        front = fronts.of[int(m)]
+    for column, m in enumerate(candidates):
+        front = fronts.slices[int(m)]
         send = fronts.send[front, None]
         below = np.maximum(send + (count * push.startup + sent[m]), paths[m]) if m else send
         total = np.maximum(np.min(below, axis=1), fronts.receive[front]) + to_go[0, column]
@@ -273,7 +274,7 @@ def _duplex(push: Problem, pull: Problem, least: float) -> tuple[float, JointPla
         if total[place] < best[0]:
             best = float(total[place]), column, front.start + place
     value, column, point = best
-    m = int(of[column])
+    m = int(candidates[column])
     number = int(np.argmin(np.maximum(fronts.send[point] + count * push.startup + sent[m], paths[m])))
     ends_above = []
     while fronts.layer[point] < layers:

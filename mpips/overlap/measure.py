@@ -3,24 +3,26 @@
 Messages are measured as the job sends them: in a row, where the next one is already under way when one ends, and as
 many as the model has layers. In an iteration some messages travel during the compute, and the communication thread
 looks at them now and then. Others travel while the training thread waits and looks itself, which is faster. So half of
-the measurements are made while the training thread sleeps and half while it waits, and their mean counts. A measurement
-times a run, which is a list of groups, from its first start to its last end. The costs of one message follow from runs
-of different numbers and sizes.
+the measurements are made while the training thread sleeps and half while it waits, and their mean counts. What is timed
+(by `collectives.benchmark.harness.measure`) is a run, which is a list of groups, from its first start to its last end.
+The costs of one message follow from runs of different numbers and sizes.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
+from mpips.collectives.benchmark.harness import measure
 from mpips.collectives.simulator.cost import LinkCost, fit
 from mpips.overlap.messages import Hook, LayeredModel, StoreMessages
-from mpips.overlap.problem import PARAMETER_BYTES, Groups, Linear, Profile, bandwidth, create_profile
+from mpips.overlap.problem import PARAMETER_BYTES, Groups, LinearNetwork, Profile, bandwidth, create_profile
 from mpips.overlap.timeline import COMPUTE, Task
 from mpips.store.runtime.rendezvous import attempt
 
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 5e-4
 # how often every run of messages is measured
-REPEATS = 3
+ROUNDS = 3
 # shorter runs have one SHARE-th of the layers
 SHARE = 3
 # seconds that a push takes at least, even if the clocks show less
@@ -41,13 +43,20 @@ Costs = tuple[LinkCost, LinkCost]
 
 
 def job_profile(model: LayeredModel, kv: KVStore, x: np.ndarray, y: np.ndarray, costs: Costs | None = None) -> Profile:
-    """Return the profile of this job: its layers clocked on a batch, and the costs of its messages.
+    """Measure the profile of this job: the times of its layers on a batch, and the costs of its messages.
 
     Collective over the workers, blocking. No message may be under way. The store must have its optimizer already,
     because it changes what messages cost. Gradients are overwritten; parameters and optimizer state stay.
 
     Args:
-        costs: The costs of messages if they are known already. None measures them.
+        model: The model, a `LayeredModel`.
+        kv: The store.
+        x: Inputs of a batch.
+        y: Targets of the batch.
+        costs: The costs of messages if they are known already. Default: they are measured.
+
+    Raises:
+        ValueError: On every worker, if the model fails on this batch on any worker.
     """
     clocked, refusal = attempt(lambda: layer_seconds(model, x, y))
     kv.worker.agree("profile", refusal=refusal)
@@ -55,7 +64,7 @@ def job_profile(model: LayeredModel, kv: KVStore, x: np.ndarray, y: np.ndarray, 
     forward, backward = clocked
     push, (startup, per_byte) = job_costs(model, kv) if costs is None else costs
     names = [f"layer{number}" for number in range(1, len(model.layer_elements) + 1)]
-    network = Linear(*push, kv.num_workers, "servers" if kv.layout.num_servers else "allreduce")
+    network = LinearNetwork(*push, kv.num_workers, "servers" if kv.layout.num_servers else "allreduce")
     return create_profile(names, model.layer_elements, forward, backward, network, startup, bandwidth(per_byte))
 
 
@@ -64,15 +73,9 @@ def job_costs(model: LayeredModel, kv: KVStore) -> Costs:
 
     Collective over the workers, blocking.
     """
-    workers, everybody = kv.layout.workers, np.empty(1)
-    assert workers is not None
-
-    def slowest(seconds: float) -> float:
-        workers.Allreduce(np.array([seconds]), everybody, op=MPI.MAX)
-        return float(everybody[0])
-
+    assert kv.layout.workers is not None
     scratch = np.zeros_like(model.flat_gradients), np.zeros_like(model.flat_gradients)
-    return message_costs(StoreMessages(kv, *scratch, model.layer_elements, "measured"), slowest, REPEATS)
+    return message_costs(StoreMessages(kv, *scratch, model.layer_elements, "measured"), kv.layout.workers, ROUNDS)
 
 
 # ---- layers
@@ -140,11 +143,11 @@ def layer_seconds(
 ) -> tuple[list[float], list[float]]:
     """Return (forward, backward) seconds of every layer on a batch, as medians. Only gradients are written."""
     watch = Stopwatch(len(model.layer_elements))
-    found = []
+    seconds = []
     for _ in range(repeats):
         watch.step(model, x, y, lambda layer: None, lambda layer: None)
-        found.append(watch.seconds())
-    forward, backward = np.median(found, axis=0)
+        seconds.append(watch.seconds())
+    forward, backward = np.median(seconds, axis=0)
     return forward.tolist(), backward.tolist()
 
 
@@ -152,7 +155,7 @@ def layer_seconds(
 
 
 def message_costs(
-    messages: StoreMessages, slowest: Callable[[float], float], repeats: int = 5, modes: Sequence[bool] = (True, False)
+    messages: StoreMessages, workers: MPI.Comm, rounds: int = 5, modes: Sequence[bool] = (True, False)
 ) -> Costs:
     """Return the costs of a push and of a pull when this job sends its messages in a row.
 
@@ -160,7 +163,7 @@ def message_costs(
     servers both costs are those of the allreduce. Collective, blocking. The temporary keys are removed again.
 
     Args:
-        slowest, repeats, modes: See `run_seconds`.
+        workers, rounds, modes: See `run_seconds`.
     """
     elements = messages.elements
 
@@ -176,8 +179,8 @@ def message_costs(
     messages.sample(dict.fromkeys(group for groups in wanted for group in groups))
     pull = LinkCost(0.0, 0.0)
     if not messages.one_way:
-        pull = costs_of_runs(elements, wanted, run_seconds(pull_all, wanted, slowest, repeats, modes))
-    times = run_seconds(push_all, wanted, slowest, repeats, modes)
+        pull = costs_of_runs(elements, wanted, run_seconds(pull_all, wanted, workers, rounds, modes))
+    times = run_seconds(push_all, wanted, workers, rounds, modes)
     if not messages.one_way:
         behind = [pull.alpha + pull.beta * group_bytes(elements, groups[:1]) for groups in wanted]
         times = [max(both - back, SHORTEST) for both, back in zip(times, behind, strict=True)]
@@ -202,32 +205,33 @@ def runs(elements: Sequence[int]) -> tuple[Groups, ...]:
 def run_seconds(
     start: Callable[[Groups], Sequence[Handle]],
     wanted: Sequence[Groups],
-    slowest: Callable[[float], float],
-    repeats: int = 5,
+    workers: MPI.Comm,
+    rounds: int = 5,
     modes: Sequence[bool] = (True, False),
 ) -> list[float]:
     """Return the slowest worker's seconds for each run. Collective, blocking.
 
-    It is the median over `repeats` in each mode, and the mean over the modes.
+    It is the median over the rounds in each mode, and the mean over the modes.
 
     Args:
         start: Starts the messages of a run in order and returns their handles. The run ends when all of them have
             ended.
-        slowest: Returns the largest of all workers' seconds. It also synchronizes them.
+        workers: The workers, all of which start the messages.
+        rounds: How often every run is measured in each mode.
         modes: For each mode True to let the training thread sleep, or False to let it wait for the messages.
     """
-    times = np.empty((repeats + 1, len(modes), len(wanted)))
-    # The first repeat warms up and does not count.
-    for repeat, mode, index in np.ndindex(times.shape):
-        slowest(0.0)
-        begin = time.perf_counter()
-        messages = start(wanted[index])
-        while modes[mode] and not all(message.done for message in messages):
+
+    def run(groups: Groups, asleep: bool) -> None:
+        messages = start(groups)
+        while asleep and not all(message.done for message in messages):
             time.sleep(POLL_SECONDS)
         for message in messages:
             message.wait()
-        times[repeat, mode, index] = slowest(time.perf_counter() - begin)
-    return np.median(times[1:], axis=0).mean(axis=0).tolist()
+
+    calls = [partial(run, groups, asleep) for asleep in modes for groups in wanted]
+    timings = measure(workers, calls, 0.0, rounds, settle=False)
+    medians = np.reshape([timing.median for timing in timings], (len(modes), len(wanted)))
+    return medians.mean(axis=0).tolist()
 
 
 def costs_of_runs(elements: Sequence[int], wanted: Sequence[Groups], times: Sequence[float]) -> LinkCost:

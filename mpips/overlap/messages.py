@@ -64,13 +64,19 @@ def lay_out(
     dtype: str = "float32",
     empty: Callable[[int, str], np.ndarray] = np.empty,
 ) -> tuple[np.ndarray, list[list[np.ndarray]], list[int]]:
-    """Return a flat array for the arrays of all layers, views of it in their shapes, and the elements of each layer.
-
-    The contents are undefined.
+    """Allocate one flat array for the parameters (or gradients) of all layers. Local. The contents are undefined.
 
     Args:
-        layers: For every layer the shapes of its arrays, as [[(20, 64), (20,)], [(10, 20), (10,)]].
-        empty: Makes the flat array. Give `mpips.empty` for memory that the ranks of a node share.
+        layers: For every layer the shapes of its arrays.
+        dtype: The dtype of all arrays.
+        empty: Allocates the flat array. Give `mpips.empty` for memory that the ranks of a node share.
+
+    Returns:
+        The flat array; for every layer the views of it in these shapes; and the number of elements of each layer.
+
+    >>> flat, views, elements = mpips.overlap.lay_out([[(20, 64), (20,)], [(10, 20), (10,)]])
+    >>> flat.size, views[1][0].shape, elements
+    (1510, (10, 20), [1300, 210])
     """
     elements = [sum(int(np.prod(shape)) for shape in shapes) for shapes in layers]
     flat = empty(sum(elements), dtype)
@@ -86,7 +92,14 @@ def lay_out(
 
 
 def check_model(model: object, what: str) -> None:
-    """Raise ValueError that says which part of `LayeredModel` a model lacks. `what` needs it, as "overlap='auto'"."""
+    """Raise ValueError if an object is not a `LayeredModel`. The message says what it lacks.
+
+    Args:
+        model: The object.
+        what: What needs such a model, for the message, such as "overlap='auto'".
+
+    >>> mpips.overlap.check_model(mpips.mlp.MLP([8, 4, 2]), "overlap='auto'")
+    """
     lacks = [name for name in (*ARRAYS, "loss_and_gradients") if not hasattr(model, name)]
     faults = [f"has no {', '.join(lacks)}"] if lacks else []
     step = getattr(model, "loss_and_gradients", None)
@@ -162,7 +175,7 @@ class StoreMessages:
         """
         groups = {*plan.push, *plan.pull}
         keys = from_ends(sorted({last for _, last in groups}))
-        before = dict.fromkeys(key for found in self._keys.values() for key in found)
+        before = dict.fromkeys(key for keys in self._keys.values() for key in keys)
         self._keys = {g: tuple(key for key in keys if g[0] <= key[0] and key[1] <= g[1]) for g in groups}
         if not before:
             self._kv.init(self._names(keys), self._parts(self._parameters, keys))
@@ -177,7 +190,7 @@ class StoreMessages:
 
     def forget(self) -> None:
         """Remove the keys. Collective."""
-        self._kv.forget(self._names(key for found in self._keys.values() for key in found))
+        self._kv.forget(self._names(key for keys in self._keys.values() for key in keys))
         self._keys = {}
 
     def push(self, first: int, last: int) -> Handle:
@@ -190,7 +203,7 @@ class StoreMessages:
 
     def taken(self, first: int, last: int, push: Handle) -> Handle:
         """Return a handle that is done when the servers have taken in what `push` sends."""
-        return self._kv.taken(self._names(self._keys[first, last]), push)
+        return self._kv.read_by_servers(self._names(self._keys[first, last]), push)
 
     def pull(self, first: int, last: int, early: bool = False) -> Handle:
         """Start to pull the parameters of layers first..last, after the pulls before and after the layers' pushes.

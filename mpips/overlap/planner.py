@@ -22,7 +22,7 @@ DRIFT = 0.25
 
 
 @dataclass(frozen=True)
-class Plan:
+class OverlapPlan:
     """The groups of a strategy, and the predicted timeline of one iteration with them.
 
     Attributes:
@@ -84,15 +84,27 @@ def plan(
     direction: Direction = "push",
     nodes: int | None = None,
     link: Link = "shared",
-) -> Plan:
-    """Return the plan of one strategy.
-
-    Raises ValueError for an unknown strategy, or if the network needs `nodes` and it is None.
+) -> OverlapPlan:
+    """Plan which layers travel together by one strategy, and predict an iteration. Local; no MPI.
 
     Args:
+        profile: The times of the layers, and the costs of messages.
+        strategy: One of `STRATEGIES`.
         direction: The direction to plan. `joint` always covers both.
-        nodes: The size of the allreduce. None takes the size at which the profile was measured.
+        nodes: The size of the allreduce. Default: the size at which the profile was measured.
         link: "shared" if pushes and pulls share the network, "duplex" if not. For direction "both" only.
+
+    Returns:
+        The groups of layers, and the predicted timeline.
+
+    Raises:
+        ValueError: The strategy is unknown, or the network needs `nodes` and it is None.
+
+    >>> network = mpips.overlap.LinearNetwork(a=0.1, b=1e-3)
+    >>> profile = mpips.overlap.create_profile(["a", "b"], [100, 400], [1.0, 2.0], [2.0, 4.0], network, 0.5, 1e3)
+    >>> plan = mpips.overlap.plan(profile, "optimal")
+    >>> plan.groups, round(plan.iteration_s, 2)
+    (((1, 1), (2, 2)), 9.5)
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy {strategy!r} is unknown; known are {', '.join(STRATEGIES)}")
@@ -104,11 +116,11 @@ def plan(
     if direction == "push":
         groups = partition(profile.push(nodes))
         tasks = timeline.push_iteration(profile, groups, nodes)
-        return Plan(strategy, direction, nodes, groups, None, 0, tuple(tasks))
+        return OverlapPlan(strategy, direction, nodes, groups, None, 0, tuple(tasks))
     if direction == "pull":
         groups = partition(profile.pull())
         tasks = timeline.pull_iteration(profile, groups, nodes)
-        return Plan(strategy, direction, nodes, None, groups, 0, tuple(tasks))
+        return OverlapPlan(strategy, direction, nodes, None, groups, 0, tuple(tasks))
     in_order = JointPlan(partition(profile.push(nodes)), 0, partition(profile.pull()))
     return _both(profile, strategy, in_order, nodes, link)
 
@@ -144,17 +156,17 @@ def predicted_s(profile: Profile, groups: JointPlan, link: Link | None) -> float
 def network_drifted(profile: Profile, groups: JointPlan, link: Link | None, waited_s: float) -> bool:
     """True if the compute of the profile plus `waited_s` seconds of waiting for messages is far from the prediction.
 
-    The costs of messages have then changed since they were measured.
+    Then the costs of messages have changed since they were measured.
     """
     predicted = predicted_s(profile, groups, link)
     return abs(profile.forward_s + profile.backward_s + waited_s - predicted) > DRIFT * predicted
 
 
 def better(profile: Profile, groups: JointPlan, strategy: str, link: Link | None) -> JointPlan:
-    """Return the strategy's plan for this profile if it saves enough time, or else the current plan."""
-    found = to_execute(profile, strategy, link)
-    gains = predicted_s(profile, found, link) < (1 - GAIN) * predicted_s(profile, groups, link)
-    return found if gains else groups
+    """Return the strategy's plan for this profile if it saves enough time, or else the current plan `groups`."""
+    other = to_execute(profile, strategy, link)
+    saves = predicted_s(profile, other, link) < (1 - GAIN) * predicted_s(profile, groups, link)
+    return other if saves else groups
 
 
 def plans(
@@ -163,12 +175,19 @@ def plans(
     direction: Direction = "push",
     nodes: Iterable[int | None] = (None,),
     link: Link = "shared",
-) -> list[Plan]:
-    """Return the plans of all strategies at all sizes, ordered by size first."""
+) -> list[OverlapPlan]:
+    """Plan by several strategies at several sizes, as `plan` does. Return the plans, ordered by size first.
+
+    >>> network = mpips.overlap.LinearNetwork(a=0.1, b=1e-3)
+    >>> profile = mpips.overlap.create_profile(["a", "b"], [100, 400], [1.0, 2.0], [2.0, 4.0], network, 0.5, 1e3)
+    >>> best = min(mpips.overlap.plans(profile), key=lambda plan: plan.iteration_s)
+    >>> best.strategy
+    'layerwise'
+    """
     names = list(strategies)
     return [plan(profile, name, direction, size, link) for size in nodes for name in names]
 
 
-def _both(profile: Profile, strategy: str, groups: JointPlan, nodes: int | None, link: Link) -> Plan:
+def _both(profile: Profile, strategy: str, groups: JointPlan, nodes: int | None, link: Link) -> OverlapPlan:
     tasks = timeline.both(profile.push(nodes), profile.pull(), groups, link)
-    return Plan(strategy, "both", nodes, groups.push, groups.pull, groups.early, tuple(tasks))
+    return OverlapPlan(strategy, "both", nodes, groups.push, groups.pull, groups.early, tuple(tasks))

@@ -107,16 +107,20 @@ def sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def check_groups(groups: Iterable[Group], layers: int) -> Groups:
-    """Return the groups as tuples. Raises ValueError unless they are contiguous, in order, and cover 1..layers."""
-    found = tuple((int(first), int(last)) for first, last in groups)
+    """Return the groups as tuples. Raises ValueError unless they are contiguous, in order, and cover 1..layers.
+
+    >>> mpips.overlap.check_groups([[1, 2], [3, 3]], layers=3)
+    ((1, 2), (3, 3))
+    """
+    checked = tuple((int(first), int(last)) for first, last in groups)
     expected = 1
-    for first, last in found:
+    for first, last in checked:
         if first != expected or last < first:
             raise ValueError(f"group [{first}, {last}] should start at layer {expected}: groups cover 1..{layers}")
         expected = last + 1
     if expected != layers + 1:
         raise ValueError(f"groups end at layer {expected - 1}, the profile at layer {layers}")
-    return found
+    return checked
 
 
 def from_ends(ends: Iterable[int]) -> Groups:
@@ -143,7 +147,11 @@ def message_times(problem: Problem, groups: Groups) -> NDArray[np.float64]:
 def makespan(problem: Problem, groups: Groups) -> float:
     """Return the seconds from the start of the first task to the end of the last, the same for push and for pull.
 
-    The module docstring has the formula.
+    The docstring of the module has the formula.
+
+    >>> problem = mpips.overlap.Problem.of(compute=[2.0, 4.0], startup=0.5, transfer=[0.4, 1.6])
+    >>> mpips.overlap.makespan(problem, ((1, 2),))  # all layers in one message: 6 s of compute, then 2.5 s
+    8.5
     """
     compute = sums(problem.compute)
     begun = np.array([compute[first - 1] for first, _ in groups])
@@ -171,7 +179,7 @@ COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 
 
 @dataclass(frozen=True)
-class Linear:
+class LinearNetwork:
     """An allreduce, or a push to servers, of M bytes takes a + b M seconds on `nodes` nodes.
 
     Attributes:
@@ -216,7 +224,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingNetwork:
     """A ring allreduce, by a link's startup alpha, transfer beta s/B and sum gamma s/B (MG-WFBP, section II.D).
 
     a = 2 (N - 1) alpha,  b = 2 (N - 1) / N beta + (N - 1) / N gamma.
@@ -233,12 +241,12 @@ class Ring:
         return 2 * (nodes - 1) * self.alpha, share * (2 * self.beta + self.gamma)
 
 
-Network = Linear | Ring
+Network = LinearNetwork | RingNetwork
 # MG-WFBP's cluster on 10 Gbit/s Ethernet.
 # alpha: from section II.D, where 2 (N - 1) alpha = 90.52, 271.56, 633.64 us on 2, 4, 8 nodes.
 # beta: from the authors' simulator.
 # gamma: the simulator's 2.5e-9 s, read as the time of one sum of 4-byte numbers.
-TEN_GIGABIT = Ring(alpha=45.26e-6, beta=1.2 / (9 * 2**30 / 8), gamma=2.5e-9 / 4)
+TEN_GIGABIT = RingNetwork(alpha=45.26e-6, beta=1.2 / (9 * 2**30 / 8), gamma=2.5e-9 / 4)
 
 
 @dataclass(frozen=True)
@@ -285,8 +293,8 @@ class Profile:
 
         The network must be Linear.
         """
-        assert isinstance(self.network, Linear)
-        network = Linear(*push, nodes, self.network.collective)
+        assert isinstance(self.network, LinearNetwork)
+        network = LinearNetwork(*push, nodes, self.network.collective)
         return replace(self, network=network, startup_s=pull[0], bandwidth_Bps=bandwidth(pull[1]))
 
 
@@ -304,7 +312,25 @@ def create_profile(
     startup_s: float,
     bandwidth_Bps: float,
 ) -> Profile:
-    """Return a checked profile from columns of equal length. Raises ValueError that names the wrong column or value."""
+    """Return a checked profile. Arguments for each layer are sequences of one length, in forward order.
+
+    Args:
+        names: The names of the layers.
+        parameters: The number of parameters of each layer.
+        forward_s: The seconds of each layer in a forward pass.
+        backward_s: The seconds of each layer in a backward pass.
+        network: What an allreduce costs, or a push to servers: a `LinearNetwork` or a `RingNetwork`.
+        startup_s: The seconds that every push or pull of a parameter server takes, however short it is.
+        bandwidth_Bps: The bytes a second of a push or pull.
+
+    Raises:
+        ValueError: A sequence or value is wrong; the message names it.
+
+    >>> network = mpips.overlap.LinearNetwork(a=0.1, b=1e-3)
+    >>> profile = mpips.overlap.create_profile(["a", "b"], [100, 400], [1.0, 2.0], [2.0, 4.0], network, 0.5, 1e3)
+    >>> profile.nbytes.tolist()
+    [400.0, 1600.0]
+    """
     columns = {"names": names, "parameters": parameters, "forward_s": forward_s, "backward_s": backward_s}
     if len({len(column) for column in columns.values()}) != 1:
         lengths = ", ".join(f"{name} has {len(column)}" for name, column in columns.items())
@@ -323,7 +349,15 @@ def create_profile(
 
 
 def profile_from_dict(data: object) -> Profile:
-    """Return a profile from parsed JSON. Raises ValueError that names the wrong entry."""
+    """Return a profile from parsed JSON, whose form the docstring of the module shows.
+
+    Raises ValueError that names the wrong entry.
+
+    >>> layer = {"name": "a", "parameters": 100, "forward_s": 1.0, "backward_s": 2.0}
+    >>> data = {"layers": [layer], "network": {"a": 0.1, "b": 1e-3}, "startup_s": 0.5, "bandwidth_Bps": 1000}
+    >>> mpips.overlap.profile_from_dict(data).backward_s
+    2.0
+    """
     if not isinstance(data, Mapping):
         raise ValueError(f"a profile is a JSON object, not {type(data).__name__}")
     _known(data, "profile", {"layers", "network", "startup_s", "bandwidth_Bps", "nodes"})
@@ -342,7 +376,13 @@ def profile_from_dict(data: object) -> Profile:
 
 
 def profile_to_dict(profile: Profile) -> dict[str, Any]:
-    """Return the profile as JSON data, from which `profile_from_dict` makes it again."""
+    """Return the profile as data for JSON, from which `profile_from_dict` makes it again.
+
+    >>> network = mpips.overlap.LinearNetwork(a=0.1, b=1e-3)
+    >>> profile = mpips.overlap.create_profile(["a"], [100], [1.0], [2.0], network, 0.5, 1e3)
+    >>> mpips.overlap.profile_from_dict(mpips.overlap.profile_to_dict(profile)) == profile
+    True
+    """
     layers = [vars(layer).copy() for layer in profile.layers]
     return {
         "layers": layers,
@@ -354,7 +394,16 @@ def profile_to_dict(profile: Profile) -> dict[str, Any]:
 
 
 def load_profile(path: str | Path) -> Profile:
-    """Return the profile in a JSON file. Raises OSError, or ValueError that names the file."""
+    """Return the profile in a JSON file that `save_profile` or another program has written.
+
+    Raises OSError if the file cannot be read, or ValueError that names the file and the wrong entry.
+
+    >>> network = mpips.overlap.LinearNetwork(a=0.1, b=1e-3)
+    >>> profile = mpips.overlap.create_profile(["a"], [100], [1.0], [2.0], network, 0.5, 1e3)
+    >>> mpips.overlap.save_profile(profile, folder / "job.json")
+    >>> mpips.overlap.load_profile(folder / "job.json") == profile
+    True
+    """
     try:
         return profile_from_dict(json.loads(Path(path).read_text(encoding="utf-8-sig")))
     except UnicodeDecodeError as error:
@@ -366,7 +415,12 @@ def load_profile(path: str | Path) -> Profile:
 
 
 def save_profile(profile: Profile, path: str | Path) -> None:
-    """Write the profile to a file as JSON."""
+    """Write the profile to a file as JSON. Raises OSError if it cannot be written.
+
+    >>> network = mpips.overlap.LinearNetwork(a=0.1, b=1e-3)
+    >>> profile = mpips.overlap.create_profile(["a"], [100], [1.0], [2.0], network, 0.5, 1e3)
+    >>> mpips.overlap.save_profile(profile, folder / "job.json")
+    """
     files.write(path, json.dumps(profile_to_dict(profile), indent=1).encode() + b"\n")
 
 
@@ -392,23 +446,23 @@ def _network(data: object, nodes: int | None) -> Network:
         _known(data, "network", {"alpha", "beta", "gamma", "collective"})
         if data.get("collective", "ring") != "ring":
             raise ValueError(f"network: collective is {data['collective']!r}; only 'ring' has a formula here")
-        return Ring(*(_number(data, "network", field) for field in ("alpha", "beta", "gamma")))
+        return RingNetwork(*(_number(data, "network", field) for field in ("alpha", "beta", "gamma")))
     _known(data, "network", {"a", "b", "collective"})
     collective = data.get("collective", "allreduce")
     if collective not in COLLECTIVES:
         raise ValueError(f"network: collective is {_shown(collective)}; a and b are of one of {', '.join(COLLECTIVES)}")
-    return Linear(_number(data, "network", "a"), _number(data, "network", "b"), nodes, collective)
+    return LinearNetwork(_number(data, "network", "a"), _number(data, "network", "b"), nodes, collective)
 
 
 def _network_dict(network: Network) -> dict[str, Any]:
-    if isinstance(network, Linear):
+    if isinstance(network, LinearNetwork):
         marked = {} if network.collective == "allreduce" else {"collective": network.collective}
         return {"a": network.a, "b": network.b, **marked}
     return {"alpha": network.alpha, "beta": network.beta, "gamma": network.gamma, "collective": "ring"}
 
 
 def _nodes_dict(network: Network) -> dict[str, int]:
-    measured = network.nodes if isinstance(network, Linear) else None
+    measured = network.nodes if isinstance(network, LinearNetwork) else None
     return {} if measured is None else {"nodes": measured}
 
 

@@ -118,6 +118,12 @@ def hidden_share(tasks: Sequence[Task]) -> float:
     """Return the share of the communication's time during which something was computed, or 1.0 if nothing was sent.
 
     Works on predicted and on measured tasks alike.
+
+    >>> Task = mpips.overlap.Task
+    >>> mpips.overlap.hidden_share(
+    ...     [Task("backward", 1, 1, 0.0, 3.0, "compute"), Task("push", 1, 1, 2.0, 4.0, "network")]
+    ... )
+    0.5
     """
     busy = _union([(task.start, task.end) for task in tasks if task.lane == COMPUTE])
     messages = [task for task in tasks if task.lane != COMPUTE]
@@ -149,9 +155,16 @@ _COLOURS = {"forward": "#4c72b0", "backward": "#55a868", "compute": "#4c72b0", "
 
 
 def draw(timelines: Mapping[str, Sequence[Task]], path: str | Path, title: str = "") -> None:
-    """Draw timelines as a PNG, one block of lanes for each, all over the same seconds.
+    """Draw timelines as a PNG, one below another, over the same seconds. Needs matplotlib (extra `plot`).
 
-    Needs matplotlib (extra `plot`).
+    Args:
+        timelines: Name -> tasks, such as `OverlapPlan.tasks`.
+        path: The file, PNG.
+        title: The title of the picture.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: The file cannot be written.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -182,9 +195,18 @@ def draw(timelines: Mapping[str, Sequence[Task]], path: str | Path, title: str =
 
 
 def save_chrome(timelines: Mapping[str, Sequence[Task]], path: str | Path, names: Sequence[str] = ()) -> None:
-    """Write a Chrome trace: one process for each timeline, one row for each lane.
+    """Write timelines as a trace for chrome://tracing or Perfetto: a process for each timeline, a row for each lane.
 
-    `names` are those of the layers, if known.
+    Args:
+        timelines: Name -> tasks, such as `OverlapPlan.tasks`.
+        path: The file, JSON.
+        names: The names of the layers. Default: the trace has their numbers only.
+
+    Raises:
+        OSError: The file cannot be written.
+
+    >>> task = mpips.overlap.Task("push", 1, 1, 2.0, 4.0, "network")
+    >>> mpips.overlap.save_chrome({"by hand": [task]}, folder / "trace.json")
     """
     events: list[chrome.Event] = []
     for pid, (title, tasks) in enumerate(timelines.items()):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Self, overload
+from typing import TYPE_CHECKING, Any, Self, overload
 
-from mpips.collectives.errors import CollectiveError, Uncopied, of_caller
+from mpips.collectives.errors import CollectiveError, NotCopyable, of_caller
 from mpips.ending.process import is_fork
 from mpips.optimizers.base import Optimizer
 from mpips.store.checkpoint.load import load, load_states, save_states
@@ -18,23 +18,20 @@ from mpips.store.runtime.engine import Handle
 from mpips.store.runtime.errors import Step, StoreError, at_exit, in_order, skip_at_exit
 from mpips.store.runtime.generation import NEVER
 from mpips.store.worker import waiting
-from mpips.store.worker.interface import KnownTable, Recovered
+from mpips.store.worker.interface import Recovered
 from mpips.store.worker.recut import recut
 from mpips.store.worker.restored import Restored
 from mpips.store.worker.route import Route
 from mpips.store.worker.store import WorkerStore
-from mpips.tables.admission import Chance, Seen
-from mpips.tables.initial import Uniform, uniform
-from mpips.tables.table import Asked, Table
-from mpips.tables.table import make as make_table
 
-# the rule of first values of a table made without `init`
-DEFAULT_INIT = uniform(0.05)
+if TYPE_CHECKING:
+    from mpips.tables.make import Chance, Seen, Table, Uniform
+
 # any hashable names; operations that have one in common run in program order (see `KVStore.ipush`)
 Turns = Sequence[Hashable]
 
 
-class KVStore(Uncopied):
+class KVStore(NotCopyable):
     """A key-value store, as each worker of the job sees it. Made by `mpips.create`.
 
     Calls block unless their name begins with "i" (`ipush`). Arrays are C-contiguous, of float16, bfloat16, float32,
@@ -116,27 +113,63 @@ class KVStore(Uncopied):
     # error, and nothing has changed.
 
     def init(self, key: object, value: object) -> None:
-        """Create keys and set their first values. Collective over all workers.
+        """Create keys and set their first values. Collective over all workers; blocking.
 
-        Keys, shapes and dtypes must be the same on every worker. Only rank 0's values are used.
+        Only rank 0's values are used.
+
+        Args:
+            key: A new key, an int or a str, or a list of keys.
+            value: An array, or for a list of keys a list of arrays. Every worker gives the same shapes and dtypes.
+
+        Raises:
+            ValueError, TypeError: A key exists already, or an argument is bad or differs between workers.
+
+        Example:
+            >>> kv.init(["weights", "bias"], [np.zeros((2, 3), np.float32), np.zeros(3, np.float32)])
         """
         with self._route.marked("init"):
             self.worker.init(key, value)
 
     def broadcast(self, key: object, value: object, out: object, priority: int = 0) -> None:
-        """Call `init`, then `pull` into `out`. If `out` is bad, no key is created."""
+        """Create keys with rank 0's values, and write these into `out`. Collective over all workers; blocking.
+
+        It is `init`, then `pull`. If `out` is bad, no key is created.
+
+        Args:
+            key: A new key, or a list of keys.
+            value: An array, or for a list of keys a list of arrays. Only rank 0's values are used.
+            out: An array of the same shape and dtype, or a list of them. It may be `value`.
+            priority: As in `push`.
+
+        Example:
+            >>> model = np.arange(3.0)
+            >>> kv.broadcast("model", model, out=model)  # now every worker has rank 0's array
+        """
         with self._route.marked("broadcast"):
-            self.worker.init(key, value, lambda keys: self._operations.see_pull(keys, key, out, priority))
+            self.worker.init(key, value, lambda keys: self._operations.check_pull(keys, key, out, priority))
         self.pull(key, out, priority)
 
     def set_optimizer(self, optimizer: str | Optimizer, keys: object = None, **keywords: Any) -> None:
-        """Let the store update keys with an optimizer from now on. Collective over all workers.
+        """Let the store update keys with an optimizer from now on. Collective over all workers; blocking.
 
         The servers run the optimizer, or the workers if there are no servers. Its state starts anew.
 
         Args:
             optimizer: A name with keywords (`"sgd", learning_rate=0.1`), or an `mpips.optimizers` record.
             keys: The keys to update. None: all keys, including those created later.
+            keywords: The optimizer's hyperparameters, if `optimizer` is a name.
+
+        Raises:
+            ValueError, TypeError: The optimizer is unknown, a number is bad, or a key is not of floats. Nothing has
+                changed.
+
+        Example:
+            >>> kv.init("x", np.ones(2))
+            >>> kv.set_optimizer("sgd", keys="x", learning_rate=0.5)
+            >>> x = np.ones(2)  # the gradient, then the result
+            >>> kv.pushpull("x", x)
+            >>> x
+            array([0.5, 0.5])
         """
         with self._route.marked("set_optimizer"):
             self.worker.set_optimizer(optimizer, keys, keywords)
@@ -144,19 +177,37 @@ class KVStore(Uncopied):
     def update_optimizer(self, keys: object = None, **numbers: Any) -> None:
         """Change hyperparameters, such as `learning_rate`, from the next round on. Collective over all workers.
 
-        The optimizers' state is kept. A hyperparameter may be a schedule (`mpips.optimizers.schedules`), which counts
-        the updates of its key.
+        The optimizers' state is kept.
 
         Args:
             keys: The keys whose optimizers to change. None: all keys.
+            numbers: The new values. One may be a schedule (`mpips.optimizers.schedules`), which counts the updates of
+                its key.
+
+        Raises:
+            ValueError, TypeError: An optimizer has no such hyperparameter, or a value is bad. Nothing has changed.
+
+        Example:
+            >>> kv.init("y", np.ones(2))
+            >>> kv.set_optimizer("sgd", keys="y", learning_rate=0.5)
+            >>> kv.update_optimizer(keys="y", learning_rate=0.25)
         """
         with self._route.marked("update_optimizer"):
             self.worker.update_optimizer(keys, numbers)
 
     def set_gradient_compression(self, compression_params: Mapping[str, Any]) -> None:
-        """Compress pushes of float keys from now on. Collective over all workers.
+        """Compress pushes of float keys from now on. Collective over all workers; blocking.
 
-        Example: `{"type": "2bit", "threshold": 0.5}`.
+        What a compressed push leaves out (its residual) is added to the next push of the key.
+
+        Args:
+            compression_params: The kind and its numbers, such as `{"type": "2bit", "threshold": 0.5}`.
+
+        Raises:
+            ValueError, TypeError: The kind is unknown, or a number is bad. Nothing has changed.
+
+        Example:
+            >>> kv.set_gradient_compression({"type": "2bit", "threshold": 0.5})
         """
         with self._route.marked("set_gradient_compression"):
             self.worker.set_compression(compression_params)
@@ -166,7 +217,7 @@ class KVStore(Uncopied):
         name: str,
         dim: int,
         dtype: object = "float32",
-        init: Uniform = DEFAULT_INIT,
+        init: Uniform | None = None,
         optimizer: str = "sgd",
         seed: int = 0,
         admit: Seen | Chance | None = None,
@@ -184,7 +235,7 @@ class KVStore(Uncopied):
             name: A name that no key and no other table has.
             dim: Number of values in a row.
             dtype: "float32" or "float64".
-            init: The distribution of first values, `mpips.uniform(bound)`.
+            init: The distribution of first values, `mpips.uniform(bound)`. None: `mpips.uniform(0.05)`.
             optimizer: "sgd", "adagrad", "row_adagrad" (one accumulator for each row) or "adam" (its bias correction
                 counts each row's own updates).
             seed: Any int.
@@ -198,10 +249,19 @@ class KVStore(Uncopied):
 
         Raises:
             ValueError: An argument is bad or differs between workers, or the store has no servers. Nothing has changed.
+
+        Example:
+            >>> users = kv.table("users", dim=2, init=mpips.uniform(0), learning_rate=0.5)
+            >>> users.push(np.array([7, -3]), np.ones((2, 2), np.float32))
+            >>> users.pull(np.array([-3, 8]))
+            array([[-0.5, -0.5],
+                   [ 0. ,  0. ]], dtype=float32)
         """
+        from mpips.tables.make import TableOptions, make
+
         with self._route.marked("table"):
-            asked = Asked(dim, dtype, init, optimizer, seed, admit, evict, limit, options)
-            return make_table(self.worker, self._route, name, asked)
+            chosen = TableOptions(dim, dtype, init, optimizer, seed, admit, evict, limit)
+            return make(self.worker, self._route, name, chosen, options)
 
     def recut(self, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
         """Replace keys with new 1-D keys that divide the same elements in another way. Collective over all workers.
@@ -216,17 +276,38 @@ class KVStore(Uncopied):
         Raises:
             ValueError: The number of elements or the dtypes differ, a new key exists already, or the optimizer has
                 updated some of `keys` more often than others.
+
+        Example:
+            >>> kv.init(["first", "second"], [np.arange(3.0), np.arange(5.0)])
+            >>> kv.recut(["first", "second"], {"one": 8})
         """
         with self._route.marked("recut"):
             recut(self.worker, keys, new)
 
     def forget(self, keys: Sequence[Name]) -> None:
-        """Remove keys, one or a list, and free their memory on workers and servers. Collective over all workers."""
+        """Remove keys and free their memory on workers and servers. Collective over all workers; blocking.
+
+        Args:
+            keys: One key, or a list.
+
+        Raises:
+            ValueError: A key does not exist.
+
+        Example:
+            >>> kv.init("z", np.ones(2))
+            >>> kv.forget("z")
+        """
         with self._route.marked("forget"):
             self.worker.forget(keys)
 
     def barrier(self) -> None:
-        """Wait until all workers have called `barrier`. A pull after the barrier sees all pushes made before it."""
+        """Wait until all workers have called `barrier`. Collective over all workers; blocking.
+
+        A pull after the barrier sees all pushes made before it.
+
+        Example:
+            >>> kv.barrier()
+        """
         with self._route.marked("barrier"):
             self.worker.barrier()
 
@@ -245,6 +326,10 @@ class KVStore(Uncopied):
 
         Raises:
             ValueError: The file cannot be written.
+
+        Example:
+            >>> saving = kv.save(path, wait=False)
+            >>> saving.wait()
         """
         with self._route.marked("save"):
             saving = save(self.worker, path, wait)
@@ -252,13 +337,21 @@ class KVStore(Uncopied):
         return saving
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Read a checkpoint file that `save` wrote. Collective over all workers; rank 0 reads the file.
+        """Read a checkpoint file that `save` wrote. Collective over all workers, blocking; rank 0 reads the file.
 
         The numbers of servers, clients and workers may differ from those at the time of the save. Keys and tables that
         the store does not have yet are created.
 
+        Args:
+            path: The file.
+
         Raises:
-            ValueError: The file does not fit keys or tables of the store.
+            ValueError: The file cannot be read, is damaged, or does not fit keys or tables of the store. Nothing has
+                changed.
+
+        Example:
+            >>> kv.save(path)
+            >>> kv.load(path)
         """
         with self._route.marked("load"):
             load(self.worker, path)
@@ -269,12 +362,35 @@ class KVStore(Uncopied):
         Args:
             fname: The file to write.
             dump_optimizer: Also write the names and hyperparameters of the optimizers.
+
+        Raises:
+            ValueError: No optimizer is set, or the file cannot be written.
+
+        Example:
+            >>> kv.set_optimizer("adam")
+            >>> kv.init("o", np.zeros(2))
+            >>> kv.save_optimizer_states(path)
         """
         with self._route.marked("save_optimizer_states"):
             save_states(self.worker, fname, dump_optimizer)
 
     def load_optimizer_states(self, fname: str) -> None:
-        """Read a file of `save_optimizer_states`. The number of servers may differ. Collective over all workers."""
+        """Read a file of `save_optimizer_states`. Collective over all workers, blocking; rank 0 reads.
+
+        The number of servers may differ from that at the time of the save.
+
+        Args:
+            fname: The file.
+
+        Raises:
+            ValueError: The file cannot be read, or does not fit the keys and their optimizers. Nothing has changed.
+
+        Example:
+            >>> kv.set_optimizer("adam")
+            >>> kv.init("n", np.zeros(2))
+            >>> kv.save_optimizer_states(path)
+            >>> kv.load_optimizer_states(path)
+        """
         with self._route.marked("load_optimizer_states"):
             load_states(self.worker, fname)
 
@@ -306,8 +422,21 @@ class KVStore(Uncopied):
     def push(self, key: object, value: object, priority: int = 0) -> None:
         """Push a gradient (or any values) to each key. Returns when the arrays may be overwritten.
 
-        Without an optimizer the stored value becomes the sum over all workers. A value may be an `mpips.RowSparse`.
-        Pushes of higher priority are applied first.
+        Without an optimizer the stored value becomes the sum over all workers.
+
+        Args:
+            key: A key, or a list of keys.
+            value: An array of the key's shape and dtype, a list of such arrays (one for each device, which are summed),
+                or an `mpips.RowSparse`. For a list of keys, a list of these.
+            priority: An int. Pushes of higher priority are applied first.
+
+        Raises:
+            ValueError, TypeError: An argument is bad. Nothing has been sent.
+            StoreError: The generation has ended.
+
+        Example:
+            >>> kv.init("v", np.zeros(2))
+            >>> kv.push("v", np.ones(2))
         """
         self._route.make("push", key, value, None, priority)
 
@@ -319,12 +448,22 @@ class KVStore(Uncopied):
         without servers) always run in program order, because all workers must start them in the same order.
 
         Args:
+            key, value, priority: As in `push`.
             turns: Any hashable names.
+
+        Returns:
+            A handle. Its `wait()` blocks until the push has ended, and raises the push's errors; `test()` does not
+            block.
+
+        Example:
+            >>> kv.init("u", np.zeros(2))
+            >>> handle = kv.ipush("u", np.ones(2))
+            >>> handle.wait()
         """
         return self._route.start("push", key, value, None, priority, turns)
 
-    def taken(self, key: object, push: Handle) -> Handle:
-        """Return a handle that is done when the servers have read the values of a push.
+    def read_by_servers(self, key: object, push: Handle) -> Handle:
+        """Return a handle that is done when the servers have read the values of a push. Does not block.
 
         The handle of the push itself is done earlier, when its arrays may be overwritten. In stores without servers and
         in asynchronous stores, `push` itself is returned.
@@ -332,8 +471,15 @@ class KVStore(Uncopied):
         Args:
             key: The keys of the push.
             push: The handle of the last `ipush` of these keys.
+
+        Raises:
+            TypeError: `push` is no handle.
+
+        Example:
+            >>> kv.init("p", np.zeros(2))
+            >>> kv.read_by_servers("p", kv.ipush("p", np.ones(2))).wait()
         """
-        return self._operations.taken(key, push, self.layout.num_servers > 0 and not self.layout.asynchronous)
+        return self._operations.read_by_servers(key, push, self.layout.num_servers > 0 and not self.layout.asynchronous)
 
     @overload
     def pull(
@@ -369,12 +515,28 @@ class KVStore(Uncopied):
         The values contain all earlier pushes of this worker.
 
         Args:
+            key: A key, or a list of keys.
+            out: A writable array of the key's shape and dtype, or a list of arrays that all get the values. For a list
+                of keys, a list of these.
+            priority: As in `push`.
+            ignore_sparse: Has no effect. It is there because MXNet's `pull` has it.
             newer_than: The version that `out` holds, or -1 if it holds none. For a list of keys, a list of versions.
                 Keys that still have this version are skipped without a wait.
 
         Returns:
             With `newer_than`, the versions that `out` holds now. A version is the number of rounds that this worker has
             pushed; in an asynchronous store, the number of pushes of all workers.
+
+        Raises:
+            ValueError, TypeError: An argument is bad. Nothing has been sent.
+            StoreError: The generation has ended.
+
+        Example:
+            >>> kv.init("q", np.arange(3.0))
+            >>> out = np.empty(3)
+            >>> kv.pull("q", out)
+            >>> out
+            array([0., 1., 2.])
         """
         if newer_than is not None:
             if self.layout.asynchronous:
@@ -401,15 +563,46 @@ class KVStore(Uncopied):
             )
 
     def ipull(self, key: object, out: object, priority: int = 0, turns: Turns = ()) -> Handle:
-        """Begin a `pull` and return a handle at once. `out` holds the values when the handle is done."""
+        """Begin a `pull` and return a handle at once. `out` holds the values when the handle is done.
+
+        Args:
+            key, out, priority: As in `pull`.
+            turns: As in `ipush`.
+
+        Example:
+            >>> kv.init("t", np.zeros(2))
+            >>> out = np.empty(2)
+            >>> kv.ipull("t", out).wait()
+        """
         return self._route.start("pull", key, None, out, priority, turns)
 
     def pushpull(self, key: object, value: object, out: object = None, priority: int = 0) -> None:
-        """Push and pull in one call. Blocks until the result is in `out`, or in `value` if `out` is None."""
+        """Push and pull in one call. Blocks until the result is in `out`, or in `value` if `out` is None.
+
+        Args:
+            key, value, priority: As in `push`.
+            out: As in `pull`. None: the result is written into `value`.
+
+        Raises:
+            ValueError, TypeError: An argument is bad. Nothing has been sent.
+            StoreError: The generation has ended.
+
+        Example:
+            >>> kv.init("s", np.zeros(2))
+            >>> gradient = np.ones(2)
+            >>> kv.pushpull("s", gradient)  # now the sum over all workers
+        """
         self._route.make("pushpull", key, value, out, priority)
 
     def ipushpull(self, key: object, value: object, out: object = None, priority: int = 0, turns: Turns = ()) -> Handle:
-        """Begin a `pushpull` and return a handle at once. See `ipush` about order and arrays."""
+        """Begin a `pushpull` and return a handle at once. See `ipush` about order and arrays.
+
+        Example:
+            >>> kv.init("r", np.zeros(2))
+            >>> gradient = np.ones(2)
+            >>> handle = kv.ipushpull("r", gradient)
+            >>> handle.wait()
+        """
         return self._route.start("pushpull", key, value, out, priority, turns)
 
     def row_sparse_pull(self, key: object, out: object, priority: int = 0, row_ids: object = None) -> None:
@@ -418,7 +611,18 @@ class KVStore(Uncopied):
         Args:
             key: One key or a list of keys.
             out: An array of shape (len(row_ids), ...) for each key.
+            priority: As in `push`.
             row_ids: Integers of shape (k,), in any order, repeats allowed. For a list of keys, a list of such arrays.
+
+        Raises:
+            ValueError, TypeError: An argument is bad, or a number is no row of the key. Nothing has been sent.
+
+        Example:
+            >>> kv.init("rows", np.arange(8.0).reshape(4, 2))
+            >>> out = np.empty((3, 2))
+            >>> kv.row_sparse_pull("rows", out, row_ids=np.array([3, 0, 3]))
+            >>> out[:, 0]
+            array([6., 0., 6.])
         """
         with self._route.marked("row_sparse_pull"):
             self._operations.pull_rows(key, out, row_ids, priority)
@@ -426,10 +630,10 @@ class KVStore(Uncopied):
     # ---- the end
 
     def close(self) -> None:
-        """Finish all operations and release the servers. Collective over all workers.
+        """Finish all operations and release the servers. Collective over all workers; blocking.
 
-        A process that exits closes its stores by itself. If a worker closes the store while others wait for it in
-        another call, their generation ends.
+        A process that exits closes its stores by itself, and `with kv:` closes at the end of the block. If a worker
+        closes the store while others wait for it in another call, their generation ends.
 
         Raises:
             StoreError: A death has undone pushes of this worker (in a store with `spares`). The store is still open:
@@ -490,15 +694,11 @@ class Generations:
         store.restored = Restored(STORE, store.pushed, store.groups, store.compressor, strict=begun)
 
     def _take(self, recovered: Recovered) -> Rounds:
-        """Replace keys, tables and settings with those with which the next generation begins. Return its rounds."""
+        """Replace keys, collections and settings with those of the next generation. Return its rounds."""
         store = self._store
         store.keys.clear()
-        known = store.tables.copy()
-        store.tables.clear()
-        for card in recovered.tables:
-            table = store.tables[card.table] = known.get(card.table) or KnownTable(card)
-            table.card, table.round = card, recovered.rounds.get(card.table, 0)
-            table.refusals, table.room = 0, {}
+        for service in store.backend.services:
+            service.begin(recovered.services.get(service.name), recovered.rounds)
         for key in recovered.keys:
             key.replaced = True
         store.add(recovered.keys)
@@ -537,18 +737,18 @@ class Generations:
     def _exit(self) -> None:
         in_order(self.close, self._leave)
 
-    def _save_last(self, told: Sequence[bytes]) -> None:
+    def _save_last(self, pushes: Sequence[bytes]) -> None:
         """Write the last regular save of a store that saves itself, if all workers close it after the same step.
 
         Args:
-            told: What each worker has pushed (`waiting.pushes_of`), or empty if not all workers closed the store.
+            pushes: What each worker has pushed (`waiting.pushes_of`), or empty if not all workers closed the store.
         """
         store = self._store
-        if store.regular is None or not told:
+        if store.regular is None or not pushes:
             return
         # If a rank has died, earlier saves are still there.
         with suppress(CollectiveError):
-            store.regular.save_last(alike=all(said == told[0] for said in told))
+            store.regular.save_last(alike=all(each == pushes[0] for each in pushes))
 
     def _meet_to_save(self) -> Sequence[bytes]:
         """In a store that saves itself, wait until all workers close it. Return what each has pushed.
@@ -579,11 +779,11 @@ class Generations:
             return ()
         # Rounds that are complete before the workers meet are not undone by a death.
         store.settle()
-        pushed = {name: one.round for name, one in store.pushed.items()}
-        told = waiting.pushes_of(store.pushed)
+        pushed = {name: each.round for name, each in store.pushed.items()}
+        pushes = waiting.pushes_of(store.pushed)
         while True:
             try:
-                return store.agree(waiting.CLOSE, data=told)
+                return store.agree(waiting.CLOSE, data=pushes)
             except StoreError:
                 pass
             try:
@@ -593,10 +793,10 @@ class Generations:
                 return ()
             undone = [name for name, round_ in rounds.items() if round_ < pushed.get(name, 0)]
             if undone and not store.layout.asynchronous:
-                one = f"{store.pushed[undone[0]].noun} {undone[0]!r}"
+                name = f"{store.pushed[undone[0]].noun} {undone[0]!r}"
                 raise StoreError(
-                    f"close: a death has undone round {pushed[undone[0]]} of {one}, and the others make it again: call "
-                    "recover(), and go on from its step, with close() inside the same try"
+                    f"close: a death has undone round {pushed[undone[0]]} of {name}, and the others make it again: "
+                    "call recover(), and go on from its step, with close() inside the same try"
                 )
             # The ranks are the same, so nobody has died. Workers that push more must not wait for this one.
             if not store.layout.changed:

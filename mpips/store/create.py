@@ -11,10 +11,10 @@ from typing import Any, NoReturn, TypeVar
 from mpi4py import MPI
 
 from mpips.collectives.errors import StallError, of_caller
-from mpips.collectives.fabric.failure import Making, able, deaths
+from mpips.collectives.fabric.failure import CommCreationGuard, find_deaths, survives_deaths
 from mpips.collectives.recorder.own import Marks
 from mpips.ending.process import say_role
-from mpips.store import options as table
+from mpips.store import options as known_options
 from mpips.store import roles, world
 from mpips.store.api import Generations, KVStore
 from mpips.store.checkpoint import resume
@@ -24,7 +24,7 @@ from mpips.store.ranks import keep_layout
 from mpips.store.recovery.recover import Member, StandBy, wait_for_role
 from mpips.store.remote.store import RemoteStore
 from mpips.store.replicated.store import ReplicatedStore
-from mpips.store.roles import Layout, Seat
+from mpips.store.roles import CorePinning, Layout
 from mpips.store.runtime.errors import Step, StoreError
 from mpips.store.runtime.generation import Generation
 from mpips.store.server.loop import Server, serve
@@ -51,7 +51,7 @@ _open: list[_Open] = []
 # folders into which stores of this process save themselves, including closed stores
 _folders: set[str] = set()
 # the core that this process is bound to, while it has a store with servers (at most one entry)
-_seats: list[Seat] = []
+_seats: list[CorePinning] = []
 # the number of spares of the one store of this process that survives deaths (at most one entry)
 _surviving: list[int] = []
 
@@ -123,10 +123,10 @@ def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str
     """
     word, chosen = "", None
     try:
-        word = table.kind_of(kind)
-        chosen = table.read(options)
-        table.check_kind(word, options)
-        table.check_saves(chosen)
+        word = known_options.kind_of(kind)
+        chosen = known_options.read(options)
+        known_options.check_kind(word, options)
+        known_options.check_saves(chosen)
     except OptionError as error:
         return word, chosen, str(error)
     return word, chosen, ""
@@ -250,7 +250,7 @@ def _unable(options: Options | None) -> str:
     """Return the reason why this MPI cannot run a store with `spares`, or "" if it can or `spares` is not set."""
     if options is None or options.spares < 0:
         return ""
-    if not able():
+    if not survives_deaths():
         return (
             f"spares={options.spares} needs an MPI in which a death ends no job: Open MPI with ULFM, as `mpips run "
             "--spares` or `mpirun --with-ft ulfm` starts it; `mpips run --restarts` serves under any MPI"
@@ -272,7 +272,7 @@ def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
         yield
         return
     raised: Exception | None = None
-    making = Making(comm)
+    making = CommCreationGuard(comm)
     try:
         with making:
             try:
@@ -289,7 +289,7 @@ def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
     # A rank has died. `Agree` raises this on all ranks.
     except MPI.Exception:
         all_made = False
-    if not all_made and (dead := deaths(comm)):
+    if not all_made and (dead := find_deaths(comm)):
         why = f"rank {dead[0]} has died before the store was there, and nobody has its place: start the job again"
         raise StoreError(f"create: {why}") from raised
     if raised is None and not all_made:
@@ -367,7 +367,7 @@ def _one_more(comm: MPI.Intracomm, first: Layout, asked: OpenStore) -> Server | 
     """On a server, join in creating another store that the workers have asked for. Return None if it is refused."""
     refusal, chosen = "", None
     try:
-        chosen = table.read(asked.options, {})
+        chosen = known_options.read(asked.options, {})
         refusal = _unfit(chosen, first)
     except OptionError as error:
         refusal = str(error)
@@ -419,13 +419,13 @@ def _unfit(options: Options, first: Layout) -> str:
     )
 
 
-def _seat(layout: Layout, generation: Generation) -> Seat:
+def _seat(layout: Layout, generation: Generation) -> CorePinning:
     """Return the core binding of this process, which is made with its first store.
 
     Collective over the layout's ranks, blocking.
     """
     if not _seats:
-        _seats.append(Seat(layout, generation))
+        _seats.append(CorePinning(layout, generation))
     return _seats[0]
 
 

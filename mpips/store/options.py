@@ -297,8 +297,8 @@ def read(arguments: Mapping[str, Any] | None = None, environment: Mapping[str, s
             raise OptionError(f"the variable {variable} is unknown{perhaps}")
         values[name] = _checked(known[name], text, variable)
     try:
-        engine.chosen(env)
-        log.chosen(env)
+        engine.chosen_engine(env)
+        log.read_variables(env)
         recorder.is_wanted(env)
     except ValueError as error:
         raise OptionError(str(error)) from None

@@ -3,7 +3,7 @@
 In the order of ranks, a job has W workers, then its servers, then its spares. Client c of C has workers c*W//C up to,
 but not including, (c+1)*W//C. Every communicator of a store is made here, and each generation has its own.
 
-If a machine has more processes than cores, processes are bound to one core each, round robin (`Seat`), unless a
+If a machine has more processes than cores, processes are bound to one core each, round robin (`CorePinning`), unless a
 launcher has bound any of them. A waiting process polls and yields its core after each poll, which the kernel counts as
 work. Without binding the kernel might therefore leave two servers on one core for seconds. In containers and on hosts
 of a lab nothing is bound.
@@ -15,25 +15,24 @@ import itertools
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 from mpi4py import MPI
 
 from mpips.collectives.communicator import abandon
-from mpips.collectives.fabric.failure import made
-from mpips.collectives.fabric.requests import Roll, leave, part
+from mpips.collectives.fabric.failure import guard_comm
+from mpips.collectives.fabric.requests import ArrivalBarrier, close_collectively, close_later
 from mpips.collectives.fabric.wait import Limits
 from mpips.collectives.machine import Quota, bound_cores, find_quota, usable_cores
 from mpips.store.keys.sharding import Interval, owners, split
 from mpips.store.options import OptionError, Options
 from mpips.store.recovery import membership as ring
-from mpips.store.recovery.membership import Before, Roles, refusal, succession
+from mpips.store.recovery.membership import Before, Roles, map_ranks, refusal
 from mpips.store.runtime.errors import LostError
-from mpips.store.runtime.rendezvous import Gathering, MeetingPlace
+from mpips.store.runtime.rendezvous import Gathering, MeetingPlace, agree
 
 WHAT = "mpips.create"
 # Lanes of stores in the recorder begin here, above the lanes of communicators.
@@ -41,20 +40,12 @@ STORE = 1 << 63
 _stores = itertools.count()
 
 
-class _Card(msgspec.Struct, array_like=True):
-    """What a rank tells the others in `create`: the store that it asks for, or the reason why it cannot join."""
-
-    kind: str
-    options: dict[str, Any]
-    refusal: str
-    lane: int
-
-
 @dataclass
 class Layout:
     """One rank's view of a store's ranks. Rank numbers are those of `world`, a duplicate of `create`'s communicator.
 
-    The communicators are those of the current generation. `again` replaces them when the next one begins.
+    It is the view in the current generation. When the next one begins, `rebuild_after_death` makes another layout, and
+    this one `become`s that as a whole, so that whoever holds it sees the new generation.
     """
 
     kind: str
@@ -154,10 +145,15 @@ class Layout:
     def same_node(self, a: int, b: int) -> bool:
         return self.nodes[a] == self.nodes[b]
 
-    def again(self, left: MPI.Intracomm, grow: bool = False) -> None:
-        """Assign roles and make communicators for the next generation. Collective over `left`, blocking.
+    def become(self, other: Layout) -> None:
+        """Take over everything from another layout of the same store."""
+        for field in fields(self):
+            setattr(self, field.name, getattr(other, field.name))
 
-        The old communicators are not freed; the caller does that.
+    def rebuild_after_death(self, left: MPI.Intracomm, grow: bool = False) -> Layout:
+        """Return the layout of the next generation, with new roles and communicators. Collective over `left`, blocking.
+
+        This layout and its communicators stay as they are.
 
         Args:
             left: The ranks of `world` that are alive, in the same order.
@@ -172,24 +168,30 @@ class Layout:
         grows = np.array([grow], np.int8)
         if self.spares:
             left.Allreduce(MPI.IN_PLACE, grows, MPI.MAX)
-        new = succession(old, lost, self.nodes, self.spares > 0 and bool(grows[0]), alone=self.kind != "mpi_sync")
+        new = map_ranks(old, lost, self.nodes, self.spares > 0 and bool(grows[0]), alone=self.kind != "mpi_sync")
         if why := refusal(old, new):
             raise LostError(f"recover: {why}")
-        self.workers = self.client = self.servers = self.sums = None
-        self.before = Before(new.origin, lost, self.num_workers, self.num_servers, self.nodes, old.clients, new.places)
-        self.num_workers, self.num_servers, self.spares, clients = new.roles
-        self.clients = tuple(Interval(*client) for client in clients)
-        self.world = _split(left, 0, new.origin.index(self.rank))
-        self.rank = self.world.Get_rank()
+        world = _split(left, 0, new.origin.index(self.rank))
         nodes = [self.nodes[rank] for rank in new.origin]
-        # Name each node by the lowest new rank on it.
-        self.nodes = tuple(nodes.index(node) for node in nodes)
-        self.begin()
+        layout = replace(
+            self,
+            rank=world.Get_rank(),
+            num_workers=new.roles.num_workers,
+            num_servers=new.roles.num_servers,
+            spares=new.roles.spares,
+            clients=tuple(Interval(*client) for client in new.roles.clients),
+            # Name each node by the lowest new rank on it.
+            nodes=tuple(nodes.index(node) for node in nodes),
+            world=world,
+            before=Before(new.origin, lost, self.num_workers, self.num_servers, self.nodes, old.clients, new.places),
+        )
+        layout.begin()
+        return layout
 
     def free(self) -> None:
         """Free the communicators once all ranks have called this. Does not block."""
         for comm in self.communicators():
-            leave(comm)
+            close_later(comm)
 
     def part(self) -> None:
         """Free the communicators and drop messages that are still on them.
@@ -197,7 +199,7 @@ class Layout:
         Collective over `world`; blocks until all ranks have called it.
         """
         for comm in self.communicators():
-            part(comm)
+            close_collectively(comm)
 
     def abandon(self) -> None:
         """Free the communicators after ranks have died. No other rank may still use them. Does not block."""
@@ -213,7 +215,7 @@ class Layout:
         elif not self.is_spare:
             self.workers, self.client = group, _split(group, self.client_number, self.rank)
             if not self.num_servers or self.kind.startswith("mpi_"):
-                self.sums = made((self.client if self.num_servers else group).Dup())
+                self.sums = guard_comm((self.client if self.num_servers else group).Dup())
 
     def communicators(self) -> list[MPI.Intracomm]:
         """Return all communicators that this rank is in, the smaller ones first."""
@@ -232,29 +234,32 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
     """
     limits = _limits(options or Options())
     _come(comm, limits)
-    world = made(comm.Dup())
+    world = guard_comm(comm.Dup())
     if options is not None and not refusal:
         try:
             options.clients_of(kind, world.Get_size())
         except OptionError as error:
             refusal = str(error)
+    lane = STORE + (MPI.COMM_WORLD.Get_rank() << 32) + next(_stores)
+    items = [("kind", repr(kind))] + [(name, repr(value)) for name, value in asdict(options or Options()).items()]
+    refused = OptionError(refusal) if refusal else None
     try:
-        # All ranks take rank 0's lane (see _agree).
-        lane = STORE + (MPI.COMM_WORLD.Get_rank() << 32) + next(_stores)
-        lane = _agree(world, _Card(kind, {} if options is None else asdict(options), refusal, lane), limits)
-    except OptionError:
-        part(world)
-        raise
+        lanes = agree(Gathering(world, limits), WHAT, items, refused, "option", data=b"%d" % lane)
+    except ValueError as error:
+        close_collectively(world)
+        raise OptionError(str(error)) from None
     assert options is not None
     size = world.Get_size()
     workers = options.workers_of(size)
     clients = tuple(split(Interval(0, workers), options.clients_of(kind, size)))
     nodes = _nodes(world, options.shared_memory)
     if why := ring.refuse_mirrors(options.mirrors, options.spares, nodes[workers : workers + options.servers]):
-        part(world)
+        close_collectively(world)
         raise OptionError(why)
     spares = max(0, options.spares)
-    layout = Layout(kind, options, world.Get_rank(), workers, options.servers, clients, nodes, world, spares, lane=lane)
+    layout = Layout(kind, options, world.Get_rank(), workers, options.servers, clients, nodes, world, spares)
+    # All ranks take rank 0's lane.
+    layout.lane = int(lanes[0])
     layout.begin()
     return layout
 
@@ -270,35 +275,12 @@ def _come(comm: MPI.Intracomm, limits: Limits) -> None:
     """
     who = "all must call it, servers too, which leave when their last store is closed"
     what = f"{WHAT}, to which not all {comm.Get_size()} ranks have come ({who}),"
-    Roll(comm, what).wait(limits)
-
-
-def _agree(world: MPI.Intracomm, card: _Card, limits: Limits) -> int:
-    """Check that all ranks ask for the same store, and return its lane. Otherwise raise OptionError on all ranks."""
-    encoded = Gathering(world, limits).meet(msgspec.msgpack.encode(card), WHAT)
-    cards = [msgspec.msgpack.decode(data, type=_Card) for data in encoded]
-    refused = [rank for rank, other in enumerate(cards) if other.refusal]
-    if len(refused) == len(cards) and len({card.refusal for card in cards}) == 1:
-        raise OptionError(cards[0].refusal)
-    if refused:
-        raise OptionError(f"rank {refused[0]}: {cards[refused[0]].refusal}")
-    first = cards[0]
-    for rank, other in enumerate(cards):
-        if other.kind != first.kind:
-            kinds = f"rank 0 asks for kind {first.kind!r}, rank {rank} for {other.kind!r}"
-            raise OptionError(f"create: {kinds}; ask for the same on every rank")
-        for name, value in first.options.items():
-            if other.options[name] != value:
-                raise OptionError(
-                    f"create: option {name} is {value!r} on rank 0 and {other.options[name]!r} on rank {rank}; "
-                    "give every rank the same"
-                )
-    return first.lane
+    ArrivalBarrier(comm, what).wait(limits)
 
 
 def _split(comm: MPI.Intracomm, number: int, rank: int) -> MPI.Intracomm:
     """Return a communicator of the ranks that give the same number, in the order of `rank`. Collective, blocking."""
-    part = made(comm.Split(number, rank))
+    part = guard_comm(comm.Split(number, rank))
     assert isinstance(part, MPI.Intracomm)
     return part
 
@@ -306,7 +288,7 @@ def _split(comm: MPI.Intracomm, number: int, rank: int) -> MPI.Intracomm:
 def _nodes(world: MPI.Intracomm, shared_memory: bool) -> tuple[int, ...]:
     if not shared_memory:
         return tuple(range(world.Get_size()))
-    node = made(world.Split_type(MPI.COMM_TYPE_SHARED, world.Get_rank()))
+    node = guard_comm(world.Split_type(MPI.COMM_TYPE_SHARED, world.Get_rank()))
     lowest, nodes = np.array([world.Get_rank()], np.int64), np.empty(world.Get_size(), np.int64)
     node.Allreduce(MPI.IN_PLACE, lowest, MPI.MIN)
     node.Free()
@@ -349,7 +331,7 @@ def spread(allowed: Sequence[Cores]) -> list[int] | None:
     return [cores[index % len(cores)] for index in range(len(allowed))]
 
 
-class Seat:
+class CorePinning:
     """The binding of this process to one core, until `leave`.
 
     `shared` is True if the machine has more processes than cores.

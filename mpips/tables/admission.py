@@ -16,11 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.tables.initial import GOLDEN, Ids, mixed
+from mpips.store.keys.row_sums import GOLDEN, Ids, mixed
 from mpips.tables.rows import TableRows
 
-# suffix of the name of a table of counts
-COUNTS = "/seen"
 # makes the random numbers for admission differ from those for first values
 OTHER = 0x5851F42D4C957F2D
 # limit of `times`: counts are float32, which holds whole numbers up to this one

@@ -6,9 +6,11 @@ summing them first would save little.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,20 +18,19 @@ from numpy.typing import NDArray
 
 from mpips.collectives.errors import CollectiveError, of_caller
 from mpips.collectives.fabric import arena
-from mpips.collectives.fabric.arena import Region, SparseFile
 from mpips.collectives.fabric.tasks import Task
+from mpips.collectives.recorder import own as recorder
 from mpips.collectives.recorder import page
 from mpips.store.keys.key import Array
-from mpips.store.remote.link import Link
+from mpips.store.keys.row_sums import Distinct, Ids, Places, distinct, owners_of, sum_into
+from mpips.store.remote.link import ServerLink
 from mpips.store.remote.setup import Setup
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import RoomError
 from mpips.store.transport import frames
-from mpips.store.worker.interface import KnownTable
-from mpips.tables import kernels
+from mpips.tables import kernels, messages
 from mpips.tables.in_place import RowsInPlace
-from mpips.tables.initial import Ids, owners_of
-from mpips.tables.merge import Distinct, deal, distinct, sum_into
+from mpips.tables.messages import decode_answer
 
 Payload = NDArray[np.uint8]
 PUSHED, ASKED, IN_PLACE, REFUSED = map(page.TABLE.index, ("pushed", "asked", "in_place", "refused_pushes"))
@@ -59,28 +60,48 @@ class _Pool:
         del self._free[:-KEPT]
 
 
+def deal(found: Distinct, first_rows: Sequence[int], first_words: Sequence[int], words: Ids) -> Places:
+    """Lay ids out for the servers. Return for each given id the row that it got.
+
+    Args:
+        found: The ids.
+        first_rows: For each server the first of its rows. Its ids get consecutive rows.
+        first_words: For each server the index in `words` from which its ids are written.
+        words: Where ids are written.
+    """
+    if len(found.per_server) == 1:
+        words[first_words[0] :][: len(found.ids)] = found.ids
+        return found.places + first_rows[0] if first_rows[0] else found.places
+    rows = np.empty(len(found.ids), np.int64)
+    for server, count in enumerate(found.per_server):
+        chosen = np.flatnonzero(found.owners == server)
+        rows[chosen] = first_rows[server] + np.arange(count)
+        words[first_words[server] :][:count] = found.ids[chosen]
+    return rows[found.places]
+
+
 class _Block:
     """The memory of one push or pull: for each server its rows, then its ids, then its encoded request.
 
     On a node the server reads gradients here, or writes rows here.
 
     Args:
-        found: The ids, each once.
+        ids: The ids, each once.
         dim: Values in a row.
         requests: One for each server.
     """
 
     def __init__(
-        self, pool: _Pool, found: Distinct, dim: int, dtype: np.dtype, requests: Sequence[frames.TableRequest]
+        self, pool: _Pool, ids: Distinct, dim: int, dtype: np.dtype, requests: Sequence[messages.TableRequest]
     ) -> None:
-        self.counts = found.counts
-        words, row_bytes = list(map(frames.encode, requests)), dim * dtype.itemsize
-        ids_at = [frames.ids_at(count, row_bytes) for count in self.counts]
-        self._words_at = [at + 8 * count for at, count in zip(ids_at, self.counts)]
+        self.per_server = ids.per_server
+        encoded, row_bytes = list(map(frames.encode, requests)), dim * dtype.itemsize
+        ids_at = [messages.ids_at(count, row_bytes) for count in self.per_server]
+        self._words_at = [at + 8 * count for at, count in zip(ids_at, self.per_server)]
         # Each server's part begins at a multiple of both a row and 8 bytes, so that all of the memory can be seen as
         # rows and as ids.
         unit = math.lcm(row_bytes, 8)
-        sizes = [-(-(at + len(data)) // unit) * unit for at, data in zip(self._words_at, words)]
+        sizes = [-(-(at + len(data)) // unit) * unit for at, data in zip(self._words_at, encoded)]
         *starts, total = [0, *itertools.accumulate(sizes)]
         self.memory = pool.borrow(total)
         whole = self.memory[:total]
@@ -89,16 +110,16 @@ class _Block:
         self._first_rows = [start // row_bytes for start in starts]
         self._ids_at = ids_at
         self._bodies = []
-        for start, at, data in zip(starts, self._words_at, words):
+        for start, at, data in zip(starts, self._words_at, encoded):
             self._bodies.append(whole[start : start + at + len(data)])
             self._bodies[-1][at:] = np.frombuffer(data, np.uint8)
         first_ids = [(start + at) // 8 for start, at in zip(starts, ids_at)]
         # for each id of the caller the index of its row in `rows`
-        self.places = deal(found, self._first_rows, first_ids, whole.view(np.int64))
+        self.places = deal(ids, self._first_rows, first_ids, whole.view(np.int64))
 
     def rows_of(self, server: int) -> Array:
         """Return the rows of the ids that belong to a server."""
-        return self.rows[self._first_rows[server] :][: self.counts[server]]
+        return self.rows[self._first_rows[server] :][: self.per_server[server]]
 
     def body(self, server: int, with_rows: bool = True) -> tuple[Payload, int]:
         """Return the bytes to send to a server, and how many of them come before the request.
@@ -109,23 +130,53 @@ class _Block:
         return self._bodies[server][skipped:], self._words_at[server] - skipped
 
 
+@dataclass
+class KnownTable:
+    """A table, as a worker knows it."""
+
+    # the description that servers are sent
+    card: messages.MakeTable
+    # number of rounds that this worker has pushed; after `recover`, the number that still count
+    round: int = 0
+    # number of refused rounds that this worker has heard of
+    refusals: int = 0
+    # number of times that the rows were loaded from a file
+    loads: int = 0
+    # server -> number of new ids that this worker may push there before it must ask for room
+    room: dict[int, int] = field(default_factory=dict)
+    noun = "table"
+
+    @functools.cached_property
+    def numbers(self) -> memoryview:
+        """Counters of this worker's calls, in its page, where other processes can read them (`recorder.page.TABLE`)."""
+        return recorder.table_numbers(self.name)
+
+    @property
+    def name(self) -> str:
+        return self.card.table
+
+    def note_load(self) -> None:
+        """Note that rows were loaded from a file. Servers have promised no room for those."""
+        self.loads, self.room = self.loads + 1, {}
+
+
 class RemoteTables:
     """The worker's side of all tables of a store: makes, pushes and pulls them by requests to the servers.
 
     Ids are int64 (k,) in any order, and may repeat. Rows are (k, dim).
     """
 
-    def __init__(self, layout: Layout, link: Link, setup: Setup) -> None:
+    service = "tables"
+
+    def __init__(self, layout: Layout, link: ServerLink, setup: Setup) -> None:
         self._link = link
         self._setup = setup
         self._layout = layout
         self._servers = layout.num_servers
         self._freezes = 0
         self._pool = _Pool()
-        # the tables that exist on all servers
-        self.cards: list[frames.MakeTable] = []
-        # the tables as this worker knows them, by name
-        self.known: Mapping[str, KnownTable] = {}
+        # the tables that exist on all servers, by name
+        self.known: dict[str, KnownTable] = {}
         # Memory that servers of this node may still read, by table: that of the last push, and of those under way.
         self._pushes: dict[str, list[Payload]] = {}
         # Memory that servers may still write: that of pulls under way, and of pulls that an error has ended.
@@ -140,27 +191,28 @@ class RemoteTables:
         self._pulls.clear()
         self._in_place.clear()
 
-    def make(self, card: frames.MakeTable) -> Task[None]:
+    def make(self, card: messages.MakeTable) -> Task[None]:
         """Make a table on all servers. Collective. Raises ValueError on all workers if a server cannot make it."""
         yield from self._setup.at_rank_0(lambda: self._setup.tell_all(card), f"table {card.table!r}")
         kernels.load(np.dtype(card.dtype), kernels.OF_WORKERS, kernels.LOADED_SECONDS)
-        self.cards.append(card)
+        self.known[card.table] = KnownTable(card)
 
     def update(self, table: str, numbers: bytes) -> Task[None]:
         """Change the numbers of a table's optimizer on all servers. Collective."""
-        request = frames.UpdateTable(table, numbers)
+        request = messages.UpdateTable(table, numbers)
         yield from self._setup.at_rank_0(lambda: self._setup.tell_all(request), f"update_optimizer of table {table!r}")
 
     def push(self, pushes: Sequence[tuple[KnownTable, Ids, Array]]) -> Task[None]:
-        """Contribute to the next round of each table, on every server. Done when all servers have the push.
+        """Contribute (table, ids, gradients) to the next round of each table, on every server.
 
-        Raises RoomError as `Tables.push` does.
+        When the task is over, the arrays may be overwritten. RoomError if this round or an earlier one is refused. Then
+        none of these pushes counts, and each table's `round` is the last one that does.
         """
-        found = [distinct(ids, self._servers) for _, ids, _ in pushes]
+        merged = [distinct(ids, self._servers) for _, ids, _ in pushes]
         rooms = [table.room.get(server, 0) for table, *_ in pushes for server in range(self._servers)]
-        if any(count > room for count, room in zip((count for one in found for count in one.counts), rooms)):
-            yield from self._ask_for_room([table for table, *_ in pushes], found)
-        sent = [self._send(table, one, gradients) for (table, _, gradients), one in zip(pushes, found)]
+        if any(count > room for count, room in zip((count for ids_of in merged for count in ids_of.per_server), rooms)):
+            yield from self._ask_for_room([table for table, *_ in pushes], merged)
+        sent = [self._send(table, ids_of, gradients) for (table, _, gradients), ids_of in zip(pushes, merged)]
         every: list[Any] = []
         for (table, ids, _), tokens in zip(pushes, sent):
             every += (answers := (yield from self._answers(tokens)))
@@ -168,41 +220,43 @@ class RemoteTables:
             if len(table.room) == self._servers:
                 table.round += 1
                 table.numbers[PUSHED] += len(ids)
-                kept = self._pushes[table.name]
+                memories = self._pushes[table.name]
                 # The answer says that the push before has been applied, so its memory is free.
-                for memory in kept[:-1]:
+                for memory in memories[:-1]:
                     self._pool.give_back(memory)
-                del kept[:-1]
-        yield from self._see_refused(every)
+                del memories[:-1]
+        yield from self._check_refused(every)
 
-    def _send(self, table: KnownTable, found: Distinct, gradients: Array) -> list[int]:
+    def _send(self, table: KnownTable, ids: Distinct, gradients: Array) -> list[int]:
         """Send a push to all servers. Return the tokens of the answers."""
-        requests = [frames.PushRows(table.name, count, table.refusals) for count in found.counts]
-        block = _Block(self._pool, found, gradients.shape[1], gradients.dtype, requests)
+        requests = [messages.PushRows(table.name, count, table.refusals) for count in ids.per_server]
+        block = _Block(self._pool, ids, gradients.shape[1], gradients.dtype, requests)
         sum_into(block.rows, gradients, block.places)
         self._pushes.setdefault(table.name, []).append(block.memory)
         return [self._link.post_request_with(server, *block.body(server)) for server in range(self._servers)]
 
-    def _ask_for_room(self, tables: Sequence[KnownTable], found: Sequence[Distinct]) -> Task[None]:
+    def _ask_for_room(self, tables: Sequence[KnownTable], merged: Sequence[Distinct]) -> Task[None]:
         """Ask all servers for memory for rows of these ids, in all tables. Raises RoomError if a server has none."""
         sent = []
-        for table, one in zip(tables, found):
-            parts = [one.ids[one.owners == server].tobytes() for server in range(self._servers)]
-            asked = [frames.AskForRoom(table.name, table.round, part, table.refusals) for part in parts]
+        for table, ids in zip(tables, merged):
+            parts = [ids.ids[ids.owners == server].tobytes() for server in range(self._servers)]
+            asked = [messages.AskForRoom(table.name, table.round, part, table.refusals) for part in parts]
             sent.append([self._link.post_request(server, request) for server, request in enumerate(asked)])
         every: list[Any] = []
         for table, tokens in zip(tables, sent):
             every += (answers := (yield from self._answers(tokens)))
             self._take_room(table, answers)
         step = [(table.name, table.round + 1, table.refusals + 1) for table in tables]
-        yield from self._see_refused(every, step)
+        yield from self._check_refused(every, step)
 
     def _take_room(self, table: KnownTable, answers: Sequence[Any]) -> None:
         """Note how many ids may be pushed to each server next without asking."""
-        granted = ((server, answer) for server, answer in enumerate(answers) if isinstance(answer, frames.RoomGranted))
+        granted = (
+            (server, answer) for server, answer in enumerate(answers) if isinstance(answer, messages.RoomGranted)
+        )
         table.room = {server: answer.ids for server, answer in granted}
 
-    def _see_refused(self, answers: Sequence[Any], step: Sequence[frames.TableRound] = ()) -> Task[None]:
+    def _check_refused(self, answers: Sequence[Any], step: Sequence[messages.TableRound] = ()) -> Task[None]:
         """Raise RoomError if a server has refused a round. Before that, have all servers drop it.
 
         Args:
@@ -210,13 +264,13 @@ class RemoteTables:
             step: The rounds that this worker was about to push together. If one of them is refused here, all of them
                 are dropped, and the other workers are told.
         """
-        refusals = [answer for answer in answers if isinstance(answer, frames.RoundRefused)]
+        refusals = [answer for answer in answers if isinstance(answer, messages.RoundRefused)]
         if not refusals:
             return
         # In an asynchronous store only this worker's own push is concerned, and it was not sent.
         if not self._layout.asynchronous:
-            for told in refusals:
-                yield from self._drop(list(told.step or step), told.why)
+            for refusal in refusals:
+                yield from self._drop(list(refusal.step or step), refusal.why)
         # Servers that have granted room keep memory for the rows of this step. Forget their grants, so that the next
         # push asks them all again, even if it is smaller.
         for name, *_ in step if self._layout.asynchronous else ():
@@ -224,14 +278,13 @@ class RemoteTables:
             self.known[name].numbers[REFUSED] += 1
         raise of_caller(RoomError(refusals[0].why))
 
-    def _drop(self, step: list[frames.TableRound], why: str) -> Task[None]:
+    def _drop(self, step: list[messages.TableRound], why: str) -> Task[None]:
         """Have all servers drop the rounds of a step, and take back this worker's count of pushes."""
         for name, round_, refusals in step:
             table = self.known[name]
             if refusals <= table.refusals:
                 continue
-            request = frames.RefuseRound(name, round_, refusals, why, step)
-            yield from self._answers([self._link.post_request(server, request) for server in range(self._servers)])
+            yield from self._ask_all(messages.RefuseRound(name, round_, refusals, why, step))
             table.refusals, table.round, table.room = refusals, round_ - 1, {}
             table.numbers[REFUSED] += 1
             for memory in self._pushes.pop(name, []):
@@ -239,13 +292,17 @@ class RemoteTables:
 
     def _answers(self, tokens: Sequence[int]) -> Task[list[Any]]:
         """Wait for the answers of all servers."""
-        found = []
+        answers = []
         for token in tokens:
-            found.append((yield from self._link.wait_for_answer(token)))
-        return found
+            answers.append((yield from self._link.wait_for_answer(token, decode_answer)))
+        return answers
+
+    def _ask_all(self, request: messages.TableRequest) -> Task[list[Any]]:
+        """Send a request to all servers, and wait for their answers."""
+        return self._answers([self._link.post_request(server, request) for server in range(self._servers)])
 
     def pull(self, table: KnownTable, ids: Ids, out: Array) -> Task[None]:
-        """Write the rows of `ids` into `out` after this worker's pushes. Raises RoomError as `Tables.pull` does."""
+        """Write the rows of `ids` into `out`, with all earlier pushes of this worker. RoomError if one was refused."""
         options = self._layout.options
         # Servers must be asked if they may hold pulls back: because of `staleness`, or because a round counts only once
         # its mirror has it.
@@ -254,18 +311,18 @@ class RemoteTables:
         if near and (yield from self._read_in_place(table, ids, out)):
             table.numbers[IN_PLACE] += len(ids)
             return
-        found, local = distinct(ids, self._servers), [line.local for line in self._link.lines]
+        merged, local = distinct(ids, self._servers), [line.local for line in self._link.lines]
         requests = [
-            frames.PullRows(table.name, table.round, count, near, table.refusals)
-            for count, near in zip(found.counts, local)
+            messages.PullRows(table.name, table.round, count, near, table.refusals)
+            for count, near in zip(merged.per_server, local)
         ]
-        block = _Block(self._pool, found, out.shape[1], out.dtype, requests)
+        block = _Block(self._pool, merged, out.shape[1], out.dtype, requests)
         self._pulls[id(block.memory)] = block.memory
         # A server without any of the ids is not asked. If there are no ids at all, the first server is: its answer says
         # whether the worker's last push counts.
         asked = [
             (server, self._link.post_request_with(server, *block.body(server, local[server])))
-            for server, count in enumerate(block.counts)
+            for server, count in enumerate(block.per_server)
             if count or not (server or len(ids))
         ]
         answers = yield from self._answers([token for _, token in asked])
@@ -273,7 +330,7 @@ class RemoteTables:
             if isinstance(answer, frames.Bytes):
                 block.rows_of(server)[...] = np.frombuffer(answer.data, out.dtype).reshape(-1, out.shape[1])
         del self._pulls[id(block.memory)]
-        yield from self._see_refused(answers)
+        yield from self._check_refused(answers)
         # mode="clip": otherwise NumPy would write a copy of `out` first, to leave it unchanged if an index is wrong.
         np.take(block.rows, block.places, axis=0, out=out, mode="clip")
         self._pool.give_back(block.memory)
@@ -299,26 +356,14 @@ class RemoteTables:
 
     def _locate(self, table: KnownTable) -> Task[list[RowsInPlace]]:
         """Map a table's rows in the servers' memory. Return an empty list if they cannot be mapped."""
-        parts, card, kind = [], table.card, np.dtype(table.card.dtype)
-        for server in range(self._servers):
-            found = yield from self._link.request(server, frames.LocateTable(table.name))
-            try:
-                parts.append(
-                    RowsInPlace(
-                        SparseFile.opened(Region(*found.file)),
-                        found.places,
-                        found.capacity,
-                        self._layout.num_workers,
-                        card.dim,
-                        kind,
-                        card.key,
-                        card.bound,
-                        (server, self._servers),
-                    )
-                )
-            except (CollectiveError, OSError):
-                # no address space left, or the server is in another container
-                return []
+        places = yield from self._ask_all(messages.LocateTable(table.name))
+        try:
+            parts = [
+                RowsInPlace(at, table.card, self._layout.num_workers, (server, self._servers))
+                for server, at in enumerate(places)
+            ]
+        except (CollectiveError, OSError):
+            return []
         self._in_place[table.name] = parts
         return parts
 
@@ -328,18 +373,13 @@ class RemoteTables:
         Only the first server is told: every worker pushes to every server, so it knows all.
         """
         for table in () if self._layout.asynchronous else tables:
-            self._link.post_request(0, frames.WaitForTable(table.name, table.round, table.refusals))
+            self._link.post_request(0, messages.WaitForTable(table.name, table.round, table.refusals))
 
-    def stats(self, table: KnownTable, ahead: int = 0) -> Task[list[frames.TableStats]]:
-        """Return the figures of each server after this worker's pushes and `ahead` more.
-
-        Raises RoomError as `Tables.stats` does.
-        """
-        request = frames.GetTableStats(table.name, table.round + ahead, table.refusals)
-        tokens = [self._link.post_request(server, request) for server in range(self._servers)]
-        found = yield from self._answers(tokens)
-        yield from self._see_refused(found)
-        return found
+    def stats(self, table: KnownTable, ahead: int = 0) -> Task[list[messages.TableStats]]:
+        """Return each server's figures after this worker's pushes and `ahead` more. RoomError as in `pull`."""
+        answers = yield from self._ask_all(messages.GetTableStats(table.name, table.round + ahead, table.refusals))
+        yield from self._check_refused(answers)
+        return answers
 
     def freeze(self, tables: Sequence[str], since: int = 0, export: int = -1) -> Task[FrozenOnServers]:
         """Have the servers keep the rows of tables as they are now, to be read piece by piece. Called by one worker.
@@ -347,12 +387,8 @@ class RemoteTables:
         For `since` and `export` see `FreezeTables`.
         """
         self._freezes += 1
-        found: list[list[frames.FrozenTable]] = []
-        for server in range(self._servers):
-            request = frames.FreezeTables(self._freezes, list(tables), since, export)
-            answer = yield from self._link.request(server, request)
-            found.append(answer.tables)
-        parts = {name: [part[number] for part in found] for number, name in enumerate(tables)}
+        answers = yield from self._ask_all(messages.FreezeTables(self._freezes, list(tables), since, export))
+        parts = {name: [answer.tables[number] for answer in answers] for number, name in enumerate(tables)}
         return FrozenOnServers(self._link, self._freezes, parts)
 
     def reset(self, table: str, updates: int) -> Task[None]:
@@ -360,13 +396,11 @@ class RemoteTables:
 
         Called by one worker.
         """
-        for server in range(self._servers):
-            yield from self._link.request(server, frames.ResetTable(table, updates))
+        yield from self._ask_all(messages.ResetTable(table, updates))
 
     def end_load(self, table: str) -> Task[None]:
         """Tell all servers that all rows of a load have come. Called by one worker."""
-        for server in range(self._servers):
-            yield from self._link.request(server, frames.EndLoad(table))
+        yield from self._ask_all(messages.EndLoad(table))
 
     def put_rows(self, table: str, arrays: Mapping[str, Array]) -> Task[None]:
         """Give rows to the servers that they belong to. Called by one worker.
@@ -376,7 +410,7 @@ class RemoteTables:
         tokens = []
         for server, chosen in enumerate(self._spread(arrays["ids"])):
             parts = {name: values[chosen].tobytes() for name, values in arrays.items()}
-            tokens.append(self._link.post_request(server, frames.PutRows(table, parts)))
+            tokens.append(self._link.post_request(server, messages.PutRows(table, parts)))
         yield from self._answers(tokens)
 
     def at_rank_0(self, do: Callable[[], Task[bytes]], what: str) -> Task[bytes]:
@@ -396,7 +430,7 @@ class FrozenOnServers:
         parts: For each table one entry for each server, in their order.
     """
 
-    def __init__(self, link: Link, number: int, parts: Mapping[str, Sequence[frames.FrozenTable]]) -> None:
+    def __init__(self, link: ServerLink, number: int, parts: Mapping[str, Sequence[messages.FrozenTable]]) -> None:
         self._link = link
         self._number = number
         self.parts = parts
@@ -408,16 +442,17 @@ class FrozenOnServers:
 
         Positions must be read in order: the server has forgotten what lies before.
         """
-        request = frames.ReadTable(self._number, table, start, stop, list(names))
-        arrays: dict[str, bytes] = (yield from self._link.request(server, request)).arrays
+        request = messages.ReadTable(self._number, table, start, stop, list(names))
+        arrays: dict[str, bytes] = (yield from self._link.request(server, request, decode_answer)).arrays
         return arrays
 
     def dropped(self, table: str, server: int) -> Task[bytes]:
         """Return the ids that a server has dropped, as bytes."""
-        ids: bytes = (yield from self._link.request(server, frames.ReadDropped(self._number, table))).data
+        request = messages.ReadDropped(self._number, table)
+        ids: bytes = (yield from self._link.request(server, request, decode_answer)).data
         return ids
 
     def release(self) -> Task[None]:
         """Have the servers forget the frozen rows."""
         for server in range(len(self._link.lines)):
-            yield from self._link.request(server, frames.ThawTables(self._number))
+            yield from self._link.request(server, messages.ThawTables(self._number), decode_answer)

@@ -19,33 +19,32 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.collectives.errors import CollectiveError, of_caller, warn
+from mpips.collectives.errors import CollectiveError, warn
 from mpips.collectives.fabric.tasks import Task
 from mpips.store.checkpoint.file import (
-    Header,
     Reader,
-    TableRecord,
     Tensor,
     TensorFile,
     Writer,
     file_name,
     open_writer,
-    table_prefix,
     why,
 )
+from mpips.store.keys.arguments import check_one_round
 from mpips.store.keys.key import Array
+from mpips.store.keys.row_sums import Ids
+from mpips.store.options import MOST
 from mpips.store.runtime.rendezvous import Items, attempt
-from mpips.store.transport.frames import TableStats
-from mpips.store.worker.interface import FrozenRows, KnownTable, Tables
 from mpips.store.worker.store import WorkerStore
-from mpips.tables.admission import COUNTS
-from mpips.tables.initial import Ids
+from mpips.tables.client import FrozenOnServers, KnownTable, RemoteTables
+from mpips.tables.messages import DTYPES, MakeTable, TableStats
+from mpips.tables.rows import arrays_of
 
 # metadata key of the record that describes the table
 WORD = "mpips.table"
@@ -59,21 +58,53 @@ LOADED_BYTES = 1 << 22
 NO_IDS: Ids = np.zeros(0, np.int64)
 
 
-class Readable(Protocol):
-    """An open file of tensors."""
-
-    path: str
-
-    def get(self, name: str, rows: slice | None = None) -> Array:
-        """Return a tensor, or some of its rows."""
-
-
 # ---- shared by both kinds of files
+
+
+class TableRecord(msgspec.Struct):
+    """A table in the header of a file: the message that makes it, its number of rows, and of updates made."""
+
+    card: MakeTable
+    rows: int
+    updates: int
+    noun: ClassVar[str] = "table"
+
+    @property
+    def name(self) -> str:
+        return self.card.table
+
+    def tensors(self, prefix: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and types of its tensors. ValueError if its optimizer is unknown here.
+
+        Args:
+            prefix: Begins their names. None: the prefix in the checkpoint of a store.
+        """
+        for name, (dtype, shape) in arrays_of(self.card).items():
+            yield (table_prefix(self.name) if prefix is None else prefix) + name, Tensor(dtype, (self.rows, *shape))
+
+    def check(self, path: str) -> None:
+        """Raise ValueError if a number is out of range, or its optimizer is unknown here."""
+        label, card = f"{path}: table {self.name!r}", self.card
+        if card.dtype not in DTYPES:
+            raise ValueError(f"{label} is of {card.dtype}, and a table holds float32 or float64: save it anew")
+        for word, number, least in (("dim", card.dim, 1), ("updates", self.updates, 0), ("rows", self.rows, 0)):
+            if not least <= number <= MOST:
+                raise ValueError(f"{label} has {word} {number}: give one in [{least}, 2**63)")
+        try:
+            list(self.tensors())
+        except (ValueError, TypeError, msgspec.MsgspecError) as error:
+            raise ValueError(f"{label}: {error}") from error
+
+
+def table_prefix(table: str) -> str:
+    """Return the prefix of the names of a table's tensors in the checkpoint of a store."""
+    return f"table/{table}/"
 
 
 class RowsPiece(NamedTuple):
     """The rows at positions [start, stop) of one server's part of a table."""
 
+    frozen: FrozenOnServers
     record: TableRecord
     prefix: str
     server: int
@@ -81,31 +112,30 @@ class RowsPiece(NamedTuple):
     stop: int
     nbytes: int
 
+    def read(self) -> Task[list[tuple[str, Array]]]:
+        """Read it from its server. Return (name of a tensor, values to append to it)."""
+        arrays = yield from self.frozen.read(self.record.name, self.server, self.start, self.stop)
+        kinds = self.record.tensors("")
+        return [(self.prefix + name, np.frombuffer(arrays[name], tensor.dtype)) for name, tensor in kinds]
 
-def record_of(table: KnownTable, frozen: FrozenRows) -> TableRecord:
+
+def record_of(table: KnownTable, frozen: FrozenOnServers) -> TableRecord:
     """Return the record of a frozen table for a file."""
     parts = frozen.parts[table.name]
     return TableRecord(table.card, sum(part.rows for part in parts), max(part.updates for part in parts))
 
 
-def pieces(record: TableRecord, prefix: str, frozen: FrozenRows) -> Iterator[RowsPiece]:
+def pieces(record: TableRecord, prefix: str, frozen: FrozenOnServers) -> Iterator[RowsPiece]:
     """Yield all rows of a frozen table, server by server, in pieces of about PIECE_BYTES.
 
     `prefix` begins the names of the table's tensors.
     """
     row_bytes = _row_bytes(record)
     step = max(1, PIECE_BYTES // row_bytes)
-    for server, part in enumerate(frozen.parts[record.card.table]):
+    for server, part in enumerate(frozen.parts[record.name]):
         for start in range(0, part.top, step):
             stop = min(start + step, part.top)
-            yield RowsPiece(record, prefix, server, start, stop, (stop - start) * row_bytes)
-
-
-def read(frozen: FrozenRows, piece: RowsPiece) -> Task[list[tuple[str, Array]]]:
-    """Read a piece from its server. Return (name of a tensor, values to append to it)."""
-    arrays = yield from frozen.read(piece.record.card.table, piece.server, piece.start, piece.stop)
-    kinds = piece.record.tensors("")
-    return [(piece.prefix + name, np.frombuffer(arrays[name], tensor.dtype)) for name, tensor in kinds]
+            yield RowsPiece(frozen, record, prefix, server, start, stop, (stop - start) * row_bytes)
 
 
 class FilePart(NamedTuple):
@@ -117,28 +147,28 @@ class FilePart(NamedTuple):
     """
 
     records: Mapping[str, TableRecord]
-    file: Readable
+    file: Reader | TensorFile
     later: Ids = NO_IDS
 
 
-def restore(tables: Tables, parts: Sequence[FilePart]) -> Task[None]:
+def restore(tables: RemoteTables, parts: Sequence[FilePart]) -> Task[None]:
     """Replace the rows of a table and its counts by the rows of files. Called on rank 0.
 
     The last file names all the tables. They are torn until all rows have come, so that a recovery meanwhile does not go
     on with a part of them.
     """
     for record in parts[-1].records.values():
-        yield from tables.reset(record.card.table, record.updates)
+        yield from tables.reset(record.name, record.updates)
     for records, file, later in parts:
         for prefix, record in records.items():
             names = [name for name, _ in record.tensors("")]
             step = max(1, LOADED_BYTES // _row_bytes(record))
             for start in range(0, record.rows, step):
                 arrays = {name: file.get(prefix + name, slice(start, start + step)) for name in names}
-                kept = ~_are_among(arrays["ids"], later)
-                yield from tables.put_rows(record.card.table, {name: array[kept] for name, array in arrays.items()})
+                wanted = ~_are_among(arrays["ids"], later)
+                yield from tables.put_rows(record.name, {name: array[wanted] for name, array in arrays.items()})
     for record in parts[-1].records.values():
-        yield from tables.end_load(record.card.table)
+        yield from tables.end_load(record.name)
 
 
 def _are_among(ids: Ids, others: Ids) -> NDArray[np.bool_]:
@@ -148,98 +178,16 @@ def _are_among(ids: Ids, others: Ids) -> NDArray[np.bool_]:
     return others[np.minimum(np.searchsorted(others, ids), len(others) - 1)] == ids
 
 
-def see_fit(what: str, path: str, record: TableRecord, table: KnownTable) -> None:
+def check_fit(what: str, path: str, record: TableRecord, table: KnownTable) -> None:
     """Raise ValueError if the rows of a file do not fit a table: other dim, dtype or optimizer."""
-    for word in ("dim", "dtype", "optimizer"):
-        theirs, ours = getattr(record.card, word), getattr(table.card, word)
-        if theirs != ours:
-            raise ValueError(f"{what}: {path} has {word} {theirs}, and the table {ours}: make it as it was saved")
+    for field in ("dim", "dtype", "optimizer"):
+        in_file, in_table = getattr(record.card, field), getattr(table.card, field)
+        if in_file != in_table:
+            raise ValueError(f"{what}: {path} has {field} {in_file}, and the table {in_table}: make it as it was saved")
 
 
 def _row_bytes(record: TableRecord) -> int:
     return sum(tensor.dtype.itemsize * math.prod(tensor.shape[1:]) for _, tensor in record.tensors(""))
-
-
-# ---- in the checkpoints of a store
-
-
-class SavedTables(NamedTuple):
-    """All tables of a store as they were at one moment. Only on worker 0.
-
-    Attributes:
-        records: The tables' records for the file.
-    """
-
-    frozen: FrozenRows
-    records: list[TableRecord]
-
-    def pieces(self) -> Iterator[RowsPiece]:
-        """Yield all rows, table by table."""
-        for record in self.records:
-            yield from pieces(record, table_prefix(record.card.table), self.frozen)
-
-    def read(self, piece: RowsPiece) -> Task[list[tuple[str, Array]]]:
-        """Read a piece from its server. Return (name of a tensor, values to append to it)."""
-        return (yield from read(self.frozen, piece))
-
-    def release(self) -> Task[None]:
-        """Have the servers forget the frozen rows."""
-        yield from self.frozen.release()
-
-
-def freeze_all(store: WorkerStore) -> Task[SavedTables | None]:
-    """Freeze all tables as they are now. Return None if there are none, and on all workers but worker 0."""
-    tables = store.backend.tables
-    if tables is None or not store.tables or store.layout.rank:
-        return None
-    frozen = yield from tables.freeze(list(store.tables))
-    return SavedTables(frozen, [record_of(table, frozen) for table in store.tables.values()])
-
-
-def see_tables(store: WorkerStore, path: str, header: Header) -> None:
-    """Raise ValueError unless a checkpoint has all tables of the store, of the same kinds.
-
-    A name must not stand for a key in one and for a table in the other.
-    """
-    records = {record.card.table: record for record in header.tables}
-    if records and store.backend.tables is None:
-        raise ValueError(
-            f"{path} has table {next(iter(records))!r}, whose rows are made on servers: load it into a "
-            "store with servers=1 or more"
-        )
-    for table in store.tables.values():
-        if table.name not in records:
-            raise ValueError(f"{path} has no table {table.name!r}, which the store has: save it too, by kv.save")
-        see_fit("load", path, records[table.name], table)
-    names = {record.key for record in header.records}
-    if twice := next((name for name in (*records, *store.tables) if name in names or name in store.keys), None):
-        raise ValueError(f"{path} and the store use the name {twice!r} for a key and for a table: choose another")
-
-
-def load_all(store: WorkerStore, reader: Reader | None, records: Sequence[TableRecord]) -> Task[None]:
-    """Make the tables of a checkpoint that the store does not have, and load the rows of all. Collective.
-
-    `reader` is the open checkpoint on worker 0.
-    """
-    tables = store.backend.tables
-    if tables is None or not records:
-        return
-    for record in records:
-        if record.card.table not in store.tables:
-            yield from tables.make(record.card)
-            store.tables[record.card.table] = KnownTable(record.card)
-            store.restored.offer([record.card.table])
-        store.tables[record.card.table].note_load()
-
-    def rows() -> Task[bytes]:
-        assert reader is not None
-        counts = {record.card.table + COUNTS for record in records if record.card.seen}
-        for table in (record.card.table for record in records if record.card.table not in counts):
-            parts = [one for one in records if one.card.table in (table, *({table + COUNTS} & counts))]
-            yield from restore(tables, [FilePart({table_prefix(one.card.table): one for one in parts}, reader)])
-        return b""
-
-    yield from tables.at_rank_0(rows, "load")
 
 
 # ---- one table in a file
@@ -259,48 +207,49 @@ class _Part(msgspec.Struct):
     rows: int
 
 
-def save(store: WorkerStore, table: KnownTable, path: object, given: Callable[[], int]) -> int:
+def save(store: WorkerStore, tables: RemoteTables, table: KnownTable, path: object, given: Callable[[], int]) -> int:
     """Write a table to a file. Collective; see `Table.save`. `given` returns the checked `since`, or raises."""
     what = f"save of table {table.name!r}"
-    counts = _counts_of(store, table)
+    counts = _counts_of(tables, table)
     return _with_writer(
         store,
+        tables,
         what,
         table,
         path,
         given,
-        lambda tables, writer, since: _written(tables, table, counts, what, writer, since),
+        lambda writer, since: _written(tables, table, counts, what, writer, since),
     )
 
 
-def load(store: WorkerStore, table: KnownTable, paths: Sequence[object]) -> None:
+def load(store: WorkerStore, tables: RemoteTables, table: KnownTable, paths: Sequence[object]) -> None:
     """Read a table from a file and its increments. Collective; see `Table.load`."""
     what = f"load of table {table.name!r}"
     with contextlib.ExitStack() as stack:
         names, refusal = attempt(lambda: [file_name(what, "path", path) for path in paths])
-        tables, counts = store.backend.tables, _counts_of(store, table)
+        counts = _counts_of(tables, table)
         parts, unfit = attempt(
             lambda: _fitting(table, counts, what, names, stack) if names and not store.layout.rank else None
         )
         meet(store, what, [("path", ", ".join(names or []))], table, refusal or unfit)
-        assert tables is not None
         table.note_load()
         store.run(what, tables.at_rank_0(lambda: _loaded(tables, table, parts), what))
 
 
 def _with_writer(
     store: WorkerStore,
+    tables: RemoteTables,
     what: str,
     table: KnownTable,
     path: object,
     given: Callable[[], int],
-    write: Callable[[Tables, Writer, int], Task[bytes]],
+    write: Callable[[Writer, int], Task[bytes]],
 ) -> int:
     """Let rank 0 write a file of rows. Collective. Return the number of updates that `write` returns.
 
     Args:
         given: Returns the checked `since`, or raises. All workers raise if any of them does.
-        write: Called on rank 0 with the tables, the open file and `since`.
+        write: Called on rank 0 with the open file and `since`.
     """
     with contextlib.ExitStack() as stack:
         name, refusal = attempt(lambda: file_name(what, "path", path))
@@ -310,12 +259,11 @@ def _with_writer(
             stack.callback(opened.abandon)
         items = [("path", name or ""), ("since", str(since or None))]
         meet(store, what, items, table, refusal or wrong or unfit)
-        tables = store.backend.tables
-        assert tables is not None and since is not None
+        assert since is not None
 
         def written() -> Task[bytes]:
             assert opened is not None
-            return write(tables, opened, since)
+            return write(opened, since)
 
         return int(store.run(what, tables.at_rank_0(written, what)))
 
@@ -327,51 +275,45 @@ def meet(store: WorkerStore, what: str, items: Items, table: KnownTable, refusal
     more often than another.
     """
     store.finish()
-    store.hear_refusals(what)
-    told = store.agree(what, items, refusal, noun="argument", data=b"%d" % table.round)
-    for rank, theirs in enumerate(told):
-        if theirs != told[0] and not store.layout.asynchronous:
-            raise of_caller(
-                ValueError(
-                    f"{what}: rank 0 has pushed {int(told[0])} times and rank {rank} {int(theirs)}: call it after the "
-                    "same step"
-                )
-            )
+    store.agree_on_refusals(what)
+    rounds = store.agree(what, items, refusal, noun="argument", data=b"%d" % table.round)
+    if not store.layout.asynchronous:
+        check_one_round(what, [table], [[int(round_)] for round_ in rounds])
 
 
-def _counts_of(store: WorkerStore, table: KnownTable) -> KnownTable | None:
+def _counts_of(tables: RemoteTables, table: KnownTable) -> KnownTable | None:
     """Return the table that counts ids without a row, if there is one."""
-    return store.tables[table.name + COUNTS] if table.card.seen else None
+    return tables.known.get(table.card.table_of_counts)
 
 
 def _written(
-    tables: Tables, table: KnownTable, counts: KnownTable | None, what: str, writer: Writer, since: int
+    tables: RemoteTables, table: KnownTable, counts: KnownTable | None, what: str, writer: Writer, since: int
 ) -> Task[bytes]:
     stats = yield from tables.stats(table)
-    updates = _see_since(what, stats, since)
+    updates = _check_since(what, stats, since)
     frozen = [(WORD, "", table, (yield from tables.freeze([table.name], since, updates)))]
     if counts is not None:
         frozen.append((COUNTS_WORD, COUNTS_PREFIX, counts, (yield from tables.freeze([counts.name]))))
-    records = [(word, prefix, record_of(one, rows)) for word, prefix, one, rows in frozen]
+    records = [(word, prefix, record_of(each, rows)) for word, prefix, each, rows in frozen]
     tensors = {name: tensor for _, prefix, record in records for name, tensor in record.tensors(prefix)}
     part = _Part(since, updates, sum(server.rows for server in stats))
-    words = {word: msgspec.json.encode(record).decode() for word, _, record in records}
+    metadata = {word: msgspec.json.encode(record).decode() for word, _, record in records}
     dropped = yield from _dropped(frozen[0][3], table)
     if since:
         tensors["dropped"] = Tensor(dropped.dtype, dropped.shape)
-    writer.begin(tensors, {**words, PART_WORD: msgspec.json.encode(part).decode()})
+    writer.begin(tensors, {**metadata, PART_WORD: msgspec.json.encode(part).decode()})
     if since:
         writer.append("dropped", dropped)
     for (_, prefix, record), (*_, rows) in zip(records, frozen, strict=True):
         for piece in pieces(record, prefix, rows):
-            for name, values in (yield from read(rows, piece)):
+            for name, values in (yield from piece.read()):
                 writer.append(name, values)
         yield from rows.release()
     _finish(writer)
     return b"%d" % updates
 
 
-def _see_since(what: str, stats: Sequence[TableStats], since: int) -> int:
+def _check_since(what: str, stats: Sequence[TableStats], since: int) -> int:
     """Return the number of updates. Raise ValueError if it is not known which rows were changed after `since`."""
     if since and not all(since in part.exports for part in stats):
         raise ValueError(
@@ -381,12 +323,12 @@ def _see_since(what: str, stats: Sequence[TableStats], since: int) -> int:
     return min(part.updates for part in stats)
 
 
-def _dropped(frozen: FrozenRows, table: KnownTable) -> Task[Ids]:
+def _dropped(frozen: FrozenOnServers, table: KnownTable) -> Task[Ids]:
     """Return the ids that all servers have dropped after `since`."""
-    found = [NO_IDS]
+    parts = [NO_IDS]
     for server in range(len(frozen.parts[table.name])):
-        found.append(np.frombuffer((yield from frozen.dropped(table.name, server)), np.int64))
-    return np.concatenate(found)
+        parts.append(np.frombuffer((yield from frozen.dropped(table.name, server)), np.int64))
+    return np.concatenate(parts)
 
 
 def _finish(writer: Writer) -> None:
@@ -403,9 +345,9 @@ def _fitting(
 
     Raises ValueError if one is damaged, of another table, or not the continuation of the one before.
     """
-    found = [_opened(table, what, path, stack) for path in paths]
+    opened = [_opened(table, what, path, stack) for path in paths]
     before: _Part | None = None
-    for _, file, part in found:
+    for _, file, part in opened:
         if part.since != (0 if before is None else before.updates):
             expected = "all rows" if before is None else f"the changes since update {before.updates}"
             holds = f"the changes since update {part.since}" if part.since else "all rows"
@@ -417,18 +359,18 @@ def _fitting(
     parts: list[FilePart] = []
     later, rows = NO_IDS, 0
     # From the last file to the first, to know which ids later files have.
-    for records, file, part in reversed(found):
+    for records, file, part in reversed(opened):
         chosen = {"": msgspec.structs.replace(records[""], card=table.card)}
         if counts is not None and not parts:
             none = TableRecord(counts.card, 0, records[""].updates)
             chosen[COUNTS_PREFIX] = msgspec.structs.replace(records.get(COUNTS_PREFIX, none), card=counts.card)
         parts.insert(0, FilePart(chosen, file, later))
         step = PIECE_BYTES // 8
-        for start in range(0, records[""].rows if len(found) > 1 else 0, step):
+        for start in range(0, records[""].rows if len(opened) > 1 else 0, step):
             rows += int(np.count_nonzero(~_are_among(file.get("ids", slice(start, start + step)), later)))
         if part.since:
             later = np.unique(np.concatenate([later, file.get("ids"), file.get("dropped")]))
-    if before is not None and len(found) > 1 and rows != before.rows:
+    if before is not None and len(opened) > 1 and rows != before.rows:
         raise ValueError(f"{what}: the files hold {rows} rows, and the table had {before.rows}: give those of one job")
     return parts
 
@@ -453,10 +395,10 @@ def _opened(
         part = msgspec.json.decode(file.metadata[PART_WORD], type=_Part) if PART_WORD in file.metadata else whole
     except msgspec.MsgspecError as error:
         raise ValueError(f"{path} has a header of a table that cannot be read: {error}") from error
-    see_fit(what, path, records[""], table)
+    check_fit(what, path, records[""], table)
     if (theirs := records[""].card.table) != table.name:
         warn(f"{what}: {path} holds table {theirs!r}, whose rows this table has from now on")
-    file.see_sums(())
+    file.check_sums(())
     promised = {name: tensor for prefix, record in records.items() for name, tensor in record.tensors(prefix)}
     if part.since and "dropped" in file.tensors:
         promised["dropped"] = Tensor(np.dtype(np.int64), file.tensors["dropped"].shape[:1])
@@ -465,7 +407,7 @@ def _opened(
     return records, file, part
 
 
-def _loaded(tables: Tables, table: KnownTable, parts: Sequence[FilePart] | None) -> Task[bytes]:
+def _loaded(tables: RemoteTables, table: KnownTable, parts: Sequence[FilePart] | None) -> Task[bytes]:
     assert parts is not None
     try:
         yield from restore(tables, parts)
@@ -490,20 +432,20 @@ class _Export(msgspec.Struct):
     since: int
 
 
-def export(store: WorkerStore, table: KnownTable, path: object, given: Callable[[], int]) -> int:
+def export(store: WorkerStore, tables: RemoteTables, table: KnownTable, path: object, given: Callable[[], int]) -> int:
     """Write rows for programs that serve. Collective; see `Table.export`.
 
     `given` returns the checked `since`, or raises.
     """
     what = f"export of table {table.name!r}"
     return _with_writer(
-        store, what, table, path, given, lambda tables, writer, since: _exported(tables, table, what, writer, since)
+        store, tables, what, table, path, given, lambda writer, since: _exported(tables, table, what, writer, since)
     )
 
 
-def _exported(tables: Tables, table: KnownTable, what: str, writer: Writer, since: int) -> Task[bytes]:
+def _exported(tables: RemoteTables, table: KnownTable, what: str, writer: Writer, since: int) -> Task[bytes]:
     stats = yield from tables.stats(table)
-    updates = _see_since(what, stats, since)
+    updates = _check_since(what, stats, since)
     card, names = table.card, ["ids", "values"]
     frozen = yield from tables.freeze([table.name], since, updates)
     dropped = yield from _dropped(frozen, table)

@@ -12,16 +12,16 @@ so HERE is 0 there too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.collectives.fabric.arena import SparseFile
+from mpips.collectives.fabric.arena import Region, SparseFile
+from mpips.store.keys.row_sums import Ids
 from mpips.tables import index, kernels
-from mpips.tables.initial import Ids
 from mpips.tables.journal import CLOSED, HERE, OPENED, REFUSALS, WORDS
+from mpips.tables.messages import MakeTable, TablePlaces
 
 Array = NDArray[Any]
 NO_SLOTS = np.zeros(1, np.uint32)
@@ -30,35 +30,26 @@ NO_SLOTS = np.zeros(1, np.uint32)
 class RowsInPlace:
     """The rows of a table on one server, seen by a worker of the same node.
 
+    The constructor raises CollectiveError or OSError if the rows cannot be mapped: no address space is left, or the
+    server is in another container.
+
     Args:
-        file: The server's sparse file.
-        places, capacity: Those of the server's `TableRows`.
+        at: Where the rows are.
         workers: Number of workers of the store.
-        key, bound: Of the first values.
         server: Number of the server, and number of servers.
     """
 
-    def __init__(
-        self,
-        file: SparseFile,
-        places: Mapping[str, int],
-        capacity: int,
-        workers: int,
-        dim: int,
-        dtype: np.dtype,
-        key: int,
-        bound: float,
-        server: tuple[int, int],
-    ) -> None:
-        self._file = file
-        self._dim = dim
+    def __init__(self, at: TablePlaces, card: MakeTable, workers: int, server: tuple[int, int]) -> None:
+        self._file = file = SparseFile.opened(Region(*at.file))
+        self._dim = card.dim
+        places, capacity = at.places, at.capacity
         self._words: Any = memoryview(file.view(places["words"], (WORDS,), np.uint64))  # type: ignore[arg-type]
         self._done: Any = memoryview(file.view(places["done"], (2, workers), np.uint64))  # type: ignore[arg-type]
         self._index = file.view(places["index"], (index.WORDS,), np.uint64)
         self._ids = file.view(places["ids"], (capacity,), np.int64)
-        self._values = file.view(places["values"], (capacity * dim,), dtype)
-        self._numbers = np.array([key, *server], np.uint64)
-        self._spread = np.array([2 * bound / (1 << 53), bound])
+        self._values = file.view(places["values"], (capacity * card.dim,), np.dtype(card.dtype))
+        self._numbers = np.array([card.key, *server], np.uint64)
+        self._spread = np.array([2 * card.bound / (1 << 53), card.bound])
         # The contents of `_index` when the slots below were mapped.
         self._where: list[int] = []
         self._slots = NO_SLOTS

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpips.collectives.fabric.arena import SparseFile
+from mpips.store.keys.row_sums import Ids, hashes_of
 from mpips.tables import kernels
-from mpips.tables.initial import Ids, hashes_of
 
 Positions = NDArray[np.int64]
 Hashes = NDArray[np.uint64]

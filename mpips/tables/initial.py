@@ -1,4 +1,4 @@
-"""First values of rows, bit by bit, and the server of each, from ids alone: a counter-based generator (SplitMix64).
+"""First values of rows, bit by bit, from ids alone: a counter-based generator (SplitMix64).
 
     value(seed, table, id, column) = a + (b - a) * mix(mix(id ^ key) + (column + 1) * golden ratio) / 2^64
 
@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Ids = NDArray[np.int64]
-GOLDEN = 0x9E3779B97F4A7C15
-MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+from mpips.store.keys.row_sums import GOLDEN, Ids, mixed
+
 # values computed at a time; at 8 bytes each they stay in the cache
 MADE_AT_ONCE = 1 << 14
 
@@ -47,24 +46,6 @@ def uniform(bound: float) -> Uniform:
     if not (math.isfinite(number) and number >= 0):
         raise ValueError(f"uniform(bound={bound!r}): give a finite number >= 0")
     return Uniform(number)
-
-
-def mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return a hash of each 64-bit word, one to one (the finalizer of SplitMix64)."""
-    words = (words ^ (words >> np.uint64(30))) * MULTIPLIERS[0]
-    words = (words ^ (words >> np.uint64(27))) * MULTIPLIERS[1]
-    return words ^ (words >> np.uint64(31))
-
-
-def hashes_of(ids: Ids) -> NDArray[np.uint64]:
-    """Return a hash of each id. Its upper half chooses the server, its lower half the slot in the index."""
-    return mixed(ids.view(np.uint64) + np.uint64(GOLDEN))
-
-
-def owners_of(ids: Ids, servers: int) -> NDArray[np.int64]:
-    """Return the server of each id's row, from 0 on."""
-    upper = hashes_of(ids) >> np.uint64(32)
-    return ((upper * np.uint64(servers)) >> np.uint64(32)).astype(np.int64)
 
 
 def key_of(seed: int, table: str) -> int:

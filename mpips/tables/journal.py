@@ -1,50 +1,52 @@
-"""The journal of a table's rows: one whole round of them can be restored whenever their server is killed.
+"""The undo copy of a table's rows: one whole round can be restored whenever their server is killed.
 
-Rows are changed in place. Before a round changes a position for the first time, the journal copies what lies there and
-advances its mark. So the round before consists of the rows as they lie, with the copies before the mark put in their
-places. Once a round is complete, both it and the round before can be restored, until the next round opens. Everything
-lies in the server's sparse file. A process that reads it later sees the stores in their order, because one process has
-made them all.
+The idea and the order of writing are those of `store.recovery.undo`. What differs: a round changes rows at any
+positions, and may make and drop rows. So the copies have their positions, the mark counts them, and the number of
+positions given out before the round is kept: rows behind it are new, and vanish when the round is undone. The copies
+lie in the server's sparse file, and are as large as the table, but take memory only where they are written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpips.collectives.fabric.arena import SparseFile
+from mpips.store.recovery.undo import CLOSED, MARK, OPENED, WHOLE, UndoWords
 from mpips.tables.places import FREE
 
 Array = NDArray[Any]
 Positions = NDArray[np.int64]
 Arrays = dict[str, tuple[np.dtype, tuple[int, ...]]]
 WORDS = 16
-# Words of the journal:
+# Words of the journal, besides those of `UndoWords`:
 # ROWS: number of positions given out.
-# CLOSED: the last complete round.
-# OPENED: the round being written; equal to CLOSED if there is none.
-# WHOLE: the copies are complete, so that the round before CLOSED can be restored.
-# MARK: number of positions copied in this round.
 # ROWS_BEFORE: ROWS at the round before.
 # TORN: rows are being put by a load or a recovery; no round is whole.
 # HERE: for processes that read in place: the table's rows are still the ones of this journal.
 # REFUSALS: for the same: number of rounds refused.
-ROWS, CLOSED, OPENED, WHOLE, MARK, ROWS_BEFORE, TORN, HERE, REFUSALS = range(9)
-# counts at the last round and at the one before, in the order of `Standing`
+ROWS, ROWS_BEFORE, TORN, HERE, REFUSALS = range(4, 9)
+# counts at the last round and at the one before, in the order of `RowsRound`
 COUNTS, COUNTS_BEFORE = slice(9, 12), slice(12, 15)
 # prefix of the names of copies
 KEPT = "kept "
 # size of the pieces in which rows are read
 PIECE_BYTES = 4 << 20
 
-# A round that can be restored, with the table's counts at that time: updates, dropped rows, refused gradients.
-Standing = tuple[int, int, int, int]
+
+class RowsRound(NamedTuple):
+    """A round that can be restored, with the table's counts at that time: updates, dropped rows, refused gradients."""
+
+    round: int
+    updates: int
+    dropped: int
+    refused: int
 
 
-class Journal:
+class Journal(UndoWords[RowsRound]):
     """The copies of what a round overwrites in the rows of one table, and the words that say which of them count.
 
     Args:
@@ -110,7 +112,7 @@ class Journal:
         self.words[ROWS] = rows
 
     def close(self, counts: Sequence[int], done: Sequence[int]) -> None:
-        """Complete the round. `counts` are those of a `Standing`, `done` the pushes of each worker that are applied."""
+        """Complete the round, with the counts of a `RowsRound`. `done`: the pushes of each worker that are applied."""
         words = self.words
         self._done[words[OPENED] % 2] = done
         words[COUNTS] = _words(counts)
@@ -118,18 +120,18 @@ class Journal:
         # Last: with this store the round is complete.
         words[CLOSED] = words[OPENED]
 
-    def begin(self, rows: int, standing: Standing, done: Sequence[int], torn: bool = False) -> None:
+    def begin(self, rows: int, at: RowsRound, done: Sequence[int], torn: bool = False) -> None:
         """Begin a generation at a round, with `rows` positions given out."""
-        words, (round_, *counts) = self.words, standing
+        words, (round_, *counts) = self.words, at
         words[TORN] = torn
         self._done[round_ % 2] = done
         words[ROWS], words[COUNTS] = rows, _words(counts)
         words[OPENED] = words[CLOSED] = round_
 
-    def put_back(self) -> bool:
+    def undo(self) -> bool:
         """Undo a round that is not complete. Return True if there was one."""
         words = self.words
-        if words[OPENED] == words[CLOSED] or not self._kept:
+        if not self.is_open or not self._kept:
             return False
         mark, before = int(words[MARK]), int(words[ROWS_BEFORE])
         at = self._kept["at"][:mark]
@@ -143,27 +145,15 @@ class Journal:
         words[OPENED] = words[CLOSED]
         return True
 
-    def go_back(self) -> bool:
-        """Go back to the round before the last, which must be restorable. Return True if that was done."""
-        # Now the last round looks as if it were not complete, and is undone as such a round.
-        self.words[CLOSED] -= 1
-        return self.put_back()
-
     # ---- reading
 
     @property
     def torn(self) -> bool:
         """True if no whole round can be restored."""
-        words = self.words
-        return bool(words[TORN]) or (words[OPENED] != words[CLOSED] and not self._kept)
+        return bool(self.words[TORN]) or (self.is_open and not self._kept)
 
-    def standings(self) -> list[Standing]:
-        """Return the rounds that can be restored, newest first."""
-        words = self.words
-        if words[OPENED] != words[CLOSED]:
-            return [(int(words[CLOSED]), *words[COUNTS_BEFORE])]
-        before: list[Standing] = [(int(words[CLOSED]) - 1, *words[COUNTS_BEFORE])] if words[WHOLE] else []
-        return [(int(words[CLOSED]), *words[COUNTS]), *before]
+    def _available(self, round_: int, before: bool) -> RowsRound:
+        return RowsRound(round_, *self.words[COUNTS_BEFORE if before else COUNTS])
 
     def pushes_in(self, round_: int) -> list[int]:
         """Return the number of each worker's pushes in a round that can be restored."""
@@ -194,7 +184,7 @@ class Journal:
         """
         words, at = self.words, np.zeros(0, np.int64)
         rows = int(words[ROWS])
-        if words[OPENED] != words[CLOSED] or round_ < words[CLOSED]:
+        if self.is_open or round_ < words[CLOSED]:
             rows, at = int(words[ROWS_BEFORE]), self._kept["at"][: int(words[MARK])] if self._kept else at
         for start in range(0, rows, self.rows_at_once):
             stop = min(start + self.rows_at_once, rows)

@@ -1,4 +1,4 @@
-"""Compiled loops of tables: merge ids, find and make rows, add gradients. NumPy gives the same bits without them.
+"""Compiled loops of tables: find, make, read and update rows. NumPy gives the same bits without them.
 
 Arrays of rows are passed flat: row p of `values` is values[p * dim : (p + 1) * dim].
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from mpips.collectives.kernels import engine
 from mpips.collectives.kernels.function import Compiled, compiled
+from mpips.store.keys.row_sums import AHEAD, CONSTANTS, GOLDEN, add_rows, merge
 
 if TYPE_CHECKING:
     from mpips.collectives.kernels.compiler import mixed64, prefetch
@@ -21,11 +22,8 @@ if TYPE_CHECKING:
 Array = np.ndarray
 FLOATS = ("float32", "float64")
 IDS = ("int64",)
-CONSTANTS = {"GOLDEN": 0x9E3779B97F4A7C15, "AHEAD": 12}
 # NumPy sums rows longer than this pairwise, in parts; `row_adagrad` does not reproduce that.
 PAIRWISE = 128
-# GOLDEN is the constant of `initial`. AHEAD is how many rows ahead memory is prefetched.
-GOLDEN, AHEAD = CONSTANTS["GOLDEN"], CONSTANTS["AHEAD"]
 # A worker that makes a table waits at most this long until loops are loaded.
 LOADED_SECONDS = 3.0
 
@@ -39,71 +37,6 @@ def load(dtype: np.dtype, loops: Sequence[Compiled], seconds: float = 0.0) -> No
         if loop.prepare(dtype) is None:
             loop.prepare(np.dtype(np.int64))
     engine.settle(seconds)
-
-
-@compiled("const int64[], int32[], int64[], int64[], int32[], int64[]", IDS, CONSTANTS)
-def merge(ids: Array, slots: Array, distinct: Array, places: Array, owners: Array, counts: Array) -> int:
-    """Find the distinct ids. Return their number.
-
-    Args:
-        slots: Scratch; its size is a power of two greater than the number of ids.
-        distinct: Gets each id once, in order of first appearance.
-        places: Gets for each given id its index in `distinct`.
-        owners: Gets the server of each distinct id.
-        counts: Gets the number of distinct ids for each server.
-    """
-    mask, servers, count = np.uint64(slots.size - 1), np.uint64(counts.size), 0
-    slots[:] = 0
-    counts[:] = 0
-    for i in range(ids.size):
-        word = mixed64(np.uint64(ids[i]) + np.uint64(GOLDEN))
-        at = word & mask
-        while True:
-            place = slots[at] - 1
-            if place < 0:
-                place = count
-                slots[at] = count + 1
-                distinct[count] = ids[i]
-                owner = ((word >> np.uint64(32)) * servers) >> np.uint64(32)
-                owners[count] = owner
-                counts[owner] += 1
-                count += 1
-                break
-            if distinct[place] == ids[i]:
-                break
-            at = (at + np.uint64(1)) & mask
-        places[i] = place
-    return count
-
-
-@compiled("const int64[], const int32[], int64[], int64[], int64[], int64[]", IDS, CONSTANTS)
-def deal(distinct: Array, owners: Array, next_row: Array, next_word: Array, words: Array, rows: Array) -> int:
-    """Give each id the next row of its server, and write the id to the next of that server's words."""
-    for i in range(distinct.size):
-        owner = owners[i]
-        rows[i] = next_row[owner]
-        words[next_word[owner]] = distinct[i]
-        next_row[owner] += 1
-        next_word[owner] += 1
-    return 1
-
-
-@compiled("stored[], const stored[], const int64[], uint8[], int64", FLOATS, CONSTANTS)
-def add_rows(total: Array, gradients: Array, rows: Array, begun: Array, dim: int) -> int:
-    """Add gradients to rows of `total` in order. The first gradient of a row that has not `begun` replaces the row."""
-    for i in range(rows.size):
-        ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
-        prefetch(total, ahead)
-        row = rows[i]
-        t_, g_ = total[row * dim : (row + 1) * dim], gradients[i * dim : (i + 1) * dim]
-        if begun[row]:
-            for k in range(g_.size):
-                t_[k] += g_[k]
-        else:
-            begun[row] = 1
-            for k in range(g_.size):
-                t_[k] = g_[k]
-    return 1
 
 
 @compiled("const int64[], const uint32[], const int64[], int64[]", IDS, CONSTANTS)
@@ -357,6 +290,5 @@ def adam(
     return 1
 
 
-OF_WORKERS = merge, deal, add_rows, read_rows
+OF_WORKERS = merge, add_rows, read_rows
 OF_SERVERS = merge, add_rows, find, insert, first_values
-OF_OPTIMIZERS = {"sgd": sgd, "adagrad": adagrad, "row_adagrad": row_adagrad, "adam": adam}

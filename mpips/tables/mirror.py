@@ -24,10 +24,10 @@ from mpips.collectives.fabric import requests
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.fabric.failure import is_death
 from mpips.collectives.machine import free_memory
-from mpips.store.transport.frames import MakeTable
-from mpips.tables import row_optimizers
-from mpips.tables.journal import CLOSED, COUNTS, OPENED, ROWS, TORN, WORDS, Journal, Positions, kept_arrays
-from mpips.tables.plan import TableHolding, holding_of_table
+from mpips.store.keys.key import Name
+from mpips.tables.journal import CLOSED, COUNTS, OPENED, ROWS, TORN, WORDS, Journal, Positions, RowsRound, kept_arrays
+from mpips.tables.messages import MakeTable
+from mpips.tables.plan import RowsCopy, describe_rows
 from mpips.tables.rows import arrays_of
 
 # on the servers' communicator
@@ -52,7 +52,7 @@ class RoundEnd(msgspec.Struct, array_like=True):
     """What the journal of a table says at the end of a round.
 
     Attributes:
-        counts: As in `Standing`.
+        counts: As in `RowsRound`.
         done: Number of pushes of each worker that are applied.
     """
 
@@ -112,7 +112,7 @@ class MirroredTable:
 
     def __init__(self, file: SparseFile, begins: TableBegins, generation: int) -> None:
         card, capacity, self._file = begins.card, begins.capacity, file
-        self._arrays = arrays_of(card.dim, np.dtype(card.dtype), row_optimizers.decode(card.optimizer, card.numbers))
+        self._arrays = arrays_of(card)
         arrays = {name: file.zeros((capacity, *shape), kind)[0] for name, (kind, shape) in self._arrays.items()}
         kept = {
             name: file.zeros((capacity, *shape), kind)[0] for name, (kind, shape) in kept_arrays(self._arrays).items()
@@ -128,9 +128,9 @@ class MirroredTable:
 
     def apply(self, rows: RowsChanged) -> None:
         """Take in a message with rows. Raises CollectiveError if it does not continue what is here."""
-        self._see_memory(rows.rows)
+        self._check_memory(rows.rows)
         journal, words, end = self.journal, self.journal.words, rows.end
-        if self.whole and words[OPENED] == words[CLOSED]:
+        if self.whole and not journal.is_open:
             journal.open()
         arrays = {
             name: np.frombuffer(rows.arrays[name], kind).reshape(-1, *shape)
@@ -147,7 +147,7 @@ class MirroredTable:
                 )
             journal.close(end.counts, end.done)
         else:
-            journal.begin(rows.rows, (end.round, *end.counts), end.done, end.torn)
+            journal.begin(rows.rows, RowsRound(end.round, *end.counts), end.done, end.torn)
             self.whole = True
 
     def go_to(self, round_: int | None) -> bool:
@@ -155,13 +155,13 @@ class MirroredTable:
 
         None: stay at the newest whole round.
         """
-        self.journal.put_back()
-        rounds = [number for number, *_ in self.journal.standings()]
-        if round_ is None or rounds[0] == round_:
-            return True
-        return round_ in rounds and self.journal.go_back()
+        self.journal.undo()
+        rounds = [available.round for available in self.journal.available_rounds()]
+        if round_ in rounds[1:]:
+            self.journal.go_back()
+        return round_ is None or round_ in rounds
 
-    def _see_memory(self, rows: int) -> None:
+    def _check_memory(self, rows: int) -> None:
         """Raise CollectiveError if the machine has no memory for this many rows."""
         if rows <= self._sure:
             return
@@ -184,6 +184,10 @@ class MirroredTables:
         # new copies whose rows have not all come; the older copy stays in `_copies` meanwhile
         self._coming: dict[Place, MirroredTable] = {}
 
+    def connect(self, comm: MPI.Intracomm, mirror: int | None, generation: int) -> RowMirror:
+        """Connect this server to its mirror (None: it has none), and these copies to their servers."""
+        return RowMirror(comm, mirror, self, generation)
+
     def apply_message(self, server: int, servers: int, message: TableBegins | RowsChanged, generation: int) -> None:
         """Take in a message of a server, which is one of `servers`."""
         if isinstance(message, TableBegins):
@@ -199,7 +203,7 @@ class MirroredTables:
         if copy.whole and place in self._coming:
             self._copies[place] = self._coming.pop(place)
 
-    def begin(self, rounds: Mapping[str, int] | None) -> None:
+    def begin(self, rounds: Mapping[Name, int] | None) -> None:
         """Begin a generation in which tables stand at these rounds, and drop copies that cannot go there.
 
         `rounds` is None in an asynchronous store: every copy stays at its newest round.
@@ -215,13 +219,13 @@ class MirroredTables:
         """Drop the copies of earlier generations, once all servers have sent their rows in this one."""
         self._copies = {place: copy for place, copy in self._copies.items() if copy.generation >= generation}
 
-    def holdings(self, first: int, servers: int, shelf: int) -> list[TableHolding]:
-        """Return the holdings of the copies here that come from a generation with this many servers.
+    def describe(self, first: int, servers: int, memory: int) -> list[RowsCopy]:
+        """Describe the copies here that come from a generation with this many servers.
 
-        `first` is the rank of its first server, and `shelf` the number under which the copies are listed.
+        `first` is the rank of its first server, and `memory` the number of this memory.
         """
         return [
-            holding_of_table(copy.name, copy.journal, first + server, shelf)
+            describe_rows(copy.name, copy.journal, first + server, memory)
             for (_, server, of), copy in self._copies.items()
             if of == servers
         ]
@@ -296,7 +300,7 @@ class RowMirror:
         """End with the generation. Nothing waits for the mirror any more."""
         with suppress(CollectiveError):
             self._receive()
-        requests.keep(request for _, request, _ in self._under_way)
+        requests.keep_until_complete(request for _, request, _ in self._under_way)
         self._due.clear()
         self._under_way.clear()
 
@@ -323,7 +327,7 @@ class RowMirror:
         """
         taken: Counter[int] = Counter()
         worked = False
-        while not self._broken and (received := requests.received(self._comm, TAG)) is not None:
+        while not self._broken and (received := requests.receive_next(self._comm, TAG)) is not None:
             worked = self._broken = True
             server, message = received[0], _decoder.decode(received[1])
             if isinstance(message, RowsKept):
@@ -333,13 +337,13 @@ class RowMirror:
                 taken[server] += 1
             self._broken = False
         for server, count in taken.items():
-            requests.tell(self._comm, msgspec.msgpack.encode(RowsKept(count)), [server], TAG)
+            requests.send_to_all(self._comm, msgspec.msgpack.encode(RowsKept(count)), [server], TAG)
         return worked
 
     def _note_kept(self, count: int) -> None:
         for _ in range(count):
             nbytes, request, table = self._under_way.popleft()
-            if not requests.over(request):
-                requests.keep([request])
+            if not requests.is_over(request):
+                requests.keep_until_complete([request])
             self._nbytes -= nbytes
             self._open[table] -= 1

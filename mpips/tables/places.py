@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.machine import free_memory
+from mpips.store.keys.row_sums import Ids
 from mpips.tables.index import Hashes, Index, Positions
-from mpips.tables.initial import Ids
 
 Touched = NDArray[np.int32]
 # `touched` of a position without a row; updates count from 1
@@ -108,7 +108,7 @@ class Places:
         self._sure = sure
         return True
 
-    def see_room(self, count: int) -> None:
+    def check_room(self, count: int) -> None:
         """Raise MemoryError if the machine has no memory for `count` more rows. Nothing has changed then."""
         if not self.has_room(count):
             raise MemoryError(self.no_room(count))
@@ -123,7 +123,7 @@ class Places:
     def add(self, ids: Ids) -> tuple[Positions, Positions]:
         """Give positions to ids without rows. No id may repeat.
 
-        Call `see_room` before, and `touch` afterwards. Return all positions, and those of them where a row was before.
+        Call `check_room` before, and `touch` afterwards. Return all positions, and those of them that had a row before.
         """
         old = min(len(ids), self._free_count)
         again = self._free[self._free_count - old : self._free_count].astype(np.int64)
@@ -169,9 +169,9 @@ class Places:
             self._index.insert(self._ids[piece], piece)
         self._free = np.flatnonzero(self._touched[:top] == FREE).astype(np.uint32)
         self.count, self.top, self._free_count, self._sure = len(lying), top, len(self._free), top
-        self.see_touched()
+        self.rebuild_order()
 
-    def see_touched(self) -> None:
+    def rebuild_order(self) -> None:
         """Rebuild the order after rows were put together with their last updates, by a load or a recovery."""
         if self._order is not None:
             self._order.rebuild(self.top)

@@ -1,49 +1,49 @@
-"""Plan where rows come from after a death: which memory has them, at which rounds, and who copies them.
+"""Plan where rows come from after a death: which memory has them, at which rounds, and which rank copies them.
 
 A table is whole if the rows of every server can be found. Servers differ by one round at most, and each can go back by
 one round, so there is a round that all of them can restore.
 
 If as many servers go on as there were before, each keeps its rows, and a new server takes those of the dead one from
 memory that outlives it (see `journal`). Otherwise each server takes the rows that now belong to it from all servers'
-memory (see `transfer`).
+memory (see `mover`).
 
-A *shelf* is the memory that has rows: a server's own, numbered by its rank in the last generation, or what a rank keeps
-as a mirror, numbered by `recovery.plan.copies_of(rank)`.
+Rows of a server are in its own memory, or in its mirror's. A *memory* has a number: the server's rank in the last
+generation, or `recovery.plan.copies_of(rank)` for what a rank keeps as a mirror.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.store.keys.key import Name
 from mpips.store.roles import Layout
-from mpips.store.transport.frames import MakeTable
-from mpips.tables import row_optimizers
-from mpips.tables.admission import COUNTS
-from mpips.tables.journal import Journal, Standing
+from mpips.tables.journal import Journal, RowsRound
+from mpips.tables.messages import MakeTable
 from mpips.tables.rows import arrays_of
 
+# an empty list
+NOTHING = msgspec.msgpack.encode([])
 
-class TableHolding(msgspec.Struct, array_like=True):
-    """One server's rows of a table as they are on one shelf, and the rounds that can be restored from there.
+
+class RowsCopy(msgspec.Struct, array_like=True):
+    """One server's rows of a table in one memory, and the rounds that can be restored from there.
 
     Attributes:
         owner: The server that the rows belong to, by its rank in the last generation.
-        shelf: The owner's own memory, or its mirror's.
-        standings: Newest round first.
+        memory: The owner's own memory, or its mirror's.
+        rounds: Newest first.
         torn: No whole round can be restored.
         pushes: Number of pushes of each worker in the newest round.
     """
 
     table: str
     owner: int
-    shelf: int
-    standings: list[Standing]
+    memory: int
+    rounds: list[RowsRound]
     torn: bool
     pushes: list[int]
 
@@ -67,13 +67,13 @@ class RowSource(NamedTuple):
 
     Attributes:
         owner: The server that had the rows, by its rank in the last generation.
-        shelf: The memory they are in.
+        memory: The memory they are in.
         holder: A rank that can map this memory.
         sent: The holder sends them in messages. False: the server reads them itself.
     """
 
     owner: int
-    shelf: int
+    memory: int
     holder: int
     sent: bool
 
@@ -100,169 +100,162 @@ class TablePlan(NamedTuple):
     sources: Mapping[int, list[RowSource] | None] = {}
 
 
-class TableShelf(Protocol):
-    """One shelf, as far as tables need it; see `recovery.plan.Shelf`."""
-
-    @property
-    def owner(self) -> int: ...
-    @property
-    def live(self) -> bool: ...
-    @property
-    def tables(self) -> Sequence[TableHolding]: ...
+# server of the last generation, by its rank then -> the copy of its rows of one table that is used
+Owners = Mapping[int, RowsCopy]
 
 
-class TableInventory(Protocol):
-    """What one rank brings into a recovery, as far as tables need it; see `recovery.plan`.
-
-    `keys` is None on a rank that was not a worker before.
-    """
-
-    @property
-    def keys(self) -> object: ...
-    @property
-    def tables(self) -> Sequence[MakeTable]: ...
-    @property
-    def mapped(self) -> Sequence[int]: ...
-    @property
-    def shelves(self) -> Sequence[TableShelf]: ...
-
-
-# the copy of one table that each server of the last generation has, by the server's rank then
-# server of the last generation, by its rank then -> the holding of one table that is used for it
-Owners = Mapping[int, TableHolding]
-
-
-def holding_of_table(name: str, journal: Journal, owner: int, shelf: int) -> TableHolding:
-    """Describe a table on a shelf from its journal."""
-    standings = journal.standings()
-    return TableHolding(name, owner, shelf, standings, journal.torn, journal.pushes_in(standings[0][0]))
+def describe_rows(name: str, journal: Journal, owner: int, memory: int) -> RowsCopy:
+    """Describe a server's rows of a table from their journal."""
+    rounds = journal.available_rounds()
+    return RowsCopy(name, owner, memory, rounds, journal.torn, journal.pushes_in(rounds[0].round))
 
 
 def attached(file: SparseFile, entry: TableEntry) -> Journal:
     """Open the journal of a table whose server has died."""
-    card = entry.card
-    arrays = arrays_of(card.dim, np.dtype(card.dtype), row_optimizers.decode(card.optimizer, card.numbers))
-    return Journal.attached(file, entry.places, arrays, entry.capacity, entry.workers)
+    return Journal.attached(file, entry.places, arrays_of(entry.card), entry.capacity, entry.workers)
 
 
-def common_holdings(owners: Owners, counts: Owners) -> dict[int, TableHolding]:
-    """Restrict the holdings of a table to rounds that its counts of ids have too. They are torn if either is."""
+def in_common(owners: Owners, counts: Owners) -> dict[int, RowsCopy]:
+    """Restrict the copies of a table to rounds that its counts of ids have too. They are torn if either is."""
     found = {}
     for owner in owners.keys() & counts.keys():
-        one, other = owners[owner], counts[owner]
-        both = {round_ for round_, *_ in other.standings}
-        standings = [standing for standing in one.standings if standing[0] in both]
-        torn = one.torn or other.torn or not standings
-        found[owner] = TableHolding(one.table, owner, one.shelf, standings or one.standings, torn, one.pushes)
+        rows, ids = owners[owner], counts[owner]
+        both = {available.round for available in ids.rounds}
+        rounds = [available for available in rows.rounds if available.round in both]
+        torn = rows.torn or ids.torn or not rounds
+        found[owner] = RowsCopy(rows.table, owner, rows.memory, rounds or rows.rounds, torn, rows.pushes)
     return found
 
 
-def common_tables(inventories: Sequence[TableInventory]) -> list[MakeTable]:
-    """Return the tables that all former workers know.
+class TablesPlan(NamedTuple):
+    """All tables in the next generation (`ServicePlan`)."""
 
-    Their cards are taken from the first of these workers.
+    tables: list[TablePlan]
+
+    @property
+    def cards(self) -> list[MakeTable]:
+        return [table.card for table in self.tables]
+
+    @property
+    def rounds(self) -> dict[Name, int]:
+        return {table.card.table: table.round for table in self.tables}
+
+    @property
+    def _known_to_users(self) -> list[TablePlan]:
+        """All tables but those that count ids of others."""
+        counts = names_of_counts(self.cards)
+        return [table for table in self.tables if table.card.table not in counts]
+
+    def rounds_of(self, rank: int) -> dict[Name, int]:
+        """Return the round of each table; of a worker the number of its pushes that are in it."""
+        return {
+            table.card.table: table.pushes[rank] if rank < len(table.pushes) else table.round
+            for table in self._known_to_users
+        }
+
+    @property
+    def torn(self) -> list[Name]:
+        return [table.card.table for table in self._known_to_users if table.torn]
+
+
+def names_of_counts(cards: Iterable[MakeTable]) -> set[str]:
+    """Return the names of the tables that count ids of others."""
+    return {card.table_of_counts for card in cards if card.seen}
+
+
+class FoundTables:
+    """What all ranks together hold of the tables that all former workers know (`FoundService`).
+
+    A table is lost if a server's rows are nowhere. Tables of counts are not named as lost, because users do not know
+    them.
     """
-    lists = [one.tables for one in inventories if one.keys is not None]
-    known = [{card.table for card in cards} for cards in lists]
-    return [card for card in lists[0] if all(card.table in names for names in known)] if lists else []
+
+    def __init__(
+        self, layout: Layout, known: Sequence[bytes | None], held: Sequence[bytes], mapped: Sequence[Collection[int]]
+    ) -> None:
+        self._layout = layout
+        self._mapped = mapped
+        lists = [msgspec.msgpack.decode(data or NOTHING, type=list[MakeTable]) for data in known if data is not None]
+        names = [{card.table for card in cards} for cards in lists]
+        # as the first of the workers knows them
+        self._cards = [card for card in lists[0] if all(card.table in each for each in names)] if lists else []
+        copies = [msgspec.msgpack.decode(data or NOTHING, type=list[RowsCopy]) for data in held]
+        self._owners = owners_of_tables(self._cards, [copy for each in copies for copy in each])
+        # memory -> the rank that has described it
+        self._holders = {copy.memory: rank for rank, each in enumerate(copies) for copy in each}
+        servers = layout.num_servers if layout.before is None else layout.before.num_servers
+        lost = {name for name, owners in self._owners.items() if len(owners) < servers}
+        self.rounds: dict[Name, list[int]] = {
+            name: [] if name in lost else rounds_of(owners) for name, owners in self._owners.items()
+        }
+        self.lost: list[Name] = [name for name in self._owners if name in lost - names_of_counts(self._cards)]
+
+    def plan(self, rounds: Mapping[Name, int]) -> TablesPlan:
+        """Plan all tables at these rounds, and where each server takes rows from."""
+        layout, plans = self._layout, []
+        for card in self._cards:
+            owners = self._owners[card.table]
+            sources = {
+                rank: sources_of(layout, rank, owners, self._mapped[rank], self._holders)
+                for rank in map(layout.server_rank, range(layout.num_servers))
+            }
+            plans.append(plan_table(layout, card, owners, rounds.get(card.table))._replace(sources=sources))
+        return TablesPlan(plans)
 
 
-def owners_of_tables(inventories: Sequence[TableInventory]) -> dict[str, dict[int, TableHolding]]:
-    """For each of the common tables and each server of the last generation, choose the holding to use.
+def owners_of_tables(cards: Sequence[MakeTable], copies: Iterable[RowsCopy]) -> dict[str, dict[int, RowsCopy]]:
+    """For each of these tables and each server of the last generation, choose the copy to use.
 
     A table and its counts of ids complete a round one after the other, so only rounds that both have are kept.
     """
-    cards = common_tables(inventories)
-    found: dict[str, dict[int, TableHolding]] = {card.table: {} for card in cards}
-    for holding in (holding for one in inventories for shelf in one.shelves for holding in shelf.tables):
-        if (there := found.get(holding.table)) is None:
-            continue
-        known = there.get(holding.owner, holding)
-        # A server's own memory is better than a mirror's, then a newer round than an older one.
-        there[holding.owner] = max(known, holding, key=lambda one: (one.shelf == one.owner, one.standings[0]))
-    for table in (card.table for card in cards if card.seen):
-        found[table] = found[table + COUNTS] = common_holdings(found[table], found[table + COUNTS])
-    return found
-
-
-def known_to_users(plans: Sequence[TablePlan]) -> list[TablePlan]:
-    """Leave out the tables that count ids of others."""
-    counts = _names_of_counts(plan.card for plan in plans)
-    return [plan for plan in plans if plan.card.table not in counts]
-
-
-def _names_of_counts(cards: Iterable[MakeTable]) -> set[str]:
-    return {card.table + COUNTS for card in cards if card.seen}
-
-
-def rounds_of_tables(inventories: Sequence[TableInventory], servers: int) -> tuple[dict[Name, list[int]], list[str]]:
-    """Return the rounds at which each table can be restored, and the names of lost tables.
-
-    A table is lost if any of the `servers` servers' rows are nowhere. It has no rounds. Tables of counts are not among
-    the names.
-    """
-    owners = owners_of_tables(inventories)
-    lost = [name for name, theirs in owners.items() if len(theirs) < servers]
-    counts = _names_of_counts(common_tables(inventories))
-    rounds: dict[Name, list[int]] = {name: [] if name in lost else rounds_of(theirs) for name, theirs in owners.items()}
-    return rounds, [name for name in lost if name not in counts]
+    tables: dict[str, dict[int, RowsCopy]] = {card.table: {} for card in cards}
+    for copy in copies:
+        if (owners := tables.get(copy.table)) is not None:
+            known = owners.get(copy.owner, copy)
+            # A server's own memory is better than a mirror's, then a newer round than an older one.
+            owners[copy.owner] = max(known, copy, key=lambda each: (each.memory == each.owner, each.rounds[0]))
+    for card in cards:
+        if counts := card.table_of_counts:
+            tables[card.table] = tables[counts] = in_common(tables[card.table], tables[counts])
+    return tables
 
 
 def rounds_of(owners: Owners) -> list[int]:
     """Return the rounds at which all servers can restore a table, oldest first."""
-    return sorted(set.intersection(*({round_ for round_, *_ in one.standings} for one in owners.values())))
+    return sorted(set.intersection(*({available.round for available in copy.rounds} for copy in owners.values())))
 
 
 def plan_table(layout: Layout, card: MakeTable, owners: Owners, round_: int | None) -> TablePlan:
     """Plan a table at a round that all servers can restore. `round_` None: at each server's newest round."""
-    newest = max(one.standings[0][0] for one in owners.values())
+    newest = max(copy.rounds[0].round for copy in owners.values())
     chosen = newest if round_ is None else round_
-    chosen_by = [next(it for it in one.standings if it[0] <= chosen) for one in owners.values()]
-    updates = max(standing[1] for standing in chosen_by)
-    torn = any(one.torn for one in owners.values()) or (round_ is None and not layout.asynchronous)
+    restored = [next(available for available in copy.rounds if available.round <= chosen) for copy in owners.values()]
+    updates = max(available.updates for available in restored)
+    torn = any(copy.torn for copy in owners.values()) or (round_ is None and not layout.asynchronous)
     pushes = [chosen] * layout.num_workers
     if layout.asynchronous:
-        told = [max(counts) for counts in zip(*(one.pushes for one in owners.values()))]
-        slowest = min(told, default=0)
+        most = [max(counts) for counts in zip(*(copy.pushes for copy in owners.values()))]
+        slowest = min(most, default=0)
         places = range(layout.num_workers) if layout.before is None else layout.before.places
-        pushes = [told[place] if 0 <= place < len(told) else slowest for place in places]
-    rounds = {owner: min(chosen, one.standings[0][0]) for owner, one in owners.items()}
-    counts = sum(standing[2] for standing in chosen_by), sum(standing[3] for standing in chosen_by)
+        pushes = [most[place] if 0 <= place < len(most) else slowest for place in places]
+    rounds = {owner: min(chosen, copy.rounds[0].round) for owner, copy in owners.items()}
+    counts = sum(available.dropped for available in restored), sum(available.refused for available in restored)
     return TablePlan(card, chosen, updates, torn, pushes, rounds, counts)
-
-
-def plan_tables(
-    layout: Layout, inventories: Sequence[TableInventory], rounds: Mapping[Name, int | None], holders: Mapping[int, int]
-) -> list[TablePlan]:
-    """Plan all tables at these rounds, and where each server takes rows from. For `holders` see `sources_of`."""
-    owners = owners_of_tables(inventories)
-    live = {shelf.owner for one in inventories for shelf in one.shelves if shelf.live}
-    plans = []
-    for card in common_tables(inventories):
-        theirs = owners[card.table]
-        sources = {
-            rank: sources_of(layout, rank, theirs, live, inventories[rank].mapped, holders)
-            for rank in map(layout.server_rank, range(layout.num_servers))
-        }
-        plans.append(plan_table(layout, card, theirs, rounds[card.table])._replace(sources=sources))
-    return plans
 
 
 def sources_of(
     layout: Layout,
     rank: int,
     owners: Owners,
-    live: Collection[int],
     mapped: Collection[int],
     holders: Mapping[int, int],
 ) -> list[RowSource] | None:
     """Return where the server `rank` takes the rows from that belong to it now. None: it keeps its own.
 
     Args:
-        owners: The holding of the table to use for each former server.
-        live: The former servers that live, by their ranks then.
-        mapped: The shelves that this server can map.
-        holders: Shelf -> the rank that can map it and has listed its contents.
+        owners: The copy of the table to use for each former server.
+        mapped: The memories that this server can map.
+        holders: Memory -> the rank that can read it and has described it.
     """
     before = layout.before
     if before is None:
@@ -271,10 +264,10 @@ def sources_of(
     wanted = range(first, first + count)
     if count == layout.num_servers:
         wanted = wanted[rank - layout.num_workers :][:1]
-        if own in live and own in wanted:
+        if own in wanted and holders.get(own) == rank:
             return None
-    shelves = [(owner, owners[owner].shelf) for owner in wanted]
+    memories = [(owner, owners[owner].memory) for owner in wanted]
     return [
-        RowSource(owner, shelf, holders[shelf], holders[shelf] != rank and shelf not in mapped)
-        for owner, shelf in shelves
+        RowSource(owner, memory, holders[memory], holders[memory] != rank and memory not in mapped)
+        for owner, memory in memories
     ]

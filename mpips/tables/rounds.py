@@ -29,14 +29,13 @@ from numpy.typing import NDArray
 from mpips.collectives.errors import CollectiveError, MismatchError
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.recorder import own as recorder
-from mpips.collectives.recorder.ring import Ring, form
+from mpips.collectives.recorder.ring import RecordRing, form
+from mpips.store.keys.row_sums import Ids, summed
 from mpips.store.server.late import BEFORE_LEAVING, Wait
 from mpips.store.server.service import Answers, Asker, Payload
 from mpips.store.transport import frames
-from mpips.tables import admission, row_optimizers
-from mpips.tables.initial import Ids
-from mpips.tables.journal import HERE, REFUSALS, TORN, Standing
-from mpips.tables.merge import summed
+from mpips.tables import admission, messages, row_optimizers
+from mpips.tables.journal import HERE, REFUSALS, TORN, RowsRound
 from mpips.tables.mirror import RowMirror
 from mpips.tables.rows import Array, TableRows, arrays_of
 
@@ -54,7 +53,7 @@ class TablePush(NamedTuple):
     rows: int
 
 
-Read = frames.PullRows | frames.GetTableStats | frames.AskForRoom
+Read = messages.PullRows | messages.GetTableStats | messages.AskForRoom
 
 
 class TableRead(NamedTuple):
@@ -86,7 +85,7 @@ class ServerTable:
     Args:
         staleness: None in a synchronous store; -1 for any number of pushes ahead.
         limit: This server's share of the table's limit.
-        counts: The table that counts ids without a row, if `admit` needs one.
+        seen_counts: The table that counts updates of ids without a row, if `admit` needs one.
         file: Where rows lie.
         survives: Keep the round before, for a recovery.
         rank: The rank of this server.
@@ -97,11 +96,11 @@ class ServerTable:
 
     def __init__(
         self,
-        card: frames.MakeTable,
+        card: messages.MakeTable,
         workers: int,
         staleness: int | None,
         limit: int,
-        counts: ServerTable | None,
+        seen_counts: ServerTable | None,
         file: SparseFile,
         survives: bool,
         rank: int,
@@ -112,12 +111,11 @@ class ServerTable:
         self.card = card
         self._staleness = staleness
         self._limit = limit
-        self.counts = counts
+        self.seen_counts = seen_counts
         self._file = file
         self._survives = survives
         # number of gradients dropped because their id got no row
         self.refused = 0
-        self._optimizer = row_optimizers.decode(card.optimizer, card.numbers)
         # for each worker the number of its pushes that are applied
         self._done = [0] * workers
         # the same when all workers last waited for all
@@ -143,7 +141,7 @@ class ServerTable:
         # number of ids in the largest push
         self._largest = 0
         # the last refusal
-        self._refusal = frames.RoundRefused(0, 0, "")
+        self._refusal = messages.RoundRefused(0, 0, "")
         # workers that have not been told of the last refusal
         self._to_hear: set[int] = set()
 
@@ -173,14 +171,14 @@ class ServerTable:
 
     def waits_to_hear(self) -> list[Wait]:
         """Return the workers that ask for room, and must wait until others have heard of the last refusal."""
-        asks = [read for read in self._reads if isinstance(read.request, frames.AskForRoom)] if self._to_hear else []
+        asks = [read for read in self._reads if isinstance(read.request, messages.AskForRoom)] if self._to_hear else []
         behind = tuple(sorted(self._to_hear))
         return [Wait(read.worker, self.key, read.request.round + 1, behind, self.noun) for read in asks]
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """The table's figures, in the order in which the pages of ranks list them."""
-        rows, counts = self.rows, self.counts
+        rows, counts = self.rows, self.seen_counts
         nbytes = rows.nbytes + (counts.rows.nbytes if counts else 0)
         return rows.count, nbytes, self.updates, rows.evicted, self.refused, counts.rows.count if counts else 0
 
@@ -194,8 +192,8 @@ class ServerTable:
         self.journal.words[HERE] = 0
         self._before_load, self.rows = self.rows, self._new_rows()
         self._rooms = [NO_ROOM] * len(self._rooms)
-        standing = self.journal.standings()[0][0], updates, self._before_load.evicted, self.refused
-        self.rows.begin(standing, self._done, True)
+        round_ = self.journal.available_rounds()[0].round
+        self.rows.begin(RowsRound(round_, updates, self._before_load.evicted, self.refused), self._done, True)
         self.updates, self.journal = updates, self.rows.journal
 
     def end_load(self) -> None:
@@ -205,16 +203,18 @@ class ServerTable:
     def set_numbers(self, numbers: bytes) -> None:
         """Use other numbers of the optimizer from now on."""
         self.card.numbers = numbers
-        self.rows.optimizer = self._optimizer = row_optimizers.decode(self.card.optimizer, numbers)
+        self.rows.optimizer = row_optimizers.decode(self.card.optimizer, numbers)
 
-    def begin(self, standing: Standing, done: Sequence[int], torn: bool) -> None:
+    def begin(self, at: RowsRound, done: Sequence[int], torn: bool) -> None:
         """Begin a generation with the rows that are here.
 
         `done` is the number of pushes of each worker that are in the rows. `torn`: no whole round is here.
         """
-        self._done, (_, self.updates, _, self.refused) = list(done), standing
-        self.rows.begin(standing, done, torn)
-        self.rows.optimizer = self._optimizer
+        self._done = list(done)
+        self.updates = at.updates
+        self.refused = at.refused
+        self.rows.begin(at, done, torn)
+        self.set_numbers(self.card.numbers)
         self.journal = self.rows.journal
 
     def all_met(self) -> None:
@@ -222,20 +222,16 @@ class ServerTable:
         self._met = list(self._done)
 
     def _new_rows(self) -> TableRows:
-        card = self.card
-        kind, life = np.dtype(card.dtype), (card.evict, self._limit)
-        return TableRows(
-            card.dim, kind, card.key, card.bound, self._optimizer, *life, self._file, self._survives, len(self._done)
-        )
+        return TableRows(self.card, self._limit, self._file, self._survives, len(self._done))
 
     @property
     def array_names(self) -> list[str]:
         """The names of the arrays of its rows."""
-        return list(arrays_of(self.card.dim, np.dtype(self.card.dtype), self._optimizer))
+        return list(arrays_of(self.card))
 
     def put_rows(self, arrays: Mapping[str, bytes]) -> None:
         """Set rows that were sent."""
-        kinds = arrays_of(self.card.dim, np.dtype(self.card.dtype), self._optimizer)
+        kinds = arrays_of(self.card)
         self.rows.put_rows(
             {name: np.frombuffer(arrays[name], dtype).reshape(-1, *shape) for name, (dtype, shape) in kinds.items()}
         )
@@ -245,9 +241,9 @@ class ServerTable:
         dtype, dim = np.dtype(self.card.dtype), self.card.dim
         row_bytes = dtype.itemsize * dim
         rows = payload[: count * row_bytes].view(dtype).reshape(count, dim)
-        return frames.ids_in(payload, count, row_bytes), rows
+        return messages.ids_in(payload, count, row_bytes), rows
 
-    def push(self, worker: int, asker: Asker, request: frames.PushRows, payload: Payload, gone: set[int]) -> Answers:
+    def push(self, worker: int, asker: Asker, request: messages.PushRows, payload: Payload, gone: set[int]) -> Answers:
         """Take a push. Return the answers that are due now. `gone` are workers that no longer push."""
         if request.refusals < self.refusals:
             return [(asker, self._refusal)]
@@ -264,7 +260,7 @@ class ServerTable:
         self._reads.append(read)
         return self.go_on(gone)
 
-    def refuse(self, worker: int, refusal: frames.RoundRefused, gone: set[int]) -> Answers:
+    def refuse(self, worker: int, refusal: messages.RoundRefused, gone: set[int]) -> Answers:
         """Drop all pushes that are not applied yet, and answer requests that wait for one of them with the refusal.
 
         Every worker sends each refusal once; only the first of them drops anything.
@@ -287,12 +283,12 @@ class ServerTable:
 
     # ---- memory for rows
 
-    def _answer_push(self, worker: int) -> tuple[Asker, frames.Answer]:
+    def _answer_push(self, worker: int) -> tuple[Asker, messages.TableAnswer]:
         """Answer the worker's oldest waiting push, with room for the next one if there is memory."""
         wanted = max(LEAST_ROOM, 2 * self._largest)
         if self._has_room(worker, wanted):
             self._rooms[worker] = PushRoom(wanted, wanted)
-        return self.queues[worker][0].asker, frames.RoomGranted(self._rooms[worker].ids)
+        return self.queues[worker][0].asker, messages.RoomGranted(self._rooms[worker].ids)
 
     def _has_room(self, worker: int, rows: int) -> bool:
         """True if there is memory for `rows` new rows of a worker's next push.
@@ -301,19 +297,19 @@ class ServerTable:
         """
         promised = sum(push.rows for queue in self.queues for push in queue)
         promised += sum(room.rows for other, room in enumerate(self._rooms) if other != worker)
-        tables = [self] if self.counts is None else [self.counts, self]
+        tables = [self] if self.seen_counts is None else [self.seen_counts, self]
         return all(table.rows.positions.has_room(promised + rows) for table in tables)
 
-    def _room_for(self, read: TableRead) -> frames.Answer:
+    def _room_for(self, read: TableRead) -> messages.TableAnswer:
         """Grant a worker room for these ids, or refuse the round."""
         new = int(np.count_nonzero(self.rows.positions.find(read.ids) < 0))
         if not self._has_room(read.worker, new):
             round_ = read.request.round + 1
             words = f"push {round_} of table {self.card.table!r} counts on no server, as server rank {self._rank} has"
             why = f"{words} {self.rows.positions.no_room(new)}; save and export go on"
-            return frames.RoundRefused(round_, read.request.refusals + 1, why)
+            return messages.RoundRefused(round_, read.request.refusals + 1, why)
         self._rooms[read.worker] = PushRoom(len(read.ids), new)
-        return frames.RoomGranted(len(read.ids))
+        return messages.RoomGranted(len(read.ids))
 
     # ---- rounds
 
@@ -322,13 +318,13 @@ class ServerTable:
 
         Raises MismatchError if a round can never end, because a worker has left.
         """
-        answers: list[tuple[Asker, frames.Answer]] = []
+        answers: list[tuple[Asker, messages.TableAnswer]] = []
         while workers := self._next(gone):
             self._apply(workers, [self.queues[worker].popleft() for worker in workers])
             answers += [self._answer_push(worker) for worker in workers if self.queues[worker]]
         waiting = []
         for read in self._reads:
-            asks = isinstance(read.request, frames.AskForRoom)
+            asks = isinstance(read.request, messages.AskForRoom)
             if (asks or self._done[read.worker] < read.request.round) and read.request.refusals < self.refusals:
                 answers.append((read.asker, self._refusal))
             elif self._may_read(read, gone):
@@ -337,17 +333,17 @@ class ServerTable:
                 waiting.append(read)
         self._reads = waiting
         if self._staleness is None and any(self.queues):
-            self._see_gone(gone)
+            self._check_gone(gone)
         return answers
 
     def _may_read(self, read: TableRead, gone: Collection[int]) -> bool:
         round_ = read.request.round
         match read.request:
-            case frames.PullRows():
+            case messages.PullRows():
                 waits = self._too_far(read.worker, round_, gone)
             # A worker may push anew only when all have heard of the last refusal. Otherwise a second one could come
             # before, and workers would have heard of different numbers of refusals.
-            case frames.AskForRoom():
+            case messages.AskForRoom():
                 waits = not self._to_hear <= set(gone)
             case _:
                 waits = False
@@ -379,12 +375,12 @@ class ServerTable:
         self.updates += 1
         # Counts and rows complete the round one after the other. If this server dies in between, a recovery takes a
         # round that both have.
-        tables = [self] if self.counts is None else [self.counts, self]
+        tables = [self] if self.seen_counts is None else [self.seen_counts, self]
         for table in tables:
             table.updates = self.updates
             table.journal.open()
         try:
-            if self.counts is not None or self.card.chance < 1:
+            if self.seen_counts is not None or self.card.chance < 1:
                 admitted = self._admitted(ids)
                 self.refused += len(ids) - len(admitted)
                 ids, gradients = ids[admitted], gradients[admitted]
@@ -400,7 +396,7 @@ class ServerTable:
         if begun is not None:
             begun[0].end(begun[1])
 
-    def _begin_record(self, round_: int, pushes: Sequence[TablePush]) -> tuple[Ring, int]:
+    def _begin_record(self, round_: int, pushes: Sequence[TablePush]) -> tuple[RecordRing, int]:
         """Begin the record of an update. Return its ring, and the argument for the ring's `end`."""
         nbytes, size = (sum(getattr(push.gradients, word) for push in pushes) for word in ("nbytes", "size"))
         into, made = recorder.ring, form(self.lane, "update", f"table {self.key!r}", nbytes, size, self.card.dtype)
@@ -410,18 +406,18 @@ class ServerTable:
         """Return the indices of ids that have a row or get one now."""
         there = self.rows.positions.find(ids) >= 0
         new = np.flatnonzero(~there)
-        if self.counts is not None:
-            there[new] = admission.often_named(self.counts.rows, ids[new], self.updates, self.card.seen)
+        if self.seen_counts is not None:
+            there[new] = admission.often_named(self.seen_counts.rows, ids[new], self.updates, self.card.seen)
         else:
             there[new] = admission.lucky(self.card.key, ids[new], self.updates, self.card.chance)
         return np.flatnonzero(there)
 
-    def _answer(self, read: TableRead) -> frames.Answer:
-        if isinstance(read.request, frames.AskForRoom):
+    def _answer(self, read: TableRead) -> messages.TableAnswer:
+        if isinstance(read.request, messages.AskForRoom):
             return self._room_for(read)
-        if isinstance(read.request, frames.GetTableStats):
+        if isinstance(read.request, messages.GetTableStats):
             rows, positions = self.rows, self.rows.positions
-            return frames.TableStats(
+            return messages.TableStats(
                 rows.count, positions.top, rows.nbytes, self.updates, rows.evicted, self.refused, rows.drops.exports
             )
         try:
@@ -430,7 +426,7 @@ class ServerTable:
         except Exception as error:
             raise CollectiveError(f"table {self.card.table!r}: rows cannot be made: {error}") from error
 
-    def _see_gone(self, gone: Iterable[int]) -> None:
+    def _check_gone(self, gone: Iterable[int]) -> None:
         for worker in gone:
             if not self.queues[worker]:
                 round_ = f"table {self.card.table!r}: round {self.updates + 1}"

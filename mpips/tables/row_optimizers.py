@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from mpips.optimizers.base import Number, at, check
 from mpips.optimizers.registry import decode_numbers, encode_numbers
 from mpips.tables import kernels
 from mpips.tables.index import Positions
+from mpips.tables.messages import TableOptions
 
 Array = NDArray[Any]
 # powers of a beta that are kept at most
@@ -32,16 +33,18 @@ class RowOptimizer(Protocol):
     """An update rule of rows: a frozen dataclass of its numbers."""
 
     # True if it needs to know how often each row was updated
-    counts_rows: bool
+    counts_updates: bool
+    # the compiled loop of `update_at`
+    kernel: ClassVar[kernels.Compiled]
 
     def widths(self, dim: int) -> Sequence[int]:
         """Return the length of each array of state for a row of `dim` values. State begins at zero."""
 
-    def update(self, rows: Array, gradients: Array, state: Sequence[Array], counts: Array | None, step: int) -> None:
+    def update(self, rows: Array, gradients: Array, state: Sequence[Array], updates: Array | None, step: int) -> None:
         """Update rows (k, dim) and their state (k, width) in place.
 
         Args:
-            counts: int32 (k,): for each row the number of its updates, this one included. None unless `counts_rows`.
+            updates: int32 (k,): for each row the number of its updates with this one. None unless `counts_updates`.
             step: The number of this update of the table, from 1 on.
         """
 
@@ -51,7 +54,7 @@ class RowOptimizer(Protocol):
         values: Array,
         gradients: Array,
         state: Sequence[Array],
-        counts: Array | None,
+        updates: Array | None,
         step: int,
     ) -> bool:
         """Update the rows at these positions of a table's arrays with a compiled loop, to the bits of `update`.
@@ -65,7 +68,8 @@ class RowSGD:
     """w = w - learning_rate * gradient. No state."""
 
     learning_rate: Number = 0.01
-    counts_rows = False
+    counts_updates = False
+    kernel = kernels.sgd
 
     def __post_init__(self) -> None:
         check(self, scheduled=["learning_rate"], at_least_zero=["learning_rate"])
@@ -73,7 +77,7 @@ class RowSGD:
     def widths(self, dim: int) -> Sequence[int]:
         return ()
 
-    def update(self, rows: Array, gradients: Array, state: Sequence[Array], counts: Array | None, step: int) -> None:
+    def update(self, rows: Array, gradients: Array, state: Sequence[Array], updates: Array | None, step: int) -> None:
         rows -= gradients * rows.dtype.type(at(self.learning_rate, step))
 
     def update_at(
@@ -82,11 +86,11 @@ class RowSGD:
         values: Array,
         gradients: Array,
         state: Sequence[Array],
-        counts: Array | None,
+        updates: Array | None,
         step: int,
     ) -> bool:
         numbers = np.array([at(self.learning_rate, step)], values.dtype)
-        return bool(kernels.sgd(*_flat(values, gradients), places, numbers, values.shape[1]))
+        return bool(self.kernel(*_flat(values, gradients), places, numbers, values.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,8 @@ class Adagrad:
 
     learning_rate: Number = 0.01
     epsilon: float = 1e-10
-    counts_rows = False
+    counts_updates = False
+    kernel = kernels.adagrad
 
     def __post_init__(self) -> None:
         check(self, scheduled=["learning_rate"], at_least_zero=["learning_rate", "epsilon"])
@@ -106,7 +111,7 @@ class Adagrad:
     def widths(self, dim: int) -> Sequence[int]:
         return (dim,)
 
-    def update(self, rows: Array, gradients: Array, state: Sequence[Array], counts: Array | None, step: int) -> None:
+    def update(self, rows: Array, gradients: Array, state: Sequence[Array], updates: Array | None, step: int) -> None:
         state[0][...] += self._squares(gradients)
         number = rows.dtype.type
         below = np.sqrt(state[0]) + number(self.epsilon)
@@ -119,11 +124,11 @@ class Adagrad:
         values: Array,
         gradients: Array,
         state: Sequence[Array],
-        counts: Array | None,
+        updates: Array | None,
         step: int,
     ) -> bool:
         numbers, dim = np.array([at(self.learning_rate, step), self.epsilon], values.dtype), values.shape[1]
-        return bool(kernels.adagrad(*_flat(values, state[0], gradients), places, numbers, dim))
+        return bool(self.kernel(*_flat(values, state[0], gradients), places, numbers, dim))
 
     def _squares(self, gradients: Array) -> Array:
         return gradients * gradients
@@ -132,6 +137,8 @@ class Adagrad:
 @dataclass(frozen=True)
 class RowAdagrad(Adagrad):
     """Adagrad with one accumulator for each row, which sums the means of gradient^2 over the row."""
+
+    kernel = kernels.row_adagrad
 
     def widths(self, dim: int) -> Sequence[int]:
         return (1,)
@@ -142,13 +149,12 @@ class RowAdagrad(Adagrad):
         values: Array,
         gradients: Array,
         state: Sequence[Array],
-        counts: Array | None,
+        updates: Array | None,
         step: int,
     ) -> bool:
-        numbers, dim = np.array([at(self.learning_rate, step), self.epsilon], values.dtype), values.shape[1]
-        if dim > kernels.PAIRWISE:
+        if values.shape[1] > kernels.PAIRWISE:
             return False
-        return bool(kernels.row_adagrad(*_flat(values, state[0], gradients), places, numbers, dim))
+        return super().update_at(places, values, gradients, state, updates, step)
 
     def _squares(self, gradients: Array) -> Array:
         squares = gradients * gradients
@@ -167,7 +173,8 @@ class RowAdam:
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
-    counts_rows = True
+    counts_updates = True
+    kernel = kernels.adam
 
     def __post_init__(self) -> None:
         check(
@@ -180,12 +187,12 @@ class RowAdam:
     def widths(self, dim: int) -> Sequence[int]:
         return (dim, dim)
 
-    def update(self, rows: Array, gradients: Array, state: Sequence[Array], counts: Array | None, step: int) -> None:
-        assert counts is not None
+    def update(self, rows: Array, gradients: Array, state: Sequence[Array], updates: Array | None, step: int) -> None:
+        assert updates is not None
         (first, second), number = state, rows.dtype.type
         first[...] = first * number(self.beta1) + gradients * number(1 - self.beta1)
         second[...] = second * number(self.beta2) + gradients * gradients * number(1 - self.beta2)
-        correct1, correct2 = (one[:, None] for one in self._corrections(counts, rows.dtype))
+        correct1, correct2 = (one[:, None] for one in self._corrections(updates, rows.dtype))
         below = np.sqrt(second / correct2) + number(self.epsilon)
         rate = number(at(self.learning_rate, step))
         rows -= first / correct1 * rate / np.where(below == 0, number(1), below)
@@ -196,14 +203,14 @@ class RowAdam:
         values: Array,
         gradients: Array,
         state: Sequence[Array],
-        counts: Array | None,
+        updates: Array | None,
         step: int,
     ) -> bool:
-        assert counts is not None
+        assert updates is not None
         betas = self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2
         numbers = np.array([*betas, at(self.learning_rate, step), self.epsilon], values.dtype)
-        flat, corrections = _flat(values, *state, gradients), self._corrections(counts, values.dtype)
-        return bool(kernels.adam(*flat, places, *corrections, numbers, values.shape[1]))
+        flat, corrections = _flat(values, *state, gradients), self._corrections(updates, values.dtype)
+        return bool(self.kernel(*flat, places, *corrections, numbers, values.shape[1]))
 
     def _corrections(self, counts: Array, dtype: np.dtype) -> list[Array]:
         """Return 1 - beta1^t and 1 - beta2^t for each count t."""
@@ -231,7 +238,7 @@ def _flat(*arrays: Array) -> list[Array]:
 
 
 # every row optimizer by the name that users give
-ROW_OPTIMIZERS: dict[str, type] = {"sgd": RowSGD, "adagrad": Adagrad, "row_adagrad": RowAdagrad, "adam": RowAdam}
+ROW_OPTIMIZERS: dict[str, Any] = {"sgd": RowSGD, "adagrad": Adagrad, "row_adagrad": RowAdagrad, "adam": RowAdam}
 
 
 def create(name: object, options: dict[str, Any]) -> RowOptimizer:
@@ -248,8 +255,8 @@ def create(name: object, options: dict[str, Any]) -> RowOptimizer:
     if unknown := sorted(set(options) - {field.name for field in dataclasses.fields(kind)}):
         have = ", ".join(field.name for field in dataclasses.fields(kind))
         raise TypeError(
-            f"a table has no argument {', '.join(unknown)}: beside its own (dtype, init, optimizer, seed, admit, "
-            f"evict, limit) it takes those of optimizer {name!r}: {have}"
+            f"a table has no argument {', '.join(unknown)}: beside its own ({', '.join(TableOptions._fields[1:])}) it "
+            f"takes those of optimizer {name!r}: {have}"
         )
     made: RowOptimizer = kind(**options)
     # The numbers are sent to servers, so they must be encodable.

@@ -25,12 +25,13 @@ from numpy.typing import NDArray
 
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.kernels.quiet import quiet
-from mpips.tables import index, kernels
+from mpips.store.keys.row_sums import Ids, update_in_blocks
+from mpips.tables import index, kernels, row_optimizers
 from mpips.tables.index import MOST_ROWS, Positions
-from mpips.tables.initial import Ids, first_rows
-from mpips.tables.journal import HERE, KEPT, ROWS, WORDS, Journal, Standing, kept_arrays
+from mpips.tables.initial import first_rows
+from mpips.tables.journal import HERE, KEPT, ROWS, WORDS, Journal, RowsRound, kept_arrays
+from mpips.tables.messages import MakeTable
 from mpips.tables.places import FREE, Places
-from mpips.tables.row_optimizers import RowOptimizer
 
 Array = NDArray[Any]
 # size of the blocks in which rows with their state are updated
@@ -41,10 +42,15 @@ FEW = 1 << 16
 LAST = 1000
 
 
-def arrays_of(dim: int, dtype: np.dtype, optimizer: RowOptimizer) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-    """Return the arrays of a table by name: the dtype, and the shape of one row's part."""
+def arrays_of(card: MakeTable) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    """Return the arrays of a table by name: the dtype, and the shape of one row's part.
+
+    ValueError or TypeError if its optimizer is unknown here.
+    """
+    dim, dtype = card.dim, np.dtype(card.dtype)
+    optimizer = row_optimizers.decode(card.optimizer, card.numbers)
     state = {f"state{number}": (dtype, (width,)) for number, width in enumerate(optimizer.widths(dim))}
-    counts = {"counts": (np.dtype(np.int32), ())} if optimizer.counts_rows else {}
+    counts = {"counts": (np.dtype(np.int32), ())} if optimizer.counts_updates else {}
     ages = {"touched": (np.dtype(np.int32), ())}
     return {"ids": (np.dtype(np.int64), ()), "values": (dtype, (dim,)), **state, **counts, **ages}
 
@@ -53,9 +59,8 @@ class TableRows:
     """The rows of one table on one server.
 
     Args:
-        dim: Values in a row.
-        key, bound: Of the first values (see `initial.first_rows`).
-        evict, limit: Which rows are dropped (see `places`). 0 drops none.
+        card: What the table is.
+        limit: Most rows that this server keeps (see `places`), its share of the table's limit. 0: any number.
         file: Where rows lie. None makes a file of its own.
         survives: Keep what the last round has overwritten (see `journal`), so that the round before can be restored
             after a death.
@@ -64,26 +69,21 @@ class TableRows:
 
     def __init__(
         self,
-        dim: int,
-        dtype: np.dtype,
-        key: int,
-        bound: float,
-        optimizer: RowOptimizer,
-        evict: int = 0,
+        card: MakeTable,
         limit: int = 0,
         file: SparseFile | None = None,
         survives: bool = False,
         workers: int = 0,
     ) -> None:
-        self._dim = dim
-        self._dtype = dtype
-        self._key = key
-        self._bound = bound
-        self.optimizer = optimizer
+        self._dim = card.dim
+        self._dtype = np.dtype(card.dtype)
+        self._key = card.key
+        self._bound = card.bound
+        self.optimizer = row_optimizers.decode(card.optimizer, card.numbers)
         self._file = SparseFile() if file is None else file
         # offset in the file of each array, and of `words`, `done` and `index`
         self.places: dict[str, int] = {}
-        arrays = arrays_of(dim, dtype, optimizer)
+        arrays = arrays_of(card)
         # Bytes of a row with its id and state. Its share of the index, 8 to 16 bytes (24 while that grows), is not
         # included.
         self.row_bytes = sum(kind.itemsize * math.prod(shape) for kind, shape in arrays.values())
@@ -100,7 +100,7 @@ class TableRows:
         self._counts = self._arrays.get("counts")
         words = self._reserved("index", (index.WORDS,), np.dtype(np.uint64))
         ids, touched = self._arrays["ids"], self._arrays["touched"]
-        self.positions = Places(ids, touched, self.row_bytes, self._file, words, evict, limit)
+        self.positions = Places(ids, touched, self.row_bytes, self._file, words, card.evict, limit)
         # number of rows dropped
         self.evicted = 0
         self.drops = Drops()
@@ -149,7 +149,7 @@ class TableRows:
     def change_rows(self, ids: Ids, gradients: Array, step: int) -> None:
         """Do the first half of `update`, without dropping rows. Call `drop_due_rows` afterwards."""
         if self._put:
-            self.positions.see_touched()
+            self.positions.rebuild_order()
             self._put = False
         self._step = step
         at = self._positions(ids)
@@ -173,14 +173,12 @@ class TableRows:
     def _update_blocks(self, at: Positions, gradients: Array, counts: Array | None, step: int) -> None:
         """Update the rows at these positions in blocks, small enough that temporaries stay in the cache."""
         step_rows = max(1, BLOCK_BYTES // self.row_bytes)
-        for start in range(0, len(at), step_rows):
-            block = slice(start, start + step_rows)
-            some = at[block]
-            values, state = self._values[some], [array[some] for array in self._state]
+
+        def update(block: slice, rows: Sequence[Array]) -> None:
+            values, *state = rows
             self.optimizer.update(values, gradients[block], state, None if counts is None else counts[block], step)
-            self._values[some] = values
-            for array, new in zip(self._state, state, strict=True):
-                array[some] = new
+
+        update_in_blocks(at, [self._values, *self._state], step_rows, update)
 
     def remove(self, ids: Ids) -> None:
         """Drop the rows of these ids. All must exist, and no id may repeat."""
@@ -221,23 +219,24 @@ class TableRows:
     def go_to(self, journal: Journal, round_: int) -> None:
         """Put the rows back to `round_` if they are beyond it, from the journal of the generation that is over."""
         self.journal = journal
-        changed = self.journal.put_back()
-        if self.journal.standings()[0][0] > round_:
-            changed = self.journal.go_back()
+        changed = self.journal.undo()
+        if self.journal.available_rounds()[0].round > round_:
+            self.journal.go_back()
+            changed = True
         if changed:
             self.positions.restore(int(self.journal.words[ROWS]))
 
-    def begin(self, standing: Standing, done: Sequence[int], torn: bool) -> None:
+    def begin(self, at: RowsRound, done: Sequence[int], torn: bool) -> None:
         """Begin a generation at a round.
 
         The journal of the last generation stays as it is until the new one stands, so that it can still be read if this
         server dies meanwhile.
         """
-        self.evicted = standing[2]
+        self.evicted = at.dropped
         self._frozen, self.drops = [], Drops()
         self.journal.words[HERE] = 0
         self.journal = self._new_journal(len(done))
-        self.journal.begin(self.positions.top, standing, done, torn)
+        self.journal.begin(self.positions.top, at, done, torn)
 
     def _new_journal(self, workers: int) -> Journal:
         words = self._reserved("words", (WORDS,), np.dtype(np.uint64))
@@ -257,7 +256,7 @@ class TableRows:
         found = self.positions.find(ids)
         missing = np.flatnonzero(found < 0)
         if len(missing):
-            self.positions.see_room(len(missing))
+            self.positions.check_room(len(missing))
             found[missing] = self._add(ids[missing])
         return found
 

@@ -8,25 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
 import numpy as np
 
 from mpips.collectives.errors import CollectiveError
 from mpips.collectives.fabric.arena import SparseFile
+from mpips.store.keys.row_sums import owners_of
 from mpips.store.server.late import Late, Wait
-from mpips.store.server.service import Answers, Asker, Payload, Surroundings
+from mpips.store.server.service import Answers, Asker, OldMemory, Payload, Surroundings
 from mpips.store.server.unit import Known, UnknownError
 from mpips.store.transport import frames
-from mpips.tables import admission, kernels
-from mpips.tables.initial import owners_of
-from mpips.tables.journal import HERE, TORN, Journal
+from mpips.tables import kernels, messages, row_optimizers
+from mpips.tables.journal import HERE, TORN, Journal, RowsRound
 from mpips.tables.mirror import RowMirror
 from mpips.tables.places import room
-from mpips.tables.plan import TableEntry, TableHolding, TablePlan, holding_of_table
+from mpips.tables.plan import RowsCopy, TableEntry, TablesPlan, describe_rows
 from mpips.tables.rounds import NO_IDS, NOTHING, ServerTable, TableRead
 from mpips.tables.rows import FrozenRows, TableRows
 
 # requests that do not name a table
-WITHOUT_TABLE = frames.FreezeTables | frames.ThawTables
+WITHOUT_TABLE = messages.FreezeTables | messages.ThawTables
 
 
 class ServerTables:
@@ -43,7 +44,8 @@ class ServerTables:
         late: Watches long waits.
     """
 
-    requests = frames.TableRequest
+    name = "tables"
+    requests = messages.TableRequest
 
     def __init__(
         self,
@@ -60,7 +62,7 @@ class ServerTables:
         self._rank = workers + server
         self._late = late or Late()
         # table -> answers that are given once the mirror has the rows
-        self._held: dict[str, list[tuple[Asker, frames.Answer]]] = {}
+        self._held: dict[str, list[tuple[Asker, msgspec.Struct]]] = {}
         self._workers = workers
         self._staleness = staleness
         self._server = server
@@ -84,9 +86,8 @@ class ServerTables:
     @classmethod
     def of(cls, server: Surroundings) -> ServerTables:
         """Make the service of a server, without tables."""
-        mirror = None if server.mirror is None else server.mirror.tables
         place = server.staleness, server.server, server.servers
-        made = cls(server.workers, *place, server.file, server.survives, mirror, server.late)
+        made = cls(server.workers, *place, server.file, server.survives, server.mirror, server.late)
         made.lane = server.lane
         return made
 
@@ -114,7 +115,7 @@ class ServerTables:
 
     def known(self) -> list[ServerTable]:
         """Return all tables except those that count ids of others."""
-        counting = [table.counts for table in self._tables.values()]
+        counting = [table.seen_counts for table in self._tables.values()]
         return [table for table in self._tables.values() if table not in counting]
 
     @property
@@ -130,7 +131,7 @@ class ServerTables:
         """The number of pushes and reads that wait."""
         return sum(table.queued for table in self._tables.values())
 
-    def answer(self, worker: int, asker: Asker, request: frames.TableRequest, payload: Payload = NOTHING) -> Answers:
+    def answer(self, worker: int, asker: Asker, request: messages.TableRequest, payload: Payload = NOTHING) -> Answers:
         """Take a worker's request. Return the answers that are due now, to this worker or to others.
 
         Args:
@@ -142,12 +143,12 @@ class ServerTables:
             CollectiveError: Rows cannot be updated.
         """
         answers = self._answers_to(worker, asker, request, payload)
-        self._changed |= isinstance(request, frames.MakeTable | frames.ResetTable)
-        if isinstance(request, frames.MakeTable | frames.ResetTable | frames.EndLoad):
+        self._changed |= isinstance(request, messages.MakeTable | messages.ResetTable)
+        if isinstance(request, messages.MakeTable | messages.ResetTable | messages.EndLoad):
             self._mirror_all(self._tables[request.table])
         return answers if isinstance(request, WITHOUT_TABLE) else self._hold(request.table, answers)
 
-    def waits(self, request: frames.TableRequest) -> bool:
+    def waits(self, request: messages.TableRequest) -> bool:
         """True if a request must wait until the mirror has all rows of its table."""
         return self._mirror is not None and not (isinstance(request, WITHOUT_TABLE) or self._mirror.has(request.table))
 
@@ -168,88 +169,91 @@ class ServerTables:
         if self._mirror is not None:
             self._mirror.begin(table.card, table.rows.capacity, table.journal)
 
-    def _answers_to(self, worker: int, asker: Asker, request: frames.TableRequest, payload: Payload) -> Answers:
-        answer: frames.Answer = frames.RequestDone()
+    def _answers_to(self, worker: int, asker: Asker, request: messages.TableRequest, payload: Payload) -> Answers:
+        answer: messages.TableAnswer = frames.RequestDone()
         match request:
-            case frames.FreezeTables() | frames.ReadTable() | frames.ReadDropped() | frames.ThawTables():
+            case messages.FreezeTables() | messages.ReadTable() | messages.ReadDropped() | messages.ThawTables():
                 return [(asker, self._answer_of_frozen(request))]
-            case frames.MakeTable():
+            case messages.MakeTable():
                 self._make(request)
-                kernels.load(np.dtype(request.dtype), [*kernels.OF_SERVERS, kernels.OF_OPTIMIZERS[request.optimizer]])
+                kernels.load(
+                    np.dtype(request.dtype),
+                    [*kernels.OF_SERVERS, row_optimizers.ROW_OPTIMIZERS[request.optimizer].kernel],
+                )
                 return [(asker, answer)]
-            case frames.WaitForTable() if request.table not in self._tables:
+            case messages.WaitForTable() if request.table not in self._tables:
                 # WaitForTable has no answer.
                 return []
         table = self._tables[request.table]
         match request:
-            case frames.UpdateTable():
+            case messages.UpdateTable():
                 table.set_numbers(request.numbers)
-            case frames.LocateTable():
+            case messages.LocateTable():
                 # From here on this worker reads rows in place, unless a load is replacing them.
                 table.journal.words[HERE] = not table.journal.words[TORN]
-                answer = frames.TablePlaces(tuple(self._file.region), dict(table.rows.places), table.rows.capacity)
-            case frames.ResetTable():
+                answer = messages.TablePlaces(tuple(self._file.region), dict(table.rows.places), table.rows.capacity)
+            case messages.ResetTable():
                 table.reset(request.updates)
-            case frames.EndLoad():
+            case messages.EndLoad():
                 table.end_load()
-            case frames.PutRows():
+            case messages.PutRows():
                 if lacks := [name for name in table.array_names if name not in request.arrays]:
                     raise UnknownError(f"rows of table {request.table!r} came without the array {lacks[0]!r}")
                 table.put_rows(request.arrays)
-            case frames.PushRows():
+            case messages.PushRows():
                 self._taken[worker] = self._taken.get(worker, 0) + payload.nbytes
                 return table.push(worker, asker, request, payload, self._absent)
-            case frames.PullRows():
+            case messages.PullRows():
                 ids, out = table.parts(payload, request.count) if request.shared else (payload.view(np.int64), None)
                 return table.read(TableRead(worker, asker, request, ids, out), self._absent)
-            case frames.GetTableStats():
+            case messages.GetTableStats():
                 return table.read(TableRead(worker, asker, request, NO_IDS, None), self._absent)
-            case frames.AskForRoom():
+            case messages.AskForRoom():
                 ids = np.frombuffer(request.ids, np.int64)
                 return table.read(TableRead(worker, asker, request, ids, None), self._absent)
-            case frames.RefuseRound():
+            case messages.RefuseRound():
                 if request.refusals > table.refusals:
                     # Workers that waited for this table hear of the refusal instead.
                     self._late.forget([table])
-                refused = frames.RoundRefused(request.round, request.refusals, request.why, request.step)
+                refused = messages.RoundRefused(request.round, request.refusals, request.why, request.step)
                 return [*table.refuse(worker, refused, self._absent), (asker, answer)]
-            case frames.WaitForTable():
+            case messages.WaitForTable():
                 if request.refusals >= table.refusals:
                     self._late.note_wait(table, worker, request.round)
                 return []
         return [(asker, answer)]
 
     def _answer_of_frozen(
-        self, request: frames.FreezeTables | frames.ReadTable | frames.ReadDropped | frames.ThawTables
-    ) -> frames.Answer:
+        self, request: messages.FreezeTables | messages.ReadTable | messages.ReadDropped | messages.ThawTables
+    ) -> messages.TableAnswer:
         match request:
-            case frames.FreezeTables():
+            case messages.FreezeTables():
                 return self._freeze(request)
-            case frames.ReadTable():
+            case messages.ReadTable():
                 frozen = self._frozen[request.number][request.table][1]
                 if unknown := [name for name in request.arrays if name not in frozen.names]:
                     raise UnknownError(f"table {request.table!r} has no array {unknown[0]!r}")
                 parts = frozen.read(request.start, request.stop, request.arrays)
-                return frames.PutRows(request.table, {name: part.tobytes() for name, part in parts.items()})
-            case frames.ReadDropped():
+                return messages.PutRows(request.table, {name: part.tobytes() for name, part in parts.items()})
+            case messages.ReadDropped():
                 return frames.Bytes(self._frozen[request.number][request.table][1].dropped.tobytes())
-            case frames.ThawTables():
+            case messages.ThawTables():
                 for rows_of, one in self._frozen[request.number].values():
                     rows_of.thaw(one)
                 del self._frozen[request.number]
                 return frames.RequestDone()
 
-    def _freeze(self, request: frames.FreezeTables) -> frames.FrozenTables:
+    def _freeze(self, request: messages.FreezeTables) -> messages.FrozenTables:
         taken, told = self._frozen.setdefault(request.number, Known("frozen table")), []
         for name, table in [(name, self._tables[name]) for name in request.tables]:
             frozen = table.rows.freeze(request.since, request.export)
             taken[name] = table.rows, frozen
-            told.append(frames.FrozenTable(frozen.count, frozen.top, table.updates))
-        return frames.FrozenTables(told)
+            told.append(messages.FrozenTable(frozen.count, frozen.top, table.updates))
+        return messages.FrozenTables(told)
 
-    def _make(self, card: frames.MakeTable) -> ServerTable:
+    def _make(self, card: messages.MakeTable) -> ServerTable:
         limit = (card.limit + self._servers - 1 - self._server) // self._servers
-        counts = self._tables[card.table + admission.COUNTS] if card.seen else None
+        counts = self._tables[card.table_of_counts] if card.seen else None
         made = ServerTable(
             card, self._workers, self._staleness, limit, counts, self._file, self._survives, self._rank, self._mirror
         )
@@ -258,32 +262,32 @@ class ServerTables:
 
     # ---- the end of a generation, and the beginning of the next one
 
-    def holdings(self) -> list[TableHolding]:
-        """Return the rounds that this server has of each table."""
-        return [holding_of_table(name, one.journal, self._rank, self._rank) for name, one in self._tables.items()]
+    def describe(self) -> list[RowsCopy]:
+        """Describe this server's rows of each table, and the rounds that they can be restored at."""
+        return [describe_rows(name, table.journal, self._rank, self._rank) for name, table in self._tables.items()]
 
-    def entries(self) -> list[TableEntry]:
-        """Return where other processes find the tables if this server dies."""
-        return [
+    def ledger_entry(self) -> bytes:
+        """Return where other processes find the tables if this server dies, as encoded `TableEntry` records."""
+        entries = [
             TableEntry(table.card, dict(table.rows.places), table.rows.capacity, self._workers)
             for table in self._tables.values()
         ]
+        return msgspec.msgpack.encode(entries) if entries else b""
 
     def journal(self, name: str) -> Journal:
         """Return the journal of a table."""
         return self._tables[name].journal
 
-    def restore(self, plan: TablePlan, old: ServerTables | None, mine: int) -> None:
-        """Take a table over from the last generation. It has no round until `begin`.
+    def restore(self, plan: TablesPlan, old: OldMemory, rank: int) -> None:
+        """Take the tables over from the last generation. They have no round until `begin`.
 
-        Args:
-            old: This server's tables of the last generation, if it keeps its rows. None if `put_rows` brings them next.
-            mine: The rank of this server in the last generation.
+        Where this server does not keep its rows, `put_rows` brings them next.
         """
-        table = self._make(plan.card)
-        if old is not None:
-            table.rows = old._tables[plan.card.table].rows
-            table.rows.go_to(old.journal(plan.card.table), plan.rounds[mine])
+        for planned in plan.tables:
+            table, name = self._make(planned.card), planned.card.table
+            if planned.sources[rank] is None:
+                table.rows = old.service._tables[name].rows
+                table.rows.go_to(old.service.journal(name), planned.rounds[old.rank])
 
     def put_rows(self, table: str, arrays: Mapping[str, bytes]) -> None:
         """Set rows that belong to this server. `arrays` has all arrays by name.
@@ -298,12 +302,13 @@ class ServerTables:
         except MemoryError as error:
             raise CollectiveError(f"table {table!r}: rows cannot be taken from other memory: {error}") from error
 
-    def begin(self, plan: TablePlan) -> None:
-        """Begin the generation of a table, at the round of its plan. All of its rows must have come."""
-        table = self._tables[plan.card.table]
-        counts = plan.counts if not self._server else (0, 0)
-        table.begin((plan.round, plan.updates, *counts), plan.pushes, plan.torn)
-        self._mirror_all(table)
+    def begin(self, plan: TablesPlan) -> None:
+        """Begin the generation of the tables, at the rounds of the plan. All of their rows must have come."""
+        for planned in plan.tables:
+            table = self._tables[planned.card.table]
+            counts = planned.counts if not self._server else (0, 0)
+            table.begin(RowsRound(planned.round, planned.updates, *counts), planned.pushes, planned.torn)
+            self._mirror_all(table)
 
     def left(self, worker: int) -> Answers:
         """Note that a worker has left. Return the answers that are due without it.

@@ -10,38 +10,31 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from mpips.collectives import arrays
-from mpips.collectives.errors import Uncopied, of_caller, warn
+from mpips.collectives.errors import NotCopyable, of_caller
 from mpips.collectives.fabric.tasks import Task
 from mpips.collectives.recorder import own as recorder
-from mpips.store.keys import arguments
 from mpips.store.keys.key import Array
+from mpips.store.keys.row_sums import Ids
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Handle
-from mpips.store.transport import frames
-from mpips.store.worker.interface import KnownTable
-from mpips.store.worker.operations import GIVEN, recorded, step_of_push
-from mpips.store.worker.restored import Restored
+from mpips.store.worker.operations import CALLER_ERRORS, Begun, recorded, step_of_push
 from mpips.store.worker.route import Route
 from mpips.store.worker.store import WorkerStore
 from mpips.tables import files as table_files
-from mpips.tables import row_optimizers
-from mpips.tables.admission import COUNTS, Chance, Seen
-from mpips.tables.initial import Ids, Uniform, key_of
+from mpips.tables import messages, row_optimizers
+from mpips.tables.client import KnownTable, RemoteTables
 
 T = TypeVar("T")
-DTYPES = ("float32", "float64")
 # Limit on the rows of one call, in bytes. The rows for a server travel in one message.
 MOST_BYTES = 1 << 30
-# `evict`, `limit` and the number of updates of a table are below this: ages of rows are int32.
-MOST_COUNT = 1 << 31
 
 
-class Table(Uncopied):
+class Table(NotCopyable):
     """An embedding table on one worker, made by `KVStore.table`. All calls but `ipull` block.
 
     Ids are int64 with any values and any shape, and may repeat. Rows and gradients have the shape of the ids with `dim`
@@ -53,9 +46,10 @@ class Table(Uncopied):
     A bad argument raises ValueError or TypeError on this worker only, before anything is sent.
     """
 
-    def __init__(self, store: WorkerStore, route: Route, known: KnownTable) -> None:
+    def __init__(self, store: WorkerStore, route: Route, tables: RemoteTables, known: KnownTable) -> None:
         self._store = store
         self._route = route
+        self._tables = tables
         self._known = known
         self.name = known.name
         self.dim = known.card.dim
@@ -77,14 +71,18 @@ class Table(Uncopied):
             gradients: In the table's dtype, with shape ids.shape + (dim,).
 
         Raises:
+            ValueError, TypeError: An argument is bad. Nothing has been sent.
             MemoryError: A server has no memory for new rows. In a synchronous store the round then counts on no server,
                 the rows are as before, and the store can be used further. The other workers get the error in this call
                 or in a later one. In an asynchronous store only this worker's push is refused.
+
+        Example:
+            >>> table.push(np.array([7, -3, 7]), np.ones((3, table.dim), table.dtype))
         """
         push_together([(self, ids, gradients)])
 
     def pull(self, ids: object, out: object = None) -> Any:
-        """Return the rows of these ids as they are after this worker's pushes.
+        """Return the rows of these ids as they are after this worker's pushes. Blocking.
 
         An id without a row gets its first values. A pull makes no rows.
 
@@ -94,10 +92,15 @@ class Table(Uncopied):
                 makes a new array.
 
         Raises:
+            ValueError, TypeError: An argument is bad. Nothing has been sent.
             MemoryError: One of this worker's pushes was refused; see `push`.
+
+        Example:
+            >>> table.pull(np.array([[7, -3], [8, 7]])).shape == (2, 2, table.dim)
+            True
         """
         self._check_there("pull")
-        with GIVEN:
+        with CALLER_ERRORS:
             where, shape = self._ids_of("pull", ids)
             target, rows = self._target_of("pull", out, shape)
         self._pull("pull", where, rows)
@@ -108,25 +111,41 @@ class Table(Uncopied):
 
         Leave `ids` and `out` unchanged until then. Calls of one table run in program order: the next call waits for
         this one.
+
+        Args:
+            ids, out: As in `pull`.
+
+        Example:
+            >>> handle = table.ipull(np.array([7, -3]))
+            >>> rows = handle.wait()
         """
         self._check_there("ipull")
-        with GIVEN:
+        with CALLER_ERRORS:
             where, shape = self._ids_of("ipull", ids)
             target, rows = self._target_of("ipull", out, shape)
         task = self._read("ipull", where, rows, target)
-        self._route.mark(said := f"ipull of table {self.name!r}")
+        self._route.mark(call := f"ipull of table {self.name!r}")
         if recorder.is_traced:
-            begun = self._route.marks.begin_table("pull", self._known, len(where), starts=False)
-            task = recorded("pull", task, [begun])
-        said = f"{said} after push {self._known.round}"
-        handle = self._store.start(said, task, detached=False, tables=[self.name])
+            task = recorded("pull", task, [self._record("pull", len(where), starts=False)])
+        handle = self._store.start(f"{call} after push {self.pushes}", task, detached=False, collections=[self.name])
         self._last = handle, self._store.generation.number
         return handle
 
     def pushpull(self, ids: object, gradients: object, out: object = None) -> Any:
-        """Push gradients of these ids, then return their rows after that push, as `pull` does."""
-        where, flat = self._see_push("pushpull", ids, gradients)
-        with GIVEN:
+        """Push gradients of these ids, then return their rows after that push. Blocking.
+
+        Args:
+            ids, gradients: As in `push`.
+            out: As in `pull`.
+
+        Raises:
+            ValueError, TypeError, MemoryError: As `push` and `pull`.
+
+        Example:
+            >>> rows = table.pushpull(np.array([7, -3]), np.ones((2, table.dim), table.dtype))
+        """
+        where, flat = self._check_push("pushpull", ids, gradients)
+        with CALLER_ERRORS:
             target, rows = self._target_of("pushpull", out, self._ids_of("pushpull", ids)[1])
         _push_all("pushpull", [(self, where, flat)])
         self._pull("pushpull", where, rows)
@@ -159,14 +178,14 @@ class Table(Uncopied):
         """True if an update waits for a push by every worker."""
         return not self._store.layout.asynchronous
 
-    def is_any(self, what: str, mine: bool) -> bool:
+    def is_any(self, what: str, own: bool) -> bool:
         """Return True if `mine` is true on any worker of a synchronous store. Collective over the workers, blocking.
 
         Raises ValueError in an asynchronous store with several workers, because those do not wait for each other.
         `what` begins the sentence of that error.
         """
         if self._store.layout.num_workers == 1:
-            return mine
+            return own
         if not self.synchronous:
             raise of_caller(
                 ValueError(
@@ -174,7 +193,7 @@ class Table(Uncopied):
                     "other's overflows: take dist_sync, or bfloat16, which needs no scaler"
                 )
             )
-        return any(any(word) for word in self._store.agree(what, data=bytes([mine])))
+        return any(any(answer) for answer in self._store.agree(what, data=bytes([own])))
 
     @property
     def rows(self) -> int:
@@ -182,16 +201,22 @@ class Table(Uncopied):
         return self.stats()["rows"]
 
     def stats(self) -> dict[str, int]:
-        """Return figures of this table, summed over all servers, after this worker's pushes.
+        """Return figures of this table, summed over all servers, after this worker's pushes. Blocking.
 
         Returns:
             A dict with `rows`; `bytes`, the memory of the rows with optimizer state, index and counts; `updates`;
             `evicted`, the number of rows dropped; `refused`, the number of gradients dropped because `admit` gave their
             id no row; and `counted`, the number of ids without a row whose updates are being counted.
+
+        Example:
+            >>> table.push(np.array([7, -3, 7]), np.ones((3, table.dim), table.dtype))
+            >>> table.stats()["rows"]
+            2
         """
         self._check_there("stats")
         parts = self._stats(self._known)
-        counts = self._stats(self._store.tables[self.name + COUNTS]) if self._known.card.seen else []
+        hidden = self._tables.known.get(self._known.card.table_of_counts)
+        counts = self._stats(hidden) if hidden is not None else []
         return {
             "rows": sum(part.rows for part in parts),
             "bytes": sum(part.nbytes for part in (*parts, *counts)),
@@ -202,30 +227,35 @@ class Table(Uncopied):
         }
 
     def update_optimizer(self, **numbers: Any) -> None:
-        """Change numbers of the optimizer, such as `learning_rate`, from the next update on.
+        """Change numbers of the optimizer, such as `learning_rate`, from the next update on. Collective; blocking.
 
-        Collective over the workers. The optimizer's state is kept.
+        The optimizer's state is kept.
+
+        Args:
+            numbers: The new values.
 
         Raises:
             ValueError, TypeError: On all workers. A number is bad or unknown, or in a synchronous store one worker has
                 pushed more often than another. Nothing has changed.
+
+        Example:
+            >>> table.update_optimizer(learning_rate=0.01)
         """
         self._check_there("update_optimizer")
         card, what = self._known.card, f"update_optimizer of table {self.name!r}"
         options, refusal = rendezvous.attempt(
-            lambda: _optimizer(self.name, lambda: row_optimizers.changed(card.optimizer, card.numbers, numbers))
+            lambda: with_name(self.name, lambda: row_optimizers.changed(card.optimizer, card.numbers, numbers))
         )
         table_files.meet(self._store, what, [("numbers", repr(sorted(numbers.items())))], self._known, refusal)
-        tables = self._store.backend.tables
-        assert options is not None and tables is not None
-        self._store.run(what, tables.update(self.name, options))
+        assert options is not None
+        self._store.run(what, self._tables.update(self.name, options))
         card.numbers = options
 
     def save(self, path: str | os.PathLike[str], since: int | None = None) -> int:
         """Write all rows with their optimizer state to a file (safetensors), after the same round on all servers.
 
-        Collective over all workers. With `since`, the file is an increment: it has only the rows that later updates
-        have changed, and the ids of rows dropped since. Give `load` all the files.
+        Collective over all workers; blocking. With `since`, the file is an increment: it has only the rows that later
+        updates have changed, and the ids of rows dropped since. Give `load` all the files.
 
         Args:
             path: If the job is killed meanwhile, the old file or the whole new one is there.
@@ -237,9 +267,14 @@ class Table(Uncopied):
         Raises:
             ValueError: On all workers. The file cannot be written; in a synchronous store one worker has pushed more
                 often than another; or no increment can be written from `since`, as in `export`.
+
+        Example:
+            >>> updates = table.save(path)
+            >>> table.push(np.array([7]), np.ones((1, table.dim), table.dtype))
+            >>> updates = table.save(f"{path}.increment", since=updates)
         """
         self._check_there("save")
-        return table_files.save(self._store, self._known, path, lambda: _since(self.name, "save", since))
+        return table_files.save(self._store, self._tables, self._known, path, lambda: _since(self.name, "save", since))
 
     def load(self, path: str | os.PathLike[str], *increments: str | os.PathLike[str]) -> None:
         """Replace the table by what `save` wrote, on any number of servers and workers. Collective over all workers.
@@ -253,12 +288,16 @@ class Table(Uncopied):
         Raises:
             ValueError: On all workers. A file is damaged, or does not fit this table or the file before it. Nothing has
                 changed.
+
+        Example:
+            >>> updates = table.save(path)
+            >>> table.load(path)
         """
         self._check_there("load")
-        table_files.load(self._store, self._known, (path, *increments))
+        table_files.load(self._store, self._tables, self._known, (path, *increments))
 
     def export(self, path: str | os.PathLike[str], since: int | None = None) -> int:
-        """Write rows to a file (safetensors) for programs that serve. Collective over all workers.
+        """Write rows to a file (safetensors) for programs that serve. Collective over all workers; blocking.
 
         The file has the tensors `ids`, `values` and `dropped`. With `since` it has only rows that later updates have
         changed, and `dropped` names the rows that were dropped after it. To follow a table, a reader takes file after
@@ -274,32 +313,39 @@ class Table(Uncopied):
         Raises:
             ValueError: On all workers. The file cannot be written; no file of these rows was written at `since` (a file
                 written before a load is of other rows); or the servers no longer know which rows were dropped after it.
+
+        Example:
+            >>> updates = table.export(path)
         """
         self._check_there("export")
-        return table_files.export(self._store, self._known, path, lambda: _since(self.name, "export", since))
+        return table_files.export(
+            self._store, self._tables, self._known, path, lambda: _since(self.name, "export", since)
+        )
 
     # ---- calls
 
-    def _stats(self, table: KnownTable) -> list[frames.TableStats]:
-        tables = self._store.backend.tables
-        assert tables is not None
-        return self._store.run(f"stats of table {table.name!r}", tables.stats(table), tables=[self.name])
+    def _stats(self, table: KnownTable) -> list[messages.TableStats]:
+        what = f"stats of table {table.name!r} after push {self.pushes}"
+        return self._store.run(what, self._tables.stats(table), collections=[self.name])
 
     def _pull(self, what: str, ids: Ids, out: Array) -> None:
-        tables = self._store.backend.tables
-        assert tables is not None
-        self._begin(said := f"{what} of table {self.name!r}")
-        begun = [self._route.marks.begin_table("pull", self._known, len(ids))] if recorder.is_traced else ()
-        self._store.run(said, tables.pull(self._known, ids, out), tables=[self.name])
+        self._begin(call := f"{what} of table {self.name!r}")
+        begun = [self._record("pull", len(ids))] if recorder.is_traced else ()
+        task = self._tables.pull(self._known, ids, out)
+        self._store.run(f"{call} after push {self.pushes}", task, collections=[self.name])
         for ring, sequence, _ in begun:
             ring.end(sequence)
 
     def _read(self, what: str, ids: Ids, out: Array, target: object) -> Task[object]:
         """Pull into `out`, and return `target`, the array or tensor whose memory `out` is."""
-        tables = self._store.backend.tables
-        assert tables is not None
-        yield from tables.pull(self._known, ids, out)
+        yield from self._tables.pull(self._known, ids, out)
         return target
+
+    def _record(self, what: str, rows: int, starts: bool = True) -> Begun:
+        """Begin the record of a call that names so many rows."""
+        return self._route.marks.begin_record(
+            what, self._known, f"table {self.name!r}", rows * self.dim, self.dtype, starts
+        )
 
     def _begin(self, what: str) -> None:
         """Show this call on the rank's page, and wait for the last `ipull`."""
@@ -314,7 +360,7 @@ class Table(Uncopied):
     def _check_there(self, what: str) -> None:
         """Raise StoreError if the generation is over, ValueError if the table was lost with an earlier generation."""
         self._store.operations.check_open()
-        if self._store.tables.get(self.name) is not self._known:
+        if self._tables.known.get(self.name) is not self._known:
             raise of_caller(
                 ValueError(
                     f"{what} of table {self.name!r}: tables do not outlive recover(), and its rows are gone: make it "
@@ -322,57 +368,57 @@ class Table(Uncopied):
                 )
             )
 
-    def _see_push(self, what: str, ids: object, gradients: object) -> tuple[Ids, Array]:
+    def _check_push(self, what: str, ids: object, gradients: object) -> tuple[Ids, Array]:
         """Check the arguments of a push. Return its ids and gradients as (k,) and (k, dim)."""
         self._check_there(what)
-        with GIVEN:
-            where, shape = self._ids_of(what, ids)
-            found = self._array_of(what, "gradients", gradients, shape)
-        flat = found.reshape(-1, self.dim)
+        with CALLER_ERRORS:
+            flat_ids, shape = self._ids_of(what, ids)
+            rows = self._array_of(what, "gradients", gradients, shape)
+        flat = rows.reshape(-1, self.dim)
         if self._store.operations.checks_finite:
             with self._store.operations.guard(f"{what} of table {self.name!r}"):
-                self._see_finite(what, where, flat)
-        return where, flat
+                self._check_finite(what, flat_ids, flat)
+        return flat_ids, flat
 
     def _ids_of(self, what: str, ids: object) -> tuple[Ids, tuple[int, ...]]:
         """Check ids. Return them as (k,), and the shape that the caller gave them."""
         name = f"{what} of table {self.name!r}: ids"
         if isinstance(ids, (list, tuple, int, np.integer)):
             raise TypeError(f"{name} are of type {type(ids).__name__}: pass numpy.array(ids, numpy.int64)")
-        found = arrays.host(ids, name)  # type: ignore[arg-type]
-        if found.dtype != np.int64:
+        array = arrays.host(ids, name)  # type: ignore[arg-type]
+        if array.dtype != np.int64:
             way = "ids.long()" if arrays.is_torch(ids) else "ids.astype(numpy.int64)"
-            raise TypeError(f"{name} have dtype {found.dtype}, and need int64: pass {way}")
-        if found.size * self.dim * self.dtype.itemsize > MOST_BYTES:
+            raise TypeError(f"{name} have dtype {array.dtype}, and need int64: pass {way}")
+        if array.size * self.dim * self.dtype.itemsize > MOST_BYTES:
             raise ValueError(
-                f"{name} are {found.size}, whose rows of {self.dim} {self.dtype.name} are more than {MOST_BYTES} "
+                f"{name} are {array.size}, whose rows of {self.dim} {self.dtype.name} are more than {MOST_BYTES} "
                 "bytes: give fewer at a time"
             )
-        return np.ascontiguousarray(found).reshape(-1), found.shape
+        return np.ascontiguousarray(array).reshape(-1), array.shape
 
-    def _array_of(self, what: str, word: str, given: object, shape: tuple[int, ...]) -> Array:
-        """Check that an array holds rows for ids of this shape. `word` is the name of the argument, for errors."""
-        name = f"{what} of table {self.name!r}: {word}"
-        found = arrays.host(given, name)  # type: ignore[arg-type]
-        if found.dtype != self.dtype:
-            raise TypeError(f"{name} has dtype {found.dtype}, and the table {self.dtype.name}: convert it")
-        if found.shape != (*shape, self.dim):
-            raise ValueError(f"{name} has shape {found.shape}, and ids of shape {shape} need {(*shape, self.dim)}")
-        if not found.flags.c_contiguous:
+    def _array_of(self, what: str, argument: str, given: object, shape: tuple[int, ...]) -> Array:
+        """Check that an array holds rows for ids of this shape. `argument` is its name in errors."""
+        name = f"{what} of table {self.name!r}: {argument}"
+        array = arrays.host(given, name)  # type: ignore[arg-type]
+        if array.dtype != self.dtype:
+            raise TypeError(f"{name} has dtype {array.dtype}, and the table {self.dtype.name}: convert it")
+        if array.shape != (*shape, self.dim):
+            raise ValueError(f"{name} has shape {array.shape}, and ids of shape {shape} need {(*shape, self.dim)}")
+        if not array.flags.c_contiguous:
             raise ValueError(f"{name} is not C-contiguous: pass numpy.ascontiguousarray(...) of it")
-        return found
+        return array
 
     def _target_of(self, what: str, out: object, shape: tuple[int, ...]) -> tuple[Any, Array]:
         """Return the array that a pull returns, and its memory as (k, dim)."""
         if out is None:
             made = np.empty((*shape, self.dim), self.dtype)
             return made, made.reshape(-1, self.dim)
-        found = self._array_of(what, "out", out, shape)
-        if not found.flags.writeable:
+        array = self._array_of(what, "out", out, shape)
+        if not array.flags.writeable:
             raise ValueError(f"{what} of table {self.name!r}: out cannot be written: pass a writable array")
-        return out, found.reshape(-1, self.dim)
+        return out, array.reshape(-1, self.dim)
 
-    def _see_finite(self, what: str, ids: Ids, gradients: Array) -> None:
+    def _check_finite(self, what: str, ids: Ids, gradients: Array) -> None:
         """Raise FloatingPointError if a push holds NaN or infinity, with its rank, table, number and first bad id."""
         fine = np.isfinite(gradients)
         if fine.all():
@@ -390,211 +436,62 @@ class Table(Uncopied):
 
 
 def push_together(pushes: Sequence[tuple[Table, object, object]]) -> None:
-    """Push to several tables at once, each at most once, and wait only once for each store.
+    """Push to several tables at once, each at most once, and wait only once for each store. Blocking.
+
+    Nothing is sent if any argument is bad.
 
     Args:
         pushes: (table, ids, gradients), as `Table.push` takes them. The tables may belong to several stores, which are
             served one after the other.
-
-    Nothing is sent if any argument is bad.
     """
-    seen = [(table, *table._see_push("push", ids, gradients)) for table, ids, gradients in pushes]
+    seen = [(table, *table._check_push("push", ids, gradients)) for table, ids, gradients in pushes]
     for tables in by_store(table for table, *_ in seen):
         _push_all("push", [push for push in seen if push[0] in tables])
 
 
 def by_store(tables: Iterable[Table]) -> list[list[Table]]:
     """Group tables by the store that they belong to."""
-    found: dict[int, list[Table]] = {}
+    groups: dict[int, list[Table]] = {}
     for table in tables:
-        found.setdefault(id(table._store), []).append(table)
-    return list(found.values())
+        groups.setdefault(id(table._store), []).append(table)
+    return list(groups.values())
 
 
 def _push_all(what: str, pushes: Sequence[tuple[Table, Ids, Array]]) -> None:
     """Push to several tables of one store."""
     first, names = pushes[0][0], [table.name for table, *_ in pushes]
-    store, tables = first._store, first._store.backend.tables
-    assert tables is not None
-    said = f"{what} of table {names[0]!r}" + (f" and {len(names) - 1} others" if len(names) > 1 else "")
-    with first._route.pushing_tables(names):
+    others = f" and {len(names) - 1} others" if len(names) > 1 else ""
+    call = f"{what} of table {names[0]!r}{others}"
+    with first._route.pushing(names):
         for table, *_ in pushes:
-            table._begin(said)
-        begun = [
-            first._route.marks.begin_table("push", table._known, len(ids))
-            for table, ids, _ in pushes
-            if recorder.is_traced
-        ]
+            table._begin(call)
+        begun = [table._record("push", len(ids)) for table, ids, _ in pushes if recorder.is_traced]
         parts = [(table._known, ids, gradients) for table, ids, gradients in pushes]
-        store.run(said, tables.push(parts), tables=names)
+        call = call if others else f"{call} after push {first.pushes}"
+        first._store.run(call, first._tables.push(parts), collections=names)
         for ring, sequence, _ in begun:
             ring.end(sequence)
 
 
-class Asked(NamedTuple):
-    """The arguments of `KVStore.table` as the program gave them. `options` are the numbers of the optimizer."""
-
-    dim: object
-    dtype: object
-    init: object
-    optimizer: object
-    seed: object
-    admit: object
-    evict: object
-    limit: object
-    options: dict[str, Any]
-
-
-def make(store: WorkerStore, route: Route, name: object, asked: Asked) -> Table:
-    """Make a table; see `KVStore.table`. Collective over the workers.
-
-    A table that was restored (from a checkpoint or by a recovery) exists already. Then the call is local, and returns
-    it.
-    """
-    # Restored tables: compare what the program asks for with what is there.
-    if name in store.restored.names and name in store.tables:
-        with GIVEN:
-            card = _card(store, name, asked)
-            known = store.tables[card.table]
-            unlike = _unlike(known.card, card, store.restored)
-        if unlike and store.layout.rank == 0:
-            warn(f"{unlike}: what is restored holds")
-        store.restored.claim([known.name, known.name + COUNTS])
-        return Table(store, route, known)
-    card, refusal = rendezvous.attempt(lambda: _card(store, name, asked))
-    store.finish()
-    store.agree(f"table {name!r}", [] if card is None else _told(card, asked), refusal, noun="argument")
-    assert card is not None and store.backend.tables is not None
-    # Servers look the table of counts up by name when they make the table, so it comes first.
-    cards = [_card_of_counts(card, asked.admit), card] if isinstance(asked.admit, Seen) else [card]
-    for one in cards:
-        store.run(f"table {one.table!r}", store.backend.tables.make(one))
-        store.tables[one.table] = KnownTable(one)
-    return Table(store, route, store.tables[card.table])
-
-
-def _told(card: frames.MakeTable, asked: Asked) -> list[tuple[str, str]]:
-    """Return all arguments as text, for the comparison between workers.
-
-    Arguments that the card holds in a plain form are taken from it, so that 8 and numpy.int64(8) compare equal.
-    """
-    said = asked._asdict() | {word: getattr(card, word) or None for word in ("dim", "dtype", "evict", "limit")}
-    said["seed"] = operator.index(asked.seed)  # type: ignore[arg-type]
-    said["optimizer"] = row_optimizers.decode(card.optimizer, card.numbers)
-    # they are part of the optimizer above
-    del said["options"]
-    return [(word, given if word == "dtype" else repr(given)) for word, given in said.items()]
-
-
-def _unlike(here: frames.MakeTable, asked: frames.MakeTable, restored: Restored) -> str:
-    """Compare a restored table with what the program asks for.
-
-    Return a sentence if options differ that the restored table overrides, else "". Raise ValueError if it is a
-    different table: in dim, dtype, optimizer, seed or first values.
-    """
-    words = {"dim": "dim", "dtype": "dtype", "optimizer": "optimizer", "key": "seed", "bound": "init"}
-    for field, word in words.items():
-        there, wanted = getattr(here, field), getattr(asked, field)
-        if there != wanted:
-            unlike = "another one" if word == "seed" else f"{there}, and this is {wanted}"
-            raise ValueError(f"table: {asked.table!r} has {word} {unlike} in {restored.source}: {restored.cure}")
-    return "" if here == asked else f"table {asked.table!r} has other options in {restored.source} than are asked for"
-
-
-def _card(store: WorkerStore, name: object, asked: Asked) -> frames.MakeTable:
-    """Check the arguments of a new table. Return the message by which servers make it."""
-    if not isinstance(name, str):
-        raise TypeError(f"table: the name {name!r} is no str: give one")
-    arguments.see_new(name, "table", "name")
-    name = str.__str__(name)
-    _see_store(store, name)
-    dim, dtype, init, optimizer, seed, admit, evict, limit, options = asked
-    if not (admit is None or isinstance(admit, (Seen, Chance))):
-        raise ValueError(f"table {name!r}: admit={admit!r}: give mpips.seen(times), mpips.chance(probability) or None")
-    for one in (name, name + COUNTS) if isinstance(admit, Seen) else (name,):
-        if one in store.keys:
-            raise ValueError(f"table: a key has the name {one!r}: choose another")
-        if one in store.tables and one not in store.restored.names:
-            raise ValueError(f"table: {one!r} was already made; a table is made once")
-    try:
-        word = str(dtype) if dtype is None else np.dtype(dtype).name  # type: ignore[call-overload]
-    except TypeError:
-        word = repr(dtype).removeprefix("torch.")
-    if word not in DTYPES:
-        raise ValueError(f"table {name!r}: dtype={word}, and a table holds {' or '.join(DTYPES)}: give one of them")
-    width = _whole(name, "dim", dim)
-    if not 0 < width <= MOST_BYTES // 8:
-        raise ValueError(f"table {name!r}: dim={width}: give at least 1 and at most {MOST_BYTES // 8}")
-    if isinstance(init, Uniform) and init.bound > np.finfo(word).max:
-        raise ValueError(f"table {name!r}: init={init!r} is infinite in {word}: give a smaller bound")
-    if not isinstance(init, Uniform):
-        raise ValueError(f"table {name!r}: init={init!r}: give mpips.uniform(bound); uniform(0) are zeros")
-    if isinstance(admit, Seen):
-        _at_least(name, "remember", admit.remember, store.layout.num_servers)
-    chosen, numbers = _optimizer(name, lambda: row_optimizers.encode(row_optimizers.create(optimizer, options)))
-    return frames.MakeTable(
-        name,
-        width,
-        word,
-        key_of(_whole(name, "seed", seed), name),
-        init.bound,
-        chosen,
-        numbers,
-        _at_least(name, "evict", evict, 1),
-        _at_least(name, "limit", limit, store.layout.num_servers),
-        seen=admit.times if isinstance(admit, Seen) else 0,
-        chance=admit.probability if isinstance(admit, Chance) else 1.0,
-    )
-
-
-def _optimizer(name: str, make: Callable[[], T]) -> T:
-    """Call `make`, and name the table in errors that it raises."""
-    try:
-        return make()
-    except (ValueError, TypeError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"table {name!r}: {error}") from None
-
-
-def _card_of_counts(card: frames.MakeTable, admit: Seen) -> frames.MakeTable:
-    """Return the card of the table that counts updates of ids without a row.
-
-    It has one value a row, the count. Each update that names an id pushes -1 with learning rate 1, so the value grows
-    by 1.
-    """
-    chosen, numbers = row_optimizers.encode(row_optimizers.create("sgd", {"learning_rate": 1.0}))
-    return frames.MakeTable(
-        card.table + COUNTS, 1, "float32", card.key, 0.0, chosen, numbers, card.evict, admit.remember
-    )
-
-
-def _see_store(store: WorkerStore, name: str) -> None:
-    """Raise ValueError if the store has no servers, and so can have no tables."""
-    if store.backend.tables is None:
-        why = f"kind {store.layout.kind!r} has no servers here, and a table needs one: take dist_sync with servers=1"
-        raise ValueError(f"table {name!r}: {why}")
-
-
-def _whole(name: str, word: str, given: Any) -> int:
-    try:
-        return operator.index(given)
-    except TypeError:
-        raise TypeError(f"table {name!r}: {word}={given!r} is no whole number: give one") from None
-
-
 def _since(name: str, call: str, given: object) -> int:
     """Check an argument `since`. Return it as a number of updates; None is 0, which means all rows."""
-    since = 0 if given is None else _whole(name, "since", given)
+    since = 0 if given is None else whole(name, "since", given)
     if since < 0:
         raise ValueError(f"table {name!r}: since={since}: give what {call} has returned, or None")
     return since
 
 
-def _at_least(name: str, word: str, given: object, least: int) -> int:
-    """Check an optional whole number. Return 0 for None."""
-    if given is None:
-        return 0
-    number = _whole(name, word, given)
-    if not least <= number < MOST_COUNT:
-        raise ValueError(f"table {name!r}: {word}={number}: give at least {least} and less than 2**31, or None")
-    return number
+def with_name(name: str, make_optimizer: Callable[[], T]) -> T:
+    """Call `make_optimizer`, and name the table in errors that it raises."""
+    try:
+        return make_optimizer()
+    except (ValueError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"table {name!r}: {error}") from None
+
+
+def whole(name: str, argument: str, given: Any) -> int:
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise TypeError(f"table {name!r}: {argument}={given!r} is no whole number: give one") from None

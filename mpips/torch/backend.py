@@ -17,8 +17,8 @@ from mpi4py import MPI
 from mpips.address import find_address
 from mpips.collectives import log
 from mpips.collectives.errors import of_caller
-from mpips.collectives.fabric.requests import Roll
-from mpips.collectives.fabric.wait import Limits, limits
+from mpips.collectives.fabric.requests import ArrivalBarrier
+from mpips.collectives.fabric.wait import Limits, read_limits
 from mpips.ending.process import before_mpi_ends
 from mpips.store.create import workers_of
 from mpips.store.world import MASTER, PORT, RANK, SIZE, launched_as, lost, without_place
@@ -120,7 +120,7 @@ def _rendezvous_by_mpi(
                 )
             ) from error
         return
-    Roll(world, "init_process_group").wait(Limits(limits().stall_seconds, timeout.total_seconds()))
+    ArrivalBarrier(world, "init_process_group").wait(Limits(read_limits().stall_seconds, timeout.total_seconds()))
     _check_place(*(int(asked.get(name, ["-1"])[0]) for name in ("rank", "world_size")))
     address = find_address("init_process_group", world)
     server = dist.TCPStore(address, 0, world.size, True, timeout, wait_for_workers=False) if world.rank == 0 else None

@@ -17,13 +17,14 @@ import numpy as np
 from mpi4py import MPI
 
 import mpips.collectives as collectives
-from mpips.collectives.simulator.cost import LinkCost, fit
+from mpips.collectives.benchmark.harness import measure_costs
+from mpips.collectives.simulator.cost import LinkCost
 from mpips.overlap.problem import Problem
 from mpips.overlap.strategies import PARTITIONS
 
 CHOICES = f"auto, {', '.join(PARTITIONS)}, or a number of MiB"
-# sizes of the allreduces that are timed, and the number of times that each size is timed
-PROBE_BYTES, PROBES = (1 << 12, 1 << 18, 1 << 21), 5
+# sizes of the allreduces that are timed
+PROBE_BYTES = (1 << 12, 1 << 18, 1 << 21)
 # If the duration of backward passes changes by this fraction, buckets are planned again.
 DRIFT = 0.3
 
@@ -65,41 +66,36 @@ def cut_by_strategy(nbytes: Sequence[int], ready: Sequence[float], costs: LinkCo
 
 def cut_by_bytes(nbytes: Sequence[int], most: float) -> list[Bucket]:
     """Cut gradients into buckets of at most `most` bytes. A gradient that is larger gets a bucket of its own."""
-    found: list[Bucket] = []
+    cuts: list[Bucket] = []
     first, size = 0, 0
     for index, n in enumerate(nbytes):
         if index > first and size + n > most:
-            found.append(Bucket(first, index))
+            cuts.append(Bucket(first, index))
             first, size = index, 0
         size += n
-    return [*found, Bucket(first, len(nbytes))] if nbytes else []
+    return [*cuts, Bucket(first, len(nbytes))] if nbytes else []
 
 
 def cut_by_type(buckets: Sequence[Bucket], dtypes: Sequence[object]) -> list[Bucket]:
     """Cut buckets further, so that each has parameters of one dtype."""
-    found = []
+    cuts = []
     for first, last in buckets:
         inner = [index for index in range(first + 1, last) if dtypes[index] != dtypes[index - 1]]
-        found += [Bucket(*ends) for ends in pairwise([first, *inner, last])]
-    return found
+        cuts += [Bucket(*ends) for ends in pairwise([first, *inner, last])]
+    return cuts
 
 
-def measure_costs(comm: MPI.Intracomm, algorithm: str) -> LinkCost:
+def measure_allreduce(comm: MPI.Intracomm, algorithm: str) -> LinkCost:
     """Measure what an allreduce costs on this communicator: seconds per call and per byte. Collective, blocking."""
-    seconds = np.zeros(len(PROBE_BYTES))
-    for index, nbytes in enumerate(PROBE_BYTES):
+    plans = {}
+    for nbytes in PROBE_BYTES:
         array = collectives.empty(nbytes // 4, np.float32, comm)
         array.fill(0)
-        run = collectives.plan("allreduce", array, comm, algorithm=algorithm)
-        runs = []
-        for _ in range(PROBES):
-            begin = time.perf_counter()
-            run()
-            runs.append(time.perf_counter() - begin)
-        seconds[index] = np.median(runs)
-        run.free()
-    collectives.allreduce(seconds, comm, op="mean")
-    return fit(list(zip(PROBE_BYTES, seconds.tolist())))
+        plans[nbytes] = collectives.plan("allreduce", array, comm, algorithm=algorithm)
+    costs = measure_costs(comm, plans)
+    for plan in plans.values():
+        plan.free()
+    return costs
 
 
 class BackwardProfile:

@@ -29,7 +29,7 @@ from mpips.collectives import log
 from mpips.collectives.communicator import communicator
 from mpips.store.create import workers_of
 from mpips.torch.backend import check_joined
-from mpips.torch.buckets import BackwardProfile, Bucket, check_buckets, cut_by_bytes, cut_by_strategy, measure_costs
+from mpips.torch.buckets import BackwardProfile, Bucket, check_buckets, cut_by_bytes, cut_by_strategy, measure_allreduce
 from mpips.torch.lockstep import Lockstep, agree, check_frozen, claim_gradients, is_due, model_items
 from mpips.torch.reducer import Reducer
 from mpips.torch.state import broadcast_tensors, broadcast_values
@@ -74,6 +74,12 @@ class DataParallel(torch.nn.Module):
         MismatchError: Models or arguments differ between ranks. All ranks raise it.
         RuntimeError: A launcher such as torchrun has started processes that MPI has not joined.
         TypeError, ValueError: An argument does not fit, or the model has no parameter that requires a gradient.
+
+    Example:
+        >>> model = mpips.torch.DataParallel(torch.nn.Linear(3, 2))
+        >>> model(torch.full((4, 3), 0.5)).sum().backward()  # each rank with a batch of its own
+        >>> model.module.weight.grad[0]
+        tensor([2., 2., 2.])
     """
 
     def __init__(
@@ -189,10 +195,16 @@ class DataParallel(torch.nn.Module):
             self._joining = False
 
     def clip_grad_norm_(self, most: float) -> Tensor:
-        """Scale all gradients so that their total 2-norm is at most `most`. Return the norm before scaling.
+        """Scale all gradients so that their total 2-norm is at most `most`. Local.
 
         The gradients are the mean over all ranks, so every rank gets the same norm without communication. Call it
         between backward and the optimizer's step.
+
+        Args:
+            most: The largest norm.
+
+        Returns:
+            The norm before scaling, a tensor of one element.
         """
         norm = self._reducer.gradients.norm()
         if norm > most:
@@ -208,8 +220,18 @@ class DataParallel(torch.nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state into the wrapped module. Local: every rank must load the same state.
 
-        Values are copied into the parameters. `assign=True` raises ValueError: it would replace the parameters, and the
-        new ones would have no place in the buckets.
+        Values are copied into the parameters.
+
+        Args:
+            state_dict: What `state_dict` has returned, or a state of the plain model.
+            strict: As for `torch.nn.Module.load_state_dict`.
+            assign: Must be False: other parameters would have no place in the buckets.
+
+        Returns:
+            The missing and the unexpected names, as PyTorch returns them.
+
+        Raises:
+            ValueError: `assign` is True.
         """
         if assign:
             raise ValueError(
@@ -375,7 +397,7 @@ class DataParallel(torch.nn.Module):
             return
         order, ready = self._profile.average()
         parameters = [self._reducer.gradients.parameters[index] for index in order]
-        costs = measure_costs(self._comm, self._algorithm)
+        costs = measure_allreduce(self._comm, self._algorithm)
         cuts = cut_by_strategy(self._sizes(parameters), ready, costs, self._strategy)
         self._reducer.free()
         self._make_reducer(parameters, cuts)
@@ -388,9 +410,9 @@ class DataParallel(torch.nn.Module):
             *costs,
         )
 
-    def _count_active(self, one: float) -> float:
+    def _count_active(self, share: float) -> float:
         """Return the number of ranks still training. They pass 1, and ranks that are done pass 0. Collective."""
-        self._active[0] = one
+        self._active[0] = share
         collectives.allreduce(self._active, self._comm)
         return float(self._active[0])
 

@@ -65,8 +65,10 @@ class TableModule(nn.Module):
             raise of_caller(TypeError(f"{name}({given}): give the one table that kv.table(...) returns"))
         self._what = f"{name} of table {table.name!r}"
         if options:
-            said = f"{self._what} has no argument {next(iter(options))}: leave it out; tables have theirs in kv.table"
-            raise of_caller(TypeError(said))
+            sentence = (
+                f"{self._what} has no argument {next(iter(options))}: leave it out; tables have theirs in kv.table"
+            )
+            raise of_caller(TypeError(sentence))
         self.table = table
         self.padding_idx = None if padding_idx is None else self._id_of(padding_idx)
         self.embedding_dim = table.dim
@@ -108,8 +110,8 @@ class TableModule(nn.Module):
         taken = []
         for ids, rows in leaves.values():
             if rows.grad is not None:
-                there = slice(None) if self.padding_idx is None else ids != self.padding_idx
-                taken.append((ids[there], rows.grad.detach()[there]))
+                pushed = slice(None) if self.padding_idx is None else ids != self.padding_idx
+                taken.append((ids[pushed], rows.grad.detach()[pushed]))
             # A second backward pass over the same graph starts with a new gradient.
             rows.grad = None
         return taken
@@ -156,20 +158,20 @@ class TableModule(nn.Module):
     def _id_of(self, given: object) -> int:
         """Convert a NumPy integer or a tensor to an int. Raise TypeError or ValueError if it is not an id."""
         try:
-            found = operator.index(given)  # type: ignore[arg-type]
+            index = operator.index(given)  # type: ignore[arg-type]
         except TypeError:
             raise of_caller(TypeError(f"{self._what}: padding_idx={given!r} is no whole number: give an id")) from None
-        if not -(2**63) <= found < 2**63:
-            raise of_caller(ValueError(f"{self._what}: padding_idx={found} is no int64: give an id"))
-        return found
+        if not -(2**63) <= index < 2**63:
+            raise of_caller(ValueError(f"{self._what}: padding_idx={index} is no int64: give an id"))
+        return index
 
     def _check(self, ids: object) -> None:
         """Raise TypeError or ValueError unless `ids` is a tensor of ids: int64, on the host."""
         if not isinstance(ids, Tensor):
             raise of_caller(TypeError(f"{self._what}: ids are a {type(ids).__name__}: pass a torch.int64 tensor"))
         if ids.dtype != torch.int64:
-            said = f"{self._what}: ids have dtype {ids.dtype}, and need torch.int64: pass ids.long()"
-            raise of_caller(TypeError(said))
+            sentence = f"{self._what}: ids have dtype {ids.dtype}, and need torch.int64: pass ids.long()"
+            raise of_caller(TypeError(sentence))
         check_on_host([ids], self._what)
 
     def _find_prefetched(self, ids: Tensor) -> tuple[Tensor, Tensor, Handle | None]:
@@ -178,12 +180,12 @@ class TableModule(nn.Module):
         A prefetched batch can be used only once.
         """
         self._check(ids)
-        for place, found in enumerate(self._next):
-            if torch.equal(found.ids[found.places], ids):
+        for place, batch in enumerate(self._next):
+            if torch.equal(batch.ids[batch.places], ids):
                 del self._next[place]
-                fresh = found.origin == self.table.origin
-                fresh &= not self.table.synchronous or found.pushes == self.table.pushes
-                return found.ids, found.places, found.rows if fresh else None
+                fresh = batch.origin == self.table.origin
+                fresh &= not self.table.synchronous or batch.pushes == self.table.pushes
+                return batch.ids, batch.places, batch.rows if fresh else None
         return (*torch.unique(ids, return_inverse=True), None)
 
     def _pull(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
@@ -192,16 +194,18 @@ class TableModule(nn.Module):
         The rows are derived from a leaf of autograd's graph if gradients are wanted.
         """
         if torch.jit.is_tracing() or torch.compiler.is_exporting():
-            said = "a trace would keep the rows of these ids for all ids: trace the layers behind, and export the table"
-            raise of_caller(RuntimeError(f"{self._what}: {said}"))
+            advice = (
+                "a trace would keep the rows of these ids for all ids: trace the layers behind, and export the table"
+            )
+            raise of_caller(RuntimeError(f"{self._what}: {advice}"))
         wanted, places, handle = self._find_prefetched(ids)
         rows = torch.from_numpy(self.table.pull(wanted.numpy()) if handle is None else handle.wait())
-        found = [] if self.padding_idx is None else (wanted == self.padding_idx).nonzero().flatten().tolist()
-        rows[found] = 0
+        padding = [] if self.padding_idx is None else (wanted == self.padding_idx).nonzero().flatten().tolist()
+        rows[padding] = 0
         if self._learns and torch.is_grad_enabled():
             rows.requires_grad_()
             rows.register_post_accumulate_grad_hook(lambda leaf: self._keep(wanted, leaf))
-        return places, rows.to(self._dtype), found[0] if found else None
+        return places, rows.to(self._dtype), padding[0] if padding else None
 
     def _keep(self, ids: Tensor, rows: Tensor) -> None:
         """Keep rows whose gradient backward has just computed, until `step` pushes that gradient.
@@ -230,6 +234,15 @@ class Embedding(TableModule):
     Args:
         table: What `kv.table` has returned, on each worker.
         padding_idx: An id whose row is and stays zeros, because its gradient is never pushed.
+
+    Raises:
+        TypeError, ValueError: An argument does not fit. The forward pass raises them for ids that do not fit.
+        RuntimeError: In a backward pass, if no `TableOptimizer` would push the gradient.
+
+    Example:
+        >>> users = mpips.torch.Embedding(kv.table("users", dim=2))
+        >>> users(torch.tensor([[3, 5, 3]])).shape
+        torch.Size([1, 3, 2])
     """
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -248,6 +261,14 @@ class EmbeddingBag(TableModule):
         mode: "sum" or "mean".
         padding_idx: An id that is ignored in all bags: it adds nothing to sums and does not count in means.
         include_last_offset: The last of `offsets` is the end of the last bag, not the start of another bag.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As in `Embedding`.
+
+    Example:
+        >>> words = mpips.torch.EmbeddingBag(kv.table("words", dim=2), mode="sum")
+        >>> words(torch.tensor([3, 5, 3]), torch.tensor([0, 2])).shape  # two bags
+        torch.Size([2, 2])
     """
 
     def __init__(
@@ -303,6 +324,17 @@ class TableOptimizer:
 
     Args:
         model: A module that holds `Embedding` or `EmbeddingBag` modules at any depth, the same on all workers.
+
+    Raises:
+        TypeError, ValueError: `model` is not a module, or has no such module.
+
+    Example:
+        >>> items = mpips.torch.Embedding(kv.table("items", dim=2, init=mpips.uniform(0), learning_rate=1.0))
+        >>> optimizer = mpips.torch.TableOptimizer(items)
+        >>> items(torch.tensor([3])).sum().backward()
+        >>> optimizer.step()
+        >>> items(torch.tensor([3])).tolist()
+        [[-1.0, -1.0]]
     """
 
     # Tells GradScaler to call `step` even if a gradient has overflowed on this worker.
@@ -313,8 +345,8 @@ class TableOptimizer:
             raise of_caller(TypeError(f"TableOptimizer: model is a {type(model).__name__}: pass a torch.nn.Module"))
         self._modules = [module for module in model.modules() if isinstance(module, TableModule)]
         if not self._modules:
-            said = "TableOptimizer: the model has no mpips.torch.Embedding or EmbeddingBag: put one into it"
-            raise of_caller(ValueError(said))
+            sentence = "TableOptimizer: the model has no mpips.torch.Embedding or EmbeddingBag: put one into it"
+            raise of_caller(ValueError(sentence))
         self._of_table: dict[Table, list[TableModule]] = {}
         for module in self._modules:
             module.is_trained = True
@@ -345,11 +377,11 @@ class TableOptimizer:
 
     def _overflows(self, scaler: GradScaler) -> bool:
         """Unscale the gradients. Return True if any worker's overflowed, and tell this worker's scaler."""
-        found, what = find_overflow(scaler, self), "TableOptimizer.step with a GradScaler"
+        flag, what = find_overflow(scaler, self), "TableOptimizer.step with a GradScaler"
         # The tables may belong to several stores, and the workers of each store have to be asked.
-        words = [tables[0].is_any(what, bool(found)) for tables in by_store(self._of_table)]
-        found.fill_(float(any(words)))
-        return bool(found)
+        words = [tables[0].is_any(what, bool(flag)) for tables in by_store(self._of_table)]
+        flag.fill_(float(any(words)))
+        return bool(flag)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`LocalSGD(model, inner, every=500)` for PyTorch models, built on `training.local`.
+"""`LocalSGD`: local SGD and DiLoCo for PyTorch models, built on `training.local`.
 
     inner = torch.optim.AdamW(model.parameters(), 1e-3)
     trainer = mpips.torch.LocalSGD(model, inner, every=500, kind="dist_sync", servers=1)
@@ -13,29 +13,28 @@ Between two exchanges workers train without communication, which suits slow link
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch.amp.grad_scaler import GradScaler
 
 from mpips.collectives import arrays, log
-from mpips.collectives.errors import MismatchError, of_caller
+from mpips.collectives.errors import of_caller
 from mpips.optimizers.base import Optimizer
 from mpips.store.api import KVStore
 from mpips.store.create import create
-from mpips.store.runtime.errors import LostError, StoreError
 from mpips.store.runtime.rendezvous import attempt
 from mpips.torch.backend import check_joined
 from mpips.torch.state import load_bytes, store_bytes
 from mpips.torch.tensors import find_overflow
-from mpips.training.local import TOKENS, Local, LocalRounds, Open, averaged, workers_in_a_sum
-from mpips.training.updates import begins
+from mpips.training.local import TOKENS, InFlight, Local, LocalRounds, averaged, workers_in_a_sum
+from mpips.training.recovery import Recovery, check_alike
+from mpips.training.updates import create_keys
 
-T = TypeVar("T")
 LOG = log.get("mpips.torch")
 # the entries of a `state_dict`
-STATE = "inner", "steps", "since", "centers", "store"
+STATE_ENTRIES = "inner", "steps", "since", "centers", "store"
 
 
 class LocalSGD:
@@ -111,14 +110,14 @@ class LocalSGD:
             )
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         for name, parameter in named:
-            _check(name, parameter)
+            _check_parameter(name, parameter)
         self.inner = inner
         self._parameters = [p for _, p in named]
         self._keys = [name for name, _ in named]
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._by_tokens = by_tokens
         self.store = store if store is not None else create(kind, **options)
-        self._joins = self.store.layout.survives and self.store.worker.fresh
+        self._recovery = Recovery(self.store, self._keys, self._meet)
         try:
             self._begin(rule, compression)
         except Exception:
@@ -128,9 +127,9 @@ class LocalSGD:
 
     def _begin(self, rule: Local, compression: dict[str, Any] | None) -> None:
         """Create the keys and take rank 0's parameters. Collective over the workers, blocking."""
-        kv = self.store
-        outer, refusal = attempt(lambda: self._outer(rule))
-        words = {
+        kv, joins = self.store, self.store.worker.fresh
+        outer, refusal = attempt(lambda: self._check_store(rule))
+        arguments = {
             "every": rule.every,
             "outer": outer,
             "fragments": rule.fragments,
@@ -139,30 +138,27 @@ class LocalSGD:
             "compression": compression,
             "by_tokens": self._by_tokens,
         }
-        if not self._joins:
-            said = [(name, repr(word)) for name, word in words.items()]
-            kv.worker.agree("LocalSGD", said, refusal, noun="argument")
-        elif refusal is not None:
-            raise refusal
+        check_alike(kv, "LocalSGD", [(name, repr(value)) for name, value in arguments.items()], refusal)
         assert outer is not None
-        if begins(kv, self._keys, self._views()):
+        if create_keys(kv, self._keys, self._views()):
             kv.set_optimizer(outer, keys=self._keys)
             if compression is not None:
                 kv.set_gradient_compression(compression)
             if self._by_tokens and not kv.layout.asynchronous:
                 kv.init(TOKENS, np.zeros(1, np.int64))
-        self._rounds = LocalRounds(kv, self._keys, self._views(), rule, self._by_tokens, self._joins)
+        self._rounds = LocalRounds(kv, self._keys, self._views(), rule, self._by_tokens, joins)
         LOG.info("LocalSGD: %r on a %s store of %d parameters", rule, kv.type, len(self._keys))
-        if self._joins:
-            self._through(lambda: self._rounds.rejoin(self._views()))
+        if joins:
+            self._recovery.run_once(self._meet)
             return
         self._rounds.begin_at((kv.resumed or 0) * rule.every)
         # Nobody may push before all have pulled rank 0's parameters.
         kv.barrier()
 
-    def _outer(self, rule: Local) -> Optimizer:
+    def _check_store(self, rule: Local) -> Optimizer:
+        """Return the outer optimizer for this store. Raise ValueError if the arguments do not fit the store."""
         layout = self.store.layout
-        self._see_inner("LocalSGD")
+        self._check_inner("LocalSGD")
         if layout.survives and layout.asynchronous and len(layout.clients) < layout.num_workers:
             raise ValueError(
                 f"LocalSGD: with spares each client of an asynchronous store has one worker, and this "
@@ -184,7 +180,7 @@ class LocalSGD:
 
     @property
     def steps(self) -> int:
-        """Inner steps made. After a death the number may jump ahead (see `step`)."""
+        """The number of inner steps made. After a death it may jump ahead (see `step`)."""
         return self._rounds.steps
 
     @property
@@ -200,7 +196,7 @@ class LocalSGD:
         tokens: int | None = None,
         grad_scaler: GradScaler | None = None,
     ) -> Any:
-        """Make an inner step, and exchange what is due. Blocks if an exchange is due.
+        """Make an inner step, and exchange the fragments that are due. Blocks if an exchange is due.
 
         After a death in a store that survives it, all workers continue from the step of the worker that is furthest
         ahead. So a training loop should use `steps` as its counter.
@@ -221,13 +217,13 @@ class LocalSGD:
             raise of_caller(ValueError(f"LocalSGD.step: tokens={tokens}: make it with by_tokens=True, or give none"))
         if self._by_tokens and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0):
             raise of_caller(ValueError(f"LocalSGD.step: tokens={tokens!r}: give the step's tokens, an int, 0 or more"))
-        self._see_inner("LocalSGD.step")
+        self._check_inner("LocalSGD.step")
         loss = None
         if grad_scaler is not None and find_overflow(grad_scaler, self):
             tokens = 0
         else:
             loss = self.inner.step(closure) if closure is not None else self.inner.step()
-        self._through(lambda: self._rounds.step(self._views(), tokens or 0), again=False)
+        self._recovery.run_once(lambda: self._rounds.step(self._views(), tokens or 0))
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -237,15 +233,15 @@ class LocalSGD:
     def share(self) -> None:
         """Copy the outer parameters, which all workers have in common, into the model, to evaluate or to save it.
 
-        Collective over the workers. Changes that inner steps have made since the last exchange are lost, so call it at
-        a multiple of `every`. In an asynchronous store that survives deaths it does not wait for the others: each
-        worker takes the newest parameters, which others may change later.
+        Collective over the workers, blocking. Changes that inner steps have made since the last exchange are lost, so
+        call it at a multiple of `every`. In an asynchronous store that survives deaths, a worker does not wait for the
+        others: it takes the newest parameters, which others may change later.
         """
         layout = self.store.layout
-        self._through(lambda: self._rounds.finish(self._views()))
+        self._recovery.run(lambda: self._rounds.finish(self._views()))
         if waits := layout.asynchronous and not layout.survives:
             self.store.barrier()
-        self._through(lambda: self._rounds.share(self._views(), newest=layout.asynchronous))
+        self._recovery.run(lambda: self._rounds.share(self._views(), newest=layout.asynchronous))
         if waits:
             self.store.barrier()
 
@@ -258,15 +254,15 @@ class LocalSGD:
         Raises:
             RuntimeError: A process died during the call. Training can continue: call it again after another step.
         """
-        self._through(self._rounds.wait)
-        died = "state_dict: a process has died meanwhile: call it again after the next step"
-        data = self._through(lambda: store_bytes(self.store), again=RuntimeError(died))
-        assert data is not None
+        self._recovery.run(self._rounds.wait)
+        data = self._recovery.run_once(lambda: store_bytes(self.store))
+        if data is None:
+            raise RuntimeError("state_dict: a process has died meanwhile: call it again after the next step")
         return {
             "inner": self.inner.state_dict(),
             "steps": self.steps,
             "since": list(self._rounds.since),
-            "open": list(self._rounds.open[:2]) if self._rounds.open is not None else [],
+            "open": list(self._rounds.in_flight[:2]) if self._rounds.in_flight is not None else [],
             "centers": [_tensor(center, like) for center, like in zip(self._rounds.centers, self._parameters)],
             "store": torch.from_numpy(np.frombuffer(data, np.uint8).copy()),
         }
@@ -281,40 +277,43 @@ class LocalSGD:
             ValueError: The state lacks an entry, or does not fit the model or `fragments`.
             RuntimeError: A process died during the call. Load the model's state and this one again.
         """
-        kv, died = (
-            self.store,
-            RuntimeError("load_state_dict: a process has died meanwhile: load the model and this again"),
-        )
+        kv = self.store
         centers, refusal = attempt(lambda: self._centers_of(state_dict))
         steps = [] if kv.layout.asynchronous else [("steps", str(state_dict.get("steps")))]
-        self._through(lambda: kv.worker.agree("load_state_dict", steps, refusal, noun="argument"), again=died)
-        self._through(self._rounds.wait, again=died)
+
+        def all_are_ready() -> bool:
+            kv.worker.agree("load_state_dict", steps, refusal, noun="argument")
+            self._rounds.wait()
+            return True
+
+        if not self._recovery.run_once(all_are_ready):
+            raise RuntimeError("load_state_dict: a process has died meanwhile: load the model and this again")
         self.inner.load_state_dict(state_dict["inner"])
         load_bytes(self.store, state_dict["store"].numpy().tobytes())
-        for mine, center in zip(self._rounds.centers, centers or ()):
-            mine[...] = center
-        self._rounds.see_workers()
+        for center, loaded in zip(self._rounds.centers, centers or ()):
+            center[...] = loaded
+        self._rounds.average_over_workers()
         due = state_dict.get("open")
-        open_ = Open(due[0], due[1], come=True) if due else None
-        self._rounds.begin_at(state_dict["steps"], state_dict["since"], open_)
+        in_flight = InFlight(due[0], due[1], arrived=True) if due else None
+        self._rounds.begin_at(state_dict["steps"], state_dict["since"], in_flight)
 
     def _centers_of(self, state: Mapping[str, Any]) -> list[np.ndarray]:
         """Return the outer parameters ("centers") in a state. Raise ValueError if the state does not fit."""
-        if lacks := [name for name in STATE if name not in state]:
+        if lacks := [name for name in STATE_ENTRIES if name not in state]:
             raise ValueError(
                 f"load_state_dict: there is no {', '.join(map(repr, lacks))}: give what LocalSGD.state_dict() gave"
             )
         centers = [arrays.host(center) for center in state["centers"]]
-        shapes = [[center.shape for center in found] for found in (centers, self._rounds.centers)]
-        if shapes[0] != shapes[1]:
+        saved, own = ([center.shape for center in each] for each in (centers, self._rounds.centers))
+        if saved != own:
             raise ValueError(
-                f"load_state_dict: parameters are {shapes[0]} there and {shapes[1]} here: give the model "
-                "that it was saved with"
+                f"load_state_dict: the state is of parameters {saved}, and the model has {own}: give the model that "
+                "it was saved with"
             )
-        if (saved := len(state["since"])) != (here := len(self._rounds.fragments)):
+        if (fragments := len(state["since"])) != len(self._rounds.fragments):
             raise ValueError(
-                f"load_state_dict: the state was saved with fragments={saved}, and here are {here}: give "
-                "LocalSGD as many"
+                f"load_state_dict: the state was saved with fragments={fragments}, and this LocalSGD has "
+                f"{len(self._rounds.fragments)}: give it as many"
             )
         return centers
 
@@ -323,54 +322,26 @@ class LocalSGD:
 
         Collective over the workers.
         """
-        self._through(lambda: self._rounds.finish(self._views()))
+        self._recovery.run(lambda: self._rounds.finish(self._views()))
         if self.store.layout.survives:
-            self._through(self.store.barrier)
+            self._recovery.run(self.store.barrier)
         self.store.close()
 
-    def _through(self, call: Callable[[], T], again: bool | Exception = True) -> T | None:
-        """Call `call` and return its result. If a process dies during the call, let the workers recover.
+    def _meet(self) -> None:
+        """Meet the other workers after a recovery, and make the exchanges that were under way. Collective, blocking."""
+        self._rounds.rejoin(self._views())
 
-        `again` says what happens after the recovery: True calls `call` again, False returns None, and an exception is
-        raised.
-        """
-        while True:
-            try:
-                return call()
-            except StoreError as error:
-                self._recover(error)
-            if isinstance(again, Exception):
-                raise again
-            if not again:
-                return None
-
-    def _recover(self, error: StoreError) -> None:
-        """Begin the next generation, and repeat the exchange in flight. Raise `error` if no process has died."""
-        while True:
-            if not self.store.layout.survives or isinstance(error, (MismatchError, LostError)):
-                raise error
-            rounds = self.store.recover()
-            if not self.store.layout.changed:
-                raise error
-            if torn := [key for key in self._keys if key in rounds.torn or key not in rounds]:
-                raise StoreError(f"LocalSGD: key {torn[0]!r} is not whole after a death: go on from a checkpoint")
-            try:
-                self._rounds.rejoin(self._views())
-                return
-            except StoreError as other:
-                error = other
-
-    def _see_inner(self, what: str) -> None:
+    def _check_inner(self, call: str) -> None:
         """Raise ValueError if `inner` trains a parameter that is not exchanged: the workers would drift apart in it."""
         exchanged = set(map(id, self._parameters))
         for number, group in enumerate(self.inner.param_groups):
-            for place, one in enumerate(group["params"]):
-                if one.requires_grad and id(one) not in exchanged:
-                    name = self._names.get(id(one), f"{place} of group {number} of inner, which the model lacks")
+            for place, parameter in enumerate(group["params"]):
+                if parameter.requires_grad and id(parameter) not in exchanged:
+                    name = self._names.get(id(parameter), f"{place} of group {number} of inner, which the model lacks")
                     raise of_caller(
                         ValueError(
-                            f"{what}: inner trains parameter {name}, {tuple(one.shape)}, and workers do not exchange "
-                            "it: make LocalSGD with a model that has it, when it asks for a gradient"
+                            f"{call}: inner trains parameter {name}, {tuple(parameter.shape)}, and workers do not "
+                            "exchange it: make LocalSGD with a model that has it, when it asks for a gradient"
                         )
                     )
 
@@ -380,7 +351,7 @@ class LocalSGD:
 
 
 def _tensor(array: Any, like: torch.Tensor) -> torch.Tensor:
-    """Return a copy of an array as a tensor.
+    """Return a copy of an array as a tensor like another one.
 
     `torch.from_numpy` would fail for bfloat16, because PyTorch does not know NumPy's bfloat16.
     """
@@ -389,7 +360,7 @@ def _tensor(array: Any, like: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _check(name: str, parameter: torch.Tensor) -> None:
+def _check_parameter(name: str, parameter: torch.Tensor) -> None:
     """Raise ValueError if a parameter cannot be exchanged in its own memory."""
     if parameter.device.type != "cpu":
         raise of_caller(ValueError(f"LocalSGD: parameter {name!r} is on {parameter.device}: move the model to the CPU"))

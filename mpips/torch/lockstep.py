@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import mpips.collectives as collectives
+from mpips.collectives.agreement import SAME_VALUES, Items, difference
 from mpips.collectives.communicator import communicator
 from mpips.collectives.errors import of_caller, warn
 from mpips.torch.tensors import sparse_parameters
@@ -59,8 +60,6 @@ PAIRED = {
     "DistributedOptimizer": "mpips.torch.DistributedOptimizer with the model itself",
     "hvd.DistributedOptimizer": "hvd.DistributedOptimizer with the model itself",
 }
-# (thing, its description on this rank), such as ("parameter 'weight'", "float32(2, 3)"); no thing occurs twice
-Items = Sequence[tuple[str, str]]
 
 
 # ---- before training
@@ -114,54 +113,33 @@ def model_items(module: torch.nn.Module, buckets: str | float, algorithm: str) -
     ]
 
 
-def agree(
-    items: Items, comm: MPI.Intracomm, what: str, cure: str = "give all ranks the same", unlike: bool = False
-) -> None:
+def agree(items: Items, comm: MPI.Intracomm, what: str, cure: str = SAME_VALUES, unlike: bool = False) -> None:
     """Raise the same MismatchError on all ranks unless they all pass the same items. Collective, blocking.
 
     Args:
         items: What this rank has.
         comm: The ranks that compare.
-        what: Name of the operation, which begins the error message. cure: What the user should do, which ends the error
-        message.
+        what: Name of the operation, which begins the error message.
+        cure: What the user should do, which ends the error message.
         unlike: The ranks are known to differ, so raise even if all items are the same.
     """
-    if found := gather_difference(items, comm, what) or (UNEXPLAINED if unlike else ""):
+    if sentence := gather_difference(items, comm, what) or (UNEXPLAINED if unlike else ""):
         with communicator(comm).failing(what):
-            raise collectives.MismatchError(f"{what}: {found}: {cure}")
+            raise collectives.MismatchError(f"{what}: {sentence}: {cure}")
 
 
 def gather_difference(items: Items, comm: MPI.Intracomm, what: str, first: int = 0) -> str:
-    """Gather all ranks' items and return their `difference` from those of rank `first`. Collective, blocking."""
+    """Gather all ranks' items and return their `difference`. Collective, blocking.
+
+    `first`: the number by which the description names the first rank of `comm`.
+    """
     word = np.frombuffer(msgspec.msgpack.encode(items), np.uint8)
     sizes = gather_rows(np.array([word.size]), comm, what)[:, 0]
     padded = np.zeros(sizes.max(), np.uint8)
     padded[: word.size] = word
     rows = zip(gather_rows(padded, comm, what), sizes.tolist())
     every = [msgspec.msgpack.decode(row[:size].tobytes(), type=list[tuple[str, str]]) for row, size in rows]
-    return difference(every, first)
-
-
-def difference(every: Sequence[Items], first: int = 0) -> str:
-    """Describe the first difference between rank `first` and the ranks after it, or return "" if there is none.
-
-    `every` has the items of ranks `first`, `first` + 1 and so on. Pure.
-    """
-    known = dict(every[0])
-    for rank, items in enumerate(every, first):
-        theirs = dict(items)
-        for thing, kind in every[0]:
-            if thing not in theirs:
-                return f"rank {rank} has no {thing}, which rank {first} has"
-            if theirs[thing] != kind:
-                return f"{thing} is {kind} on rank {first} and {theirs[thing]} on rank {rank}"
-        for other in theirs:
-            if other not in known:
-                return f"rank {first} has no {other}, which rank {rank} has"
-        for thing, other in zip(known, theirs):
-            if other != thing:
-                return f"rank {first} has {thing} where rank {rank} has {other}"
-    return ""
+    return difference(dict(enumerate(every, first)))
 
 
 def content(value: object) -> Any:
@@ -188,12 +166,12 @@ def content(value: object) -> Any:
             return content(value.tolist())
         return f"{value.dtype}{value.shape} with digest {digest(np.ascontiguousarray(value).tobytes()):x}"
     if isinstance(value, Mapping):
-        named = {key if isinstance(key, str) else repr(content(key)): one for key, one in value.items()}
+        named = {key if isinstance(key, str) else repr(content(key)): item for key, item in value.items()}
         return {name: content(named[name]) for name in sorted(named)}
     if isinstance(value, Set):
-        return sorted((content(one) for one in value), key=repr)
+        return sorted((content(item) for item in value), key=repr)
     if isinstance(value, (list, tuple)):
-        return [content(one) for one in value]
+        return [content(item) for item in value]
     if isinstance(value, (bytes, bytearray)):
         return f"{len(value)} bytes with digest {digest(bytes(value)):x}"
     if isinstance(value, (torch.dtype, torch.device, np.dtype, PurePath)):
@@ -333,20 +311,20 @@ class Lockstep:
 
     def items(self) -> Items:
         """Return what the token is computed from, as text for an error message."""
-        found = [
+        every = [
             ("the number of forward passes without a backward pass", str(self._forwards - self._backwards)),
             ("the number of backward passes that raised", str(self._failed)),
             ("the number of optimizer steps since the last backward pass", str(len(self._steps) + self._more_steps)),
         ]
         for number, (name, groups) in enumerate(self._steps, 1):
-            found.append((f"the optimizer of step {number} since the last backward pass", name))
-            found.append((f"the number of {name}'s groups" + f" in step {number}" * (number > 1), str(len(groups))))
+            every.append((f"the optimizer of step {number} since the last backward pass", name))
+            every.append((f"the number of {name}'s groups" + f" in step {number}" * (number > 1), str(len(groups))))
             for group, numbers in enumerate(groups):
-                found += [
+                every += [
                     (f"{key} of {name}'s group {group}" + f" in step {number}" * (number > 1), repr(value))
                     for key, value in numbers.items()
                 ]
-        return found
+        return every
 
 
 _all: WeakSet[Lockstep] = WeakSet()
@@ -402,13 +380,12 @@ def check_frozen(named: Iterable[tuple[str, Tensor]], comm: MPI.Intracomm, what:
                     f"{what}: parameter {name!r} is not known to DataParallel: wrap the model when it is complete"
                 )
     every = gather_rows(np.array([parameter.requires_grad for _, parameter in named], np.uint8), comm, what)
-    for rank, place in np.argwhere(every != every[0]):
-        frozen, other = (rank, 0) if every[0, place] else (0, rank)
+    if (every != every[0]).any():
+        names = [f"parameter {name!r}" for name, _ in named]
+        kinds = [["trained" if needs else "frozen" for needs in row] for row in every]
+        unlike = difference({rank: [*zip(names, row)] for rank, row in enumerate(kinds)})
         with communicator(comm).failing(what):
-            raise collectives.MismatchError(
-                f"{what}: parameter {named[place][0]!r} requires a gradient on rank {other} and none on rank {frozen}: "
-                "freeze it on all ranks, or on none"
-            )
+            raise collectives.MismatchError(f"{what}: {unlike}: freeze it on all ranks, or on none")
 
 
 class WeightWatch:
@@ -459,8 +436,8 @@ class WeightWatch:
         if not self.due or (not self._after_step and (self.has_stepped or number < PASSES_BY_HAND)):
             return
         absent = [ABSENT] * len(self._parameters)
-        mine = np.array([self._after_step or absent, self._before_forward or absent, self._norms()])
-        every = gather_rows(mine.ravel(), comm, what).reshape(comm.size, *mine.shape)
+        own = np.array([self._after_step or absent, self._before_forward or absent, self._norms()])
+        every = gather_rows(own.ravel(), comm, what).reshape(comm.size, *own.shape)
         # for each moment (after the step, before the forward pass, now), whether every rank has norms
         known = (every != ABSENT).all(axis=(0, 2))
         # (rank, moment, parameter) -> whether the norm differs from rank 0's; only known ones of the first two moments
@@ -472,8 +449,8 @@ class WeightWatch:
             return
         rank, place = map(int, np.argwhere(far.all(axis=1))[0])
         every = every[:, known]
-        name, one, other = names.get(self._parameters[place], "?"), every[0, 0, place], every[rank, 0, place]
-        differ = f"parameter {name!r} has norm {one:.6g} on rank 0 and {other:.6g} on rank {rank}"
+        name, norms = names.get(self._parameters[place], "?"), every[:, 0, place]
+        differ = f"parameter {name!r} has norm {norms[0]:.6g} on rank 0 and {norms[rank]:.6g} on rank {rank}"
         # If each rank's norms are the same at all moments, the program does not move weights itself, so the difference
         # means that the ranks have drifted apart.
         if self.has_stepped and np.allclose(every, every[:, :1], rtol=MOVED, atol=0, equal_nan=True):

@@ -21,7 +21,7 @@ from mpips.collectives.recorder import own as recorder
 LARGE = 1024
 
 
-class Watch:
+class GradientWatch:
     """Counts the elements that go through the groups of this process. `active` while they are too few for gradients."""
 
     def __init__(self) -> None:
@@ -76,4 +76,4 @@ class Watch:
         self._hook.remove()
 
 
-watch = Watch()
+watch = GradientWatch()

@@ -93,7 +93,7 @@ class ProcessGroup(dist.ProcessGroup):
     def __init__(self, comm: MPI.Intracomm, timeout: timedelta) -> None:
         super().__init__(comm.rank, comm.size)
         self.comm = comm
-        self._jobs = Jobs(comm, timeout.total_seconds())
+        self._jobs = GroupJobs(comm, timeout.total_seconds())
         self._name = ""
         self._sequence = 0
         home = communicator(comm)
@@ -381,16 +381,16 @@ class ProcessGroup(dist.ProcessGroup):
         """Do nothing: the communication thread is shared by all groups and keeps running."""
 
 
-class Jobs:
+class GroupJobs:
     """Creates the jobs of one group. They run in `collectives` if it has the operation, else they are MPI's own calls.
 
-    Creating a Jobs is collective.
+    Creating a GroupJobs is collective.
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout_seconds: float) -> None:
         self.comm = comm
         self._home = communicator(comm)
-        self._home.patient(self._home.limits.stall_seconds, max(timeout_seconds, LEAST_SECONDS))
+        self._home.set_limits(self._home.limits.stall_seconds, max(timeout_seconds, LEAST_SECONDS))
         self._comm_of_messages = comm.Dup()
         self.messages = Messages(self._comm_of_messages)
         self._barrier_token = torch.zeros(1)
@@ -448,21 +448,21 @@ class Jobs:
 
         Entries are added in the order of the ranks.
         """
-        how, mine = check_sparse(tensor, op), tensor.detach().coalesce()
-        described = describe_sparse(mine)
+        how, given = check_sparse(tensor, op), tensor.detach().coalesce()
+        described = describe_sparse(given)
         every = torch.empty(self.comm.size * described.numel(), dtype=described.dtype)
         parts: list[Tensor] = []
 
         def gather() -> Iterator[None]:
             counts = count_entries(every.view(self.comm.size, -1))
-            for given in (mine.indices().t(), mine.values()):
-                width = math.prod(given.shape[1:])
-                target = torch.empty((sum(counts), *given.shape[1:]), dtype=given.dtype)
-                yield from self.messages.allgather(target.view(-1), [count * width for count in counts], flatten(given))
+            for part in (given.indices().t(), given.values()):
+                width = math.prod(part.shape[1:])
+                target = torch.empty((sum(counts), *part.shape[1:]), dtype=part.dtype)
+                yield from self.messages.allgather(target.view(-1), [count * width for count in counts], flatten(part))
                 parts.append(target)
 
         def finish() -> None:
-            total = torch.sparse_coo_tensor(parts[0].t(), parts[1], mine.shape, check_invariants=False).coalesce()
+            total = torch.sparse_coo_tensor(parts[0].t(), parts[1], given.shape, check_invariants=False).coalesce()
             if how.name == "mean":
                 total.values().div_(self.comm.size)
             elif how.divided:
@@ -565,11 +565,11 @@ class Jobs:
     def limited(self, seconds: float) -> Iterator[None]:
         """Change the timeout of this group within a `with` block."""
         usual = self._home.limits
-        self._home.patient(usual.stall_seconds, max(seconds, LEAST_SECONDS))
+        self._home.set_limits(usual.stall_seconds, max(seconds, LEAST_SECONDS))
         try:
             yield
         finally:
-            self._home.patient(*usual)
+            self._home.set_limits(*usual)
 
     def _divide(self, target: Tensor, after: After) -> Callable[[], None]:
         """Return a function that divides a sum of integers by the number of ranks, and then calls `after`."""

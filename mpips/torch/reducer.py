@@ -232,7 +232,9 @@ class SharedGradients:
 
     def are_fitting(self) -> bool:
         """True if the parameters still have the dtypes and strides for which the memory was laid out."""
-        return all((one.dtype, one.stride()) == kind for one, kind in zip(self.parameters, self._kinds))
+        return all(
+            (parameter.dtype, parameter.stride()) == kind for parameter, kind in zip(self.parameters, self._kinds)
+        )
 
     def stretch(self, first: int, last: int) -> Tensor:
         """Return gradients [first, last), which have one dtype, as a 1-D view.
@@ -338,7 +340,7 @@ class RowGradients:
         # bytes of a row and its index, for each parameter
         self._widths = [8 + p[:1].numel() * p.element_size() for p in parameters]
         # buffers of the gather: this rank's rows, and those of all ranks
-        self._mine = np.empty(0, np.uint8)
+        self._own = np.empty(0, np.uint8)
         self._every = np.empty((comm.size, 0), np.uint8)
 
     def exchange(self, contributes: bool, scale: float) -> None:
@@ -369,28 +371,28 @@ class RowGradients:
         self._gather(parts, int((every[:, :, 1] * self._widths).sum(1).max()))
         starts = [0] * self._comm.size
         for parameter, width, (kinds, counts) in zip(self._parameters, self._widths, every.transpose(1, 2, 0).tolist()):
-            found = []
+            pieces = []
             for nbytes, dtype in ((8, torch.int64), (width - 8, parameter.dtype)):
                 ends = [start + nbytes * count for start, count in zip(starts, counts)]
-                found.append(torch.empty(nbytes * sum(counts) // dtype.itemsize, dtype=dtype))
+                pieces.append(torch.empty(nbytes * sum(counts) // dtype.itemsize, dtype=dtype))
                 every_part = [row[start:end] for row, start, end in zip(self._every, starts, ends)]
-                np.concatenate(every_part, out=bytes_of(found[-1]))
+                np.concatenate(every_part, out=bytes_of(pieces[-1]))
                 starts = ends
-            values = found[1].view(-1, *parameter.shape[1:])
-            mean = torch.sparse_coo_tensor(found[0][None], values, parameter.shape, check_invariants=False).coalesce()
+            values = pieces[1].view(-1, *parameter.shape[1:])
+            mean = torch.sparse_coo_tensor(pieces[0][None], values, parameter.shape, check_invariants=False).coalesce()
             mean.values().mul_(scale)
             parameter.grad = None if not any(kinds) else mean.to_dense() if DENSE in kinds else mean
 
     def _gather(self, parts: Sequence[NDArray[np.uint8]], most: int) -> None:
         """Gather the parts of all ranks into `_every`. `most` is the largest sum of bytes that any rank brings."""
-        if most > self._mine.size:
-            self._mine = np.zeros(2 * most, np.uint8)
+        if most > self._own.size:
+            self._own = np.zeros(2 * most, np.uint8)
             self._every = np.empty((self._comm.size, 2 * most), np.uint8)
         start = 0
         for part in parts:
-            self._mine[start : start + part.size] = part
+            self._own[start : start + part.size] = part
             start += part.size
-        collectives.allgather(self._mine, self._comm, out=self._every, label=LABEL)
+        collectives.allgather(self._own, self._comm, out=self._every, label=LABEL)
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:

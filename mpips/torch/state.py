@@ -40,6 +40,10 @@ def broadcast_parameters(
 
     Raises:
         MismatchError: Names, dtypes, shapes or their order differ. All ranks raise it, and nothing has changed.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> mpips.torch.broadcast_parameters(model.state_dict())
     """
     comm = workers_of(MPI.COMM_WORLD) if comm is None else comm
     pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
@@ -66,18 +70,18 @@ def broadcast_values(tensors: Sequence[Tensor], root: int = 0, comm: MPI.Comm | 
     if not packed.size:
         return [None] * len(tensors)
     collectives.broadcast(packed, comm, root)
-    found: list[Tensor | None] = []
+    new_values: list[Tensor | None] = []
     start = 0
     for tensor in tensors:
         stretch = slice(start, start + tensor.numel() * tensor.element_size())
         start = stretch.stop
         if np.array_equal(packed[stretch], bytes_of(tensor.detach().contiguous())):
-            found.append(None)
+            new_values.append(None)
         else:
             # Tensors that are created in inference mode can never be part of a backward pass.
             with torch.inference_mode(False):
-                found.append(torch.from_numpy(packed[stretch].copy()).view(tensor.dtype).view(tensor.shape))
-    return found
+                new_values.append(torch.from_numpy(packed[stretch].copy()).view(tensor.dtype).view(tensor.shape))
+    return new_values
 
 
 def broadcast_optimizer_state(
@@ -94,6 +98,10 @@ def broadcast_optimizer_state(
 
     Raises:
         TypeError: The state holds something other than numbers, strings and tensors. Only the root raises it.
+
+    Example:
+        >>> optimizer = torch.optim.Adam(torch.nn.Linear(3, 2).parameters())
+        >>> mpips.torch.broadcast_optimizer_state(optimizer)
     """
     comm = workers_of(MPI.COMM_WORLD) if comm is None else comm
     state = broadcast_state(optimizer.state_dict() if comm.rank == root_rank else {}, root_rank, comm)
@@ -191,11 +199,11 @@ def _pack(value: Any, tensors: list[Tensor]) -> Any:
         tensors.append(value)
         return _Tensor(str(value.dtype).removeprefix("torch."), list(value.shape))
     if isinstance(value, dict):
-        return _Map([_pack(key, tensors) for key in value], [_pack(one, tensors) for one in value.values()])
+        return _Map([_pack(key, tensors) for key in value], [_pack(item, tensors) for item in value.values()])
     if isinstance(value, tuple):
-        return _Tuple([_pack(one, tensors) for one in value])
+        return _Tuple([_pack(item, tensors) for item in value])
     if isinstance(value, list):
-        return [_pack(one, tensors) for one in value]
+        return [_pack(item, tensors) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     raise TypeError(f"an optimizer's state holds a {type(value).__name__}: numbers, texts and tensors can be sent")
@@ -203,7 +211,7 @@ def _pack(value: Any, tensors: list[Tensor]) -> Any:
 
 def _unpack(value: Any, tensors: list[Tensor]) -> Any:
     if isinstance(value, list):
-        return [_unpack(one, tensors) for one in value]
+        return [_unpack(item, tensors) for item in value]
     if not isinstance(value, dict):
         return value
     if value["type"] == "tensor":
@@ -212,6 +220,6 @@ def _unpack(value: Any, tensors: list[Tensor]) -> Any:
             tensors.append(torch.empty(value["shape"], dtype=getattr(torch, value["dtype"])))
         return tensors[-1]
     if value["type"] == "tuple":
-        return tuple(_unpack(one, tensors) for one in value["items"])
+        return tuple(_unpack(item, tensors) for item in value["items"])
     keys = [_unpack(key, tensors) for key in value["keys"]]
-    return dict(zip(keys, [_unpack(one, tensors) for one in value["values"]]))
+    return dict(zip(keys, [_unpack(item, tensors) for item in value["values"]]))

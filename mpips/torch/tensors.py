@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler, OptState
 from torch.distributed import ReduceOp
 
+from mpips.collectives.agreement import SAME_VALUES, difference
 from mpips.collectives.errors import MismatchError
 
 # GradScaler warns that it passes itself to `step` of our optimizers. Users can do nothing about that warning.
@@ -85,9 +86,9 @@ def find_overflow(scaler: GradScaler, optimizer: Any) -> Tensor:
     """
     if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
         scaler.unscale_(optimizer)
-    found: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
+    flags: dict[Any, Tensor] = scaler._found_inf_per_device(optimizer)
     # The scaler has no flag if this worker has no gradient.
-    return found.setdefault(torch.device("cpu"), torch.zeros(()))
+    return flags.setdefault(torch.device("cpu"), torch.zeros(()))
 
 
 def flatten(tensor: Tensor) -> Tensor:
@@ -192,13 +193,9 @@ def count_entries(every: Tensor) -> list[int]:
 
     Raises MismatchError if the tensors differ in shape, dtype or number of sparse dimensions.
     """
-    for rank, words in enumerate(every.tolist()):
-        first = every[0].tolist()
-        if words[1:] != first[1:]:
-            raise MismatchError(
-                f"all_reduce: sparse tensors differ: rank 0 has {_shape_of(first)} and rank {rank} {_shape_of(words)}: "
-                "let all ranks pass one shape, one type and as many sparse dimensions"
-            )
+    if (every[:, 1:] != every[0, 1:]).any():
+        shapes = [[("the sparse tensor", _shape_of(words))] for words in every.tolist()]
+        raise MismatchError(f"all_reduce: {difference(dict(enumerate(shapes)))}: {SAME_VALUES}")
     return [int(count) for count in every[:, 0]]
 
 
@@ -206,7 +203,7 @@ def _shape_of(words: Sequence[int]) -> str:
     dtypes = [str(each) for each in vars(torch).values() if isinstance(each, torch.dtype)]
     dtype = next(each for each in dtypes if zlib.crc32(each.encode()) == words[3])
     shape = ", ".join(map(str, words[4 : 4 + words[2]]))
-    return f"shape ({shape}) of {dtype} with {words[1]} sparse dimensions"
+    return f"{dtype} of shape ({shape}) with {words[1]} sparse dimensions"
 
 
 # ---- reductions

@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from mpips.collectives.clock import Clock
-from mpips.collectives.fabric.requests import keep
-from mpips.collectives.fabric.wait import see_in_time
+from mpips.collectives.fabric.requests import keep_until_complete
+from mpips.collectives.fabric.wait import check_in_time
 from mpips.torch.tensors import as_backend_error, bytes_of
 
 if TYPE_CHECKING:
@@ -141,9 +141,9 @@ class GroupJob:
     """One operation of a group.
 
     Args:
-        run: A function that runs the operation to its end, blocking. steps: A function that does the same as an
-        iterator, which yields wherever it would wait. order: The communicator whose jobs run one after another. None
-        for sends and receives.
+        run: A function that runs the operation to its end, blocking.
+        steps: A function that does the same as an iterator, which yields wherever it would wait.
+        order: The communicator whose jobs run one after another. None for sends and receives.
         after: Called when the operation has ended, in either form.
         result: The value of the job's future.
     """
@@ -364,8 +364,8 @@ class Messages:
         if root is None:
             yield from _wait_for_request(lambda: self._comm.Iallreduce(given, result, op))
         else:
-            mine = result if self._comm.rank == root else None
-            yield from _wait_for_request(lambda: self._comm.Ireduce(given, mine, op, root))
+            receive = result if self._comm.rank == root else None
+            yield from _wait_for_request(lambda: self._comm.Ireduce(given, receive, op, root))
 
     def send(self, source: Tensor, destination: int, tag: int) -> Iterator[None]:
         return _wait_for_request(lambda: self._comm.Isend(bytes_of(source), destination, tag))
@@ -384,7 +384,7 @@ def _wait_for_request(start: Callable[[], MPI.Request], status: MPI.Status | Non
         # The iterator was abandoned, and MPI may still write to the arrays. So the request and its arrays must be kept
         # alive.
         if request:
-            keep([request])
+            keep_until_complete([request])
 
 
 def listen(steps: Iterator[None], home: Communicator) -> Iterator[None]:
@@ -395,7 +395,7 @@ def listen(steps: Iterator[None], home: Communicator) -> Iterator[None]:
     due = 0.0
     for _ in steps:
         if (now := time.monotonic()) >= due:
-            home.listen()
+            home.look_at_all()
             due = now + LOOK_SECONDS
         yield
 
@@ -412,8 +412,8 @@ def watch(steps: Iterator[None], home: Communicator, what: str) -> Iterator[None
         for _ in steps:
             if (now := time.monotonic()) >= due:
                 waited = clock.seconds()
-                home.hear(waited)
-                see_in_time(what, waited, home.generation)
+                home.look(waited)
+                check_in_time(what, waited, home.generation)
                 due = now + LOOK_SECONDS
             yield
     except Exception as error:

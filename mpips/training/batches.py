@@ -1,4 +1,4 @@
-"""Draw batches from arrays, of which every worker takes its share (`Arrays`), or from any iterable (`Batches`)."""
+"""Batches of arrays, of which every worker takes its share (`Arrays`), and batches of any iterable (`Batches`)."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def shares(samples: int, batch_size: int, epoch: int, seed: int, kv: KVStore, de
     """
     order = np.random.default_rng([seed, epoch]).permutation(samples)
     mini_batch = batch_size * kv.num_workers
-    see_enough(samples, batch_size, kv.num_workers)
+    check_enough(samples, batch_size, kv.num_workers)
     for start in range(dealt + kv.rank * batch_size, samples - (samples - dealt) % mini_batch, mini_batch):
         yield order[start : start + batch_size]
 
 
-def see_enough(samples: int, batch_size: int, workers: int) -> None:
+def check_enough(samples: int, batch_size: int, workers: int) -> None:
     """Raise ValueError if the samples do not fill one mini-batch of all workers."""
     if batch_size * workers > samples:
         raise ValueError(
@@ -63,7 +63,7 @@ class Arrays:
     seed: int = 0
 
     # True if workers may have different numbers of batches
-    joined: ClassVar[bool] = False
+    uneven: ClassVar[bool] = False
     # True if an epoch is known to end
     bounded: ClassVar[bool] = True
 
@@ -83,8 +83,8 @@ class Arrays:
             skip: Batches to leave out, because they were taken before a resume.
             dealt: Samples that were used before the rest of the epoch was dealt to another number of workers.
         """
-        rows = itertools.islice(shares(len(self.x), self.batch_size, number, self.seed, kv, dealt), skip, None)
-        return ((self.x[mine], self.y[mine]) for mine in rows)
+        every = itertools.islice(shares(len(self.x), self.batch_size, number, self.seed, kv, dealt), skip, None)
+        return ((self.x[rows], self.y[rows]) for rows in every)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +99,7 @@ class Batches:
     most: int | None = None
 
     # True if workers may have different numbers of batches
-    joined: ClassVar[bool] = True
+    uneven: ClassVar[bool] = True
 
     def order(self, workers: int) -> str:
         """Describe what decides which samples come in which step."""
@@ -116,13 +116,15 @@ class Batches:
 
     def epoch(self, number: int, kv: KVStore | None = None, skip: int = 0, dealt: int = 0) -> Iterator[Batch]:
         """Yield this worker's batches of an epoch without the first `skip`. `dealt` is only for arrays."""
-        found = self.source if isinstance(self.source, Iterable) else self.source(number)
-        if not isinstance(found, Iterable):
+        batches = self.source if isinstance(self.source, Iterable) else self.source(number)
+        if not isinstance(batches, Iterable):
             raise TypeError(
-                f"the function of the epoch returned a {type(found).__name__}: it returns an iterable of batches (x, y)"
+                f"the function of the epoch returned a {type(batches).__name__}: it returns an iterable of batches "
+                "(x, y)"
             )
-        batches = map(_pair, found if self.most is not None or _has_length(found) else _unmeasured(found, kv))
-        return itertools.islice(batches, skip, self.most)
+        if self.most is None and not _has_length(batches):
+            batches = _unmeasured(batches, kv)
+        return itertools.islice(map(_pair, batches), skip, self.most)
 
 
 Source = Arrays | Batches
@@ -141,10 +143,10 @@ def _unmeasured(batches: Iterable[Any], kv: KVStore | None) -> Iterator[Any]:
 
     Warn if they go on for long, in a synchronous store on rank 0 only.
     """
-    began, said = time.monotonic(), kv is not None and kv.rank > 0 and not kv.layout.asynchronous
+    began, warned = time.monotonic(), kv is not None and kv.rank > 0 and not kv.layout.asynchronous
     for number, batch in enumerate(batches):
-        if not said and time.monotonic() - began > LONG_SECONDS:
-            said = True
+        if not warned and time.monotonic() - began > LONG_SECONDS:
+            warned = True
             warnings.warn(
                 f"batches of {type(batches).__name__}, which has no length, go on after {LONG_SECONDS:.0f} s "
                 f"and {number:,} of them: where they never end, give fit(steps=...), the steps of an epoch, "
@@ -169,10 +171,10 @@ def source_of(
 ) -> Source:
     """Return the batches that `fit` or `evaluate` was given, at most `most` in an epoch.
 
-    Raises TypeError or ValueError for other arguments.
+    Raises TypeError or ValueError if the arguments are neither two arrays nor batches. `what` is the call, for errors.
     """
     if y is None:
-        _see_iterable(x, what)
+        _check_iterable(x, what)
         if batch_size is not None:
             raise TypeError(f"{what}: batch_size={batch_size} goes with arrays x and y; batches have their own sizes")
         return Batches(x, most)
@@ -204,11 +206,11 @@ def test_of(test: Any) -> Source | None:
         if len(test) != 2:
             raise TypeError(f"test: give two arrays, inputs (samples, ...) and targets (samples, ...), not {len(test)}")
         return Arrays(*paired("test", *test), batch_size=BLOCK)
-    _see_iterable(test, "test")
+    _check_iterable(test, "test")
     return Batches(test)
 
 
-def _see_iterable(batches: Any, what: str) -> None:
+def _check_iterable(batches: Any, what: str) -> None:
     if hasattr(batches, "shape"):
         raise TypeError(
             f"{what}: x is an array {tuple(batches.shape)} without y: give both, or an iterable of batches (x, y)"
@@ -221,7 +223,7 @@ def _see_iterable(batches: Any, what: str) -> None:
         )
 
 
-def see_again(source: Source, epochs: int, survives: bool = False) -> None:
+def check_repeatable(source: Source, epochs: int, survives: bool = False) -> None:
     """Raise TypeError if the source is an iterator that cannot be iterated as often as this fit needs it.
 
     That is so if there are more epochs (unless `most` limits them: an iterator then continues in the next epoch), or if
@@ -253,13 +255,13 @@ def paired(name: str, x: Samples, y: Samples) -> tuple[Samples, Samples]:
             f"{name}: give two arrays, inputs (samples, ...) and targets (samples, ...), not {', '.join(wrong)}; {CURE}"
         )
     names = ("x", "y") if name == "x and y" else (f"{name} inputs", f"{name} targets")
-    found = tuple(table(*each) for each in zip(names, (x, y)))
-    if len(found[0]) != len(found[1]):
-        raise ValueError(f"{name}: {len(found[0])} inputs, but {len(found[1])} targets: give one for each sample")
-    return found
+    tables = tuple(table(*each) for each in zip(names, (x, y)))
+    if len(tables[0]) != len(tables[1]):
+        raise ValueError(f"{name}: {len(tables[0])} inputs, but {len(tables[1])} targets: give one for each sample")
+    return tables
 
 
-def see_samples(model: object, source: Source | None) -> None:
+def check_samples(model: object, source: Source | None) -> None:
     """Let the model check the arrays, by `EvaluatedModel.check_samples` if it has that."""
     check = getattr(model, "check_samples", None)
     if callable(check) and isinstance(source, Arrays):
@@ -267,10 +269,7 @@ def see_samples(model: object, source: Source | None) -> None:
 
 
 def samples_shown(*sources: Source | None) -> np.ndarray:
-    """Return a few numbers of each array, float64 (numbers,).
-
-    Workers compare them to see whether theirs are the same.
-    """
+    """Return a few numbers of each array, float64 (numbers,). Workers compare them: their arrays must be equal."""
     shown = [np.empty(0)]
     for source in sources:
         if isinstance(source, Arrays) and len(source.x):
@@ -283,7 +282,7 @@ def samples_shown(*sources: Source | None) -> np.ndarray:
     return np.concatenate(shown)
 
 
-def see_same(shown: Sequence[np.ndarray]) -> None:
+def check_same_arrays(shown: Sequence[np.ndarray]) -> None:
     """Raise ValueError if the numbers that workers have shown (by rank) differ by more than rounding."""
     first = shown[0]
     for rank, other in enumerate(shown):

@@ -1,4 +1,4 @@
-"""Call functions between steps and epochs (`Checkpoint`, `EarlyStop`, `LearningRate`, `Progress`), with the history."""
+"""What `fit` calls between steps and epochs: `Checkpoint`, `EarlyStop`, `LearningRate`, `Progress`, or a user's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpips.training import checkpoint
 from mpips.training.batches import Source
 from mpips.training.checkpoint import Epoch, Position
 from mpips.training.evaluation import LOSS, names_of
-from mpips.training.step import Job, update_optimizer
+from mpips.training.step import TrainerParts, update_optimizer
 
 if TYPE_CHECKING:
     from mpips.store.api import KVStore
@@ -27,28 +27,29 @@ QUIET_SECONDS = 3.0
 
 
 class Fitting:
-    """A fit under way, as callbacks see it.
+    """The fit that is under way, as callbacks see it.
 
     Attributes:
         rank: This worker's rank. Rank 0 prints and writes.
         epochs: The number of epochs in all.
-        steps: Exchanges in an epoch, or None if nobody knows because batches come from an iterable.
-        joined: True if workers may take different numbers of steps, because each has batches of its own.
+        steps: Exchanges in an epoch, or None if that is not known because batches come from an iterable.
+        uneven: True if workers may take different numbers of steps, because each has batches of its own.
         asynchronous: True if workers do not wait for each other.
         measures: Names that `Epoch.value` takes: "loss", and with test data "test_loss" and others.
-        alone: True if the other workers are somewhere else in the program, so that no collective call is possible.
+        alone: True while a spare that has taken a place calls `on_begin`. The other workers did so long ago, so the
+            collective calls below do nothing.
     """
 
     rank: int
     epochs: int
     steps: int | None
-    joined: bool
+    uneven: bool
     asynchronous: bool
     measures: tuple[str, ...]
 
     def __init__(
         self,
-        job: Job,
+        parts: TrainerParts,
         position: Position,
         source: Source,
         test: Source | None,
@@ -56,23 +57,23 @@ class Fitting:
         callbacks: Sequence[Callback],
     ) -> None:
         self.epochs = epochs
-        self.joined = source.joined
-        self.asynchronous = job.kv.layout.asynchronous
-        tested = (LOSS, *names_of(job, test)) if test is not None else ()
+        self.uneven = source.uneven
+        self.asynchronous = parts.kv.layout.asynchronous
+        tested = (LOSS, *names_of(parts, test)) if test is not None else ()
         self.measures = (LOSS, *(f"test_{name}" for name in tested))
         self.callbacks = sorted(callbacks, key=lambda callback: callback.last)
         self.alone = False
         self.position = position
-        self._job = job
+        self._parts = parts
         self._source = source
         self.count_workers()
 
     def count_workers(self) -> None:
         """Set the attributes that depend on the number of workers."""
-        kv, source, blocking = self._job.kv, self._source, self._job.blocking
+        kv, source, blocking = self._parts.kv, self._source, self._parts.blocking
         per_epoch, accumulate = source.steps(kv.num_workers), 1 if blocking is None else blocking.accumulate
         self.rank, self.steps = kv.rank, None if per_epoch is None else -(-per_epoch // accumulate)
-        self.position.order = order_of(self._job, source, kv.num_workers)
+        self.position.order = order_of(self._parts, source, kv.num_workers)
 
     def restore(self) -> None:
         """Give each callback the state that it had at this position."""
@@ -106,38 +107,38 @@ class Fitting:
         return tuple(self.position.history)
 
     def mean(self, value: float) -> float:
-        """Return the mean of a value over the workers, equal on all. NaNs do not count. Collective, blocking."""
+        """Return the mean of a value over the workers, the same on all. NaNs do not count. Collective, blocking."""
         if self.alone:
             return value
-        told = self._job.kv.worker.agree("fit: a mean", data=struct.pack("<d", value))
-        found = [each for data in told for each in struct.unpack("<d", data) if not math.isnan(each)]
-        return sum(found) / len(found) if found else math.nan
+        encoded = self._parts.kv.worker.agree("fit: a mean", data=struct.pack("<d", value))
+        values = [each for data in encoded for each in struct.unpack("<d", data) if not math.isnan(each)]
+        return sum(values) / len(values) if values else math.nan
 
     def save(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
         """Write a checkpoint from which `fit(resume=path)` continues. Collective, blocking."""
         if self.alone:
             return
         self.position.callbacks = states(self.callbacks)
-        checkpoint.save(self._job, path, self.position, keep)
+        checkpoint.save(self._parts, path, self.position, keep)
 
-    def see_folder(self, path: str | os.PathLike[str]) -> None:
-        """Raise ValueError or TypeError, on rank 0 only, if `save(path)` could not write after the next step. Local."""
+    def check_folder(self, path: str | os.PathLike[str]) -> None:
+        """Raise ValueError or TypeError on rank 0 if `save(path)` could not write after the next step. Local."""
         if self.rank == 0:
-            checkpoint.see_folder(path, self.step)
+            checkpoint.check_folder(path, self.step)
 
     def update_optimizer(self, **numbers: Any) -> None:
         """Change numbers of the optimizer, such as `learning_rate`. Its state stays. Collective, blocking."""
         if not self.alone:
-            update_optimizer(self._job, numbers)
+            update_optimizer(self._parts, numbers)
 
 
-def order_of(job: Job, source: Source, workers: int) -> str:
+def order_of(parts: TrainerParts, source: Source, workers: int) -> str:
     """Describe what decides which samples come in which step."""
-    accumulate = job.blocking.accumulate if job.blocking is not None else 1
+    accumulate = parts.blocking.accumulate if parts.blocking is not None else 1
     return source.order(workers) + (f", accumulate={accumulate}" if accumulate > 1 else "")
 
 
-def see_order(position: Position, order: str, same: Collection[str] = ()) -> None:
+def check_order(position: Position, order: str, same: Collection[str] = ()) -> None:
     """Raise ValueError if a fit would continue in the middle of an epoch with other batches or other exchanges.
 
     Args:
@@ -153,7 +154,7 @@ def see_order(position: Position, order: str, same: Collection[str] = ()) -> Non
 
 
 class Callback:
-    """Base of callbacks. Override the methods that you need.
+    """Base class of callbacks. Override the methods that you need.
 
     Every worker has one object of each callback and calls it at the same step, so a method may make collective calls if
     all workers make them. A result by which a callback decides what to do must not differ between workers.
@@ -161,7 +162,7 @@ class Callback:
     Time spent in callbacks does not count as seconds of an epoch.
 
     Attributes:
-        last: True if it is called after the others, as a callback must be that saves their state.
+        last: True if it is called after the others. A callback that saves their state needs this.
     """
 
     last: ClassVar[bool] = False
@@ -209,13 +210,15 @@ class Callback:
 class Checkpoint(Callback):
     """Saves to a folder after every `every` steps, or after each epoch, and at the end.
 
+        trainer.fit(x, y, batch_size=32, epochs=20, callbacks=[Checkpoint("saved", every=500)], resume="saved")
+
     `fit(resume=path)` continues from the newest checkpoint. A kill at any moment leaves the last complete one. Blocking
     on all workers: in an asynchronous store they wait for each other here.
 
     Args:
         path: The folder.
         every: Steps between two checkpoints. None saves after each epoch.
-        keep: How many of the newest checkpoints stay. None keeps all.
+        keep: The number of newest checkpoints that stay. None keeps all.
     """
 
     path: str | os.PathLike[str]
@@ -232,13 +235,13 @@ class Checkpoint(Callback):
 
     def check(self, fit: Fitting) -> None:
         """Raise ValueError if workers do not come to the same step, or the folder cannot be written."""
-        if self.every is not None and fit.joined and fit.asynchronous:
+        if self.every is not None and fit.uneven and fit.asynchronous:
             raise ValueError(
                 f"Checkpoint(every={self.every}): workers of an asynchronous store take unlike numbers of "
                 "steps over batches of their own, and a checkpoint is of all: give every=None, which "
                 "saves after each epoch"
             )
-        fit.see_folder(self.path)
+        fit.check_folder(self.path)
 
     def on_begin(self, fit: Fitting) -> None:
         # What the fit continues from is not saved again.
@@ -279,6 +282,8 @@ def of_job(
 @dataclass
 class EarlyStop(Callback):
     """Ends the training after `patience` epochs in which the monitored value has not improved by `min_delta`.
+
+        trainer.fit(x, y, batch_size=32, epochs=99, test=(test_x, test_y), callbacks=[EarlyStop("test_accuracy")])
 
     The value is the mean over the workers, so all decide alike. They meet for it after each epoch, also those of an
     asynchronous store. NaN never counts as better.
@@ -356,12 +361,15 @@ class EarlyStop(Callback):
 
 @dataclass
 class LearningRate(Callback):
-    """Sets the learning rate before each epoch to `rate(epoch)`.
+    """Sets the learning rate before each epoch.
 
-    Epochs count from 1. Every worker computes the same rate.
+        trainer.fit(x, y, batch_size=32, epochs=20, callbacks=[LearningRate(lambda epoch: 0.1 / epoch)])
 
-    Workers meet for it, also those of an asynchronous store. For a rate that depends on the step give the optimizer a
-    schedule (`learning_rate=mpips.optimizers.Cosine(0.1, 1000)`). It costs nothing and needs no callback.
+    Workers wait for each other to set it, also those of an asynchronous store. For a rate that depends on the step,
+    give the optimizer a schedule instead (`learning_rate=mpips.optimizers.Cosine(0.1, 1000)`), which costs nothing.
+
+    Args:
+        rate: A function of the epoch, from 1. It must return the same rate on every worker.
     """
 
     rate: Callable[[int], float] = field(repr=False)
@@ -386,7 +394,7 @@ class LearningRate(Callback):
 
 
 class Progress(Callback):
-    """Shows on rank 0's standard error how far the training is.
+    """Shows on rank 0's standard error how far the training is: `callbacks=[Progress()]`.
 
     It prints a line after each epoch, with what was measured, and a line every few seconds of a long epoch, such as
     "epoch 2 of 9, 124 of 460 steps, loss 0.31". On a terminal it also shows a bar.
@@ -428,7 +436,7 @@ class Progress(Callback):
             return
         if not fit.steps:
             self._done(f"epoch {epoch.epoch}, loss {epoch.loss:.4g}")
-        tested = [f"test {name} {shown(name, value)}" for name, value in (epoch.test or {}).items()]
+        tested = [f"test {name} {format_value(name, value)}" for name, value in (epoch.test or {}).items()]
         self._say(", ".join([f"epoch {epoch.epoch} of {fit.epochs}, loss {epoch.loss:.4g}", *tested]))
         self._last, self._begun = time.monotonic(), fit.step
 
@@ -436,7 +444,7 @@ class Progress(Callback):
         self._stack.close()
 
 
-def shown(name: str, value: float) -> str:
+def format_value(name: str, value: float) -> str:
     """Format a measured value. An accuracy becomes a percentage, as "97.31 %"."""
     return f"{100 * value:.2f} %" if name.endswith("accuracy") else f"{value:.4g}"
 
@@ -465,17 +473,16 @@ def states(callbacks: Sequence[Callback]) -> dict[str, Any]:
 
     Raises TypeError if a state is not JSON data.
     """
-    found = {name: each.state() for name, each in named(callbacks).items()}
-    for name, state in found.items():
+    every_state = {name: each.state() for name, each in named(callbacks).items()}
+    for name, state in every_state.items():
         try:
             json.dumps(state)
         except (TypeError, ValueError) as error:
             raise TypeError(f"the state of callback {name} is no JSON data: {error}") from error
-    return {name: state for name, state in found.items() if state is not None}
+    return {name: state for name, state in every_state.items() if state is not None}
 
 
-def words_of(callbacks: Sequence[Callback]) -> str:
+def describe(callbacks: Sequence[Callback]) -> str:
     """Describe the callbacks, to compare them between workers: ours with their options, others by their class only."""
-    ours = [type(each).__module__ == __name__ and isinstance(each, Checkpoint | EarlyStop) for each in callbacks]
-    words = [repr(each) if known else type(each).__name__ for each, known in zip(callbacks, ours)]
-    return ", ".join(words) or "none"
+    texts = [repr(each) if type(each) in (Checkpoint, EarlyStop) else type(each).__name__ for each in callbacks]
+    return ", ".join(texts) or "none"

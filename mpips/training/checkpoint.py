@@ -1,4 +1,4 @@
-"""Save, find and read a Trainer's checkpoints, two files a step; `loop.begin` continues from them.
+"""A Trainer's checkpoints, two files for each saved step. `loop.begin` continues from them.
 
     FOLDER/step-00000120.store.safetensors      by `kv.save`: values, optimizers and their state, residuals
     FOLDER/step-00000120.trainer.safetensors    positions of all workers, and arrays that the store does not have
@@ -31,7 +31,7 @@ from mpips.optimizers.base import unlike
 from mpips.optimizers.registry import as_data, from_data
 from mpips.store.checkpoint import file
 from mpips.store.runtime.rendezvous import attempt
-from mpips.training.step import Job
+from mpips.training.step import TrainerParts
 from mpips.training.updates import Update
 
 if TYPE_CHECKING:
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 STORE, TRAINER = ".store.safetensors", ".trainer.safetensors"
 STEP = re.compile(r"step-\d{8,}")
 VERSION = 1
-# the name under which the metadata of the file hold the Header
-WORD = "mpips.trainer"
-# name of an update, as a file has it -> the arguments of a Trainer that lead to it
+# the metadata in which the Trainer's file has the TrainerHeader
+METADATA = "mpips.trainer"
+# name of an update in a file -> the arguments of a Trainer with which it is made
 UPDATES = {
-    "none": "neither clip_norm nor elastic",
+    "none": "none of clip_norm, elastic and local",
     "none, clipped": "clip_norm",
     "none, elastic": "elastic",
     "none, local": "local",
@@ -135,7 +135,7 @@ class Position:
         return ended
 
     def encode(self) -> bytes:
-        """Return it as JSON. Floats keep their bits, also those that are not finite."""
+        """Return the position as JSON. Floats keep their bits, also those that are not finite."""
         return json.dumps(msgspec.to_builtins(self)).encode()
 
 
@@ -147,8 +147,8 @@ def decode(data: object) -> Position:
         raise ValueError(f"a worker's position is not as a Trainer writes it: {error}") from error
 
 
-class Header(msgspec.Struct):
-    """The JSON in the metadata of the Trainer's file, under the name `mpips.trainer`."""
+class TrainerHeader(msgspec.Struct):
+    """What the Trainer's file holds besides arrays, as JSON."""
 
     version: int
     # the name of the update that was saved, a key of UPDATES
@@ -161,65 +161,62 @@ class Header(msgspec.Struct):
     optimizer: dict[str, Any] | None
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """A checkpoint from which a training can continue."""
 
     # the path of the checkpoint's two files, without their endings
     path: str
-    header: Header
+    header: TrainerHeader
     # the positions of all workers that were saved, in rank order
     positions: list[Position]
 
 
-def save(job: Job, folder: str | os.PathLike[str], position: Position, keep: int | None = None) -> str:
-    """Write a checkpoint of all workers after the same step, and return its path without endings. Collective, blocking.
-
-    `keep` is the number of newest checkpoints that stay (None: all). If the checkpoint cannot be written, all workers
-    raise ValueError or TypeError, and older checkpoints are unchanged.
-    """
-    update = saved_by(job, "save")
-    job.exchange.finish()
-    name, refusal = attempt(lambda: _made(file.file_name("save", "path", folder), job.kv.rank, position.step))
-    job.kv.worker.agree("save", [("path", str(name)), ("step", str(position.step))], refusal, noun="argument")
+def save(parts: TrainerParts, folder: str | os.PathLike[str], position: Position, keep: int | None = None) -> str:
+    """Write a checkpoint of all workers after the same step, see `Trainer.save`. Collective, blocking."""
+    update = update_to_save(parts, "save")
+    parts.exchange.finish()
+    name, refusal = attempt(lambda: _make_folder(file.file_name("save", "path", folder), parts.kv.rank, position.step))
+    parts.kv.worker.agree("save", [("path", str(name)), ("step", str(position.step))], refusal, noun="argument")
     path = os.path.join(name, f"step-{position.step:08d}")
-    job.kv.save(path + STORE)
-    told = job.kv.worker.agree("save", data=position.encode())
-    arrays = _gathered(job.kv, update)
+    parts.kv.save(path + STORE)
+    positions = [json.loads(data) for data in parts.kv.worker.agree("save", data=position.encode())]
+    arrays = _gather_arrays(parts.kv, update)
     optimizer = None if update.optimizer is None else as_data(update.optimizer)
-    header = Header(VERSION, update.name, len(update.owners()), [json.loads(data) for data in told], optimizer)
+    header = TrainerHeader(VERSION, update.name, len(update.owners()), positions, optimizer)
 
     def write() -> None:
         try:
-            file.write(path + TRAINER, arrays, {WORD: json.dumps(msgspec.to_builtins(header))})
+            file.write(path + TRAINER, arrays, {METADATA: json.dumps(msgspec.to_builtins(header))})
         except OSError as error:
             raise ValueError(f"{path + TRAINER} cannot be written: {file.why(error)}") from error
 
-    _, refusal = attempt(write) if job.kv.rank == 0 else (None, None)
-    job.kv.worker.agree("save", refusal=refusal)
-    if job.kv.rank == 0 and keep is not None:
+    _, refusal = attempt(write) if parts.kv.rank == 0 else (None, None)
+    parts.kv.worker.agree("save", refusal=refusal)
+    if parts.kv.rank == 0 and keep is not None:
         prune(name, keep)
     return path
 
 
-def saved_by(job: Job, what: str) -> Update:
+def update_to_save(parts: TrainerParts, what: str) -> Update:
     """Return the update whose state a checkpoint saves.
 
     Raises ValueError if no checkpoint is possible: with overlap, or while accumulated batches wait for their exchange.
+    `what` is the call, for the error.
     """
-    if job.blocking is None:
+    if parts.blocking is None:
         raise ValueError(
             f"{what}: a Trainer with overlap= has no checkpoints, as its keys follow a plan that is made "
             "anew: leave overlap out"
         )
-    if job.blocking.waiting:
+    if parts.blocking.waiting:
         raise ValueError(
-            f"{what}: {job.blocking.waiting} of {job.blocking.accumulate} batches wait for their "
+            f"{what}: {parts.blocking.waiting} of {parts.blocking.accumulate} batches wait for their "
             "exchange: call it between two exchanges"
         )
-    return job.blocking.update
+    return parts.blocking.update
 
 
-def find(job: Job, path: str | os.PathLike[str], begin: bool = False) -> Found | None:
+def find(parts: TrainerParts, path: str | os.PathLike[str], begin: bool = False) -> FoundCheckpoint | None:
     """Find the newest checkpoint in a folder, or check the one that `path` names, for `take`. Collective, blocking.
 
     If nothing can be read, or the checkpoint is not of such a Trainer, all workers raise ValueError or TypeError.
@@ -228,60 +225,60 @@ def find(job: Job, path: str | os.PathLike[str], begin: bool = False) -> Found |
         path: A folder, or one file step-*.trainer.safetensors.
         begin: Return None if the folder does not exist or has no checkpoint, instead of an error.
     """
-    update, kv = saved_by(job, "resume"), job.kv
-    job.exchange.finish()
+    update, kv = update_to_save(parts, "resume"), parts.kv
+    parts.exchange.finish()
     name, refusal = attempt(lambda: file.file_name("resume", "path", path))
-    found, unfit = attempt(lambda: _found(name, begin, update) if kv.rank == 0 and refusal is None else None)
-    said = b"" if not found else json.dumps([found[0], msgspec.to_builtins(found[1])]).encode()
-    told = kv.worker.agree("resume", [("path", name or "")], refusal or unfit, noun="argument", data=said)[0]
-    if not told:
+    found, unfit = attempt(lambda: _find_file(name, begin, update) if kv.rank == 0 and refusal is None else None)
+    message = b"" if not found else json.dumps([found[0], msgspec.to_builtins(found[1])]).encode()
+    message = kv.worker.agree("resume", [("path", name or "")], refusal or unfit, noun="argument", data=message)[0]
+    if not message:
         return None
-    prefix, data = json.loads(told)
-    header = msgspec.convert(data, Header)
-    return Found(prefix, header, [decode(position) for position in header.positions])
+    prefix, data = json.loads(message)
+    header = msgspec.convert(data, TrainerHeader)
+    return FoundCheckpoint(prefix, header, [decode(position) for position in header.positions])
 
 
-def take(job: Job, found: Found, rates: bool = False) -> None:
+def take(parts: TrainerParts, found: FoundCheckpoint, rates: bool = False) -> None:
     """Restore everything that a checkpoint holds except the positions. Collective, blocking.
 
     If the checkpoint's optimizer differs from the program's, the checkpoint's is used, and rank 0 warns. If the
     checkpoint has another number of workers (or clients, with `elastic`), number i takes the arrays of number i modulo
     that number.
 
-    If it does not fit or cannot be read, all workers raise ValueError before anything has changed.
-
     Args:
         rates: A callback sets the learning rate anyway, so a difference in it gives no warning.
+
+    Raises:
+        ValueError: The checkpoint does not fit or cannot be read. All workers raise it, before anything has changed.
     """
-    update = saved_by(job, "resume")
+    update = update_to_save(parts, "resume")
     given = update.numbers
-    arrays = _scattered(job.kv, update, found)
-    job.kv.load(found.path + STORE)
+    arrays = _scatter_arrays(parts.kv, update, found)
+    parts.kv.load(found.path + STORE)
     update.restore(arrays, None if found.header.optimizer is None else from_data(found.header.optimizer))
-    said = unlike(update.numbers, given, ("rescale", "learning_rate") if rates else ("rescale",))
-    if said and job.kv.rank == 0:
-        warn(f"resume: {said}: the checkpoint's holds; change it by trainer.update_optimizer after trainer.resume")
+    difference = unlike(update.numbers, given, ("rescale", "learning_rate") if rates else ("rescale",))
+    if difference and parts.kv.rank == 0:
+        warn(
+            f"resume: {difference}: the checkpoint's holds; change it by trainer.update_optimizer after trainer.resume"
+        )
 
 
-def of_worker(positions: Sequence[Position], rank: int) -> Position:
+def position_of(positions: Sequence[Position], rank: int) -> Position:
     """Return the saved position from which this worker continues."""
     return positions[rank % len(positions)]
 
 
-def see_folder(path: str | os.PathLike[str], step: int) -> None:
-    """Make the folder.
-
-    Raises ValueError or TypeError if a checkpoint of this step or a later one could not be saved there.
-    """
-    name = _made(file.file_name("save", "path", path), 0, step)
+def check_folder(path: str | os.PathLike[str], step: int) -> None:
+    """Make the folder, and raise ValueError or TypeError if a checkpoint of this step could not be saved there."""
+    name = _make_folder(file.file_name("save", "path", path), 0, step)
     try:
         tempfile.TemporaryFile(dir=name).close()
     except OSError as error:
         raise ValueError(f"save: nothing can be written to the folder {name}: {file.why(error)}") from error
 
 
-def _made(name: str, rank: int, step: int) -> str:
-    """Return the folder, which rank 0 makes.
+def _make_folder(name: str, rank: int, step: int) -> str:
+    """Make the folder on rank 0, and return its name.
 
     Raises ValueError if it cannot be made, or has checkpoints of a later step.
     """
@@ -304,8 +301,8 @@ def _made(name: str, rank: int, step: int) -> str:
 def steps_in(folder: str | os.PathLike[str]) -> list[Path]:
     """Return the complete checkpoints of a folder, without their endings, oldest first."""
     paths = sorted(Path(folder).glob("step-*" + TRAINER), key=lambda path: (len(path.name), path.name))
-    found = [path.with_name(path.name.removesuffix(TRAINER)) for path in paths]
-    return [path for path in found if STEP.fullmatch(path.name) and path.with_name(path.name + STORE).is_file()]
+    prefixes = [path.with_name(path.name.removesuffix(TRAINER)) for path in paths]
+    return [path for path in prefixes if STEP.fullmatch(path.name) and path.with_name(path.name + STORE).is_file()]
 
 
 def _step(path: Path) -> int:
@@ -331,11 +328,8 @@ def prune(folder: str, keep: int) -> None:
                 path.unlink()
 
 
-def _found(name: str, begin: bool, update: Update) -> tuple[str, Header] | None:
-    """Return a checkpoint's path without endings, and its header.
-
-    With `begin`, return None if there is no checkpoint.
-    """
+def _find_file(name: str, begin: bool, update: Update) -> tuple[str, TrainerHeader] | None:
+    """Return a checkpoint's path without endings, and its header. On rank 0. The arguments are those of `find`."""
     with _reading(name):
         if name.endswith(TRAINER):
             prefix = name.removesuffix(TRAINER)
@@ -350,11 +344,11 @@ def _found(name: str, begin: bool, update: Update) -> tuple[str, Header] | None:
                 )
             prefix = str(steps[-1])
     path = prefix + TRAINER
-    with _reading(path), file.TensorFile(path) as found:
-        header = _header(path, found.metadata.get(WORD))
-        _see_update(path, header, update)
-        _see_arrays(path, found.tensors, header, update)
-        found.see_sums((WORD,))
+    with _reading(path), file.TensorFile(path) as opened:
+        header = _read_header(path, opened.metadata.get(METADATA))
+        _check_update(path, header, update)
+        _check_arrays(path, opened.tensors, header, update)
+        opened.check_sums((METADATA,))
     return prefix, header
 
 
@@ -369,9 +363,9 @@ def _reading(path: str) -> Iterator[None]:
         raise ValueError(f"{path} cannot be read: {file.why(error)}") from error
 
 
-def _header(path: str, text: str | None) -> Header:
+def _read_header(path: str, text: str | None) -> TrainerHeader:
     try:
-        header = msgspec.convert(json.loads(text or ""), Header)
+        header = msgspec.convert(json.loads(text or ""), TrainerHeader)
         for position in header.positions:
             decode(position)
     except ValueError as error:
@@ -381,58 +375,59 @@ def _header(path: str, text: str | None) -> Header:
     return header
 
 
-def _see_update(path: str, header: Header, update: Update) -> None:
-    """Raise ValueError if the checkpoint is from another way of exchange, or from another optimizer on the workers."""
+def _check_update(path: str, header: TrainerHeader, update: Update) -> None:
+    """Raise ValueError if the checkpoint is of another kind of update, or of another optimizer on the workers."""
     if header.update != update.name:
         raise ValueError(
             f"{path} was saved with {UPDATES.get(header.update, header.update)}, and this Trainer has "
-            f"{UPDATES.get(update.name, update.name)}: give clip_norm and elastic as they were"
+            f"{UPDATES.get(update.name, update.name)}: give clip_norm, elastic and local as they were"
         )
     if update.optimizer is None:
         return
-    there, here = (type(each).__name__ for each in (from_data(header.optimizer), update.optimizer))
-    if there != here:
+    saved, own = (type(each).__name__ for each in (from_data(header.optimizer), update.optimizer))
+    if saved != own:
         raise ValueError(
-            f"{path} was saved with the optimizer {there}, and this Trainer has {here}: give the one that "
+            f"{path} was saved with the optimizer {saved}, and this Trainer has {own}: give the one that "
             "it was saved with"
         )
 
 
-def _see_arrays(path: str, found: Mapping[str, file.Tensor], header: Header, update: Update) -> None:
+def _check_arrays(path: str, tensors: Mapping[str, file.Tensor], header: TrainerHeader, update: Update) -> None:
     """Raise ValueError if names, shapes or dtypes in the file are not those of this Trainer."""
-    # Do not trust the number in the file: with one name more than the file has, a missing one is found already.
-    numbers = range(min(max(header.clients, 1), len(found) + 1))
-    there = {name: str(tensor) for name, tensor in found.items()}
-    here = {
+    # Do not trust the number in the file, which may be huge: one client more than the file has tensors is enough to
+    # find that a tensor is missing.
+    numbers = range(min(max(header.clients, 1), len(tensors) + 1))
+    saved = {name: str(tensor) for name, tensor in tensors.items()}
+    wanted = {
         f"{number}/{name}": str(file.Tensor(array.dtype, array.shape))
         for number in numbers
         for name, array in update.arrays().items()
     }
-    for name in sorted({*there, *here}):
-        if there.get(name) != here.get(name):
+    for name in sorted({*saved, *wanted}):
+        if saved.get(name) != wanted.get(name):
             raise ValueError(
-                f"{path}: {name} is {there.get(name, 'not there')} in the file and "
-                f"{here.get(name, 'not there')} in this Trainer: give model and optimizer as they were"
+                f"{path}: {name} is {saved.get(name, 'not there')} in the file and "
+                f"{wanted.get(name, 'not there')} in this Trainer: give model and optimizer as they were"
             )
 
 
-def _gathered(kv: KVStore, update: Update) -> dict[str, np.ndarray]:
+def _gather_arrays(kv: KVStore, update: Update) -> dict[str, np.ndarray]:
     """Return the arrays of all owners, named "0/name", on rank 0.
 
     The result on other ranks is incomplete and not used.
     """
-    found: dict[str, np.ndarray] = {}
+    arrays_of_all: dict[str, np.ndarray] = {}
     for number, owner in enumerate(update.owners()):
         for name, array in update.arrays().items():
             if owner:
                 array = array if kv.rank == owner else np.empty_like(array)
                 collectives.broadcast(array, kv.layout.workers, root=owner, label=f"save: {name} of rank {owner}")
             if kv.rank == 0:
-                found[f"{number}/{name}"] = array.copy() if array.ndim else array
-    return found
+                arrays_of_all[f"{number}/{name}"] = array.copy() if array.ndim else array
+    return arrays_of_all
 
 
-def _scattered(kv: KVStore, update: Update, found: Found) -> dict[str, np.ndarray] | None:
+def _scatter_arrays(kv: KVStore, update: Update, found: FoundCheckpoint) -> dict[str, np.ndarray] | None:
     """Return this worker's arrays, which rank 0 reads, or None if the store holds everything.
 
     All workers raise ValueError if a read fails.
@@ -440,8 +435,8 @@ def _scattered(kv: KVStore, update: Update, found: Found) -> dict[str, np.ndarra
     owners, clients = update.owners(), found.header.clients
     if not owners:
         return None
-    mine = max(number for number, owner in enumerate(owners) if owner <= kv.rank) % clients
-    result: dict[str, np.ndarray] = {}
+    own_number = max(number for number, owner in enumerate(owners) if owner <= kv.rank) % clients
+    own_arrays: dict[str, np.ndarray] = {}
     for number in range(clients):
         arrays = {name: np.empty(array.shape, array.dtype) for name, array in update.arrays().items()}
         read = partial(_read, found.path + TRAINER, number, arrays)
@@ -450,13 +445,13 @@ def _scattered(kv: KVStore, update: Update, found: Found) -> dict[str, np.ndarra
         for name, array in arrays.items():
             if kv.num_workers > 1:
                 collectives.broadcast(array, kv.layout.workers, root=0, label=f"resume: {name}")
-        if number == mine:
-            result = arrays
-    return result
+        if number == own_number:
+            own_arrays = arrays
+    return own_arrays
 
 
 def _read(path: str, number: int, arrays: Mapping[str, np.ndarray]) -> None:
     """Read the arrays of one client from the file."""
-    with _reading(path), file.TensorFile(path) as found:
+    with _reading(path), file.TensorFile(path) as opened:
         for name, array in arrays.items():
-            array[...] = found.get(f"{number}/{name}")
+            array[...] = opened.get(f"{number}/{name}")

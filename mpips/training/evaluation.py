@@ -1,4 +1,4 @@
-"""`evaluate`: loss and metrics of test data, of which every worker computes a share, and the sum of all shares.
+"""`evaluate`: the loss and the metrics of test data. Every worker computes a share, and the shares are added up.
 
 A metric is a function of the model's outputs (samples, ...) and the targets. It returns a value for each sample,
 (samples,) or (samples, ...), or one number that is the mean over the batch's samples. Both are turned into a sum over
@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from mpips.collectives.agreement import difference
 from mpips.collectives.errors import CollectiveError
 from mpips.training.batches import Arrays, Source, share_of
-from mpips.training.model import Samples, samples_of, see_method
-from mpips.training.step import Job
+from mpips.training.model import Samples, check_method, samples_of
+from mpips.training.step import TrainerParts
 
 Metric = Callable[[Any, Any], Any]
 Sums = dict[str, float]
@@ -26,7 +27,10 @@ LOSS = "loss"
 
 
 def check_metrics(metrics: object, model: object) -> dict[str, Metric]:
-    """Return the metrics by name. Raises TypeError or ValueError for anything else, or if the model has no outputs."""
+    """Return the metrics by name.
+
+    Raises TypeError or ValueError if they are no functions by name, or if the model has no `predict`.
+    """
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
@@ -39,28 +43,28 @@ def check_metrics(metrics: object, model: object) -> dict[str, Metric]:
         if not callable(metric):
             raise TypeError(f"metrics[{name!r}] is a {type(metric).__name__}: give a function of (outputs, y)")
     if metrics:
-        see_method(model, "predict", "metrics=")
+        check_method(model, "predict", "metrics=")
     return dict(metrics)
 
 
-def measured(job: Job, batches: Iterable[tuple[Any, Any]]) -> Sums:
-    """Return this worker's sums over the samples of these batches, and the number of samples. Local."""
-    sums = dict.fromkeys((SAMPLES, LOSS, *job.metrics), 0.0)
-    scored, classes = _scored(job), 0.0
-    loss = getattr(job.model, "loss", None)
-    loss = loss if callable(loss) else job.model.loss_and_gradients
+def measured(parts: TrainerParts, batches: Iterable[tuple[Any, Any]]) -> Sums:
+    """Return sums over the samples of these batches, by name, and the number of samples. Local."""
+    sums = dict.fromkeys((SAMPLES, LOSS, *parts.metrics), 0.0)
+    scored, classes = _has_accuracy(parts), 0.0
+    loss = getattr(parts.model, "loss", None)
+    loss = loss if callable(loss) else parts.model.loss_and_gradients
     for x, y in batches:
         if not (samples := samples_of(x, y)):
             continue
         sums[SAMPLES] += samples
         sums[LOSS] += samples * float(loss(x, y))
-        if job.metrics:
-            outputs = job.model.predict(x)
-            for name, metric in job.metrics.items():
+        if parts.metrics:
+            outputs = parts.model.predict(x)
+            for name, metric in parts.metrics.items():
                 sums[name] += _summed(name, metric(outputs, y), samples)
-        elif scored and _classes(y):
+        elif scored and _are_classes(y):
             classes += samples
-            sums["accuracy"] = sums.get("accuracy", 0.0) + samples * float(job.model.accuracy(x, y))
+            sums["accuracy"] = sums.get("accuracy", 0.0) + samples * float(parts.model.accuracy(x, y))
     if 0 < classes < sums[SAMPLES]:
         others = sums[SAMPLES] - classes
         raise ValueError(
@@ -70,21 +74,21 @@ def measured(job: Job, batches: Iterable[tuple[Any, Any]]) -> Sums:
     return sums
 
 
-def names_of(job: Job, source: Source) -> list[str]:
+def names_of(parts: TrainerParts, source: Source) -> list[str]:
     """Return the names of what is measured besides the loss.
 
     These are the metrics or, without metrics, the accuracy if the model has one and y are classes.
     """
-    if job.metrics or not _scored(job):
-        return list(job.metrics)
-    return ["accuracy"] if not isinstance(source, Arrays) or _classes(source.y) else []
+    if parts.metrics or not _has_accuracy(parts):
+        return list(parts.metrics)
+    return ["accuracy"] if not isinstance(source, Arrays) or _are_classes(source.y) else []
 
 
-def _scored(job: Job) -> bool:
-    return callable(getattr(job.model, "accuracy", None))
+def _has_accuracy(parts: TrainerParts) -> bool:
+    return callable(getattr(parts.model, "accuracy", None))
 
 
-def _classes(y: Samples) -> bool:
+def _are_classes(y: Samples) -> bool:
     """True if targets are the classes of samples: whole numbers (samples,)."""
     if getattr(y, "ndim", 0) != 1:
         return False
@@ -114,17 +118,12 @@ def means(every: Iterable[Sums]) -> Sums:
     Raises ValueError if there are no samples, or if workers measured different things.
     """
     total: Sums = {}
-    first: tuple[int, Sums] | None = None
-    for rank, sums in enumerate(every):
-        if not sums[SAMPLES]:
-            continue
-        first = first or (rank, sums)
-        if unlike := sorted(first[1].keys() ^ sums.keys()):
-            has, lacks = (first[0], rank) if unlike[0] in first[1] else (rank, first[0])
-            raise ValueError(
-                f"evaluate: {unlike[0]} is measured on rank {has} and not on rank {lacks}, where y are no "
-                "classes, whole numbers (samples,): give all workers alike batches"
-            )
+    filled = {rank: sums for rank, sums in enumerate(every) if sums[SAMPLES]}
+    if unlike := difference({rank: [(name, "measured") for name in sorted(sums)] for rank, sums in filled.items()}):
+        raise ValueError(
+            f"evaluate: {unlike}, where y are no classes, whole numbers (samples,): give all workers alike batches"
+        )
+    for sums in filled.values():
         for name, value in sums.items():
             total[name] = total.get(name, 0.0) + value
     samples = total.pop(SAMPLES, 0.0)
@@ -133,43 +132,43 @@ def means(every: Iterable[Sums]) -> Sums:
     return {name: value / samples for name, value in total.items()}
 
 
-def evaluate(job: Job, source: Source, number: int = 1) -> Sums:
+def evaluate(parts: TrainerParts, source: Source, number: int = 1) -> Sums:
     """Return the means over the samples of all workers.
 
     Collective, blocking. An error on one worker is raised on all.
     """
-    kv = job.kv
-    if job.blocking is not None:
-        job.blocking.update.share()
+    kv = parts.kv
+    if parts.blocking is not None:
+        parts.blocking.update.share()
     sums: Sums = {}
     failure: Exception | None = None
     try:
-        sums = measured(job, share_of(source, number, kv.rank, kv.num_workers))
+        sums = measured(parts, share_of(source, number, kv.rank, kv.num_workers))
     except CollectiveError:
-        # The communicator is over, so the other workers know of it and cannot be told in a rendezvous.
+        # The generation has ended, so the other workers raise too, and no rendezvous is possible.
         raise
     except Exception as error:
         # The user's model, metric or batches may raise anything.
         failure = error
-    # The error that all workers are told: the one raised, or a ValueError that names its class.
+    # All workers raise the same error: this one, or a ValueError that names its class.
     refusal = failure
     if failure is not None and not isinstance(failure, (ValueError, TypeError)):
         refusal = ValueError(f"evaluate: {type(failure).__name__}: {failure}")
     try:
-        told = kv.worker.agree("evaluate", refusal=refusal, data=json.dumps(sums).encode())
+        encoded = kv.worker.agree("evaluate", refusal=refusal, data=json.dumps(sums).encode())
     except (ValueError, TypeError) as error:
         if failure is None:
             raise
         raise error from failure
-    return means(json.loads(data) for data in told)
+    return means(json.loads(data) for data in encoded)
 
 
-def evaluate_here(job: Job, source: Source, number: int = 1) -> Sums:
+def evaluate_here(parts: TrainerParts, source: Source, number: int = 1) -> Sums:
     """Return the means over all samples with this worker's parameters as they are. Does not wait for others. Local."""
-    return means([measured(job, share_of(source, number, 0, 1))])
+    return means([measured(parts, share_of(source, number, 0, 1))])
 
 
-def test_words(source: Source | None) -> list[tuple[str, str]]:
+def compared_test(source: Source | None) -> list[tuple[str, str]]:
     """Return the properties of the test data that must be equal on all workers, by name, as texts."""
     if source is None:
         return [("test", "None")]

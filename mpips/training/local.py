@@ -1,7 +1,7 @@
 """What workers that train apart exchange, and when: local SGD, DiLoCo and elastic averaging.
 
-A worker makes inner steps by itself. Now and then it pushes something that depends on its parameters w, the store
-updates its own centre c by an optimizer, and the worker pulls c and moves towards it:
+A worker makes inner steps by itself. Now and then it pushes a value that depends on its parameters w, the store updates
+its own centre c by an optimizer, and the worker pulls c and moves towards it:
 
     local SGD, DiLoCo   push c - w, with the c of the last pull; the store's outer optimizer takes it as a gradient
     elastic averaging   push w; the store's optimizer is Elastic1
@@ -36,14 +36,21 @@ if TYPE_CHECKING:
 LOG = log.get("mpips.training")
 # outer optimizers by name: DiLoCo's, and local SGD's, which takes the mean of all workers' parameters
 OUTER = {"nesterov": SGD(0.7, momentum=0.9, nesterov=True), "average": SGD(1.0)}
-# the key of the sum of all workers' tokens, in synchronous kinds
+# the key in which workers of a synchronous store sum their tokens
 TOKENS = "mpips/tokens"
 Arrays = Sequence[np.ndarray]
 
 
 @dataclass(frozen=True)
 class Elastic:
-    """Elastic averaging: after every `interval` iterations client and centre move towards each other by `alpha`."""
+    """Elastic averaging: every `interval` iterations a client and the store's centre move towards each other.
+
+        trainer = mpips.Trainer(model, kv, "sgd", learning_rate=0.1, elastic=mpips.Elastic(alpha=0.5, interval=64))
+
+    Args:
+        alpha: The share of their difference by which each moves.
+        interval: Iterations between two exchanges.
+    """
 
     alpha: float = 0.5
     interval: int = INTERVAL
@@ -56,15 +63,24 @@ class Elastic:
 
 @dataclass(frozen=True)
 class Local:
-    """Local SGD: after every `every` inner steps the store's outer optimizer takes the workers' changes as a gradient.
+    """Local SGD and DiLoCo: workers make inner steps alone, and an outer optimizer takes their changes as a gradient.
+
+        trainer = mpips.Trainer(model, kv, "adam", learning_rate=1e-3, local=Local(every=500))
 
     Args:
         every: Inner steps between two exchanges of the same parameters.
-        outer: The outer optimizer: "nesterov" (DiLoCo's), "average" (local SGD's mean), or an Optimizer with a rescale.
-        fragments: Into how many parts the parameters are divided. The parts are exchanged in turn, `every / fragments`
-            steps apart.
-        delay: Inner steps during which an exchange travels. With 0 workers wait for it.
-        keep: The share of its own parameters that a worker keeps when the centre has arrived.
+        outer: The outer optimizer, which the store runs: "nesterov" (DiLoCo's), "average" (local SGD's mean), or an
+            Optimizer with a rescale.
+        fragments: The number of parts into which the parameters are divided. The parts are exchanged in turn,
+            `every / fragments` steps apart.
+        delay: Inner steps that a worker makes while an exchange is in flight. With 0 it waits for the exchange.
+        keep: The weight of a worker's own parameters when it mixes in the centre, from 0 to 1.
+
+    Raises:
+        ValueError, TypeError: An argument is wrong, or they do not fit together.
+
+    >>> mpips.training.Local(every=500, outer="average").optimizer
+    SGD(learning_rate=1.0, weight_decay=0.0, rescale=1.0, momentum=0.0, nesterov=False)
     """
 
     every: int = 500
@@ -114,23 +130,24 @@ def averaged(optimizer: Optimizer, workers: float) -> Optimizer:
 
 
 def workers_in_a_sum(kv: KVStore) -> float:
-    """Return how many workers' gradients make one update: all of a synchronous store, or those of a client.
+    """Return the number of workers whose gradients make one update: all of a synchronous store, or those of a client.
 
     If clients differ in size it is their mean size. A store has one optimizer, so larger clients take larger steps.
     """
     return kv.num_workers / len(kv.layout.clients) if kv.layout.asynchronous else kv.num_workers
 
 
-class Exchange:
-    """Exchanges parameters with the store's centre, as a rule (Elastic or Local) says.
+class CenterExchange:
+    """Exchanges parameters with the store's centre. An exchange is prepare(), send() and take().
 
-    Parameters are named by their places in the list of all. An exchange is measure(), send() and take().
+    Arguments `places` are positions in the list of all parameters.
 
     Args:
         keys: The keys of the parameters in the store.
         shapes: Arrays like the parameters.
-        members: Workers of a client, whose parameters are equal and whose pushes are summed before they reach the
-            store.
+        rule: Says what is pushed, and by how much parameters move to the centre.
+        members: The number of workers in a client. Their parameters are equal, and their pushes are summed before they
+            reach the store.
     """
 
     def __init__(self, kv: KVStore, keys: Sequence[str], shapes: Arrays, rule: Elastic | Local, members: int) -> None:
@@ -145,13 +162,10 @@ class Exchange:
         keep = 1.0 - rule.alpha if isinstance(rule, Elastic) else rule.keep
         self._attract = Elastic2(alpha=rule.alpha if isinstance(rule, Elastic) else 1.0 - keep)
         # True if a worker takes the centre as it is and keeps nothing of its own parameters
-        self._whole = not self._elastic and keep == 0.0
+        self._copies = not self._elastic and keep == 0.0
 
     def _bytes_of(self, place: int) -> int:
-        """Return the bytes of a parameter that go to the store and come back.
-
-        Those that go to servers may be compressed.
-        """
+        """Return how many bytes of a parameter go to the store and come back. Pushes to servers may be compressed."""
         worker, nbytes = self._kv.worker, self.centers[place].nbytes
         key, compressor = worker.keys[self._keys[place]], worker.compressor
         if compressor is not None and self._kv.layout.num_servers and key.floats:
@@ -159,19 +173,19 @@ class Exchange:
         return 2 * nbytes
 
     @quiet
-    def measure(self, parameters: Arrays, places: Sequence[int]) -> None:
-        """Compute what to push for these parameters."""
+    def prepare(self, parameters: Arrays, places: Sequence[int]) -> None:
+        """Compute what to push."""
         for place in places:
             parameter, pushed = parameters[place], self._pushed[place]
             if self._elastic:
-                # A push is the sum over members, which are equal.
+                # The members of a client push equal values, and the store gets their sum.
                 np.divide(parameter, self._members, out=pushed)
             else:
                 np.subtract(self.centers[place], parameter, out=pushed)
 
     @quiet
     def weigh(self, places: Sequence[int], factor: float) -> None:
-        """Multiply what was measured by a factor. With 0 the result is 0, even if NaN was measured."""
+        """Multiply what is to be pushed by a factor. With 0 the result is 0, even where it was NaN."""
         for place in places if factor != 1.0 else ():
             if factor:
                 np.multiply(self._pushed[place], factor, out=self._pushed[place])
@@ -179,20 +193,20 @@ class Exchange:
                 self._pushed[place][...] = 0
 
     def send(self, places: Sequence[int], wait: bool = True) -> Handle | None:
-        """Push what was measured and pull the centre. Blocking if `wait`; otherwise return a handle."""
+        """Push what was prepared, and pull the centre. Blocking if `wait`; otherwise return a handle."""
         keys, centers = [self._keys[place] for place in places], [self.centers[place] for place in places]
-        said = [self._pushed[place] for place in places]
+        pushed = [self._pushed[place] for place in places]
         if wait:
-            self._kv.pushpull(keys, said, out=centers)
+            self._kv.pushpull(keys, pushed, out=centers)
             return None
-        return self._kv.ipushpull(keys, said, out=centers)
+        return self._kv.ipushpull(keys, pushed, out=centers)
 
     def pull(self, places: Sequence[int]) -> None:
         """Pull the centre without a push. Blocking."""
         self._kv.pull([self._keys[place] for place in places], [self.centers[place] for place in places])
 
-    def forget(self) -> None:
-        """Let all parameters contribute nothing to the next push."""
+    def clear(self) -> None:
+        """Make zeros of what is to be pushed."""
         for pushed in self._pushed:
             pushed[...] = 0
 
@@ -200,36 +214,36 @@ class Exchange:
         """Move parameters towards the centre that has arrived."""
         for place in places:
             parameter, center = parameters[place], self.centers[place]
-            if self._whole:
+            if self._copies:
                 parameter[...] = center
             else:
                 self._attract.update(parameter.reshape(-1), center.reshape(-1), (), 1)
         recorder.count_exchange(sum(map(self._bytes_of, places)))
 
 
-class Open(NamedTuple):
-    """An exchange that is under way: its fragment, and the step at which its centre is taken.
+class InFlight(NamedTuple):
+    """An exchange that is under way."""
 
-    If there is no handle and `come` is False, a failure has broken the exchange off.
-    """
-
+    # its fragment
     number: int
+    # the step at which its centre is taken
     due: int
+    # None before the push, once the centre has arrived, or if a failure has interrupted the exchange
     handle: Handle | None = None
     # True once the centre has arrived
-    come: bool = False
+    arrived: bool = False
 
 
 class LocalRounds:
-    """Counts a worker's inner steps and exchanges each fragment when it is due.
+    """Counts a worker's inner steps, and exchanges each fragment of the parameters when it is due.
 
-    All workers make equally many exchanges.
-
-    With a quorum each push says how many tokens (or inner steps) it stands for, and the servers weigh it
-    (`server.quorum`).
+    All workers of a synchronous store exchange at the same steps. With a quorum each push says how many tokens (or
+    inner steps) it stands for, and the servers weight it (`server.quorum`).
 
     Args:
-        by_tokens: Weigh a worker's changes by its tokens. In synchronous kinds the workers sum their tokens in
+        keys: The keys of the parameters in the store.
+        parameters: They become the centre's values, unless this worker joins.
+        by_tokens: Weight a worker's changes by its tokens. In synchronous kinds the workers sum their tokens in
             `TOKENS`, an int64 key of one element.
         joins: This worker has taken the place of a dead one, and has nothing to contribute before `rejoin`.
     """
@@ -249,43 +263,42 @@ class LocalRounds:
         self._keys = list(keys)
         self._joins = joins
         self._quorum = kv.layout.asynchronous and kv.layout.options.quorum >= 0
-        self._exchange = Exchange(kv, keys, parameters, rule, 1)
+        self._exchange = CenterExchange(kv, keys, parameters, rule, 1)
         # for each fragment the places of its parameters
-        self.fragments = cut([array.size for array in parameters], rule.fragments)
+        self.fragments = cut_into_fragments([array.size for array in parameters], rule.fragments)
         # for each key the round that is complete when this worker's last push is in it
         self._goals = [0] * len(keys)
-        # for each fragment the weight of its last exchange: tokens, or inner steps
-        self._counts = [0] * len(self.fragments)
-        # for each fragment the factor by which its last push was multiplied
-        self._shares = [1.0] * len(self.fragments)
-        self.open: Open | None = None
+        # for each fragment this worker's weight in its last exchange: tokens, or inner steps
+        self._weights = [0] * len(self.fragments)
+        # for each fragment the factor by which its last push was multiplied (`_weigh`)
+        self._factors = [1.0] * len(self.fragments)
+        self.in_flight: InFlight | None = None
         self.centers = self._exchange.centers
         self.begin_at(0)
         if not joins:
-            self.see_workers()
+            self.average_over_workers()
             self._exchange.pull(range(len(keys)))
             self.share(parameters)
 
-    def see_workers(self) -> None:
-        """Let the outer optimizer take the mean over the workers that are here now.
+    def average_over_workers(self) -> None:
+        """Let the outer optimizer take the mean over the present workers. Collective, blocking.
 
         After a load from a checkpoint, or after a death, its rescale may be that of another number of workers.
-        Collective, blocking.
         """
         outer = averaged(self._rule.optimizer, workers_in_a_sum(self._kv))
         now = self._kv.worker.groups.of(self._keys[0])
         if now.rescale != outer.rescale:  # type: ignore[union-attr, attr-defined]
             self._kv.update_optimizer(self._keys, rescale=outer.rescale)  # type: ignore[attr-defined]
 
-    def begin_at(self, steps: int, since: Sequence[int] = (), open_: Open | None = None) -> None:
+    def begin_at(self, steps: int, since: Sequence[int] = (), in_flight: InFlight | None = None) -> None:
         """Continue as if `steps` inner steps had been made.
 
         Args:
-            since: For each fragment the tokens (or inner steps) since its last exchange. By default its steps are
-                counted.
-            open_: An exchange whose centre has arrived and is taken at a later step.
+            since: For each fragment the tokens (or inner steps) since its last exchange. By default the number of
+                inner steps.
+            in_flight: An exchange whose centre has arrived and is taken at a later step.
         """
-        self.steps, self.open = steps, open_
+        self.steps, self.in_flight = steps, in_flight
         # for each fragment the step at which its last exchange began
         self._begun = [max(steps - self._after(number, steps), 0) for number in range(len(self.fragments))]
         # for each fragment the tokens, or inner steps, since its last exchange began
@@ -302,75 +315,72 @@ class LocalRounds:
         """
         self.steps += 1
         self.since = [count + (tokens if self._by_tokens else 1) for count in self.since]
-        if self.open is not None and self.open.handle is None and not self.open.come:
-            # It was broken off, and no recovery has made it again.
-            self.open = None
-        elif self.open is not None and self.steps >= self.open.due:
+        if self.in_flight is not None and self.in_flight.handle is None and not self.in_flight.arrived:
+            # A failure has interrupted it, and no recovery has made it again.
+            self.in_flight = None
+        elif self.in_flight is not None and self.steps >= self.in_flight.due:
             self.finish(parameters)
         for number, places in enumerate(self.fragments):
             if self._after(number, self.steps):
                 continue
-            self._measure(number, parameters)
+            self._prepare(number, parameters)
             if self._by_tokens and not self._quorum:
                 self._weigh(number, self._sum_of_tokens(number))
             handle = self._send(number, places, wait=not self._rule.delay)
             if handle is None:
                 self.finish(parameters)
             else:
-                self.open = Open(number, self.steps + self._rule.delay, handle)
+                self.in_flight = InFlight(number, self.steps + self._rule.delay, handle)
         if (saving := self._kv.worker.saving) is not None:
             # Usually pushes advance a checkpoint that is being written in the background. Here pushes are rare, so each
             # step must.
             saving.go_on()
 
-    def _measure(self, number: int, parameters: Arrays) -> None:
-        """Begin a fragment's exchange. From here on it must be made, also after a recovery."""
+    def _prepare(self, number: int, parameters: Arrays) -> None:
+        """Begin a fragment's exchange. From now on it must be made, also after a recovery."""
         places = self.fragments[number]
-        self._exchange.measure(parameters, places)
+        self._exchange.prepare(parameters, places)
         for place in places:
             self._goals[place] = self._round(place) + 1
-        self._begun[number], self._shares[number] = self.steps, 1.0
-        self._counts[number], self.since[number] = self.since[number], 0
-        self.open = Open(number, self.steps + self._rule.delay)
+        self._begun[number], self._factors[number] = self.steps, 1.0
+        self._weights[number], self.since[number] = self.since[number], 0
+        self.in_flight = InFlight(number, self.steps + self._rule.delay)
 
     def _send(self, number: int, places: Sequence[int], wait: bool = True) -> Handle | None:
-        """Push what was measured for places of a fragment, and pull the centre. Blocking if `wait`."""
+        """Push what was prepared for places of a fragment, and pull the centre. Blocking if `wait`."""
         for place in places if self._quorum else ():
-            self._kv.worker.keys[self._keys[place]].weight = self._counts[number]
+            self._kv.worker.keys[self._keys[place]].weight = self._weights[number]
         return self._exchange.send(places, wait)
 
     def _sum_of_tokens(self, number: int) -> int:
-        """Return the number of tokens that all workers' changes of a fragment stand for. Blocking."""
-        total = np.array([self._counts[number]])
+        """Return the tokens of all workers since the last exchange of a fragment. Collective, blocking."""
+        total = np.array([self._weights[number]])
         self._kv.pushpull(TOKENS, total)
         return int(total[0])
 
     def _weigh(self, number: int, total: int) -> None:
-        """Multiply a worker's changes of a fragment by its share of the total, times the number of workers.
+        """Multiply a worker's changes of a fragment by its share of the total weight, times the number of workers.
 
         The store takes a plain mean over the workers. With this factor it becomes a mean weighted by tokens or steps.
         If the changes were multiplied before, that factor is divided out.
         """
-        share = self._counts[number] * self._kv.num_workers / total if total else 1.0
-        before, self._shares[number] = self._shares[number], share
+        share = self._weights[number] * self._kv.num_workers / total if total else 1.0
+        before, self._factors[number] = self._factors[number], share
         self._exchange.weigh(self.fragments[number], share / before if share and before else 0.0)
 
     def wait(self) -> None:
-        """Wait until the centre of the exchange that is under way has arrived.
-
-        It is taken later, when its time has come.
-        """
-        if self.open is not None and (handle := self.open.handle) is not None:
-            self.open = self.open._replace(handle=None)
+        """Wait until the centre of the exchange that is under way has arrived. It is taken later, when it is due."""
+        if self.in_flight is not None and (handle := self.in_flight.handle) is not None:
+            self.in_flight = self.in_flight._replace(handle=None)
             handle.wait()
-            self.open = self.open._replace(come=True)
+            self.in_flight = self.in_flight._replace(arrived=True)
 
     def finish(self, parameters: Arrays) -> None:
         """Wait for the exchange that is under way, and take its centre now."""
         self.wait()
-        if self.open is not None:
-            self._exchange.take(parameters, self.fragments[self.open.number])
-            self.open = None
+        if self.in_flight is not None:
+            self._exchange.take(parameters, self.fragments[self.in_flight.number])
+            self.in_flight = None
 
     def share(self, parameters: Arrays, newest: bool = False) -> None:
         """Set the parameters to the centre, which in a synchronous store is the same on all workers.
@@ -378,7 +388,7 @@ class LocalRounds:
         Changes since the last exchange, and their tokens, are dropped.
 
         Args:
-            newest: Pull the centre first. Otherwise it is the one that this worker pulled last.
+            newest: Pull the centre first. By default the parameters become the centre that this worker pulled last.
         """
         self.finish(parameters)
         self.since = [0] * len(self.since)
@@ -392,23 +402,26 @@ class LocalRounds:
     def rejoin(self, parameters: Arrays) -> None:
         """Continue after `kv.recover()`, and make the exchanges that were under way.
 
-        Collective over all workers, blocking.
+        Collective over all workers, blocking. In a synchronous store:
 
-        In a synchronous store all continue from the step of the worker that is furthest. It is in an exchange, which
-        the others make, too. The weight of each worker in it is the number of inner steps (or tokens) that it has made
-        since its last exchange; a worker that has just joined has weight 0. An exchange that the recovery has undone is
-        made again, with the same changes.
+        1. All continue from the step of the worker that is furthest. It is in an exchange of a fragment.
+        2. The others make this exchange, too. The weight of each is the inner steps (or tokens) that it has made since
+           its last exchange, and 0 if it has just joined.
+        3. An exchange that the recovery has undone is made again, with the same changes.
+
+        In an asynchronous store each worker continues from its own step, and a worker that joins from that of the
+        slowest one.
         """
         kv, synchronous = self._kv, not self._kv.layout.asynchronous
-        mine = Standing(self.steps, self._goals, self._begun, self._counts, self.since, self._joins)
-        told = kv.worker.agree("local training: all meet anew", data=msgspec.msgpack.encode(mine))
-        words = [msgspec.msgpack.decode(data, type=Standing) for data in told]
-        there = [word for word in words if not word.joins]
-        if not there:
+        own = LocalProgress(self.steps, self._goals, self._begun, self._weights, self.since, self._joins)
+        encoded = kv.worker.agree("local training: all meet anew", data=msgspec.msgpack.encode(own))
+        every = [msgspec.msgpack.decode(data, type=LocalProgress) for data in encoded]
+        others = [progress for progress in every if not progress.joins]
+        if not others:
             raise LostError("local training: no worker is left that knows its step: go on from a checkpoint")
         if synchronous:
-            self.see_workers()
-        due = [] if self.open is None else [self.open.number]
+            self.average_over_workers()
+        due = [] if self.in_flight is None else [self.in_flight.number]
         numbers = range(len(self.fragments)) if synchronous or self._joins else due
         if numbers:
             self._exchange.pull([place for number in numbers for place in self.fragments[number]])
@@ -417,23 +430,23 @@ class LocalRounds:
             self._exchange.take(parameters, self.fragments[due.pop()])
         if self._quorum and (lost := max(goal - self._round(place) for place, goal in enumerate(self._goals)) - 1) > 0:
             LOG.warning("local training: %d of this worker's exchanges that came late are lost with their server", lost)
-        ahead = max(there, key=steps_of) if synchronous else min(there, key=steps_of)
+        ahead = (max if synchronous else min)(others, key=lambda progress: progress.steps)
         if self._joins or (synchronous and self.steps < ahead.steps):
             due += self._catch_up(parameters, ahead, synchronous)
         for number in sorted(range(len(self.fragments)), key=self._begun.__getitem__):
             if again := self._unmade(number):
                 if synchronous:
-                    self._weigh(number, sum(word.counted(number, ahead) for word in words))
+                    self._weigh(number, sum(progress.weight_in(number, ahead) for progress in every))
                 self._send(number, again)
         for number in due:
             self._exchange.take(parameters, self.fragments[number])
-        self.open = None
+        self.in_flight = None
         if self._joins:
             self._joins = False
             self.share(parameters)
 
-    def _catch_up(self, parameters: Arrays, ahead: Standing, synchronous: bool) -> list[int]:
-        """Come to the step of the worker that is ahead. Return the fragments whose exchange begins by that."""
+    def _catch_up(self, parameters: Arrays, ahead: LocalProgress, synchronous: bool) -> list[int]:
+        """Jump to the step of the worker that is ahead. Return the fragments whose exchange began between the two."""
         LOG.warning(
             "local training: this worker goes on at step %d%s",
             ahead.steps,
@@ -442,13 +455,13 @@ class LocalRounds:
         before, self.steps = self._begun, ahead.steps
         begins = [] if self._joins else [n for n, begun in enumerate(before) if begun < ahead.begun[n]]
         for number in begins:
-            self._measure(number, parameters)
+            self._prepare(number, parameters)
         self._begun = list(ahead.begun)
         self._goals = list(ahead.goals) if synchronous else [self._round(place) for place in range(len(self._keys))]
         if self._joins:
-            self._exchange.forget()
-            self._counts, self.since = [0] * len(self.fragments), [0] * len(self.fragments)
-            self._shares = [1.0] * len(self.fragments)
+            self._exchange.clear()
+            self._weights, self.since = [0] * len(self.fragments), [0] * len(self.fragments)
+            self._factors = [1.0] * len(self.fragments)
         return begins
 
     def _unmade(self, number: int) -> list[int]:
@@ -459,8 +472,8 @@ class LocalRounds:
         return self._kv.worker.keys[self._keys[place]].round
 
 
-class Standing(msgspec.Struct, array_like=True, frozen=True):
-    """The state of a worker, which it tells the others when all meet after a death.
+class LocalProgress(msgspec.Struct, array_like=True, frozen=True):
+    """How far a worker has come, which it tells the others when all meet after a death.
 
     The fields are those of `LocalRounds`.
     """
@@ -468,28 +481,25 @@ class Standing(msgspec.Struct, array_like=True, frozen=True):
     steps: int
     goals: list[int]
     begun: list[int]
-    counts: list[int]
+    weights: list[int]
     since: list[int]
     joins: bool
 
-    def counted(self, number: int, ahead: Standing) -> int:
+    def weight_in(self, number: int, ahead: LocalProgress) -> int:
         """Return this worker's weight (tokens or steps) in the exchange of a fragment that worker `ahead` has begun."""
         if self.joins:
             return 0
-        return self.counts[number] if self.begun[number] == ahead.begun[number] else self.since[number]
+        return self.weights[number] if self.begun[number] == ahead.begun[number] else self.since[number]
 
 
-def steps_of(standing: Standing) -> int:
-    return standing.steps
-
-
-def cut(sizes: Sequence[int], parts: int) -> list[list[int]]:
+def cut_into_fragments(sizes: Sequence[int], parts: int) -> list[list[int]]:
     """Cut a list of arrays into `parts` runs of about equally many elements. No run is empty.
-
-    Raises ValueError if there are fewer arrays than parts.
 
     Args:
         sizes: The number of elements of each array.
+
+    Raises:
+        ValueError: There are fewer arrays than parts.
     """
     if len(sizes) < parts:
         raise of_caller(

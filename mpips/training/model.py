@@ -1,4 +1,4 @@
-"""Define the models that a Trainer takes (`Model`), and refuse other models with a clear error."""
+"""The models that a Trainer takes (`Model`, `EvaluatedModel`), and the checks that refuse others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REQUIRED = ("parameters", "gradients", "loss_and_gradients")
 class Model(Protocol):
     """What every Trainer needs of a model: arrays that stay where they are, and a function that fills the gradients.
 
-    A model may also have `names`, a list of texts, one for each parameter. They become the keys in the store.
+    A model may also have `names`, a list of strings, one for each parameter. They become the keys in the store.
     `overlap=` needs a model in layers (`mpips.overlap.LayeredModel`). Other features need methods of `EvaluatedModel`.
     """
 
@@ -68,7 +68,7 @@ class EvaluatedModel(Model, Protocol):
         ...
 
 
-def see_model(model: object) -> None:
+def check_model_arrays(model: object) -> None:
     """Raise TypeError or ValueError that says which part of `Model` is missing."""
     lacks = [name for name in REQUIRED if not hasattr(model, name)]
     if type(model).__module__.partition(".")[0] == "torch" or hasattr(model, "named_parameters"):
@@ -86,12 +86,14 @@ def see_model(model: object) -> None:
     )
     if len(parameters) != len(gradients):
         raise ValueError(f"the model has {len(parameters)} parameters, but {len(gradients)} gradients: one for each")
-    for number, (mine, theirs) in enumerate(zip(parameters, gradients)):
-        if mine != theirs:
-            raise ValueError(f"parameters[{number}] is {mine}, but gradients[{number}] {theirs}: they must be equal")
+    for number, (parameter, gradient) in enumerate(zip(parameters, gradients)):
+        if parameter != gradient:
+            raise ValueError(
+                f"parameters[{number}] is {parameter}, but gradients[{number}] {gradient}: they must be equal"
+            )
 
 
-def see_method(model: object, method: str, feature: str) -> None:
+def check_method(model: object, method: str, feature: str) -> None:
     """Raise TypeError if the model lacks a method that a feature needs. The error names both."""
     if not callable(getattr(model, method, None)):
         raise TypeError(
@@ -108,7 +110,7 @@ def samples_of(x: Samples, y: Samples) -> int:
 def keys_of(model: Any) -> list[str]:
     """Return a key for every array of the model: its names if it has them, otherwise "0", "1", ...
 
-    Keys are always texts, because all keys of a store have one type and the keys by which messages are measured are
-    texts.
+    Keys are always strings, because all keys of a store have one type, and `overlap` measures messages with keys that
+    are strings.
     """
     return list(getattr(model, "names", map(str, range(len(model.parameters)))))

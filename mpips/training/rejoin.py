@@ -1,14 +1,14 @@
-"""A fit that continues by itself after a death, on the workers that are left and on spares that take a place.
+"""The moment to which the workers of a fit go back after a death, and everything that they need there.
 
-1. The store recovers.
-2. All workers meet once. Each tells its last marks, the moments to which it can go back.
-3. They agree on a moment.
-4. Parameters come from the store, or from a worker that has them.
-5. Training continues from that moment.
+When the store has recovered (`recovery`), all workers meet:
 
-Before each exchange of a synchronous store the workers sum a few numbers, by which each knows the sums of losses of
-all. A spare then has the history of the worker whose place it takes. A worker keeps its marks until it has everything
-that it needs, because another death during the meeting brings all workers to a second meeting.
+1. Each reports the last moments that it remembers.
+2. They choose the moment to which all go back.
+3. They take the parameters from the store, or from a worker that has them.
+
+Before each exchange of a synchronous store the workers sum a few numbers, so that each knows the losses of all. A spare
+can then continue the history of the worker whose place it takes. A worker forgets its moments only when the meeting is
+over, because another death during the meeting brings all workers to a second meeting.
 """
 
 from __future__ import annotations
@@ -16,62 +16,73 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 import mpips.collectives as collectives
-from mpips.collectives.errors import CollectiveError, MismatchError
 from mpips.optimizers.registry import as_data, from_data
-from mpips.store.runtime.errors import LostError, StoreError
+from mpips.store.runtime.errors import LostError
 from mpips.store.runtime.rendezvous import Items
 from mpips.training.batches import Arrays, Source
 from mpips.training.checkpoint import Epoch, Position
-from mpips.training.step import Blocking, Job
+from mpips.training.step import Blocking, TrainerParts
 
-if TYPE_CHECKING:
-    from mpips.store.api import KVStore
+# Stages of a step:
+#     BEGIN: `on_begin` is due.
+#     COUNTED: The step is counted, and `on_step` is due.
+#     CALLED: `on_step` was called.
+#     OVER: The epoch that ended with this step is over, and `on_epoch` was called.
+#     ENDED: The fit is over, and `on_end` was called.
+BEGIN, COUNTED, CALLED, OVER, ENDED = range(-1, 4)
+# number of latest steps whose moments a worker remembers
+KEPT = 2
+
+# one worker's sum of losses in the epoch, its batches, and the loss of its last batch
+Losses = tuple[float, int, float]
 
 
 class SurvivingFit:
-    """What one worker remembers of a fit, to go back to an earlier moment. Used only if the store survives deaths."""
+    """The moments of a fit that one worker remembers, and its part in the meeting after a death.
 
-    def __init__(self, job: Job, blocking: Blocking, source: Source, words: Items, grow: bool = False) -> None:
-        self._kv = job.kv
+    Used only if the store survives deaths.
+
+    Args:
+        arguments: Arguments of the Trainer and of the fit, which a spare must have given like the other workers.
+        grow: Let waiting spares become workers.
+    """
+
+    def __init__(
+        self, parts: TrainerParts, blocking: Blocking, source: Source, arguments: Items, grow: bool = False
+    ) -> None:
+        self._kv = parts.kv
         self._blocking = blocking
         self._source = source
-        self._words = words
+        self._arguments = arguments
         self._grow = grow
-        self._asynchronous = job.kv.layout.asynchronous
+        self._asynchronous = parts.kv.layout.asynchronous
         # True if each step is an exchange of all workers
         self._synchronous = not (self._asynchronous or blocking.update.apart)
         # moments to which this worker can go back, the latest last
-        self._marks: list[Mark] = []
+        self._moments: list[Moment] = []
         # the moment after the exchange that is under way
-        self._ahead: Mark | None = None
-        # the losses of all workers in this epoch; only in a synchronous store
-        self._rows: list[Row] = []
+        self._ahead: Moment | None = None
+        # for each worker its losses in this epoch; only in a synchronous store
+        self._losses: list[Losses] = []
+        # for each epoch in the history the mean losses of all workers
+        self._ended_losses: list[list[float]] = []
         # the states of callbacks by name
         self._states: dict[str, Any] = {}
         self._history: list[Epoch] = []
-        # for each epoch in the history the losses of all workers
-        self._losses: list[list[float]] = []
         # generation -> this worker's rank in it
-        self._ranks = {job.kv.generation: job.kv.rank}
-        # the generation by whose ranks _rows and _losses are ordered
-        self._numbered = job.kv.generation
+        self._ranks = {parts.kv.generation: parts.kv.rank}
+        # the generation by whose ranks losses are ordered
+        self._ordered_by = parts.kv.generation
         # steps minus rounds of the Trainer's keys: the store counts only its own rounds
         self._offset = 0
         # True if this worker has all arrays that the store does not have
-        self._whole = False
-        # step and stage of the last recovery in which no worker had died
-        self._before: tuple[int, int] | None = None
-
-    @property
-    def fresh(self) -> bool:
-        """True if this worker was a spare and has not met the others yet."""
-        return bool(self._kv.worker.fresh)
+        self._has_arrays = False
 
     @property
     def grows(self) -> bool:
@@ -81,179 +92,152 @@ class SurvivingFit:
     # ---- what is remembered
 
     def begin(self, position: Position) -> None:
-        """Begin on all workers, which learn each other's histories. Collective."""
-        told = self._kv.worker.agree("fit: it survives deaths", data=msgspec.msgpack.encode(position))
-        every = [msgspec.msgpack.decode(data, type=Position) for data in told]
+        """Begin on all workers, which learn each other's histories. Collective, blocking."""
+        encoded = self._kv.worker.agree("fit: it survives deaths", data=msgspec.msgpack.encode(position))
+        positions = [msgspec.msgpack.decode(data, type=Position) for data in encoded]
         if self._synchronous:
-            self._rows = [(each.loss_sum, each.batches, each.last_loss) for each in every]
-            self._losses = [[epoch.loss for epoch in of] for of in zip(*(each.history for each in every))]
-        self._whole = True
+            self._losses = [(each.loss_sum, each.batches, each.last_loss) for each in positions]
+            epochs = zip(*(each.history for each in positions))
+            self._ended_losses = [[entry.loss for entry in entries] for entries in epochs]
+        self._has_arrays = True
         self._offset = position.step - self._round()
-        self._hear()
+        self._watch_group()
 
-    def ahead(self, position: Position) -> None:
+    def note_exchange(self, position: Position) -> None:
         """Note that an exchange begins, which will make one more step of the batches taken until now.
 
-        Collective in a synchronous store, where the losses of all workers are summed.
+        Collective in a synchronous store, where the workers tell each other their losses.
         """
-        at = replace(position, step=position.step + 1)
+        after = replace(position, step=position.step + 1)
         if self._synchronous:
-            self._rows = self._all(at)
-        self._ahead = self._mark(at, COUNTED)
+            self._losses = self._gather_losses(after)
+        self._ahead = self._moment(after, COUNTED)
 
-    def no_exchange(self) -> None:
-        """Take `ahead` back, because no worker had a sample and the exchange did not begin."""
+    def cancel_exchange(self) -> None:
+        """Undo `note_exchange`, because no worker had a sample and the exchange did not begin."""
         self._ahead = None
 
-    def mark(self, position: Position, stage: int, states: dict[str, Any] | None) -> None:
+    def note_stage(self, position: Position, stage: int, states: dict[str, Any] | None) -> None:
         """Note that this worker has come to a stage. `states` are those of its callbacks, if they were called."""
         if states is not None:
             self._states = states
-        if stage == OVER and self._synchronous and len(position.history) > len(self._losses):
-            self._losses.append([total / batches if batches else math.nan for total, batches, _ in self._rows])
-            self._rows = [(0.0, 0, last) for _, _, last in self._rows]
-        self._ahead, self._history = None, position.history
-        self._marks = [mark for mark in self._marks if mark.step > position.step - KEPT]
-        self._marks.append(self._mark(position, stage))
+        if stage == OVER and self._synchronous and len(position.history) > len(self._ended_losses):
+            self._ended_losses.append([total / batches if batches else math.nan for total, batches, _ in self._losses])
+            self._losses = [(0.0, 0, last) for _, _, last in self._losses]
+        self._ahead = None
+        self._history = position.history
+        self._moments = [moment for moment in self._moments if moment.step > position.step - KEPT]
+        self._moments.append(self._moment(position, stage))
 
-    def _mark(self, position: Position, stage: int) -> Mark:
-        alone = replace(position, history=[], callbacks=self._states)
-        return Mark(
-            alone, stage, len(position.history), self._kv.num_workers, self._rows, self._blocking.update.numbers
-        )
+    def _moment(self, position: Position, stage: int) -> Moment:
+        short = replace(position, history=[], callbacks=self._states)
+        workers, optimizer = self._kv.num_workers, self._blocking.update.numbers
+        return Moment(short, stage, len(position.history), workers, self._losses, optimizer)
 
-    def _all(self, position: Position) -> list[Row]:
-        """Return the sums of losses and the batches of all workers. Collective."""
+    def _gather_losses(self, position: Position) -> list[Losses]:
+        """Return the losses of all workers in this epoch. Collective, blocking."""
         kv = self._kv
         table = np.zeros((kv.num_workers, 3))
-        bits = table.view(np.int64)
         table[kv.rank] = position.loss_sum, position.batches, position.last_loss
         # Sum them as integers, because a NaN of one worker would spread when it is added to the zeros of the others.
         if kv.num_workers > 1:
-            collectives.allreduce(bits, kv.layout.workers, label="fit: losses of all workers")
+            collectives.allreduce(table.view(np.int64), kv.layout.workers, label="fit: losses of all workers")
         return [(total, int(batches), last) for total, batches, last in table.tolist()]
 
     # ---- after a death
 
-    def recover(self, error: CollectiveError | None, grow: bool = False) -> tuple[Position, int]:
-        """Let the store recover, and meet the other workers. Collective, blocking.
+    def meet(self) -> tuple[Position, int]:
+        """Meet the other workers, as one that has recovered or as a spare that has taken a place.
 
-        Return the position from which to continue, with its history and the states of callbacks, and the stage.
-
-        Args:
-            error: The error that began the recovery. It is raised again if no worker has died and training has not
-                advanced since the last recovery, as it would only occur again.
-            grow: Let waiting spares join.
+        Collective, blocking. Return the position from which to continue, with its history and the states of callbacks,
+        and the stage.
         """
-        while True:
-            rounds = self._kv.recover(grow)
-            if rounds.torn:
-                raise StoreError(
-                    f"fit: {rounds.torn[0]!r} has a round that was applied in part: go on from a checkpoint"
-                ) from error
-            try:
-                return self._meet(error)
-            except (MismatchError, LostError):
-                raise
-            except CollectiveError as other:
-                if other is error:
-                    raise
-
-    def join(self) -> tuple[Position, int]:
-        """Meet the others, as a spare that has taken a place. Return the position and the stage from which to continue.
-
-        Collective, blocking.
-        """
-        try:
-            return self._meet(None)
-        except (MismatchError, LostError):
-            raise
-        except CollectiveError as error:
-            return self.recover(error)
-
-    def _meet(self, error: CollectiveError | None) -> tuple[Position, int]:
         kv = self._kv
         self._ranks[kv.generation] = kv.rank
-        mine = b"" if self.fresh else msgspec.msgpack.encode(self._word())
-        told = kv.worker.agree("fit: all meet anew", self._words, noun="argument", data=mine)
-        words = [msgspec.msgpack.decode(data, type=Word) if data else None for data in told]
+        data = b"" if kv.worker.fresh else msgspec.msgpack.encode(self._report())
+        encoded = kv.worker.agree("fit: all meet anew", self._arguments, noun="argument", data=data)
+        reports = [msgspec.msgpack.decode(report, type=WorkerReport) if report else None for report in encoded]
         group = self._group()
         stored = not self._blocking.update.owners()
         apart = not (self._synchronous or self._asynchronous)
-        moment = agreed(words, furthest_of(words) if apart else group, stored, not self._synchronous)
-        word = words[kv.rank]
-        if word is None or word.last(moment.step) is None:
-            word = words[moment.source]
-        assert word is not None
-        mark = word.at(moment.step, moment.place)
-        # An error that no death has caused would only occur again. All workers decide this alike.
-        died = any(word is None for word in words) or mark.workers != len(words)
-        at = None if died else (mark.step, mark.stage)
-        if at is not None and at == self._before and error is not None:
-            raise error
-        self._before = at
-        back = self._take(words, word, mark)
+        chosen = choose_moment(reports, furthest_of(reports) if apart else group, stored, not self._synchronous)
+        report = reports[kv.rank]
+        if report is None or report.last(chosen.step) is None:
+            report = reports[chosen.source]
+        assert report is not None
+        moment = report.at(chosen.step, chosen.place)
+        position = self._go_back_to(moment, reports, report)
         kv.worker.fresh = False
-        self._restore(words, group, mark)
-        return back
+        self._restore(moment, reports, group)
+        return position, moment.stage
 
-    def _word(self) -> Word:
-        sent = [msgspec.structs.replace(mark, optimizer=as_data(mark.optimizer)) for mark in self._marks]
-        ahead = self._ahead
-        if ahead is not None:
-            ahead = msgspec.structs.replace(ahead, optimizer=as_data(ahead.optimizer))
+    def _report(self) -> WorkerReport:
+        """Return what this worker tells the others."""
+        moments = [_with_data(moment) for moment in self._moments]
+        ahead = None if self._ahead is None else _with_data(self._ahead)
         keys = self._kv.worker.keys
         rounds = {keys[key].round for key in self._blocking.update.keys}
         stored = self._offset + rounds.pop() if len(rounds) == 1 else None
-        return Word(self._ranks, self._numbered, sent, ahead, stored, self._whole, self._history, self._losses)
+        return WorkerReport(
+            self._ranks,
+            self._ordered_by,
+            moments,
+            ahead,
+            stored,
+            self._has_arrays,
+            self._history,
+            self._ended_losses,
+        )
 
-    def _take(self, words: Sequence[Word | None], word: Word, mark: Mark) -> tuple[Position, int]:
-        """Return to a mark, this worker's own or another's. Local."""
-        kv, rows = self._kv, rows_of(words, word.numbered, mark.workers)
-        position = replace(mark.position, history=list(word.history[: mark.ended]))
-        self._rows = [mark.rows[row] for row in rows] if mark.rows else []
-        self._losses = [[of[row] for row in rows] for of in word.losses[: mark.ended]]
-        if self.fresh and self._synchronous:
-            position.loss_sum, position.batches, position.last_loss = self._rows[kv.rank]
-            position.history = with_losses(position.history, self._losses, kv.rank)
-        if mark.workers != kv.num_workers and isinstance(self._source, Arrays) and position.batches:
-            position.deal(self._source.batch_size * mark.workers)
-        self._marks, self._numbered = [], kv.generation
+    def _go_back_to(self, moment: Moment, reports: Sequence[WorkerReport | None], report: WorkerReport) -> Position:
+        """Return to a moment of `report`, which is this worker's own or another's. Local."""
+        kv, order = self._kv, order_of_losses(reports, report.ordered_by, moment.workers)
+        position = replace(moment.position, history=list(report.history[: moment.ended]))
+        self._losses = [moment.losses[number] for number in order] if moment.losses else []
+        ended = report.ended_losses[: moment.ended]
+        self._ended_losses = [[losses[number] for number in order] for losses in ended]
+        if kv.worker.fresh and self._synchronous:
+            position.loss_sum, position.batches, position.last_loss = self._losses[kv.rank]
+            position.history = with_losses(position.history, self._ended_losses, kv.rank)
+        if moment.workers != kv.num_workers and isinstance(self._source, Arrays) and position.batches:
+            position.deal(self._source.batch_size * moment.workers)
+        self._ordered_by = kv.generation
         self._ranks = {kv.generation: kv.rank}
-        self._offset = mark.step - self._round()
+        self._offset = moment.step - self._round()
         self._blocking.forget()
-        self._states = mark.position.callbacks
-        self._ahead, self._history = None, position.history
-        self._marks = [
+        self._states = moment.position.callbacks
+        self._ahead = None
+        self._history = position.history
+        self._moments = [
             msgspec.structs.replace(
-                mark,
+                moment,
                 position=replace(position, history=[]),
                 workers=kv.num_workers,
-                rows=self._rows,
-                optimizer=from_data(mark.optimizer),
+                losses=self._losses,
+                optimizer=from_data(moment.optimizer),
             )
         ]
-        return position, mark.stage
+        return position
 
-    def _restore(self, words: Sequence[Word | None], group: range, mark: Mark) -> None:
+    def _restore(self, moment: Moment, reports: Sequence[WorkerReport | None], group: range) -> None:
         """Restore parameters, and what the store does not have, from the worker of the group that is furthest.
 
-        Collective.
+        Collective, blocking.
         """
-        self._hear()
+        self._watch_group()
         update = self._blocking.update
         # max() takes the worker that is furthest, and the lowest rank if there are several.
-        whole = [(word.done, -rank) for rank in group if (word := words[rank]) is not None and word.whole]
+        owners = [(report.done, -rank) for rank in group if (report := reports[rank]) is not None and report.has_arrays]
         arrays = None
-        if update.owners() and whole:
-            root = -max(whole)[1] - group.start
+        if update.owners() and owners:
+            root = -max(owners)[1] - group.start
             arrays = {name: array.copy() for name, array in update.arrays().items()}
             for name, array in arrays.items() if len(group) > 1 else ():
                 collectives.broadcast(array, update.group, root=root, label=f"fit: {name} of a worker that has it")
         elif update.owners() and self._synchronous:
             raise LostError("fit: no worker is left that has the optimizer's state: go on from a checkpoint")
-        update.rejoin(arrays, from_data(mark.optimizer))
-        self._whole = True
+        update.rejoin(arrays, from_data(moment.optimizer))
+        self._has_arrays = True
 
     def _group(self) -> range:
         """Return the workers that make every exchange together with this one."""
@@ -263,8 +247,8 @@ class SurvivingFit:
         client = layout.clients[layout.client_number]
         return range(client.start, client.stop)
 
-    def _hear(self) -> None:
-        """Let waits for these workers end when the generation ends.
+    def _watch_group(self) -> None:
+        """Let waits for the workers of the group end when the generation ends.
 
         Collective, so it is called only after a meeting.
         """
@@ -273,51 +257,25 @@ class SurvivingFit:
 
     def _round(self) -> int:
         """Return how many times the Trainer's keys were pushed."""
-        key: int = self._kv.worker.keys[self._blocking.update.keys[0]].round
-        return key
+        return self._kv.worker.keys[self._blocking.update.keys[0]].round
 
 
-def see_alike(kv: KVStore, what: str, words: Items, refusal: BaseException | None) -> None:
-    """Check that all workers make this call with equal arguments. If not, all raise the same error.
-
-    A spare that has taken a place compares nothing here, because the others made the call long ago. `join` compares.
-    """
-    if not kv.worker.fresh:
-        kv.worker.agree(what, words, refusal, noun="argument")
-    elif refusal is not None:
-        raise refusal
-
-
-def survival_of(job: Job, source: Source, number: int, words: Items, grow: bool) -> SurvivingFit | None:
+def survival_of(parts: TrainerParts, source: Source, number: int, arguments: Items, grow: bool) -> SurvivingFit | None:
     """Return the SurvivingFit of a Trainer's fit, or None if the store does not survive deaths.
 
     Args:
         number: The fit's number, from 1.
-        words: Arguments that must be equal on all workers.
+        arguments: Arguments that must be equal on all workers.
         grow: Let spares become workers. Only the first fit can, because spares begin with it.
     """
-    blocking = job.blocking
-    if blocking is None or not job.kv.layout.survives:
+    blocking = parts.blocking
+    if blocking is None or not parts.kv.layout.survives:
         return None
     fit = f"{number} of the Trainer of key {blocking.update.keys[0]!r}"
-    return SurvivingFit(job, blocking, source, [("fit", fit), *words], grow and number == 1)
+    return SurvivingFit(parts, blocking, source, [("fit", fit), *arguments], grow and number == 1)
 
 
-# Stages of a step:
-#     BEGIN: `on_begin` is due.
-#     COUNTED: The step is counted, and `on_step` is due.
-#     TOLD: `on_step` was called.
-#     OVER: The epoch that ended with this step is over, and `on_epoch` was called.
-#     ENDED: The fit is over, and `on_end` was called.
-BEGIN, COUNTED, TOLD, OVER, ENDED = range(-1, 4)
-# the number of latest steps whose marks are kept
-KEPT = 2
-
-# one worker's sum of losses in the epoch, its batches, and the loss of its last batch
-Row = tuple[float, int, float]
-
-
-class Mark(msgspec.Struct, frozen=True):
+class Moment(msgspec.Struct, frozen=True):
     """A moment to which a worker can go back."""
 
     # the position, without its history
@@ -327,9 +285,9 @@ class Mark(msgspec.Struct, frozen=True):
     ended: int
     # the number of workers at that moment
     workers: int
-    # a row for each worker; empty in an asynchronous store, where each worker is at another step
-    rows: list[Row]
-    # the optimizer with its numbers of that moment; in a `Word` as plain data
+    # for each worker its losses; empty in an asynchronous store, where each worker is at another step
+    losses: list[Losses]
+    # the optimizer with its numbers of that moment; in a `WorkerReport` as plain data
     optimizer: Any
 
     @property
@@ -339,32 +297,37 @@ class Mark(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> tuple[int, int]:
-        """The place among the marks of a step, by which they are ordered."""
+        """The place among the moments of a step, by which they are ordered."""
         return self.ended, self.stage
 
 
-class Word(msgspec.Struct, frozen=True):
+def _with_data(moment: Moment) -> Moment:
+    """Return a moment whose optimizer is plain data, which can be sent."""
+    return msgspec.structs.replace(moment, optimizer=as_data(moment.optimizer))
+
+
+class WorkerReport(msgspec.Struct, frozen=True):
     """What a worker that knows where the training was tells the others. A spare tells nothing."""
 
     # generation of the store -> the worker's rank in it
     ranks: dict[int, int]
-    # the generation by whose ranks the rows of the marks and the losses are ordered
-    numbered: int
-    marks: list[Mark]
+    # the generation by whose ranks losses are ordered
+    ordered_by: int
+    moments: list[Moment]
     # the moment after the exchange that was under way
-    ahead: Mark | None
+    ahead: Moment | None
     # the step of the parameters in the store, if a synchronous store updates them
     stored: int | None
     # True if the worker has all arrays that the store does not have
-    whole: bool
+    has_arrays: bool
     history: list[Epoch]
-    # for each epoch in the history the losses of all workers
-    losses: list[list[float]]
+    # for each epoch in the history the mean losses of all workers
+    ended_losses: list[list[float]]
 
     @property
     def done(self) -> int:
         """The last step that the worker has completed."""
-        return self.marks[-1].step
+        return self.moments[-1].step
 
     @property
     def furthest(self) -> int:
@@ -372,19 +335,19 @@ class Word(msgspec.Struct, frozen=True):
         return self.done if self.ahead is None else self.ahead.step
 
     def last(self, step: int) -> tuple[int, int] | None:
-        """Return the place of the last mark of a step, or None if the worker does not remember the step."""
-        return max((mark.place for mark in self._all() if mark.step == step), default=None)
+        """Return the place of the last moment of a step, or None if the worker does not remember the step."""
+        return max((moment.place for moment in self._all() if moment.step == step), default=None)
 
-    def at(self, step: int, place: tuple[int, int]) -> Mark:
-        """Return the last mark of a step up to this place."""
-        marks = [mark for mark in self._all() if mark.step == step and mark.place <= place]
-        return sorted(marks, key=lambda mark: mark.place)[-1]
+    def at(self, step: int, place: tuple[int, int]) -> Moment:
+        """Return the last moment of a step up to this place."""
+        moments = [moment for moment in self._all() if moment.step == step and moment.place <= place]
+        return sorted(moments, key=lambda moment: moment.place)[-1]
 
-    def _all(self) -> list[Mark]:
-        return self.marks if self.ahead is None else [*self.marks, self.ahead]
+    def _all(self) -> list[Moment]:
+        return self.moments if self.ahead is None else [*self.moments, self.ahead]
 
 
-class Agreed(NamedTuple):
+class ChosenMoment(NamedTuple):
     """The moment to which workers go back."""
 
     step: int
@@ -393,32 +356,34 @@ class Agreed(NamedTuple):
     source: int
 
 
-def agreed(words: Sequence[Word | None], group: Sequence[int], stored: bool, asynchronous: bool) -> Agreed:
-    """Return the moment to which a group of workers goes back.
+def choose_moment(
+    reports: Sequence[WorkerReport | None], group: Sequence[int], stored: bool, asynchronous: bool
+) -> ChosenMoment:
+    """Choose the moment to which a group of workers goes back. Pure.
 
     If the store updates parameters it is the step of the store. If workers update, all alike, it is the step of the
     worker that is furthest. In an asynchronous store it is the last step to which the whole group has contributed; a
     group of spares only takes the step of the slowest worker.
 
-    Raises LostError if no worker knows where the training was, or one does not remember that step.
-
     Args:
-        words: For each rank its word, or None for a spare.
+        reports: For each rank its report, or None for a spare.
         group: All workers of a synchronous store, or those of a client.
         stored: The store updates the parameters.
         asynchronous: Workers do not wait for each other in every step.
+
+    Raises:
+        LostError: No worker knows where the training was, or one does not remember that step.
     """
-    here = [rank for rank in group if words[rank] is not None]
-    if not here:
-        left = [(word.furthest, rank) for rank, word in enumerate(words) if word is not None]
-        here = [rank for _, rank in sorted(left)[:1]]
-    told = [word for rank in here if (word := words[rank]) is not None]
-    if not told:
+    known = {rank: report for rank in group if (report := reports[rank]) is not None}
+    if not known:
+        others = [(report.furthest, rank) for rank, report in enumerate(reports) if report is not None]
+        known = {rank: report for _, rank in sorted(others)[:1] if (report := reports[rank]) is not None}
+    if not known:
         raise LostError("fit: no worker is left that knows where the training was: go on from a checkpoint")
     if asynchronous:
-        step = min(word.furthest for word in told)
+        step = min(report.furthest for report in known.values())
     elif stored:
-        steps = {word.stored for word in told}
+        steps = {report.stored for report in known.values()}
         if len(steps) > 1 or None in steps:
             raise LostError(
                 f"fit: the parameters in the store are of unlike steps, {sorted(map(str, steps))}: go on "
@@ -426,44 +391,45 @@ def agreed(words: Sequence[Word | None], group: Sequence[int], stored: bool, asy
             )
         step = next(number for number in steps if number is not None)
     else:
-        step = max(word.done for word in told)
+        step = max(report.done for report in known.values())
     places = []
-    for rank, word in zip(here, told):
-        place = word.last(step)
+    for rank, report in known.items():
+        place = report.last(step)
         if place is None:
             raise LostError(
                 f"fit: the parameters in the store are of step {step}, and worker {rank} remembers none "
-                f"but its last {KEPT}, up to {word.done}: go on from a checkpoint"
+                f"but its last {KEPT}, up to {report.done}: go on from a checkpoint"
             )
         places.append(place)
-    return Agreed(step, min(places), here[0])
+    return ChosenMoment(step, min(places), min(known))
 
 
-def furthest_of(words: Sequence[Word | None]) -> list[int]:
+def furthest_of(reports: Sequence[WorkerReport | None]) -> list[int]:
     """Return the rank of the worker that is furthest, the lowest if there are several, in a list of one.
 
     When workers of a synchronous store train apart, all continue from its step. The list is empty if no worker knows
     where the training was.
     """
-    steps = [(word.furthest, -rank) for rank, word in enumerate(words) if word is not None]
+    steps = [(report.furthest, -rank) for rank, report in enumerate(reports) if report is not None]
     return [-rank for _, rank in sorted(steps)[-1:]]
 
 
-def rows_of(words: Sequence[Word | None], numbered: int, workers: int) -> list[int]:
-    """Return, for each worker that is here now, its rank in the generation `numbered`, by which rows are ordered.
+def order_of_losses(reports: Sequence[WorkerReport | None], generation: int, workers: int) -> list[int]:
+    """Return, for each present worker, the place of its losses in lists that are ordered by an older generation.
 
-    A spare gets the rank of a worker that has died.
+    A spare gets the place of a worker that has died.
 
     Args:
-        workers: How many workers that generation had.
+        generation: The older generation.
+        workers: The number of workers in it.
     """
-    known = [None if word is None else word.ranks.get(numbered) for word in words]
-    free = iter([row for row in range(workers) if row not in known])
-    return [next(free, 0) if row is None else row for row in known]
+    known = [None if report is None else report.ranks.get(generation) for report in reports]
+    free = iter([place for place in range(workers) if place not in known])
+    return [next(free, 0) if place is None else place for place in known]
 
 
-def with_losses(history: Sequence[Epoch], losses: Sequence[Sequence[float]], row: int) -> list[Epoch]:
-    """Return a history in which the losses are those of the worker `row`."""
+def with_losses(history: Sequence[Epoch], losses: Sequence[Sequence[float]], worker: int) -> list[Epoch]:
+    """Return a history whose losses are those of a worker. `losses` has those of all workers for each epoch."""
     if not losses:
         return list(history)
-    return [Epoch(epoch.epoch, epoch.seconds, of[row], epoch.test) for epoch, of in zip(history, losses)]
+    return [entry._replace(loss=of_all[worker]) for entry, of_all in zip(history, losses)]

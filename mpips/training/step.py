@@ -1,7 +1,7 @@
-"""Make one step of training: compute and accumulate gradients, clip them, and exchange them, blocking (`Blocking`).
+"""One step of training (`Blocking`): compute and accumulate gradients, and exchange them.
 
-An exchange has two parts: `Blocking` makes the gradients of a step, and an `Update` (in `updates`) makes the next
-parameters from them. `mpips.overlap` has an exchange of its own, which runs during the compute.
+A step has two parts: `Blocking` makes the gradients, and an `Update` (in `updates`) makes the next parameters from
+them. `mpips.overlap` has an exchange of its own, which runs during the compute.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 
 import mpips.collectives as collectives
 from mpips.collectives.kernels.quiet import quiet
-from mpips.overlap.exchange import Overlapped, Recorder, Report
+from mpips.overlap.exchange import Overlapped, OverlapReport, Recorder
 from mpips.training.batches import Source
 from mpips.training.model import Model, Samples, samples_of
-from mpips.training.updates import Arrays, LocalTraining, Update, weigh
+from mpips.training.updates import Arrays, Update, weigh
 
 if TYPE_CHECKING:
     from mpips.store.api import KVStore
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainerParts:
     """The parts of a Trainer, for the modules that fit, evaluate and save."""
 
     model: Any
@@ -36,7 +36,7 @@ class Job:
     metrics: Mapping[str, Callable[[Any, Any], Any]]
 
 
-class Joined(NamedTuple):
+class StepTotals(NamedTuple):
     """What all workers together had in a step in which they may have different numbers of batches."""
 
     # True if any worker had a batch; if not, the epoch is over
@@ -100,10 +100,8 @@ class Blocking:
         self._exchange()
         return True
 
-    def join(self, samples: int) -> Joined:
-        """Flush when workers may have different numbers of samples, or none.
-
-        The mean is over the samples of all workers.
+    def flush_uneven(self, samples: int) -> StepTotals:
+        """Exchange the mean over the samples of all workers, which may have different numbers of them, or none.
 
         Blocking. All workers of the update's group call it, and sum two numbers before the exchange.
 
@@ -116,13 +114,13 @@ class Blocking:
         total = np.array([samples, self._added > 0], np.float64)
         if group.Get_size() > 1:
             collectives.allreduce(total, group, label="fit: samples of a step")
-        joined = Joined(bool(total[1]), bool(total[0]), total[1] == group.Get_size())
-        if joined.samples:
+        totals = StepTotals(bool(total[1]), bool(total[0]), total[1] == group.Get_size())
+        if totals.samples:
             self._sum.mean()
             weigh(self.model.gradients, samples * group.Get_size() / float(total[0]))
             self._exchange()
         self._added = 0
-        return joined
+        return totals
 
     def forget(self) -> None:
         """Drop the batches that wait for the next exchange."""
@@ -132,7 +130,7 @@ class Blocking:
     def finish(self) -> None:
         """Do nothing: no exchange is ever under way between two steps."""
 
-    def report(self) -> Report:
+    def report(self) -> OverlapReport:
         """Return how long the last steps took on this worker. Local."""
         return self._recorder.report(self.update.name, ((1, len(self.model.parameters)),), (), 0, None)
 
@@ -143,33 +141,33 @@ class Blocking:
         self._added = 0
 
 
-def see_joined(job: Job, source: Source) -> None:
+def check_uneven_batches(parts: TrainerParts, source: Source) -> None:
     """Raise ValueError if this Trainer does not allow different numbers of batches on workers, and they may differ."""
-    if not source.joined:
+    if not source.uneven:
         return
-    if job.blocking is None:
+    if parts.blocking is None:
         raise ValueError(
             "fit: overlap= sends gradients while others are computed, before a step's samples are "
             "counted: give arrays x and y with batch_size, or leave overlap out"
         )
-    if isinstance(job.blocking.update, LocalTraining) and not job.kv.layout.asynchronous:
+    if parts.blocking.update.apart and not parts.kv.layout.asynchronous:
         raise ValueError(
-            f"fit: with local= a store of kind {job.kv.type} waits for a worker that is out of batches: "
+            f"fit: with local= a store of kind {parts.kv.type} waits for a worker that is out of batches: "
             "give arrays x and y with batch_size, or take dist_async"
         )
 
 
-def update_optimizer(job: Job, numbers: dict[str, Any]) -> None:
+def update_optimizer(parts: TrainerParts, numbers: dict[str, Any]) -> None:
     """Change numbers of the optimizer. Collective; all workers raise ValueError or TypeError if one is wrong."""
-    if job.blocking is None:
+    if parts.blocking is None:
         raise ValueError(
             "update_optimizer: a Trainer with overlap= sets its optimizer in the first step: give a "
             "schedule, as learning_rate=mpips.optimizers.Cosine(0.1, 1000), or use kv.update_optimizer"
         )
     if "rescale" in numbers:
         raise ValueError("update_optimizer: rescale is the Trainer's, which divides it by the workers of a sum")
-    job.exchange.finish()
-    job.blocking.update.change(numbers)
+    parts.exchange.finish()
+    parts.blocking.update.change(numbers)
 
 
 def _number(loss: Any) -> float:

@@ -1,4 +1,4 @@
-"""`Trainer`: the loops of examples/ for users who do not want to write one (MXNET-MPI, section 5, figures 6 to 8)."""
+"""`Trainer`: a training loop for users who do not want to write one (MXNET-MPI, section 5, figures 6 to 8)."""
 
 from __future__ import annotations
 
@@ -10,37 +10,42 @@ from typing import Any
 
 import numpy as np
 
-from mpips.collectives.errors import Uncopied
+from mpips.collectives.errors import NotCopyable
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.registry import create
-from mpips.overlap.exchange import Overlapped, Report
+from mpips.overlap.exchange import Overlapped, OverlapReport
 from mpips.overlap.measure import job_profile
 from mpips.overlap.messages import check_model
 from mpips.overlap.problem import Profile, save_profile
-from mpips.samples import Rows, table
+from mpips.samples import SampleRows, table
 from mpips.store.api import KVStore
 from mpips.store.runtime.rendezvous import attempt
 from mpips.training import checkpoint
-from mpips.training.batches import BLOCK, Source, see_samples, source_of
+from mpips.training.batches import BLOCK, Source, check_samples, source_of
 from mpips.training.callbacks import Callback, of_job
 from mpips.training.checkpoint import Epoch, Position
-from mpips.training.evaluation import Metric, check_metrics, evaluate, test_words
+from mpips.training.evaluation import Metric, check_metrics, compared_test, evaluate
 from mpips.training.local import Elastic, Local, averaged, workers_in_a_sum
-from mpips.training.loop import Fit, begin, requested, words_of
-from mpips.training.model import Model, Samples, see_method, see_model
-from mpips.training.rejoin import see_alike, survival_of
-from mpips.training.step import Blocking, Job, update_optimizer
-from mpips.training.updates import ElasticAveraging, Gradients, LocalTraining, Summed, Update, check_clip
+from mpips.training.loop import Fit, begin, check_arguments, compared_arguments
+from mpips.training.model import Model, Samples, check_method, check_model_arrays
+from mpips.training.recovery import check_alike
+from mpips.training.rejoin import survival_of
+from mpips.training.step import Blocking, TrainerParts, update_optimizer
+from mpips.training.updates import ClientUpdate, StoreUpdate, Update, WorkerUpdate, check_clip
 
 
-class Trainer(Uncopied):
+class Trainer(NotCopyable):
     """Trains a model through a store: synchronous, asynchronous or elastic, with servers or without.
+
+        kv = mpips.create("dist_sync")
+        trainer = mpips.Trainer(model, kv, "sgd", learning_rate=0.1)
+        history = trainer.fit(x, y, batch_size=32, epochs=20)
+        kv.close()
 
     Every worker starts from rank 0's parameters. If the store survives deaths (option `spares`), `fit` continues after
     a death; a death outside of `fit` raises.
 
-    Collective over all workers, which must give equal arguments and call `step` equally often. If an argument is wrong
-    or differs between workers, all of them raise ValueError or TypeError before anything is sent.
+    Making one is collective over all workers, which must give equal arguments, and blocks.
 
     Args:
         model: An `mpips.Model`: parameters, gradients, and a function that fills the gradients.
@@ -62,6 +67,10 @@ class Trainer(Uncopied):
             sample, or their mean.
         grow: Waiting spares become workers during the first `fit`, at the end of the epoch that is under way.
         options: Options of the optimizer, if it is given by name.
+
+    Raises:
+        ValueError, TypeError: An argument is wrong or differs between workers. All workers raise it, before anything is
+            sent.
     """
 
     def __init__(
@@ -82,21 +91,22 @@ class Trainer(Uncopied):
         if not isinstance(kv, KVStore):
             raise TypeError(f"a Trainer trains through a store, as mpips.create makes it, not {type(kv).__name__}")
 
-        def chosen() -> tuple[Optimizer, dict[str, Metric]]:
+        def checked() -> tuple[Optimizer, dict[str, Metric]]:
             if local is not None:
-                _see_local(kv, local, elastic, overlap)
-            _see_together(kv, elastic, overlap, None if local else check_clip(clip_norm), accumulate)
+                _check_local(kv, local, elastic, overlap)
+            limit = check_clip(clip_norm)
+            _check_options(kv, elastic, overlap, None if local else limit, accumulate)
             # With overlap the model is one in layers, which Overlapped checks.
             if overlap is None:
-                see_model(model)
+                check_model_arrays(model)
             made = create(optimizer, **options)
             # Fails unless the optimizer has a rescale.
             averaged(made, 1)
             return made, check_metrics(metrics, model)
 
-        found, refusal = attempt(chosen)
-        made, measures = found if found is not None else (None, {})
-        words = {
+        checked_arguments, refusal = attempt(checked)
+        made, measures = checked_arguments if checked_arguments is not None else (None, {})
+        options_by_name = {
             "optimizer": made,
             "elastic": elastic,
             "local": local,
@@ -106,8 +116,9 @@ class Trainer(Uncopied):
             "metrics": sorted(measures),
             "grow": bool(grow),
         }
-        self._words = [(name, repr(word)) for name, word in words.items()]
-        see_alike(kv, "Trainer", self._words, refusal)
+        # arguments that must be equal on all workers
+        self._compared = [(name, repr(value)) for name, value in options_by_name.items()]
+        check_alike(kv, "Trainer", self._compared, refusal)
         self.model = model
         self.kv = kv
         self._grow = bool(grow)
@@ -117,7 +128,7 @@ class Trainer(Uncopied):
             self.exchange = steps = Blocking(model, _update_of(model, kv, made, elastic, local, clip_norm), accumulate)
         else:
             self.exchange = Overlapped(model, kv, averaged(made, workers_in_a_sum(kv)), overlap)
-        self._job = Job(model, kv, self.exchange, steps, measures)
+        self._parts = TrainerParts(model, kv, self.exchange, steps, measures)
         self._position = Position()
         self._fits = 0
         # positions of all workers in the checkpoint from which the next fit continues
@@ -126,12 +137,20 @@ class Trainer(Uncopied):
     # ---- training
 
     def step(self, x: Samples, y: Samples) -> float:
-        """Train on one batch of this worker and return the batch's loss. Blocks until the parameters are the new ones.
+        """Train on one batch of this worker. Blocks until the parameters are the new ones.
 
-        All workers of a synchronous store (in an asynchronous one: of a client) call it equally often. With
-        `accumulate=k` every k-th call exchanges gradients.
+        All workers of a synchronous store call it equally often; in an asynchronous store all workers of a client do.
+        With `accumulate=k` every k-th call exchanges gradients, and the others are local.
 
-        Raises ValueError if the batch is empty, because it has no mean.
+        Args:
+            x: Inputs, (samples, ...).
+            y: Targets, (samples, ...).
+
+        Returns:
+            The mean loss of the batch, before the update.
+
+        Raises:
+            ValueError: The batch is empty, so it has no mean.
         """
         if getattr(x if y is None else y, "shape", (1,))[:1] == (0,):
             raise ValueError(
@@ -140,7 +159,7 @@ class Trainer(Uncopied):
             )
         loss = self.exchange.step(x, y)
         self.exchange.finish()
-        self._position.step += 1 if self._job.blocking is None or not self._job.blocking.waiting else 0
+        self._position.step += 1 if self._parts.blocking is None or not self._parts.blocking.waiting else 0
         return loss
 
     def fit(
@@ -157,17 +176,16 @@ class Trainer(Uncopied):
         on_epoch: Callable[[Epoch], object] | None = None,
         resume: str | os.PathLike[str] | None = None,
     ) -> list[Epoch]:
-        """Train for some epochs and return the history, an `Epoch` for each.
+        """Train for some epochs. Collective over all workers, blocking.
 
-        Collective. If an argument is wrong or differs between workers, every worker raises ValueError or TypeError.
+        Data can be given in two ways:
 
-        Data can be given in two ways. Either x and y are arrays (samples, ...), the same on every worker, with
-        `batch_size`. Each epoch has another order of the samples, made from `seed`, and each worker takes its share.
-        Samples that do not fill a mini-batch of all workers are left out of the epoch.
-
-        Or x alone is given: this worker's own batches (x, y). Workers may have different numbers of batches. A worker
-        that has none left contributes nothing, and the mean is over the samples of the others; to know their number a
-        synchronous step also sums two numbers. An asynchronous worker does not wait for any other.
+        1. x and y are arrays (samples, ...), the same on every worker, with `batch_size`. Each epoch has another order
+           of the samples, made from `seed`, and each worker takes its share. Samples that do not fill a mini-batch of
+           all workers are left out of the epoch.
+        2. x alone gives this worker's own batches (x, y). Workers may have different numbers of batches. A worker that
+           has none left contributes nothing, and the mean is over the samples of the others. To know their number, a
+           synchronous step also sums two numbers. An asynchronous worker does not wait for any other.
 
         Args:
             x: Inputs, (samples, ...). Rows are taken by position, also of data frames, sparse matrices and arrays on
@@ -185,11 +203,19 @@ class Trainer(Uncopied):
             on_epoch: A function that is called with each Epoch.
             resume: A folder of `Checkpoint`. Training continues from the newest checkpoint in it, if there is any. In a
                 synchronous store the result has the same bits as without the interruption.
+
+        Returns:
+            The history: an `Epoch` for each epoch, including those before a resume.
+
+        Raises:
+            ValueError, TypeError: An argument is wrong or differs between workers. All workers raise it, before the
+                first step.
+            StoreError: A process has died, and the store does not survive deaths, or has lost what it needs.
         """
         callbacks, resume = of_job(self.kv, callbacks, resume)
-        request, refusal = attempt(
-            lambda: requested(
-                self._job,
+        arguments, refusal = attempt(
+            lambda: check_arguments(
+                self._parts,
                 x,
                 y,
                 batch_size,
@@ -203,62 +229,74 @@ class Trainer(Uncopied):
                 self.kv.spares if self._grow and not self._fits else 0,
             )
         )
-        words = words_of(request, resume)
-        see_alike(self.kv, "fit", words, refusal)
+        compared = compared_arguments(arguments, resume)
+        check_alike(self.kv, "fit", compared, refusal)
         if not self.kv.worker.fresh:
             own = self._resumed or [Position(step=self._position.step)]
             before, self._resumed = self._position.step, ()
-            self._position = begin(self._job, request, resume, own)
+            self._position = begin(self._parts, arguments, resume, own)
             if self._position.step != before and self.kv.rank == 0:
                 print(f"mpips: fit goes on from step {self._position.step}, saved in {resume}", file=sys.stderr)
-        # A spare that becomes a worker starts with the first fit.
+        # A spare begins with its first fit. If the others are in a later one, the numbers differ, and all raise.
         self._fits += 1
-        survival = survival_of(self._job, request.source, self._fits, [*self._words, *words], self._grow)
-        return Fit(self._job, request, self._position, survival).run()
+        survival = survival_of(self._parts, arguments.source, self._fits, [*self._compared, *compared], self._grow)
+        return Fit(self._parts, arguments, self._position, survival).run()
 
     def update_optimizer(self, **numbers: Any) -> None:
-        """Change numbers of the optimizer, such as `learning_rate`, from the next exchange on. Its state stays.
+        """Change numbers of the optimizer, from the next exchange on. Its state stays. Collective, blocking.
 
-        Collective, blocking. If a number is wrong, every worker raises ValueError or TypeError, and nothing has
-        changed.
+            trainer.update_optimizer(learning_rate=0.01)
+
+        Raises:
+            ValueError, TypeError: A number is wrong or differs between workers. All workers raise it, and nothing has
+                changed.
         """
-        update_optimizer(self._job, numbers)
+        update_optimizer(self._parts, numbers)
 
     # ---- what was learnt
 
     def evaluate(self, x: Samples, y: Samples = None, *, batch_size: int = BLOCK) -> dict[str, float]:
-        """Return "loss" and the metrics by name: means over all samples, equal on every worker.
+        """Measure test data: the loss, and the metrics. Collective over all workers, blocking.
+
+            result = trainer.evaluate(test_x, test_y)  # {"loss": 0.31, "accuracy": 0.91}
 
         Sums are in float64 and added in rank order, so they are exact up to rounding, however unevenly the samples are
-        shared. In an asynchronous store all workers first take the servers' parameters. With `elastic` or `overlap`
-        each worker measures with its own parameters.
-
-        Collective, blocking. Every worker raises ValueError or TypeError if an argument is wrong or differs between
-        workers, or if a metric fails on one of them.
+        shared. In an asynchronous store all workers first take the servers' parameters. With `elastic`, `local` or
+        `overlap` each worker measures with its own parameters.
 
         Args:
             x: Inputs (samples, ...), the same on every worker; each computes a share. Or, without y, this worker's own
                 batches (x, y).
             y: Targets (samples, ...).
             batch_size: Samples to compute at a time. For arrays only.
+
+        Returns:
+            "loss" and the metrics by name: means over all samples, equal on every worker.
+
+        Raises:
+            ValueError, TypeError: An argument is wrong or differs between workers, or a metric fails on one of them.
+                All workers raise it.
         """
 
-        def asked() -> Source:
-            found = source_of(x, y, None if y is None else batch_size, 0, "evaluate")
-            see_samples(self.model, found)
-            return found
+        def checked_source() -> Source:
+            test = source_of(x, y, None if y is None else batch_size, 0, "evaluate")
+            check_samples(self.model, test)
+            return test
 
-        source, refusal = attempt(asked)
-        self.kv.worker.agree("evaluate", test_words(source), refusal, noun="argument")
+        source, refusal = attempt(checked_source)
+        self.kv.worker.agree("evaluate", compared_test(source), refusal, noun="argument")
         self.exchange.finish()
-        return evaluate(self._job, source)
+        return evaluate(self._parts, source)
 
     def predict(self, x: Samples) -> np.ndarray:
-        """Return the model's outputs (samples, ...) for x (samples, ...), with this worker's parameters. Local."""
-        see_method(self.model, "predict", "predict")
+        """Return the model's outputs (samples, ...) for x (samples, ...), with this worker's parameters. Local.
+
+        Raises TypeError if the model has no `predict`, or rows of x cannot be taken by position.
+        """
+        check_method(self.model, "predict", "predict")
         self.exchange.finish()
         rows = table("predict: x", x) if hasattr(x, "shape") else x
-        if not isinstance(rows, Rows):
+        if not isinstance(rows, SampleRows):
             outputs: np.ndarray = self.model.predict(rows)
             return outputs
         starts = range(0, max(len(rows), 1), BLOCK)
@@ -267,77 +305,97 @@ class Trainer(Uncopied):
     # ---- checkpoints
 
     def save(self, path: str | os.PathLike[str], keep: int | None = None) -> str:
-        """Write a checkpoint into the folder `path` and return the checkpoint's path. Call it between two steps.
+        """Write a checkpoint into a folder. For training loops of your own; `fit` saves by `Checkpoint`.
 
-        This is for training loops of your own; `fit` saves by `Checkpoint`. `keep` is the number of newest checkpoints
-        to keep (None: all).
+        Collective, blocking. Call it between two steps.
 
-        Collective, blocking. If the checkpoint cannot be written, every worker raises ValueError or TypeError, and
-        older checkpoints are still there.
+            trainer.save("out/mine", keep=2)
+
+        Args:
+            path: The folder. It is made if it does not exist.
+            keep: The number of newest checkpoints that stay. None keeps all.
+
+        Returns:
+            The path of the checkpoint's files, without their endings.
+
+        Raises:
+            ValueError, TypeError: The checkpoint cannot be written. Every worker raises it, and older checkpoints stay.
         """
-        return checkpoint.save(self._job, path, self._position, keep)
+        return checkpoint.save(self._parts, path, self._position, keep)
 
     def resume(self, path: str | os.PathLike[str]) -> int:
-        """Continue from the newest checkpoint of a folder, or from one file step-*.trainer.safetensors.
+        """Continue from a checkpoint. The next `step` or `fit` starts there. Collective, blocking.
 
-        Return its step.
+        Args:
+            path: A folder, whose newest checkpoint is taken, or one file step-*.trainer.safetensors.
 
-        The next `fit` starts there. Collective, blocking. If there is no checkpoint, or it does not fit this Trainer,
-        every worker raises ValueError or TypeError.
+        Returns:
+            The step of the checkpoint.
+
+        Raises:
+            ValueError, TypeError: There is no checkpoint, or it does not fit this Trainer. Every worker raises it, and
+                nothing has changed.
         """
-        found = checkpoint.find(self._job, path)
+        found = checkpoint.find(self._parts, path)
         # Without begin=, find() raises if there is no checkpoint.
         assert found is not None
-        checkpoint.take(self._job, found)
-        self._position, self._resumed = checkpoint.of_worker(found.positions, self.kv.rank), found.positions
+        checkpoint.take(self._parts, found)
+        self._position, self._resumed = checkpoint.position_of(found.positions, self.kv.rank), found.positions
         return self._position.step
 
     # ---- how fast
 
-    def report(self) -> Report:
-        """Return how long the last steps took on this worker, and how much of the communication the compute hid. Local.
+    def report(self) -> OverlapReport:
+        """Return the times of the last steps on this worker. Local.
 
         The report has the seconds of an iteration, measured and predicted, the groups of layers that travel together,
         and the tasks of the last step (`save_trace`, `save_picture`).
 
-        Raises RuntimeError before the first step has ended.
+        Raises:
+            RuntimeError: The first step has not ended yet.
         """
         return self.exchange.report()
 
     def profile(self, x: np.ndarray, y: np.ndarray, save: str | Path | None = None) -> Profile:
-        """Measure this job on its ranks: the layers on a batch, and messages through the store. Return the profile.
+        """Measure this job: the layers on a batch, and messages through the store. Collective, blocking.
 
-        Collective over the workers, blocking. Gradients are overwritten, parameters stay. Rank 0 writes the profile to
-        the file `save`, for `mpips plan`.
+        Gradients are overwritten, and parameters stay.
 
-        Raises ValueError if the model is not one in layers, as `overlap` needs it, or with `elastic`.
+        Args:
+            x: Inputs of the batch, (samples, ...).
+            y: Targets, (samples, ...).
+            save: A file to which rank 0 writes the profile, for `mpips plan`.
+
+        Returns:
+            The profile.
+
+        Raises:
+            ValueError: The model is not one in layers, as `overlap` needs it, or the Trainer has `elastic`.
         """
         check_model(self.model, "profile")
-        if self._job.blocking is not None and isinstance(self._job.blocking.update, ElasticAveraging):
+        if self._parts.blocking is not None and self._parts.blocking.update.name == "none, elastic":
             raise ValueError("elastic averaging sends its model whole, every few iterations: there is nothing to plan")
         if isinstance(self.exchange, Overlapped):
-            found = self.exchange.measure(x, y)
+            profile = self.exchange.measure(x, y)
         else:
-            found = job_profile(self.model, self.kv, x, y)
+            profile = job_profile(self.model, self.kv, x, y)
         if save is not None and self.kv.rank == 0:
-            save_profile(found, save)
-        return found
+            save_profile(profile, save)
+        return profile
 
 
 def _update_of(
     model: Model, kv: KVStore, made: Optimizer, elastic: Elastic | None, local: Local | None, clip_norm: float | None
 ) -> Update:
     """Return the object that turns the gradients of a step into the next parameters."""
-    if elastic is not None:
-        return ElasticAveraging(model, kv, made, elastic, clip_norm)
-    if local is not None:
-        return LocalTraining(model, kv, made, local, check_clip(clip_norm))
+    if (rule := elastic or local) is not None:
+        return ClientUpdate(model, kv, made, rule, clip_norm)
     if clip_norm is not None and not kv.layout.asynchronous:
-        return Summed(model, kv, made, clip_norm)
-    return Gradients(model, kv, made, clip_norm)
+        return WorkerUpdate(model, kv, made, clip_norm)
+    return StoreUpdate(model, kv, made, clip_norm)
 
 
-def _see_local(kv: KVStore, local: Local, elastic: Elastic | None, overlap: str | None) -> None:
+def _check_local(kv: KVStore, local: Local, elastic: Elastic | None, overlap: str | None) -> None:
     """Raise TypeError or ValueError for options that do not go with training apart."""
     if not isinstance(local, Local):
         raise TypeError(f"local={local!r}: give an mpips.training.Local, as Local(every=500)")
@@ -364,7 +422,7 @@ def _see_local(kv: KVStore, local: Local, elastic: Elastic | None, overlap: str 
     averaged(local.optimizer, 1)
 
 
-def _see_together(
+def _check_options(
     kv: KVStore, elastic: Elastic | None, overlap: str | None, clip_norm: float | None, accumulate: int
 ) -> None:
     """Raise ValueError for options that do not go together."""
@@ -380,9 +438,9 @@ def _see_together(
     if elastic is not None and not kv.layout.asynchronous:
         raise ValueError(f"elastic averaging needs a store of kind dist_async or mpi_async, not {kv.type}")
     if overlap is not None and (clip_norm is not None or accumulate > 1):
-        word = f"clip_norm={clip_norm}" if clip_norm is not None else f"accumulate={accumulate}"
+        option = f"clip_norm={clip_norm}" if clip_norm is not None else f"accumulate={accumulate}"
         raise ValueError(
-            f"{word} needs all gradients of a step before the first is sent, and overlap={overlap!r} "
+            f"{option} needs all gradients of a step before the first is sent, and overlap={overlap!r} "
             "sends them one by one: leave one of the two out"
         )
     if clip_norm is None or elastic is not None:

@@ -1,9 +1,9 @@
-"""Turn a step's gradients into the next parameters: by the store's optimizer, by every worker, or elastic averaging.
+"""Three ways from a step's gradients to the next parameters: by the store's optimizer, every worker, or every client.
 
-`Gradients` serves all kinds of store (MXNET-MPI, figures 6 and 7). `Summed` is for clipping in a synchronous store:
-only a rank that has the whole sum knows its norm, so the store sums without an optimizer and every worker updates.
-`ElasticAveraging` exchanges whole models (MXNET-MPI, figure 8), and `LocalTraining` the changes that workers have made
-to them (DiLoCo). Both are built on `local`.
+`StoreUpdate` serves all kinds of store (MXNET-MPI, figures 6 and 7). `WorkerUpdate` is for clipping in a synchronous
+store: only a rank that has the whole sum knows its norm, so the store sums without an optimizer and every worker
+updates. With `ClientUpdate` clients train apart (`local`): they exchange whole models by elastic averaging (MXNET-MPI,
+figure 8), or the changes that they have made to them (DiLoCo).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from mpips.optimizers.base import Optimizer, changed
 from mpips.optimizers.elastic import Elastic1
 from mpips.optimizers.equation import Updater
 from mpips.store.runtime.rendezvous import attempt
-from mpips.training.local import Elastic, Exchange, Local, LocalRounds, averaged, workers_in_a_sum
+from mpips.training.local import CenterExchange, Elastic, Local, LocalRounds, averaged, workers_in_a_sum
 from mpips.training.model import Model, keys_of
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def clip(gradients: Arrays, limit: float) -> float:
 
 @quiet
 def weigh(gradients: Arrays, factor: float) -> None:
-    """Multiply gradients by a factor in place. 1 changes no bit; 0 gives zeros, even where there was NaN."""
+    """Multiply gradients by a factor in place. With 1 no bit changes; with 0 all are 0, even where they were NaN."""
     for gradient in gradients if factor != 1.0 else ():
         if factor == 0.0:
             gradient[...] = 0
@@ -87,21 +87,22 @@ def own_keys(model: Model, kv: KVStore) -> list[str]:
     return [key if number == 1 else f"trainer{number}/{key}" for key in keys_of(model)]
 
 
-def begins(kv: KVStore, keys: Sequence[str], parameters: Sequence[np.ndarray]) -> bool:
-    """Make the keys, with rank 0's parameters as values. Return False on a spare that has taken a place.
+def create_keys(kv: KVStore, keys: Sequence[str], parameters: Sequence[np.ndarray]) -> bool:
+    """Create the keys of a model, with rank 0's parameters as values. Collective, blocking. Return True.
 
-    The other workers made the keys before. Raises ValueError on the spare if theirs are not those of its model.
+    On a spare that has taken a place return False, because the other workers created the keys before. Raise ValueError
+    on the spare if their keys are not those of its model.
     """
     if not kv.worker.fresh:
         kv.init(list(keys), list(parameters))
         return True
     for key, array in zip(keys, parameters):
         known = kv.worker.keys.get(key)
-        there = "no such key" if known is None else f"{known.dtype}{known.shape}"
-        if there != (here := f"{array.dtype}{array.shape}"):
+        kind = "no such key" if known is None else f"{known.dtype}{known.shape}"
+        if kind != (own_kind := f"{array.dtype}{array.shape}"):
             raise ValueError(
-                f"Trainer: key {key!r} is {here} in the program of this spare, and the other workers have "
-                f"{there}: start all with the same program, and let Trainer make its keys before a death"
+                f"Trainer: key {key!r} is {own_kind} in the program of this spare, and the other workers have "
+                f"{kind}: start all with the same program, and let Trainer make its keys before a death"
             )
     return False
 
@@ -111,7 +112,7 @@ def rescaled(optimizer: Optimizer, like: Optimizer) -> Optimizer:
     return replace(optimizer, rescale=like.rescale)  # type: ignore[call-arg, attr-defined]
 
 
-class Gradients:
+class StoreUpdate:
     """Pushes gradients and pulls parameters. The store's optimizer updates, on servers or, without any, on the workers.
 
     Args:
@@ -134,7 +135,7 @@ class Gradients:
         self.keys = own_keys(model, kv)
         self._clip = clip_norm
         self._optimizer = optimizer
-        if begins(kv, self.keys, model.parameters):
+        if create_keys(kv, self.keys, model.parameters):
             kv.set_optimizer(averaged(optimizer, workers_in_a_sum(kv)), keys=self.keys)
             self._pull()
 
@@ -154,18 +155,18 @@ class Gradients:
         self._kv.pushpull(self.keys, list(self._model.gradients), out=list(self._model.parameters))
 
     def change(self, numbers: Mapping[str, Any]) -> None:
-        """Change numbers of the optimizer, such as `learning_rate`.
+        """Change numbers of the optimizer, such as `learning_rate`. Its state stays.
 
-        Its state stays. All workers of the store call it.
+        All workers of the store call it.
         """
         self._kv.update_optimizer(self.keys, **numbers)
 
     @property
     def numbers(self) -> Optimizer:
         """The optimizer with its current numbers, wherever it runs."""
-        found = self._kv.worker.groups.of(self.keys[0])
-        assert found is not None
-        return found
+        optimizer = self._kv.worker.groups.of(self.keys[0])
+        assert optimizer is not None
+        return optimizer
 
     def share(self) -> None:
         """In an asynchronous store take the servers' parameters, the same on all workers. All workers call it."""
@@ -185,9 +186,9 @@ class Gradients:
         return {}
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Restore arrays and parameters after `kv.load`. All workers call it.
+        """Restore arrays and parameters after `kv.load`. Collective over all workers, blocking.
 
-        `rescale` becomes the one for the workers that are here now.
+        `rescale` becomes the one for the present workers.
 
         Args:
             arrays: This worker's arrays from the checkpoint, or None if the store holds everything.
@@ -200,8 +201,12 @@ class Gradients:
             self._kv.update_optimizer(self.keys, **numbers)
         self._pull()
 
-    # Restores arrays and parameters after a death. `arrays` is None if no worker is left in the group that has them.
-    rejoin = restore
+    def rejoin(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer) -> None:
+        """Restore arrays and parameters after a death, with the optimizer's numbers of the moment to go back to.
+
+        `arrays` is None if no worker is left in the group that has them. All workers call it.
+        """
+        self.restore(arrays, optimizer)
 
     def _pull(self) -> None:
         """Pull the store's parameters on all workers, before any of them pushes again."""
@@ -210,13 +215,14 @@ class Gradients:
             self._kv.barrier()
 
 
-class OnWorkers:
-    """Base of updates by an optimizer that runs on every worker, on the mean of the group's gradients.
+class WorkerUpdate:
+    """The store sums gradients. Every worker clips their mean by its global norm and updates by itself.
 
-    Each worker keeps the optimizer's state. The calls are those of `Gradients`.
+    Equal sums give equal norms and equal parameters on all workers, bit for bit. Each keeps the optimizer's state. The
+    calls are those of `StoreUpdate`.
     """
 
-    name: str
+    name = "none, clipped"
     apart = False
 
     def __init__(self, model: Model, kv: KVStore, optimizer: Optimizer, clip_norm: float | None) -> None:
@@ -225,34 +231,46 @@ class OnWorkers:
         self.keys = own_keys(model, kv)
         self._clip = clip_norm
         self._optimizer = optimizer
-        if begins(kv, self.keys, model.parameters):
+        if create_keys(kv, self.keys, model.parameters):
             self._prepare()
             kv.pull(self.keys, list(model.parameters))
-        self._updater = self._new_updater()
+        self._updater = self._new_updater(optimizer)
 
     def _prepare(self) -> None:
         """Set the store up once its keys are there. Collective."""
 
-    def _new_updater(self) -> Updater:
-        return Updater(averaged(self._optimizer, self.group.Get_size()), self._model.parameters)
+    def _new_updater(self, optimizer: Optimizer) -> Updater:
+        """Return an optimizer without state, with these numbers, for the gradients' sum over the group."""
+        mean = rescaled(optimizer, averaged(self._optimizer, self.group.Get_size()))
+        return Updater(mean, self._model.parameters)
 
     @property
     def group(self) -> MPI.Intracomm:
-        raise NotImplementedError
+        return self._kv.layout.workers  # type: ignore[return-value]
 
     def exchange(self) -> None:
-        raise NotImplementedError
+        gradients = list(self._model.gradients)
+        self._kv.pushpull(self.keys, gradients)
+        self._update(gradients)
+
+    def _update(self, sums: Arrays) -> None:
+        """Clip gradients that are sums over the group, and update the parameters by them. Local."""
+        if self._clip is not None:
+            # The limit is one for the mean, so scale it.
+            clip(sums, self._clip * self.group.Get_size())
+        self._updater.update(sums)
 
     def owners(self) -> list[int]:
-        raise NotImplementedError
+        """Return rank 0 only, because all workers are equal."""
+        return [0]
 
     def share(self) -> None:
         """Do nothing: equal workers have equal parameters already."""
 
     def change(self, numbers: Mapping[str, Any]) -> None:
         made, refusal = attempt(lambda: changed(self._updater.optimizer, **numbers))
-        words = [(name, repr(numbers[name])) for name in sorted(numbers)]
-        self._kv.worker.agree("update_optimizer", words, refusal, noun="argument")
+        arguments = [(name, repr(numbers[name])) for name in sorted(numbers)]
+        self._kv.worker.agree("update_optimizer", arguments, refusal, noun="argument")
         self._updater.optimizer = made
 
     @property
@@ -263,11 +281,11 @@ class OnWorkers:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the parameters, and the optimizer's arrays and its step, by name."""
-        found = {"step": np.array([self._updater.step], np.int64)}
+        arrays = {"step": np.array([self._updater.step], np.int64)}
         for key, parameter, state in zip(self.keys, self._model.parameters, self._updater.states):
-            found[f"parameter/{key}"] = parameter
-            found.update((f"state{slot}/{key}", array) for slot, array in enumerate(state))
-        return found
+            arrays[f"parameter/{key}"] = parameter
+            arrays.update((f"state{slot}/{key}", array) for slot, array in enumerate(state))
+        return arrays
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
         """Write the arrays back. The optimizer's numbers become those that were saved."""
@@ -278,149 +296,91 @@ class OnWorkers:
             if name != "step":
                 array[...] = arrays[name]
 
-    def rejoin(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
+    def rejoin(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer) -> None:
         self.restore(arrays, optimizer)
 
 
-class Summed(OnWorkers):
-    """The store sums gradients. Every worker clips their mean by its global norm and updates by itself.
+class ClientUpdate(WorkerUpdate):
+    """Each client trains by itself, and now and then exchanges with the store's centre, as the rule says (`local`).
 
-    Equal sums give equal norms and equal parameters on all workers, bit for bit.
+    With `Elastic` an exchange comes before an update (MXNET-MPI, figure 8), with `Local` after one. `clip_norm` bounds
+    the mean gradient of the client's workers.
     """
 
-    name = "none, clipped"
-
-    @property
-    def group(self) -> MPI.Intracomm:
-        return self._kv.layout.workers  # type: ignore[return-value]
-
-    def exchange(self) -> None:
-        gradients = list(self._model.gradients)
-        self._kv.pushpull(self.keys, gradients)
-        assert self._clip is not None
-        # The gradients are sums over the workers, and the limit is one for their mean, so scale the limit.
-        clip(gradients, self._clip * self._kv.num_workers)
-        self._updater.update(gradients)
-
-    def owners(self) -> list[int]:
-        """Return rank 0 only, because all workers are equal."""
-        return [0]
-
-
-class ElasticAveraging(OnWorkers):
-    """Elastic averaging between clients and the servers' centre every `interval` iterations, with SGD inside a client.
-
-    `clip_norm` bounds the mean gradient of the client's workers.
-    """
-
-    name = "none, elastic"
-
-    def __init__(
-        self, model: Model, kv: KVStore, optimizer: Optimizer, elastic: Elastic, clip_norm: float | None = None
-    ) -> None:
-        self._elastic = elastic
-        super().__init__(model, kv, optimizer, clip_norm)
-        self._exchange = Exchange(kv, self.keys, model.parameters, elastic, self.group.Get_size())
-
-    def _prepare(self) -> None:
-        self._kv.set_optimizer(Elastic1(alpha=self._elastic.alpha), keys=self.keys)
-
-    @property
-    def group(self) -> MPI.Intracomm:
-        return self._kv.layout.client  # type: ignore[return-value]
-
-    def exchange(self) -> None:
-        """Exchange with the centre if it is due. Then update by the client's mean gradient."""
-        workers = self.group.Get_size()
-        if self._updater.step % self._elastic.interval == 0:
-            places = range(len(self.keys))
-            self._exchange.measure(self._model.parameters, places)
-            self._exchange.send(places)
-            self._exchange.take(self._model.parameters, places)
-        for gradient in self._model.gradients:
-            collectives.allreduce(gradient, self.group)
-        if self._clip is not None:
-            clip(self._model.gradients, self._clip * workers)
-        self._updater.update(self._model.gradients)
-
-    def owners(self) -> list[int]:
-        """Return the first worker of each client."""
-        return [client.start for client in self._kv.layout.clients]
-
-    def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Write the arrays back. Without arrays begin at the servers' centre, with a new optimizer."""
-        if arrays is None:
-            self._kv.pull(self.keys, list(self._model.parameters))
-            self._updater = self._new_updater()
-        else:
-            super().restore(arrays, optimizer)
-
-
-class LocalTraining(OnWorkers):
-    """Each client trains by itself and now and then sends its changes through the store's outer optimizer (`local`).
-
-    `clip_norm` bounds the mean gradient of the client's workers.
-    """
-
-    name = "none, local"
     apart = True
 
     def __init__(
-        self, model: Model, kv: KVStore, optimizer: Optimizer, local: Local, clip_norm: float | None = None
+        self, model: Model, kv: KVStore, optimizer: Optimizer, rule: Elastic | Local, clip_norm: float | None = None
     ) -> None:
-        self._local = local
+        self.rule = rule
+        self.name = "none, elastic" if isinstance(rule, Elastic) else "none, local"
         super().__init__(model, kv, optimizer, clip_norm)
-        joins = bool(kv.worker.fresh)
-        self._rounds = LocalRounds(kv, self.keys, model.parameters, local, joins=joins)
+        joins = kv.worker.fresh
+        self._exchange: CenterExchange | None = None
+        self._rounds: LocalRounds | None = None
+        if isinstance(rule, Elastic):
+            self._exchange = CenterExchange(kv, self.keys, model.parameters, rule, self.group.Get_size())
+            return
+        self._rounds = LocalRounds(kv, self.keys, model.parameters, rule, joins=joins)
         if kv.layout.asynchronous and not joins:
             # All workers must have pulled rank 0's values before any of them pushes.
             kv.barrier()
 
     def _prepare(self) -> None:
-        outer = averaged(self._local.optimizer, workers_in_a_sum(self._kv))
-        self._kv.set_optimizer(outer, keys=self.keys)
+        center: Optimizer
+        if isinstance(self.rule, Elastic):
+            center = Elastic1(alpha=self.rule.alpha)
+        else:
+            center = averaged(self.rule.optimizer, workers_in_a_sum(self._kv))
+        self._kv.set_optimizer(center, keys=self.keys)
 
     @property
     def group(self) -> MPI.Intracomm:
         return self._kv.layout.client  # type: ignore[return-value]
 
     def exchange(self) -> None:
-        """Update by the client's mean gradient. Then exchange the fragments that are due."""
-        workers = self.group.Get_size()
-        for gradient in self._model.gradients if workers > 1 else ():
+        """Update by the client's mean gradient, and exchange with the centre if that is due."""
+        parameters, places = self._model.parameters, range(len(self.keys))
+        if isinstance(self.rule, Elastic) and self._updater.step % self.rule.interval == 0:
+            assert self._exchange is not None
+            self._exchange.prepare(parameters, places)
+            self._exchange.send(places)
+            self._exchange.take(parameters, places)
+        for gradient in self._model.gradients if self.group.Get_size() > 1 else ():
             collectives.allreduce(gradient, self.group)
-        if self._clip is not None:
-            clip(self._model.gradients, self._clip * workers)
-        self._updater.update(self._model.gradients)
-        self._rounds.step(self._model.parameters)
+        self._update(self._model.gradients)
+        if self._rounds is not None:
+            self._rounds.step(parameters)
 
     def owners(self) -> list[int]:
         """Return the first worker of each client."""
         return [client.start for client in self._kv.layout.clients]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return also the centre of the last exchange, from which changes are counted, and the number of steps."""
-        centers = {f"center/{key}": center for key, center in zip(self.keys, self._rounds.centers)}
-        return {**super().arrays(), **centers, "steps": np.array([self._rounds.steps], np.int64)}
+        """With `Local`, return also the centre of the last exchange, from which changes are counted, and the steps."""
+        arrays = super().arrays()
+        if self._rounds is not None:
+            arrays.update((f"center/{key}", center) for key, center in zip(self.keys, self._rounds.centers))
+            arrays["steps"] = np.array([self._rounds.steps], np.int64)
+        return arrays
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Write the arrays back, and count inner steps from the saved number."""
         super().restore(arrays, optimizer)
-        assert arrays is not None
-        self._rounds.see_workers()
-        self._rounds.begin_at(int(arrays["steps"][0]))
+        if self._rounds is not None:
+            assert arrays is not None
+            self._rounds.average_over_workers()
+            self._rounds.begin_at(int(arrays["steps"][0]))
 
-    def rejoin(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Continue with this worker's arrays.
-
-        Without arrays begin at the outer parameters, with a new inner optimizer.
-        """
-        assert optimizer is not None
-        if arrays is None:
-            self._updater = self._new_updater()
-        self._updater.optimizer = rescaled(optimizer, averaged(self._optimizer, self.group.Get_size()))
-        self._rounds.rejoin(self._model.parameters)
+    def rejoin(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer) -> None:
+        """Continue with this client's arrays. Without them begin at the centre, with an optimizer without state."""
+        if arrays is not None:
+            super().restore(arrays, optimizer)
+        else:
+            self._kv.pull(self.keys, list(self._model.parameters))
+            self._updater = self._new_updater(optimizer)
+        if self._rounds is not None:
+            self._rounds.rejoin(self._model.parameters)
 
 
 # any way from gradients to the next parameters
-Update = Gradients | OnWorkers
+Update = StoreUpdate | WorkerUpdate

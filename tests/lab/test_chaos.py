@@ -14,7 +14,7 @@ from launch import find
 from launch.lab import client
 from launch.mpirun import find_obstacle_to_survival
 from mpips import chaos
-from mpips.chaos import Fault, FaultPlan, Made, Note, Point, Run, Whom
+from mpips.chaos import Fault, FaultPlan, Point, ProgramNote, StoreCreated, WatchedRun, Whom
 from tests.choice import first
 from tests.lab.conftest import ROOT
 from tests.lab.conftest import Run as JobRun
@@ -23,7 +23,7 @@ from tests.mpi.chaos.job import MODULE, wrong_curve
 
 pytestmark = pytest.mark.lab
 LIMIT = 60.0  # seconds of a job
-Watch = Callable[..., Run]
+Watch = Callable[..., WatchedRun]
 
 
 @pytest.fixture
@@ -35,14 +35,14 @@ def watch(make: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv(f"MPIPS_{name}", value)
     monkeypatch.chdir(ROOT)
 
-    def watched(*faults: Fault) -> Run:
+    def watched(*faults: Fault) -> WatchedRun:
         name = make("star:3")
         program = [sys.executable, "-m", "mpips", "-m", MODULE, "dist_sync", str(tmp_path / "stored.safetensors")]
         argv = client.job_command(name, 5, program, per_host=2, extra=["--with-ft", "ulfm"])
         with tempfile.TemporaryFile() as said:
             run = chaos.watch(argv, FaultPlan(0, faults), LIMIT, said, lab=name)
             said.seek(0)
-            assert run.code == 0 and not run.hung and not run.left, (run.done, said.read().decode(errors="replace"))
+            assert run.code == 0 and not run.hung and not run.left, (run.attempts, said.read().decode(errors="replace"))
         nics = [nic for host in client.ask(name, {"do": "status"})["hosts"] for nic in host["nics"]]
         assert all(nic["up"] for nic in nics)
         return run
@@ -52,9 +52,9 @@ def watch(make: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_hosts_ranks_are_killed_and_the_others_go_on(watch: Watch) -> None:
     run = watch(Fault("host", Whom("rank", 3), Point(0, "pushpull", 12)))
-    (done,) = run.done
+    (done,) = run.attempts
     assert (done.rank, done.role, done.host, done.killed, done.undone) == (3, "server", "h1", (2, 3), "")
-    assert {told.workers for told in run.told if isinstance(told, Made)} == {3}
+    assert {message.workers for message in run.messages if isinstance(message, StoreCreated)} == {3}
     assert wrong_curve(run) == ""
 
 
@@ -67,10 +67,10 @@ def test_a_hosts_ranks_are_killed_and_the_others_go_on(watch: Watch) -> None:
 )
 def test_a_link_that_is_slow_or_cut_for_a_while_changes_no_bits(watch: Watch, fault: Fault) -> None:
     run = watch(fault)
-    (done,) = run.done
+    (done,) = run.attempts
     assert (done.rank, done.host, done.killed, done.undone) == (3, "h1", (), "")
     assert wrong_curve(run) == "" and chaos.judge(run).repeated == 0
-    last = max(told.time for told in run.told if isinstance(told, Note))
+    last = max(message.time for message in run.messages if isinstance(message, ProgramNote))
     assert last > done.time and (fault.kind != "cut" or last > done.time + fault.seconds)
 
 
@@ -84,7 +84,7 @@ def test_a_job_outside_of_the_lab_loses_no_host(watch: Watch, make: Callable[...
     plan = FaultPlan(0, (Fault("host", Whom("rank", 0), Point(0, "barrier")),))
     argv = [sys.executable, "-m", "launch.cli", "run", "-w", "1", str(script)]
     run = chaos.watch(argv, plan, LIMIT, lab=f"test-{os.getpid()}")
-    assert run.code == 0 and [done.undone for done in run.done] == ["rank 0 is on no host of a lab"]
+    assert run.code == 0 and [done.undone for done in run.attempts] == ["rank 0 is on no host of a lab"]
 
 
 def test_a_link_holds_a_part_of_its_rate_until_it_is_set_back(make: Callable[..., str], run: JobRun) -> None:

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 import pytest
 
-from collectives.machine import find_carriers
+from collectives.machine import find_processes_with
 from collectives.simulator.topology import parse
 from launch import find
 from launch.lab import client
@@ -276,7 +276,7 @@ def present() -> set[str]:
     """This machine's links and mounts, and of what carries our token or process number the namespaces and labs."""
     labs = (name for name in client.list_labs() if str(os.getpid()) in name.split("-"))
     found = {*os.listdir("/sys/class/net"), *Path("/proc/self/mounts").read_text().splitlines(), *labs}
-    for process in find_carriers(f"{TOKEN}={os.environ[TOKEN]}"):
+    for process in find_processes_with(f"{TOKEN}={os.environ[TOKEN]}"):
         for path in Path(f"/proc/{process}/ns").glob("*"):
             try:
                 found.add(os.readlink(path))
@@ -300,7 +300,7 @@ def test_many_labs_leave_nothing(count: int) -> None:
     for number in range(count):
         with client.lab(f"test-many-{os.getpid()}", lay_out(parse("star:3" if number % 2 else "bcube:2,2"))) as name:
             assert number or len(present() - before) > 8  # what is left behind would be seen
-            keeper = client.keeper_process(name)
+            keeper = client.find_keeper(name)
         assert not Path(f"/proc/{keeper}/ns/net").exists()
     assert not left_behind(before)
 
@@ -318,7 +318,7 @@ def test_however_it_ends_nothing_is_left(how: str) -> None:
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as maker:
         assert maker.stdout is not None
         assert maker.stdout.readline() == "up\n"
-        keeper = client.keeper_process(name)
+        keeper = client.find_keeper(name)
         sleeper = subprocess.Popen(client.host_command(name, "h1", ["sleep", "60"]))
         if how == "keeper killed":
             os.kill(keeper, signal.SIGKILL)

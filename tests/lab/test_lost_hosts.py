@@ -16,7 +16,7 @@ import pytest
 
 from launch import find
 from launch.lab import client
-from launch.lab.job import agent_settings
+from launch.lab.job import open_mpi_options
 from launch.mpirun import find_obstacle_to_survival
 from tests.choice import first
 from tests.lab.conftest import LIMIT, ROOT
@@ -91,7 +91,7 @@ def train(make: Callable[..., str], tmp_path: Path) -> Callable[..., subprocess.
     def started(what: str, restarts: int) -> subprocess.CompletedProcess[str]:
         again = ["--restarts", str(restarts), "--checkpoint", str(tmp_path / "saved"), "--every", "10"]
         words = ["-w", "2", "-s", "1", "--hostfile", str(tmp_path / "hosts"), "--interface", "vip0", *again]
-        words += [f"--mpi-arg={word}" for word in agent_settings()]
+        words += [f"--mpi-arg={word}" for word in open_mpi_options()]
         program = [sys.executable, "-m", "launch.run", *words, str(tmp_path / "train.py"), what]
         argv = client.host_command(make("star:3"), "launcher", program)
         return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)

@@ -11,7 +11,7 @@ import pytest
 
 from launch import LauncherError, find
 from launch.lab import client
-from launch.lab.job import agent_settings
+from launch.lab.job import open_mpi_options
 
 WHO = """
 import os, socket
@@ -34,7 +34,7 @@ def run(make: Callable[..., str], tmp_path: Path) -> Callable[..., subprocess.Co
     script.write_text(WHO)
 
     def started(nics: str) -> subprocess.CompletedProcess[str]:
-        agent = [f"--mpi-arg={word}" for word in agent_settings()]
+        agent = [f"--mpi-arg={word}" for word in open_mpi_options()]
         words = ["--topology", "bcube:2,2", "--nics", nics, "--interface", "vip0", "--hostfile", str(hosts), "-w", "4"]
         command = [sys.executable, "-m", "launch.run", *words, *agent, str(script)]
         argv = client.host_command(lab, "launcher", command)

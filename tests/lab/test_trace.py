@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from launch import find
-from launch.lab.job import AGENT, launcher_settings
+from launch.lab.job import AGENT, launcher_options
 from tests.child import wait_for
 from tests.lab.support import command
-from tests.perfetto import see_in_perfetto, why_not
+from tests.perfetto import check_in_perfetto, why_not
 from tests.timeline import WAYS, read_flows
 
 pytestmark = pytest.mark.lab
@@ -55,7 +55,7 @@ def start(lab: str, folder: Path, steps: int, *words: str) -> subprocess.Popen[s
     agent.chmod(0o755)
     launcher = find()
     interface = ["--interface", "vip0"] if launcher.flavour == "openmpi" else []
-    settings = [str(agent) if word == AGENT else word for word in launcher_settings(launcher.flavour)]
+    settings = [str(agent) if word == AGENT else word for word in launcher_options(launcher.flavour)]
     options = ["-w", "4", "-s", "2", "--hostfile", "hosts", *interface, *(f"--mpi-arg={word}" for word in settings)]
     argv = command(lab, "launcher", "run", *options, *words, "program.py", str(steps), folder=folder)
     return subprocess.Popen(argv, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -86,7 +86,7 @@ def test_clocks_of_hosts_are_aligned(make: Callable[[str], str], tmp_path: Path)
     assert len(joined) == shards * 4 * 50
     assert all(kinds in WAYS for kinds in joined)
     if not why_not():
-        see_in_perfetto(tmp_path / "t.json", trace)
+        check_in_perfetto(tmp_path / "t.json", trace)
 
 
 def test_a_running_job_is_traced_on_all_hosts(make: Callable[[str], str], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from launch import find
 from launch.lab import client
-from launch.lab.job import launcher_settings
+from launch.lab.job import launcher_options
 from tests.lab.support import command
 
 pytestmark = pytest.mark.lab
@@ -51,7 +51,7 @@ def running(lab: str, folder: Path, does: str, beside: str) -> Iterator[None]:
     launcher = find()
     interface = ["--interface", "vip0"] if launcher.flavour == "openmpi" else []
     words = ["-w", "2", "-s", "1", "--hostfile", "hosts", *interface]
-    words += [f"--mpi-arg={word}" for word in launcher_settings(launcher.flavour)]
+    words += [f"--mpi-arg={word}" for word in launcher_options(launcher.flavour)]
     job = subprocess.Popen(
         command(lab, "launcher", "run", *words, "program.py", folder=folder),
         cwd=folder,

@@ -1,4 +1,4 @@
-"""What every MPI test gets: the `mpi` marker, and one verdict, so that one rank's failure is everybody's."""
+"""Settings of MPI tests: the mark `mpi`, and a common verdict, so that a test that fails on one rank fails on all."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from mpi4py import MPI
 
 from tests.gpu.arrays import gpu_xp, xp  # noqa: F401
 
-PATIENCE = 60.0  # seconds to wait for ranks that are still in the test after this one has failed or passed
-SOON = 0.005  # seconds in which the others mostly come: until then a rank only yields its core
+# seconds to wait for ranks that are still in the test when this rank has finished it
+PATIENCE = 60.0
+# Most ranks finish within this many seconds of each other. Until then a waiting rank only yields its core.
+SOON = 0.005
 VERDICTS = MPI.COMM_WORLD.Dup()
 
 
@@ -27,7 +29,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, None]:
-    """Ranks meet after each test: where one failed, all fail; a job whose ranks do not meet is ended."""
+    """After each test, exchange verdicts between ranks. If the test has failed on one rank, it fails on all.
+
+    If a rank does not arrive within `PATIENCE` seconds, the job is ended.
+    """
     outcome = yield
     error = outcome.excinfo[1] if outcome.excinfo else None
     failed = error is not None and not isinstance(error, pytest.skip.Exception)
@@ -46,11 +51,12 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, None
 
 
 def _give_up(test: pytest.Function, error: BaseException | None) -> None:
-    """The other ranks are stuck in the test: says where, and ends the job."""
+    """Print that other ranks are stuck in a test, and end the job."""
     what = "failed with " + "".join(traceback.format_exception(error)).strip() if error else "passed"
-    said = f"\nrank {VERDICTS.rank}: {test.nodeid} {what}; other ranks are still in it after {PATIENCE:g} s\n"
+    message = f"\nrank {VERDICTS.rank}: {test.nodeid} {what}; other ranks are still in it after {PATIENCE:g} s\n"
     capture = test.config.pluginmanager.getplugin("capturemanager")
-    if capture is not None:  # else pytest keeps it, and the job ends before anybody reads it
+    # Stop pytest from capturing the output: the job ends before pytest would print it.
+    if capture is not None:
         capture.suspend_global_capture(in_=True)
-    os.write(2, said.encode())
+    os.write(2, message.encode())
     VERDICTS.Abort(1)

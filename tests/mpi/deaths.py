@@ -1,4 +1,4 @@
-"""Ranks of a job that die at a moment of it, and workers that wait until they have, so that no job ends before."""
+"""Let ranks of a job die at chosen moments, and let workers wait for these deaths before the job ends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from collectives.fabric.failure import failed
+from collectives.fabric.failure import dead_ranks
 
 LOOK_SECONDS = 5e-4
 
@@ -21,7 +21,7 @@ def die() -> None:
 
 
 def die_later(begun: Path, seconds: float) -> None:
-    """Let this process die so long after a file is there, whatever it does then. Does not block."""
+    """Kill this process `seconds` after the file `begun` has appeared. Does not block."""
 
     def wait() -> None:
         while not begun.exists():
@@ -33,19 +33,20 @@ def die_later(begun: Path, seconds: float) -> None:
 
 
 def wait_until_dead(ranks: Iterable[int]) -> None:
-    """Block until MPI has told this rank that these ranks of the job have died; a rank of them waits for its end."""
-    while not {*ranks} <= {*failed(MPI.COMM_WORLD)}:
-        MPI.COMM_SELF.Iprobe()  # it hears of nothing but within calls
+    """Block until MPI has reported the deaths of these ranks. One of these ranks itself blocks until it dies."""
+    while not {*ranks} <= {*dead_ranks(MPI.COMM_WORLD)}:
+        # MPI notices deaths only within its calls.
+        MPI.COMM_SELF.Iprobe()
         time.sleep(LOOK_SECONDS)
 
 
 def wait_for_earlier(kills: Iterable[tuple[int, int, float]], step: int, last: int) -> None:
-    """Block before the last step, and before a step that the next death follows, until all earlier deaths have been.
+    """Block until all deaths of earlier steps have happened: in the last step, and in the step before a death.
 
     Args:
-        kills: of each death the rank, the step that worker 0 or the rank itself begins with it, and more.
-        step: the one that begins now.
-        last: the last one.
+        kills: For each death: the rank, the step at whose beginning it happens, and a third number that is not used.
+        step: The step that begins now.
+        last: The last step.
     """
     if step == last or any(at == step + 1 for _, at, _ in kills):
         wait_until_dead(rank for rank, at, _ in kills if at < step)

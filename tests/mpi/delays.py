@@ -1,4 +1,4 @@
-"""A rank that is put off now and then, so that others are ahead of it anywhere in a call."""
+"""Delay a rank at random places of its calls, so that other ranks get ahead of it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def put_off(seconds: float, every: float) -> Iterator[None]:
-    """This rank sleeps so long again and again, after so many seconds each time."""
+    """Context manager in which this rank sleeps for `seconds`, once in every `every` seconds."""
     before = signal.signal(signal.SIGALRM, lambda number, frame: time.sleep(seconds))
     signal.setitimer(signal.ITIMER_REAL, 0.001, every)
     try:

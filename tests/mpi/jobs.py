@@ -1,4 +1,4 @@
-"""Jobs of `mpips run` that tests start."""
+"""Start a job by `mpips run` from a test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ from tests.mpi.sizes import JOB_LIMIT
 
 
 def job(folder: Path, program: str, roles: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """`mpips run ROLES` of a program in this folder, with words of its own, to the end; as from a shell."""
+    """Run a program by `mpips run`, as from a shell, and block until the job has ended.
+
+    Args:
+        folder: The folder to which the program is written, and in which the job runs.
+        program: The text of the program.
+        roles: Options of `mpips run`, such as "-w 2 -s 1".
+        words: Arguments for the program.
+        variables: Environment variables.
+    """
     (folder / "program.py").write_text(program)
     command = [sys.executable, "-m", "launch.cli", "run", *roles.split(), "program.py", *words]
     done = subprocess.run(
@@ -24,5 +32,6 @@ def job(folder: Path, program: str, roles: str, *words: str, **variables: str) -
         timeout=JOB_LIMIT,
         check=False,
     )
-    out, said = (text.replace("\0", "") for text in (done.stdout, done.stderr))  # Open MPI ends some lines by it
-    return subprocess.CompletedProcess(done.args, done.returncode, out, said)
+    # Open MPI writes NUL bytes.
+    output, errors = (text.replace("\0", "") for text in (done.stdout, done.stderr))
+    return subprocess.CompletedProcess(done.args, done.returncode, output, errors)

@@ -1,4 +1,4 @@
-"""Which worlds a test runs in, where not all are worth their time."""
+"""Decorators that choose the numbers of ranks on which a test runs."""
 
 from __future__ import annotations
 
@@ -9,20 +9,27 @@ from mpi4py import MPI
 
 from tests.run import OTHER_MPI
 
-JOB_LIMIT = 180  # seconds for a job that a test starts, while other jobs may have the cores, too
+# seconds that a job of a test may take, also while other jobs use the cores
+JOB_LIMIT = 180
 
 
 def only_on(*sizes: int) -> pytest.MarkDecorator:
-    """For tests that sleep, start jobs of their own, or ask what more ranks do not change: these worlds are enough."""
-    size, wanted = MPI.COMM_WORLD.size, " or ".join(map(str, sizes))
-    return pytest.mark.skipif(size not in sizes, reason=f"{wanted} ranks are enough")
+    """Run a test only on these numbers of ranks.
+
+    It is for tests that sleep or start jobs, and for those whose result does not depend on the number of ranks.
+    """
+    size, text = MPI.COMM_WORLD.size, " or ".join(map(str, sizes))
+    return pytest.mark.skipif(size not in sizes, reason=f"{text} ranks are enough")
 
 
+# For tests of results that do not depend on the MPI. If several MPIs are tested, only one runs them on many ranks (see
+# `tests.run`). Not for tests of closing, failing and giving up, in which each MPI has its own ways to hang.
 either_mpi = pytest.mark.skipif(OTHER_MPI in os.environ, reason="as many ranks of the other MPI are enough")
-"""For tests of what comes out where all goes well, which no MPI changes: where several are tested, on many ranks only
-one has them (`tests.run`). Not for tests of closing, failing and giving up: there each MPI has its own ways to hang."""
 
 
 def core_on(*sizes: int) -> pytest.MarkDecorator:
-    """For tests that find little more in other worlds: `make test` has them in these, `make test-all` in all."""
+    """Run a test on these numbers of ranks in `make test`, and on all numbers in `make test-all`.
+
+    It is for tests that find few further faults on other numbers of ranks.
+    """
     return pytest.mark.skipif(False, reason="") if MPI.COMM_WORLD.size in sizes else pytest.mark.full

@@ -1,4 +1,4 @@
-"""Counts and bytes past 2^31, where an int of C ends. Slow: see `make test-huge`."""
+"""Counts and bytes beyond 2^31, which a C int cannot hold. Slow, so only `make test-huge` runs these tests."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.huge, pytest.mark.timeout(280), only_on(2)]
 
 
 def all_are(x: np.ndarray, value: int) -> bool:
-    """Is every element of `x` this value, on all ranks? Block by block: nothing of the size of `x` is made."""
-    here = all((x[first : first + BLOCK] == value).all() for first in range(0, x.size, BLOCK))
-    return bool(COMM.allreduce(here, MPI.LAND))
+    """True if every element of `x` is `value` on all ranks. Compares blocks, to make no array as large as `x`."""
+    equal = all((x[first : first + BLOCK] == value).all() for first in range(0, x.size, BLOCK))
+    return bool(COMM.allreduce(equal, MPI.LAND))
 
 
 @pytest.mark.parametrize("make", [np.empty, collectives.empty])
@@ -48,7 +48,7 @@ def test_other_collectives_of_as_many(kind):
 
 @pytest.mark.parametrize("make", [np.empty, collectives.empty])
 def test_a_broadcast_of_more_bytes_than_an_int_counts(make):
-    """2 GiB of float64: few enough elements, too many bytes."""
+    """2 GiB of float64: the number of elements fits into an int, the number of bytes does not."""
     x = make(2**28 + 3, np.float64)
     x[:] = 7 * COMM.rank
     collectives.broadcast(x, COMM, root=1)

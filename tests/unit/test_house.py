@@ -81,6 +81,16 @@ def test_imports_run_one_way(package: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_the_store_knows_tables_as_a_service_alone() -> None:
+    """One list names it, and one call of users makes a table."""
+    knows = [
+        path.relative_to(ROOT).as_posix()
+        for path in tracked(ROOT / "mpips" / "store")
+        if any(module.startswith("mpips.tables.") for module in imports(path))
+    ]
+    assert sorted(knows) == ["mpips/store/api.py", "mpips/store/services.py"]
+
+
 @pytest.mark.slow
 def test_what_files_import_and_name_is_there() -> None:
     """Imports for types alone, too, which nobody carries out; and files that docstrings and comments name."""

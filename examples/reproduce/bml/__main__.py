@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from collectives.simulator.simulate import Run
+from collectives.simulator.simulate import SimulatedRun
 from collectives.simulator.topology import parse, parse_rate
 from collectives.terminal import Interruptible
 from examples.reproduce import lab, native
@@ -141,7 +141,7 @@ def _order(item: Any) -> tuple[int, str, str, int]:
     return (0 if (topology, algorithm) in (SERVER, BML) else 1, topology, algorithm, nbytes)
 
 
-def nics(topology: str, run: Run, counted: list[dict[str, list[int]]]) -> list[dict[str, Any]]:
+def nics(topology: str, run: SimulatedRun, counted: list[dict[str, list[int]]]) -> list[dict[str, Any]]:
     """Return a row for every NIC: payload bytes out of the host and into it, as (counted, sent by the schedule).
 
     "difference" is the larger difference of the two directions, as a share of the schedule's bytes over that link, or

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from collectives.simulator.simulate import Run, simulate
+from collectives.simulator.simulate import SimulatedRun, simulate
 from collectives.simulator.simulate import figure5 as simulated_figure5
 from collectives.simulator.topology import parse
 from examples.reproduce import lab, native
@@ -62,7 +62,9 @@ def bound(topology: str, nbytes: int, rate: float) -> float:
     return 2 * (network.hosts - 1) / (network.levels * network.hosts) * nbytes / rate
 
 
-def predict(topology: str, algorithm: str, nbytes: int, rate: float, alpha: float = 0.0, gamma: float = GAMMA) -> Run:
+def predict(
+    topology: str, algorithm: str, nbytes: int, rate: float, alpha: float = 0.0, gamma: float = GAMMA
+) -> SimulatedRun:
     """Simulate an allreduce. `rate` is in payload bytes a second. Up to 16 hosts, seconds come from `play_flows`."""
     network = parse(topology, rate)
     schedule = native.schedule(algorithm, network.hosts)

@@ -26,7 +26,7 @@ from collectives.machine import usable_cores
 from collectives.terminal import Interruptible, OutFile, Picture, show_table, write_json, writing
 from mpips.mlp.mesh import factorings
 from mpips.mlp.network import Specification, interval, largest_slice
-from mpips.mlp.prediction import LinkCost, allreduce_seconds, exchange_seconds, messages, trace
+from mpips.mlp.prediction import LinkCost, allreduce_seconds, exchange_seconds, messages, time_events
 from mpips.optimizers import SGD
 
 # section 7: "bandwidth is 5.6TB/s and latency is 1 us"
@@ -64,7 +64,7 @@ def predicted(width: int, batch: int, model: int, link: LinkCost) -> float:
     """Return the seconds of a step: measured computation, and communication by the paper's formulas."""
     samples = interval(BATCH, batch, 0)[1]
     specification = Specification(sizes(width), "relu", "l2", "float32", 1)
-    events = trace(specification, model, samples, BATCH, SGD(learning_rate=0.01), SPLIT)
+    events = time_events(specification, model, samples, BATCH, SGD(learning_rate=0.01), SPLIT)
     seconds = sum(event.compute for event in events)
     if batch > 1:
         seconds += allreduce_seconds(batch, 4 * sum(largest_slice(sizes(width), model, SPLIT)), link)

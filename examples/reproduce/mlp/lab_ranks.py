@@ -10,17 +10,18 @@ steps with and without overlap and mixed precision are timed in turn. Networks a
 
 from __future__ import annotations
 
-from time import perf_counter
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
+from collectives.benchmark.harness import measure
 from examples.reproduce import rank
 from mpips.mlp import MLP
+from mpips.mlp.clock import hidden_share
 from mpips.mlp.mesh import Mesh
 from mpips.mlp.network import Specification, interval
-from mpips.mlp.parallel import hidden_share
 from mpips.mlp.prediction import predict, predict_all
 from mpips.mlp.training import Worker
 from mpips.optimizers import SGD
@@ -76,21 +77,14 @@ def in_turn(mesh: Mesh, workers: list[Worker], batch: int, steps: int) -> list[M
     rng = np.random.default_rng(mesh.batch_index)
     x = rng.standard_normal((stop - start, 16), dtype=np.float32)
     y = rng.standard_normal((stop - start, 2), dtype=np.float32)
-    times = np.empty((steps, len(workers)))
     for worker in workers:
         worker.step(x, y, batch)
         worker.clock.reset()
-    for row in times:
-        for index, worker in enumerate(workers):
-            mesh.comm.Barrier()
-            begin = perf_counter()
-            worker.step(x, y, batch)
-            row[index] = perf_counter() - begin
-    mesh.comm.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
+    timings = measure(mesh.comm, [partial(worker.step, x, y, batch) for worker in workers], 0.0, steps)
     waits = np.array([(worker.clock.communication(), worker.clock.under_way) for worker in workers])
     mesh.comm.Allreduce(MPI.IN_PLACE, waits, MPI.SUM)
     shares = [hidden_share(waited, under_way) for waited, under_way in waits.tolist()]
-    return [Measured(*each) for each in zip(np.median(times, axis=0).tolist(), shares)]
+    return [Measured(timing.median, share) for timing, share in zip(timings, shares, strict=True)]
 
 
 def main() -> None:

@@ -9,19 +9,17 @@ itself lets every rank read a part of the rows.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from time import perf_counter
 
 import numpy as np
 from mpi4py import MPI
 
-from collectives.simulator.cost import LinkCost, fit
+from collectives.benchmark.harness import measure, measure_costs
+from collectives.simulator.cost import LinkCost
 from mpips.mlp.mesh import Mesh, factorings
 
 # bytes of the rows of one batch index
 SIZES = (1 << 10, 1 << 16, 1 << 22)
-REPEATS = 5
 
 
 def scatter_seconds(batch: int, model: int, data: float, link: LinkCost) -> float:
@@ -48,29 +46,16 @@ def scatter_and_broadcast(mesh: Mesh, mine: np.ndarray) -> None:
     mesh.model_comm.Bcast(mine, root=0)
 
 
-def median_seconds(comm: MPI.Comm, call: Callable[[], object]) -> float:
-    """Return the median seconds of a call on the slowest rank, after one call that is not timed. Collective."""
-    times = np.empty(REPEATS)
-    for index in range(-1, REPEATS):
-        comm.Barrier()
-        start = perf_counter()
-        call()
-        if index >= 0:
-            times[index] = perf_counter() - start
-    comm.Allreduce(MPI.IN_PLACE, times, MPI.MAX)
-    return float(np.median(times))
-
-
 def main() -> None:
     comm = MPI.COMM_WORLD
     whole = Mesh(comm.size, 1)
-    points = [(comm.size * n, median_seconds(comm, partial(scatter, whole, np.empty(n // 8)))) for n in (8, 1 << 18)]
-    link = fit(points)
+    link = measure_costs(comm, {comm.size * n: partial(scatter, whole, np.empty(n // 8)) for n in (8, 1 << 18)})
     for batch, model in factorings(comm.size):
         mesh = Mesh(batch, model)
         for size in SIZES:
             mine = np.empty(size // 8)
-            one, two = (median_seconds(comm, partial(way, mesh, mine)) for way in (scatter, scatter_and_broadcast))
+            calls = [partial(way, mesh, mine) for way in (scatter, scatter_and_broadcast)]
+            one, two = (timing.median for timing in measure(comm, calls, 0.0))
             if comm.rank == 0:
                 predicted = [seconds(batch, model, size, link) for seconds in (scatter_seconds, broadcast_seconds)]
                 print(

@@ -27,7 +27,6 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +35,6 @@ import numpy as np
 from mpi4py import MPI
 from rich.table import Table
 
-from collectives.benchmark.harness import take_turns
 from collectives.terminal import OutFile, Picture, RankedCommand, Whole, console, show_table, write_text, writing
 from examples.reproduce.overlap.networks import MODELS
 from examples.reproduce.overlap.rivals import PARTITIONS
@@ -45,7 +43,7 @@ from mpips.overlap import exchange as runtime
 from mpips.overlap import measure, planner, timeline
 from mpips.overlap import timeline as trace
 from mpips.overlap.messages import StoreMessages
-from mpips.overlap.problem import PARAMETER_BYTES, JointPlan, Linear, Profile, bandwidth, create_profile
+from mpips.overlap.problem import PARAMETER_BYTES, JointPlan, LinearNetwork, Profile, bandwidth, create_profile
 from mpips.overlap.problem import save_profile as write_profile
 from mpips.overlap.timeline import Kind, Task
 from mpips.store import create as processes
@@ -127,7 +125,11 @@ def measure_strategies(
             job.see(name, numbers[name])
         return seconds
 
-    times = take_turns({name: partial(turn, name) for name in found}, iterations + 1)
+    times: dict[str, list[float]] = {name: [] for name in found}
+    for number in range(iterations + 1):
+        # Every other round is in reverse order, so that no strategy always follows the same other one.
+        for name in list(found)[:: -1 if number % 2 else 1]:
+            times[name].append(turn(name))
     results = []
     for name, plan in found.items():
         expected = planner.iteration(profile, plan, link)
@@ -477,7 +479,7 @@ class OverlapJob:
     def costs(self, repeats: int) -> tuple[float, ...]:
         """Measure startup and seconds a byte of a push, then of a pull. All workers return rank 0's."""
         modes = (True,) if self.asleep else (True, False)
-        push, pull = measure.message_costs(self.wire("measured"), self.slowest, repeats, modes)
+        push, pull = measure.message_costs(self.wire("measured"), self.comm, repeats, modes)
         return tuple(self.agreed([*push, *pull]))
 
     def profile(self, costs: tuple[float, ...]) -> Profile:
@@ -485,7 +487,7 @@ class OverlapJob:
         a, b, startup, per_byte = costs
         names = [f"layer{number}" for number in range(1, len(self.elements) + 1)]
         forward, backward = self._clocked(self.compute_forward), self._clocked(self.compute_backward)
-        network = Linear(a, b, self.kv.num_workers, "servers" if self.kv.layout.num_servers else "allreduce")
+        network = LinearNetwork(a, b, self.kv.num_workers, "servers" if self.kv.layout.num_servers else "allreduce")
         return create_profile(names, self.elements, forward, backward, network, startup, bandwidth(per_byte))
 
     def _clocked(self, compute: Callable[[int], None]) -> list[float]:

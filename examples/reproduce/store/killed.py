@@ -94,7 +94,7 @@ def kill(role: str, folder: Path, chance: random.Random) -> tuple[str, str]:
         "mpi_sync" if role == ROLES[3] else "dist_sync",
     ]
     job = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    pages = folders.of_jobs() / str(job.pid)
+    pages = folders.jobs_folder() / str(job.pid)
     try:
         await_work(folder, 4 if role == ROLES[3] else 2, job)
         time.sleep(chance.uniform(0.0, 0.5))
@@ -120,7 +120,7 @@ def kill(role: str, folder: Path, chance: random.Random) -> tuple[str, str]:
             job.kill()
 
 
-def judge(role: str, pid: int, lane: page.Lane, truth: dict[int, tuple[int, int]]) -> str:
+def judge(role: str, pid: int, lane: page.LastCall, truth: dict[int, tuple[int, int]]) -> str:
     """Compare the page of a killed rank with the truth. Return "right", "between" or "wrong".
 
     "between": a worker's page names the operation before, because the worker had noted the next one but not begun it.

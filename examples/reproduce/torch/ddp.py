@@ -12,7 +12,6 @@ time. A step takes as long as its slowest rank, and the result is the median ove
 
 import copy
 import json
-import statistics
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import pairwise
@@ -31,8 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mpips.torch
-from collectives.benchmark.harness import SETTLE_SECONDS, Contender, compare_steps
-from collectives.kernels import engine
+from collectives.benchmark import harness
 from collectives.terminal import OutFile, RankedCommand, Seconds, show_progress, show_table, write_text
 
 WIDTHS = {
@@ -153,11 +151,8 @@ def measure(name: str, form: str, gloo: Any, rounds: int, seconds: float) -> lis
         # DataParallel has its plan after a few steps.
         for _ in range(5):
             step()
-    # Wait for compiled kernels: they sum float16 in any job that runs for longer than this one.
-    engine.settle(SETTLE_SECONDS)
-    taking_part = [Contender(each, step, True) for each, step in steps.items()]
-    times = compare_steps(taking_part, MPI.COMM_WORLD, seconds, rounds)
-    medians = {each: statistics.median(values) for each, values in times.items()}
+    timings = harness.measure(MPI.COMM_WORLD, list(steps.values()), seconds, rounds)
+    medians = {each: timing.median for each, timing in zip(steps, timings, strict=True)}
     best = min((each for each in medians if each.startswith("gloo")), key=lambda each: medians[each])
     cost = medians[best] - medians[ALONE]
     parameters = sum(parameter.numel() for parameter in network(name)[0].parameters())

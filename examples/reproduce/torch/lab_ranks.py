@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mpips.torch
+from collectives.benchmark.harness import measure
+from collectives.simulator.cost import LinkCost
 from examples.reproduce import rank
-from mpips.torch.buckets import AllreduceCosts, Bucket, cut_by_strategy, measure_costs
+from mpips.torch.buckets import Bucket, cut_by_strategy, measure_allreduce
 
 WORLD = MPI.COMM_WORLD
 # steps in which DataParallel makes its plan, and DistributedDataParallel its buckets
@@ -111,7 +113,7 @@ def alone(model: nn.Module, x: Tensor, steps: int) -> Compute:
     return Compute(order, [ready[index] for index in order], backward, update)
 
 
-def predicted(found: Compute, nbytes: Sequence[int], cost: AllreduceCosts, buckets: Sequence[Bucket]) -> float:
+def predicted(found: Compute, nbytes: Sequence[int], cost: LinkCost, buckets: Sequence[Bucket]) -> float:
     """Predict the seconds of a step with these buckets. `nbytes`: size of each gradient, in the order of readiness."""
     end = 0.0
     for first, last in buckets:
@@ -130,23 +132,6 @@ def by_ddp(nbytes: Sequence[int]) -> list[Bucket]:
     return found
 
 
-def measured(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, float]:
-    """Time the steps in turns. Return name -> median seconds on the slowest rank. Collective."""
-    rows = []
-    for step in steps.values():
-        for _ in range(WARM_STEPS):
-            step()
-    for _ in range(rounds):
-        row = []
-        for step in steps.values():
-            WORLD.Barrier()
-            begun = time.perf_counter()
-            step()
-            row.append(time.perf_counter() - begun)
-        rows.append(slowest(row))
-    return dict(zip(steps, np.median(rows, axis=0).tolist(), strict=True))
-
-
 def main(widths: Sequence[int], batch: int, steps: int) -> dict[str, Any]:
     """Return the answer: the times without exchange, alpha, beta, and the rows of the table. Collective."""
     torch.set_num_threads(1)
@@ -154,7 +139,7 @@ def main(widths: Sequence[int], batch: int, steps: int) -> dict[str, Any]:
     model = network(widths)
     x = torch.randn(batch, widths[0], generator=torch.Generator().manual_seed(WORLD.rank))
     found = alone(copy.deepcopy(model), x, steps)
-    cost = measure_costs(WORLD, "auto")
+    cost = measure_allreduce(WORLD, "auto")
     sizes = [4 * parameter.numel() for parameter in model.parameters()]
     nbytes = [sizes[index] for index in found.order]
     strategies = {"optimal": "optimal", "MG-WFBP": "merged", "one bucket": "single"}
@@ -164,15 +149,19 @@ def main(widths: Sequence[int], batch: int, steps: int) -> dict[str, Any]:
         name: mpips.torch.DataParallel(copy.deepcopy(model), buckets=word) for name, word in strategies.items()
     }
     models["DDP, 25 MB"] = DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True)
-    seconds = measured({name: stepping(each, x) for name, each in models.items()}, steps)
+    calls = [stepping(each, x) for each in models.values()]
+    for call in calls:
+        for _ in range(WARM_STEPS):
+            call()
+    timings = measure(WORLD, calls, 0.0, steps)
     rows = []
-    for name, each in models.items():
+    for (name, each), timing in zip(models.items(), timings, strict=True):
         if isinstance(each, mpips.torch.DataParallel):
             named = dict(each.module.named_parameters())
             lengths = [sum(4 * named[word].numel() for word in words) for words in each.buckets]
         else:
             lengths = [sum(nbytes[slice(*bucket)]) for bucket in cuts[name]]
-        rows.append(Row(name, lengths, predicted(found, nbytes, cost, cuts[name]), seconds[name]))
+        rows.append(Row(name, lengths, predicted(found, nbytes, cost, cuts[name]), timing.median))
     dist.destroy_process_group()
     return {"compute": found._asdict(), "alpha": cost.alpha, "beta": cost.beta, "rows": [row._asdict() for row in rows]}
 

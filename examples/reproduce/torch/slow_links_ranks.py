@@ -20,7 +20,7 @@ import mpips.torch
 from examples.reproduce import rank
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from diloco import batch_of, loss_at, parts, test_loss
+from diloco import batch_of, loss_at, split, test_loss
 from torch_language import Language, letters
 
 WORLD = MPI.COMM_WORLD
@@ -73,7 +73,7 @@ def main(way: str, seconds: float, every: int, batch: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     text, count = letters()
-    text, test = parts(text)
+    text, test = split(text)
     model = Language(count, layers=1)
     nbytes = 4 * sum(parameter.numel() for parameter in model.parameters())
     made = way_of(way, model, every)

@@ -133,8 +133,8 @@ def is_number(label: str) -> bool:
     return label.lstrip("-").isdecimal() and label.isascii()
 
 
-def see_few(name: str, labels: Mapping[str, int]) -> None:
-    """Raise TrainingError if there are too many labels for classes."""
+def check_few_labels(name: str, labels: Mapping[str, int]) -> None:
+    """Raise TrainingError if the source `name` has too many different labels for classes."""
     if len(labels) > MOST_LABELS:
         raise TrainingError(
             f"{name} has more than {MOST_LABELS:,} different labels, such as {listed(list(labels))}: "

@@ -24,7 +24,7 @@ from mpi4py import MPI
 
 from mpips.collectives import log
 from mpips.collectives.kernels.quiet import quiet
-from mpips.mlp.data.base import DataSource, is_number, listed, read_checked, see_few
+from mpips.mlp.data.base import DataSource, check_few_labels, is_number, listed, read_checked
 from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, attempt
 from mpips.mlp.network import interval, working_dtype
 
@@ -104,7 +104,7 @@ class Data(NamedTuple):
         return self if xp is np else self._replace(**{name: xp.asarray(getattr(self, name)) for name in names})
 
 
-class Opened(NamedTuple):
+class OpenedSource(NamedTuple):
     """A source that all ranks have agreed on. No row has been read yet."""
 
     # None on a rank that does not read
@@ -165,13 +165,18 @@ def load(
     Raises:
         TrainingError: On every rank, with the same message, if any rank finds the data bad, or if the ranks give
             different arguments or see different data.
+
+    >>> mesh = mpips.mlp.Mesh(batch=MPI.COMM_WORLD.size)
+    >>> data = mpips.mlp.load(lambda: mpips.mlp.open_source("synthetic:500,4,1"), mesh, batch=40)
+    >>> data.train_rows, data.test_rows
+    (400, 100)
     """
     return load_opened(open_everywhere(open_source, mesh.comm, way, labels), mesh, batch, dtype, seed, test_share)
 
 
 @quiet
 def load_opened(
-    opened: Opened,
+    opened: OpenedSource,
     mesh: Mesh,
     batch: int,
     dtype: str = "float32",
@@ -196,8 +201,8 @@ def load_opened(
     alike(mesh.comm, "load", arguments, problem)
     deals = [deal(rows, test_rows, batch, mesh.batch, index, seed) for index in range(mesh.batch)]
     table = _distribute(opened, mesh, [np.concatenate([each.train, each.test]) for each in deals])
-    mine = deals[mesh.batch_index]
-    cut, classes, working = len(mine.train), opened.classes is not None, working_dtype(dtype)
+    own_deal = deals[mesh.batch_index]
+    cut, classes, working = len(own_deal.train), opened.classes is not None, working_dtype(dtype)
     x, y = table[:, :features], table[:, features:]
     if scaling is None or (scaling.x_mean.size, scaling.y_mean.size) != (features, opened.targets):
         moments = (np.zeros(1), np.ones(1)) if classes else _moments(y[:cut], mesh.batch_comm)
@@ -210,7 +215,7 @@ def load_opened(
         y[:cut],
         x[cut:],
         y[cut:],
-        mine,
+        own_deal,
         opened.outputs,
         classes,
         rows - test_rows,
@@ -241,7 +246,7 @@ def _moments(table: np.ndarray, comm: MPI.Comm) -> tuple[np.ndarray, np.ndarray]
 
 def open_everywhere(
     open_source: Callable[[], DataSource], comm: MPI.Comm, way: str = "auto", labels: Sequence[str] | None = None
-) -> Opened:
+) -> OpenedSource:
     """Open the source on rank 0, then on the other ranks if all are to read and can. Collective.
 
     Rank 0 checks a file as a whole. The other ranks look only at the rows that they will read.
@@ -264,30 +269,30 @@ def open_everywhere(
     if source is not None:
         facts = source.features, source.targets, source.classes, source.columns(), source.name
     features, targets, classes, columns, name = comm.bcast(facts)
-    opened = Opened(source, way, np.cumsum([0, *counts]), features, targets, classes, columns)
+    opened = OpenedSource(source, way, np.cumsum([0, *counts]), features, targets, classes, columns)
     if not opened.rows:
         raise TrainingError(f"{name} has no row of numbers")
     if classes is not None and targets != 1:
         raise TrainingError(f"class numbers need one target column, not {targets}")
     if classes != 0:
         return opened
-    found = _number_labels(source, comm, labels)
-    if labels is None and len(found) >= max(opened.rows, 3):
+    names = _number_labels(source, comm, labels)
+    if labels is None and len(names) >= max(opened.rows, 3):
         raise TrainingError(
-            f"{opened.rows} rows have {len(found)} different labels, such as {found[0]}: they are no "
+            f"{opened.rows} rows have {len(names)} different labels, such as {names[0]}: they are no "
             "classes; leave --classify out to learn numbers"
         )
-    return opened._replace(classes=len(found), labels=found)
+    return opened._replace(classes=len(names), labels=names)
 
 
 def _open_readers(open_source: Callable[[], DataSource], comm: MPI.Comm, way: str) -> DataSource | None:
     """Open the source on the ranks that read: all ranks if `way` allows and they can, else rank 0. Collective."""
 
     def open_checked() -> DataSource | None:
-        found = open_source() if comm.rank == 0 else None
-        if found is not None:
-            found.check()
-        return found
+        opened = open_source() if comm.rank == 0 else None
+        if opened is not None:
+            opened.check()
+        return opened
 
     source, problem = attempt(comm, open_checked), None
     apart = comm.bcast(source.apart if source is not None else None)
@@ -339,7 +344,7 @@ def _number_labels(source: DataSource | None, comm: MPI.Comm, known: Sequence[st
         if source is None:
             return [], ["", ""]
         labels = source.labels()
-        see_few(source.name, labels)
+        check_few_labels(source.name, labels)
         rows = {is_number(label): row for label, row in reversed(labels.items())}
         places = [source.where(rows[kind], source.features) if kind in rows else "" for kind in (False, True)]
         return list(labels), places
@@ -385,7 +390,7 @@ def epoch_order(minibatches: int, epoch: int, seed: int) -> np.ndarray:
 # ---- reading
 
 
-def _distribute(opened: Opened, mesh: Mesh, parts: list[np.ndarray]) -> np.ndarray:
+def _distribute(opened: OpenedSource, mesh: Mesh, parts: list[np.ndarray]) -> np.ndarray:
     """Read the rows and send them to their ranks. Return this rank's as float64, (rows, columns). Collective.
 
     Each row is read once, in the order of the file. In every turn each reader reads its next block of rows, and one
@@ -397,7 +402,7 @@ def _distribute(opened: Opened, mesh: Mesh, parts: list[np.ndarray]) -> np.ndarr
     comm, starts, source = mesh.comm, opened.starts, opened.source
     columns = opened.features + opened.targets
     wanted = parts[mesh.batch_index]
-    mine = np.empty((len(wanted), columns))
+    own_rows = np.empty((len(wanted), columns))
     by_row = np.argsort(wanted)
     in_order = [np.sort(part) for part in parts]
     block = max(1, _BLOCK_BYTES // (8 * columns))
@@ -418,5 +423,5 @@ def _distribute(opened: Opened, mesh: Mesh, parts: list[np.ndarray]) -> np.ndarr
         received = np.empty((sum(b - a for a, b in cuts), columns))
         counts = [(b - a) * columns for a, b in cuts]
         comm.Alltoallv([flat, sizes, None, MPI.DOUBLE], [received, counts, None, MPI.DOUBLE])
-        mine[np.concatenate([by_row[a:b] for a, b in cuts])] = received
-    return mine
+        own_rows[np.concatenate([by_row[a:b] for a, b in cuts])] = received
+    return own_rows

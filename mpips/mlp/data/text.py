@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mpips.mlp.data.base import MISSING_LABELS, NO_LABEL, DataSource, label_of, number_of, see_few
+from mpips.mlp.data.base import MISSING_LABELS, NO_LABEL, DataSource, check_few_labels, label_of, number_of
 from mpips.mlp.mesh import TrainingError
 from mpips.mlp.network import interval
 
@@ -57,6 +57,11 @@ class TextSource(DataSource):
     Raises:
         TrainingError: If the file is not such a text, or has no such columns. Reading it raises TrainingError, too: the
             message names file, line, column and value of what is not a finite number or not a label.
+
+    >>> path = folder / "rows.csv"
+    >>> _ = path.write_text("height,width,price\\n1,2,3\\n4,5,6\\n")
+    >>> mpips.mlp.TextSource(str(path)).columns()
+    'column 1 (height), column 2 (width) -> column 3 (price) (names from line 1)'
     """
 
     def __init__(
@@ -168,7 +173,7 @@ class TextSource(DataSource):
         return f"{self._place(row)}: {self._label(self._columns[column])} is {field!r}"
 
     def labels(self) -> dict[str, int]:
-        column, found, known = self._columns[-1], dict[str, int](), set[str]()
+        column, rows, known = self._columns[-1], dict[str, int](), set[str]()
         for row in range(len(self._starts)):
             fields = self._fields(self._line(row))
             if len(fields) != self._width:
@@ -180,9 +185,9 @@ class TextSource(DataSource):
             if label is None:
                 what = f"is {field!r}, {NO_LABEL}" if field else "is missing"
                 raise TrainingError(f"{self._place(row)}: {self._label(column)} {what}; mend or remove the line")
-            found.setdefault(label, row)
-            see_few(self.name, found)
-        return found
+            rows.setdefault(label, row)
+            check_few_labels(self.name, rows)
+        return rows
 
     def number(self, labels: Sequence[str]) -> None:
         self.classes = len(labels)
@@ -226,8 +231,8 @@ class TextSource(DataSource):
         """Return the first byte at or after `at` at which a line begins."""
         if at <= self._begin:
             return self._begin
-        found = self._bytes.find(self._end, at - 1)
-        return len(self._bytes) if found < 0 else found + 1
+        newline = self._bytes.find(self._end, at - 1)
+        return len(self._bytes) if newline < 0 else newline + 1
 
     def _line(self, row: int) -> str:
         return self._text(int(self._starts[row]), int(self._stops[row]))
@@ -314,7 +319,6 @@ def _delimiter(first: str, second: str) -> str | None:
 
     A character that both lines have equally often is preferred to one that is only in the first line.
     """
-    one, two = (_QUOTED.sub("", line) for line in (first, second))
-    there = [each for each in _DELIMITERS if each is not None and each in one]
-    alike = [each for each in there if one.count(each) == two.count(each)]
-    return next(iter([*alike, *(each for each in ",\t;|" if each in there)]), None)
+    first, second = (_QUOTED.sub("", line) for line in (first, second))
+    alike = [each for each in _DELIMITERS if each and first.count(each) == second.count(each) > 0]
+    return next(iter([*alike, *(each for each in ",\t;|" if each in first)]), None)

@@ -16,8 +16,8 @@ import math
 import os
 import stat
 import zlib
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 by name)
 import msgspec
@@ -27,17 +27,14 @@ from mpips.collectives.errors import warn
 from mpips.collectives.files import NewFile
 from mpips.store.keys.key import Array
 from mpips.store.options import MOST
-from mpips.store.transport.frames import MakeTable
-from mpips.tables import row_optimizers
-from mpips.tables.rows import arrays_of
 
 # key of the metadata that has the header
 STORE = "mpips.store"
-# Version 2 came with tables. A file without tables is written as version 1.
+# Version 2 came with services. A file without collections of services is written as version 1.
 VERSION = 2
 
 
-class Record(msgspec.Struct):
+class KeyRecord(msgspec.Struct):
     """A key in the header.
 
     Attributes:
@@ -65,37 +62,50 @@ class Record(msgspec.Struct):
         return np.dtype(self.dtype).kind not in "iub"
 
 
-class TableRecord(msgspec.Struct):
-    """A table in the header: the message that makes it, its number of rows, and the updates made."""
+class CollectionRecord(Protocol):
+    """A collection of a service in the header (see `worker.interface.WorkerService`)."""
 
-    card: MakeTable
-    rows: int
-    updates: int
+    @property
+    def name(self) -> str: ...
 
-    def tensors(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and types of its tensors. Raises ValueError if its optimizer is unknown here."""
-        optimizer = row_optimizers.decode(self.card.optimizer, self.card.numbers)
-        for name, (dtype, shape) in arrays_of(self.card.dim, np.dtype(self.card.dtype), optimizer).items():
-            yield prefix + name, Tensor(dtype, (self.rows, *shape))
+    @property
+    def noun(self) -> str:
+        """The word for it in error messages."""
+
+    def check(self, path: str) -> None:
+        """Raise ValueError, with the file's path, if a number is out of range or the content is unknown here."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names and types of its tensors in the file."""
 
 
-class Header(msgspec.Struct):
+Decoder = Callable[[bytes], Sequence[CollectionRecord]]
+NO_DECODERS: Mapping[str, Decoder] = {}
+
+
+class StoreHeader(msgspec.Struct):
     """The header of a store's file.
 
     Attributes:
         kind, options: Of the store that was saved. For human readers.
         optimizer: The default optimizer, as data; None: there is none.
         residuals: Number of workers or clients that compressed their pushes; 0: none.
+        services: Name of a service -> the records of its collections. In the file each name is a field of its own.
     """
 
     version: int
     kind: str
     options: dict[str, Any]
-    records: list[Record]
+    records: list[KeyRecord]
     optimizer: dict[str, Any] | None
     compression: dict[str, Any] | None
     residuals: int
-    tables: list[TableRecord] = []
+    services: dict[str, Sequence[Any]] = {}
+
+    @property
+    def collections(self) -> list[CollectionRecord]:
+        """The records of all services."""
+        return [record for records in self.services.values() for record in records]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and types of all tensors in the file."""
@@ -105,8 +115,8 @@ class Header(msgspec.Struct):
                 yield state_name(record.key, slot), Tensor(np.dtype(dtype), (record.size,))
             for group in range(self.residuals if record.floats else 0):
                 yield residual_name(record.key, group), Tensor(residual_dtype(record.dtype), (record.size,))
-        for table in self.tables:
-            yield from table.tensors(table_prefix(table.card.table))
+        for collection in self.collections:
+            yield from collection.tensors()
 
 
 def value_name(key: int | str) -> str:
@@ -122,11 +132,6 @@ def state_name(key: int | str, slot: int) -> str:
 def residual_name(key: int | str, group: int) -> str:
     """Return the name of the tensor with one worker's or client's residual of a key."""
     return f"residual{group}/{key}"
-
-
-def table_prefix(table: str) -> str:
-    """Return the prefix of the names of a table's tensors."""
-    return f"table/{table}/"
 
 
 def residual_dtype(dtype: str) -> np.dtype:
@@ -159,9 +164,12 @@ class Reader:
 
     Raises ValueError if the file is not a checkpoint of a store, cannot be read, is damaged, or lacks something that
     its header promises.
+
+    Args:
+        decoders: See `decode_header`.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], decoders: Mapping[str, Decoder] = NO_DECODERS) -> None:
         with contextlib.ExitStack() as stack:
             self._file = stack.enter_context(TensorFile(path))
             self.path = self._file.path
@@ -169,14 +177,14 @@ class Reader:
             if text is None:
                 raise ValueError(f"{self.path} was not written by save: it has no header of a store")
             try:
-                self.header = msgspec.json.decode(text, type=Header)
-                # the header, encoded for messages
-                self.encoded = msgspec.msgpack.encode(self.header)
+                # the header, as text
+                self.encoded = text.encode()
+                self.header = decode_header(self.encoded, decoders)
             except (msgspec.MsgspecError, OverflowError, RecursionError) as error:
                 raise ValueError(f"{self.path} cannot be read: {error}") from error
-            self._see_header()
-            self._see_tensors()
-            self._file.see_sums((STORE,))
+            self._check_header()
+            self._check_tensors()
+            self._file.check_sums((STORE,))
             stack.pop_all()
 
     def __enter__(self) -> Reader:
@@ -189,7 +197,7 @@ class Reader:
         """Return a tensor, or some of its rows, as a writable array. Raises ValueError if the disk fails."""
         return self._file.get(name, rows)
 
-    def _see_header(self) -> None:
+    def _check_header(self) -> None:
         if not 1 <= self.header.version <= VERSION:
             version = f"has version {self.header.version}, this program reads versions up to {VERSION}"
             raise ValueError(f"{self.path} {version}: use a newer one")
@@ -204,40 +212,41 @@ class Reader:
             for name, number in (("step", record.step), ("round", record.round)):
                 if not 0 <= number <= MOST:
                     raise ValueError(f"{self.path}: key {record.key!r} has {name} {number}: give one in [0, 2**63)")
-        for table in self.header.tables:
-            self._see_table(table)
-            if table.card.table in seen:
-                raise ValueError(f"{self.path} names {table.card.table!r} twice: save it anew")
-            seen.add(table.card.table)
+        for collection in self.header.collections:
+            collection.check(self.path)
+            if collection.name in seen:
+                raise ValueError(f"{self.path} names {collection.name!r} twice: save it anew")
+            seen.add(collection.name)
         if not 0 <= self.header.residuals <= MOST:
             raise ValueError(f"{self.path} has {self.header.residuals} residuals: give a number in [0, 2**63)")
         if self.header.residuals and self.header.compression is None:
             raise ValueError(f"{self.path} has residuals, and no compression that kept them back: save it anew")
 
-    def _see_table(self, table: TableRecord) -> None:
-        name, card = f"{self.path}: table {table.card.table!r}", table.card
-        if card.dtype not in ("float32", "float64"):
-            raise ValueError(f"{name} is of {card.dtype}, and a table holds float32 or float64: save it anew")
-        for word, number, least in (("dim", card.dim, 1), ("updates", table.updates, 0), ("rows", table.rows, 0)):
-            if not least <= number <= MOST:
-                raise ValueError(f"{name} has {word} {number}: give one in [{least}, 2**63)")
-        try:
-            list(table.tensors(""))
-        except (ValueError, TypeError, msgspec.MsgspecError) as error:
-            raise ValueError(f"{name}: {error}") from error
-
-    def _see_tensors(self) -> None:
+    def _check_tensors(self) -> None:
         for name, promised in self.header.tensors():
             if name not in self._file.tensors:
                 raise ValueError(f"{self.path} has no tensor {name!r}, which its header promises: save it anew")
             if self._file.tensors[name] != promised:
-                found = f"{self._file.tensors[name]}, its header promises {promised}"
-                raise ValueError(f"{self.path}: tensor {name!r} is {found}: save anew")
+                actual = f"{self._file.tensors[name]}, its header promises {promised}"
+                raise ValueError(f"{self.path}: tensor {name!r} is {actual}: save anew")
 
 
-def metadata(header: Header) -> dict[str, str]:
+def metadata(header: StoreHeader) -> dict[str, str]:
     """Return the header as metadata of safetensors."""
-    return {STORE: msgspec.json.encode(header).decode()}
+    fields = msgspec.to_builtins(header)
+    fields |= fields.pop("services")
+    return {STORE: msgspec.json.encode(fields).decode()}
+
+
+def decode_header(text: bytes, decoders: Mapping[str, Decoder]) -> StoreHeader:
+    """Decode the header from metadata. MsgspecError if it is none.
+
+    Args:
+        decoders: For each service by name, what decodes its field. Fields of other services are left out.
+    """
+    fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+    services = {name: decode(fields[name]) for name, decode in decoders.items() if name in fields}
+    return msgspec.structs.replace(msgspec.json.decode(text, type=StoreHeader), services=services)
 
 
 # every dtype that a file can hold, and its name in safetensors
@@ -425,7 +434,7 @@ class TensorFile:
         with contextlib.ExitStack() as stack:
             self._fd = self._opened()
             stack.callback(self.close)
-            self._see_header(*self._header())
+            self._check_header(*self._header())
             stack.pop_all()
 
     def __enter__(self) -> TensorFile:
@@ -439,7 +448,7 @@ class TensorFile:
             os.close(self._fd)
         self._fd = -1
 
-    def see_sums(self, known: Collection[str], warns: bool = True) -> None:
+    def check_sums(self, known: Collection[str], warns: bool = True) -> None:
         """Check the tensors against their checksums. Raises ValueError if one does not match.
 
         A file without checksums is accepted if its metadata has only `known` keys, as an older mpips wrote it.
@@ -456,12 +465,12 @@ class TensorFile:
             raise self._damaged(f"its checksums are not where they belong (who writes it anew leaves out {SUMS!r})")
         buffer = memoryview(bytearray(min(PIECE_BYTES, max((t.nbytes for t in self.tensors.values()), default=0))))
         for (name, tensor), expected in zip(self.tensors.items(), self._sums):
-            found, offset, left = 0, self._offsets[name], tensor.nbytes
+            checksum, offset, left = 0, self._offsets[name], tensor.nbytes
             while left:
                 piece = buffer[: min(left, len(buffer))]
                 self._read(piece, offset)
-                found, offset, left = zlib.crc32(piece, found), offset + len(piece), left - len(piece)
-            if f"{found:0{DIGITS}x}" != expected:
+                checksum, offset, left = zlib.crc32(piece, checksum), offset + len(piece), left - len(piece)
+            if f"{checksum:0{DIGITS}x}" != expected:
                 raise self._damaged(f"tensor {name!r} does not fit its checksum")
 
     def get(self, name: str, rows: slice | None = None) -> Array:
@@ -518,7 +527,7 @@ class TensorFile:
                 raise self._damaged("its header does not fit its checksum")
         return bytes(text), size - LENGTH_BYTES - count
 
-    def _see_header(self, text: bytes, size: int) -> None:
+    def _check_header(self, text: bytes, size: int) -> None:
         """Parse a header. Raises ValueError if it does not fit `size` bytes of data."""
         try:
             raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])

@@ -28,9 +28,10 @@ from mpips.optimizers.registry import as_data, from_data
 from mpips.optimizers.schedules import Groups
 from mpips.store.checkpoint import file
 from mpips.store.checkpoint.file import (
-    Header,
+    KeyRecord,
     Reader,
-    Record,
+    StoreHeader,
+    decode_header,
     file_name,
     residual_dtype,
     residual_name,
@@ -43,11 +44,12 @@ from mpips.store.keys.key import Array, Key, Name
 from mpips.store.options import MOST
 from mpips.store.roles import Layout
 from mpips.store.runtime.rendezvous import attempt
-from mpips.store.worker.interface import States, Stored
+from mpips.store.services import KINDS
+from mpips.store.worker.interface import StateAccess, States
 from mpips.store.worker.store import WorkerStore
-from mpips.tables import files as table_files
 
 LOG = log.get("mpips.store")
+DECODERS = {kind.name: kind.decode_records for kind in KINDS}
 
 
 def load(store: WorkerStore, path: str | os.PathLike[str]) -> None:
@@ -59,11 +61,11 @@ def load(store: WorkerStore, path: str | os.PathLike[str]) -> None:
     with contextlib.ExitStack() as stack:
         name, refusal = attempt(lambda: file_name("load", "path", path))
         reader, unfit = attempt(lambda: _opened(store, name, stack) if refusal is None else None)
-        mine = b"" if reader is None else reader.encoded
-        told = store.agree_settled("load", [("path", name or "")], refusal or unfit, noun="argument", data=mine)
-        header = msgspec.msgpack.decode(told[0], type=Header)
+        header_text = b"" if reader is None else reader.encoded
+        texts = store.agree_settled("load", [("path", name or "")], refusal or unfit, noun="argument", data=header_text)
+        header = decode_header(texts[0], DECODERS)
         store.run("load", _loaded(store, reader, header))
-        LOG.info("checkpoint %s is loaded, %d keys, %d tables", name, len(header.records), len(header.tables))
+        LOG.info("checkpoint %s is loaded, with %d keys", name, len(header.records))
 
 
 def _opened(store: WorkerStore, path: str, stack: contextlib.ExitStack) -> Reader | None:
@@ -73,34 +75,54 @@ def _opened(store: WorkerStore, path: str, stack: contextlib.ExitStack) -> Reade
     """
     if store.layout.rank:
         return None
-    reader = stack.enter_context(Reader(path))
-    _see_keys(store, reader.path, reader.header)
-    table_files.see_tables(store, reader.path, reader.header)
+    reader = stack.enter_context(Reader(path, DECODERS))
+    _check_keys(store, reader.path, reader.header)
+    _check_collections(store, reader.path, reader.header)
     # Raises if the user has not registered an optimizer that the file names.
     groups = _used(store, _groups(reader.header))
     for record in reader.header.records:
-        _see_state(reader.path, record, groups.of(record.key))
+        _check_state(reader.path, record, groups.of(record.key))
     if reader.header.compression is not None:
         create(reader.header.compression)
     return reader
 
 
-def _see_keys(store: WorkerStore, path: str, header: Header) -> None:
+def _check_keys(store: WorkerStore, path: str, header: StoreHeader) -> None:
     """Raise ValueError unless the file has every key of the store, with the same shape and dtype."""
     records = {record.key: record for record in header.records}
     for key in store.keys.values():
         if key.name not in records:
             raise ValueError(f"{path} has no key {key.name!r}, which the store has: forget it first, or save it too")
         record = records[key.name]
-        there, here = f"{record.dtype}{record.shape}", f"{key.dtype.name}{key.shape}"
-        if there != here:
-            raise ValueError(f"{path}: key {key.name!r} is {there} in the file and {here} in the store")
+        in_file, in_store = f"{record.dtype}{record.shape}", f"{key.dtype.name}{key.shape}"
+        if in_file != in_store:
+            raise ValueError(f"{path}: key {key.name!r} is {in_file} in the file and {in_store} in the store")
     kinds = {type(name).__name__ for name in (*records, *store.keys)}
     if len(kinds) > 1:
         raise ValueError(f"{path} has keys of type {' and '.join(sorted(kinds))}, beside those of the store")
 
 
-def _see_state(path: str, record: Record, optimizer: Optimizer | None) -> None:
+def _check_collections(store: WorkerStore, path: str, header: StoreHeader) -> None:
+    """Raise ValueError unless the file has all collections of the store, of the same kinds, and no other's names."""
+    services = {service.name: service for service in store.backend.services}
+    for name, records in header.services.items():
+        if records and name not in services:
+            raise ValueError(
+                f"{path} has {records[0].noun} {records[0].name!r}, which only servers keep: load it into a store with "
+                "servers=1 or more"
+            )
+    for name, service in services.items():
+        service.check_records(path, header.services.get(name, ()))
+    keys = {record.key for record in header.records} | store.keys.keys()
+    nouns: dict[Name, str] = {each.name: each.noun for each in header.collections}
+    nouns |= {name: each.noun for name, each in store.collections.items()}
+    if twice := next((name for name in nouns if name in keys), None):
+        raise ValueError(
+            f"{path} and the store use the name {twice!r} for a key and for a {nouns[twice]}: choose another"
+        )
+
+
+def _check_state(path: str, record: KeyRecord, optimizer: Optimizer | None) -> None:
     """Raise ValueError if the optimizer cannot update the key, or the state in the file is of another optimizer."""
     if optimizer is None:
         return
@@ -125,13 +147,13 @@ def _used(store: WorkerStore, groups: Groups) -> Groups:
     return Groups(groups.default or store.groups.default, groups.own) if groups else store.groups
 
 
-def _groups(header: Header) -> Groups:
+def _groups(header: StoreHeader) -> Groups:
     """Return the file's optimizers. Raises ValueError or TypeError if one is unknown here."""
     own = {record.key: from_data(record.optimizer) for record in header.records if record.optimizer is not None}
     return Groups(None if header.optimizer is None else from_data(header.optimizer), own)
 
 
-def _loaded(store: WorkerStore, reader: Reader | None, header: Header) -> Task[None]:
+def _loaded(store: WorkerStore, reader: Reader | None, header: StoreHeader) -> Task[None]:
     """Load everything into the store, some keys at a time. Worker 0 reads the file. Collective."""
     parts = [header.records[run] for run in runs(map(_nbytes, header.records))]
     for records in parts:
@@ -140,11 +162,13 @@ def _loaded(store: WorkerStore, reader: Reader | None, header: Header) -> Task[N
     if groups or compressor is not None:
         yield from _use(store, _used(store, groups), compressor)
     for records in parts:
-        yield from _states_loaded(store, reader, [one for one in records if store.groups.of(one.key) is not None])
+        yield from _states_loaded(store, reader, [each for each in records if store.groups.of(each.key) is not None])
         if header.residuals:
             floats = [record for record in records if record.floats]
             yield from _residuals_loaded(store, reader, header, floats)
-    yield from table_files.load_all(store, reader, header.tables)
+    for service in store.backend.services:
+        if collections := header.services.get(service.name):
+            store.restored.offer((yield from service.load(reader, collections)))
 
 
 def _use(store: WorkerStore, groups: Groups, compressor: Compressor | None) -> Task[None]:
@@ -163,26 +187,28 @@ def _use(store: WorkerStore, groups: Groups, compressor: Compressor | None) -> T
         store.compressor = compressor
 
 
-def _nbytes(record: Record) -> int:
+def _nbytes(record: KeyRecord) -> int:
     """Return the bytes of a key's values and of its optimizer's state."""
     return record.size * sum(np.dtype(dtype).itemsize for dtype in (record.dtype, *record.state))
 
 
-def _values_loaded(store: WorkerStore, reader: Reader | None, records: Sequence[Record]) -> Task[None]:
-    there = [record for record in records if record.key in store.keys]
+def _values_loaded(store: WorkerStore, reader: Reader | None, records: Sequence[KeyRecord]) -> Task[None]:
+    existing = [record for record in records if record.key in store.keys]
     new = [record for record in records if record.key not in store.keys]
-    if there:
-        values = [_read(reader, value_name(one.key), one.shape, one.dtype).reshape(-1) for one in there]
-        for record in there:
+    if existing:
+        values = [_read(reader, value_name(each.key), each.shape, each.dtype).reshape(-1) for each in existing]
+        for record in existing:
             store.keys[record.key].replaced = True
-        yield from store.backend.store_values([store.keys[record.key] for record in there], values)
+        yield from store.backend.store_values([store.keys[record.key] for record in existing], values)
     if new:
         keys = [Key(record.key, tuple(record.shape), np.dtype(record.dtype)) for record in new]
-        yield from store.backend.init(keys, [_read(reader, value_name(one.key), one.shape, one.dtype) for one in new])
+        yield from store.backend.init(
+            keys, [_read(reader, value_name(each.key), each.shape, each.dtype) for each in new]
+        )
         store.add(keys)
 
 
-def _states_loaded(store: WorkerStore, reader: Reader | None, records: Sequence[Record]) -> Task[None]:
+def _states_loaded(store: WorkerStore, reader: Reader | None, records: Sequence[KeyRecord]) -> Task[None]:
     states = {
         record.key: (
             record.step,
@@ -196,10 +222,13 @@ def _states_loaded(store: WorkerStore, reader: Reader | None, records: Sequence[
 
 
 def _residuals_loaded(
-    store: WorkerStore, reader: Reader | None, header: Header, records: Sequence[Record]
+    store: WorkerStore, reader: Reader | None, header: StoreHeader, records: Sequence[KeyRecord]
 ) -> Task[None]:
     saved = [
-        [_read(reader, residual_name(one.key, group), (one.size,), residual_dtype(one.dtype).name) for one in records]
+        [
+            _read(reader, residual_name(each.key, group), (each.size,), residual_dtype(each.dtype).name)
+            for each in records
+        ]
         for group in range(header.residuals)
     ]
     keys = [store.keys[record.key] for record in records]
@@ -207,7 +236,7 @@ def _residuals_loaded(
 
 
 def give_back_residuals(
-    layout: Layout, stored: Stored, keys: Sequence[Key], saved: Sequence[Sequence[Array]], groups: int
+    layout: Layout, stored: StateAccess, keys: Sequence[Key], saved: Sequence[Sequence[Array]], groups: int
 ) -> Task[None]:
     """Give each sender its share of the residuals that `groups` senders have saved. Collective.
 
@@ -215,14 +244,14 @@ def give_back_residuals(
         saved: For each of these senders an array for each key. Only worker 0's are used.
     """
     group = next(number for number, ranks in enumerate(senders(layout)) if layout.rank in ranks)
-    mine = [np.zeros(key.size) for key in keys]
+    totals = [np.zeros(key.size) for key in keys]
     for number in range(groups):
         arrays = saved[number]
         from_worker(layout, 0, [key.name for key in keys], arrays)
         if number % len(senders(layout)) == group:
-            for total, array in zip(mine, arrays, strict=True):
+            for total, array in zip(totals, arrays, strict=True):
                 total += array
-    yield from stored.put_residuals(keys, mine)
+    yield from stored.put_residuals(keys, totals)
 
 
 def _read(reader: Reader | None, name: str, shape: tuple[int, ...], dtype: str) -> Array:
@@ -237,16 +266,19 @@ STEPS, OPTIMIZERS = "steps", "optimizers"
 def save_states(store: WorkerStore, fname: str, dump_optimizer: bool) -> None:
     """Save the optimizers' states; see `KVStore.save_optimizer_states`. Collective."""
     _all_come(store, "save_optimizer_states", fname)
-    found = store.run("save_optimizer_states", store.backend.stored.states(list(store.keys.values())))
+    states = store.run("save_optimizer_states", store.backend.stored.states(list(store.keys.values())))
 
     def write() -> None:
-        arrays = {f"{key!r}/{slot}": array for key, (_, kept) in found.items() for slot, array in enumerate(kept)}
-        words = {STEPS: _text({repr(key): step for key, (step, _) in found.items()})}
+        arrays = {f"{key!r}/{slot}": array for key, (_, slots) in states.items() for slot, array in enumerate(slots)}
+        metadata = {STEPS: _text({repr(key): step for key, (step, _) in states.items()})}
         if dump_optimizer:
-            default, own = store.groups.default, {repr(key): as_data(one) for key, one in store.groups.own.items()}
-            words[OPTIMIZERS] = _text([None if default is None else as_data(default), own])
+            default, own = (
+                store.groups.default,
+                {repr(key): as_data(optimizer) for key, optimizer in store.groups.own.items()},
+            )
+            metadata[OPTIMIZERS] = _text([None if default is None else as_data(default), own])
         try:
-            file.write(fname, arrays, words)
+            file.write(fname, arrays, metadata)
         except OSError as error:
             raise ValueError(f"{fname} cannot be written: {file.why(error)}") from error
 
@@ -260,12 +292,12 @@ def load_states(store: WorkerStore, fname: str) -> None:
     _all_come(store, "load_optimizer_states", fname)
     states, refusal = attempt(lambda: _fitting(store, _read_states(fname, keys)) if store.layout.rank == 0 else {})
     shapes = [(step, [array.dtype.name for array in arrays]) for step, arrays in (states or {}).values()]
-    told = store.agree("load_optimizer_states", refusal=refusal, data=msgspec.json.encode(shapes))
+    texts = store.agree("load_optimizer_states", refusal=refusal, data=msgspec.json.encode(shapes))
     if not store.layout.num_servers:
         if store.layout.rank:
             states = {
                 key.name: (step, [np.empty(key.size, np.dtype(dtype)) for dtype in dtypes])
-                for key, (step, dtypes) in zip(keys, msgspec.json.decode(told[0]))
+                for key, (step, dtypes) in zip(keys, msgspec.json.decode(texts[0]))
             }
         every = [array for key in keys for array in states[key.name][1]]
         from_worker(store.layout, 0, [key.name for key in keys], every)
@@ -307,11 +339,11 @@ def _read_states(fname: str | os.PathLike[str], keys: Sequence[Key]) -> States:
     Raises ValueError, with the file and the key, if one is missing or its step or state cannot be right.
     """
     result: dict[Name, tuple[int, list[str]]] = {}
-    with file.TensorFile(fname) as found:
+    with file.TensorFile(fname) as saved:
         try:
-            steps = msgspec.json.decode(found.metadata.get(STEPS, ""), type=dict[str, int | float])
+            steps = msgspec.json.decode(saved.metadata.get(STEPS, ""), type=dict[str, int | float])
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise ValueError(f"{found.path} was not written by save_optimizer_states: its steps: {error}") from error
+            raise ValueError(f"{saved.path} was not written by save_optimizer_states: its steps: {error}") from error
         for key in keys:
             if repr(key.name) not in steps:
                 raise ValueError(f"{fname} has no state of key {key.name!r}: save it with the keys of this store")
@@ -319,13 +351,13 @@ def _read_states(fname: str | os.PathLike[str], keys: Sequence[Key]) -> States:
             if not isinstance(step, int) or not 0 <= step <= MOST:
                 raise ValueError(f"{fname}: key {key.name!r} has step {step}: give a whole number in [0, 2**63)")
             names: list[str] = []
-            while (name := f"{key.name!r}/{len(names)}") in found.tensors:
-                if found.tensors[name].shape != (key.size,):
+            while (name := f"{key.name!r}/{len(names)}") in saved.tensors:
+                if saved.tensors[name].shape != (key.size,):
                     raise ValueError(
-                        f"{fname}: the state of key {key.name!r} is {found.tensors[name]}, the key has {key.size} "
+                        f"{fname}: the state of key {key.name!r} is {saved.tensors[name]}, the key has {key.size} "
                         "elements: load what was saved of keys of the same sizes"
                     )
                 names.append(name)
             result[key.name] = step, names
-        found.see_sums((STEPS, OPTIMIZERS))
-        return {key: (step, [found.get(name) for name in names]) for key, (step, names) in result.items()}
+        saved.check_sums((STEPS, OPTIMIZERS))
+        return {key: (step, [saved.get(name) for name in names]) for key, (step, names) in result.items()}

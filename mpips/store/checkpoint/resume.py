@@ -56,9 +56,9 @@ def resume(store: WorkerStore) -> tuple[int, Restored]:
             steps = files.steps_in(folder)
         except ValueError as error:
             refusal = error
-    told = store.agree("create", refusal=refusal, data=" ".join(map(str, steps)).encode())
+    texts = store.agree("create", refusal=refusal, data=" ".join(map(str, steps)).encode())
     failure: ValueError | None = None
-    for step in sorted(map(int, told[0].split()), reverse=True):
+    for step in sorted(map(int, texts[0].split()), reverse=True):
         path = files.path_of(folder, step)
         try:
             load(store, path)
@@ -85,20 +85,20 @@ def tell_spares(layout: Layout, step: int | None) -> None:
     """
     if layout.spares and layout.rank == 0:
         size = layout.world.Get_size()
-        requests.tell(layout.world, msgspec.msgpack.encode(step), range(size - layout.spares, size), TAG)
+        requests.send_to_all(layout.world, msgspec.msgpack.encode(step), range(size - layout.spares, size), TAG)
 
 
 def hear_step(layout: Layout, generation: Generation) -> int | None:
     """Wait on a spare for what worker 0 tells. Blocking."""
-    said: list[bytes] = []
+    received: list[bytes] = []
 
     def heard() -> bool:
-        if (message := requests.received(layout.world, TAG)) is not None:
-            said.append(message[1])
-        return bool(said)
+        if (message := requests.receive_next(layout.world, TAG)) is not None:
+            received.append(message[1])
+        return bool(received)
 
     generation.wait(heard, "create")
-    return msgspec.msgpack.decode(said[0], type=int | None)
+    return msgspec.msgpack.decode(received[0], type=int | None)
 
 
 LISTS = (list, tuple)
@@ -120,7 +120,7 @@ class RegularSaves:
         self._store = store
         self._step = step
         self.pushing: object = ()
-        # number of this worker's pushes of each key and table
+        # number of this worker's pushes of each key and collection
         self._counts: dict[Name, int] = {}
         # steps that this worker has begun since `step`
         self._most = 0
@@ -137,10 +137,10 @@ class RegularSaves:
 
     def is_due(self, key: Any) -> bool:
         """True if a push of this key, or list of keys, begins a step before which the store must be saved."""
-        for name, table in self._store.tables.items():
+        for name, collection in self._store.collections.items():
             # The numbers differ after a round was refused.
-            if table.round != self._counts.get(name, 0):
-                self._counts[name] = table.round
+            if collection.round != self._counts.get(name, 0):
+                self._counts[name] = collection.round
                 self._most = max(self._counts.values())
         if self._step + self._most < self._next:
             return False
@@ -180,7 +180,7 @@ class RegularSaves:
         """
         store, step, alone = self._store, self._step + self._most, self._store.layout.asynchronous
         store.finish()
-        store.hear_refusals("save")
+        store.agree_on_refusals("save")
         busy = store.saving is not None and not store.saving.go_on()
         if busy if alone else store.agree("save", data=b"busy" if busy else b"")[0]:
             self._next = self._soon(step)
@@ -225,7 +225,7 @@ class RegularSaves:
             self._warned = True
             name = f"{self._store.pushed[few].noun} {few!r}"
             warn(
-                f"the store is not saved: {name} was pushed {pushed[few]} times, others {self._most} times; push every "
-                "key and table once a step, or save by kv.save"
+                f"the store is not saved: {name} was pushed {pushed[few]} times, others {self._most} times; push all "
+                "of them once a step, or save by kv.save"
             )
         return False

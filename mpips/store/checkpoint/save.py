@@ -14,7 +14,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import NamedTuple
 
@@ -23,10 +23,10 @@ import numpy as np
 import mpips.collectives as collectives
 from mpips.collectives import log
 from mpips.collectives.errors import CollectiveError, warn
-from mpips.collectives.fabric.tasks import Task, together
+from mpips.collectives.fabric.tasks import Task, run_together
 from mpips.collectives.kernels.quiet import quietly
 from mpips.collectives.recorder import own as recorder
-from mpips.collectives.recorder.ring import Ring
+from mpips.collectives.recorder.ring import RecordRing
 from mpips.compression.registry import options
 from mpips.optimizers.registry import as_data
 from mpips.store.checkpoint import folder as files
@@ -34,8 +34,8 @@ from mpips.store.checkpoint.file import (
     HOLDS,
     NAMES,
     VERSION,
-    Header,
-    Record,
+    KeyRecord,
+    StoreHeader,
     Writer,
     file_name,
     metadata,
@@ -52,9 +52,8 @@ from mpips.store.roles import Layout
 from mpips.store.runtime.engine import Handle
 from mpips.store.runtime.errors import StoreError
 from mpips.store.runtime.rendezvous import attempt
-from mpips.store.worker.interface import Snapshot, Stored
+from mpips.store.worker.interface import CheckpointPiece, FrozenService, Snapshot, StateAccess
 from mpips.store.worker.store import WorkerStore
-from mpips.tables.files import RowsPiece, SavedTables, freeze_all
 
 LOG = log.get("mpips.store")
 
@@ -114,22 +113,26 @@ def save_alone(store: WorkerStore, path: str) -> Saving:
 
 
 class Content(NamedTuple):
-    """What a store holds at one moment. `tables` is None if there are none, and on workers other than worker 0."""
+    """What a store holds at one moment. `services` is empty on workers other than worker 0."""
 
     keys: Sequence[Key]
     snapshot: Snapshot
-    tables: SavedTables | None
+    services: Mapping[str, FrozenService]
 
     def release(self) -> Task[None]:
         """Have the servers forget it."""
         yield from self.snapshot.release()
-        if self.tables is not None:
-            yield from self.tables.release()
+        for service in self.services.values():
+            yield from service.release()
 
 
 def _content(store: WorkerStore, keys: Sequence[Key], snapshot: Snapshot) -> Task[Content]:
-    """Freeze the tables too, as they are now."""
-    return Content(keys, snapshot, (yield from freeze_all(store)))
+    """Freeze the collections of services too, as they are now."""
+    frozen = {}
+    for service in store.backend.services:
+        if service.collections and not store.layout.rank:
+            frozen[service.name] = yield from service.freeze()
+    return Content(keys, snapshot, frozen)
 
 
 def _frozen(
@@ -158,7 +161,7 @@ class Begun(NamedTuple):
     """When a save began, and its record."""
 
     at: float
-    ring: Ring
+    ring: RecordRing
     sequence: int
 
 
@@ -177,7 +180,7 @@ def _log_end(path: str, begun: Begun | None, failure: object) -> None:
         LOG.info("checkpoint %s: written after %.3f s", path, time.perf_counter() - begun.at)
 
 
-def _begun(header: Header, writer: Writer) -> None:
+def _begun(header: StoreHeader, writer: Writer) -> None:
     """Write the header. Raises ValueError if the file format cannot hold an optimizer's state."""
     for record in header.records:
         for dtype in record.state:
@@ -188,24 +191,24 @@ def _begun(header: Header, writer: Writer) -> None:
     writer.begin(dict(header.tensors()), metadata(header))
 
 
-def _header(store: WorkerStore, content: Content, groups: int) -> Header:
+def _header(store: WorkerStore, content: Content, groups: int) -> StoreHeader:
     """Return the header. `groups` is the number of workers or clients whose residuals are in the file."""
     records = []
     for key in content.keys:
         round_, step, dtypes = content.snapshot.records[key.name]
         own = store.groups.own.get(key.name)
         data = None if own is None else as_data(own)
-        records.append(Record(key.name, key.shape, key.dtype.name, round_, step, list(dtypes), data))
+        records.append(KeyRecord(key.name, key.shape, key.dtype.name, round_, step, list(dtypes), data))
     compressor, default = store.compressor, store.groups.default
-    return Header(
-        version=1 if content.tables is None else VERSION,
+    return StoreHeader(
+        version=VERSION if content.services else 1,
         kind=store.layout.kind,
         options=asdict(store.layout.options),
         records=records,
         optimizer=None if default is None else as_data(default),
         compression=None if compressor is None else options(compressor),
         residuals=groups,
-        tables=[] if content.tables is None else content.tables.records,
+        services={name: frozen.records for name, frozen in content.services.items()},
     )
 
 
@@ -222,22 +225,22 @@ def senders(layout: Layout) -> list[range]:
     return [range(worker, worker + 1) for worker in range(layout.num_workers)]
 
 
-def gathered(layout: Layout, stored: Stored, keys: Sequence[Key]) -> Task[list[list[Array]]]:
+def gathered(layout: Layout, stored: StateAccess, keys: Sequence[Key]) -> Task[list[list[Array]]]:
     """Gather the residuals of float keys: for each sender an array for each key. Collective.
 
     Only worker 0 gets them; the others get an empty list.
     """
-    mine = yield from stored.residuals(keys)
+    residuals = yield from stored.residuals(keys)
     ends = np.cumsum([key.size for key in keys])[:-1]
-    parts = [np.zeros(key.size) for key in keys] if mine is None else np.split(mine, ends)
+    parts = [np.zeros(key.size) for key in keys] if residuals is None else np.split(residuals, ends)
     kept = [quietly(part.astype, residual_dtype(key.dtype.name)) for key, part in zip(keys, parts, strict=True)]
-    found = []
+    gathered_arrays = []
     for group in senders(layout):
         arrays = kept if group[0] == layout.rank else [np.empty_like(array) for array in kept]
         if group[0]:
             from_worker(layout, group[0], [key.name for key in keys], arrays, "save")
-        found.append(arrays)
-    return found if layout.rank == 0 else []
+        gathered_arrays.append(arrays)
+    return gathered_arrays if layout.rank == 0 else []
 
 
 def from_worker(layout: Layout, root: int, names: Sequence[Name], arrays: Sequence[Array], what: str = "load") -> None:
@@ -264,43 +267,42 @@ REST = 29
 LOOK_SECONDS = 5e-5
 
 
-class Piece(NamedTuple):
-    """Elements [start, stop) of a tensor in the file. For `slot` see `Snapshot.read`."""
+class KeyPiece(NamedTuple):
+    """Elements [start, stop) of a tensor of a key. For `slot` see `Snapshot.read`."""
 
+    snapshot: Snapshot
     key: Key
     slot: int
     start: int
     stop: int
-    name: str
+    tensor: str
     nbytes: int
 
+    def read(self) -> Task[list[tuple[str, Array]]]:
+        return [(self.tensor, (yield from self.snapshot.read(self.key, self.slot, self.start, self.stop)))]
 
-def pieces(content: Content) -> Iterator[Piece | RowsPiece]:
-    """Yield all that a store holds: its keys in order, then its tables."""
+
+def pieces(content: Content) -> Iterator[CheckpointPiece]:
+    """Yield all that a store holds: its keys in order, then what services keep."""
+    snapshot = content.snapshot
     for key in content.keys:
-        for slot, dtype in enumerate((key.dtype.name, *content.snapshot.records[key.name].dtypes), -1):
+        for slot, dtype in enumerate((key.dtype.name, *snapshot.records[key.name].dtypes), -1):
             name = value_name(key.name) if slot < 0 else state_name(key.name, slot)
             itemsize = np.dtype(dtype).itemsize
             step = max(1, PIECE_BYTES // itemsize)
             for start in range(0, key.size, step):
                 stop = min(start + step, key.size)
-                yield Piece(key, slot, start, stop, name, (stop - start) * itemsize)
-    if content.tables is not None:
-        yield from content.tables.pieces()
+                yield KeyPiece(snapshot, key, slot, start, stop, name, (stop - start) * itemsize)
+    for service in content.services.values():
+        yield from service.pieces()
 
 
-def copy_piece(content: Content, piece: Piece | RowsPiece, writer: Writer) -> Task[float]:
+def copy_piece(piece: CheckpointPiece, writer: Writer) -> Task[float]:
     """Read a piece and write it to the file. Return the seconds that this has cost."""
-    if isinstance(piece, RowsPiece):
-        assert content.tables is not None
-        parts = yield from content.tables.read(piece)
-        begun = time.perf_counter()
-        for name, values in parts:
-            writer.append(name, values)
-        return COST * (time.perf_counter() - begun)
-    array = yield from content.snapshot.read(piece.key, piece.slot, piece.start, piece.stop)
+    parts = yield from piece.read()
     begun = time.perf_counter()
-    writer.write(piece.name, piece.start, array)
+    for name, values in parts:
+        writer.append(name, values)
     return COST * (time.perf_counter() - begun)
 
 
@@ -310,7 +312,7 @@ def write_content(content: Content, writer: Writer) -> Task[str]:
     # A run never has two pieces of one tensor, because a piece is as long as a run may be. Pieces of a run are written
     # as they come, and those of one tensor must be written in order.
     for run in runs((piece.nbytes for piece in every), PIECE_BYTES):
-        yield from together([copy_piece(content, piece, writer) for piece in every[run]], AT_ONCE)
+        yield from run_together([copy_piece(piece, writer) for piece in every[run]], AT_ONCE)
         yield True
     yield from content.release()
     disk = Disk(writer)
@@ -443,11 +445,11 @@ class Saving:
             self._step = self._store.start("save", self._content.release())
             self._disk = Disk(self._writer)
 
-    def _some(self, piece: Piece | RowsPiece | None, writer: Writer, allowed: float) -> Task[None]:
+    def _some(self, piece: CheckpointPiece | None, writer: Writer, allowed: float) -> Task[None]:
         """Write pieces that together cost about `allowed` seconds, `piece` first."""
         cost = 0.0
         while piece is not None:
-            cost += yield from copy_piece(self._content, piece, writer)
+            cost += yield from copy_piece(piece, writer)
             piece = next(self._left, None) if cost < allowed else None
         self._due = time.perf_counter() + self._rest * cost
 

@@ -12,18 +12,19 @@ import contextlib
 import os
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mpips.collectives import arrays
-from mpips.collectives.arrays import see_unmasked
+from mpips.collectives.agreement import difference
+from mpips.collectives.arrays import check_unmasked
 from mpips.collectives.errors import did_you_mean, of_caller
 from mpips.collectives.fabric.tasks import Task
 from mpips.collectives.kernels.quiet import quiet
 from mpips.store.keys import row_sparse
-from mpips.store.keys.key import Array, Key, Name
+from mpips.store.keys.key import Array, Key, Name, Pushed
 from mpips.store.keys.row_sparse import RowSparse
 from mpips.store.options import LEAST, MOST
 
@@ -57,7 +58,7 @@ def names(key: object) -> list[Name]:
     return [str.__str__(name) if isinstance(name, str) else int(name) for name in keys]
 
 
-def see_new(name: Name, what: str, noun: str = "key") -> None:
+def check_new(name: Name, what: str, noun: str = "key") -> None:
     """Raise ValueError if `name` cannot be stored in messages and files. `what` is the call, for the error message."""
     if isinstance(name, int):
         if not LEAST <= name <= MOST:
@@ -73,7 +74,7 @@ def see_new(name: Name, what: str, noun: str = "key") -> None:
 
 def of_other_kind(keys: Iterable[Name], name: Name) -> Name | None:
     """Return the first key that is a str if `name` is an int, or an int if `name` is a str. None if there is none."""
-    return next((one for one in keys if isinstance(one, str) != isinstance(name, str)), None)
+    return next((key for key in keys if isinstance(key, str) != isinstance(name, str)), None)
 
 
 def find_key(keys: Mapping[Name, T], name: Name, what: str) -> T:
@@ -87,7 +88,7 @@ def find_key(keys: Mapping[Name, T], name: Name, what: str) -> T:
         raise ValueError(f"{what}: key {name!r} was not initialised{perhaps}; call init first{such}") from None
 
 
-def see_priority(value: object, what: str) -> None:
+def check_priority(value: object, what: str) -> None:
     """Raise TypeError or ValueError if a priority is not an int that fits into a message."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{what}: priority={value!r} is no int: pass one, the highest goes first")
@@ -193,18 +194,18 @@ def _host(value: object, name: Name, what: str, cure: str) -> Array:
         raise TypeError(f"{what}: key {name!r} got a RowSparse where an array is needed; pass its to_dense()")
     if is_device(value):
         raise TypeError(f"{what}: key {name!r} got an array on a GPU where a host array is needed; copy it there first")
-    see_unmasked(value, f"{what}: the array of key {name!r}")
+    check_unmasked(value, f"{what}: the array of key {name!r}")
     try:
         array = host(value)
     except TypeError as error:
         kind = type(value).__name__
         why = f" ({error})" if hasattr(value, "shape") else ""
         raise TypeError(f"{what}: key {name!r} needs an array, not {kind}: {cure}{why}") from None
-    see_dtype(array.dtype, name, what)
+    check_dtype(array.dtype, name, what)
     return array
 
 
-def see_dtype(dtype: np.dtype, name: Name, what: str) -> None:
+def check_dtype(dtype: np.dtype, name: Name, what: str) -> None:
     """Raise TypeError if servers cannot sum elements of this dtype."""
     if not (dtype.isnative and (dtype.kind in "iu" or dtype.name in FLOATS)):
         cure = " (numbers that were read as text: array.astype(float))" if dtype.kind in "SU" else ""
@@ -227,7 +228,7 @@ def fits(
         )
 
 
-def see_alike(values: Sequence[Array], name: Name, what: str) -> None:
+def check_alike(values: Sequence[Array], name: Name, what: str) -> None:
     """Raise ValueError if a key's arrays (one per device) differ in shape or dtype."""
     kinds = [f"{value.dtype.name}{value.shape}" for value in values]
     if len(set(kinds)) > 1:
@@ -250,31 +251,16 @@ def total(values: Sequence[Array]) -> Array:
     return result
 
 
-class Pushed(Protocol):
-    """A key or a table."""
+def check_one_round(what: str, pushed: Sequence[Pushed], rounds: Sequence[Sequence[int]]) -> None:
+    """Raise ValueError unless all workers have pushed each key or collection equally often.
 
-    @property
-    def name(self) -> Name: ...
-
-    @property
-    def noun(self) -> str: ...
-
-
-def see_one_round(what: str, keys: Sequence[Pushed], rounds: Sequence[Sequence[int]]) -> None:
-    """Raise ValueError unless all workers have pushed each key equally often.
-
-    `rounds[rank]` has a count for each key.
+    `rounds[rank]` has a count for each. The sentence is such as
+    "save: the number of pushes of key 'w' is 1 on rank 0 and 0 on rank 1: call it after a round that all have pushed".
     """
-    for key, counts in zip(keys, zip(*rounds)):
-        most, least = max(counts), min(counts)
-        if most > least:
-            name = f"{key.noun} {key.name!r}"
-            raise of_caller(
-                ValueError(
-                    f"{what}: {name} was pushed {most} times by rank {counts.index(most)} and {least} times by rank "
-                    f"{counts.index(least)}: call it after a round that all have pushed"
-                )
-            )
+    if any(counts != rounds[0] for counts in rounds):
+        names = [f"the number of pushes of {each.noun} {each.name!r}" for each in pushed]
+        unlike = difference({rank: [*zip(names, map(str, counts))] for rank, counts in enumerate(rounds)})
+        raise of_caller(ValueError(f"{what}: {unlike}: call it after a round that all have pushed"))
 
 
 # Small arrays are sent together, in vectors of at most this many bytes.
@@ -365,11 +351,11 @@ class HostStaging:
 
     def __init__(self, values: Sequence[Any], written: bool) -> None:
         from mpips.collectives.tensor.cuda import CudaVectors  # needs CuPy
-        from mpips.collectives.tensor.vectors import place
+        from mpips.collectives.tensor.vectors import vector_place
 
         # `place` keeps no array alive.
         self._values = values
-        places = [place(value, f"array {index}", written) for index, value in enumerate(values)]
+        places = [vector_place(value, f"array {index}", written) for index, value in enumerate(values)]
         shapes = {tuple(value.shape) for value in values}
         if len(shapes) > 1 or len({one.dtype for one in places}) > 1:
             kinds = ", ".join(f"{one.dtype.name}{tuple(value.shape)}" for one, value in zip(places, values))
@@ -443,7 +429,7 @@ def check(known: Known, what: str, key: object, value: object = None, out: objec
     target, argument = (value, "value") if out is None and what != "pull" else (out, "out")
     outs = pairs(key, target, what, argument) if what != "push" else None
     if outs and out is not None:
-        _see_apart(outs, what)
+        _check_apart(outs, what)
     keys = [find_key(known, name, what) for name, _ in values or outs or ()]
     made = []
     for index, one in enumerate(keys):
@@ -453,7 +439,7 @@ def check(known: Known, what: str, key: object, value: object = None, out: objec
     return made
 
 
-def _see_apart(outs: Sequence[tuple[Name, Sequence[Any]]], what: str) -> None:
+def _check_apart(outs: Sequence[tuple[Name, Sequence[Any]]], what: str) -> None:
     """Raise ValueError if two keys have the same output array: the second key's value would overwrite the first's."""
     taken: dict[int, Name] = {}
     for name, targets in outs:
@@ -470,7 +456,7 @@ def rows(known: Known, key: object, out: object, row_ids: Any) -> list[tuple[Key
         raise ValueError("row_sparse_pull needs row_ids: pass the numbers of the rows, as row_ids=[0, 2]")
     outs = pairs(key, out, what, "out")
     several = isinstance(key, (list, tuple)) and isinstance(row_ids, (list, tuple))
-    ids = pairs(key, [_lists(one) for one in row_ids] if several else [row_ids], what, "row_ids")
+    ids = pairs(key, [_lists(single) for single in row_ids] if several else [row_ids], what, "row_ids")
     result = []
     for (name, targets), (_, numbers) in zip(outs, ids, strict=True):
         record = find_key(known, name, what)
@@ -497,7 +483,7 @@ def _lists(row_ids: object) -> object:
 
 
 def _row_ids(key: Key, row_ids: object) -> NDArray[np.int64]:
-    see_unmasked(row_ids, f"row_sparse_pull: row_ids of key {key.name!r}")
+    check_unmasked(row_ids, f"row_sparse_pull: row_ids of key {key.name!r}")
     ids = np.asarray(row_ids)
     ids = ids.astype(np.int64) if ids.size == 0 else ids.reshape(-1)
     if not key.shape:
@@ -563,13 +549,13 @@ def first_value(name: Name, values: Sequence[Any]) -> Array:
     given = [value.to_dense() if isinstance(value, RowSparse) else value for value in values]
     if not any(map(is_device, given)):
         hosts = [readable(value, name, what) for value in given]
-        see_alike(hosts, name, what)
+        check_alike(hosts, name, what)
         return total(hosts)
     try:
         staged = HostStaging(given, False)
     except (ValueError, TypeError, ImportError) as error:
         raise TypeError(f"{what}: key {name!r}: {error}") from error
-    see_dtype(staged.host.dtype, name, what)
+    check_dtype(staged.host.dtype, name, what)
     for _ in staged.gathered(staged.begin()):
         os.sched_yield()
     return staged.host

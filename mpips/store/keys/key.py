@@ -71,18 +71,32 @@ class FastList(Protocol):
 
 
 class Rounds(dict[Name, int]):
-    """Name of a key or table -> the round that it holds after `recover`: its last complete one.
+    """Name of a key or collection -> the round that it holds after `recover`: its last complete one.
 
     In an asynchronous store, the number is instead how many pushes of this worker, or of its client, were applied.
 
     Attributes:
-        step: The round of all keys and tables that were ever pushed, or None if their rounds differ. In an asynchronous
-            store, the lowest of their numbers.
-        torn: Keys and tables whose last round was applied only in part. They must be loaded from a checkpoint.
+        step: The round of all keys and collections that were ever pushed, or None if their rounds differ. In an
+            asynchronous store, the lowest of their numbers.
+        torn: Keys and collections whose last round was applied only in part. They must be loaded from a checkpoint.
     """
 
     step: int | None = None
     torn: tuple[Name, ...] = ()
+
+
+class Pushed(Protocol):
+    """Anything that workers push to in rounds: a key, or a collection of a service (`worker.interface`)."""
+
+    # number of rounds that this worker has pushed; after `recover`, the number that still count
+    round: int
+
+    @property
+    def name(self) -> Name: ...
+
+    @property
+    def noun(self) -> str:
+        """The word for it in error messages."""
 
 
 @dataclass
@@ -199,7 +213,7 @@ class Shard:
     # on one node: the outbox for arrays that the server cannot read in place
     outbox: Any = None
     # on one node: the push of the outbox's content
-    copy: Any = None
+    outbox_push: Any = None
     # on one node: the compressed or row-sparse payload that the server may still read
     kept: Array | None = None
     # between nodes: numbers of the blocks that the server has asked for

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from mpips.collectives import arrays
-from mpips.collectives.kernels.quiet import quiet
+from mpips.collectives.fabric.tasks import Task
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.equation import is_fused
+from mpips.store.keys.row_sums import sorted_sums, summed, update_in_blocks
 
-# number of rows that are added, or gathered from weights and state, at a time
+# number of rows that are copied from weights and state at a time
 ROWS_AT_A_TIME = 4096
 
 
@@ -68,10 +68,7 @@ class RowSparse:
         """
         if np.all(self.rows[1:] > self.rows[:-1]):
             return self
-        order = np.argsort(self.rows, kind="stable")
-        rows = self.rows[order]
-        starts = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1])))
-        return RowSparse(rows[starts], sums_of_runs(self.values, order, starts), self.shape)
+        return RowSparse(*sorted_sums(self.rows, self.values), self.shape)
 
     def to_dense(self) -> np.ndarray:
         """Return the whole array, with zeros in all other rows."""
@@ -88,8 +85,11 @@ class RowSparse:
             dense[once.rows] += once.values
 
     def between(self, start: int, stop: int) -> RowSparse:
-        """Return the part of the array in rows [start, stop), such as a shard. Row numbers then count from `start`."""
-        chosen = (self.rows >= start) & (self.rows < stop)
+        """Return the part of a merged array in rows [start, stop), such as a shard. Its row numbers count from `start`.
+
+        The values are not copied.
+        """
+        chosen = slice(*np.searchsorted(self.rows, [start, stop]))
         return RowSparse(self.rows[chosen] - start, self.values[chosen], (stop - start, *self.shape[1:]))
 
 
@@ -106,75 +106,33 @@ class EmptyPush(RowSparse):
         object.__setattr__(self, "shape", tuple(shape))
 
 
-@quiet
-def sums_of_runs(values: np.ndarray, order: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Sum runs of `values[order]`. The runs begin at `starts`, and each is added from first to last.
-
-    `np.add.reduceat` adds in another order, and takes ten times as long for wide rows.
-    """
-    sums, counts = values[order[starts]], np.diff(starts, append=len(order))
-    done, most = 1, int(counts.max())
-    longer = np.flatnonzero(counts > done)
-    # Add the next value of every run with one call, as long as that needs fewer calls than adding up the runs that are
-    # left one by one.
-    while len(longer) > most - done:
-        sums[longer] += values[order[starts[longer] + done]]
-        done += 1
-        longer = longer[counts[longer] > done]
-    for run in longer.tolist():
-        rest = values[order[starts[run] + done : starts[run] + counts[run]]]
-        both = np.concatenate([sums[run : run + 1], rest])
-        # NumPy's `reduce` adds in order, except along the axis that is contiguous in memory, where it sums pairwise. If
-        # a row has only one element, axis 0 is that axis. `accumulate` always adds in order.
-        if sums[run].size > 1:
-            sums[run] = np.add.reduce(both, axis=0, dtype=values.dtype)
-        else:
-            sums[run] = np.add.accumulate(both, dtype=values.dtype)[-1]
-    return sums
-
-
 def _array(x: object, name: str) -> np.ndarray:
     """Return `x` as a NumPy array. A PyTorch tensor is viewed, even if it records gradients. A list is copied."""
-    arrays.see_unmasked(x, name)
+    arrays.check_unmasked(x, name)
     return arrays.host(x) if arrays.is_torch(x) else np.asarray(x)
 
 
 def add(parts: Sequence[RowSparse]) -> RowSparse:
-    """Return the merged sum of arrays of one shape and dtype. Reproducible: they are added in the order given."""
-    if not parts:
-        raise ValueError("add needs at least one RowSparse")
-    first = parts[0]
-    for part in parts[1:]:
-        if part.shape != first.shape or part.dtype != first.dtype:
-            raise ValueError(f"cannot add RowSparse {part.dtype.name}{part.shape} to {first.dtype.name}{first.shape}")
+    """Return the merged sum of arrays of one shape and dtype, all their values added in the order given."""
     rows = np.concatenate([part.rows for part in parts])
-    return RowSparse(rows, np.concatenate([part.values for part in parts]), first.shape).merged()
-
-
-@quiet
-def merge(a: RowSparse, b: RowSparse) -> RowSparse:
-    """Add two merged arrays. Uses less memory than `add`, which copies both before it sums them."""
-    rows = np.union1d(a.rows, b.rows)
-    values = np.zeros((len(rows), *a.shape[1:]), a.dtype)
-    values[np.searchsorted(rows, a.rows)] = a.values
-    for start in range(0, len(b.rows), ROWS_AT_A_TIME):
-        part = slice(start, start + ROWS_AT_A_TIME)
-        values[np.searchsorted(rows, b.rows[part])] += b.values[part]
-    return RowSparse(rows, values, a.shape)
+    return RowSparse(rows, np.concatenate([part.values for part in parts]), parts[0].shape).merged()
 
 
 def sum_of(parts: Sequence[RowSparse]) -> RowSparse:
-    """Return the merged sum of arrays, added one by one.
+    """Return the merged sum of arrays of one shape and dtype, added from first to last.
 
-    Uses less memory than `add`, which copies all of them first.
+    Each array is merged before it is added, unlike in `add`.
     """
-    return functools.reduce(merge, [part.merged() for part in parts])
+    first, width = parts[0], math.prod(parts[0].shape[1:])
+    merged = [part.merged() for part in parts]
+    rows, values = summed([(part.rows, part.values.reshape(len(part.rows), width)) for part in merged], ascending=True)
+    return RowSparse(rows, values.reshape(len(rows), *first.shape[1:]), first.shape)
 
 
-def packed(rows: RowSparse) -> np.ndarray:
+def packed(rows: RowSparse, allocate: Callable[..., np.ndarray] = np.empty) -> np.ndarray:
     """Encode rows as bytes: the row numbers (int64), then the values."""
-    values = np.ascontiguousarray(rows.values).reshape(-1)
-    return np.concatenate([rows.rows.view(np.uint8), values.view(np.uint8)])
+    parts = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (rows.rows, rows.values)]
+    return np.concatenate(parts, out=allocate(parts[0].size + parts[1].size, np.uint8))
 
 
 def unpacked(data: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> RowSparse:
@@ -184,33 +142,62 @@ def unpacked(data: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> RowSp
     return RowSparse(data[: 8 * count].view(np.int64), values, shape)
 
 
+class RowGather:
+    """Gives each rank of a communicator the rows that all of them push.
+
+    There are two allgathers. The first has the number of bytes of each rank's rows. The second has the rows, in blocks
+    that are all as long as the longest.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._sizes = np.zeros(size, np.int64)
+        # reused, because collectives cache their plans by it
+        self._blocks = np.empty(0, np.uint8)
+
+    def gather(
+        self, rows: RowSparse, allgather: Callable[[np.ndarray], Task[None]], every: list[RowSparse]
+    ) -> Task[None]:
+        """A task that appends the merged rows of each rank to `every`, in the order of ranks. Valid until the next one.
+
+        Args:
+            allgather: Makes the task of an allgather in place: each rank fills its block of the array, all as long.
+        """
+        mine = packed(rows.merged())
+        self._sizes[self._rank] = mine.size
+        yield from allgather(self._sizes)
+        # a power of 2, so that collectives need plans for only a few lengths
+        block = max(64, 1 << (int(self._sizes.max()) - 1).bit_length())
+        if self._blocks.size < block * len(self._sizes):
+            self._blocks = np.empty(block * len(self._sizes), np.uint8)
+        blocks = self._blocks[: block * len(self._sizes)].reshape(-1, block)
+        blocks[self._rank, : mine.size] = mine
+        yield from allgather(blocks.reshape(-1))
+        every += [unpacked(each[:size], rows.shape, rows.dtype) for each, size in zip(blocks, self._sizes.tolist())]
+
+
 def update_rows(
-    optimizer: Optimizer, weights: np.ndarray, parts: Sequence[RowSparse], state: Sequence[np.ndarray], step: int
+    optimizer: Optimizer, weights: np.ndarray, gradient: RowSparse, state: Sequence[np.ndarray], step: int
 ) -> None:
-    """Update the rows named in the gradients with the gradients' sum, in place in `weights` and `state`.
+    """Update the rows named in a gradient, none of them repeatedly, in place in `weights` and `state`.
 
     Other rows keep their values and state ("lazy": no decay of momentum or weights for them), as in MXNet.
 
     Args:
-        weights: C-contiguous, of the gradients' shape.
-        parts: One or more gradients.
+        weights: C-contiguous, of the gradient's shape.
         state: The state arrays, as created by `optimizer.init(weights.reshape(-1))`.
         step: The number of this update, from 1.
     """
-    for part in parts:
-        if weights.shape != part.shape:
-            raise ValueError(f"weights {weights.shape} and RowSparse gradient {part.shape} differ in shape")
-    parts = [part.merged() for part in parts]
-    rows, values = [part.rows for part in parts], [part.values for part in parts]
-    if not any(map(len, rows)) or (is_fused(optimizer) and optimizer.update_rows(weights, rows, values, state, step)):
+    if weights.shape != gradient.shape:
+        raise ValueError(f"weights {weights.shape} and RowSparse gradient {gradient.shape} differ in shape")
+    rows, values = gradient.rows, gradient.values
+    if not len(rows) or (is_fused(optimizer) and optimizer.update_rows(weights, rows, values, state, step)):
         return
-    total = sum_of(parts)
-    tables = [array.reshape(weights.shape) for array in state]
-    for start in range(0, len(total.rows), ROWS_AT_A_TIME):
-        some = total.rows[start : start + ROWS_AT_A_TIME]
-        chosen, chosen_state = weights[some], [table[some] for table in tables]
-        gradient = np.ascontiguousarray(total.values[start : start + ROWS_AT_A_TIME], dtype=weights.dtype)
-        optimizer.update(chosen.reshape(-1), gradient.reshape(-1), [part.reshape(-1) for part in chosen_state], step)
-        weights[some] = chosen
-        for table, part in zip(tables, chosen_state):
-            table[some] = part
+
+    def update(block: slice, chosen: Sequence[np.ndarray]) -> None:
+        part = np.ascontiguousarray(values[block], dtype=weights.dtype)
+        weight, *rest = [array.reshape(-1) for array in chosen]
+        optimizer.update(weight, part.reshape(-1), rest, step)
+
+    tables = [weights, *(array.reshape(weights.shape) for array in state)]
+    update_in_blocks(rows, tables, ROWS_AT_A_TIME, update)

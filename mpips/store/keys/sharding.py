@@ -37,7 +37,7 @@ class Interval(NamedTuple):
         return self.stop - self.start
 
 
-class Unit(NamedTuple):
+class CutUnit(NamedTuple):
     """Elements [start, stop) of a key's flattened array, on one server, pushed by `contributors` (worker ranks)."""
 
     key: int
@@ -168,7 +168,7 @@ def owners(clients: Sequence[Interval], kind: str, masters: str) -> list[list[in
     return [list(range(*client)) for client in clients]
 
 
-def units(key: int, server: int, part: Interval, groups: Sequence[Sequence[int]], grain: int = 1) -> list[Unit]:
+def units(key: int, server: int, part: Interval, groups: Sequence[Sequence[int]], grain: int = 1) -> list[CutUnit]:
     """Cut a server's part of a key into units: wherever, in any group, one worker's slice ends and the next begins."""
     slices = [split(part, len(group), grain) for group in groups]
     cuts = sorted({part.start, part.stop, *(piece.start for pieces in slices for piece in pieces)})
@@ -178,8 +178,8 @@ def units(key: int, server: int, part: Interval, groups: Sequence[Sequence[int]]
             next(owner for owner, piece in zip(group, pieces, strict=True) if piece.start <= start < piece.stop)
             for group, pieces in zip(groups, slices, strict=True)
         )
-        result.append(Unit(key, server, start, stop, contributors))
+        result.append(CutUnit(key, server, start, stop, contributors))
     # An empty array still has a unit, because its rounds are counted too.
     if not result:
-        result.append(Unit(key, server, part.start, part.stop, tuple(group[0] for group in groups)))
+        result.append(CutUnit(key, server, part.start, part.stop, tuple(group[0] for group in groups)))
     return result

@@ -22,12 +22,12 @@ class Before(NamedTuple):
     """The last generation, and how its ranks became those of this one.
 
     Attributes:
-        origin: For each rank now the rank that it had.
-        lost: The ranks that have died since, by their old numbers.
-        nodes: For each old rank its node, named by the lowest rank on it.
+        origin: For each rank of this generation its rank in the last one.
+        lost: The ranks that have died since, by their numbers in the last generation, as in the rest of this record.
+        nodes: For each rank its node, named by the lowest rank on it.
         clients: The workers of each client.
-        places: For each worker now the old worker whose place it has: itself, or a dead one. NEW if the store has grown
-            by it.
+        places: For each worker of this generation the worker whose place it has: itself, or a dead one. NEW if the
+            store has grown by it.
     """
 
     origin: tuple[int, ...]
@@ -37,6 +37,11 @@ class Before(NamedTuple):
     nodes: tuple[int, ...]
     clients: tuple[tuple[int, int], ...]
     places: tuple[int, ...]
+
+    @property
+    def lost_servers(self) -> list[int]:
+        """The servers that have died."""
+        return [rank for rank in self.lost if 0 <= rank - self.num_workers < self.num_servers]
 
     def in_whose_place(self, worker: int, kind: str) -> range:
         """Return the old workers whose pushes a worker continues. Empty if the store has grown by it.
@@ -64,7 +69,7 @@ class Roles(NamedTuple):
         return self.num_workers + self.num_servers + self.spares
 
 
-class Succession(NamedTuple):
+class RankMapping(NamedTuple):
     """The ranks that go on, and their new roles.
 
     Attributes:
@@ -77,9 +82,9 @@ class Succession(NamedTuple):
     places: tuple[int, ...]
 
 
-def succession(
+def map_ranks(
     old: Roles, lost: Collection[int], nodes: Sequence[int], grow: bool = False, alone: bool = False
-) -> Succession:
+) -> RankMapping:
     """Decide which ranks take each place after the ranks `lost` have died.
 
     A spare on the same node as the place is preferred. `refusal` says whether the store can go on with the result.
@@ -109,10 +114,10 @@ def succession(
     intervals = tuple(pairwise(accumulate(map(len, clients), initial=0)))
     places, workers_now = zip(*chain(*clients)) if clients else ((), ())
     roles = Roles(len(workers_now), len(left), len(spares), intervals)
-    return Succession((*workers_now, *left, *spares), roles, places)
+    return RankMapping((*workers_now, *left, *spares), roles, places)
 
 
-def refusal(old: Roles, new: Succession) -> str:
+def refusal(old: Roles, new: RankMapping) -> str:
     """Return the reason why the store cannot go on with these ranks, or ""."""
     roles = new.roles
     if not roles.num_workers:
@@ -140,8 +145,9 @@ def refuse_mirrors(mirrors: int, spares: int, nodes: Sequence[int]) -> str:
         return f"mirrors={mirrors} and spares={spares}: a death ends the store all the same; ask for spares=0 or more"
     if not mirrors or len(set(nodes)) > 1:
         return ""
-    there = "this store has no servers"
+    why = "this store has no servers"
     if nodes:
-        there = f"all {len(nodes)} share one" if len(nodes) > 1 else "there is one server"
-    start = "start one on another host, or leave it out"
-    return f"mirrors={mirrors} needs servers on at least two nodes, but {there}: {start}"
+        why = f"all {len(nodes)} share one" if len(nodes) > 1 else "there is one server"
+    return (
+        f"mirrors={mirrors} needs servers on at least two nodes, but {why}: start one on another host, or leave it out"
+    )

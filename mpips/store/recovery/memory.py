@@ -4,7 +4,7 @@ A server writes a ledger of its units into its own memory, which the other ranks
 ledger has two slots for its text, so that a server killed while it writes one leaves the other. Each text says which
 generation it is of. A text of a generation that never began, because somebody died before, does not count.
 
-`UnitMemory` makes units, with undo copies if the store survives deaths (`SurvivingUnit`). `Ledger` says where they lie.
+`UnitMemory` makes units, with undo copies if the store survives deaths. `Ledger` says where they lie.
 `NodeMemory` is what every rank of a node keeps mapped of them.
 """
 
@@ -20,19 +20,16 @@ from numpy.typing import NDArray
 from mpips.collectives.errors import CollectiveError
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.arena import Region, SparseFile
-from mpips.optimizers.base import Optimizer, State, state_dtypes
+from mpips.optimizers.base import state_dtypes
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Array
-from mpips.store.keys.row_sparse import RowSparse, sum_of
 from mpips.store.recovery import undo
-from mpips.store.recovery.plan import Holding, Shelf, dtype_names
-from mpips.store.recovery.undo import Undo, with_state, words_of
+from mpips.store.recovery.plan import OwnerInventory, UnitCopy, dtype_names
+from mpips.store.recovery.undo import AvailableRound, Undo, words_of
 from mpips.store.roles import Layout
 from mpips.store.server.unit import Unit
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Created, UnitCard, dtype_of
-from mpips.tables.journal import Journal
-from mpips.tables.plan import TableEntry, attached, holding_of_table
 
 SLOT_WORDS = 4
 # Words of a slot: the number of the text (0 while it is being written), its generation, and its offset and size in the
@@ -40,7 +37,7 @@ SLOT_WORDS = 4
 SEQUENCE, GENERATION, OFFSET, NBYTES = range(SLOT_WORDS)
 SLOTS = 2
 HEADER_WORDS = SLOTS * SLOT_WORDS + 2
-# After the slots: descriptor and inode of the sparse file with the rows of tables; zeros if there is none.
+# After the slots: descriptor and inode of the sparse file with the memory of services; zeros if there is none.
 FILE_WORDS = slice(SLOTS * SLOT_WORDS, HEADER_WORDS)
 
 
@@ -49,7 +46,7 @@ class LedgerEntry(msgspec.Struct, array_like=True):
 
     Attributes:
         words: The unit's progress words. Word 1 + i counts pushes of contributor i.
-        journal: The words of its undo copy.
+        undo: The words of its undo copy.
         rows: Room for row numbers: its place and how many fit.
         arrays: For the values and each array of state: dtype, place, place of its copy.
     """
@@ -61,21 +58,26 @@ class LedgerEntry(msgspec.Struct, array_like=True):
     row_elements: int
     contributors: tuple[int, ...]
     words: int
-    journal: int
+    undo: int
     rows: tuple[int, int]
     arrays: list[tuple[str, int, int]]
 
 
 class LedgerText(msgspec.Struct, array_like=True):
-    """All that a server has. For `settings` see `encode_settings`."""
+    """All that a server has.
+
+    Attributes:
+        settings: See `encode_settings`.
+        services: Name of a service -> its `Service.ledger_entry`.
+    """
 
     units: list[LedgerEntry]
     settings: bytes
-    tables: list[TableEntry] = []
+    services: dict[str, bytes] = {}
 
 
 class Ledger:
-    """A server's own ledger. `file` is where rows of its tables lie."""
+    """A server's own ledger. `file` is where the memory of its services lies."""
 
     def __init__(self, file: SparseFile | None = None) -> None:
         self._memory = arena.empty(HEADER_WORDS, np.uint64)
@@ -94,9 +96,9 @@ class Ledger:
             raise CollectiveError("a server's arrays lie in more than one segment: give the node fewer ranks")
         return region.offset
 
-    def publish(self, book: LedgerText, generation: int) -> None:
+    def publish(self, ledger: LedgerText, generation: int) -> None:
         """Write what the server has. It counts once `generation` has begun."""
-        text = msgspec.msgpack.encode(book)
+        text = msgspec.msgpack.encode(ledger)
         memory = arena.empty(len(text), np.uint8)
         memory[...] = np.frombuffer(text, np.uint8)
         slot = min(range(SLOTS), key=lambda slot: self._slots[slot * SLOT_WORDS + SEQUENCE])
@@ -140,11 +142,11 @@ def undo_of(segment: NDArray[np.uint8], entry: LedgerEntry) -> Undo:
     first = [view(array, size, dtype_of(name)) for name, array, _ in entry.arrays]
     second = [view(copy, size, dtype_of(name)) for name, _, copy in entry.arrays]
     rows = view(entry.rows[0], entry.rows[1], np.dtype(np.int64)) if entry.rows[1] else None
-    words = view(entry.journal, words_of(len(entry.contributors)), np.dtype(np.uint64))
+    words = view(entry.undo, words_of(len(entry.contributors)), np.dtype(np.uint64))
     return Undo(first, second, memoryview(words), rows, entry.row_elements)  # type: ignore[arg-type]
 
 
-def told_pushes(segment: NDArray[np.uint8], entry: LedgerEntry) -> Sequence[int]:
+def announced_pushes(segment: NDArray[np.uint8], entry: LedgerEntry) -> Sequence[int]:
     """Return the number of each contributor's pushes that the server has announced in the unit's words."""
     words = segment[entry.words : entry.words + 8 * (1 + len(entry.contributors))].view(np.uint64)
     return [int(word) for word in words[1:]]
@@ -154,17 +156,14 @@ T = TypeVar("T")
 
 
 class LastGeneration(Generic[T]):
-    """A value as it was at the end of the last generation, for all attempts to begin the next one."""
+    """A value as it was at the end of the last generation. It is the same in all attempts to begin the next one."""
 
     def __init__(self) -> None:
         self._value: T | None = None
         self._generation = -1
 
-    def before(self, generation: int, now: T) -> T:
-        """Return the value from before the first attempt to begin this generation.
-
-        In the first attempt that is `now`.
-        """
+    def get_or_save(self, generation: int, now: T) -> T:
+        """Return the value that the first attempt to begin this generation has saved. The first attempt saves `now`."""
         if generation > self._generation or self._value is None:
             self._value, self._generation = now, generation
         return self._value
@@ -184,7 +183,7 @@ class NodeMemory:
     def __init__(self, regions: Mapping[int, Region] | None = None) -> None:
         # rank of a server -> its segment, and where its ledger lies in it
         self._mapped: dict[int, tuple[NDArray[np.uint8], Region]] = {}
-        # rank of a server -> the file with the rows of its tables
+        # rank of a server -> the file with the memory of its services
         self._files: dict[int, SparseFile] = {}
         for rank, region in (regions or {}).items():
             try:
@@ -197,64 +196,63 @@ class NodeMemory:
             except CollectiveError:
                 # The server is in another container: MPI can share memory with it, but we cannot map it.
                 continue
-        self._books: dict[tuple[int, int], LedgerText | None] = {}
+        # (rank of a server, generation) -> what `read_ledger` has returned
+        self._ledgers: dict[tuple[int, int], LedgerText | None] = {}
 
     @property
     def ranks(self) -> list[int]:
         """The servers whose memory is mapped."""
         return list(self._mapped)
 
-    def shelves(self, layout: Layout, generation: int) -> list[Shelf]:
-        """Return what dead servers of this node had, if this is the lowest rank left on the node."""
+    def described(self, layout: Layout, generation: int) -> list[int]:
+        """Return the dead servers of this node whose memory this rank describes: all if it is the lowest left on it."""
         before = layout.before
-        if before is None:
-            return []
-        found = []
-        for rank in self._mapped:
-            # the lowest rank that is left on the node of the server
-            here = min(old for old in before.origin if before.nodes[old] == before.nodes[rank])
-            if rank in before.lost and here == before.origin[layout.rank]:
-                book = self._book(rank, generation)
-                if book is not None:
-                    units = self._holdings(rank, book, layout.asynchronous)
-                    tables = [
-                        holding_of_table(entry.card.table, attached(self._files[rank], entry), rank, rank)
-                        for entry in book.tables
-                    ]
-                    found.append(Shelf(rank, False, book.settings, units, tables=tables))
-        return found
+        assert before is not None
+        own = before.origin[layout.rank]
+        lowest = own == min(old for old in before.origin if before.nodes[old] == before.nodes[own])
+        dead = [rank for rank in self._mapped if rank in before.lost and before.nodes[rank] == before.nodes[own]]
+        return [rank for rank in dead if lowest and self._ledger(rank, generation) is not None]
 
-    def journal(self, owner: int, table: str, generation: int) -> Journal:
-        """Return the journal of a table of a server whose memory is mapped."""
-        book = self._book(owner, generation)
-        assert book is not None
-        return attached(self._files[owner], next(entry for entry in book.tables if entry.card.table == table))
+    def owners(self, layout: Layout, generation: int) -> list[OwnerInventory]:
+        """Return what the servers had that this rank describes."""
+        ledgers = [(rank, self._ledger(rank, generation)) for rank in self.described(layout, generation)]
+        return [
+            OwnerInventory(rank, False, ledger.settings, self._copies(rank, ledger, layout.asynchronous))
+            for rank, ledger in ledgers
+            if ledger is not None
+        ]
+
+    def service_of(self, owner: int, service: str, generation: int) -> tuple[SparseFile, bytes]:
+        """Return the file of a mapped server, and the ledger entry of its service: b"" if the service was empty."""
+        ledger = self._ledger(owner, generation)
+        assert ledger is not None
+        return self._files[owner], ledger.services.get(service, b"")
 
     def arrays_of(self, owner: int, index: int, before: bool, generation: int) -> list[Array]:
         """Return values and state of a unit of a mapped server. `before`: as of the round before the newest."""
-        book = self._book(owner, generation)
-        assert book is not None
-        return undo_of(self._mapped[owner][0], book.units[index]).arrays_at(before)
+        ledger = self._ledger(owner, generation)
+        assert ledger is not None
+        return undo_of(self._mapped[owner][0], ledger.units[index]).arrays_at(before)
 
-    def _book(self, rank: int, generation: int) -> LedgerText | None:
-        if (rank, generation) not in self._books:
-            self._books[rank, generation] = read_ledger(*self._mapped[rank], generation)
-        return self._books[rank, generation]
+    def _ledger(self, rank: int, generation: int) -> LedgerText | None:
+        if (rank, generation) not in self._ledgers:
+            self._ledgers[rank, generation] = read_ledger(*self._mapped[rank], generation)
+        return self._ledgers[rank, generation]
 
-    def _holdings(self, rank: int, book: LedgerText, asynchronous: bool) -> list[Holding]:
+    def _copies(self, rank: int, ledger: LedgerText, asynchronous: bool) -> list[UnitCopy]:
         segment = self._mapped[rank][0]
-        found = []
-        for entry in book.units:
+        copies = []
+        for entry in ledger.units:
             undo = undo_of(segment, entry)
-            standings = undo.standings()
-            counts = undo.pushes(told_pushes(segment, entry)) if asynchronous else []
+            rounds = undo.available_rounds()
+            counts = undo.pushes(announced_pushes(segment, entry)) if asynchronous else []
             if asynchronous:
                 # In an asynchronous store the round of a unit is the largest number of pushes of any contributor.
-                standings = [(max(counts, default=0), standings[0][1])]
+                rounds = [AvailableRound(max(counts, default=0), rounds[0].step)]
             states = [dtype for dtype, _, _ in entry.arrays[1:]]
             pushes = list(zip(entry.contributors, counts))
-            found.append(Holding(entry.key, entry.start, entry.stop, standings, undo.torn, states, pushes))
-        return found
+            copies.append(UnitCopy(entry.key, entry.start, entry.stop, rounds, undo.torn, states, pushes))
+        return copies
 
 
 class UnitMemory:
@@ -283,11 +281,11 @@ class UnitMemory:
         first_words, count = frames.arrange_words(cards)
         words = _zeros(count)
         ends = np.cumsum([0, *(words_of(len(card.contributors)) for card in cards)])
-        journals = _zeros(int(ends[-1]))
+        undo_words = _zeros(int(ends[-1]))
         units = []
         for index, (card, word) in enumerate(zip(cards, first_words, strict=True)):
-            mine = memoryview(words[word : word + 1 + len(card.contributors)])  # type: ignore[arg-type]
-            journal = memoryview(journals[ends[index] : ends[index + 1]])  # type: ignore[arg-type]
+            progress = memoryview(words[word : word + 1 + len(card.contributors)])  # type: ignore[arg-type]
+            own_undo = memoryview(undo_words[ends[index] : ends[index + 1]])  # type: ignore[arg-type]
             old = adopted.get(card.number)
             kept: Undo | None = None
             if old is None:
@@ -295,17 +293,17 @@ class UnitMemory:
                 stored = memory[at : at + (card.stop - card.start) * dtype.itemsize].view(dtype)
                 if self.ledger is not None:
                     states = state_dtypes(groups.of(card.key), stored.dtype)
-                    kept = undo.new(stored, card.row_elements, states, journal)
+                    kept = undo.new(stored, card.row_elements, states, own_undo)
             else:
                 stored, was = old.stored, old.undo
                 # It gets words of its own, because the old ones must stay true until the next generation begins.
                 if was is not None:
-                    kept = Undo(was.arrays, was.copies, journal, was.rows, was.row_elements)
-            unit = (Unit if kept is None else SurvivingUnit)(
+                    kept = Undo(was.arrays, was.copies, own_undo, was.rows, was.row_elements)
+            unit = Unit(
                 card.number,
                 card.key,
                 stored,
-                mine,
+                progress,
                 card.contributors,
                 card.block_elements,
                 card.row_elements,
@@ -317,9 +315,9 @@ class UnitMemory:
         return units, Created(arena.region_of(words), [arena.region_of(unit.stored) for unit in units])
 
     def publish(
-        self, units: Iterable[Unit], settings: bytes, generation: int, tables: Sequence[TableEntry] = ()
+        self, units: Iterable[Unit], settings: bytes, generation: int, services: Mapping[str, bytes] | None = None
     ) -> None:
-        """Write into the ledger what this server has from `generation` on."""
+        """Write into the ledger what this server has from `generation` on. For `services` see `LedgerText`."""
         if self.ledger is None:
             return
         offset = self.ledger.offset
@@ -345,20 +343,20 @@ class UnitMemory:
                     arrays,
                 )
             )
-        self.ledger.publish(LedgerText(entries, settings, list(tables)), generation)
+        self.ledger.publish(LedgerText(entries, settings, dict(services or {})), generation)
 
 
-def holding_of_unit(unit: Unit, asynchronous: bool) -> Holding:
+def describe_unit(unit: Unit, asynchronous: bool) -> UnitCopy:
     """Describe a unit of a living server."""
     stop = unit.start + unit.stored.size
     if unit.undo is not None and not asynchronous:
-        standings = unit.undo.standings()
+        rounds = unit.undo.available_rounds()
     else:
         round_ = max(unit.done, default=0) if asynchronous else unit.round
-        standings = [(round_, unit.stands_at)]
+        rounds = [AvailableRound(round_, unit.stands_at)]
     state = unit.undo.state if unit.undo is not None else unit.state or ()
     pushes = list(zip(unit.contributors, unit.done)) if asynchronous else []
-    return Holding(unit.key, unit.start, stop, standings, unit.torn, dtype_names(state), pushes)
+    return UnitCopy(unit.key, unit.start, stop, rounds, unit.torn, dtype_names(state), pushes)
 
 
 def arrays_of_unit(unit: Unit, before: bool) -> list[Array]:
@@ -372,68 +370,3 @@ def _zeros(count: int) -> Array:
     words = arena.empty(max(count, 8), np.uint64)
     words[...] = 0
     return words
-
-
-class SurvivingUnit(Unit):
-    """A unit with an undo copy. Its values and state lie in memory that outlives the process."""
-
-    undo: Undo
-
-    def open_write(self, start: int = 0, stop: int = 0) -> None:
-        """Begin to write a round, and keep the round before. Elements [start, stop) are written first."""
-        super().open_write()
-        self.undo.open()
-        if start < stop:
-            self.undo.keep_old(start, stop)
-
-    def pass_round(self) -> None:
-        """Begin a round that changes no values."""
-        self.undo.open()
-
-    def keep_old(self, start: int, stop: int) -> None:
-        """Copy what is about to be written."""
-        self.undo.keep_old(start, stop)
-
-    def keep_old_rows(self, parts: Sequence[RowSparse]) -> Sequence[RowSparse]:
-        """Copy rows that are about to be written. Return the sum of `parts`, in which no row repeats."""
-        total = sum_of(parts)
-        self.undo.keep_old_rows(total.rows)
-        return [total]
-
-    def give_up(self) -> None:
-        """Go back to the last complete round."""
-        self.go_back_to(self.undo.undo()[1])
-
-    def go_back_to(self, step: int | None) -> None:
-        """Set the optimizer's step to that of the stored values. None: there is no state yet."""
-        self.state, self.step = (None, 0) if step is None else (self.undo.state, step)
-
-    def set_optimizer(self, optimizer: Optimizer | None) -> None:
-        """Set the optimizer, with memory for its state that outlives the process."""
-        super().set_optimizer(optimizer)
-        self.undo = with_state(self.undo, state_dtypes(optimizer, self.stored.dtype))
-
-    def begin_state(self, state: State) -> None:
-        """Begin with this state, in memory that outlives the process."""
-        super().begin_state(self._in_its_memory(state))
-
-    def put_state(self, state: State | None, step: int) -> None:
-        """Replace the state. If the server is killed meanwhile, the unit has none."""
-        self.undo.note_state(None)
-        super().put_state(None if state is None else self._in_its_memory(state), step)
-        self.undo.note_state(None if state is None else step)
-
-    def note_overwrite(self, torn: bool) -> None:
-        """Note an overwrite from outside, also in memory that outlives the process."""
-        super().note_overwrite(torn)
-        self.undo.note_overwrite(torn)
-
-    def begin_at(self, round_: int, pushes: Sequence[int] | None, state: State | None, step: int, torn: bool) -> None:
-        """Begin a generation at this round, and note it in memory that outlives the process."""
-        super().begin_at(round_, pushes, state, step, torn)
-        self.undo.begin_at(round_ if pushes is None else 0, self.stands_at, torn)
-
-    def _in_its_memory(self, state: Sequence[Array]) -> State:
-        for mine, given in zip(self.undo.state, state, strict=True):
-            mine[...] = given
-        return self.undo.state

@@ -2,7 +2,7 @@
 
 A unit that has changed is sent to the mirror as a whole, and is not written again before it has arrived there. The
 mirror keeps the last two complete versions of each unit, and receives the next one into the memory of the older. So if
-a version arrives only in part, a complete one is left. Rows of tables have a mirror of their own (`tables.mirror`).
+a version arrives only in part, a complete one is left. Services send their own copies (`ServiceMirror`).
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ from mpi4py import MPI
 
 from mpips.collectives.errors import warn
 from mpips.collectives.fabric import requests
-from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.fabric.failure import is_death
+from mpips.collectives.fabric.requests import cut_bytes
 from mpips.store.keys.key import Array
 from mpips.store.recovery.membership import Before, mirror_of
-from mpips.store.recovery.memory import arrays_of_unit, holding_of_unit
-from mpips.store.recovery.plan import Holding, Shelf, copies_of, dtype_names
-from mpips.store.recovery.undo import Version
+from mpips.store.recovery.memory import arrays_of_unit, describe_unit
+from mpips.store.recovery.plan import OwnerInventory, UnitCopy, copies_of, dtype_names
+from mpips.store.recovery.undo import AvailableRound, Version
 from mpips.store.roles import Layout
+from mpips.store.server.service import ServiceCopies
 from mpips.store.server.unit import Unit, UnitMirror
 from mpips.store.transport.frames import dtype_of
-from mpips.store.transport.pending import cut_bytes
-from mpips.tables.mirror import MirroredTables, RowMirror
 
 VERSIONS = 2
 # on the servers' communicator: of messages between mirrors, and of the arrays of units
@@ -50,14 +49,14 @@ class VersionSent(msgspec.Struct, array_like=True, tag=0):
 
     Attributes:
         number: The number of this version, by which the mirror acknowledges it.
-        unit: Its newest standing is this version's. If it has another standing, the version of the round before can
-            still be used.
+        unit: Its newest round is this version's. If it has another one, the version of the round before can still be
+            used.
         dtypes: Dtypes of values and state.
         data: Values and state if they are small, else empty.
     """
 
     number: int
-    unit: Holding
+    unit: UnitCopy
     dtypes: list[str]
     data: list[bytes]
 
@@ -106,7 +105,7 @@ class MirroredUnit:
 
     def add_version(self, sent: VersionSent, arrays: list[Array], generation: int) -> None:
         """Keep a version that has arrived completely."""
-        (round_, step), *before = sent.unit.standings
+        (round_, step), *before = sent.unit.rounds
         old = self.versions[:1]
         if old and not (before and old[0].round == round_ - 1):
             self._spare = old.pop().arrays
@@ -121,12 +120,12 @@ class MirroredUnits:
     nothing is changed that they stand for.
 
     Args:
-        file: Where copies of tables lie. None makes a file.
+        services: Name of a service -> the copies of it.
     """
 
-    def __init__(self, file: SparseFile | None = None) -> None:
+    def __init__(self, services: Mapping[str, ServiceCopies] | None = None) -> None:
         self._copies: dict[UnitPlace, MirroredUnit] = {}
-        self.tables = MirroredTables(SparseFile() if file is None else file)
+        self.services = services or {}
 
     def of(self, place: UnitPlace) -> MirroredUnit:
         """Return the copy of a unit, an empty one if it is new."""
@@ -145,29 +144,29 @@ class MirroredUnits:
         """
         for place, copy in list(self._copies.items()):
             if rounds is not None:
-                copy.versions = [one for one in copy.versions if one.round == rounds.get(place[0])]
+                copy.versions = [version for version in copy.versions if version.round == rounds.get(place[0])]
             if not copy.versions:
                 del self._copies[place]
 
     def drop_before(self, generation: int) -> None:
         """Drop copies of earlier generations, once all servers have sent their units in this one."""
         self._copies = {place: copy for place, copy in self._copies.items() if copy.generation >= generation}
-        self.tables.drop_before(generation)
+        for copies in self.services.values():
+            copies.drop_before(generation)
 
-    def shelves(self, before: Before | None, rank: int) -> list[Shelf]:
-        """Return the complete copies, if a server has died. `rank` is the rank that this server had."""
-        if before is None or not any(0 <= lost - before.num_workers < before.num_servers for lost in before.lost):
+    def owners(self, before: Before | None, rank: int) -> list[OwnerInventory]:
+        """Return the complete copies, as one owner, if a server has died. `rank` is the rank that this server had."""
+        if before is None or not before.lost_servers:
             return []
         units = []
         for (key, start, stop), copy in self._whole():
             states = max((dtype_names(version.arrays[1:]) for version in copy.versions), key=len)
-            standings = [(one.round, one.step) for one in copy.versions]
-            units.append(Holding(key, start, stop, standings, copy.torn, states, list(copy.versions[0].pushes)))
-        tables = self.tables.holdings(before.num_workers, before.num_servers, copies_of(rank))
-        return [Shelf(copies_of(rank), False, b"", units, tables=tables)] if units or tables else []
+            rounds = [AvailableRound(version.round, version.step) for version in copy.versions]
+            units.append(UnitCopy(key, start, stop, rounds, copy.torn, states, list(copy.versions[0].pushes)))
+        return [OwnerInventory(copies_of(rank), False, b"", units)] if units else []
 
     def arrays_of(self, index: int, before: bool) -> list[Array]:
-        """Return values and state of a unit on the shelf. `before`: as of the round before the newest."""
+        """Return values and state of a unit of this owner. `before`: as of the round before the newest."""
         return self._whole()[index][1].versions[int(before)].arrays
 
     def _whole(self) -> list[tuple[UnitPlace, MirroredUnit]]:
@@ -205,12 +204,13 @@ class Mirror(UnitMirror):
         self._generation = generation
         self._asynchronous = layout.asynchronous
         nodes = [layout.nodes[layout.server_rank(server)] for server in range(layout.num_servers)]
-        self._mine = layout.rank - layout.num_workers
+        self._server = layout.rank - layout.num_workers
         # the server that mirrors this one; None if all share a node
-        self._mirror = mirror_of(self._mine, nodes)
+        self._mirror = mirror_of(self._server, nodes)
         # servers whose units are not all with their mirror yet
         self._unfilled = set(range(layout.num_servers))
-        self._told = False
+        # True once the other servers know that this one's mirror has everything
+        self._announced = False
         self._over = False
         self._due: deque[Unit] = deque()
         # number of a version -> what was sent, in order
@@ -220,8 +220,11 @@ class Mirror(UnitMirror):
         self._number = 0
         self._nbytes = 0
         self._coming: list[Coming] = []
-        self.tables = RowMirror(layout.servers, self._mirror, copies.tables, generation)
-        if self._mirror is None and self._mine == 0:
+        # name of a service -> its connection to the mirror
+        self.services = {
+            name: kept.connect(layout.servers, self._mirror, generation) for name, kept in copies.services.items()
+        }
+        if self._mirror is None and self._server == 0:
             warn("mirrors=1, but all servers that are left share one node: another loss of a node loses what is stored")
 
     @property
@@ -250,15 +253,17 @@ class Mirror(UnitMirror):
 
     def turn(self) -> bool:
         """Take in what has come, and send what there is room for. Return True if anything was done."""
-        worked = self._hear() | self.tables.turn()
+        worked = self._hear()
+        for service in self.services.values():
+            worked |= service.turn()
         # With nothing under way a unit is sent whatever its size.
         while self._due and (not self._nbytes or self._nbytes < UNDER_WAY_BYTES):
             self._send(self._due.popleft())
             worked = True
-        if not self._told and self.quiet and self.tables.quiet:
-            self._told = True
-            self._post(MirrorFilled(), *(server for server in range(self._comm.size) if server != self._mine))
-            self._note_filled(self._mine)
+        if not self._announced and self.quiet and all(service.quiet for service in self.services.values()):
+            self._announced = True
+            self._post(MirrorFilled(), *(server for server in range(self._comm.size) if server != self._server))
+            self._note_filled(self._server)
         return worked
 
     def stop(self) -> None:
@@ -267,23 +272,26 @@ class Mirror(UnitMirror):
         Versions that have arrived only in part do not count.
         """
         self._hear()
-        self.tables.stop()
+        for service in self.services.values():
+            service.stop()
         self._over = True
         for unit in (*self._due, *(sent.unit for sent in self._under_way.values())):
             unit.mirrored = True
-        for under_way in [sent.requests for sent in self._under_way.values()] + [one.requests for one in self._coming]:
-            requests.keep(under_way)
+        for under_way in [sent.requests for sent in self._under_way.values()] + [
+            coming.requests for coming in self._coming
+        ]:
+            requests.keep_until_complete(under_way)
         self._due.clear()
         self._under_way.clear()
         self._coming.clear()
 
     def _post(self, message: Message, *servers: int) -> None:
         """Send a message to servers, without blocking. Dead ones are skipped."""
-        requests.tell(self._comm, msgspec.msgpack.encode(message), servers, TAG)
+        requests.send_to_all(self._comm, msgspec.msgpack.encode(message), servers, TAG)
 
     def _hear(self) -> bool:
         worked = False
-        while (received := requests.received(self._comm, TAG)) is not None:
+        while (received := requests.receive_next(self._comm, TAG)) is not None:
             worked = True
             server, message = received[0], _decoder.decode(received[1])
             if isinstance(message, VersionSent):
@@ -305,8 +313,8 @@ class Mirror(UnitMirror):
         data = [array.tobytes() for array in arrays] if nbytes <= SMALL_BYTES else []
         self._number += 1
         self._latest[unit.number] = self._number
-        told = holding_of_unit(unit, self._asynchronous)
-        self._post(VersionSent(self._number, told, dtype_names(arrays), data), self._mirror)
+        copy = describe_unit(unit, self._asynchronous)
+        self._post(VersionSent(self._number, copy, dtype_names(arrays), data), self._mirror)
         under_way: list[MPI.Request] = []
         try:
             for array in arrays if not data else ():
@@ -325,7 +333,7 @@ class Mirror(UnitMirror):
             if sent is None:
                 continue
             self._nbytes -= sent.nbytes
-            requests.keep(sent.requests)
+            requests.keep_until_complete(sent.requests)
             # If not, the unit has changed again, and waits for a later version.
             if self._latest.get(sent.unit.number) == number:
                 del self._latest[sent.unit.number]
@@ -355,7 +363,7 @@ class Mirror(UnitMirror):
             except MPI.Exception as error:
                 if not is_death(error):
                     raise
-                requests.keep(coming)
+                requests.keep_until_complete(coming)
                 return
         self._coming.append(Coming(server, sent, copy, arrays, coming))
 
@@ -365,12 +373,12 @@ class Mirror(UnitMirror):
         rest = []
         for coming in self._coming:
             try:
-                there = MPI.Request.Testall(coming.requests)
+                is_complete = MPI.Request.Testall(coming.requests)
             except MPI.Exception:
                 # the sender has died
-                requests.keep(coming.requests)
+                requests.keep_until_complete(coming.requests)
                 continue
-            if not there:
+            if not is_complete:
                 rest.append(coming)
                 continue
             coming.copy.add_version(coming.sent, coming.arrays, self._generation)

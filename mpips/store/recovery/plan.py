@@ -1,14 +1,15 @@
-"""Plan a recovery from what each rank holds: which pushes count, each key's round, who gives a unit to whom.
+"""Plan a recovery: which pushes count, at which round each key goes on, and which rank gives a unit to which server.
 
-Pure data and arithmetic. The last push of a killed worker counts if its round was complete when the generation ended
-(`server.loop` finishes such rounds): then that round is chosen.
+Pure data and arithmetic. Every rank brings an `Inventory`. From all inventories every rank makes the same plan:
+`choose_rounds`, then `make_plan`.
 
-Every rank brings an `Inventory`. From all inventories every rank makes the same plan: `choose_rounds`, then
-`make_plan`. A round may have ended for some keys and not for others. If all can be put back to one round, none is lost
-and none counts twice: the training loop makes the pushes again.
+A round may have ended for some keys and not for others. If all keys can be put back to one round, they are: then no
+push is lost and none counts twice, because the training loop makes the pushes after that round again. The last push of
+a killed worker counts if its round was complete when the generation ended (`server.loop` finishes such rounds): then
+that round is chosen.
 
 Without servers all workers have the same sums. So a worker that has completed a round has the right values and state:
-the lowest rank that has it gives them to the workers that do not. A worker that has just begun takes everything.
+the lowest rank that has them gives them to the workers that do not. A worker that has just begun takes everything.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from mpips.optimizers.schedules import Groups
 from mpips.store.keys.cutting import Cards, Cutting
 from mpips.store.keys.key import Key, Name, Rounds
 from mpips.store.keys.sharding import Interval
+from mpips.store.recovery.undo import AvailableRound
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError
+from mpips.store.server.service import FoundService, ServicePlan
 from mpips.store.transport import frames
 from mpips.store.transport.frames import Change, Created, UnitCard, dtype_of
-from mpips.tables.plan import TableHolding, TablePlan, known_to_users, plan_tables, rounds_of_tables
 
 # lost keys named in an error
 SHOWN = 4
@@ -43,15 +45,12 @@ SHOWN = 4
 # ---- what each rank holds
 
 
-class Holding(msgspec.Struct, array_like=True):
-    """What one rank has of a unit: elements [start, stop) of a key, and the rounds at which they can be restored.
-
-    The same record describes a server's own unit, that of a dead server, a mirror's copy, and a replica.
+class UnitCopy(msgspec.Struct, array_like=True):
+    """A unit in the memory of one owner: elements [start, stop) of a key, and the rounds at which they can be restored.
 
     Attributes:
-        standings: The restorable rounds, newest first, each with the optimizer's step; None if there is no state yet.
-        torn: A change of the values has broken off. A torn replica cannot be restored whole; its one standing is what
-            is there.
+        rounds: Newest first.
+        torn: A change of the values has broken off. The rounds of a torn replica are then what it holds, and not whole.
         states: Dtypes of the optimizer's state.
         pushes: In an asynchronous store (contributor, number of its pushes in the unit).
     """
@@ -59,20 +58,19 @@ class Holding(msgspec.Struct, array_like=True):
     key: int | str
     start: int
     stop: int
-    standings: list[tuple[int, int | None]]
+    rounds: list[AvailableRound]
     torn: bool
     states: list[str]
     pushes: list[tuple[int, int]] = []
 
 
-class Shelf(msgspec.Struct, array_like=True):
-    """All units of one owner.
-
-    An owner is a server, by its rank in the last generation, or in a store without servers a worker, by its rank. The
-    copies that a rank keeps as a mirror are a shelf of their own, with the owner `copies_of(rank)`.
+class OwnerInventory(msgspec.Struct, array_like=True):
+    """All units in the memory of one owner: a server, a worker of a store without servers, or a mirror.
 
     Attributes:
-        live: The owner itself reports the shelf. False: it is dead, and another rank reads its memory.
+        owner: The server's or worker's rank in the last generation. What a rank keeps as a mirror is an owner of its
+            own, with the number `copies_of(rank)`.
+        live: The owner itself reports this. False: it is dead, and another rank reads its memory.
         settings: See `encode_settings`.
         changes: Without servers the number of changes of settings that the owner has made.
     """
@@ -80,18 +78,17 @@ class Shelf(msgspec.Struct, array_like=True):
     owner: int
     live: bool
     settings: bytes
-    units: list[Holding]
+    units: list[UnitCopy]
     changes: int = 0
-    tables: list[TableHolding] = []
 
     @property
-    def is_copy(self) -> bool:
+    def is_mirror(self) -> bool:
         """True if a mirror keeps these units for others."""
         return self.owner < 0
 
 
 def copies_of(rank: int) -> int:
-    """Return the owner number of the shelf with the copies that this rank keeps as a mirror."""
+    """Return the owner number of what this rank keeps as a mirror."""
     return -1 - rank
 
 
@@ -111,32 +108,32 @@ class Inventory(msgspec.Struct, array_like=True):
     """All that one rank brings into a recovery.
 
     Attributes:
-        shelves: What it has, and what it can read of dead servers.
+        owners: What it has, and what it can read of dead servers.
         mapped: Servers of the last generation whose memory it has mapped.
         keys: The keys it knows; None unless it was a worker before.
         local: On a worker: all servers are on its node.
         shared_cores: Processes of its node share cores.
-        tables: On a rank that was a worker before: the tables it knows.
+        known: Name of a service -> what this rank knows of it, if it was a worker before.
+        held: Name of a service -> what it can read of it (`ServiceKind.describe`).
         changes: On a worker of a store with servers: how many changes of settings it has begun, how many it has made,
             and the last one.
     """
 
-    shelves: list[Shelf] = []
+    owners: list[OwnerInventory] = []
     mapped: list[int] = []
     keys: list[KeyCard] | None = None
     local: bool = True
     shared_cores: bool = False
-    tables: list[frames.MakeTable] = []
+    known: dict[str, bytes] = {}
+    held: dict[str, bytes] = {}
     changes: tuple[int, int, bytes] = (0, 0, b"")
 
 
 def common_keys(inventories: Sequence[Inventory]) -> list[KeyCard]:
     """Return the keys that all former workers know alike, in the order of the first of these workers."""
-    lists = [one.keys for one in inventories if one.keys is not None]
-    if not lists:
-        return []
+    lists = [inventory.keys for inventory in inventories if inventory.keys is not None]
     known = [{*cards} for cards in lists]
-    return [card for card in lists[0] if all(card in cards for cards in known)]
+    return [card for card in lists[0] if all(card in cards for cards in known)] if lists else []
 
 
 def dtype_names(arrays: Sequence[Any]) -> list[str]:
@@ -152,30 +149,30 @@ class _Settings(msgspec.Struct, array_like=True):
 
 def encode_settings(groups: Groups, compressor: Compressor | None) -> bytes:
     """Encode optimizers and compression, for a ledger and for other ranks."""
-    own = [(name, encode(one)) for name, one in groups.own.items()]
+    own = [(name, encode(optimizer)) for name, optimizer in groups.own.items()]
     default = None if groups.default is None else encode(groups.default)
-    chosen = None if compressor is None else compression.options(compressor)
-    return msgspec.msgpack.encode(_Settings(default, own, chosen))
+    options = None if compressor is None else compression.options(compressor)
+    return msgspec.msgpack.encode(_Settings(default, own, options))
 
 
 def decode_settings(data: bytes) -> tuple[Groups, Compressor | None]:
     """Decode what `encode_settings` wrote."""
-    found = msgspec.msgpack.decode(data, type=_Settings)
-    default = None if found.default is None else decode(found.default)
-    groups = Groups(default, {name: decode(one) for name, one in found.own})
-    return groups, None if found.compression is None else compression.create(found.compression)
+    settings = msgspec.msgpack.decode(data, type=_Settings)
+    default = None if settings.default is None else decode(settings.default)
+    groups = Groups(default, {name: decode(optimizer) for name, optimizer in settings.own})
+    return groups, None if settings.compression is None else compression.create(settings.compression)
 
 
 # ---- what is chosen, and what follows
 
 
-class Part(NamedTuple):
-    """Elements [start, stop) of a key that are taken from one unit.
+class UnitSlice(NamedTuple):
+    """Elements [start, stop) of a key, taken from a unit that an owner has.
 
     Attributes:
-        owner: The owner of the unit's shelf.
-        unit: Its index on the shelf.
-        before: Take it as of the round before its newest.
+        owner: The number of the owner.
+        unit: The index of the unit in its inventory.
+        before: Take them as of the round before the unit's newest.
     """
 
     owner: int
@@ -186,40 +183,38 @@ class Part(NamedTuple):
 
 
 class KeyChoice(NamedTuple):
-    """The round of a key in the next generation, and the parts that it is made of."""
+    """The round of a key in the next generation, and the slices of old units that it is made of."""
 
     round: int
     torn: bool
-    parts: list[Part]
+    slices: list[UnitSlice]
 
 
 class Choice(NamedTuple):
-    """The rounds of all keys and tables in the next generation.
+    """The rounds of all keys, and of all collections of services, in the next generation.
 
     Attributes:
         step: The round at which all of them stand; None if they differ.
-        lost: Keys and tables of which a part is nowhere.
-        tables: The rounds of tables; None: each server's newest.
+        lost: Keys and collections of which nobody has all.
+        rounds: The rounds of those that can be restored whole; empty in an asynchronous store.
     """
 
     keys: dict[Name, KeyChoice]
     step: int | None
     lost: list[Name]
-    tables: Mapping[Name, int | None]
+    rounds: Mapping[Name, int]
 
 
-class Transfer(NamedTuple):
-    """Elements [start, stop) of a key that become part of a new unit.
+class UnitSource(NamedTuple):
+    """Where elements of a new unit come from.
 
     Attributes:
-        part: Where they come from.
-        holder: The rank that can read them.
+        slice: The elements, and the old unit that has them.
+        holder: The rank that can read the old unit.
         sent: The holder sends them in messages. False: the new server reads them itself.
     """
 
-    part: Part
-    start: int
-    stop: int
+    slice: UnitSlice
     holder: int
     sent: bool
 
@@ -237,7 +232,7 @@ class UnitPlan(NamedTuple):
     round: int
     torn: bool
     adopted: bool
-    transfers: list[Transfer]
+    sources: list[UnitSource]
     pushes: list[int] | None
 
 
@@ -268,7 +263,8 @@ class RecoveryPlan:
         cards: The units of each server; `units` lists them in the same order.
         replicas: In a store without servers what `units` is in others.
         rank: The rank that has made this plan.
-        holdings: Owner of a shelf -> its units.
+        copies: Number of an owner -> its units.
+        services: Name of a service -> its plan.
     """
 
     inventories: Sequence[Inventory]
@@ -278,25 +274,25 @@ class RecoveryPlan:
     cards: Cards = field(default_factory=dict)
     units: list[UnitPlan] = field(default_factory=list)
     replicas: dict[Name, ReplicaPlan] = field(default_factory=dict)
-    tables: list[TablePlan] = field(default_factory=list)
+    services: dict[str, ServicePlan] = field(default_factory=dict)
     rank: int = 0
-    holdings: dict[int, list[Holding]] = field(default_factory=dict)
+    copies: dict[int, list[UnitCopy]] = field(default_factory=dict)
 
-    def holding(self, transfer: Transfer) -> Holding:
-        """Return the old unit that a transfer takes from."""
-        return self.holdings[transfer.part.owner][transfer.part.unit]
+    def copy_of(self, source: UnitSource) -> UnitCopy:
+        """Return the old unit that a source takes from."""
+        return self.copies[source.slice.owner][source.slice.unit]
 
     @property
     def rounds(self) -> Rounds:
-        """The rounds at which keys and tables stand.
+        """The rounds at which keys, and collections of services, stand.
 
         In an asynchronous store, the number of this worker's pushes that are in them.
         """
         rounds = Rounds({key.name: key.round for key in self.keys})
         torn = [name for name, chosen in self.choice.keys.items() if chosen.torn]
-        for table in known_to_users(self.tables):
-            rounds[table.card.table] = table.pushes[self.rank] if self.rank < len(table.pushes) else table.round
-            torn += [table.card.table] * table.torn
+        for service in self.services.values():
+            rounds.update(service.rounds_of(self.rank))
+            torn += service.torn
         rounds.torn = tuple(torn)
         rounds.step = self.choice.step
         return rounds
@@ -304,15 +300,15 @@ class RecoveryPlan:
     # ---- optimizers and compression
 
     @property
-    def best_settings(self) -> Shelf | None:
-        """The shelf whose settings count: that of the owner with the most changes, and of these the lowest."""
-        own = [shelf for one in self.inventories for shelf in one.shelves if not shelf.is_copy]
-        return max(own, key=lambda shelf: (shelf.changes, -shelf.owner), default=None)
+    def best_settings(self) -> OwnerInventory | None:
+        """The owner whose settings count: the one with the most changes, and of several the lowest."""
+        own = [owner for inventory in self.inventories for owner in inventory.owners if not owner.is_mirror]
+        return max(own, key=lambda owner: (owner.changes, -owner.owner), default=None)
 
     def settings(self) -> tuple[Groups, Compressor | None]:
         """Return optimizers and compression as they were before `change`."""
-        shelf = self.best_settings
-        return (Groups(), None) if shelf is None else decode_settings(shelf.settings)
+        best = self.best_settings
+        return (Groups(), None) if best is None else decode_settings(best.settings)
 
     @property
     def change(self) -> Change | None:
@@ -321,7 +317,7 @@ class RecoveryPlan:
         Servers make it again.
         """
         begun, _, last = self._last_change()
-        if not last or max(one.changes[1] for one in self.inventories) >= begun:
+        if not last or max(inventory.changes[1] for inventory in self.inventories) >= begun:
             return None
         return frames.decode_request(last)  # type: ignore[return-value]
 
@@ -351,10 +347,10 @@ class RecoveryPlan:
         return groups, compressor, (begun, begun, last)
 
     def _last_change(self) -> tuple[int, int, bytes]:
-        return max((one.changes for one in self.inventories), key=lambda changes: changes[0])
+        return max((inventory.changes for inventory in self.inventories), key=lambda changes: changes[0])
 
 
-class Placed(msgspec.Struct, array_like=True):
+class ServerReady(msgspec.Struct, array_like=True):
     """A server's message to all once its units are filled. Other ranks send an empty one.
 
     Attributes:
@@ -368,45 +364,54 @@ class Placed(msgspec.Struct, array_like=True):
 
 # ---- the choice of rounds
 
-# a shelf, the index of a unit of a key on it, and this unit
-Candidate = tuple[Shelf, int, Holding]
+
+class OldUnit(NamedTuple):
+    """A unit of a key that can be read, and where it is."""
+
+    owner: OwnerInventory
+    # its index in the owner's inventory
+    number: int
+    copy: UnitCopy
 
 
 def choose_rounds(
-    inventories: Sequence[Inventory], synchronous: bool, replicas: bool = False, servers: int = 0
+    inventories: Sequence[Inventory],
+    synchronous: bool,
+    replicas: bool = False,
+    services: Collection[FoundService] = (),
 ) -> Choice:
-    """Choose the round of each key and table that all workers know, and from whose memory each key comes.
+    """Choose the round of each key, and of each collection of a service, and from whose memory each key comes.
 
     A key is torn if no whole round of it can be restored.
 
     Args:
         replicas: The store has no servers. A torn replica is then not whole.
-        servers: Number of servers in the last generation. Each of them has rows of every table.
     """
     sizes = {card.name: prod(card.shape) for card in common_keys(inventories)}
-    found = _candidates(sizes, [shelf for one in inventories for shelf in one.shelves])
-    whole = {
-        name: [one for one in there if not (replicas and one[2].torn)] for name, there in found.items() if synchronous
-    }
-    available = {name: _whole_rounds(sizes[name], there) for name, there in whole.items()}
-    tables, lost_tables = rounds_of_tables(inventories, servers)
+    units = _old_units(sizes, [owner for inventory in inventories for owner in inventory.owners])
+    whole: dict[Name, list[OldUnit]] = {}
+    available: dict[Name, Sequence[int]] = {}
     if synchronous:
-        available |= tables
-    rounds, step = common_round({name: rounds for name, rounds in available.items() if rounds}, synchronous)
+        for name, every in units.items():
+            whole[name] = [unit for unit in every if not (replicas and unit.copy.torn)]
+            available[name] = _whole_rounds(sizes[name], whole[name])
+        for service in services:
+            available |= service.rounds
+    rounds, step = common_round({name: each for name, each in available.items() if each}, synchronous)
     keys: dict[Name, KeyChoice] = {}
-    for name, there in found.items():
+    for name, every in units.items():
         if name in rounds:
-            round_, torn = rounds[name], any(holding.torn for _, _, holding in whole[name])
-            parts = _cover(sizes[name], whole[name], round_)
+            round_, torn = rounds[name], any(unit.copy.torn for unit in whole[name])
+            slices = _cover(sizes[name], whole[name], round_)
         else:
-            round_ = max((holding.standings[0][0] for _, _, holding in there), default=0)
-            torn = synchronous or any(holding.torn for _, _, holding in there)
-            parts = _cover(sizes[name], there, None)
-        if parts is not None:
-            keys[name] = KeyChoice(round_, torn, parts)
-    together = synchronous and len(rounds) == len(found) + len(tables)
-    lost = [*(name for name in found if name not in keys), *lost_tables]
-    return Choice(keys, step if together else None, lost, {name: rounds.get(name) for name in tables})
+            round_ = max((unit.copy.rounds[0].round for unit in every), default=0)
+            torn = synchronous or any(unit.copy.torn for unit in every)
+            slices = _cover(sizes[name], every, None)
+        if slices is not None:
+            keys[name] = KeyChoice(round_, torn, slices)
+    together = synchronous and len(rounds) == len(available)
+    lost = [name for name in units if name not in keys] + [name for service in services for name in service.lost]
+    return Choice(keys, step if together else None, lost, rounds)
 
 
 def common_round(available: Mapping[Name, Collection[int]], synchronous: bool) -> tuple[dict[Name, int], int | None]:
@@ -427,67 +432,70 @@ def common_round(available: Mapping[Name, Collection[int]], synchronous: bool) -
     return newest, None
 
 
-def _candidates(sizes: Mapping[Name, int], shelves: Sequence[Shelf]) -> dict[Name, list[Candidate]]:
-    """Return the units of each key. Copies of mirrors are among them only if servers' own memory does not suffice."""
-    own: dict[Name, list[Candidate]] = {name: [] for name in sizes}
-    copies: dict[Name, list[Candidate]] = {name: [] for name in sizes}
-    for shelf in shelves:
-        for index, holding in enumerate(shelf.units):
-            if holding.key in sizes:
-                (copies if shelf.is_copy else own)[holding.key].append((shelf, index, holding))
+def _old_units(sizes: Mapping[Name, int], owners: Sequence[OwnerInventory]) -> dict[Name, list[OldUnit]]:
+    """Return the units of each key. Those of mirrors are among them only if servers' own memory does not suffice."""
+    own: dict[Name, list[OldUnit]] = {name: [] for name in sizes}
+    mirrored: dict[Name, list[OldUnit]] = {name: [] for name in sizes}
+    for owner in owners:
+        for index, copy in enumerate(owner.units):
+            if copy.key in sizes:
+                (mirrored if owner.is_mirror else own)[copy.key].append(OldUnit(owner, index, copy))
     return {
-        name: there if _cover(sizes[name], there, None) is not None else there + copies[name]
-        for name, there in own.items()
+        name: units if _cover(sizes[name], units, None) is not None else units + mirrored[name]
+        for name, units in own.items()
     }
 
 
-def _whole_rounds(size: int, candidates: Sequence[Candidate]) -> list[int]:
+def _whole_rounds(size: int, units: Sequence[OldUnit]) -> list[int]:
     """Return the rounds at which a key can be restored whole."""
-    rounds = {round_ for _, _, holding in candidates for round_, _ in holding.standings}
-    return [round_ for round_ in rounds if _cover(size, candidates, round_) is not None]
+    rounds = {available.round for unit in units for available in unit.copy.rounds}
+    return [round_ for round_ in rounds if _cover(size, units, round_) is not None]
 
 
-# Units with a larger value are preferred: its owner lives, it is not a mirror's copy, number of the owner's changes of
-# settings, its round.
-Goodness = tuple[bool, bool, int, int]
+# Units with a larger value are preferred: its owner lives, is no mirror, has made more changes of settings; its round.
+Preference = tuple[bool, bool, int, int]
 
 
-def _cover(size: int, candidates: Sequence[Candidate], round_: int | None) -> list[Part] | None:
-    """Choose units that make up a whole key at this round. Return None if they do not.
+def _cover(size: int, units: Sequence[OldUnit], round_: int | None) -> list[UnitSlice] | None:
+    """Choose slices of units that make up a whole key at this round. Return None if they do not.
 
     `round_` None takes each unit at its newest round.
     """
-    fit = sorted(_at_round(candidates, round_), key=lambda each: (each[0].start, each[0].stop))
+    fit = sorted(_at_round(units, round_), key=lambda each: (each[0].start, each[0].stop))
     if not size:
         return [max(fit, key=lambda each: each[1])[0]] if fit else None
-    parts: list[Part] = []
+    slices: list[UnitSlice] = []
     at = 0
     while at < size:
-        here = [each for each in fit if each[0].start <= at < each[0].stop]
-        if not here:
+        covering = [each for each in fit if each[0].start <= at < each[0].stop]
+        if not covering:
             return None
-        part, _ = max(here, key=lambda each: (each[1], each[0].stop))
-        parts.append(part._replace(start=at))
-        at = part.stop
-    return parts
+        best, _ = max(covering, key=lambda each: (each[1], each[0].stop))
+        slices.append(best._replace(start=at))
+        at = best.stop
+    return slices
 
 
-def _at_round(candidates: Sequence[Candidate], round_: int | None) -> Iterable[tuple[Part, Goodness]]:
-    """Yield each unit that can be restored at this round, with its goodness."""
-    for shelf, index, holding in candidates:
-        for number, (standing, _) in enumerate(holding.standings[: 1 if round_ is None else None]):
-            if round_ is None or standing == round_:
-                goodness = shelf.live, not shelf.is_copy, shelf.changes, standing
-                yield Part(shelf.owner, index, number > 0, holding.start, holding.stop), goodness
+def _at_round(units: Sequence[OldUnit], round_: int | None) -> Iterable[tuple[UnitSlice, Preference]]:
+    """Yield each unit that can be restored at this round, as a slice, with its preference."""
+    for owner, index, copy in units:
+        for number, available in enumerate(copy.rounds[: 1 if round_ is None else None]):
+            if round_ is None or available.round == round_:
+                preference = owner.live, not owner.is_mirror, owner.changes, available.round
+                yield UnitSlice(owner.owner, index, number > 0, copy.start, copy.stop), preference
 
 
 # ---- the plan
 
 
 def make_plan(
-    layout: Layout, inventories: Sequence[Inventory], choice: Choice, lines: Sequence[Any] = ()
+    layout: Layout,
+    inventories: Sequence[Inventory],
+    choice: Choice,
+    lines: Sequence[Any] = (),
+    services: Mapping[str, FoundService] | None = None,
 ) -> RecoveryPlan:
-    """Make the plan. Raises LostError if a part of any key or table is lost.
+    """Make the plan. Raises LostError if a part of any key or collection is lost.
 
     Args:
         inventories: One for each rank, in order.
@@ -496,109 +504,126 @@ def make_plan(
     if choice.lost:
         names = ", ".join(map(repr, choice.lost[:SHOWN])) + ", ..." * (len(choice.lost) > SHOWN)
         raise LostError(
-            f"recover: all memory with parts of these keys or tables has gone, with their hosts: {names}; "
+            f"recover: nobody has all parts of {names} any more, because hosts were lost with their memory; "
             "start again from a checkpoint"
         )
     keys = [Key(card.name, tuple(card.shape), dtype_of(card.dtype)) for card in common_keys(inventories)]
     for key in keys:
         key.round = choice.keys[key.name].round
     if layout.num_servers:
-        return _plan_units(layout, inventories, choice, keys, lines)
+        planned = {name: service.plan(choice.rounds) for name, service in (services or {}).items()}
+        return _plan_units(layout, inventories, choice, keys, lines, planned)
     return RecoveryPlan(inventories, choice, keys, replicas=_plan_replicas(layout, inventories, choice))
 
 
+def _owners(inventories: Sequence[Inventory]) -> dict[int, OwnerInventory]:
+    return {owner.owner: owner for inventory in inventories for owner in inventory.owners}
+
+
 def _plan_replicas(layout: Layout, inventories: Sequence[Inventory], choice: Choice) -> dict[Name, ReplicaPlan]:
-    shelves = {shelf.owner: shelf for one in inventories for shelf in one.shelves}
-    found = {}
+    owners = _owners(inventories)
+    plans = {}
     for name, chosen in choice.keys.items():
-        root = chosen.parts[0].owner
-        stands = {owner: _replica_stand(shelf, name, chosen) for owner, shelf in shelves.items()}
-        stand = stands[root]
-        assert stand is not None
-        _, step, states = stand
-        holders = [owner for owner, other in stands.items() if other == stand]
+        root = chosen.slices[0].owner
+        versions = {owner: _replica_version(inventory, name, chosen) for owner, inventory in owners.items()}
+        version = versions[root]
+        assert version is not None
+        _, step, states = version
+        holders = [owner for owner, other in versions.items() if other == version]
         everybody = len(holders) == layout.num_workers and not chosen.torn
-        found[name] = ReplicaPlan(root, chosen.round, step, states, holders, everybody)
-    return found
+        plans[name] = ReplicaPlan(root, chosen.round, step, states, holders, everybody)
+    return plans
 
 
-def _replica_stand(shelf: Shelf, name: Name, chosen: KeyChoice) -> tuple[int, int | None, list[str]] | None:
+def _replica_version(owner: OwnerInventory, name: Name, chosen: KeyChoice) -> tuple[int, int | None, list[str]] | None:
     """Return (changes of settings, optimizer's step, dtypes of state) that an owner has of a key at the chosen round.
 
     None if the owner does not have the key at this round.
     """
-    for holding in shelf.units:
-        for round_, step in holding.standings if holding.key == name else ():
-            if round_ == chosen.round and holding.torn == chosen.torn:
-                return shelf.changes, step, [] if step is None else holding.states
+    for copy in owner.units:
+        for available in copy.rounds if copy.key == name else ():
+            if available.round == chosen.round and copy.torn == chosen.torn:
+                return owner.changes, available.step, [] if available.step is None else copy.states
     return None
 
 
 def _plan_units(
-    layout: Layout, inventories: Sequence[Inventory], choice: Choice, keys: list[Key], lines: Sequence[Any]
+    layout: Layout,
+    inventories: Sequence[Inventory],
+    choice: Choice,
+    keys: list[Key],
+    lines: Sequence[Any],
+    services: dict[str, ServicePlan],
 ) -> RecoveryPlan:
-    shelves = {shelf.owner: shelf for one in inventories for shelf in one.shelves}
-    counts = _count_pushes(layout, choice.keys, shelves) if layout.asynchronous else {}
-    if layout.asynchronous:
+    owners = _owners(inventories)
+    counts = _count_pushes(layout, choice.keys, owners) if layout.asynchronous else {}
+    if layout.asynchronous and layout.is_worker:
         for key in keys:
-            if layout.is_worker:
-                key.round = counts[key.name][layout.rank]
-    one_node = all(one.local for one in inventories[: layout.num_workers])
+            key.round = counts[key.name][layout.rank]
+    one_node = all(inventory.local for inventory in inventories[: layout.num_workers])
     cutting = Cutting(layout, one_node, not (inventories[0].shared_cores or layout.asynchronous))
     cards: Cards = {server: [] for server in range(layout.num_servers)}
     stays = _keys_stay(layout, choice.keys)
     for key in keys:
-        cutting.cut(key, lines, cards, _parts_by_server(layout, choice.keys[key.name]) if stays else None)
-    holders = {shelf.owner: rank for rank, one in enumerate(inventories) for shelf in one.shelves}
+        cutting.cut(key, lines, cards, _intervals_by_server(layout, choice.keys[key.name]) if stays else None)
+    holders = {owner.owner: rank for rank, inventory in enumerate(inventories) for owner in inventory.owners}
     units = [
-        _plan_unit(layout.server_rank(server), card, choice.keys[card.key], shelves, holders, inventories, counts)
+        _plan_unit(layout.server_rank(server), card, choice.keys[card.key], owners, holders, inventories, counts)
         for server, cut in cards.items()
         for card in cut
     ]
-    holdings = {owner: shelf.units for owner, shelf in shelves.items()}
-    tables = plan_tables(layout, inventories, choice.tables, holders)
-    if layout.asynchronous:
-        mine = [key.round for key in keys] + [table.pushes[layout.rank] for table in tables if layout.is_worker]
-        choice = choice._replace(step=min(filter(None, mine), default=0))
-    return RecoveryPlan(
-        inventories, choice, keys, cutting, cards, units, holdings=holdings, tables=tables, rank=layout.rank
+    copies = {number: owner.units for number, owner in owners.items()}
+    plan = RecoveryPlan(
+        inventories, choice, keys, cutting, cards, units, services=services, rank=layout.rank, copies=copies
     )
+    if layout.asynchronous:
+        plan.choice = choice._replace(step=min(filter(None, plan.rounds.values()), default=0))
+    return plan
 
 
 def _plan_unit(
     rank: int,
     card: UnitCard,
     chosen: KeyChoice,
-    shelves: Mapping[int, Shelf],
+    owners: Mapping[int, OwnerInventory],
     holders: Mapping[int, int],
     inventories: Sequence[Inventory],
     counts: Mapping[Name, Sequence[int]],
 ) -> UnitPlan:
-    transfers: list[Transfer] = []
-    for part in chosen.parts:
-        start, stop = max(part.start, card.start), min(part.stop, card.stop)
-        if start < stop or (card.start == card.stop and not transfers):
-            holder = holders[part.owner]
-            sent = holder != rank and part.owner not in inventories[rank].mapped
-            transfers.append(Transfer(part, start, max(start, stop), holder, sent))
-    first = shelves[transfers[0].part.owner]
-    unit = first.units[transfers[0].part.unit]
-    same = len(transfers) == 1 and (unit.start, unit.stop) == (card.start, card.stop)
-    adopted = same and first.live and transfers[0].holder == rank
+    """Plan one new unit.
+
+    Args:
+        rank: Its server.
+        chosen: The choice for its key.
+        holders: Number of an owner -> the rank that can read its memory.
+        counts: In an asynchronous store for each key the number of pushes that count, by worker.
+    """
+    sources: list[UnitSource] = []
+    for piece in chosen.slices:
+        start, stop = max(piece.start, card.start), min(piece.stop, card.stop)
+        if start < stop or (card.start == card.stop and not sources):
+            holder = holders[piece.owner]
+            sent = holder != rank and piece.owner not in inventories[rank].mapped
+            sources.append(UnitSource(piece._replace(start=start, stop=max(start, stop)), holder, sent))
+    first = sources[0]
+    owner = owners[first.slice.owner]
+    old = owner.units[first.slice.unit]
+    same = len(sources) == 1 and (old.start, old.stop) == (card.start, card.stop)
+    adopted = same and owner.live and first.holder == rank
     pushes = [counts[card.key][worker] for worker in card.contributors] if counts else None
-    return UnitPlan(rank, card, chosen.round, chosen.torn, adopted, transfers, pushes)
+    return UnitPlan(rank, card, chosen.round, chosen.torn, adopted, sources, pushes)
 
 
-def _parts_by_server(layout: Layout, chosen: KeyChoice) -> list[tuple[int, Interval]]:
-    """Return which part of a key each server had before. Adjacent parts on a server are joined."""
+def _intervals_by_server(layout: Layout, chosen: KeyChoice) -> list[tuple[int, Interval]]:
+    """Return which interval of a key each server had before. Adjacent ones on a server are joined."""
     first = layout.num_workers if layout.before is None else layout.before.num_workers
-    found: list[tuple[int, Interval]] = []
-    for part in chosen.parts:
-        server, start = part.owner - first, part.start
-        if found and found[-1][0] == server and found[-1][1].stop == start:
-            start = found.pop()[1].start
-        found.append((server, Interval(start, part.stop)))
-    return found
+    intervals: list[tuple[int, Interval]] = []
+    for piece in chosen.slices:
+        server, start = piece.owner - first, piece.start
+        if intervals and intervals[-1][0] == server and intervals[-1][1].stop == start:
+            start = intervals.pop()[1].start
+        intervals.append((server, Interval(start, piece.stop)))
+    return intervals
 
 
 def _keys_stay(layout: Layout, chosen: Mapping[Name, KeyChoice]) -> bool:
@@ -609,31 +634,32 @@ def _keys_stay(layout: Layout, chosen: Mapping[Name, KeyChoice]) -> bool:
     before = layout.before
     if before is None:
         return True
-    owners = {part.owner for one in chosen.values() for part in one.parts}
+    owners = {piece.owner for choice in chosen.values() for piece in choice.slices}
     return before.num_servers == layout.num_servers and all(
         before.num_workers <= owner < before.num_workers + before.num_servers for owner in owners
     )
 
 
 def _count_pushes(
-    layout: Layout, chosen: Mapping[Name, KeyChoice], shelves: Mapping[int, Shelf]
+    layout: Layout, chosen: Mapping[Name, KeyChoice], owners: Mapping[int, OwnerInventory]
 ) -> dict[Name, list[int]]:
     """Return for each key the number of pushes that count of each worker, or of its client, in an asynchronous store.
 
     A push that was under way may have reached only some shards. It counts. A worker by which the store has grown begins
     with the count of the slowest.
     """
-    before, found = layout.before, {}
+    before, counts = layout.before, {}
     assert before is not None
-    for name, one in chosen.items():
-        told: dict[int, int] = {}
-        for part in one.parts:
-            for worker, count in shelves[part.owner].units[part.unit].pushes:
-                told[worker] = max(count, told.get(worker, 0))
-        theirs = [
-            [told[old] for old in before.in_whose_place(worker, layout.kind) if old in told]
+    for name, choice in chosen.items():
+        # contributor of the last generation -> number of its pushes
+        pushes: dict[int, int] = {}
+        for piece in choice.slices:
+            for worker, count in owners[piece.owner].units[piece.unit].pushes:
+                pushes[worker] = max(count, pushes.get(worker, 0))
+        continued = [
+            [pushes[old] for old in before.in_whose_place(worker, layout.kind) if old in pushes]
             for worker in range(layout.num_workers)
         ]
-        slowest = min(told.values(), default=0)
-        found[name] = [max(counts, default=slowest) for counts in theirs]
-    return found
+        slowest = min(pushes.values(), default=0)
+        counts[name] = [max(each, default=slowest) for each in continued]
+    return counts

@@ -1,22 +1,24 @@
-"""`recover()`: how a store goes on after a failure or a death, and how a dead server's shard comes back.
+"""`recover()`: how a store goes on after a failure or a death, and how a dead server's units come back.
 
-The next generation begins with all ranks that are left, or not at all:
+The next generation begins with all ranks that are left, or not at all. An attempt to begin it has seven steps:
 
     1 agree who is left         `renew`: all ranks that live say that they go on, and get roles (`membership`)
-    2 gather what each holds    `Member.take_inventory`, then all ranks exchange their inventories
+    2 gather inventories        `Member.take_inventory`: what this rank holds; all ranks exchange that
     3 choose the round          `plan.choose_rounds`: one for all keys, if it can be restored
     4 plan                      `plan.make_plan`: pure data, the same on every rank
-    5 transfer                  `Member.transfer`: bytes go where the plan says (`UnitTransfer`)
+    5 move                      `Member.move`: bytes go where the plan says (`UnitMover`)
     6 rebuild                   `Member.rebuild`: lines, keys and units of the new generation
     7 begin the generation      all agree that all have finished; if not, all put everything back and try again
 
-How a dead server's shard comes back: all ranks of its node have its memory mapped, and a ledger in that memory says
-what lies where (`memory`). In step 2 the lowest rank left on the node reports what the dead server had and at which
-rounds. In step 4 the plan names that rank as the holder of these units, and cuts them for the present servers. In step
-5 a server that has the memory mapped copies them itself; to other servers the holder sends them.
+A *member* is the part of one rank: of a server, a worker or a spare. How a dead server's units come back: all ranks of
+its node have its memory mapped, and a *ledger* in that memory says what lies where (`memory`). In step 2 the lowest
+rank left on the node brings an *inventory* of the dead server's units, and of the rounds at which their *undo copies*
+can restore them. In step 4 the *plan* names that rank as the holder of these units, and cuts them for the present
+servers. In step 5 a server that has the memory mapped copies them itself; to other servers the holder sends them.
 
-If the whole node is lost, the copies of its mirror are used instead (`mirror`). In a store without servers every worker
-has everything, and one of them gives it to the others (`ReplicaPlan`).
+If the whole node is lost, the copies of its *mirror* are used instead (`mirror`). In a store without servers every
+worker has everything, and one of them gives it to the others (`ReplicaPlan`). A *service* takes part in steps 2 to 5
+by its `ServiceKind`; what it holds and plans is opaque here.
 
 A process may die at any moment, also while the others make new communicators, which blocks in MPI. So a thread watches
 for deaths meanwhile (`collectives.fabric.failure.Making`), and at the end MPI's uniform agreement tells all ranks alike
@@ -25,10 +27,10 @@ whether everybody has finished.
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 import msgspec
@@ -38,33 +40,31 @@ from mpi4py import MPI
 from mpips.collectives import log
 from mpips.collectives.errors import CollectiveError, StallError
 from mpips.collectives.fabric.arena import Region
-from mpips.collectives.fabric.failure import Making, deaths
-from mpips.collectives.fabric.requests import keep, send, sweep
+from mpips.collectives.fabric.failure import CommCreationGuard, find_deaths
+from mpips.collectives.fabric.requests import collect_closed, cut_bytes, keep_until_complete, send
 from mpips.collectives.recorder import own as recorder
 from mpips.optimizers.base import initial
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Array, Name
-from mpips.store.recovery.memory import LastGeneration, NodeMemory, SurvivingUnit, UnitMemory, arrays_of_unit
-from mpips.store.recovery.mirror import MirroredUnits
+from mpips.store.recovery.memory import LastGeneration, NodeMemory, UnitMemory
 from mpips.store.recovery.plan import (
     Inventory,
-    Placed,
     RecoveryPlan,
-    Transfer,
+    ServerReady,
     UnitPlan,
+    UnitSlice,
+    UnitSource,
     choose_rounds,
     make_plan,
 )
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError, StoreError, of_kind, uninterrupted
 from mpips.store.runtime.generation import FREEING_SECONDS, NEVER, Generation
+from mpips.store.server.service import FoundService, OldMemory, Service
 from mpips.store.server.unit import Unit
+from mpips.store.services import KINDS
 from mpips.store.transport.frames import Created, dtype_of
 from mpips.store.transport.lines import Connection, Line, connect
-from mpips.store.transport.pending import cut_bytes
-from mpips.tables.journal import Journal
-from mpips.tables.plan import RowSource
-from mpips.tables.transfer import NewRows, RowTransfer
 
 T = TypeVar("T")
 WHAT = "recover"
@@ -102,15 +102,14 @@ def recover(
 
     def rebuild() -> tuple[Member[T], T]:
         layout, member = generation.layout, join()
-        inventories = _gather(generation, member.take_inventory(known), Inventory)  # 2 gather what each holds
-        before = layout.before
-        servers = layout.num_servers if before is None else before.num_servers
+        inventories = _gather(generation, member.take_inventory(known), Inventory)  # 2 gather inventories
+        services = _find_services(layout, inventories)
         synchronous, replicas = not layout.asynchronous, not layout.num_servers
-        choice = choose_rounds(inventories, synchronous, replicas, servers)  # 3 choose the round
-        plan = make_plan(layout, inventories, choice, member.lines)  # 4 plan
-        placed = _gather(generation, member.transfer(plan), Placed)  # 5 transfer
-        filled = placed[layout.num_workers : layout.num_workers + layout.num_servers]
-        return member, member.rebuild(plan, filled)  # 6 rebuild
+        choice = choose_rounds(inventories, synchronous, replicas, services.values())  # 3 choose the round
+        plan = make_plan(layout, inventories, choice, member.lines, services)  # 4 plan
+        ready = _gather(generation, member.move(plan), ServerReady)  # 5 move
+        servers = ready[layout.num_workers : layout.num_workers + layout.num_servers]
+        return member, member.rebuild(plan, servers)  # 6 rebuild
 
     begun = renew(generation, rebuild, grow)  # 1 agree who is left, and 7 begin the generation
     if begun is not None:
@@ -130,10 +129,24 @@ def recover(
     return begun
 
 
-def _gather(generation: Generation, mine: T, kind: type[T]) -> list[T]:
+def _gather(generation: Generation, own: T, kind: type[T]) -> list[T]:
     """Exchange a value between all ranks. Return them in rank order. Collective, blocking."""
-    told = generation.meet(msgspec.msgpack.encode(mine), WHAT, True)
-    return [msgspec.msgpack.decode(data, type=kind) for data in told]
+    return [
+        msgspec.msgpack.decode(data, type=kind) for data in generation.meet(msgspec.msgpack.encode(own), WHAT, True)
+    ]
+
+
+def _find_services(layout: Layout, inventories: Sequence[Inventory]) -> dict[str, FoundService]:
+    """For each service that a worker knows anything of, find out what all ranks together hold."""
+    services = {}
+    for kind in KINDS:
+        if any(kind.name in inventory.known for inventory in inventories):
+            known = [
+                None if inventory.keys is None else inventory.known.get(kind.name, b"") for inventory in inventories
+            ]
+            held = [inventory.held.get(kind.name, b"") for inventory in inventories]
+            services[kind.name] = kind.find(layout, known, held, [inventory.mapped for inventory in inventories])
+    return services
 
 
 def former_rank(layout: Layout) -> int:
@@ -151,8 +164,8 @@ def former_rank(layout: Layout) -> int:
 def renew(generation: Generation, rebuild: Callable[[], T], grow: bool = False) -> T | None:
     """Begin the next generation, and return what `rebuild` returns in it.
 
-    Collective over all ranks of the store, blocking. The layout gets new communicators (`Layout.again`); what was sent
-    on the old ones is dropped.
+    Collective over all ranks of the store, blocking. The layout gets new communicators
+    (`Layout.rebuild_after_death`); what was sent on the old ones is dropped.
 
     If the store survives deaths, `rebuild` may be called several times, once in each attempt. What it needs must stay
     until this function returns.
@@ -168,8 +181,8 @@ def renew(generation: Generation, rebuild: Callable[[], T], grow: bool = False) 
         StoreStallError: A rank has not called this within the limits. Calling again waits on for it.
     """
     if generation.over is None:
-        generation.end("recover", CollectiveError(f"rank {generation.rank} calls recover"))
-    layout, succession = generation.layout, generation.succession
+        generation.end("recover", CollectiveError(f"rank {generation.layout.rank} calls recover"))
+    layout, barrier = generation.layout, generation.barrier
     limits = generation.limits if layout.is_worker else NEVER
 
     def begin() -> list[T]:
@@ -178,9 +191,9 @@ def renew(generation: Generation, rebuild: Callable[[], T], grow: bool = False) 
         return _begin_with_all(generation, rebuild)
 
     try:
-        while not (why := succession.wait_until_all_would(limits)):
+        while not (why := barrier.wait_until_all_would(limits)):
             with uninterrupted():
-                if not (why := succession.wait_until_all_go(limits)) and (begun := begin()):
+                if not (why := barrier.wait_until_all_go(limits)) and (begun := begin()):
                     return begun[0]
     except StallError as error:
         raise of_kind(error) from None
@@ -191,11 +204,11 @@ def renew(generation: Generation, rebuild: Callable[[], T], grow: bool = False) 
 
 def _begin_with_all(generation: Generation, rebuild: Callable[[], T]) -> list[T]:
     """Begin the generation with the same ranks. Return the result of `rebuild` in a list."""
-    old = copy.copy(generation.layout)
-    generation.layout.again(old.world)
+    layout, old = generation.layout, replace(generation.layout)
+    layout.become(old.rebuild_after_death(old.world))
     old.part()
     generation.advance()
-    sweep(FREEING_SECONDS)
+    collect_closed(FREEING_SECONDS)
     return [rebuild()]
 
 
@@ -206,8 +219,9 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
     raises although all live, all raise. What was there before stays until all ranks have finished, and is put back if
     they have not.
     """
-    layout, old, put_back = generation.layout, copy.copy(generation.layout), generation.put_back()
-    succession = generation.succession
+    layout, barrier = generation.layout, generation.barrier
+    # all that an attempt replaces
+    old, old_present = replace(layout), generation.present
     left = old.world.Shrink()
     assert isinstance(left, MPI.Intracomm)
     with suppress(MPI.Exception):
@@ -217,8 +231,8 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
     results: list[T] = []
     verdict, raised = DONE, None
     try:
-        with Making(left) as making:
-            layout.again(left, grow)
+        with CommCreationGuard(left) as making:
+            layout.become(old.rebuild_after_death(left, grow))
             generation.advance()
             with generation.failing(WHAT):
                 results.append(rebuild())
@@ -228,10 +242,10 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
             verdict = DIED
     except Exception as error:
         raised = error
-        verdict = DIED if not isinstance(error, LostError) and deaths(left) else FAILED
+        verdict = DIED if not isinstance(error, LostError) and find_deaths(left) else FAILED
     # Ranks wait for each other outside of MPI first. If they waited long in the agreement, and a rank died there, Open
     # MPI 5.0.11 might leave another rank in it for ever.
-    succession.wait_until_all_have_tried()
+    barrier.wait_until_all_have_tried()
     try:
         verdict = left.Agree(verdict)
     except MPI.Exception:
@@ -239,12 +253,12 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
         verdict = DIED
     if verdict == DONE:
         old.abandon() if layout.lost else old.free()
-        sweep()
+        collect_closed()
         return results
     if layout.world is not old.world:
         layout.abandon()
-    vars(layout).update(vars(old))
-    put_back()
+    layout.become(old)
+    generation.present = old_present
     LOG.info("an attempt at generation %d has failed: %s", generation.number + 1, raised)
     if verdict == FAILED:
         raise raised or LostError("recover: another rank could not go on, as its own error says")
@@ -257,7 +271,7 @@ def wait_for_role(generation: Generation, join: Callable[[], Member[T]]) -> tupl
     The rank sleeps, looks now and then, and takes part in every recovery. Return its member and what it is then, or
     None if the store ends.
     """
-    while not generation.succession.is_closing():
+    while not generation.barrier.is_closing():
         try:
             generation.look()
         except CollectiveError as error:
@@ -303,7 +317,7 @@ class Member(Generic[T]):
     @property
     def old_memory(self) -> NodeMemory:
         """The memory of the last generation's servers. It is the same in every attempt to begin the next one."""
-        return self._last.before(self.generation.number, self.memory)
+        return self._last.get_or_save(self.generation.number, self.memory)
 
     def connect(self) -> Connection:
         """Connect workers and servers anew, and map the memory of this node's servers. Collective, blocking."""
@@ -319,33 +333,59 @@ class Member(Generic[T]):
         old = self.old_memory
         if self.layout.num_servers:
             self.connection = self.connect()
-        return Inventory(old.shelves(self.layout, self.generation.number), old.ranks)
+        described = {kind.name: kind.describe(self.old_service(kind.name)) for kind in KINDS}
+        held = {name: data for name, data in described.items() if data}
+        return Inventory(old.owners(self.layout, self.generation.number), old.ranks, held=held)
 
-    def transfer(self, plan: RecoveryPlan) -> Placed:
+    def old_service(self, name: str) -> OldMemory:
+        """Return what this rank can read of a service as it was in the last generation."""
+        layout, old, number = self.layout, self.old_memory, self.generation.number
+        assert layout.before is not None
+        described = old.described(layout, number)
+        return OldMemory(layout.before, former_rank(layout), lambda rank: old.service_of(rank, name, number), described)
+
+    def move(self, plan: RecoveryPlan) -> ServerReady:
         """Send what others need, and receive what this rank needs. Collective, blocking."""
-        self.move(plan, ReachableMemory(self.old_memory, self.generation.number))
-        return Placed()
+        self.run_movers(plan)
+        return ServerReady()
 
-    def move(
-        self, plan: RecoveryPlan, reached: ReachableMemory, units: Sequence[Unit] = (), tables: NewRows | None = None
+    def read_old(self, piece: UnitSlice) -> list[Array]:
+        """Return values and state of an old unit that this rank can read. The caller must not change them."""
+        return self.old_memory.arrays_of(piece.owner, piece.unit, piece.before, self.generation.number)
+
+    def run_movers(
+        self,
+        plan: RecoveryPlan,
+        units: Sequence[Unit] = (),
+        old_units: Sequence[Unit] = (),
+        services: Mapping[str, Service] | None = None,
     ) -> None:
-        """Send what others need from memory that this rank reaches, and fill its own new `units` and `tables`.
+        """Send what others need from memory that this rank reads, and fill its own new `units` and `services`.
 
         Collective, blocking.
         """
-        layout = self.layout
-        moved = UnitTransfer(plan, layout, reached, units)
-        rows = RowTransfer(plan.tables, layout.world, reached.journal, tables)
-        try:
-            # `&` and not `and`: both must be called for both to advance.
-            self.generation.wait(lambda: rows.is_over() & moved.is_over(), WHAT)
-        finally:
-            keep(rows.under_way)
-        moved.finish()
-        self.nbytes = moved.nbytes + rows.nbytes
+        layout, own = self.layout, services or {}
+        unit_mover = UnitMover(plan, layout, self.read_old, units, old_units)
+        movers = [
+            kind.move(plan.services[kind.name], layout, self.old_service(kind.name), own.get(kind.name))
+            for kind in KINDS
+            if kind.name in plan.services
+        ]
 
-    def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> T:
-        """Become what the plan says, and return that. `placed` has an entry for each server. Local."""
+        def is_over() -> bool:
+            # a list, because all must be called for all to advance
+            over = [mover.is_over() for mover in movers]
+            return unit_mover.is_over() and all(over)
+
+        try:
+            self.generation.wait(is_over, WHAT)
+        finally:
+            keep_until_complete(request for mover in movers for request in mover.under_way)
+        unit_mover.finish()
+        self.nbytes = unit_mover.nbytes + sum(mover.nbytes for mover in movers)
+
+    def rebuild(self, plan: RecoveryPlan, ready: Sequence[ServerReady]) -> T:
+        """Become what the plan says, and return that. `ready` has an entry for each server. Local."""
         raise NotImplementedError
 
     def commit(self) -> None:
@@ -367,100 +407,60 @@ class StandBy(Member[None]):
             self.connect()
             self.memory = self.new_memory
 
-    def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> None:
+    def rebuild(self, plan: RecoveryPlan, ready: Sequence[ServerReady]) -> None:
         """Stay a spare."""
 
 
 # ---- 5: bytes go where the plan says
 
 
-class ReachableMemory:
-    """The memory that this rank can read in a recovery.
-
-    It consists of its own units, those of servers whose memory is mapped here, and the copies that it keeps as a
-    mirror.
-
-    Args:
-        node: The mapped memory of servers.
-        generation: The generation that is to begin.
-        units: This rank's units, if it was a server.
-        owner: The rank that it had as a server; -1 if it was none.
-        copies: The copies that it keeps as a mirror.
-        tables: Returns the journal of a table that this rank had or keeps as a mirror.
-    """
-
-    def __init__(
-        self,
-        node: NodeMemory,
-        generation: int,
-        units: Sequence[Unit] = (),
-        owner: int = -1,
-        copies: MirroredUnits | None = None,
-        tables: Callable[[RowSource, str], Journal] | None = None,
-    ) -> None:
-        self.units = units
-        self._owner = owner
-        self._node = node
-        self._generation = generation
-        self._copies = copies
-        self._tables = tables
-
-    def arrays_of(self, owner: int, index: int, before: bool) -> list[Array]:
-        """Return values and state of a unit. The caller must not change them.
-
-        `before`: as of the round before the newest.
-        """
-        if owner >= 0 and owner == self._owner:
-            return arrays_of_unit(self.units[index], before)
-        if owner < 0:
-            assert self._copies is not None
-            return self._copies.arrays_of(index, before)
-        return self._node.arrays_of(owner, index, before, self._generation)
-
-    def journal(self, source: RowSource, table: str) -> Journal:
-        """Return the journal of a server's rows of a table. The caller must not change it."""
-        if source.shelf < 0 or source.shelf == self._owner:
-            assert self._tables is not None
-            return self._tables(source, table)
-        return self._node.journal(source.owner, table, self._generation)
-
-
 def make_units(
-    plan: RecoveryPlan, rank: int, memory: UnitMemory, groups: Groups, reached: ReachableMemory
+    plan: RecoveryPlan, rank: int, memory: UnitMemory, groups: Groups, old_units: Sequence[Unit]
 ) -> tuple[list[Unit], Created]:
-    """Make the units that the server `rank` will have, still to be filled. Also return where workers find them."""
-    mine = [one for one in plan.units if one.server == rank]
-    adopted = {one.card.number: reached.units[one.transfers[0].part.unit] for one in mine if one.adopted}
-    return memory.make([one.card for one in mine], groups, adopted)
+    """Make the units that the server `rank` will have, still to be filled. Also return where workers find them.
+
+    `old_units` are those that it had in the last generation.
+    """
+    planned = [unit for unit in plan.units if unit.server == rank]
+    adopted = {unit.card.number: old_units[unit.sources[0].slice.unit] for unit in planned if unit.adopted}
+    return memory.make([unit.card for unit in planned], groups, adopted)
 
 
-class UnitTransfer:
-    """The unit transfers of one rank: it sends what others need, and fills its own new units.
+class UnitMover:
+    """Sends the units that others need of this rank, and fills its own new units.
 
     The constructor posts all messages, and copies what this rank can read itself. When `is_over` returns True, call
     `finish`.
 
     Args:
+        read: Returns values and state of an old unit that this rank can read.
         units: The new units of this server, in the order of the plan.
+        old_units: Those that it had in the last generation.
     """
 
     def __init__(
-        self, plan: RecoveryPlan, layout: Layout, reached: ReachableMemory, units: Sequence[Unit] = ()
+        self,
+        plan: RecoveryPlan,
+        layout: Layout,
+        read: Callable[[UnitSlice], list[Array]],
+        units: Sequence[Unit] = (),
+        old_units: Sequence[Unit] = (),
     ) -> None:
         self._plan = plan
         self._comm = layout.world
-        self._reached = reached
+        self._read = read
         self._requests: list[MPI.Request] = []
         # bytes that this rank sends and receives
         self.nbytes = 0
-        self._left: list[tuple[UnitPlan, Unit, list[list[Array]]]] = []
+        # new units, each with the arrays of state from its sources
+        self._filled: list[tuple[UnitPlan, Unit, list[list[Array]]]] = []
         self._send(layout.rank)
-        mine = [one for one in plan.units if one.server == layout.rank]
-        for one, unit in zip(mine, units, strict=True):
-            if one.adopted:
-                _adopt(one, reached.units[one.transfers[0].part.unit], unit)
+        own = [planned for planned in plan.units if planned.server == layout.rank]
+        for planned, unit in zip(own, units, strict=True):
+            if planned.adopted:
+                _adopt(planned, old_units[planned.sources[0].slice.unit], unit)
             else:
-                self._left.append((one, unit, [self._take(unit, transfer) for transfer in one.transfers]))
+                self._filled.append((planned, unit, [self._fill(unit, source) for source in planned.sources]))
 
     def is_over(self) -> bool:
         """True once all messages have been sent and received."""
@@ -468,40 +468,42 @@ class UnitTransfer:
 
     def finish(self) -> None:
         """Put the new units at their rounds. All messages must have come."""
-        for one, unit, states in self._left:
-            steps = [_step(self._plan, transfer) for transfer in one.transfers]
-            state, step = _join_states(unit, one.transfers, states, steps)
-            unit.begin_at(one.round, one.pushes, state, step, one.torn)
+        for planned, unit, states in self._filled:
+            steps = [_step(self._plan, source) for source in planned.sources]
+            state, step = _join_states(unit, planned.sources, states, steps)
+            unit.begin_at(planned.round, planned.pushes, state, step, planned.torn)
+
+    def _old_arrays(self, source: UnitSource) -> list[Array]:
+        """Return the elements of values and state that a source says. The caller must not change them."""
+        piece, start = source.slice, self._plan.copy_of(source).start
+        return [array[piece.start - start : piece.stop - start] for array in self._read(piece)]
 
     def _send(self, rank: int) -> None:
         """Begin to send what other ranks need of this rank's memory. The messages keep their arrays alive."""
-        for one in self._plan.units:
-            for transfer in one.transfers:
-                if transfer.sent and transfer.holder == rank:
-                    part, start = transfer.part, self._plan.holding(transfer).start
-                    for array in self._reached.arrays_of(part.owner, part.unit, part.before):
-                        for data in cut_bytes(array[transfer.start - start : transfer.stop - start], MESSAGE_BYTES):
+        for planned in self._plan.units:
+            for source in planned.sources:
+                if source.sent and source.holder == rank:
+                    for array in self._old_arrays(source):
+                        for data in cut_bytes(array, MESSAGE_BYTES):
                             self.nbytes += data.nbytes
-                            self._requests.append(send(self._comm, data, one.server, TAG))
+                            self._requests.append(send(self._comm, data, planned.server, TAG))
 
-    def _take(self, unit: Unit, transfer: Transfer) -> list[Array]:
+    def _fill(self, unit: Unit, source: UnitSource) -> list[Array]:
         """Copy values into the unit, or begin to receive them.
 
         Return the arrays of state; [] if there is no state yet.
         """
-        holding, part = self._plan.holding(transfer), transfer.part
-        values = unit.stored[transfer.start - unit.start : transfer.stop - unit.start]
-        if not transfer.sent:
-            first, last = transfer.start - holding.start, transfer.stop - holding.start
-            there, *state = self._reached.arrays_of(part.owner, part.unit, part.before)
-            values[...] = there[first:last]
-            return [array[first:last] for array in state]
-        names = [] if _step(self._plan, transfer) is None else holding.states
+        values = unit.stored[source.slice.start - unit.start : source.slice.stop - unit.start]
+        if not source.sent:
+            old, *state = self._old_arrays(source)
+            values[...] = old
+            return state
+        names = [] if _step(self._plan, source) is None else self._plan.copy_of(source).states
         state = [np.empty(values.shape, dtype_of(name)) for name in names]
         for array in (values, *state):
             for data in cut_bytes(array, MESSAGE_BYTES):
                 self.nbytes += data.nbytes
-                self._requests.append(self._comm.Irecv(data, transfer.holder, TAG))
+                self._requests.append(self._comm.Irecv(data, source.holder, TAG))
         return state
 
 
@@ -510,10 +512,10 @@ def _adopt(plan: UnitPlan, old: Unit, unit: Unit) -> None:
 
     If the plan takes the old one as of the round before, it is put back first.
     """
-    if plan.transfers[0].part.before:
-        assert isinstance(old, SurvivingUnit)
+    if plan.sources[0].slice.before:
+        assert old.undo is not None
         old.undo.go_back()
-        old.go_back_to(old.undo.standings()[0][1])
+        old.go_to_undo_copy()
         old.round = plan.round
     slots = 0 if unit.optimizer is None else len(initial(unit.optimizer, unit.stored[:0]))
     state, step = (old.state, old.step) if slots == len(old.state or ()) else (None, 0)
@@ -521,27 +523,28 @@ def _adopt(plan: UnitPlan, old: Unit, unit: Unit) -> None:
 
 
 def _join_states(
-    unit: Unit, transfers: Sequence[Transfer], states: Sequence[list[Array]], steps: Sequence[int | None]
+    unit: Unit, sources: Sequence[UnitSource], states: Sequence[list[Array]], steps: Sequence[int | None]
 ) -> tuple[list[Array] | None, int]:
-    """Put the optimizer's state together from all transfers. Return it and its step; (None, 0) if there is none.
+    """Put the optimizer's state together from all sources. Return it and its step; (None, 0) if there is none.
 
-    Parts that have no state yet begin with a fresh one if others have state.
+    Slices that have no state yet begin with a fresh one if others have state.
     """
     known = [step for step in steps if step is not None]
     if not known or unit.optimizer is None:
         return None, 0
     probe = initial(unit.optimizer, unit.stored[:0])
-    mine = unit.undo.state if unit.undo else [np.empty(unit.stored.shape, array.dtype) for array in probe]
-    for transfer, state, step in zip(transfers, states, steps, strict=True):
-        first, last = transfer.start - unit.start, transfer.stop - unit.start
+    joined = unit.undo.state if unit.undo else [np.empty(unit.stored.shape, array.dtype) for array in probe]
+    for source, state, step in zip(sources, states, steps, strict=True):
+        first, last = source.slice.start - unit.start, source.slice.stop - unit.start
         given = initial(unit.optimizer, unit.stored[first:last]) if step is None else state
-        if [array.dtype for array in given] != [array.dtype for array in mine]:
+        if [array.dtype for array in given] != [array.dtype for array in joined]:
             # The state belongs to another optimizer, because this server has not heard of the last change.
             return None, 0
-        for array, part in zip(mine, given, strict=True):
-            array[first:last] = part
-    return mine, max(known)
+        for array, values in zip(joined, given, strict=True):
+            array[first:last] = values
+    return joined, max(known)
 
 
-def _step(plan: RecoveryPlan, transfer: Transfer) -> int | None:
-    return plan.holding(transfer).standings[int(transfer.part.before)][1]
+def _step(plan: RecoveryPlan, source: UnitSource) -> int | None:
+    """Return the optimizer's step of a source's old unit at the round at which it is taken."""
+    return plan.copy_of(source).rounds[int(source.slice.before)].step

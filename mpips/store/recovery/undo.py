@@ -1,24 +1,29 @@
-"""The undo copy of a unit: one whole round of it can be restored whenever its server is killed.
+"""Undo copies: memory from which a whole round can be restored, whenever the server that writes it is killed.
 
-A server that writes a block does it in three steps:
+A server writes a round in pieces:
 
-1. It copies the old bytes of the block.
-2. It advances the mark.
-3. It changes the block.
+1. It opens the round: OPENED becomes CLOSED + 1.
+2. For each piece it copies the old bytes, then advances MARK, and only then changes the piece.
+3. It closes the round: CLOSED becomes OPENED.
 
-So while a round is being written, the round before consists of the copy before the mark and of the values after it.
-Once the round is complete, both rounds can be restored. A round that changes only some rows keeps copies of those rows
-and their numbers.
+So a whole round can be restored at any moment. While a round is open, the round before consists of the copies before
+the mark, and of all that was not copied yet as it is. Once the round is closed, both it and the round before can be
+restored, until the next round opens. To undo a closed round, CLOSED is set back by 1, and then it looks like an open
+one.
 
 Everything lies in memory that outlives the process. A process that reads it later sees the stores in their order,
 because one process has made them all.
+
+`UndoWords` holds what is the same wherever this is done. `Undo` is for a unit: its pieces are blocks, from first to
+last, so the mark is a number of elements, and a round that changes only some rows copies these rows and their numbers.
+A service may have undo copies of another form.
 """
 
 from __future__ import annotations
 
 import array as words_in
 from collections.abc import MutableSequence, Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,26 +32,35 @@ from mpips.collectives.fabric import arena
 from mpips.store.keys.key import Array
 
 Words = MutableSequence[int] | memoryview
-# Words of an undo copy:
+# Words of every undo copy:
 # CLOSED: the last complete round.
 # OPENED: the round being written; equal to CLOSED if there is none.
-# WHOLE: the copy is complete, so that the round before CLOSED can be restored.
-# MARK: number of elements (or rows) copied.
+# WHOLE: the copies are complete, so that the round before CLOSED can be restored.
+# MARK: number of elements or rows copied.
+CLOSED, OPENED, WHOLE, MARK = range(4)
+# Further words of a unit's:
 # BY_ROWS: the copy is of single rows.
 # STEP: 1 + the optimizer's step at the last round; 0 if there is no state.
 # STEP_BEFORE: the same at the round before.
 # TORN: values are being overwritten from outside.
 # PUSHES: the first of the words that count each contributor's pushes in that round (asynchronous stores only).
 # There are two sets of these, used by even and odd rounds in turn.
-CLOSED, OPENED, WHOLE, MARK, BY_ROWS, STEP, STEP_BEFORE, TORN, PUSHES = range(9)
+BY_ROWS, STEP, STEP_BEFORE, TORN, PUSHES = range(4, 9)
 # Row numbers are kept only for rows of at least this many elements. For shorter ones they take as long to copy as the
 # values.
 SPARSE_ROW = 4
 ROWS_AT_A_TIME = 4096
 
 
-# A round that can be restored, and the optimizer's step there; None if there is no state.
-Standing = tuple[int, int | None]
+class AvailableRound(NamedTuple):
+    """A round that can be restored, and the optimizer's step there; None if there is no state yet."""
+
+    round: int
+    step: int | None
+
+
+# the record of a round that can be restored
+Available = TypeVar("Available")
 
 
 class Version(NamedTuple):
@@ -55,7 +69,7 @@ class Version(NamedTuple):
     Attributes:
         step: The optimizer's step; None if there is no state yet.
         arrays: The values, then the optimizer's state.
-        pushes: See `Holding.pushes`.
+        pushes: See `UnitCopy.pushes`.
     """
 
     round: int
@@ -64,8 +78,42 @@ class Version(NamedTuple):
     pushes: Sequence[tuple[int, int]] = ()
 
 
-class Undo:
-    """The memory of one unit, with the copies that bring a round back.
+class UndoWords(Generic[Available]):
+    """Base class of undo copies: which rounds their words say can be restored."""
+
+    __slots__ = ("words",)
+
+    words: Words
+
+    def _available(self, round_: int, before: bool) -> Available:
+        """Return the record of the newest round that can be restored, or of the one before."""
+        raise NotImplementedError
+
+    def undo(self) -> bool:
+        """Undo a round that is not complete. Return True if there was one."""
+        raise NotImplementedError
+
+    @property
+    def is_open(self) -> bool:
+        """True if a round is being written."""
+        return bool(self.words[OPENED] != self.words[CLOSED])
+
+    def available_rounds(self) -> list[Available]:
+        """Return the rounds that can be restored, newest first."""
+        last = int(self.words[CLOSED])
+        if self.is_open:
+            return [self._available(last, True)]
+        before = [self._available(last - 1, True)] if self.words[WHOLE] else []
+        return [self._available(last, False), *before]
+
+    def go_back(self) -> None:
+        """Go back to the round before the last, which must be restorable."""
+        self.words[CLOSED] -= 1
+        self.undo()
+
+
+class Undo(UndoWords[AvailableRound]):
+    """The memory of one unit, with its undo copy.
 
     Args:
         arrays: Its values and the optimizer's state; all 1-D and of the same length.
@@ -75,7 +123,7 @@ class Undo:
         row_elements: Elements of a row.
     """
 
-    __slots__ = ("arrays", "copies", "row_elements", "rows", "words")
+    __slots__ = ("arrays", "copies", "row_elements", "rows")
 
     def __init__(
         self,
@@ -143,23 +191,18 @@ class Undo:
         # Last: with this store the round is complete.
         words[CLOSED] = words[OPENED]
 
-    def undo(self) -> Standing:
-        """Give up a round that is not complete. Return the round and step that the unit has then."""
+    def undo(self) -> bool:
+        """Undo a round that is not complete. Return True if there was one."""
         words = self.words
-        if words[OPENED] != words[CLOSED]:
-            self._patch(self.arrays)
-            words[WHOLE] = 0
-            words[MARK] = 0
-            words[STEP] = words[STEP_BEFORE]
-            # Last: if this process is killed before, all of the above can be done again.
-            words[OPENED] = words[CLOSED]
-        return _standing(words[CLOSED], words[STEP])
-
-    def go_back(self) -> None:
-        """Go back to the round before the last, which must be restorable."""
-        # Now the last round looks as if it were not complete, and is undone as such a round.
-        self.words[CLOSED] -= 1
-        self.undo()
+        if not self.is_open:
+            return False
+        self._patch(self.arrays)
+        words[WHOLE] = 0
+        words[MARK] = 0
+        words[STEP] = words[STEP_BEFORE]
+        # Last: if this process is killed before, all of the above can be done again.
+        words[OPENED] = words[CLOSED]
+        return True
 
     # ---- other changes
 
@@ -182,13 +225,9 @@ class Undo:
 
     # ---- reading
 
-    def standings(self) -> list[Standing]:
-        """Return the rounds that can be restored, newest first."""
-        words = self.words
-        if words[OPENED] != words[CLOSED]:
-            return [_standing(words[CLOSED], words[STEP_BEFORE])]
-        before = [_standing(words[CLOSED] - 1, words[STEP_BEFORE])] if words[WHOLE] else []
-        return [_standing(words[CLOSED], words[STEP]), *before]
+    def _available(self, round_: int, before: bool) -> AvailableRound:
+        step = self.words[STEP_BEFORE if before else STEP]
+        return AvailableRound(round_, step - 1 if step else None)
 
     def arrays_at(self, before: bool) -> list[Array]:
         """Return values and state (if there is any) at the newest restorable round or the one before.
@@ -196,10 +235,9 @@ class Undo:
         The caller must not change them.
         """
         words = self.words
-        opened = words[OPENED] != words[CLOSED]
-        stated = words[STEP_BEFORE if opened or before else STEP]
-        arrays = self.arrays if stated else self.arrays[:1]
-        if not (opened or before):
+        before |= self.is_open
+        arrays = self.arrays if words[STEP_BEFORE if before else STEP] else self.arrays[:1]
+        if not before:
             return arrays
         # The copies are complete, so they need not be put together with the values.
         if not words[BY_ROWS] and words[MARK] == len(self.arrays[0]):
@@ -259,14 +297,10 @@ def with_state(undo: Undo, states: Sequence[np.dtype]) -> Undo:
     return Undo([values, *state], [undo.copies[0], *copies], undo.words, undo.rows, undo.row_elements)
 
 
-def _standing(round_: int, step: int) -> Standing:
-    return round_, step - 1 if step else None
-
-
 def _move(pairs: Sequence[tuple[Array, Array]], rows: NDArray[np.int64], row_elements: int) -> None:
     """Copy rows from the first array of each pair to the second."""
     for source, target in pairs:
-        theirs, mine = source.reshape(-1, row_elements), target.reshape(-1, row_elements)
+        old, new = source.reshape(-1, row_elements), target.reshape(-1, row_elements)
         for at in range(0, len(rows), ROWS_AT_A_TIME):
             some = rows[at : at + ROWS_AT_A_TIME]
-            mine[some] = theirs[some]
+            new[some] = old[some]

@@ -1,12 +1,12 @@
-"""Push and pull whole keys: a worker by itself (`Alone`), or the members of a client, who push their sum (`Client`).
+"""Push and pull whole keys: a worker by itself (`SingleWorker`), or the members of a client, who sum first (`Client`).
 
 With masters="one" rank 0 of the client pushes the members' sum and broadcasts the values that it pulls (the paper,
 section 4.2). With masters="all" the client does a reduce-scatter, every member pushes and pulls its own slice, and an
 allgather puts the slices together. Between nodes this is done piece by piece, so that the phases overlap. In a
 synchronous store the members of a client that shares its node with all servers read the servers' memory instead.
 
-Small keys of one list travel as one vector (`Vectors`), because a collective of a small key costs only its latency (as
-MG-WFBP merges gradients, section 4). Servers and optimizers still see every key by itself.
+Small keys of one list travel as one vector (`VectorMemory`), because a collective of a small key costs only its latency
+(as MG-WFBP merges gradients, section 4). Servers and optimizers still see every key by itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from mpips.collectives.fabric import arena
-from mpips.collectives.fabric.tasks import Task, together
+from mpips.collectives.fabric.tasks import Task, run_together
 from mpips.store.keys.key import Array, Key, Piece
 from mpips.store.remote.members import ClientCall, Members, label
 from mpips.store.remote.sparse import RowTransfers
@@ -25,26 +25,27 @@ from mpips.store.remote.transfers import Pull, Push
 from mpips.store.roles import Layout
 
 
-class Alone(RowTransfers):
+class SingleWorker(RowTransfers):
     """The pushes and pulls of a worker by itself. `one_node`: all servers are on its node."""
 
     def __init__(self, layout: Layout, push: Push, pull: Pull, one_node: bool) -> None:
-        super().__init__(layout, push, pull, None, True)
+        super().__init__(layout, push, pull, None)
         self._one_node = one_node
-        self._asynchronous = layout.asynchronous
 
     def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
         """Push all keys. Each is sent before the task waits for any of them."""
-        return together([self._push.push_part(key, 0, flat, priority, key.pushes) for key, flat in zip(keys, flats)])
+        return run_together(
+            [self._push.push_part(key, 0, flat, priority, key.pushes) for key, flat in zip(keys, flats)]
+        )
 
     def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
         """Pull all keys. Each is asked for before the task waits for any of them."""
-        return together([self._pull.pull_part(key, out, key.shards) for key, out in zip(keys, outs)])
+        return run_together([self._pull.pull_part(key, out, key.shards) for key, out in zip(keys, outs)])
 
     def pushpull(self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int) -> Task[None]:
         """Push and pull all keys, side by side."""
         each = zip(keys, flats, outs, strict=True)
-        return together([self._pushpull_key(key, flat, out, priority) for key, flat, out in each])
+        return run_together([self._pushpull_key(key, flat, out, priority) for key, flat, out in each])
 
     def _pushpull_key(self, key: Key, flat: Array, out: Array, priority: int) -> Task[None]:
         """Push and pull a key. Between nodes later pieces go to the servers while the answers to earlier ones come."""
@@ -58,17 +59,20 @@ class Alone(RowTransfers):
         key.round = round_ = key.round + 1
         pushes = [self._push.push_part(key, round_, flat, priority, piece.pushes, wait=False) for piece in key.pieces]
         pairs = zip(key.pieces, pushes, strict=True)
-        yield from together([self._pull.exchange(key, push, out, piece.pushes) for piece, push in pairs])
+        yield from run_together([self._pull.exchange(key, push, out, piece.pushes) for piece, push in pairs])
 
 
 class Client(RowTransfers):
     """The pushes and pulls of one member of a client of several. `direct`: each member reads the servers' memory."""
 
     def __init__(self, layout: Layout, push: Push, pull: Pull, members: Members, direct: bool) -> None:
-        super().__init__(layout, push, pull, members, direct)
+        super().__init__(layout, push, pull, members)
+        self._direct = direct
+        self._rank = members.rank
+        self._all = layout.options.masters == "all"
         self._call = members.call
         self._abreast = 1 if members.one_node else layout.options.chunks_in_flight
-        self._vectors = Vectors(members.one_node)
+        self._vectors = VectorMemory(members.one_node)
 
     # ---- one key
 
@@ -123,7 +127,7 @@ class Client(RowTransfers):
 
     def _some(self, tasks: list[Task[None]]) -> Task[None]:
         """Run tasks in order: one at a time on one node, a few at a time between nodes, where each has its own tags."""
-        return together(tasks, self._abreast)
+        return run_together(tasks, self._abreast)
 
     # ---- lists
 
@@ -141,7 +145,7 @@ class Client(RowTransfers):
     def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
         """Pull keys in this order."""
         if self._direct:
-            yield from together(self._read_directly(keys, outs))
+            yield from run_together(self._read_directly(keys, outs))
             return
         for chosen in self._steps(keys):
             if len(chosen) == 1:
@@ -192,7 +196,7 @@ class Client(RowTransfers):
             for key in keys:
                 yield from self._push.wait_until_read(key.round - 1, key.pushes)
             pairs = zip(keys, parts, strict=True)
-            yield from together(
+            yield from run_together(
                 [self._push.push_part(key, key.round, part, priority, key.pushes, own=True) for key, part in pairs]
             )
 
@@ -202,7 +206,7 @@ class Client(RowTransfers):
         call = self._call(label("pull", keys))
         if self._rank == 0:
             pairs = zip(keys, slices, strict=True)
-            yield from together([self._pull.pull_part(key, vector[each], key.shards) for key, each in pairs])
+            yield from run_together([self._pull.pull_part(key, vector[each], key.shards) for key, each in pairs])
         yield from call.run(call.broadcast(keys[0].pieces[0], vector))
         for out, each in zip(outs, slices, strict=True):
             out[...] = vector[each]
@@ -232,7 +236,7 @@ def steps(keys: Sequence[Key]) -> list[list[int]]:
     return result
 
 
-class Vectors:
+class VectorMemory:
     """Memory for the vector in which small keys travel together, and for its sum, reused by every call.
 
     `shared`: allocate the vector in memory that all processes of the node can read.

@@ -1,8 +1,10 @@
 """The fast path of plain arrays within a node: one straight-line function for a push, one for a pull, bound at `init`.
 
-The fast path handles keys whose servers are all on this node and whose pushes are not compressed, while no operation is
-running. It does the same as `Push` and `Pull`, in a fraction of the time, and waits only for a moment. If that is not
-enough, a call returns a task of the general path that does the rest. Otherwise the call returns None.
+It is a short-cut of the general path, which is `transfers.Push` and `transfers.Pull`, and leaves out what other cases
+need: a task, other nodes, compression (`worker.route` has the figure that justifies it). It handles keys whose servers
+are all on this node and whose pushes are not compressed, while no operation is running. It waits only for a moment. If
+that is not enough, a call returns a task of the general path that does the rest (`SlowPath`). Otherwise the call
+returns None.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import mpips.collectives as collectives
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.tasks import Task
 from mpips.store.keys.key import Array, Fast, Key
-from mpips.store.remote.link import Link
+from mpips.store.remote.link import ServerLink
 from mpips.store.remote.members import label
 from mpips.store.remote.transfers import Pull, Push, snapshot
 from mpips.store.roles import Layout
@@ -27,7 +29,7 @@ from mpips.store.transport.outbox import InPlacePushes, RepeatedPush
 YIELDS = 500
 
 
-def has_come(words: memoryview, word: int, count: int) -> bool:
+def spin_until(words: memoryview, word: int, count: int) -> bool:
     """Spin until a server's counter `words[word]` has reached `count`. False if it has not after `YIELDS` tries."""
     for _ in range(YIELDS):
         if words[word] >= count:
@@ -36,10 +38,14 @@ def has_come(words: memoryview, word: int, count: int) -> bool:
     return False
 
 
-class General:
-    """What a fast path of a key falls back to when it cannot finish at once. `flag[0]`: the generation has ended."""
+class SlowPath:
+    """The general path of a key, to which a fast path falls back when it cannot finish at once.
 
-    def __init__(self, flag: memoryview, link: Link, push: Push, pull: Pull) -> None:
+    Args:
+        flag: `flag[0]` is not 0 once the generation has ended.
+    """
+
+    def __init__(self, flag: memoryview, link: ServerLink, push: Push, pull: Pull) -> None:
         self.flag = flag
         self.link = link
         self.copy_in = push.copy_in
@@ -70,10 +76,10 @@ class FastRoute:
     would have to wait.
     """
 
-    __slots__ = ("_general", "_key")
+    __slots__ = ("_key", "_slow_path")
 
-    def __init__(self, general: General, key: Key) -> None:
-        self._general = general
+    def __init__(self, slow_path: SlowPath, key: Key) -> None:
+        self._slow_path = slow_path
         self._key = key
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
@@ -92,7 +98,7 @@ class FastRoute:
     def pushpull(self, array: Array, out: Array, priority: int) -> Task[None] | None:
         """Push, then pull. No wait between them: if the result can be read, the server has read the array."""
         left = self.post(array, priority)
-        return self.pull(out) if left is None else self._general.then_pull(self._key, left, out)
+        return self.pull(out) if left is None else self._slow_path.then_pull(self._key, left, out)
 
 
 class OneBlock(FastRoute):
@@ -111,11 +117,11 @@ class OneBlock(FastRoute):
         "_words",
     )
 
-    def __init__(self, general: General, key: Key, small_bytes: int) -> None:
+    def __init__(self, slow_path: SlowPath, key: Key, small_bytes: int) -> None:
         shard = key.shards[0]
         assert shard.stored is not None
-        super().__init__(general, key)
-        self._flag = general.flag
+        super().__init__(slow_path, key)
+        self._flag = slow_path.flag
         self._shard = shard
         self._words = shard.words
         self._mine = shard.mine
@@ -127,9 +133,9 @@ class OneBlock(FastRoute):
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
         key = self._key
-        # As long as the server has not read the last push, its values must stay where they are.
+        # As long as the server has not read the last push, it may read the outbox, or the array that was pushed.
         if self._flag[0] or self._words[self._mine] != key.round:
-            return self._general.push(key, array, priority)
+            return self._slow_path.push(key, array, priority)
         pushes = self._lent.of(array) if self._lent is not None else None
         if pushes:
             self._in_place = True
@@ -140,46 +146,46 @@ class OneBlock(FastRoute):
             if copy is None:
                 copy = self._room()
             copy[...] = array
-            push = self._shard.copy
+            push = self._shard.outbox_push
         key.round = round_ = key.round + 1
         push.post(round_, priority)
         return None
 
     def wait_until_read(self) -> Task[None] | None:
-        if not self._in_place or has_come(self._words, self._mine, self._key.round):
+        if not self._in_place or spin_until(self._words, self._mine, self._key.round):
             return None
-        return self._general.wait_until_read(self._key)
+        return self._slow_path.wait_until_read(self._key)
 
     def pull(self, out: Array) -> Task[None] | None:
         key = self._key
         # If the server has sent a message, such as a warning, the general path takes it in.
-        if self._flag[0] or not has_come(self._words, 0, key.round) or self._line.waiting():
-            return self._general.pull(key, out)
+        if self._flag[0] or not spin_until(self._words, 0, key.round) or self._line.waiting():
+            return self._slow_path.pull(key, out)
         out[...] = self._stored
         return None
 
     def _room(self) -> Array:
         """Return the outbox as an array of the key's shape. It is made at the first call."""
-        self._copy = self._general.link.outbox(self._key, self._shard).slots.reshape(self._key.shape)
+        self._copy = self._slow_path.link.outbox(self._key, self._shard).slots.reshape(self._key.shape)
         return self._copy
 
 
-class AnyTime(OneBlock):
+class OneBlockAsync(OneBlock):
     """The fast path of a key of one block in an asynchronous store, where no pull waits for another worker."""
 
     __slots__ = ()
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
         # Only the server may be behind, so a short wait is enough.
-        has_come(self._words, self._mine, self._key.round)
+        spin_until(self._words, self._mine, self._key.round)
         return super().post(array, priority)
 
     def pull(self, out: Array) -> Task[None] | None:
         key = self._key
-        there = not self._flag[0] and has_come(self._words, self._mine, key.round) and not self._line.waiting()
+        there = not self._flag[0] and spin_until(self._words, self._mine, key.round) and not self._line.waiting()
         if there and snapshot(self._words, self._stored, out):
             return None
-        return self._general.pull(key, out)
+        return self._slow_path.pull(key, out)
 
 
 class Blocks(FastRoute):
@@ -188,9 +194,9 @@ class Blocks(FastRoute):
     lists = True
     __slots__ = ("_flag", "_in_place", "_lent", "_mine", "_small", "_stored")
 
-    def __init__(self, general: General, key: Key, small_bytes: int) -> None:
-        super().__init__(general, key)
-        self._flag = general.flag
+    def __init__(self, slow_path: SlowPath, key: Key, small_bytes: int) -> None:
+        super().__init__(slow_path, key)
+        self._flag = slow_path.flag
         self._small = key.nbytes <= small_bytes
         self._mine = [(shard.words, shard.mine) for shard in key.pushes]
         self._stored: list[tuple[Any, ...]] = [
@@ -204,10 +210,10 @@ class Blocks(FastRoute):
         key = self._key
         round_ = key.round
         if self._flag[0]:
-            return self._general.push(key, array, priority)
+            return self._slow_path.push(key, array, priority)
         for words, mine in self._mine:
             if words[mine] != round_:
-                return self._general.push(key, array, priority)
+                return self._slow_path.push(key, array, priority)
         pushes = None if self._small else self._lent.of(array)
         self._in_place = bool(pushes)
         key.round = round_ = round_ + 1
@@ -217,27 +223,27 @@ class Blocks(FastRoute):
         else:
             flat = array.reshape(-1)
             payloads = [(shard, flat[shard.start : shard.stop]) for shard in key.shards]
-            self._general.copy_in(key, round_, payloads, priority)
+            self._slow_path.copy_in(key, round_, payloads, priority)
         return None
 
     def wait_until_read(self) -> Task[None] | None:
         key = self._key
         for words, mine in self._mine if self._in_place else ():
-            if words[mine] < key.round and not has_come(words, mine, key.round):
-                return self._general.wait_until_read(key)
+            if words[mine] < key.round and not spin_until(words, mine, key.round):
+                return self._slow_path.wait_until_read(key)
         return None
 
     def pull(self, out: Array) -> Task[None] | None:
         key = self._key
         if self._flag[0]:
-            return self._general.pull(key, out)
+            return self._slow_path.pull(key, out)
         flat, earlier = out.reshape(-1), key.round - 1
         for words, stored, start, stop, blocks, size, line, enough in self._stored:
             before, done = earlier * blocks, 0
             while done < blocks:
                 needed = before + enough(done)
-                if words[0] < needed and not has_come(words, 0, needed):
-                    return self._general.pull(key, flat)
+                if words[0] < needed and not spin_until(words, 0, needed):
+                    return self._slow_path.pull(key, flat)
                 there = words[0] - before
                 # One copy for the whole shard if all of it is there already.
                 if there == blocks and not done:
@@ -247,7 +253,7 @@ class Blocks(FastRoute):
                     flat[start + first : min(start + last, stop)] = stored[first:last]
                 done = there
             if line.waiting():
-                return self._general.pull(key, flat)
+                return self._slow_path.pull(key, flat)
         return None
 
     def pushpull(self, array: Array, out: Array, priority: int) -> Task[None] | None:
@@ -255,10 +261,10 @@ class Blocks(FastRoute):
         # written: then wait for the push.
         apart = out is array or not np.may_share_memory(array, out)
         left = self.post(array, priority) if apart else self.push(array, priority)
-        return self.pull(out) if left is None else self._general.then_pull(self._key, left, out)
+        return self.pull(out) if left is None else self._slow_path.then_pull(self._key, left, out)
 
 
-class InClient(FastRoute):
+class ClientFastPath(FastRoute):
     """The fast path of a key in a client of one node, for each member.
 
     The members sum by one collective. Rank 0 pushes the sum, and all read the result from the servers' memory. In a
@@ -269,13 +275,13 @@ class InClient(FastRoute):
     __slots__ = ("_comm", "_flag", "_label", "_mine", "_push", "_pushes", "_reading", "_total")
 
     def __init__(
-        self, general: General, key: Key, comm: MPI.Intracomm, push: Callable[[Key, Array, int], Task[None]]
+        self, slow_path: SlowPath, key: Key, comm: MPI.Intracomm, push: Callable[[Key, Array, int], Task[None]]
     ) -> None:
-        super().__init__(general, key)
-        self._flag = general.flag
+        super().__init__(slow_path, key)
+        self._flag = slow_path.flag
         self._comm = comm
         self._push = push
-        self._reading = Blocks(general, key, 0)
+        self._reading = Blocks(slow_path, key, 0)
         self._mine = [(shard.words, shard.mine) for shard in key.pushes]
         self._label = label("push", [key])
         # on rank 0: the client's sum, which the servers read in place
@@ -289,7 +295,7 @@ class InClient(FastRoute):
         if self._flag[0]:
             return self._push(key, flat, priority)
         for words, mine in self._mine:
-            if not has_come(words, mine, key.round):
+            if not spin_until(words, mine, key.round):
                 return self._push(key, flat, priority)
         out = flat
         if self._mine:
@@ -320,18 +326,20 @@ class InClient(FastRoute):
         return piece.reduced
 
 
-def by_itself(general: General, key: Key, layout: Layout) -> Fast | None:
+def by_itself(slow_path: SlowPath, key: Key, layout: Layout) -> Fast | None:
     """Return the fast path of a worker that pushes and pulls by itself, or None if the key has none."""
     if layout.options.staleness >= 0:
         return None
     if len(key.shards) > 1 or key.shards[0].blocks > 1:
-        return None if layout.asynchronous else Blocks(general, key, layout.options.small_bytes)
-    return (AnyTime if layout.asynchronous else OneBlock)(general, key, layout.options.small_bytes)
+        return None if layout.asynchronous else Blocks(slow_path, key, layout.options.small_bytes)
+    return (OneBlockAsync if layout.asynchronous else OneBlock)(slow_path, key, layout.options.small_bytes)
 
 
-def in_client(general: General, key: Key, layout: Layout, slow: Callable[[Key, Array, int], Task[None]]) -> Fast | None:
+def in_client(
+    slow_path: SlowPath, key: Key, layout: Layout, slow: Callable[[Key, Array, int], Task[None]]
+) -> Fast | None:
     """Return the fast path of a member of a client, or None if the key has none. `slow`: a push by the general path."""
     if layout.options.masters != "one" or not key.size:
         return None
     assert layout.sums is not None
-    return InClient(general, key, layout.sums, slow)
+    return ClientFastPath(slow_path, key, layout.sums, slow)

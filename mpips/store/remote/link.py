@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
@@ -14,8 +15,8 @@ from numpy.typing import NDArray
 from mpips.collectives.clock import Clock
 from mpips.collectives.errors import warn
 from mpips.collectives.fabric.arena import Region
-from mpips.collectives.fabric.requests import send
-from mpips.collectives.fabric.tasks import Task, goes_on
+from mpips.collectives.fabric.requests import cut_bytes, send
+from mpips.collectives.fabric.tasks import Task, advance
 from mpips.store.keys.key import Array, Key, Name, Shard
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import ServerMemoryError
@@ -23,12 +24,12 @@ from mpips.store.transport import frames
 from mpips.store.transport.frames import ALONG, Coding, Frame, Op
 from mpips.store.transport.lines import Line, MessageLine, any_waiting
 from mpips.store.transport.outbox import Grows, Outbox, RepeatedPush, fill
-from mpips.store.transport.pending import QUIET_SECONDS, MessageGroup, MessagesUnderWay, cut_bytes, pull_tag, push_tag
+from mpips.store.transport.pending import QUIET_SECONDS, MessageGroup, MessagesUnderWay, pull_tag, push_tag
 
 LOOK_SECONDS = 1e-4
 
 
-class Link:
+class ServerLink:
     """The lines to all servers of one store, and the keys behind them. Used by one thread at a time.
 
     Tasks of the store do not listen to servers by themselves: whoever runs a task calls `listen` before each step.
@@ -85,13 +86,13 @@ class Link:
     def outbox(self, key: Key, shard: Shard) -> Outbox:
         """Return a shard's outbox.
 
-        It is made at the first call, together with the push of its content (`shard.copy`).
+        It is made at the first call, together with the push of its content (`shard.outbox_push`).
         """
         if shard.outbox is None:
             size = shard.stop - shard.start
             outbox = Outbox(shard.words, size, shard.blocks, shard.block_elements, key.dtype)
             region, coding = (outbox.plain, Coding.PLAIN) if shard.blocks == 1 else (outbox.growing, Coding.GROWING)
-            shard.copy = RepeatedPush(shard.line.repost, shard.number, region, coding)
+            shard.outbox_push = RepeatedPush(shard.line.repost, shard.number, region, coding)
             shard.outbox = outbox
         made: Outbox = shard.outbox
         return made
@@ -131,7 +132,7 @@ class Link:
 
     # ---- requests to servers
 
-    def post_request(self, server: int, request: frames.Request) -> int:
+    def post_request(self, server: int, request: msgspec.Struct) -> int:
         """Send a request to a server. Return the token of its answer."""
         return self.post_request_with(server, frames.encode(request), 0)
 
@@ -144,8 +145,8 @@ class Link:
         self.lines[server].post_body(body, Op.CONTROL, token=self._tokens, aux=rows)
         return self._tokens
 
-    def wait_for_answer(self, token: int) -> Task[Any]:
-        """Wait for the answer to a request, and return it.
+    def wait_for_answer(self, token: int, decode: Callable[[bytes], Any] = frames.decode_answer) -> Task[Any]:
+        """Wait for the answer to a request, and return it. A service passes its own `decode`.
 
         If the server refuses the request, raise ValueError with its message, or ServerMemoryError if it lacks memory.
         """
@@ -156,11 +157,13 @@ class Link:
         data, failed = self._answers.pop(token)
         if failed:
             raise (ServerMemoryError if failed == frames.NO_MEMORY else ValueError)(data.decode())
-        return frames.decode_answer(data)
+        return decode(data)
 
-    def request(self, server: int, request: frames.Request) -> Task[Any]:
+    def request(
+        self, server: int, request: msgspec.Struct, decode: Callable[[bytes], Any] = frames.decode_answer
+    ) -> Task[Any]:
         """Send a request to a server and return its answer. Raises as `wait_for_answer`."""
-        return (yield from self.wait_for_answer(self.post_request(server, request)))
+        return (yield from self.wait_for_answer(self.post_request(server, request), decode))
 
     def set_first_values(self, pairs: Iterable[tuple[Key, Array]]) -> Task[None]:
         """Send keys their first values (1-D).
@@ -192,7 +195,7 @@ class Link:
             before = len(running)
             for _ in range(before):
                 task, cost = running.popleft()
-                if goes_on(task):
+                if advance(task):
                     running.append((task, cost))
                 else:
                     room += cost
@@ -270,22 +273,21 @@ class Sender:
         round_: int,
         priority: int,
         coding: Coding = Coding.PLAIN,
-        count: int = 0,
     ) -> Task[None]:
         """Send a payload (uint8) of a round to a server of another node. Over when the payload may be overwritten."""
         blocks = shard.blocks if coding == Coding.PLAIN else 1
         region = Region(0, 0, 0, 0, data.size)
         if blocks > 1:
-            shard.line.post(Op.PUSH, shard.number, round_, region, coding, priority, count, key.weight)
+            shard.line.post(Op.PUSH, shard.number, round_, region, coding, priority, token=key.weight)
             yield from self._as_asked(shard, data, shard.block_elements * key.dtype.itemsize, blocks)
             return
         yield from self._turn(key, shard, data, round_)
         if self._admits(shard, data):
             self._windows[shard.server].add(key.name, (round_, shard.start), shard.consumed, data.size)
-            shard.line.post(Op.PUSH, shard.number, round_, region, coding, priority, count, key.weight, ALONG)
+            shard.line.post(Op.PUSH, shard.number, round_, region, coding, priority, token=key.weight, flags=ALONG)
             yield from self._under_way.begin(sends=[self._isend(shard, data)]).wait()
         else:
-            shard.line.post(Op.PUSH, shard.number, round_, region, coding, priority, count, key.weight)
+            shard.line.post(Op.PUSH, shard.number, round_, region, coding, priority, token=key.weight)
             yield from self._as_asked(shard, data, data.size, 1)
 
     def send_first(self, shard: Shard, values: Array) -> Task[None]:

@@ -15,6 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpips.collectives as collectives
+from mpips.collectives.agreement import describe_calls
 from mpips.collectives.communicator import Communicator
 from mpips.collectives.errors import MismatchError
 from mpips.collectives.fabric.requests import send
@@ -122,7 +123,7 @@ class CallBetweenNodes(ClientCall):
         self._number = members.calls
         self._data = text.encode()
         self._others = [rank for rank in range(members.size) if rank != members.rank]
-        self._mine = _told(text)
+        self._mine = _encoded(text)
         self._theirs = np.zeros((members.size, TEXT_BYTES), np.uint8)
         self._receives: list[MPI.Request] = []
         self._exchange: MessageGroup | None = None
@@ -158,7 +159,9 @@ class CallBetweenNodes(ClientCall):
         for rank, request in zip(self._others, self._receives, strict=True):
             # A null request has completed: the member's text has arrived.
             if not request and not np.array_equal(self._theirs[rank], self._mine):
-                raise MismatchError(self._differ(rank, self._theirs[rank]))
+                first = self._members.first
+                calls = {self._members.rank: self._mine, rank: self._theirs[rank]}
+                raise MismatchError(describe_calls({first + member: _decoded(call) for member, call in calls.items()}))
         if left:
             self._look_around()
             return False
@@ -169,13 +172,8 @@ class CallBetweenNodes(ClientCall):
         """Raise CollectiveError if a member has left before it told that it makes this call."""
         if time.monotonic() > self._due:
             missing = [rank for rank, request in zip(self._others, self._receives, strict=True) if request]
-            self._presence.see([self._members.first + rank for rank in missing], self._members.home.ended())
+            self._presence.see([self._members.first + rank for rank in missing], self._members.home.gone_ranks())
             self._due = time.monotonic() + LOOK_SECONDS
-
-    def _differ(self, rank: int, theirs: Array) -> str:
-        (low, one), (high, other) = sorted([(self._members.rank, self._mine), (rank, theirs)], key=lambda pair: pair[0])
-        first = self._members.first
-        return f"rank {first + low} calls {_said(one)}, rank {first + high} calls {_said(other)}: call the same"
 
     def reduce(self, piece: Piece, flat: Array, total: Array | None) -> Task[None]:
         return self._sums.reduce_to_first(flat, total, self._tag(piece))
@@ -197,16 +195,16 @@ class CallBetweenNodes(ClientCall):
         return [cut - piece.cuts[0] for cut in piece.cuts]
 
 
-def _told(text: str) -> Array:
+def _encoded(text: str) -> Array:
     """Encode a text for other members: its beginning, filled up with zeros, then its checksum."""
     data = text.encode()
-    told = np.zeros(TEXT_BYTES, np.uint8)
+    encoded = np.zeros(TEXT_BYTES, np.uint8)
     beginning = np.frombuffer(data[: TEXT_BYTES - 4], np.uint8)
-    told[: beginning.size] = beginning
-    told[-4:] = np.frombuffer(crc32(data).to_bytes(4, "little"), np.uint8)
-    return told
+    encoded[: beginning.size] = beginning
+    encoded[-4:] = np.frombuffer(crc32(data).to_bytes(4, "little"), np.uint8)
+    return encoded
 
 
-def _said(told: Array) -> str:
+def _decoded(encoded: Array) -> str:
     """Decode a text that another member has sent."""
-    return told[:-4].tobytes().rstrip(b"\0").decode(errors="replace")
+    return encoded[:-4].tobytes().rstrip(b"\0").decode(errors="replace")

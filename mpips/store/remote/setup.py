@@ -19,7 +19,7 @@ from mpips.collectives.fabric.arena import Region
 from mpips.collectives.fabric.tasks import Task
 from mpips.store.keys.cutting import Cards, Cutting
 from mpips.store.keys.key import Array, Key, Name, Shard
-from mpips.store.remote.link import Link
+from mpips.store.remote.link import ServerLink
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import ServerMemoryError
 from mpips.store.runtime.generation import Generation
@@ -30,7 +30,7 @@ from mpips.store.transport.frames import UnitCard
 class Setup:
     """The keys of one worker. `keys` are those that are complete on all workers."""
 
-    def __init__(self, layout: Layout, generation: Generation, link: Link) -> None:
+    def __init__(self, layout: Layout, generation: Generation, link: ServerLink) -> None:
         self._layout = layout
         self._generation = generation
         self._link = link
@@ -53,13 +53,13 @@ class Setup:
                 if isinstance(error, CollectiveError):
                     raise
                 failure, lacks_memory = str(error), isinstance(error, MemoryError)
-        told = yield from self._generation.meeting(msgspec.msgpack.encode((failure, lacks_memory, done)), what)
-        failure, lacks_memory, done = msgspec.msgpack.decode(told[0], type=tuple[str, bool, bytes])
+        answers = yield from self._generation.meeting(msgspec.msgpack.encode((failure, lacks_memory, done)), what)
+        failure, lacks_memory, done = msgspec.msgpack.decode(answers[0], type=tuple[str, bool, bytes])
         if failure:
             raise of_caller((ServerMemoryError if lacks_memory else ValueError)(failure))
         return done
 
-    def tell_all(self, request: frames.Request) -> Task[bytes]:
+    def tell_all(self, request: msgspec.Struct) -> Task[bytes]:
         """Send a request to all servers. For rank 0.
 
         Raise ValueError if the first server refuses. If only a later one does, the servers now differ, so raise
@@ -70,7 +70,7 @@ class Setup:
             yield from self._surely(server, request)
         return b""
 
-    def _surely(self, server: int, request: frames.Request) -> Task[Any]:
+    def _surely(self, server: int, request: msgspec.Struct) -> Task[Any]:
         """Send a request that the server can no longer refuse."""
         try:
             return (yield from self._link.request(server, request))
@@ -86,9 +86,9 @@ class Setup:
         cards: Cards = {server: [] for server in range(self._layout.num_servers)}
         for key in keys:
             cutting.cut(key, self._link.lines, cards)
-        told = yield from self.at_rank_0(lambda: self._make(keys, values, cards), "init")
+        answers = yield from self.at_rank_0(lambda: self._make(keys, values, cards), "init")
         if self._layout.rank:
-            self._know(keys, cards, told)
+            self._know(keys, cards, answers)
         self.cutting = cutting
         self.keys.update((key.name, key) for key in keys)
 
@@ -103,13 +103,13 @@ class Setup:
                     yield from self._surely(earlier, frames.Forget([card.number for card in cards[earlier]]))
                 names = ", ".join(repr(key.name) for key in keys[:4]) + ", ..." * (len(keys) > 4)
                 raise type(error)(f"init of keys {names}: {error}") from error
-        told = msgspec.msgpack.encode(answers)
-        self._know(keys, cards, told)
+        encoded = msgspec.msgpack.encode(answers)
+        self._know(keys, cards, encoded)
         yield from self._write(keys, values)
         if self._layout.options.mirrors:
             # By this servers learn that all values have arrived, and may go to the mirrors.
             yield from self._set_torn(keys, False)
-        return told
+        return encoded
 
     def store_values(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
         """Overwrite keys by rank 0's values, while nothing is under way. They are no longer torn. Collective."""
@@ -158,15 +158,15 @@ class Setup:
 
     def _by_server(self, keys: Iterable[Key]) -> dict[int, list[Shard]]:
         """Return the shards of keys by server."""
-        found: dict[int, list[Shard]] = {}
+        shards: dict[int, list[Shard]] = {}
         for key in keys:
             for shard in key.shards:
-                found.setdefault(shard.server, []).append(shard)
-        return found
+                shards.setdefault(shard.server, []).append(shard)
+        return shards
 
     # ---- the next generation
 
-    def standing(self, known: Container[Name]) -> list[Key]:
+    def known_keys(self, known: Container[Name]) -> list[Key]:
         """Return the keys of `known` at the end of a generation, without those that were about to be forgotten."""
         return [key for name, key in self.keys.items() if name in known and name not in self._going]
 

@@ -1,30 +1,26 @@
 """Row-sparse pushes and pulls of a worker with servers: only rows that are named move.
 
-A key moves as a whole if it is compressed or its shards cut rows. On a node rows are read from the server's memory. A
-server of another node is told which rows are wanted, and sends those. Inside a client each row has an owner, the member
-that exchanges it with the servers. Members send the owners their pushes, or the numbers of the rows they want. An owner
-adds up rows in the order of the members, and asks the servers once for the rows that any member wants.
+A key moves as a whole if it is compressed or its shards cut rows. The members of a client give each other their rows,
+and each member pushes the sum to the shards that it contributes to. On a node rows are read from the server's memory. A
+server of another node is told which rows are wanted, and sends those. Each member pulls by itself, because the members
+of a client mostly name different rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import reduce
-from itertools import pairwise
+from collections.abc import Sequence
 
 import numpy as np
-from mpi4py import MPI
 
-from mpips.collectives.fabric.requests import send
-from mpips.collectives.fabric.tasks import Task, in_turn, together
-from mpips.store.keys.key import Array, Key
-from mpips.store.keys.row_sparse import EmptyPush, RowSparse, merge, packed, unpacked
+from mpips.collectives.fabric import arena
+from mpips.collectives.fabric.tasks import Task, run_together
+from mpips.store.keys.key import Array, Key, Piece
+from mpips.store.keys.row_sparse import EmptyPush, RowGather, RowSparse, packed, sum_of
 from mpips.store.remote.members import Members, label
-from mpips.store.remote.transfers import Pull, Push, Rows
+from mpips.store.remote.transfers import Part, Pull, Push
 from mpips.store.roles import Layout
 from mpips.store.transport.frames import Coding
-from mpips.store.transport.pending import ROWS_TAG
 
 
 def elements(key: Key) -> int:
@@ -43,18 +39,14 @@ class RowTransfers:
 
     Args:
         members: The members of its client, or None if it is alone.
-        direct: Each member pulls by itself.
     """
 
-    def __init__(self, layout: Layout, push: Push, pull: Pull, members: Members | None, direct: bool) -> None:
+    def __init__(self, layout: Layout, push: Push, pull: Pull, members: Members | None) -> None:
         self._push = push
         self._pull = pull
         self._members = members
-        self._direct = direct or members is None
-        self._size = 1 if members is None else members.size
-        self._rank = 0 if members is None else members.rank
-        self._all = layout.options.masters == "all"
-        self._masters = list(range(self._size)) if self._all else [0]
+        self._asynchronous = layout.asynchronous
+        self._gather = None if members is None else RowGather(members.rank, members.size)
 
     def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
         raise NotImplementedError
@@ -64,120 +56,64 @@ class RowTransfers:
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
         """Contribute rows to the key's next round."""
-        if isinstance(rows, EmptyPush):
-            yield from self._push_nothing(key, priority)
-            return
-        if self._push.residuals is not None or not whole(key):
+        # Members of a client all push nothing, or none does, so they need not meet for it.
+        nothing = isinstance(rows, EmptyPush)
+        if not nothing and (self._push.residuals is not None or not whole(key)):
             yield from self.push([key], [rows.to_dense().reshape(-1)], priority)
             return
         key.round += 1
-        merged = rows.merged()
-        if self._members is not None:
-            call = self._members.call(label("push of rows", [key]))
-            totals: list[RowSparse] = []
-            yield from call.run(in_turn(call.met(), self._add_up(key, merged, totals)))
-            merged = totals[0]
-        row = elements(key)
+        if not nothing:
+            rows = rows.merged() if self._members is None else (yield from self._sum_of_members(key, rows))
         yield from self._push.wait_until_read(key.round - 1, key.pushes)
-        chosen = [merged.between(shard.start // row, shard.stop // row) for shard in key.pushes]
-        yield from together(
+        coding, row = Coding.NOTHING if nothing else Coding.ROWS, max(1, elements(key))
+        parts = [(shard, rows.between(shard.start // row, shard.stop // row)) for shard in key.pushes]
+        yield from run_together(
             [
-                self._push.push_coded(key, key.round, shard, packed(rows), Coding.ROWS, priority, len(rows.rows))
-                for shard, rows in zip(key.pushes, chosen, strict=True)
+                self._push.push_coded(
+                    key,
+                    key.round,
+                    shard,
+                    packed(part, arena.empty if shard.local else np.empty),
+                    coding,
+                    priority,
+                )
+                for shard, part in parts
             ]
         )
 
-    def _push_nothing(self, key: Key, priority: int) -> Task[None]:
-        """Count the key's next round without values. All members of a client do so, and need not meet for it."""
-        key.round += 1
-        yield from self._push.wait_until_read(key.round - 1, key.pushes)
-        nothing = np.empty(0, np.uint8)
-        yield from together(
-            [self._push.push_coded(key, key.round, shard, nothing, Coding.NOTHING, priority) for shard in key.pushes]
-        )
+    def _sum_of_members(self, key: Key, rows: RowSparse) -> Task[RowSparse]:
+        """Return the sum of the members' rows, added in their order, on members that push some of the key."""
+        assert self._members is not None and self._gather is not None
+        call, size = self._members.call(label("push of rows", [key])), self._members.size
+        every: list[RowSparse] = []
+
+        def allgather(x: Array) -> Task[None]:
+            return call.allgather(Piece([x.size // size * rank for rank in range(size + 1)], [], 0), x)
+
+        yield from call.run(self._gather.gather(rows, allgather, every))
+        return sum_of(every) if key.pushes else rows
 
     def pull_rows(self, key: Key, out: Array, ids: Array) -> Task[None]:
-        """Read rows `ids` of the key into `out` of shape (len(ids), ...)."""
+        """Read rows `ids` of the key into `out` of shape (len(ids), ...), after the pushes of this worker's client."""
         if not whole(key):
             dense = np.empty(key.shape, key.dtype)
             yield from self.pull([key], [dense.reshape(-1)])
             out[...] = dense[ids]
             return
+        row, others = elements(key), self._members if self._asynchronous else None
         wanted, places = np.unique(ids, return_inverse=True)
-        table = np.empty((len(wanted), elements(key)), key.dtype)
-        if self._direct or self._members is None:
-            yield from self._read_rows(key, wanted, table)
-        else:
-            call = self._members.call(label("pull of rows", [key]))
-            yield from call.run(in_turn(call.met(), self._ask_owners(key, wanted, table)))
-        out[...] = table[places.reshape(-1)].reshape(out.shape)
-
-    # ---- owners
-
-    def _split_rows(self, key: Key, ids: Array) -> list[Array]:
-        """Return, for each member, the indices in `ids` of the rows that it owns."""
-        if len(self._masters) == 1:
-            owners = np.zeros(len(ids), np.int64)
-        else:
-            slices = [(member, *cuts) for piece in key.pieces for member, cuts in enumerate(pairwise(piece.cuts))]
-            starts = sorted((start, member) for member, start, stop in slices if stop > start)
-            first = np.array([start for start, _ in starts]) // elements(key)
-            owners = np.array([member for _, member in starts])[np.searchsorted(first, ids, side="right") - 1]
-        return [np.flatnonzero(owners == member) for member in range(self._size)]
-
-    def _add_up(self, key: Key, rows: RowSparse, totals: list[RowSparse]) -> Task[None]:
-        """Sum the rows that this member owns over all members, and append the sum to `totals`."""
-        places = self._split_rows(key, rows.rows)
-        parts = [RowSparse(rows.rows[chosen], rows.values[chosen], key.shape) for chosen in places]
-        sends = {to: packed(parts[to]) for to in self._masters if to != self._rank}
-        others = [rank for rank in range(self._size) if rank != self._rank] if self._rank in self._masters else []
-        received = yield from self._swap(sends, others)
-        everyone = {source: unpacked(data, key.shape, key.dtype) for source, data in received.items()}
-        everyone[self._rank] = parts[self._rank]
-        totals.append(reduce(merge, [everyone[rank] for rank in sorted(everyone)]))
-
-    def _ask_owners(self, key: Key, ids: Array, table: Array) -> Task[None]:
-        """Read rows `ids` (ascending) into `table`, through their owners."""
-        owner = self._rank in self._masters
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        places = self._split_rows(key, ids)
-        sends = {to: ids[places[to]].view(np.uint8) for to in self._masters if to != self._rank}
-        asked = yield from self._swap(sends, others if owner else [])
-        answers: dict[int, Array] = {}
-        if owner:
-            wanted = {source: data.view(np.int64) for source, data in asked.items()}
-            wanted[self._rank] = ids[places[self._rank]]
-            union = reduce(np.union1d, wanted.values())
-            rows = np.zeros((len(union), elements(key)), key.dtype)
-            yield from self._read_rows(key, union, rows)
-            answers = {to: rows[np.searchsorted(union, chosen)] for to, chosen in wanted.items()}
-            table[places[self._rank]] = answers.pop(self._rank)
-        sends = {to: answer.reshape(-1).view(np.uint8) for to, answer in answers.items()}
-        received = yield from self._swap(sends, [rank for rank in self._masters if rank != self._rank])
-        for source, data in received.items():
-            table[places[source]] = data.view(key.dtype).reshape(-1, elements(key))
-
-    def _swap(self, sends: Mapping[int, Array], sources: Sequence[int]) -> Task[dict[int, Array]]:
-        """Send bytes (uint8) to members, and receive what each source sends, of whatever size."""
-        assert self._members is not None
-        comm, under_way = self._members.comm, self._members.under_way
-        exchanges = [under_way.begin([], [send(comm, data, to, ROWS_TAG) for to, data in sends.items()])]
-        received: dict[int, Array] = {}
-        status = MPI.Status()
-        while len(received) < len(sources) or any(exchange.pending() for exchange in exchanges):
-            for source in sources:
-                if source not in received and (message := comm.Improbe(source, ROWS_TAG, status)) is not None:
-                    received[source] = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-                    exchanges.append(under_way.begin([message.Irecv(received[source])]))
-            yield False
-        return received
-
-    def _read_rows(self, key: Key, ids: Array, table: Array) -> Task[None]:
-        """Read rows `ids` (ascending) from the servers into `table`, after this worker's pushes."""
-        row = elements(key)
-        wanted: list[Rows] = []
+        table = np.empty((len(wanted), row), key.dtype)
+        parts: list[Part] = []
         for shard in key.shards:
-            start, stop = np.searchsorted(ids, [shard.start // row, shard.stop // row])
-            if stop > start:
-                wanted.append((shard, ids[start:stop] - shard.start // row, table[start:stop]))
-        yield from self._pull.pull_rows(key, row, wanted)
+            start, stop = np.searchsorted(wanted, [shard.start // row, shard.stop // row])
+            if stop > start or (others is not None and shard.mine >= 0):
+                parts.append((shard, wanted[start:stop] - shard.start // row, table[start:stop]))
+        if others is not None:
+            # An asynchronous server holds a read back until the pushes of the worker that reads are applied. So each
+            # member first reads the shards that it pushes to, if only no rows of them, and then those of other members.
+            yield from self._pull.ask(key, [part for part in parts if part[0].mine >= 0])
+            call = others.call(label("pull of rows", [key]))
+            yield from call.run(call.met())
+            parts = [part for part in parts if part[0].mine < 0]
+        yield from self._pull.ask(key, parts)
+        out[...] = table[places.reshape(-1)].reshape(out.shape)

@@ -15,7 +15,7 @@ from mpips.compression import Compressor, Residuals
 from mpips.optimizers import Groups, Optimizer, encode, encode_numbers
 from mpips.store.keys.arguments import runs
 from mpips.store.keys.key import Array, Key, Name, Shard
-from mpips.store.remote.link import Link
+from mpips.store.remote.link import ServerLink
 from mpips.store.remote.setup import Setup
 from mpips.store.remote.transfers import Push
 from mpips.store.roles import Layout
@@ -100,7 +100,7 @@ class ServerSettings:
 class RemoteStates:
     """Reads the states of whole keys from all servers, and writes them back."""
 
-    def __init__(self, layout: Layout, link: Link, setup: Setup, push: Push, members: int) -> None:
+    def __init__(self, layout: Layout, link: ServerLink, setup: Setup, push: Push, members: int) -> None:
         self._layout = layout
         self._link = link
         self._setup = setup
@@ -147,7 +147,7 @@ class RemoteStates:
         yield from self._link.request(parts[0][1].server, request)
 
     def residuals(self, keys: Sequence[Key]) -> Task[Array | None]:
-        """See `worker.interface.Stored`. Collective over the client."""
+        """See `worker.interface.StateAccess`. Collective over the client."""
         if self._push.residuals is None:
             return None
         kept = np.zeros(sum(key.size for key in keys))
@@ -181,7 +181,7 @@ class RemoteStates:
 class RemoteSnapshot:
     """Keys as they were after one round, on the servers (`worker.interface.Snapshot`)."""
 
-    def __init__(self, link: Link, number: int) -> None:
+    def __init__(self, link: ServerLink, number: int) -> None:
         self._link = link
         self._number = number
         self._servers: list[int] = []

@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpips.collectives.fabric.tasks import Task, together
+from mpips.collectives.fabric.tasks import Task, run_together
 from mpips.compression import Compressor, Residuals
 from mpips.optimizers import Optimizer
 from mpips.store.keys.cutting import Cutting
 from mpips.store.keys.key import Array, Fast, FastList, Key, Name
 from mpips.store.recovery.memory import LastGeneration, NodeMemory
-from mpips.store.recovery.plan import Inventory, KeyCard, Placed, RecoveryPlan
+from mpips.store.recovery.plan import Inventory, KeyCard, RecoveryPlan, ServerReady
 from mpips.store.recovery.recover import Member, former_rank
-from mpips.store.remote.client import Alone, Client
-from mpips.store.remote.fast import General, by_itself, in_client
-from mpips.store.remote.link import Link
+from mpips.store.remote.client import Client, SingleWorker
+from mpips.store.remote.fast import SlowPath, by_itself, in_client
+from mpips.store.remote.link import ServerLink
 from mpips.store.remote.members import Members
 from mpips.store.remote.setup import Setup
 from mpips.store.remote.states import Changes, RemoteStates, ServerSettings
@@ -29,19 +29,20 @@ from mpips.store.remote.transfers import Pull, Push
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import in_order
 from mpips.store.runtime.generation import Generation
+from mpips.store.services import KINDS
 from mpips.store.transport import frames
 from mpips.store.transport.lines import Line
-from mpips.store.worker.interface import KnownTable, Recovered
-from mpips.tables.client import RemoteTables
+from mpips.store.worker.interface import Recovered, WorkerService
 
 
-class Kept(NamedTuple):
+class WorkerCarryOver(NamedTuple):
     """A worker's keys and settings, kept from the end of a generation to the next one."""
 
     keys: list[Key]
     residuals: Residuals | None
     changes: Changes
-    tables: list[frames.MakeTable]
+    # name of a service -> what this worker knows of it
+    services: dict[str, bytes]
 
 
 class RemoteStore(Member[Recovered]):
@@ -59,13 +60,13 @@ class RemoteStore(Member[Recovered]):
         self._cores_shared = cores_shared
         self._asynchronous = layout.asynchronous
         self.direct = False
-        self._link = Link(layout, [])
+        self._link = ServerLink(layout, [])
         self._push = Push(layout, self._link)
         self._pull = Pull(layout, self._link)
         self._setup = Setup(layout, generation, self._link)
         self._settings = ServerSettings(layout, self._setup, self._push)
-        self.tables = RemoteTables(layout, self._link, self._setup)
-        self._last_kept: LastGeneration[Kept] = LastGeneration()
+        self.services: list[WorkerService] = [kind.make_worker(layout, self._link, self._setup) for kind in KINDS]
+        self._carry_over: LastGeneration[WorkerCarryOver] = LastGeneration()
         self._members: Members | None = None
         generation.on_end.append(self._quiesce)
 
@@ -73,8 +74,8 @@ class RemoteStore(Member[Recovered]):
         """Begin the store's first generation. Collective over workers and servers, blocking."""
         self._link.renew(self.connect().lines)
         self.memory = self.new_memory
-        told = self.generation.meet(b"%d" % self._link.all_local, "create")
-        self._serve([data == b"1" for data in told])
+        answers = self.generation.meet(b"%d" % self._link.all_local, "create")
+        self._serve([data == b"1" for data in answers])
         side_by_side = not (self._cores_shared or self.layout.asynchronous)
         self._setup.cutting = Cutting(self.layout, self.one_node, side_by_side)
 
@@ -91,14 +92,14 @@ class RemoteStore(Member[Recovered]):
         # True if each member of this client reads the servers' memory by itself
         self._reads = all(near[worker] for worker in names) and not layout.asynchronous
         self.communicators: tuple[Hashable, ...] = (("communicator", "client"),) if self._size > 1 else ()
-        self.transfers: Alone | Client = Alone(layout, self._push, self._pull, self.one_node)
+        self.transfers: SingleWorker | Client = SingleWorker(layout, self._push, self._pull, self.one_node)
         if self._size > 1:
             assert layout.sums is not None
             home = self.generation.within(layout.sums, names)
             self._members = Members(home, layout.sums, names[0], self.one_node)
             self.transfers = Client(layout, self._push, self._pull, self._members, self._reads)
         self.stored = RemoteStates(layout, self._link, self._setup, self._push, self._size)
-        self._general = General(self.generation.flag, self._link, self._push, self._pull)
+        self._slow_path = SlowPath(self.generation.flag, self._link, self._push, self._pull)
 
     def _quiesce(self) -> None:
         """At the end of a generation, let nothing touch memory that the caller gets back."""
@@ -131,8 +132,8 @@ class RemoteStore(Member[Recovered]):
             return None
         if isinstance(self.transfers, Client):
             direct = self.one_node and self._reads
-            return in_client(self._general, key, self.layout, self.transfers.push_key) if direct else None
-        return by_itself(self._general, key, self.layout)
+            return in_client(self._slow_path, key, self.layout, self.transfers.push_key) if direct else None
+        return by_itself(self._slow_path, key, self.layout)
 
     def _bind_all(self) -> None:
         for key in self._setup.keys.values():
@@ -153,7 +154,7 @@ class RemoteStore(Member[Recovered]):
             yield from self.transfers.pull(keys, outs)
             return [key.round for key in keys]
         found: dict[Name, int] = {}
-        yield from together([self._pull.whole(key, out, found) for key, out in zip(keys, outs)])
+        yield from run_together([self._pull.whole(key, out, found) for key, out in zip(keys, outs)])
         return [found[key.name] for key in keys]
 
     def listen(self) -> None:
@@ -162,9 +163,10 @@ class RemoteStore(Member[Recovered]):
     def settle(self, keys: Sequence[Key], meets: bool = False) -> Task[None]:
         return self._push.settle(keys, meets)
 
-    def tell_wait(self, keys: Sequence[Key], tables: Sequence[KnownTable]) -> None:
-        self._push.tell_wait(keys)
-        self.tables.tell_wait(tables)
+    def tell_wait(self, names: Sequence[Name]) -> None:
+        self._push.tell_wait([key for key in self._setup.keys.values() if key.name in names])
+        for service in self.services:
+            service.tell_wait(names)
 
     def sums(self) -> tuple[int, str]:
         return 0, ""
@@ -193,34 +195,34 @@ class RemoteStore(Member[Recovered]):
         return self._link.lines
 
     def take_inventory(self, known: Container[Name]) -> Inventory:
-        """Add this worker's keys, tables and changes of settings."""
-        tables = [card for card in self.tables.cards if card.table in known]
-        now = Kept(self._setup.standing(known), self._push.residuals, self._settings.changes, tables)
-        old = self._last_kept.before(self.generation.number, now)
-        mine = super().take_inventory(known)
+        """Add this worker's keys and changes of settings, and what it knows of services."""
+        services = {service.name: data for service in self.services if (data := service.describe(known))}
+        now = WorkerCarryOver(self._setup.known_keys(known), self._push.residuals, self._settings.changes, services)
+        old = self._carry_over.get_or_save(self.generation.number, now)
+        inventory = super().take_inventory(known)
         self._link.renew(self.connection.lines)
-        self.tables.renew()
-        mine.local, mine.shared_cores = self._link.all_local, self._cores_shared
+        for service in self.services:
+            service.renew()
+        inventory.local, inventory.shared_cores = self._link.all_local, self._cores_shared
         if former_rank(self.layout) >= 0:
-            mine.keys, mine.changes = [KeyCard.of(key) for key in old.keys], old.changes
-            mine.tables = old.tables
+            inventory.keys, inventory.changes = [KeyCard.of(key) for key in old.keys], old.changes
+            inventory.known = old.services
         self._old = old
-        return mine
+        return inventory
 
-    def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> Recovered:
+    def rebuild(self, plan: RecoveryPlan, ready: Sequence[ServerReady]) -> Recovered:
         assert plan.cutting is not None
-        self._serve([one.local for one in plan.inventories[: self.layout.num_workers]])
-        self._setup.begin(plan.keys, plan.cutting, plan.cards, [one.where for one in placed])
-        groups, compressor, changes = plan.settings_after([one.refusal for one in placed])
+        self._serve([inventory.local for inventory in plan.inventories[: self.layout.num_workers]])
+        self._setup.begin(plan.keys, plan.cutting, plan.cards, [server.where for server in ready])
+        groups, compressor, changes = plan.settings_after([server.refusal for server in ready])
         self._settings.begin(Changes(*changes), groups)
         self._push.residuals = _residuals(self._old, plan.keys, compressor, Changes(*changes), self.layout.rank)
         self._bind_all()
-        self.tables.cards = [table.card for table in plan.tables]
-        return Recovered(plan.rounds, plan.keys, groups, compressor, self.tables.cards)
+        return Recovered(plan.rounds, plan.keys, groups, compressor, plan.services)
 
     def commit(self) -> None:
         super().commit()
-        self._last_kept.forget()
+        self._carry_over.forget()
 
     def open_store(self, request: frames.OpenStore) -> Task[None]:
         """Ask all servers to take part in making another store. All workers ask, and then make it."""
@@ -232,7 +234,7 @@ class RemoteStore(Member[Recovered]):
 
 
 def _residuals(
-    old: Kept, keys: Sequence[Key], compressor: Compressor | None, changes: Changes, rank: int
+    old: WorkerCarryOver, keys: Sequence[Key], compressor: Compressor | None, changes: Changes, rank: int
 ) -> Residuals | None:
     """Return the residuals of compression for keys that may be cut differently now. Those of a dead worker are lost."""
     if compressor is None:

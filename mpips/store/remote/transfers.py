@@ -15,14 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpips.collectives.fabric import arena
-from mpips.collectives.fabric.tasks import Task, together
+from mpips.collectives.fabric.requests import cut_bytes
+from mpips.collectives.fabric.tasks import Task, run_together
 from mpips.compression import Residuals
 from mpips.store.keys.key import Array, Key, Name, Shard
-from mpips.store.remote.link import Link
+from mpips.store.remote.link import ServerLink
 from mpips.store.roles import Layout
 from mpips.store.transport.frames import Coding, Flush, GetVersions, Op
 from mpips.store.transport.outbox import fill
-from mpips.store.transport.pending import MessageGroup, cut_bytes
+from mpips.store.transport.pending import MessageGroup
 
 
 class Push:
@@ -31,7 +32,7 @@ class Push:
     `residuals` are those of compression, by shard numbers. None if pushes are not compressed.
     """
 
-    def __init__(self, layout: Layout, link: Link) -> None:
+    def __init__(self, layout: Layout, link: ServerLink) -> None:
         self._layout = layout
         self._link = link
         self._small_bytes = layout.options.small_bytes
@@ -60,7 +61,7 @@ class Push:
             key.round = round_ = key.round + 1
         payloads = [(shard, values[shard.start - base : shard.stop - base]) for shard in shards]
         if self.residuals is not None and key.floats:
-            yield from together([self._compressed(key, round_, *payload, priority) for payload in payloads])
+            yield from run_together([self._compressed(key, round_, *payload, priority) for payload in payloads])
             return
         here = [payload for payload in payloads if payload[0].local]
         if len(here) == len(payloads):
@@ -73,7 +74,7 @@ class Push:
         ]
         if here:
             tasks.append(self._push_here(key, round_, here, priority, wait, own))
-        yield from together(tasks)
+        yield from run_together(tasks)
 
     def wait_until_read(self, round_: int, shards: Sequence[Shard]) -> Task[None]:
         """Wait until the servers have read this worker's contributions up to `round_`."""
@@ -105,29 +106,27 @@ class Push:
                         shard.line.post(Op.WAITS, shard.number, key.round)
 
     def push_coded(
-        self, key: Key, round_: int, shard: Shard, payload: Array, coding: Coding, priority: int, count: int = 0
+        self, key: Key, round_: int, shard: Shard, payload: Array, coding: Coding, priority: int
     ) -> Task[None]:
         """Contribute a compressed or row-sparse payload (uint8) to a round of a shard.
 
         The shard's server must have read the round before. The task is over when the payload may be freed.
-
-        Args:
-            count: The number of rows.
         """
         if not shard.local:
-            yield from self._link.sender.send(key, shard, payload, round_, priority, coding, count)
+            yield from self._link.sender.send(key, shard, payload, round_, priority, coding)
             return
-        shared = payload if arena.locate(payload) else arena.empty(payload.size, np.uint8)
-        shared[...] = payload
         # Keep it until the next push, which waits until the server has read this one.
-        shard.kept = shared
-        shard.line.post(Op.PUSH, shard.number, round_, arena.region_of(shared), coding, priority, aux=count)
+        shard.kept = payload
+        if not arena.locate(payload):
+            shard.kept = arena.empty(payload.size, np.uint8)
+            shard.kept[...] = payload
+        shard.line.post(Op.PUSH, shard.number, round_, arena.region_of(shard.kept), coding, priority)
 
     def copy_in(self, key: Key, round_: int, payloads: Sequence[tuple[Shard, Array]], priority: int) -> None:
         """Contribute copies of 1-D arrays to a round of shards of this node, whose servers have read all rounds before.
 
         Does not wait for other workers. When it returns the arrays may be overwritten. After an interrupt the link
-        fills the outboxes that servers count on (`Link.filling`).
+        fills the outboxes that servers count on (`ServerLink.filling`).
         """
         growing = self._link.filling
         for shard, values in payloads:
@@ -137,7 +136,7 @@ class Push:
             else:
                 outbox.begin(round_)
                 growing.append((outbox, values))
-            shard.copy.post(round_, priority)  # type: ignore[union-attr]
+            shard.outbox_push.post(round_, priority)  # type: ignore[union-attr]
         if growing:
             fill(growing)
             growing.clear()
@@ -169,8 +168,9 @@ class Push:
 
 
 TRIES = 4
-# a shard, row numbers within it, and the array for these rows, (number of rows, elements of a row)
-Rows = tuple[Shard, NDArray[np.int64], Array]
+# A shard that is read, and the array for its elements. Or some of its rows, and the array for these, (number of rows,
+# elements of a row).
+Part = tuple[Shard, NDArray[np.int64] | None, Array]
 
 
 def snapshot(words: memoryview, stored: Array, out: Array) -> bool:
@@ -191,7 +191,7 @@ def snapshot(words: memoryview, stored: Array, out: Array) -> bool:
 class Pull:
     """One worker's reads from servers. Whoever runs a task listens to the servers meanwhile (`Operations.hearing`)."""
 
-    def __init__(self, layout: Layout, link: Link) -> None:
+    def __init__(self, layout: Layout, link: ServerLink) -> None:
         self._link = link
         self._asynchronous = layout.asynchronous
         # True if a unit of an asynchronous store may be read between two updates, without asking
@@ -213,7 +213,8 @@ class Pull:
         if self._between:
             rest = yield from self._between_updates(key, out, rest)
         if rest:
-            yield from self._ask(key, out, rest, asked)
+            parts = [(shard, None, out[shard.start : shard.stop]) for shard in self._link.from_own_server(rest)]
+            yield from self.ask(key, parts, asked)
 
     def exchange(self, key: Key, push: Task[None], out: Array, shards: Sequence[Shard]) -> Task[None]:
         """Run `push`, a contribution to these shards, and pull them.
@@ -288,25 +289,35 @@ class Pull:
         shard.held = -1
         shard.line.post(Op.HOLD, shard.number, pushes)
 
-    def pull_rows(self, key: Key, row: int, wanted: Sequence[Rows]) -> Task[None]:
-        """Read rows of `row` elements, after this worker's pushes."""
-        waiting: list[Rows] = []
+    def ask(self, key: Key, parts: Sequence[Part], asked: bool = False) -> Task[None]:
+        """Read shards or rows after this worker's pushes: on a node in the server's memory, else as messages.
+
+        In an asynchronous store a server of this node grants the read first, so that nothing changes meanwhile.
+
+        Args:
+            asked: Servers of other nodes have been asked already.
+        """
+        waiting: list[Part] = []
         coming: list[MessageGroup] = []
-        for shard, numbers, table in wanted:
-            round_ = key.round if shard.mine >= 0 else 0
+        for shard, rows, out in parts:
+            round_ = 0 if self._asynchronous and shard.mine < 0 else key.round
             shard.granted = False
-            if not shard.local:
-                step = max(1, shard.block_elements // row)
-                slices = [table[at : at + step].reshape(-1).view(np.uint8) for at in range(0, len(numbers), step)]
+            if shard.local:
+                waiting.append((shard, rows, out))
+                if self._asynchronous:
+                    shard.line.post(Op.PULL, shard.number, round_)
+            elif rows is None:
+                coming.append(self._link.sender.receive(shard, cut_bytes(out, shard.block_elements * out.itemsize)))
+                if not asked:
+                    shard.line.post(Op.PULL, shard.number, round_)
+            else:
+                step = max(1, shard.block_elements // out.shape[1])
+                slices = [out[at : at + step].reshape(-1).view(np.uint8) for at in range(0, len(rows), step)]
                 coming.append(self._link.sender.receive(shard, slices))
-                shard.line.post_body(numbers.tobytes(), Op.PULL_ROWS, shard.number, round_)
-                continue
-            waiting.append((shard, numbers, table))
-            if self._asynchronous:
-                shard.line.post(Op.PULL, shard.number, round_)
-        left = len(wanted)
+                shard.line.post_body(rows.tobytes(), Op.PULL_ROWS, shard.number, round_)
+        left = len(parts)
         while waiting or coming:
-            waiting = [rows for rows in waiting if not self._take_rows(key, row, *rows)]
+            waiting = [part for part in waiting if not self._take(key, *part)]
             coming = [exchange for exchange in coming if exchange.pending()]
             left, before = len(waiting) + len(coming), left
             if left:
@@ -348,35 +359,12 @@ class Pull:
                 left.append(shard)
         return left
 
-    def _ask(self, key: Key, out: Array, shards: Sequence[Shard], asked: bool) -> Task[None]:
-        """Read units that must not change meanwhile: on a node under a grant, from other nodes as messages."""
-        sender, coming = self._link.sender, list[MessageGroup]()
-        for shard in self._link.from_own_server(shards):
-            shard.granted = False
-            if not shard.local:
-                slices = cut_bytes(out[shard.start : shard.stop], shard.block_elements * out.itemsize)
-                coming.append(sender.receive(shard, slices))
-            if shard.local or not asked:
-                shard.line.post(Op.PULL, shard.number, key.round if shard.mine >= 0 else 0)
-        waiting = [shard for shard in shards if shard.local]
-        left = len(shards)
-        while waiting or coming:
-            for shard in waiting:
-                if shard.granted:
-                    out[shard.start : shard.stop] = shard.stored
-                    shard.line.post(Op.RELEASE, shard.number)
-            waiting = [shard for shard in waiting if not shard.granted]
-            coming = [exchange for exchange in coming if exchange.pending()]
-            left, before = len(waiting) + len(coming), left
-            if left:
-                yield left < before
-
-    def _take_rows(self, key: Key, row: int, shard: Shard, numbers: NDArray[np.int64], table: Array) -> bool:
-        """Copy rows out of a server's memory on this node. True if they could be read now."""
+    def _take(self, key: Key, shard: Shard, rows: NDArray[np.int64] | None, out: Array) -> bool:
+        """Copy a shard, or rows of it, out of a server's memory on this node. True if it could be read now."""
         ready = shard.granted if self._asynchronous else shard.words[0] >= key.round * shard.blocks
         if ready:
             assert shard.stored is not None
-            table[...] = shard.stored.reshape(-1, row)[numbers]
+            out[...] = shard.stored if rows is None else shard.stored.reshape(-1, out.shape[1])[rows]
             if self._asynchronous:
                 shard.line.post(Op.RELEASE, shard.number)
         return ready

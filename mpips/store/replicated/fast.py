@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from operator import is_
 from typing import TypeAlias
 
-import numpy as np
 from mpi4py import MPI
 
 import mpips.collectives as collectives
@@ -22,8 +21,6 @@ from mpips.collectives.group import OverlapError
 from mpips.collectives.plan import Plan
 from mpips.store.keys.arguments import packed, runs, unpack
 from mpips.store.keys.key import Array, Key, Name, label
-from mpips.store.keys.row_sparse import RowSparse, unpacked
-from mpips.store.keys.row_sparse import packed as packed_rows
 from mpips.store.replicated.replica import Replica
 from mpips.store.runtime.generation import Generation
 
@@ -33,7 +30,7 @@ def flat(array: Array) -> Array:
     return array if array.ndim == 1 else array.reshape(-1)
 
 
-class Fast:
+class ReplicaFastPath:
     """The fast path of one key (`keys.key.Fast`). It always finishes, so it returns no tasks."""
 
     __slots__ = ("_flag", "_generation", "_label", "_replica", "_sums")
@@ -69,7 +66,7 @@ class Fast:
         flat(out)[...] = self._replica.value
 
 
-class Lists:
+class ReplicaLists:
     """The fast path of a call for several keys, in one collective.
 
     `replicas` is the live mapping of all replicas by name.
@@ -185,14 +182,18 @@ class Sums:
         self.begun = 0
         self.text = ""
 
+    def begin(self, text: str) -> None:
+        """Count a sum that this worker begins."""
+        self.begun, self.text = self.begun + 1, text
+
     def one(self, array: Array, out: Array, text: str) -> None:
         """Sum all workers' arrays into out. Collective, blocking."""
-        self.begun, self.text = self.begun + 1, text
+        self.begin(text)
         collectives.allreduce(array, self.comm, algorithm=SUMS, out=None if out is array else out, label=text)
 
     def many(self, arrays: Sequence[Array], outs: Sequence[Array], text: str, blocks: Blocks = None) -> None:
         """Sum several arrays at once. This worker's block of each sum also goes into `blocks`."""
-        self.begun, self.text = self.begun + 1, text
+        self.begin(text)
         out = None if all(map(is_, arrays, outs)) else outs
         collectives.grouped_allreduce(arrays, self.comm, algorithm=SUMS, out=out, label=text, blocks=blocks)
 
@@ -206,7 +207,7 @@ class Sums:
         elif direct:
             self.many(arrays, outs, text, blocks)
         else:
-            self.begun, self.text = self.begun + 1, text
+            self.begin(text)
             in_place = all(map(is_, arrays, outs))
             if single:
                 out = None if in_place else outs[0]
@@ -244,48 +245,3 @@ class Sums:
             collectives.allgather(x, self.comm, out=out, label=text)
         else:
             yield from in_steps(begin("allgather", x, self.comm, out=out, label=text))
-
-
-class RowSums:
-    """Exchanges row-sparse pushes: every worker gets the rows of all workers.
-
-    There are two allgathers. The first has the number of bytes of each worker's rows. The second has the rows, in
-    blocks that are all as long as the longest. All workers then add the rows in the order of the workers' ranks.
-    """
-
-    def __init__(self, sums: Sums) -> None:
-        self._sums = sums
-        self._sizes = np.zeros(sums.size, np.int64)
-        self._mine = np.zeros(1, np.int64)
-        self._blocks = np.empty(0, np.uint8)
-
-    def gather(self, key: Key, rows: RowSparse, direct: bool) -> Task[list[RowSparse]]:
-        """A task that returns all workers' rows of the key, valid until the next call.
-
-        Collective; may block if `direct`.
-        """
-        text = label("push of rows", [key.name])
-        self._sums.begun, self._sums.text = self._sums.begun + 1, text
-        mine = packed_rows(rows.merged())
-        self._mine[0] = mine.size
-        yield from self._sums.gather(self._mine, self._sizes, text, direct)
-        sizes = self._sizes.tolist()
-        block = _round_up(max(sizes))
-        blocks = self._room(block)
-        rank = self._sums.rank
-        blocks[rank * block : rank * block + mine.size] = mine
-        yield from self._sums.gather(blocks, None, text, direct)
-        pieces = [blocks[start * block : start * block + size] for start, size in enumerate(sizes)]
-        return [unpacked(piece, key.shape, key.dtype) for piece in pieces]
-
-    def _room(self, block: int) -> Array:
-        """Return memory with one block for each worker. It is reused, because collectives cache their plans by it."""
-        size = block * len(self._sizes)
-        if self._blocks.size < size:
-            self._blocks = np.empty(size, np.uint8)
-        return self._blocks[:size]
-
-
-def _round_up(size: int) -> int:
-    """Round a size up to a block length: a power of 2, so that collectives need plans for only a few lengths."""
-    return max(64, 1 << (size - 1).bit_length())

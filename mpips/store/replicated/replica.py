@@ -18,7 +18,7 @@ import numpy as np
 
 from mpips.optimizers.base import Optimizer, initial
 from mpips.store.keys.key import Array, Key
-from mpips.store.keys.row_sparse import RowSparse, sum_of, update_rows
+from mpips.store.keys.row_sparse import RowSparse, update_rows
 from mpips.store.recovery.undo import Version
 
 Arrays = tuple[Array, Array]
@@ -130,13 +130,13 @@ class Replica:
         self._turn, self._spread = 1 - self._turn, True
         self.key.round += 1
 
-    def take_rows(self, parts: Sequence[RowSparse]) -> None:
-        """Complete a round with the rows that all workers pushed.
+    def take_rows(self, total: RowSparse) -> None:
+        """Complete a round with the sum of the rows that all workers pushed.
 
         An optimizer changes only these rows and their state. Without an optimizer all other rows become zero.
         """
         if self.optimizer is None:
-            room, total = self.room(), sum_of(parts)
+            room = self.room()
             room[...] = 0
             room.reshape(self.key.shape)[total.rows] = total.values
             self._replace()
@@ -144,7 +144,7 @@ class Replica:
             assert self.state is not None
             rows = self.value.reshape(self.key.shape)
             self.updating = True
-            update_rows(self.optimizer, rows, parts, self.state, self.step + 1)
+            update_rows(self.optimizer, rows, total, self.state, self.step + 1)
             self.step += 1
             self.updating = False
         self.key.round += 1
@@ -253,11 +253,11 @@ class SurvivingReplica(Replica):
             self._before = None
         return room
 
-    def take_rows(self, parts: Sequence[RowSparse]) -> None:
+    def take_rows(self, total: RowSparse) -> None:
         """Do as in the base class, but first keep a copy of what an optimizer will update in place."""
         if self.optimizer is not None:
             self._copy()
-        super().take_rows(parts)
+        super().take_rows(total)
 
     def versions(self) -> list[Version]:
         """Return the complete versions that are available, newest first, including the one before the last round."""

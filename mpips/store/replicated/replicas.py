@@ -20,17 +20,17 @@ from mpips.optimizers.equation import prepare
 from mpips.optimizers.schedules import Groups
 from mpips.store.keys.key import Array, Key, Name, label
 from mpips.store.recovery.plan import (
-    Holding,
     Inventory,
     KeyCard,
+    OwnerInventory,
     RecoveryPlan,
     ReplicaPlan,
-    Shelf,
+    UnitCopy,
     decode_settings,
     dtype_names,
     encode_settings,
 )
-from mpips.store.recovery.undo import Version
+from mpips.store.recovery.undo import AvailableRound, Version
 from mpips.store.replicated.fast import Sums
 from mpips.store.replicated.replica import Replica, SurvivingReplica
 from mpips.store.worker.interface import States
@@ -159,10 +159,10 @@ class Replicas:
         """Exchange the addresses of long values, so that the workers can read each other's blocks."""
         if replicas:
             mine = _regions(replicas)
-            table = np.empty((self.sums.size, *mine.shape), np.int64)
+            regions = np.empty((self.sums.size, *mine.shape), np.int64)
             text = _label("init", [replica.key for replica in replicas])
-            yield from self.sums.gather(mine.reshape(-1), table.reshape(-1), text, direct)
-            _share_blocks(replicas, table, self.sums.rank)
+            yield from self.sums.gather(mine.reshape(-1), regions.reshape(-1), text, direct)
+            _share_blocks(replicas, regions, self.sums.rank)
 
     def _allocate(self, size: int, dtype: np.dtype) -> Array:
         """Allocate memory for a key. On one node it is shared memory, in which collectives are fastest."""
@@ -221,8 +221,10 @@ class Replicas:
         if fresh:
             return Inventory()
         keys = [KeyCard.of(replica.key) for replica in self.by_name.values()]
-        units = [_holding(replica) for replica in self.by_name.values()]
-        return Inventory([Shelf(rank, True, self._settings.encode(), units, self._settings.changes)], keys=keys)
+        units = [_describe(replica) for replica in self.by_name.values()]
+        return Inventory(
+            [OwnerInventory(rank, True, self._settings.encode(), units, self._settings.changes)], keys=keys
+        )
 
     def take_over(self, plan: RecoveryPlan) -> None:
         """Make settings, values and states those of the plan, receiving or sending what is missing.
@@ -244,22 +246,22 @@ class Replicas:
         replica = self.by_name[key.name]
         replica.optimizer = self._settings.optimizer_of(key)
         if self._survives:
-            self._stand(replica, plan)
+            self._go_to(replica, plan)
         elif not plan.everybody:
             states = None if plan.step is None else plan.states
             for array in replica.become(plan.round, plan.step or 0, states, plan.root == self.sums.rank):
                 self.sums.broadcast_one(array, plan.root, label("recover", [key.name]))
             replica.updating = False
 
-    def _stand(self, replica: Replica, plan: ReplicaPlan) -> None:
+    def _go_to(self, replica: Replica, plan: ReplicaPlan) -> None:
         """Bring a key to the version of the plan, in a store that survives deaths. Collective, blocking.
 
         The worker keeps its old version until everything has arrived, because another rank may die meanwhile, and then
         the recovery begins again.
         """
         key = replica.key
-        there = (replica.versions() or [replica.now()]) if self.sums.rank in plan.holders else []
-        version = next((one for one in there if one.round == plan.round), None)
+        versions = (replica.versions() or [replica.now()]) if self.sums.rank in plan.holders else []
+        version = next((version for version in versions if version.round == plan.round), None)
         if version is None:
             dtypes = [key.dtype, *(np.dtype(name) for name in plan.states)]
             version = Version(plan.round, plan.step, [self._allocate(key.size, dtype) for dtype in dtypes])
@@ -271,13 +273,13 @@ class Replicas:
             replica.become_version(version)
 
 
-def _holding(replica: Replica) -> Holding:
+def _describe(replica: Replica) -> UnitCopy:
     """Describe the versions of a replica, for an inventory. A torn replica is described by its present content."""
     whole = replica.versions()
-    there = whole or [replica.now()]
-    states = next((dtype_names(one.arrays[1:]) for one in there if one.step is not None), [])
-    standings = [(one.round, one.step) for one in there]
-    return Holding(replica.key.name, 0, replica.key.size, standings, not whole, states)
+    versions = whole or [replica.now()]
+    states = next((dtype_names(version.arrays[1:]) for version in versions if version.step is not None), [])
+    rounds = [AvailableRound(version.round, version.step) for version in versions]
+    return UnitCopy(replica.key.name, 0, replica.key.size, rounds, not whole, states)
 
 
 def _label(what: str, keys: Sequence[Key]) -> str:
@@ -293,18 +295,18 @@ def _regions(replicas: Sequence[Replica]) -> Array:
     return np.array(found, np.int64).reshape(len(replicas), WORDS)
 
 
-def _share_blocks(replicas: Sequence[Replica], table: Array, rank: int) -> None:
+def _share_blocks(replicas: Sequence[Replica], regions: Array, rank: int) -> None:
     """Give the replicas of worker `rank` access to the other workers' blocks.
 
     Args:
-        table: The result of `_regions` of every worker.
+        regions: The result of `_regions` of every worker.
     """
-    workers = len(table)
+    workers = len(regions)
     for number, replica in enumerate(replicas):
         key, others = replica.key, []
         for worker in range(workers):
             if worker != rank:
-                places = table[worker, number].reshape(2, -1).tolist()
+                places = regions[worker, number].reshape(2, -1).tolist()
                 first, second = (arena.attach(Region(*words)).view(key.dtype) for words in places)
                 others.append((cut(key.size, workers, worker), cut(key.size, workers, worker + 1), (first, second)))
         replica.share(others)

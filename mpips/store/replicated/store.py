@@ -7,20 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from mpips.collectives.fabric.tasks import Task, nothing
+from mpips.collectives.fabric.tasks import Task, empty_task
 from mpips.collectives.group import OverlapError
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.store.keys.key import Array, Key, Name, label
-from mpips.store.keys.row_sparse import RowSparse
-from mpips.store.recovery.plan import Inventory, Placed, RecoveryPlan
+from mpips.store.keys.row_sparse import RowGather, RowSparse, sum_of
+from mpips.store.recovery.plan import Inventory, RecoveryPlan, ServerReady
 from mpips.store.recovery.recover import Member
-from mpips.store.replicated.fast import Blocks, Fast, Lists, RowSums, Sums, blocks_of, take_from
+from mpips.store.replicated.fast import Blocks, ReplicaFastPath, ReplicaLists, Sums, blocks_of, take_from
 from mpips.store.replicated.replica import Replica
 from mpips.store.replicated.replicas import Replicas, ReplicaSettings
 from mpips.store.roles import Layout
 from mpips.store.runtime.generation import Generation
-from mpips.store.worker.interface import Frozen, KnownTable, Recovered, States
+from mpips.store.worker.interface import Frozen, Recovered, States
 
 
 class ReplicatedStore(Member[Recovered]):
@@ -31,6 +31,7 @@ class ReplicatedStore(Member[Recovered]):
     """
 
     lists = True
+    services = ()
     communicators: tuple[Hashable, ...] = (("communicator", "workers"),)
 
     def __init__(self, layout: Layout, generation: Generation) -> None:
@@ -48,8 +49,8 @@ class ReplicatedStore(Member[Recovered]):
 
     def _join(self) -> None:
         self._sums = self._replicas.sums
-        self._sparse = RowSums(self._sums)
-        self._lists = Lists(self._replicas.by_name, self._sums, self.generation)
+        self._gather = RowGather(self._sums.rank, self._sums.size)
+        self._lists = ReplicaLists(self._replicas.by_name, self._sums, self.generation)
 
     # ---- keys
 
@@ -58,14 +59,14 @@ class ReplicatedStore(Member[Recovered]):
         for key in keys:
             key.fast = self.bind(key)
 
-    def bind(self, key: Key) -> Fast | None:
+    def bind(self, key: Key) -> ReplicaFastPath | None:
         """Return the fast path of a key, or None if its pushes are compressed."""
         if self._settings.compressing(key) is not None:
             return None
-        return Fast(self._replicas.by_name[key.name], self._sums, self.generation)
+        return ReplicaFastPath(self._replicas.by_name[key.name], self._sums, self.generation)
 
     @property
-    def quick_list(self) -> Lists | None:
+    def quick_list(self) -> ReplicaLists | None:
         """The fast path of lists of keys, or None if pushes are compressed."""
         return self._lists if self._settings.residuals is None else None
 
@@ -77,7 +78,7 @@ class ReplicatedStore(Member[Recovered]):
         """A task that replaces values with rank 0's, on all workers. Rounds do not change. Collective."""
         yield from self._replicas.store_values(keys, values, self.direct)
 
-    # ---- states of keys (`worker.interface.Stored`)
+    # ---- states of keys (`worker.interface.StateAccess`)
 
     @property
     def stored(self) -> ReplicatedStore:
@@ -109,10 +110,6 @@ class ReplicatedStore(Member[Recovered]):
         return CopiedSnapshot(self._replicas.of(keys) if self.layout.rank == 0 else ())
 
     # ---- pushes and pulls
-
-    @property
-    def tables(self) -> None:
-        """None: tables need servers."""
 
     @property
     def transfers(self) -> ReplicatedStore:
@@ -178,7 +175,10 @@ class ReplicatedStore(Member[Recovered]):
             return
         replica = self._replicas.by_name[key.name]
         replica.prepare()
-        replica.take_rows((yield from self._sparse.gather(key, rows, self.direct)))
+        text, direct, every = label("push of rows", [key.name]), self.direct, list[RowSparse]()
+        self._sums.begin(text)
+        yield from self._gather.gather(rows, lambda x: self._sums.gather(x, None, text, direct), every)
+        replica.take_rows(sum_of(every))
 
     def pull_rows(self, key: Key, out: Array, ids: Array) -> Task[None]:
         """Copy rows of the value into `out` of shape (len(ids), ...)."""
@@ -187,9 +187,9 @@ class ReplicatedStore(Member[Recovered]):
 
     def settle(self, keys: Sequence[Key], meets: bool = False) -> Task[None]:
         """Return at once, because a push has completed its round by the time its task ends."""
-        return nothing()
+        return empty_task()
 
-    def tell_wait(self, keys: Sequence[Key], tables: Sequence[KnownTable]) -> None:
+    def tell_wait(self, names: Sequence[Name]) -> None:
         """Do nothing: `collectives` itself detects workers that make different calls."""
 
     def sums(self) -> tuple[int, str]:
@@ -228,12 +228,12 @@ class ReplicatedStore(Member[Recovered]):
         self._replicas.keep_only(known)
         return self._replicas.inventory(self.layout.rank, self.layout.fresh)
 
-    def transfer(self, plan: RecoveryPlan) -> Placed:
+    def move(self, plan: RecoveryPlan) -> ServerReady:
         """Send the chosen version of each key from a worker that has it to those that lack it. See `Member`."""
         self._replicas.take_over(plan)
-        return Placed()
+        return ServerReady()
 
-    def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> Recovered:
+    def rebuild(self, plan: RecoveryPlan, ready: Sequence[ServerReady]) -> Recovered:
         self._bind_all()
         keys = [replica.key for replica in self._replicas.by_name.values()]
         residuals = self._settings.residuals
@@ -264,4 +264,4 @@ class CopiedSnapshot:
     def release(self) -> Task[None]:
         """Free the copies."""
         self._arrays.clear()
-        return nothing()
+        return empty_task()

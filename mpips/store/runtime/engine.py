@@ -24,9 +24,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
-from mpips.collectives.errors import Uncopied
+from mpips.collectives.errors import NotCopyable
 from mpips.collectives.fabric import wait
-from mpips.collectives.fabric.tasks import Task, nothing
+from mpips.collectives.fabric.tasks import Task, empty_task
 from mpips.collectives.fabric.wait import Limits
 from mpips.store.runtime.errors import refused
 from mpips.store.runtime.rendezvous import Watch
@@ -59,7 +59,7 @@ class Ending(Protocol):
     def end(self, what: str, error: BaseException) -> BaseException: ...
 
 
-class Handle(Uncopied):
+class Handle(NotCopyable):
     """An operation under way, as `ipush`, `ipull` and `ipushpull` return it.
 
     `wait()` blocks until it has ended and returns its result. `test()` returns True once it has ended. Both raise the
@@ -121,7 +121,7 @@ class Handle(Uncopied):
     def stop(self, error: BaseException | None) -> None:
         """End the operation, with this error or none (for the engine). Closing the task frees its arrays."""
         self._task.close()
-        self._task, self.error = nothing(), error
+        self._task, self.error = empty_task(), error
         self.ended = time.perf_counter()
         self.over = True
 

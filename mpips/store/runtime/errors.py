@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from mpips.collectives.errors import KINDS, CollectiveError, MismatchError, StallError, kind_of
+from mpips.collectives.errors import KINDS, CollectiveError, MismatchError, StallError, kind_index
 from mpips.ending.process import before_mpi_ends
 
 
@@ -42,7 +42,7 @@ class StoreStallError(StoreError, StallError):
 
 
 class RoomError(MemoryError):
-    """A server has no memory for rows: a round of a table does not count, and the store goes on."""
+    """A server has no memory for a push to a collection: its round does not count, and the store goes on."""
 
 
 class ServerMemoryError(ValueError, MemoryError):
@@ -61,7 +61,7 @@ assert len(_GENERATION_KINDS) == len(KINDS), "one for each kind that travels bet
 
 def of_kind(error: BaseException, text: str = "") -> StoreError:
     """Return the StoreError for an error of `collectives` or of the store, with `text` or else its own sentence."""
-    return _GENERATION_KINDS[kind_of(error)](text or str(error))
+    return _GENERATION_KINDS[kind_index(error)](text or str(error))
 
 
 Step = Callable[[], None]

@@ -2,8 +2,8 @@
 
 A generation uses what `collectives` keeps for the store's communicator: a flag and a sentence in memory that the ranks
 of a node share, and notes between nodes. The rank that finds a failure calls `end`. Every wait looks at the flag, and
-raises the same sentence. After the end the ranks tell each other by `succession` whether they go on. `recovery.recover`
-makes the next generation.
+raises the same sentence. After the end the ranks tell each other whether they go on (`NextGenerationBarrier`).
+`recovery.recover` makes the next generation.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -21,18 +21,18 @@ from mpips.collectives import log
 from mpips.collectives.clock import Clock
 from mpips.collectives.communicator import Communicator, communicator
 from mpips.collectives.errors import CollectiveError
-from mpips.collectives.fabric.failure import failed
+from mpips.collectives.fabric.failure import dead_ranks
 from mpips.collectives.fabric.layout import CLOSED, DEPARTURES
-from mpips.collectives.fabric.requests import sweep
+from mpips.collectives.fabric.requests import collect_closed
 from mpips.collectives.fabric.tasks import Task
 from mpips.collectives.fabric.wait import (
     LOOK_SECONDS,
     NAP_AFTER_BETWEEN_NODES,
     NAP_AFTER_ON_NODE,
     Limits,
+    check_in_time,
     drive,
-    see_in_time,
-    until,
+    wait_until,
 )
 from mpips.collectives.recorder import own as recorder
 from mpips.store.roles import Layout
@@ -44,10 +44,43 @@ CLOSING_SECONDS = 5.0
 FREEING_SECONDS = 1.0
 # In a wait longer than LONG_SECONDS the functions in `checks` are called too, every CHECK_SECONDS.
 LONG_SECONDS, CHECK_SECONDS = 0.2, 0.1
-SUCCESSION_TAG = 4
+BARRIER_TAG = 4
 WOULD, GOES, TRIED, LEAVES = b"would go on", b"goes on", b"has tried", b"leaves"
 NEVER = Limits(math.inf, 0.0)
 LOG = log.get("mpips.store")
+
+
+class PresentGeneration:
+    """What belongs to one generation alone. Each attempt to begin the next one makes another.
+
+    The constructor is collective over `layout.world`.
+
+    Args:
+        number: The number of generations that have ended before.
+        on_end: See `Generation.on_end`.
+    """
+
+    def __init__(self, layout: Layout, limits: Limits, number: int, on_end: Iterable[Callable[[], None]] = ()) -> None:
+        self.number = number
+        self.on_end = [*on_end]
+        # True if all ranks of the store share memory
+        one_node = len(set(layout.nodes)) == 1
+        self.nap_after = NAP_AFTER_ON_NODE if one_node else NAP_AFTER_BETWEEN_NODES
+        # what `collectives` keeps for the store's communicator
+        self.home = communicator(layout.world)
+        self.home.set_limits(*limits)
+        self.flag: memoryview = self.home.board.poison.flag
+        # the same for smaller communicators of the store, see `Generation.within`
+        self.inner: list[Communicator] = []
+        # the error that every call raises once the generation is over
+        self.over: StoreError | None = None
+        # True while a task of this rank is in a meeting
+        self.meeting = False
+        # meetings of all ranks, and of the workers
+        self.everybody = MeetingRoom(layout.world)
+        self.workers = None if layout.workers is None else MeetingRoom(layout.workers)
+        # what the ranks tell each other about the time after this generation
+        self.barrier = NextGenerationBarrier(layout.world, partial(_gone, layout.world, self.home), layout.survives)
 
 
 class Generation:
@@ -55,13 +88,8 @@ class Generation:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        # number of generations that have ended before
-        self.number = 0
         # stall_seconds and timeout_seconds of the store's options
         self.limits = layout.limits
-        # Called once when this rank learns that the generation is over, before it raises. They make sure that nobody
-        # reads arrays that this rank has lent, and that everything is in place that others count on.
-        self.on_end: list[Callable[[], None]] = []
         # Called in long waits. Each raises CollectiveError if this rank waits for something that can no longer come.
         self.checks: list[Callable[[], None]] = []
         # time.monotonic() of the last checks
@@ -74,33 +102,45 @@ class Generation:
         self._hearing = threading.Lock()
         self._ending = threading.RLock()
         self._closed = False
-        self._begin()
+        # all that the next generation replaces
+        self.present = PresentGeneration(layout, self.limits, 0)
         self._log_begin()
 
-    def _begin(self) -> None:
-        layout = self.layout
-        self.rank = layout.world.Get_rank()
-        self.size = layout.world.Get_size()
-        # True if all ranks of the store share memory
-        self.one_node = len(set(layout.nodes)) == 1
-        self._nap_after = NAP_AFTER_ON_NODE if self.one_node else NAP_AFTER_BETWEEN_NODES
-        self._home = communicator(layout.world)
-        self._home.patient(*self.limits)
-        self._inner: list[Communicator] = []
-        # flag[0] is not 0 once the generation has ended on this node. The next generation has another flag.
-        self.flag: memoryview = self._home.board.poison.flag
-        self.over: StoreError | None = None
-        self._meeting = False
-        self._everybody = MeetingRoom(layout.world)
-        self._workers = None if layout.workers is None else MeetingRoom(layout.workers)
-        # what the ranks tell each other about the time after this generation
-        self.succession = Succession(layout.world, partial(_gone, layout.world, self._home), layout.survives)
+    @property
+    def number(self) -> int:
+        """The number of generations that have ended before."""
+        return self.present.number
+
+    @property
+    def flag(self) -> memoryview:
+        """flag[0] is not 0 once the generation has ended on this node. The next generation has another flag."""
+        return self.present.flag
+
+    @property
+    def over(self) -> StoreError | None:
+        """The error that every call raises once the generation is over."""
+        return self.present.over
+
+    @property
+    def barrier(self) -> NextGenerationBarrier:
+        """What the ranks tell each other about the time after this generation."""
+        return self.present.barrier
+
+    @property
+    def on_end(self) -> list[Callable[[], None]]:
+        """Functions that are called once when this rank learns that the generation is over, before it raises.
+
+        They make sure that nobody reads arrays that this rank has lent, and that everything is in place that others
+        count on.
+        """
+        return self.present.on_end
 
     # ---- its end
 
     def check(self) -> None:
         """Raise StoreError if the generation has ended on this node. Cheap; sends and receives nothing."""
-        if (self.over is not None or self.flag[0]) and not self._meeting:
+        present = self.present
+        if (present.over is not None or present.flag[0]) and not present.meeting:
             raise self._error()
 
     def look(self, waited: float = 0.0) -> None:
@@ -108,7 +148,7 @@ class Generation:
 
         It also receives notes from other nodes, and notices processes that have ended.
         """
-        if not self._meeting:
+        if not self.present.meeting:
             self._look(waited)
 
     def _look(self, waited: float) -> None:
@@ -119,7 +159,7 @@ class Generation:
         if not self._hearing.locked():
             with self._hearing:
                 try:
-                    self._home.listen(waited)
+                    self.present.home.look_at_all(waited)
                     if waited > LONG_SECONDS and (now := time.monotonic()) > self._checked + CHECK_SECONDS:
                         self._checked = now
                         for check in self.checks:
@@ -147,24 +187,24 @@ class Generation:
         return self._error() if isinstance(error, (CollectiveError, MPI.Exception)) else error
 
     def _end(self, what: str, error: BaseException) -> None:
-        home = self._home
-        if isinstance(error, CollectiveError) and not home.told() and what not in str(error):
+        home = self.present.home
+        if isinstance(error, CollectiveError) and not home.end_announced() and what not in str(error):
             error = of_kind(error, f"{what}: {error}")
-        if home.over is None:
+        if home.end_error is None:
             home.fail(what, error)
-        assert home.over is not None
-        self.over = of_kind(home.over)
-        recorder.fails(str(self.over))
-        LOG.info("generation %d has ended: %s", self.number, self.over)
-        for inner in self._inner:
-            inner.fail(what, self.over)
+        assert home.end_error is not None
+        over = self.present.over = of_kind(home.end_error)
+        recorder.write_failure(str(over))
+        LOG.info("generation %d has ended: %s", self.number, over)
+        for inner in self.present.inner:
+            inner.fail(what, over)
         for step in self.on_end:
             # The rank that the step waits for may have died.
             with suppress(MPI.Exception):
                 step()
 
     def _error(self) -> StoreError:
-        return of_kind(self.over if self.over is not None else self._home.board.poison.error())
+        return of_kind(self.over if self.over is not None else self.present.home.board.poison.error())
 
     @contextmanager
     def failing(self, what: str) -> Iterator[None]:
@@ -176,7 +216,7 @@ class Generation:
 
     def gone(self) -> dict[int, str]:
         """Return the ranks of the store that have closed it or ended, and how, as far as this rank knows."""
-        return _gone(self.layout.world, self._home)
+        return _gone(self.layout.world, self.present.home)
 
     # ---- waits
 
@@ -186,7 +226,7 @@ class Generation:
         Looks at the generation meanwhile. After the limits it warns, and then raises StallError, with the ranks of
         `late()`.
         """
-        drive(until(ready), Watch(self.limits, self.look, late, self._nap_after), what)
+        drive(wait_until(ready), Watch(self.limits, self.look, late, self.present.nap_after), what)
 
     def within(self, comm: MPI.Intracomm, names: Sequence[int] = ()) -> Communicator:
         """Return what `collectives` keeps for a smaller communicator of the store, such as that of the workers.
@@ -199,10 +239,10 @@ class Generation:
         """
         self.check()
         home = communicator(comm, names=names or None)
-        if home not in self._inner:
-            home.patient(*self.limits)
-            home.lies_within(self._look_inside)
-            self._inner.append(home)
+        if home not in self.present.inner:
+            home.set_limits(*self.limits)
+            home.set_enclosing_look(self._look_inside)
+            self.present.inner.append(home)
         return home
 
     def _look_inside(self, waited: float) -> None:
@@ -230,22 +270,22 @@ class Generation:
         clock, due = Clock(), time.monotonic() + LOOK_SECONDS
         room.begin(payload)
         # The thread that runs the task must not look at the generation: the meeting itself does.
-        self._meeting = True
+        self.present.meeting = True
         try:
             with self._in_meeting(room, what):
                 while room.missing():
                     if (now := time.monotonic()) >= due:
                         due, waited = now + LOOK_SECONDS, clock.seconds()
                         watch.look(waited)
-                        see_in_time(what, waited, watch)
+                        check_in_time(what, waited, watch)
                     yield False
         finally:
-            self._meeting = False
+            self.present.meeting = False
         return room.end()
 
     @contextmanager
     def _in_meeting(self, room: MeetingRoom, what: str) -> Iterator[None]:
-        self.undescribed = what if room is self._workers else ""
+        self.undescribed = what if room is self.present.workers else ""
         try:
             yield
         finally:
@@ -269,29 +309,29 @@ class Generation:
                 return
             presence.see(room.missing(), self.gone())
 
-        return Watch(self.limits, look, room.missing, self._nap_after)
+        return Watch(self.limits, look, room.missing, self.present.nap_after)
 
     def words(self) -> list[bytes]:
         """Return what each worker has brought last to a meeting of the workers that is not over here. b"" if nothing.
 
         Does not block.
         """
-        assert self._workers is not None
-        self._workers.missing()
-        return self._workers.last_words()
+        assert self.present.workers is not None
+        self.present.workers.missing()
+        return self.present.workers.last_words()
 
     def describe_wait(self, word: bytes) -> None:
         """Tell the workers that this one waits for in a meeting how far it has pushed. Does not block."""
-        assert self._workers is not None
-        self._workers.describe_wait(word)
+        assert self.present.workers is not None
+        self.present.workers.describe_wait(word)
         self.undescribed = ""
 
     def waits_elsewhere(self) -> dict[int, bytes]:
         """Return the descriptions of workers that wait in a meeting to which this one has not come. Does not block."""
-        return {} if self._workers is None else self._workers.waits_elsewhere()
+        return {} if self.present.workers is None else self.present.workers.waits_elsewhere()
 
     def _room(self, everybody: bool) -> MeetingRoom:
-        room = self._everybody if everybody else self._workers
+        room = self.present.everybody if everybody else self.present.workers
         assert room is not None, "servers meet everybody, or nobody"
         self.check()
         return room
@@ -300,15 +340,15 @@ class Generation:
 
     def advance(self) -> None:
         """Become the next generation, on the layout's new communicators. Collective, blocking."""
-        self._begin()
-        self.number += 1
+        now = self.present
+        self.present = PresentGeneration(self.layout, self.limits, now.number + 1, now.on_end)
         self._log_begin()
 
     def _log_begin(self) -> None:
         layout = self.layout
-        log.place.take(layout.role, layout.rank - layout.num_workers if layout.is_server else layout.rank)
-        log.place.generation = self.number
-        recorder.goes_well()
+        log.rank_state.take(layout.role, layout.rank - layout.num_workers if layout.is_server else layout.rank)
+        log.rank_state.generation = self.number
+        recorder.clear_failures()
         LOG.info(
             "generation %d has begun, of a %s store: %d workers, %d servers, %d spares",
             self.number,
@@ -318,11 +358,6 @@ class Generation:
             layout.spares,
         )
 
-    def put_back(self) -> Callable[[], None]:
-        """Return a function that restores this generation as it is now."""
-        before, on_end = dict(vars(self)), [*self.on_end]
-        return lambda: vars(self).update(before, on_end=[*on_end])
-
     def close(self) -> None:
         """Close the store on this rank: wait for the others, and give all communicators back.
 
@@ -331,27 +366,27 @@ class Generation:
         if self._closed:
             return
         self._closed = True
-        for home in (*self._inner, self._home):
+        for home in (*self.present.inner, self.present.home):
             home.leave(CLOSED)
-        self.succession.leave()
+        self.barrier.leave()
         try:
             if self.over is None:
                 with self.failing("close"):
-                    self.succession.wait_until_all_left(math.inf, self.look)
+                    self.barrier.wait_until_all_left(math.inf, self.look)
         # The generation has ended meanwhile.
         except CollectiveError:
             pass
-        all_left = self.succession.wait_until_all_left(CLOSING_SECONDS)
+        all_left = self.barrier.wait_until_all_left(CLOSING_SECONDS)
         self.layout.free()
-        sweep(FREEING_SECONDS if all_left else 0.0)
+        collect_closed(FREEING_SECONDS if all_left else 0.0)
         LOG.info("the store is closed")
 
 
 def _gone(world: MPI.Comm, home: Communicator) -> dict[int, str]:
-    return dict.fromkeys(failed(world), DEPARTURES[0]) | home.ended()
+    return dict.fromkeys(dead_ranks(world), DEPARTURES[0]) | home.gone_ranks()
 
 
-class Succession:
+class NextGenerationBarrier:
     """The agreement of the ranks after a generation: all begin the next one together, or each leaves.
 
     Making new communicators blocks in MPI until all ranks have come. So no rank may begin before it knows that all will
@@ -367,10 +402,10 @@ class Succession:
     """
 
     def __init__(self, comm: MPI.Comm, gone: Callable[[], dict[int, str]], survives: bool) -> None:
-        self._room = MeetingRoom(comm, SUCCESSION_TAG)
+        self._room = MeetingRoom(comm, BARRIER_TAG)
         self._gone = gone
         self._survives = survives
-        self._said = b""
+        self._last_word = b""
         self._attempt = 0
 
     def is_due(self) -> bool:
@@ -417,35 +452,35 @@ class Succession:
         def over() -> bool:
             return clock.seconds() > seconds or not set(self._others(LEAVES)) - self._gone().keys()
 
-        drive(until(over), Watch(NEVER, look, lambda: self._others(LEAVES)), "close")
+        drive(wait_until(over), Watch(NEVER, look, lambda: self._others(LEAVES)), "close")
         gone = self._gone()
         return all(gone.get(rank) == DEPARTURES[CLOSED] for rank in self._others(LEAVES))
 
-    def _wait(self, limits: Limits, mine: bytes, *words: bytes) -> str:
+    def _wait(self, limits: Limits, word: bytes, *words: bytes) -> str:
         """Send a word of this attempt, and wait until all have sent one of `words`.
 
         Return "", or why they cannot go on.
         """
-        present = [word + b" %d" % self._attempt for word in words]
+        present = [each + b" %d" % self._attempt for each in words]
 
         def late() -> list[int]:
             """Return the living ranks, as far as known, that have not sent one of the expected words last."""
             others = self._others(*present)
             return [rank for rank in others if rank not in self._dead()] if others and self._survives else others
 
-        self._say(mine + b" %d" % self._attempt)
-        drive(until(lambda: self._why_not() or not late()), Watch(limits, late=late), "recover")
+        self._say(word + b" %d" % self._attempt)
+        drive(wait_until(lambda: self._why_not() or not late()), Watch(limits, late=late), "recover")
         return self._why_not()
 
     def _say(self, word: bytes) -> None:
-        if self._said != word:
-            self._said = word
+        if self._last_word != word:
+            self._last_word = word
             self._room.begin(word)
 
     def _others(self, *words: bytes) -> list[int]:
         """Return the ranks that have not sent one of these words last. Does not block."""
         self._room.missing()
-        return [rank for rank, said in enumerate(self._room.last_words()) if said not in words]
+        return [rank for rank, word in enumerate(self._room.last_words()) if word not in words]
 
     def _dead(self) -> set[int]:
         """Return the ranks that have died, in a store that goes on after a death."""

@@ -20,10 +20,11 @@ from typing import Any, Protocol
 import msgspec
 from mpi4py import MPI
 
+from mpips.collectives.agreement import SAME_VALUES, describe_calls, difference
 from mpips.collectives.clock import Clock
 from mpips.collectives.errors import CollectiveError, of_caller
-from mpips.collectives.fabric.requests import received, tell
-from mpips.collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, until
+from mpips.collectives.fabric.requests import receive_next, send_to_all
+from mpips.collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, wait_until
 
 # tag of messages on the store's communicators, which other modules do not use
 TAG = 3
@@ -69,7 +70,8 @@ def agree(
 ) -> list[bytes]:
     """Check that all workers make the same call, and return each worker's `data` in the order of ranks.
 
-    Collective, blocking.
+    Collective, blocking. An error that all ranks raise is such as
+    "mpips.create: option 'servers' is 1 on rank 0 and 2 on rank 1: give all ranks the same".
 
     Args:
         what: The call.
@@ -85,35 +87,22 @@ def agree(
         StoreError: The generation ends meanwhile.
         StallError: Ranks have not come within the limit.
     """
-    words = [(repr(name), text) for name, text in items]
+    named = [(f"{noun} {name!r}", text) for name, text in items]
     why = "" if refusal is None else str(refusal) or type(refusal).__name__
-    mine = _Word(what, words, why, isinstance(refusal, TypeError), data, alike)
-    said = place.meet(msgspec.msgpack.encode(mine), what, everybody)
-    every = [msgspec.msgpack.decode(word, type=_Word) for word in said]
+    mine = _Word(what, named, why, isinstance(refusal, TypeError), data, alike)
+    gathered = place.meet(msgspec.msgpack.encode(mine), what, everybody)
+    every = [msgspec.msgpack.decode(word, type=_Word) for word in gathered]
     refused = [rank for rank, word in enumerate(every) if word.refusal]
     if refused:
         first = every[refused[0]].refusal
         same = len(refused) == len(every) and len({word.refusal for word in every}) == 1
         kind = TypeError if all(every[rank].type_error for rank in refused) else ValueError
         raise of_caller(kind(first if same else f"rank {refused[0]}: {first}"))
-    for rank, word in enumerate(every):
-        if sentence := _difference(every[0], word, rank, noun):
-            raise of_caller(ValueError(sentence))
+    if len({word.alike or word.what for word in every}) > 1:
+        raise of_caller(ValueError(describe_calls({rank: word.what for rank, word in enumerate(every)})))
+    if unlike := difference({rank: word.items for rank, word in enumerate(every)}):
+        raise of_caller(ValueError(f"{every[0].what}: {unlike}: {SAME_VALUES}"))
     return [word.data for word in every]
-
-
-def _difference(first: _Word, other: _Word, rank: int, noun: str) -> str:
-    """Return a sentence about the first difference between rank 0 and another rank, or ""."""
-    if (first.alike or first.what) != (other.alike or other.what):
-        return f"rank 0 calls {first.what}, rank {rank} calls {other.what}: all make this call together"
-    for mine, theirs in zip(first.items, other.items):
-        if mine[0] != theirs[0]:
-            return f"{first.what}: rank 0 gives {noun} {mine[0]}, rank {rank} {noun} {theirs[0]} in its place"
-        if mine[1] != theirs[1]:
-            return f"{first.what}: {noun} {mine[0]} is {mine[1]} on rank 0 and {theirs[1]} on rank {rank}"
-    if len(first.items) != len(other.items):
-        return f"{first.what}: rank 0 gives {len(first.items)} {noun}s, rank {rank} gives {len(other.items)}"
-    return ""
 
 
 def attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
@@ -182,7 +171,7 @@ class MeetingRoom:
     def exchange(self, payload: bytes, what: str, watch: Watch) -> list[bytes]:
         """Hold a meeting, and return every rank's payload in the order of ranks. Collective, blocking."""
         self.begin(payload)
-        drive(until(lambda: not self.missing()), watch, what)
+        drive(wait_until(lambda: not self.missing()), watch, what)
         return self.end()
 
     def begin(self, payload: bytes) -> None:
@@ -194,7 +183,7 @@ class MeetingRoom:
         """Return the ranks that have not come to the present meeting."""
         # Two threads that receive at once could mix up the order of messages.
         with self._receiving:
-            while (message := received(self.comm, self._tag)) is not None:
+            while (message := receive_next(self.comm, self._tag)) is not None:
                 source, data = message
                 if data[:1] == STANDS:
                     self._waits[source] = data[1:]
@@ -225,7 +214,7 @@ class MeetingRoom:
         return {rank: word[len(present) :] for rank, word in found.items()}
 
     def _tell(self, kind: bytes, payload: bytes) -> None:
-        tell(self.comm, kind + payload, [rank for rank in range(self.size) if rank != self.rank], self._tag)
+        send_to_all(self.comm, kind + payload, [rank for rank in range(self.size) if rank != self.rank], self._tag)
 
 
 class Gathering:

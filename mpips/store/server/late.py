@@ -8,13 +8,14 @@ wait at the other servers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Hashable, Iterable, Sequence, Sized
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from mpips.collectives.errors import MismatchError, StallError, ranks
-from mpips.collectives.fabric.wait import LONGER
+from mpips.collectives.errors import MismatchError, StallError, have_not
+from mpips.collectives.fabric.requests import send_to_all
+from mpips.collectives.fabric.wait import LONGER, late_sentence
 from mpips.store.server.unit import Replies, Reply
 
 if TYPE_CHECKING:
@@ -72,9 +73,9 @@ class Late:
         self.stall_seconds = stall_seconds
         self.timeout_seconds = timeout_seconds
         # worker -> (unit, round) that its program waits for at this server
-        self._said: dict[int, tuple[InRounds, int]] = {}
+        self._waits: dict[int, tuple[InRounds, int]] = {}
         # server -> the waits at it
-        self._told: dict[int, list[Wait]] = {}
+        self._waits_elsewhere: dict[int, list[Wait]] = {}
         # a circle that was seen at the last look, and since when
         self._suspected: list[Wait] = []
         self._since = 0.0
@@ -87,8 +88,8 @@ class Late:
         Return warnings for workers that wait, once for each round. StallError if a round has waited longer than
         `timeout_seconds`.
         """
-        # (which workers wait for which) -> (how long the first unit has waited, units to warn of now)
-        long: dict[str, tuple[float, list[InRounds]]] = {}
+        # (noun, which workers are late, which wait) -> (how long the first unit has waited, units to warn of now)
+        long: dict[Hashable, tuple[float, list[InRounds]]] = {}
         for unit in units:
             if not unit.waits or not unit.missing:
                 continue
@@ -99,10 +100,11 @@ class Late:
                 raise StallError(f"{_sentence([unit], self.timeout_seconds)}; {LONGER}")
             if waited > self.stall_seconds and not unit.warned:
                 unit.warned = True
-                long.setdefault(f"{unit.noun} {_who(unit)}", (waited, []))[1].append(unit)
+                late = unit.noun, tuple(unit.absent()), tuple(unit.contributors)
+                long.setdefault(late, (waited, []))[1].append(unit)
         replies: Replies = []
-        for waited, late in long.values():
-            text, first = _sentence(late, waited), late[0]
+        for waited, waiting in long.values():
+            text, first = _sentence(waiting, waited), waiting[0]
             came = [worker for worker, queue in zip(first.contributors, first.queues) if queue]
             replies += [Reply("WARNING", worker, first.number, text=text) for worker in came]
         return replies
@@ -111,21 +113,21 @@ class Late:
 
     def note_wait(self, unit: InRounds, worker: int, round_: int) -> None:
         """Note that a worker's program is blocked until this round of the unit is complete."""
-        self._said[worker] = unit, round_
+        self._waits[worker] = unit, round_
 
     def waits_here(self) -> list[Wait]:
         """Return the waits at this server, as of now."""
         waits = []
-        for worker, (unit, round_) in list(self._said.items()):
+        for worker, (unit, round_) in list(self._waits.items()):
             if unit.round >= round_:
-                del self._said[worker]
+                del self._waits[worker]
             elif absent := _absent(unit, round_, worker):
                 waits.append(Wait(worker, unit.key, round_, absent, unit.noun))
         return waits
 
     def note_elsewhere(self, server: int, waits: list[Wait]) -> None:
         """Note the waits at another server."""
-        self._told[server] = waits
+        self._waits_elsewhere[server] = waits
 
     def check_circles(self, clock: float, more: Iterable[Wait] = ()) -> None:
         """Raise MismatchError if workers have waited in a circle for CIRCLE_SECONDS. News of other servers may be old.
@@ -134,7 +136,7 @@ class Late:
             more: Further waits at this server.
         """
         waits = {wait.worker: wait for wait in self.waits_here()}
-        for others in self._told.values():
+        for others in self._waits_elsewhere.values():
             waits.update((wait.worker, wait) for wait in others)
         waits.update((wait.worker, wait) for wait in more)
         circle = find_circle(waits)
@@ -143,7 +145,7 @@ class Late:
         if circle and clock - self._since > CIRCLE_SECONDS:
             steps = "; ".join(
                 f"rank {wait.worker} waits for round {wait.round} of {wait.noun} {wait.key!r}, to which "
-                f"{ranks(wait.absent)} {'have' if len(wait.absent) > 1 else 'has'} not pushed"
+                f"{have_not(wait.absent, 'pushed')}"
                 for wait in circle
             )
             nouns = " and ".join(sorted({f"{wait.noun}s" for wait in circle}))
@@ -151,11 +153,11 @@ class Late:
 
     def forget(self, units: Sequence[InRounds]) -> None:
         """Forget units that nobody will use again."""
-        self._said = {worker: wait for worker, wait in self._said.items() if wait[0] not in units}
+        self._waits = {worker: wait for worker, wait in self._waits.items() if wait[0] not in units}
 
     def clear(self) -> None:
         """Forget all waits."""
-        self._said, self._told, self._suspected = {}, {}, []
+        self._waits, self._waits_elsewhere, self._suspected = {}, {}, []
 
 
 def find_circle(waits: dict[int, Wait]) -> list[Wait]:
@@ -191,13 +193,8 @@ def _sentence(units: Sequence[InRounds], waited: float) -> str:
     """Return a message about units that wait for the same workers. The first unit has waited for `waited` seconds."""
     first, others = units[0], {unit.key for unit in units} - {units[0].key}
     more = f" (and {len(others)} more {first.noun}{'s' * (len(others) > 1)})" if others else ""
-    return f"{first.noun} {first.key!r}{more}: round {first.round + 1} has waited {waited:.3g} s for {_who(first)}"
-
-
-def _who(unit: InRounds) -> str:
-    """Return text that tells which workers have pushed to the unit's open round and which have not."""
-    came = [worker for worker, queue in zip(unit.contributors, unit.queues) if queue]
-    return f"ranks {unit.absent()}; ranks {came} have pushed"
+    what = f"{first.noun} {first.key!r}{more}: round {first.round + 1}"
+    return late_sentence(what, waited, first.absent(), "pushed")
 
 
 class Gossip:
@@ -207,19 +204,19 @@ class Gossip:
         self._comm = comm
         self._late = late
         self._alone = comm.Get_size() == 1
-        # what was told last
-        self._said: list[Wait] = []
+        # the waits that were sent last
+        self._sent: list[Wait] = []
 
     def tick(self) -> None:
         """Send this server's waits to the first one if they have changed. On the first server, receive them."""
         if self._alone:
             return
-        from mpips.collectives.fabric.requests import received, tell
+        from mpips.collectives.fabric.requests import receive_next
 
         if self._comm.Get_rank() == 0:
-            while (message := received(self._comm, WAITS_TAG)) is not None:
+            while (message := receive_next(self._comm, WAITS_TAG)) is not None:
                 server, data = message
                 self._late.note_elsewhere(server, msgspec.msgpack.decode(data, type=list[Wait]))
-        elif (waits := self._late.waits_here()) != self._said:
-            self._said = waits
-            tell(self._comm, msgspec.msgpack.encode(waits), [0], WAITS_TAG)
+        elif (waits := self._late.waits_here()) != self._sent:
+            self._sent = waits
+            send_to_all(self._comm, msgspec.msgpack.encode(waits), [0], WAITS_TAG)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from mpips.collectives.recorder import own as recorder
 from mpips.store.server.quorum import QuorumState
@@ -34,9 +34,11 @@ class Load:
         self._missed = Counter[int]()
         self._rounds = 0
 
-    def write(self, now: float, states: list[tuple[ServerState, Sequence[Service]]]) -> None:
+    def write(self, now: float, states: list[tuple[ServerState, Collection[Service]]]) -> None:
         """Write the figures to the page. `now`: seconds of the caller's clock."""
-        began, queued, found = time.monotonic(), 0, dict[str, Counter[int]]()
+        began, queued = time.monotonic(), 0
+        # name -> its figures by position, summed over all stores
+        sums: dict[str, Counter[int]] = {}
         more: dict[str, object] = {}
         for state, services in states:
             for unit in state.units.values():
@@ -48,7 +50,7 @@ class Load:
                 queued += service.queued
                 figures, words = service.figures()
                 for name, numbers in figures.items():
-                    found.setdefault(name, Counter()).update(dict(enumerate(numbers)))
+                    sums.setdefault(name, Counter()).update(dict(enumerate(numbers)))
                 more |= words
             if isinstance(state, QuorumState):
                 rounds, missed = state.take_rounds()
@@ -56,9 +58,9 @@ class Load:
                 self._missed += missed
                 most = {str(worker): count for worker, count in self._missed.most_common(MOST_LATE)}
                 more |= {"rounds": self._rounds, "missed": most}
-        for name, sums in found.items():
-            shown = recorder.numbers_of(name)
-            for at, number in sums.items():
+        for name, figures_of in sums.items():
+            shown = recorder.table_numbers(name)
+            for at, number in figures_of.items():
                 shown[at] = number
         pushed = {str(worker): self._pushed[worker] for worker in sorted(self._pushed)[:MOST_WORKERS]}
         recorder.write_load(sum(self._pushed.values()), queued, pushed, **more)

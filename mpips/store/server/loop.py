@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -21,27 +21,25 @@ from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.compression import Compressor
 from mpips.optimizers import Groups
-from mpips.store.keys.key import Name, Rounds
-from mpips.store.recovery.memory import LastGeneration, Ledger, NodeMemory, UnitMemory, holding_of_unit
+from mpips.store.keys.key import Array, Name
+from mpips.store.recovery.memory import LastGeneration, Ledger, NodeMemory, UnitMemory, arrays_of_unit, describe_unit
 from mpips.store.recovery.mirror import Mirror, MirroredUnits
-from mpips.store.recovery.plan import Inventory, Placed, RecoveryPlan, Shelf, encode_settings
-from mpips.store.recovery.recover import Member, ReachableMemory, former_rank, make_units, recover
-from mpips.store.roles import Layout, Seat
+from mpips.store.recovery.plan import Inventory, OwnerInventory, RecoveryPlan, ServerReady, UnitSlice, encode_settings
+from mpips.store.recovery.recover import Member, former_rank, make_units, recover
+from mpips.store.roles import CorePinning, Layout
 from mpips.store.runtime.generation import Generation
 from mpips.store.server.late import Gossip, Late
 from mpips.store.server.load import Load
 from mpips.store.server.quorum import Quorum, QuorumState
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.requests import Requests
-from mpips.store.server.service import Service, Surroundings
+from mpips.store.server.service import OldMemory, Service, Surroundings
 from mpips.store.server.sources import FillingOutbox, Pushes, Receiver
 from mpips.store.server.state import AsynchronousState, ServerState, SynchronousState
 from mpips.store.server.unit import Replies, UnknownError
+from mpips.store.services import KINDS
 from mpips.store.transport.frames import ROUND, ROUND_AT, Frame, Op, OpenStore
 from mpips.store.transport.lines import Line, MessageLine, Rings, any_waiting
-from mpips.tables.journal import Journal
-from mpips.tables.plan import RowSource
-from mpips.tables.service import ServerTables
 
 LOG = log.get("mpips.store")
 PUSH = int(Op.PUSH)
@@ -77,12 +75,12 @@ def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None
         opened: Makes another store that all workers have asked for, collectively with them. Returns None if it is
             refused.
     """
-    here, turns, load = list(servers), 0, Load()
+    serving, turns, load = list(servers), 0, Load()
     # when the server began to be idle, and how often it has looked since
     since, spins = 0.0, 0
-    while here:
+    while serving:
         worked = False
-        for server in here:
+        for server in serving:
             worked |= server.turn()
         turns += 1
         if worked:
@@ -98,17 +96,17 @@ def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None
             now = CLOCK.seconds()
             since = since or now
         if now >= load.due:
-            load.write(now, [server.taken for server in here])
-        for server in list(here):
+            load.write(now, [server.counted for server in serving])
+        for server in list(serving):
             server.tick(now)
-            if opened is not None and (asked := server.opens()) and (more := opened(asked)):
-                here.append(more)
+            if opened is not None and (asked := server.take_opening()) and (more := opened(asked)):
+                serving.append(more)
             if server.finished:
-                here.remove(server)
+                serving.remove(server)
                 server.close()
         # Do not sleep if a worker of this node may complete a block of a sum at any moment: a sleep is longer than that
         # wait.
-        if since and now - since > SPIN_SECONDS and not any(server.is_summing for server in here):
+        if since and now - since > SPIN_SECONDS and not any(server.is_summing for server in serving):
             time.sleep(min(max(SLEEP_SHARE * (now - since), SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
 
 
@@ -117,7 +115,6 @@ class Serving(NamedTuple):
 
     state: ServerState
     requests: Requests
-    tables: ServerTables
 
 
 class Server(Member[None]):
@@ -126,11 +123,13 @@ class Server(Member[None]):
     `memory` is what this rank kept of other ranks' memory while it was a spare.
     """
 
-    def __init__(self, layout: Layout, seat: Seat, generation: Generation, memory: NodeMemory | None = None) -> None:
+    def __init__(
+        self, layout: Layout, seat: CorePinning, generation: Generation, memory: NodeMemory | None = None
+    ) -> None:
         super().__init__(layout, generation, memory)
         if layout.survives:
             arena.in_one_segment()
-        # the memory in which rows of tables lie
+        # the memory of services
         self._file = SparseFile()
         self._ledger = Ledger(self._file) if layout.survives else None
         self.ledger = None if self._ledger is None else self._ledger.region
@@ -138,12 +137,11 @@ class Server(Member[None]):
         self._shared_cores = seat.shared
         # Workers wait during a long sum, so the servers of a node share all cores that this process may use.
         every = range(layout.num_workers, layout.num_workers + layout.num_servers)
-        here = sum(layout.same_node(layout.rank, server) for server in every)
-        threads = max(1, min(MOST_THREADS, seat.usable // here))
+        on_node = sum(layout.same_node(layout.rank, server) for server in every)
+        threads = max(1, min(MOST_THREADS, seat.usable // on_node))
         self._reduce = Reduce(threads, seat.step_aside, seat.shared)
-        self._copies = MirroredUnits(self._file)
-        self._rounds = Rounds()
-        self._table_rounds: dict[str, int] = {}
+        kinds = KINDS if layout.options.mirrors else ()
+        self._copies = MirroredUnits({kind.name: kind.make_copies(self._file) for kind in kinds})
         self._last_serving: LastGeneration[Serving] = LastGeneration()
         self._now = self._serving([])
 
@@ -165,20 +163,24 @@ class Server(Member[None]):
         else:
             state = QuorumState(Quorum(options.quorum, options.grace_seconds), *rest)
         state.lane = layout.lane
-        surroundings = Surroundings(
-            layout.num_workers,
-            layout.rank - layout.num_workers,
-            layout.num_servers,
-            options.staleness if layout.asynchronous else None,
-            self._file,
-            layout.survives,
-            self._mirror,
-            late,
-            layout.lane,
-        )
+        mirrors = {} if self._mirror is None else self._mirror.services
+        services = {}
+        for kind in KINDS:
+            services[kind.name] = kind.make(
+                Surroundings(
+                    layout.num_workers,
+                    layout.rank - layout.num_workers,
+                    layout.num_servers,
+                    options.staleness if layout.asynchronous else None,
+                    self._file,
+                    layout.survives,
+                    mirrors.get(kind.name),
+                    late,
+                    layout.lane,
+                )
+            )
         name = f"server rank {layout.rank}"
-        tables = ServerTables.of(surroundings)
-        return Serving(state, Requests(state, name, self._units, number, [tables]), tables)
+        return Serving(state, Requests(state, name, self._units, number, services))
 
     def begin(self) -> None:
         """Begin the store's first generation. Collective over its workers and servers, blocking."""
@@ -205,16 +207,16 @@ class Server(Member[None]):
         return self._closed or self._traffic.over
 
     @property
-    def taken(self) -> tuple[ServerState, Sequence[Service]]:
+    def counted(self) -> tuple[ServerState, Collection[Service]]:
         """The state and services that count the pushes of the present generation, for the server's page."""
-        return self._state, self._requests.services
+        return self._state, self._requests.services.values()
 
     @property
     def is_summing(self) -> bool:
         """True if a sum waits for a block that a worker of this node may complete at any moment."""
         return bool(self._state.ready) and not self._traffic.remote
 
-    def opens(self) -> OpenStore | None:
+    def take_opening(self) -> OpenStore | None:
         """Return a store that all workers have asked to open since the last such call, or None."""
         asked = self._requests.opening
         if len(asked) < self.layout.num_workers:
@@ -311,7 +313,7 @@ class Server(Member[None]):
         StallError if no worker comes for long.
         """
         assert self._ended is not None
-        if not self.generation.succession.is_due():
+        if not self.generation.barrier.is_due():
             limit = self.generation.limits.timeout_seconds
             if limit and CLOCK.seconds() - self._ended > max(limit, ORPHAN_SECONDS):
                 raise StallError("the generation is over, and no worker has called recover() or close()")
@@ -322,51 +324,56 @@ class Server(Member[None]):
     # ---- the next generation: this server as a `recovery.recover.Member`
 
     def take_inventory(self, known: Container[Name] = ()) -> Inventory:
-        """Add the units and tables that this server holds, and its copies of other servers' units."""
+        """Add the units that this server holds, and its copies of other servers' units."""
         layout, number = self.layout, self.generation.number
-        old = self._last_serving.before(number, self._now)
+        old = self._last_serving.get_or_save(number, self._now)
         if self._ledger is not None:
             self._ledger.attempt(number)
-        mine = super().take_inventory(known)
-        mine.shared_cores = self._shared_cores
-        if (owner := former_rank(layout)) >= 0:
+        inventory = super().take_inventory(known)
+        inventory.shared_cores = self._shared_cores
+        if (rank := former_rank(layout)) >= 0:
             settings = encode_settings(old.state.optimizers, old.state.compressor)
-            units = [holding_of_unit(unit, layout.asynchronous) for unit in old.state.units.values()]
-            mine.shelves.append(Shelf(owner, True, settings, units, tables=old.tables.holdings()))
-            mine.shelves += self._copies.shelves(layout.before, owner)
-        return mine
+            units = [describe_unit(unit, layout.asynchronous) for unit in old.state.units.values()]
+            inventory.owners.append(OwnerInventory(rank, True, settings, units))
+            inventory.owners += self._copies.owners(layout.before, rank)
+        return inventory
 
-    def transfer(self, plan: RecoveryPlan) -> Placed:
+    def old_service(self, name: str) -> OldMemory:
+        """Add the service of this server, and the copies that it keeps of others if a server has died."""
+        old = super().old_service(name)
+        service = self._last_serving.get_or_save(self.generation.number, self._now).requests.services[name]
+        copies = self._copies.services.get(name) if old.before.lost_servers else None
+        return old._replace(service=service, copies=copies)
+
+    def read_old(self, piece: UnitSlice) -> list[Array]:
+        """Return an old unit of this server, of one that it mirrors, or of one whose memory is mapped."""
+        if piece.owner < 0:
+            return self._copies.arrays_of(piece.unit, piece.before)
+        if piece.owner == former_rank(self.layout):
+            return arrays_of_unit(self._old_units[piece.unit], piece.before)
+        return super().read_old(piece)
+
+    def move(self, plan: RecoveryPlan) -> ServerReady:
         """Make this server's units, fill them from old memory on this and other ranks, and send what others need."""
         layout, number = self.layout, self.generation.number
         groups, compressor = plan.settings()
         self._next = serving = self._serving(self.connection.lines, groups, compressor)
-        old = self._last_serving.before(number, self._now)
-        there = [*old.state.units.values()]
-        mine, tables = former_rank(layout), serving.tables
-        reached = ReachableMemory(self.old_memory, number, there, mine, self._copies, self._journal)
-        units, where = make_units(plan, layout.rank, self._units, groups, reached)
-        for table in plan.tables:
-            stays = table.sources[layout.rank] is None
-            tables.restore(table, old.tables if stays else None, mine)
-        self.move(plan, reached, units, tables)
+        services = serving.requests.services
+        self._old_units = [*self._last_serving.get_or_save(number, self._now).state.units.values()]
+        units, where = make_units(plan, layout.rank, self._units, groups, self._old_units)
+        for name, planned in plan.services.items():
+            services[name].restore(planned, self.old_service(name), layout.rank)
+        self.run_movers(plan, units, self._old_units, services)
         for unit in units:
             serving.state.create(unit)
             serving.state.changed(unit)
-        for table in plan.tables:
-            tables.begin(table)
-        self._rounds, self._table_rounds = plan.rounds, {table.card.table: table.round for table in plan.tables}
+        for name, planned in plan.services.items():
+            services[name].begin(planned)
+        self._plan = plan
         LOG.info("%d unit%s moved, %d byte%s", len(units), "s"[: len(units) != 1], self.nbytes, "s"[: self.nbytes != 1])
-        return Placed(where, serving.requests.repeat_change(plan.change))
+        return ServerReady(where, serving.requests.repeat_change(plan.change))
 
-    def _journal(self, source: RowSource, table: str) -> Journal:
-        """Return the journal of a table, which this server had itself or keeps as a copy for another one."""
-        before = self.layout.before
-        if source.shelf < 0 and before is not None:
-            return self._copies.tables.journal(table, source.owner - before.num_workers, before.num_servers)
-        return self._last_serving.before(self.generation.number, self._now).tables.journal(table)
-
-    def rebuild(self, plan: RecoveryPlan, placed: Sequence[Placed]) -> None:
+    def rebuild(self, plan: RecoveryPlan, ready: Sequence[ServerReady]) -> None:
         """Serve the new units over the new lines."""
         lines, rings, _ = self.connection
         self._serve(lines, rings, self._next)
@@ -375,8 +382,12 @@ class Server(Member[None]):
         """Free the memory of the old generation after the next one has begun."""
         super().commit()
         self._last_serving.forget()
-        self._copies.begin(None if self.layout.asynchronous else self._rounds)
-        self._copies.tables.begin(None if self.layout.asynchronous else self._table_rounds)
+        self._old_units = []
+        rounds = None if self.layout.asynchronous else self._plan.rounds
+        self._copies.begin(rounds)
+        for name, copies in self._copies.services.items():
+            planned = self._plan.services.get(name)
+            copies.begin(None if rounds is None else planned.rounds if planned else {})
 
 
 class WorkerTraffic:
@@ -426,8 +437,8 @@ class WorkerTraffic:
                 # A frame has no answer that could carry the error, so end the generation, which tells all workers.
                 except UnknownError as error:
                     raise CollectiveError(
-                        f"{error}, and rank {worker} names it: make keys and tables on all workers, "
-                        "and use none that was forgotten"
+                        f"{error}, and rank {worker} names it: make keys on all workers, and use none that was "
+                        "forgotten"
                     ) from None
         return heard
 

@@ -46,8 +46,8 @@ class Quorum:
     grace_seconds: float = 0.0
 
 
-class Given(NamedTuple):
-    """A contribution to a round."""
+class QuorumContribution(NamedTuple):
+    """A push in a round that a quorum closes."""
 
     # position of the contributor
     position: int
@@ -68,15 +68,15 @@ class OpenRound:
         self.taken = list(taken)
         # the last round that each contributor has read or contributed to
         self._seen = [0] * len(self.taken)
-        self.in_time: dict[int, Given] = {}
-        self.late: list[Given] = []
+        self.in_time: dict[int, QuorumContribution] = {}
+        self.late: list[QuorumContribution] = []
         # when the quorum was reached
         self._reached: float | None = None
 
-    def give(self, position: int, weight: float) -> Given:
+    def give(self, position: int, weight: float) -> QuorumContribution:
         """Take a contribution. A contributor in `in_time` must not give another one."""
         self.taken[position] += 1
-        given = Given(position, self.taken[position], weight, max(self.number - self._seen[position], 0))
+        given = QuorumContribution(position, self.taken[position], weight, max(self.number - self._seen[position], 0))
         self._seen[position] = self.number + (not given.late)
         if given.late:
             self.late.append(given)
@@ -113,18 +113,18 @@ class OpenRound:
         """When the grace is over. Infinity before the quorum is reached."""
         return math.inf if self._reached is None else self._reached + self.quorum.grace_seconds
 
-    def close(self) -> list[tuple[Given, float]]:
+    def close(self) -> list[tuple[QuorumContribution, float]]:
         """Close this round and begin the next. Return (contribution, factor) of all in it.
 
         They are in the order of contributors and of their pushes. The factor is the weight over the mean of all
         weights.
         """
         given = sorted([*self.late, *self.in_time.values()])
-        weights = [one.weight / (1 + one.late) for one in given]
+        weights = [push.weight / (1 + push.late) for push in given]
         total = sum(weights)
         self.in_time, self.late, self._reached = {}, [], None
         self.number += 1
-        return [(one, weight * len(given) / total if total else 1.0) for one, weight in zip(given, weights)]
+        return [(push, weight * len(given) / total if total else 1.0) for push, weight in zip(given, weights)]
 
 
 class QuorumState(ServerState):
@@ -151,7 +151,7 @@ class QuorumState(ServerState):
         self._quorum = quorum
         self._rounds: dict[int, OpenRound] = {}
         # unit number -> late contributions to its open round, which are no longer in the queues
-        self._sources: dict[int, dict[Given, Contribution]] = {}
+        self._sources: dict[int, dict[QuorumContribution, Contribution]] = {}
         # time of the next look at rounds whose grace is over, and True once the generation has ended
         self._wakes = math.inf
         self._is_over = False
@@ -195,7 +195,7 @@ class QuorumState(ServerState):
     def _say_late(self) -> None:
         if self.late_pushes != self._said:
             self._says_at, self._said = self._clock + SAY_SECONDS, dict(self.late_pushes)
-            LOG.warning("%s", told_late(self.late_pushes))
+            LOG.warning("%s", late_sentence(self.late_pushes))
 
     def take_rounds(self) -> tuple[int, Counter[int]]:
         """Return counts since the last such call: closed rounds of units, and for each worker the rounds it missed.
@@ -205,7 +205,7 @@ class QuorumState(ServerState):
         counted, self._closed, self._missed = (self._closed, self._missed), 0, Counter()
         return counted
 
-    def _see_gone(self, unit: Unit) -> None:
+    def _handle_gone(self, unit: Unit) -> None:
         # The round may close now, without a worker that has left or waits for all others.
         if unit.number in self.open:
             self.ready[unit.number] = unit
@@ -227,10 +227,9 @@ class QuorumState(ServerState):
         return replies
 
     def _round(self, unit: Unit) -> OpenRound:
-        found = self._rounds.get(unit.number)
-        if found is None:
-            found = self._rounds[unit.number] = OpenRound(self._quorum, unit.done)
-        return found
+        if unit.number not in self._rounds:
+            self._rounds[unit.number] = OpenRound(self._quorum, unit.done)
+        return self._rounds[unit.number]
 
     def _turn(self, unit: Unit) -> tuple[bool, Replies]:
         if unit.readers or not unit.mirrored:
@@ -240,8 +239,8 @@ class QuorumState(ServerState):
             return True, self._end_round(unit)
         replies, coming = self._take(unit)
         open_round, absent = self._round(unit), self.gone | self.meeting | self.asking
-        here = [index for index, worker in enumerate(unit.contributors) if worker not in absent or index in coming]
-        if open_round.is_due(self._clock, [] if self._is_over else here):
+        present = [index for index, worker in enumerate(unit.contributors) if worker not in absent or index in coming]
+        if open_round.is_due(self._clock, [] if self._is_over else present):
             return True, replies + self._close(unit, open_round)
         self._wakes = min(self._wakes, open_round.closes_at)
         if not coming:
@@ -292,7 +291,9 @@ class QuorumState(ServerState):
             unit.undo.note_pushes(open_round.taken)
         optimizer = unit.optimizer
         try:
-            parts = [_weighed((late.get(one) or unit.queues[one.position][0]).whole(), factor) for one, factor in given]
+            parts = [
+                _weighed((late.get(push) or unit.queues[push.position][0]).whole(), factor) for push, factor in given
+            ]
             unit.optimizer = replace(optimizer, rescale=optimizer.rescale / len(given))  # type: ignore
             self._reduce.sum_whole(unit, parts)
         except Exception as error:
@@ -301,10 +302,10 @@ class QuorumState(ServerState):
             unit.optimizer = optimizer
         unit.block = unit.blocks
         unit.done = list(open_round.taken)
-        for one, _ in given:
-            if not one.late:
-                unit.queues[one.position].popleft()
-                unit.missing += not unit.queues[one.position]
+        for push, _ in given:
+            if not push.late:
+                unit.queues[push.position].popleft()
+                unit.missing += not unit.queues[push.position]
         self._written(unit)
         return self._end_round(unit) if unit.mirrored else []
 
@@ -334,8 +335,8 @@ class QuorumState(ServerState):
         self._rounds, self._sources, self._is_over = {}, {}, False
 
 
-def told_late(pushes: dict[int, tuple[int, int]]) -> str:
-    """Return a message that tells which workers were late, with how many pushes, and by how many rounds."""
+def late_sentence(pushes: dict[int, tuple[int, int]]) -> str:
+    """Return the warning of late workers. `pushes`: worker -> (number of its late pushes, most rounds late)."""
     words = [
         f"rank {worker} with {count} push{'es' * (count > 1)} of a key, by at most {most} round{'s' * (most > 1)}"
         for worker, (count, most) in sorted(pushes.items())

@@ -49,7 +49,8 @@ class Reduce:
     def sum_whole(self, unit: Unit, arrays: Sequence[Array]) -> None:
         """Sum and write a unit of one block, whose contributions are all complete."""
         size = unit.stored.size
-        unit.open_write(0, size)
+        unit.open_write()
+        unit.keep_old(0, size)
         unit.write(0, size, arrays)
         unit.block = 1
 
@@ -63,8 +64,7 @@ class Reduce:
             return False
         if first == 0:
             unit.open_write()
-        if unit.undo is not None:
-            unit.undo.keep_old(unit.bounds(first)[0], unit.bounds(stop - 1)[1])
+        unit.keep_old(unit.bounds(first)[0], unit.bounds(stop - 1)[1])
         if self.worth_sharing(unit, sources, first, stop):
             self._share(unit, sources, first, stop)
         else:
@@ -162,12 +162,7 @@ class Reduce:
         if unit.part < len(sources):
             return _add_next(unit, sources[unit.part])
         if unit.total is None:
-            if all(source.empty for source in sources):
-                unit.pass_round()
-            else:
-                unit.open_write()
-                unit.write_rows(unit.rows)
-            unit.block = unit.blocks
+            _write_rows(unit, all(source.empty for source in sources))
             return True
         start, stop = unit.bounds(unit.block)
         self._write_next(unit, [unit.total[start:stop]])
@@ -179,29 +174,22 @@ class Reduce:
         """Write the next block of one contribution."""
         if not source.ready(unit.block):
             return False
-        if source.empty:
+        if source.sparse:
             # To read an empty payload frees its buffer.
-            source.rows()
-            unit.pass_round()
-            unit.block = unit.blocks
+            unit.rows = [source.rows()]
+            _write_rows(unit, source.empty)
             return True
         if unit.block == 0:
             unit.open_write()
-        if not source.coded:
-            start, stop = unit.bounds(unit.block)
-            part = source.part(unit.block, start, stop)
-            unit.keep_old(start, stop)
-            unit.write(start, stop, [part])
-            unit.block += 1
-            return True
-        if source.sparse:
-            unit.write_rows([source.rows()])
+        start, stop = (0, unit.stored.size) if source.coded else unit.bounds(unit.block)
+        if source.coded:
+            part = np.zeros_like(unit.stored)
+            source.add_to(part)
         else:
-            total = np.zeros_like(unit.stored)
-            source.add_to(total)
-            unit.keep_old(0, total.size)
-            unit.write(0, total.size, [total])
-        unit.block = unit.blocks
+            part = source.part(unit.block, start, stop)
+        unit.keep_old(start, stop)
+        unit.write(start, stop, [part])
+        unit.block = unit.blocks if source.coded else unit.block + 1
         return True
 
 
@@ -233,6 +221,16 @@ def _add_next(unit: Unit, source: Contribution) -> bool:
     if unit.part_block == unit.blocks:
         unit.part, unit.part_block = unit.part + 1, 0
     return True
+
+
+def _write_rows(unit: Unit, empty: bool) -> None:
+    """Write the sum of a round to which all have contributed rows, or (`empty`) nothing at all."""
+    if empty:
+        unit.pass_round()
+    else:
+        unit.open_write()
+        unit.write_rows(sum_of(unit.rows))
+    unit.block = unit.blocks
 
 
 def _tell(unit: Unit, blocks: int) -> None:

@@ -10,7 +10,7 @@ others. So until a snapshot is dropped it may need as much memory as the units i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
@@ -41,9 +41,11 @@ class Requests:
         name: str,
         memory: UnitMemory,
         generation: int = 0,
-        services: Sequence[Service] = (),
+        services: Mapping[str, Service] | None = None,
     ) -> None:
-        self.services = services
+        # by name
+        self.services = services or {}
+        self._decode = frames.request_decoder(service.requests for service in self.services.values())
         self._state = state
         self._name = name
         self._memory = memory
@@ -67,12 +69,12 @@ class Requests:
         """Answer a request, or keep it for `answer_all`. True if units were made or forgotten."""
         body = line.body(frame)
         try:
-            request = frames.decode_request(body[frame.aux :].data)
+            request = self._decode(body[frame.aux :].data)
         except msgspec.MsgspecError as error:
             text = f"{self._name}: a request cannot be read: {error}: run the same version of mpips on all ranks"
             line.post_body(text.encode(), Op.ANSWER, token=frame.token, flags=frames.REFUSED)
             return False
-        for service in self.services:
+        for service in self.services.values():
             if isinstance(request, service.requests):
                 self._ask(service, worker, (line, frame.token), request, body[: frame.aux])
                 return False
@@ -108,23 +110,24 @@ class Requests:
 
     def left(self, worker: int) -> None:
         """Tell services that a worker has left, and send their answers."""
-        for service in self.services:
+        for service in self.services.values():
             self._post(service.left(worker))
 
     def meets(self, worker: int) -> None:
         """Tell the services that a worker waits in a barrier, and send their answers."""
-        for service in self.services:
+        for service in self.services.values():
             self._post(service.meets(worker))
 
     def all_met(self) -> None:
         """Tell the services that all workers have passed a barrier."""
-        for service in self.services:
+        for service in self.services.values():
             service.all_met()
 
     def tick(self, clock: float) -> Replies:
         """Look for waits that have become too long, of keys and services. See `ServerState.tick`."""
-        rounds = [one for service in self.services for one in service.open]
-        return self._state.tick(clock, rounds, [wait for service in self.services for wait in service.waits_to_hear()])
+        services = self.services.values()
+        rounds = [part for service in services for part in service.open]
+        return self._state.tick(clock, rounds, [wait for service in services for wait in service.waits_to_hear()])
 
     def _post(self, answers: Answers) -> None:
         """Send answers of a service."""
@@ -140,7 +143,7 @@ class Requests:
 
     def post_mirrored(self) -> None:
         """Send answers and handle requests that have waited for the mirror. Called after each look at the mirror."""
-        for service in self.services:
+        for service in self.services.values():
             self._post(service.take_mirrored())
         deferred, self._deferred = self._deferred, []
         for request in deferred:
@@ -197,7 +200,8 @@ class Requests:
             case frames.GetState():
                 unit = units[request.unit]
                 arrays = list(unit.state or ())
-                return frames.StatePart(unit.step, [one.dtype.name for one in arrays], [a.tobytes() for a in arrays])
+                dtypes = [array.dtype.name for array in arrays]
+                return frames.StatePart(unit.step, dtypes, [array.tobytes() for array in arrays])
             case frames.GetVersions():
                 return frames.Versions([sum(units[number].done) for number in request.units])
             case frames.PutState():
@@ -260,7 +264,7 @@ class Requests:
         """Write into the ledger what this server has, for ranks that outlive it."""
         if self._memory.ledger is not None:
             settings = encode_settings(self._state.optimizers, self._state.compressor)
-            entries = [entry for service in self.services for entry in service.entries()]
+            entries = {name: entry for name, service in self.services.items() if (entry := service.ledger_entry())}
             self._memory.publish(self._state.units.values(), settings, self._generation, entries)
 
     # ---- snapshots

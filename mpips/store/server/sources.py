@@ -1,8 +1,10 @@
-"""Contributions: what push frames say, and their payloads, in memory of this node or in messages from other nodes.
+"""What workers push, as a server reads it: in memory of this node, or in messages from other nodes.
 
-A worker of another node sends a block when the server has a buffer for it and tells it so (CREDIT). Payloads of one
-block come right behind their frame instead: a credit for them would wait in the server's link behind the answers that
-fill it. First values are received directly into the unit's memory. Nothing blocks here, except the end of a generation.
+A push is a frame (a small message) that says where the payload is. `Pushes` makes a `Contribution` of each.
+
+A worker of another node sends a block of its payload when the server has a buffer for it and says so (CREDIT). A
+payload of one block comes right behind its frame instead: a credit for it would wait in the server's link behind the
+answers that fill it. First values are received directly into the unit's memory. Only the end of a generation blocks.
 
 Memory for payloads is bounded, however many pushes are under way. Besides weights and optimizer state, a server keeps
 at most one copy of the model in sums that wait for other contributors, and a second one in payloads. The latter are
@@ -28,15 +30,15 @@ from mpips.collectives.clock import Clock
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.arena import Region
 from mpips.collectives.fabric.failure import is_death
-from mpips.collectives.fabric.requests import keep, over, send
+from mpips.collectives.fabric.requests import cut_bytes, is_over, keep_until_complete, send
 from mpips.compression import Compressor
 from mpips.store.keys.key import Array
-from mpips.store.keys.row_sparse import RowSparse
+from mpips.store.keys.row_sparse import EmptyPush, RowSparse, unpacked
 from mpips.store.server.unit import Contribution, Unit, UnknownError
 from mpips.store.transport.frames import ALONG, ROUND_AT, Coding, Frame, Op
 from mpips.store.transport.lines import Line, MessageLine
 from mpips.store.transport.outbox import PLACES, header_bytes
-from mpips.store.transport.pending import LOOK_SECONDS, Bytes, cut_bytes, pull_tag, push_tag
+from mpips.store.transport.pending import LOOK_SECONDS, Bytes, pull_tag, push_tag
 
 if TYPE_CHECKING:
     from mpips.store.server.state import ServerState
@@ -59,16 +61,18 @@ Read = Callable[[Array], Contribution]
 class Pushes:
     """Turns push frames into contributions.
 
-    A region that may be pushed again is remembered by its frame without the round. With `wholly` a message counts only
-    when all of it has come.
+    Args:
+        wholly: A payload that comes in messages counts only when all of it has come.
     """
 
     def __init__(self, state: ServerState, receiver: Receiver, wholly: bool = False) -> None:
         self._state = state
         self._receiver = receiver
         self._wholly = wholly
+        # region of a payload -> its bytes
         self._views: dict[tuple[int, ...], Array] = {}
         self._most = VIEWS
+        # frame without its round -> its push, if the payload is in memory that may be pushed again
         self.known: dict[bytes, Push] = {}
 
     def new(self, worker: int, line: Line, data: bytes) -> Push:
@@ -108,11 +112,12 @@ class Pushes:
 
     def _reader(self, frame: Frame, unit: Unit) -> Read:
         """Return a function that decodes a payload, with the compressor in use at the time of the push."""
+        row = unit.row_elements if unit.stored.size % unit.row_elements == 0 else 1
+        shape, dtype = (unit.stored.size // row, row), unit.stored.dtype
         if frame.coding == Coding.NOTHING:
-            return lambda payload: Empty(unit)
+            return lambda payload: PushedRows(EmptyPush(shape, dtype))
         if frame.coding == Coding.ROWS:
-            shape = (unit.stored.size // max(1, unit.row_elements), unit.row_elements)
-            return lambda payload: PushedRows(payload, frame.aux, shape, unit.stored.dtype)
+            return lambda payload: PushedRows(unpacked(payload, shape, dtype))
         compressor = self._state.compressor
         if compressor is None:
             raise UnknownError(f"a push to key {unit.key!r} is compressed, and this server knows no compression")
@@ -183,31 +188,20 @@ class Compressed(Contribution):
 
 
 class PushedRows(Contribution):
-    """Rows of a unit that consists of whole rows. `payload` holds `count` row numbers (int64), then their values."""
+    """Rows of a unit that consists of whole rows, or a push of nothing to any unit."""
 
     coded = True
     sparse = True
 
-    def __init__(self, payload: Array, count: int, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        numbers = payload[: 8 * count].view(np.int64)
-        values = payload[8 * count :].view(dtype).reshape(count, *shape[1:])
-        self._rows = RowSparse(numbers, values, shape)
+    def __init__(self, rows: RowSparse) -> None:
+        self._rows = rows
+        self.empty = isinstance(rows, EmptyPush)
 
     def add_to(self, out: Array) -> None:
         self._rows.add_to(out.reshape(self._rows.shape))
 
     def rows(self) -> RowSparse:
         return self._rows
-
-
-class Empty(PushedRows):
-    """A push without values, which only counts as a round."""
-
-    empty = True
-
-    def __init__(self, unit: Unit) -> None:
-        row = unit.row_elements if unit.stored.size % unit.row_elements == 0 else 1
-        super().__init__(np.empty(0, np.uint8), 0, (unit.stored.size // row, row), unit.stored.dtype)
 
 
 # ---- payloads that come as messages
@@ -225,6 +219,7 @@ class MessageBlocks(Contribution):
         self._unit = unit
         self._round = frame.round
         self._blocks = unit.blocks if frame.coding == Coding.PLAIN else 1
+        # how many blocks to ask for, counted from the one that is needed
         self._early = max(2, receiver.in_flight // len(unit.contributors))
         # the blocks from `_asked - len(_coming)` up to `_asked`
         self._coming: deque[_Block] = deque()
@@ -421,8 +416,8 @@ class Receiver:
         if rows is None:
             blocks: Iterator[Bytes] = iter(cut_bytes(stored, unit.block_elements * stored.itemsize))
         else:
-            table, step = stored.reshape(-1, unit.row_elements), max(1, unit.block_elements // unit.row_elements)
-            blocks = (table[rows[at : at + step]].reshape(-1).view(np.uint8) for at in range(0, len(rows), step))
+            whole, step = stored.reshape(-1, unit.row_elements), max(1, unit.block_elements // unit.row_elements)
+            blocks = (whole[rows[at : at + step]].reshape(-1).view(np.uint8) for at in range(0, len(rows), step))
         # The unit's own memory is sent at once. Rows are copied, so only a few messages of them are under way at a
         # time.
         shipment = _Shipment(unit.number, worker, blocks, sys.maxsize if rows is None else ROW_MESSAGES, deque())
@@ -479,9 +474,9 @@ class Receiver:
             time.sleep(LOOK_SECONDS)
         receives = [*self._coming.values(), *dropped]
         for request in receives:
-            if not over(request):
+            if not is_over(request):
                 request.Cancel()
-        keep([*receives, *(request for shipment in self._shipping for request in shipment.requests)])
+        keep_until_complete([*receives, *(request for shipment in self._shipping for request in shipment.requests)])
         for line in distant:
             line.leave()
         self._coming.clear()

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from mpips.collectives.errors import CollectiveError, MismatchError
 from mpips.collectives.kernels import sums
 from mpips.collectives.recorder import own as recorder
-from mpips.collectives.recorder.ring import Ring, form
+from mpips.collectives.recorder.ring import RecordRing, form
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.optimizers.equation import prepare
@@ -101,7 +101,7 @@ class ServerState(ABC):
         # shows other processes which unit this server has summed, or let a worker read, last
         self._word = _marks().word
         # unit number -> (ring, record id) of the round that is being summed
-        self._begun: dict[int, tuple[Ring, int]] = {}
+        self._begun: dict[int, tuple[RecordRing, int]] = {}
         # record the rounds of every unit, not only of long ones
         self._every = False
         recorder.add_timeable(self)
@@ -142,7 +142,7 @@ class ServerState(ABC):
     def meets(self, worker: int) -> Replies:
         """Note that a worker waits in a barrier. It holds nobody back until `all_met`."""
         self.meeting.add(worker)
-        return self._see_absent()
+        return self._handle_absent()
 
     def asks(self, worker: int) -> None:
         """Note that a worker waits until all pushes have been applied, and pushes nothing meanwhile."""
@@ -163,13 +163,13 @@ class ServerState(ABC):
             # What is being sent to a worker of another node ends by itself.
             if worker not in self._remote:
                 unit.readers = [reader for reader in unit.readers if reader != worker]
-        return self._see_absent()
+        return self._handle_absent()
 
-    def _see_absent(self) -> Replies:
+    def _handle_absent(self) -> Replies:
         """Stop waiting for workers that have left or wait in a barrier. Return replies to readers that may read now."""
         replies: Replies = []
         for unit in self.units.values():
-            self._see_gone(unit)
+            self._handle_gone(unit)
             replies += self._grant(unit)
         return replies
 
@@ -209,17 +209,17 @@ class ServerState(ABC):
                 return self._turn(unit)
         if not ready:
             return False, []
-        said: Replies = []
+        every: Replies = []
         turns = 0
         for unit in sorted(ready.values(), key=PRIORITY, reverse=True) if self._ranked else self._as_they_came():
             worked, replies = self._turn(unit)
             if not worked:
                 continue
             turns += 1
-            said += replies
+            every += replies
             if turns == TURNS or unit.stored.nbytes > SHORT_BYTES:
                 break
-        return turns > 0, said
+        return turns > 0, every
 
     def _as_they_came(self) -> Iterator[Unit]:
         """Yield the units that are ready.
@@ -240,7 +240,7 @@ class ServerState(ABC):
         """
 
     @abstractmethod
-    def _see_gone(self, unit: Unit) -> None:
+    def _handle_gone(self, unit: Unit) -> None:
         """Handle the absence of workers for one unit. MismatchError if its open round waits for one that has left."""
 
     @abstractmethod
@@ -428,9 +428,9 @@ class SynchronousState(ServerState):
         if not unit.missing:
             self.ready[unit.number] = unit
         elif self.gone:
-            self._see_gone(unit)
+            self._handle_gone(unit)
 
-    def _see_gone(self, unit: Unit) -> None:
+    def _handle_gone(self, unit: Unit) -> None:
         for worker in unit.absent() if unit.waits else ():
             if worker in self.gone:
                 round_ = f"key {unit.key!r}: round {unit.round + 1}"
@@ -507,7 +507,7 @@ class SynchronousState(ServerState):
             if not missing:
                 self.ready[number] = unit
             elif self.gone:
-                self._see_gone(unit)
+                self._handle_gone(unit)
         if unit.pulls:
             replies += self._grant(unit)
         return replies
@@ -545,7 +545,7 @@ class AsynchronousState(ServerState):
         unit.arrivals.append(index)
         self.ready[unit.number] = unit
 
-    def _see_gone(self, unit: Unit) -> None:
+    def _handle_gone(self, unit: Unit) -> None:
         # Contributions that the absent worker held back may be applied now.
         if unit.waits:
             self.ready[unit.number] = unit

@@ -8,11 +8,11 @@ from typing import NamedTuple, NoReturn, TypeVar
 
 from mpips.collectives.errors import CollectiveError
 from mpips.collectives.kernels.sums import add_parts
-from mpips.optimizers.base import Optimizer, State, initial
+from mpips.optimizers.base import Optimizer, State, initial, state_dtypes
 from mpips.optimizers.equation import update_by_sum
 from mpips.store.keys.key import Array
-from mpips.store.keys.row_sparse import RowSparse, sum_of, update_rows
-from mpips.store.recovery.undo import Undo
+from mpips.store.keys.row_sparse import RowSparse, update_rows
+from mpips.store.recovery.undo import Undo, with_state
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -25,7 +25,7 @@ class UnknownError(ValueError):
 
 
 class Known(dict[K, V]):
-    """Units, tables and the like, by number or name. UnknownError for a name that is not among them."""
+    """Units and the like, by number or name. UnknownError for a name that is not among them."""
 
     def __init__(self, noun: str) -> None:
         super().__init__()
@@ -37,9 +37,9 @@ class Known(dict[K, V]):
 
 
 class Contribution:
-    """Base class for the payload of a push. Subclasses in `server.sources` tell where it lies and how it is coded.
+    """Base class of pushes to a unit. Subclasses (`server.sources`) know where the payload lies and how it is coded.
 
-    The defaults describe a payload in memory of this node that is complete.
+    The defaults here are those of a payload that is complete, and in memory of this node.
     """
 
     # True if it lies in memory of this node
@@ -270,7 +270,7 @@ class Unit:
         self.readers, self.pulls, self.holds = [], [], []
         self.reset()
 
-    # ---- what is stored; the subclass in `recovery.memory` does more
+    # ---- what is stored. With an undo copy (`recovery.undo`) the round before can be restored after a death.
 
     @property
     def stands_at(self) -> int | None:
@@ -280,48 +280,69 @@ class Unit:
     def set_optimizer(self, optimizer: Optimizer | None) -> None:
         """Update by this optimizer from now on, with new state."""
         self.optimizer, self.state, self.step = optimizer, None, 0
-
-    def begin_state(self, state: State) -> None:
-        """Set the optimizer's first state."""
-        self.state, self.step = state, 0
+        if self.undo is not None:
+            self.undo = with_state(self.undo, state_dtypes(optimizer, self.stored.dtype))
 
     def put_state(self, state: State | None, step: int) -> None:
         """Set the optimizer's state from outside. None: it begins anew."""
-        self.state, self.step = state, step
+        if self.undo is not None:
+            # If the server is killed meanwhile, the unit has no state.
+            self.undo.note_state(None)
+        self.state, self.step = None if state is None else self._in_undo_memory(state), step
+        if self.undo is not None:
+            self.undo.note_state(self.stands_at)
+
+    def _in_undo_memory(self, state: State) -> State:
+        """Return the state, in memory that outlives the process if there is an undo copy."""
+        if self.undo is None:
+            return state
+        for array, values in zip(self.undo.state, state, strict=True):
+            array[...] = values
+        return self.undo.state
 
     def note_overwrite(self, torn: bool) -> None:
         """Note that values are being overwritten from outside (`torn`), or that all of them have been (not `torn`)."""
         self.torn = torn
+        if self.undo is not None:
+            self.undo.note_overwrite(torn)
 
     def give_up(self) -> None:
-        """Give up the open round. What it has changed stays, and the unit is marked as torn."""
-        if self.writes:
+        """Give up the open round. Without an undo copy its changes stay, and the unit is marked as torn."""
+        if self.undo is not None:
+            self.undo.undo()
+            self.go_to_undo_copy()
+        elif self.writes:
             self.torn = True
         elif self.stepped:
             self.step -= 1
 
-    def open_write(self, start: int = 0, stop: int = 0) -> None:
-        """Begin to change the stored values, and with them the next optimizer step.
+    def go_to_undo_copy(self) -> None:
+        """Set the optimizer's step and state to those of the stored values, after the undo copy has changed these."""
+        assert self.undo is not None
+        step = self.undo.available_rounds()[0].step
+        self.state, self.step = (None, 0) if step is None else (self.undo.state, step)
 
-        Elements [start, stop) are written first.
-        """
+    def open_write(self) -> None:
+        """Begin a round that changes stored values, and with it the next optimizer step."""
         if self.frozen:
             self.thaw()
         if self.optimizer is not None:
             if self.state is None:
-                self.begin_state(initial(self.optimizer, self.stored))
+                self.state = self._in_undo_memory(initial(self.optimizer, self.stored))
             self.step += 1
             self.stepped = True
+        if self.undo is not None:
+            self.undo.open()
 
     def pass_round(self) -> None:
-        """Count a round that changes nothing, because all its contributions are empty."""
+        """Begin a round that changes nothing, because all its contributions are empty."""
+        if self.undo is not None:
+            self.undo.open()
 
     def keep_old(self, start: int, stop: int) -> None:
-        """Prepare to write elements [start, stop), after all those before them. Called before `write`."""
-
-    def keep_old_rows(self, parts: Sequence[RowSparse]) -> Sequence[RowSparse]:
-        """Prepare to write the rows of a sum. Return the parts in the form in which they are to be summed."""
-        return parts
+        """Keep what `write` is about to overwrite in elements [start, stop). Those before them must have been kept."""
+        if self.undo is not None:
+            self.undo.keep_old(start, stop)
 
     def thaw(self) -> None:
         """Copy the arrays of snapshots, so that they stay while this unit is written.
@@ -348,20 +369,21 @@ class Unit:
             update_by_sum(self.optimizer, stored, parts, state, self.step)
             self.writes += 1
 
-    def write_rows(self, parts: Sequence[RowSparse]) -> None:
-        """Update rows with the sum of `parts`, as part of the current optimizer step.
+    def write_rows(self, total: RowSparse) -> None:
+        """Update the rows of a sum, in which none repeats, as part of the current optimizer step.
 
-        Without an optimizer the sum replaces all elements, and rows that no part names become 0.
+        Without an optimizer the sum replaces all elements, and rows that it does not name become 0.
         """
-        table = self.stored.reshape(parts[0].shape)
+        rows = self.stored.reshape(total.shape)
         if self.optimizer is None:
             self.keep_old(0, self.stored.size)
-            total = sum_of(parts)
-            table[...] = 0
-            table[total.rows] = total.values
+            rows[...] = 0
+            rows[total.rows] = total.values
         else:
             assert self.state is not None
-            update_rows(self.optimizer, table, self.keep_old_rows(parts), self.state, self.step)
+            if self.undo is not None:
+                self.undo.keep_old_rows(total.rows)
+            update_rows(self.optimizer, rows, total, self.state, self.step)
         self.writes += 1
 
     def failed(self, error: Exception) -> CollectiveError:
@@ -387,3 +409,5 @@ class Unit:
         for index, count in enumerate(self.done):
             self.words[1 + index] = count
         self.words[0] = round_ * self.blocks if pushes is None else 0
+        if self.undo is not None:
+            self.undo.begin_at(round_ if pushes is None else 0, self.stands_at, torn)

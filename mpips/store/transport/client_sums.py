@@ -15,8 +15,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpips.collectives.clock import Clock
-from mpips.collectives.fabric.failure import failed
-from mpips.collectives.fabric.requests import keep, send, tell
+from mpips.collectives.fabric.failure import dead_ranks
+from mpips.collectives.fabric.requests import keep_until_complete, send, send_to_all
 from mpips.collectives.fabric.tasks import Task
 from mpips.collectives.kernels.sums import add_parts
 from mpips.collectives.schedule.model import cut
@@ -145,18 +145,18 @@ class _Quiet:
         if not self._said:
             self._said = True
             others = set(range(self._comm.Get_size())) - {self._comm.Get_rank()}
-            tell(self._comm, b"", sorted(others), QUIET_TAG)
+            send_to_all(self._comm, b"", sorted(others), QUIET_TAG)
 
     def all_quiet(self) -> bool:
         """Receive and drop messages that have arrived. True if no member sends any more."""
         status = MPI.Status()
         try:
             while (message := self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:
-                keep([message.Irecv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])])
+                keep_until_complete([message.Irecv([bytearray(status.Get_count(MPI.BYTE)), MPI.BYTE])])
                 if status.Get_tag() == QUIET_TAG:
                     self._others.discard(status.Get_source())
         # A member has died.
         except MPI.Exception:
             self._comm.Ack_failed()
-        self._others.difference_update(failed(self._comm))
+        self._others.difference_update(dead_ranks(self._comm))
         return self._said and not self._others

@@ -25,7 +25,7 @@ from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.arena import Region
 from mpips.collectives.fabric.board import Peers
 from mpips.collectives.fabric.layout import ORDERED_STORES
-from mpips.collectives.fabric.requests import keep, send
+from mpips.collectives.fabric.requests import keep_until_complete, send
 from mpips.store.roles import Layout
 from mpips.store.runtime.rendezvous import MeetingPlace
 from mpips.store.transport.frames import FRAME, FRAME_BYTES, NOWHERE, ROUND, ROUND_AT, WITH_BODY, Frame
@@ -102,7 +102,7 @@ def connect(layout: Layout, place: MeetingPlace, wait: Wait, ledger: Region | No
         elif own:
             lines.append(SharedLine(own.reply_ring(peer), own.request_ring(peer)))
         else:
-            rings, gone = Rings(layout.num_workers, mapped[peer]), partial(processes.ended, peer)
+            rings, gone = Rings(layout.num_workers, mapped[peer]), partial(processes.has_ended, peer)
             both = rings.request_ring(layout.rank), rings.reply_ring(layout.rank)
             lines.append(SharedLine(*both, wait, gone))
     ledgers = {
@@ -320,7 +320,7 @@ class MessageLine:
 
     def leave(self) -> None:
         """End the line. MPI finishes sends that are under way."""
-        keep(self._sends)
+        keep_until_complete(self._sends)
         self._sends = []
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from mpips.collectives.clock import Clock
 from mpips.collectives.errors import of_caller
-from mpips.collectives.fabric.requests import keep, last_tag, over
+from mpips.collectives.fabric.requests import is_over, keep_until_complete, last_tag
 from mpips.collectives.fabric.tasks import Task
 
 Bytes = NDArray[np.uint8]
@@ -31,19 +31,12 @@ Bytes = NDArray[np.uint8]
 QUIET_SECONDS = 5.0
 LOOK_SECONDS = 1e-4
 TAG_FRAME, TAG_BODY, TAG_DATA = 1, 2, 16
-# tags inside a client: the comparison of calls; row-sparse gradients, which go one call at a time; the end of a
-# generation
-COMPARE_TAG, ROWS_TAG, QUIET_TAG = 1, 2, 3
+# tags inside a client: the comparison of calls; the end of a generation
+COMPARE_TAG, QUIET_TAG = 1, 2
 # The members' tags of a piece repeat after this many calls. Messages of one sender and tag stay in order anyway.
 CALLS = 4
 # The tags of a call repeat after this many pieces. Fewer are under way at a time.
 PIECES = 1024
-
-
-def cut_bytes(array: NDArray[Any], nbytes: int) -> list[Bytes]:
-    """Cut a 1-D array into views of `nbytes` each; the last may be shorter. An empty array gives one empty view."""
-    data = array.view(np.uint8)
-    return [data[start : start + nbytes] for start in range(0, max(data.size, 1), max(nbytes, 1))]
 
 
 class MessageGroup:
@@ -67,8 +60,8 @@ class MessageGroup:
 
     def left(self) -> int:
         """Return the number under way at the end of a generation, without those to and from dead ranks."""
-        self.receives = [request for request in self.receives if not over(request)]
-        self.sends = [request for request in self.sends if not over(request)]
+        self.receives = [request for request in self.receives if not is_over(request)]
+        self.sends = [request for request in self.sends if not is_over(request)]
         return len(self.receives) + len(self.sends)
 
     def wait(self) -> Task[None]:
@@ -122,7 +115,7 @@ class MessagesUnderWay:
         """Forget all groups. True if none was under way; those that are keep their memory until MPI has finished."""
         left = [group for group in list(self._open.values()) if group.left()]
         for group in left:
-            keep(group.receives + group.sends)
+            keep_until_complete(group.receives + group.sends)
         self._open.clear()
         return not left
 
@@ -157,7 +150,7 @@ def pull_tag(unit: int) -> int:
 
 
 def member_tag(piece: int, call: int, text: bytes = b"") -> int:
-    """Return the tag of a piece's messages inside a client, in a call. It differs from the three tags above.
+    """Return the tag of a piece's messages inside a client, in a call. It differs from the two tags above.
 
     The text of the call is part of it. Otherwise members that make different calls could get each other's messages, and
     a message that is longer than the memory for it makes Open MPI write beyond its end.

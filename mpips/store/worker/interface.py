@@ -10,19 +10,18 @@ end it, because nothing has changed: a ValueError that all workers raise (marked
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mpips.collectives.fabric.tasks import Task
-from mpips.collectives.recorder import own as recorder
 from mpips.compression.compressors import Compressor
 from mpips.optimizers.base import Optimizer
 from mpips.optimizers.schedules import Groups
-from mpips.store.keys.key import Array, FastList, Key, Name, Rounds
+from mpips.store.keys.key import Array, FastList, Key, Name, Pushed, Rounds
 from mpips.store.keys.row_sparse import RowSparse
-from mpips.store.transport.frames import FrozenTable, MakeTable, TableStats
+
+if TYPE_CHECKING:
+    from mpips.store.checkpoint.file import CollectionRecord, Reader
 
 # key -> (number of updates by the optimizer, its 1-D state arrays, each as long as the key)
 States = dict[Name, tuple[int, list[Array]]]
@@ -43,62 +42,8 @@ class Recovered(NamedTuple):
     keys: list[Key]
     groups: Groups
     compressor: Compressor | None
-    tables: Sequence[MakeTable] = ()
-
-
-@dataclass
-class KnownTable:
-    """A table, as a worker knows it."""
-
-    # the description that servers are sent
-    card: MakeTable
-    # number of rounds that this worker has pushed; after `recover`, the number that still count
-    round: int = 0
-    # number of refused rounds that this worker has heard of
-    refusals: int = 0
-    # number of times that the rows were loaded from a file
-    loads: int = 0
-    # server -> number of new ids that this worker may push there before it must ask for room
-    room: dict[int, int] = field(default_factory=dict)
-    noun = "table"
-
-    @functools.cached_property
-    def numbers(self) -> memoryview:
-        """Counters of this worker's calls, in its page, where other processes can read them (`recorder.page.TABLE`)."""
-        return recorder.numbers_of(self.name)
-
-    @property
-    def name(self) -> str:
-        return self.card.table
-
-    def note_load(self) -> None:
-        """Note that rows were loaded from a file. Servers have promised no room for those."""
-        self.loads, self.room = self.loads + 1, {}
-
-
-class FrozenRows(Protocol):
-    """Tables as they were at one moment, readable by one worker.
-
-    `parts`: table -> what each server has, in their order.
-    """
-
-    @property
-    def parts(self) -> Mapping[str, Sequence[FrozenTable]]: ...
-
-    def read(
-        self, table: str, server: int, start: int, stop: int, names: Sequence[str] = ()
-    ) -> Task[Mapping[str, bytes]]:
-        """Return rows [start, stop) of a server's part of a table. Rows before them must have been read already.
-
-        Args:
-            names: The arrays of the table to read. Empty: all of them.
-        """
-
-    def dropped(self, table: str, server: int) -> Task[bytes]:
-        """Return the ids that were dropped on a server."""
-
-    def release(self) -> Task[None]:
-        """Free its memory."""
+    # name of a service -> its `server.service.ServicePlan`
+    services: Mapping[str, Any] = {}
 
 
 class Snapshot(Protocol):
@@ -117,7 +62,7 @@ class Snapshot(Protocol):
         """Free its memory."""
 
 
-class Stored(Protocol):
+class StateAccess(Protocol):
     """Reads and writes the states of keys, for files and for `recut`."""
 
     def states(self, keys: Sequence[Key]) -> Task[States]:
@@ -166,52 +111,77 @@ class Transfers(Protocol):
         """Write rows of the key into `out` of shape (len(ids), ...). `ids`: int64 (k,), any order, repeats allowed."""
 
 
-class Tables(Protocol):
-    """Makes, pushes and pulls tables (`worker.table`).
+class CheckpointPiece(Protocol):
+    """A part of a checkpoint that is read and written at once."""
 
-    Ids are int64 (k,), any order, repeats allowed; rows are (k, dim).
+    @property
+    def nbytes(self) -> int:
+        """Size in the file."""
+
+    def read(self) -> Task[Sequence[tuple[str, Array]]]:
+        """Return (name of a tensor, its next elements, flat). The arrays are valid until the next read."""
+
+
+class FrozenService(Protocol):
+    """The collections of a service as they were at one moment."""
+
+    @property
+    def records(self) -> Sequence[CollectionRecord]:
+        """What the header says of each collection."""
+
+    def pieces(self) -> Iterator[CheckpointPiece]:
+        """Yield everything that the collections hold."""
+
+    def release(self) -> Task[None]:
+        """Free its memory."""
+
+
+class WorkerService(Protocol):
+    """A worker's part in a service, which is anything that servers keep besides keys (see `server.service`).
+
+    A service keeps *collections*. A collection has a name that no key has, and is pushed to in rounds, as keys are.
     """
 
-    def make(self, card: MakeTable) -> Task[None]:
-        """Make a table. Collective; ValueError on all workers if a server cannot make it."""
+    # the name of its kind; in the header of a checkpoint its records have it, too
+    name: str
 
-    def update(self, table: str, numbers: bytes) -> Task[None]:
-        """Change hyperparameters of the optimizer from the next update on. `numbers` is encoded. Collective."""
+    @property
+    def collections(self) -> Mapping[str, Pushed]:
+        """The collections that this worker knows, by name."""
 
-    known: Mapping[str, KnownTable]
+    def refusals(self) -> bytes:
+        """Encode which refused rounds this worker knows of. All workers have to know of the same ones."""
 
-    def push(self, pushes: Sequence[tuple[KnownTable, Array, Array]]) -> Task[None]:
-        """Contribute (table, ids, gradients) to each table's next round.
+    def learn_refusals(self, refusals: Sequence[bytes]) -> Task[None]:
+        """Learn of the refused rounds that only other workers know of. RoomError if there are any."""
 
-        When the task is over, the arrays may be overwritten. RoomError if this round or an earlier one is refused. Then
-        none of these pushes counts, and each table's `round` is the last one that does.
-        """
+    def tell_wait(self, names: Sequence[Name]) -> None:
+        """Tell the servers that the program has waited long in a call with those of these names that are its own."""
 
-    def pull(self, table: KnownTable, ids: Array, out: Array) -> Task[None]:
-        """Write the rows of `ids` into `out`, with all earlier pushes of this worker. RoomError if one was refused."""
+    def describe(self, known: Container[Name]) -> bytes:
+        """Return the collections whose names are in `known`, for a recovery. b"" if there are none."""
 
-    def stats(self, table: KnownTable, ahead: int = 0) -> Task[list[TableStats]]:
-        """Return each server's statistics after this worker's pushes and `ahead` more. RoomError as in `pull`."""
+    def renew(self) -> None:
+        """Forget what belongs to the generation that has ended. Servers no longer use this worker's memory."""
 
-    def freeze(self, tables: Sequence[str], since: int = 0, export: int = -1) -> Task[FrozenRows]:
-        """Freeze rows of tables as they are now, for one worker to read.
+    def begin(self, plan: Any, rounds: Mapping[Name, int]) -> None:
+        """Begin the next generation with the collections of a `ServicePlan` (None: with none), at these rounds."""
+
+    def freeze(self) -> Task[FrozenService]:
+        """Freeze all collections as they are now. Called by one worker."""
+
+    def check_records(self, path: str, records: Sequence[Any]) -> None:
+        """Raise ValueError unless a checkpoint's records have all collections of this service, and fit them."""
+
+    def load(self, reader: Reader | None, records: Sequence[Any]) -> Task[list[str]]:
+        """Make the collections of a checkpoint that do not exist, and replace the content of all. Collective.
 
         Args:
-            since: Only rows that updates after this one have named.
-            export: The number of updates that an export contains. It also gets the ids of dropped rows. -1: no export.
+            reader: The open checkpoint, on worker 0.
+
+        Returns:
+            The names of the collections that it has made.
         """
-
-    def reset(self, table: str, updates: int) -> Task[None]:
-        """Let all servers forget the table's rows, and set its number of updates. Called by one worker."""
-
-    def put_rows(self, table: str, arrays: Mapping[str, Array]) -> Task[None]:
-        """Send rows to the servers: all arrays of the table by name, each id once. Called by one worker."""
-
-    def end_load(self, table: str) -> Task[None]:
-        """Tell the servers that they have all rows of the table. Called by one worker."""
-
-    def at_rank_0(self, do: Callable[[], Task[bytes]], what: str) -> Task[bytes]:
-        """Let rank 0 run a task. Collective; if it raises ValueError, all workers do, and nothing has changed."""
 
 
 class Backend(Protocol):
@@ -224,11 +194,11 @@ class Backend(Protocol):
     communicators: tuple[Hashable, ...]
 
     @property
-    def tables(self) -> Tables | None:
-        """The tables, if the store has servers."""
+    def services(self) -> Sequence[WorkerService]:
+        """Everything that servers keep besides keys. Empty in a store without servers."""
 
     @property
-    def stored(self) -> Stored:
+    def stored(self) -> StateAccess:
         """Access to everything that keys have besides their values."""
 
     @property
@@ -272,8 +242,8 @@ class Backend(Protocol):
                 does not count it.
         """
 
-    def tell_wait(self, keys: Sequence[Key], tables: Sequence[KnownTable]) -> None:
-        """Tell the servers that the program has waited long in a call with these keys. Local.
+    def tell_wait(self, names: Sequence[Name]) -> None:
+        """Tell the servers that the program has waited long in a call with these keys and collections. Local.
 
         From this the servers detect workers that wait for one another in a circle.
         """
@@ -313,7 +283,7 @@ class Backend(Protocol):
 # ---- checkpoints, as the calls of a worker see them
 
 
-class Written(Protocol):
+class BackgroundSave(Protocol):
     """A checkpoint that is written while the training goes on."""
 
     def go_on(self) -> bool:
@@ -323,7 +293,7 @@ class Written(Protocol):
         """Wait until all is written."""
 
 
-class Saves(Protocol):
+class SaveSchedule(Protocol):
     """The schedule by which a store saves itself (`resume.RegularSaves`)."""
 
     # the key, or list of keys, of the push that is being made; () outside a push
@@ -335,7 +305,7 @@ class Saves(Protocol):
     def count(self, key: object) -> None:
         """Count a push of this key, or list of keys."""
 
-    def save(self) -> Written | None:
+    def save(self) -> BackgroundSave | None:
         """Begin a save in the background. None if none was begun."""
 
     def save_last(self, alike: bool) -> None:

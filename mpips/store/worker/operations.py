@@ -13,20 +13,20 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from mpips.collectives.errors import CollectiveError, of_caller
-from mpips.collectives.fabric.tasks import Task, in_turn, together
+from mpips.collectives.fabric.tasks import Task, run_in_turn, run_together
 from mpips.collectives.recorder import own as recorder
-from mpips.collectives.recorder.ring import Ring
+from mpips.collectives.recorder.ring import RecordRing
 from mpips.store.keys import arguments
 from mpips.store.keys.arguments import KeyCall
-from mpips.store.keys.key import Array, Key, Name
+from mpips.store.keys.key import Array, Key, Name, Pushed
 from mpips.store.keys.row_sparse import RowSparse
 from mpips.store.runtime.engine import Ending, Engine, Handle
 from mpips.store.runtime.errors import refused
-from mpips.store.worker.interface import Backend, KnownTable
+from mpips.store.worker.interface import Backend
 
 T = TypeVar("T")
-# a record that has begun: its ring, its sequence number there, and its key or table
-Begun: TypeAlias = tuple[Ring, int, Key | KnownTable]
+# a record that has begun: its ring, its sequence number there, and what the call pushes or pulls
+Begun: TypeAlias = tuple[RecordRing, int, Pushed]
 # Peers are told what this worker waits for when it has waited this long.
 LONG_SECONDS = 1.0
 CLOSED = "the store is closed: make this call before close()"
@@ -48,7 +48,7 @@ class Guard:
             raise self._generation.end(text(self._what, self._names), error) from None
 
 
-class Given:
+class CallerErrors:
     """A context in which arguments are checked. Its ValueErrors and TypeErrors are shown with the caller's lines."""
 
     def __enter__(self) -> None:
@@ -59,21 +59,18 @@ class Given:
             of_caller(error)
 
 
-GIVEN = Given()
+CALLER_ERRORS = CallerErrors()
 
 
 class Operations:
     """Checks calls, puts them in order, and runs them as tasks."""
 
-    def __init__(
-        self, rank: int, backend: Backend, engine: Engine, known: Mapping[Name, Key], tables: Mapping[str, KnownTable]
-    ) -> None:
+    def __init__(self, rank: int, backend: Backend, engine: Engine, known: Mapping[Name, Key]) -> None:
         self.rank = rank
         self._backend = backend
         self._engine = engine
-        # the initialised keys, and tables
+        # the initialised keys
         self._known = known
-        self._tables = tables
         self.closed = False
         # refuse pushes that hold NaN or infinity
         self.checks_finite = False
@@ -99,7 +96,7 @@ class Operations:
         Args:
             begun: Records of the operation, which start and end with it.
         """
-        with GIVEN:
+        with CALLER_ERRORS:
             others = arguments.turns(turns, what)
         names, task = self._prepare(what, key, value, out, priority)
         order = [*self._order(names), *(("turns", name) for name in others)]
@@ -107,33 +104,35 @@ class Operations:
         with self.guard(what, names):
             return self._engine.submit(order, self.hearing(task), priority, text(what, names))
 
-    def see_pull(self, keys: Sequence[Key], key: object, out: object, priority: int) -> None:
+    def check_pull(self, keys: Sequence[Key], key: object, out: object, priority: int) -> None:
         """Check the arguments of a pull of keys that do not exist yet. ValueError or TypeError if they are bad."""
-        arguments.see_priority(priority, "pull")
+        arguments.check_priority(priority, "pull")
         arguments.check({record.name: record for record in keys}, "pull", key, out=out)
 
-    def taken(self, key: object, push: Handle, told: bool) -> Handle:
+    def read_by_servers(self, key: object, push: Handle, reported: bool) -> Handle:
         """Return a handle that is done when the servers have read a push of these keys.
 
-        `told` is False if the servers do not report this. Then `push` itself is returned.
+        `reported` is False if the servers do not report this. Then `push` itself is returned.
         """
         self.check_open()
-        with GIVEN:
+        with CALLER_ERRORS:
             if not isinstance(push, Handle):
-                raise TypeError(f"taken: push={push!r} is no handle: pass what ipush of these keys has returned")
-            keys = [arguments.find_key(self._known, name, "taken") for name in arguments.names(key)]
-        if not told:
+                raise TypeError(
+                    f"read_by_servers: push={push!r} is no handle: pass what ipush of these keys has returned"
+                )
+            keys = [arguments.find_key(self._known, name, "read_by_servers") for name in arguments.names(key)]
+        if not reported:
             return push
         what = f"{push.what}, read by the servers"
         with self.guard(what):
-            return self._engine.submit([("taken", push)], self.hearing(self._read(keys, push)), 0, what)
+            return self._engine.submit([("read_by_servers", push)], self.hearing(self._read(keys, push)), 0, what)
 
     def pull_rows(self, key: object, out: object, row_ids: object, priority: int) -> None:
         """See `KVStore.row_sparse_pull`."""
         what = "row_sparse_pull"
         self.check_open()
-        with GIVEN:
-            arguments.see_priority(priority, what)
+        with CALLER_ERRORS:
+            arguments.check_priority(priority, what)
             rows = arguments.rows(self._known, key, out, row_ids)
         for record, target, ids in rows:
             self.run([record.name], self._backend.transfers.pull_rows(record, target, ids), priority, what)
@@ -145,27 +144,30 @@ class Operations:
             base: Rounds of the job that this one continues. Versions count them too.
         """
         self.check_open()
-        with GIVEN:
-            arguments.see_priority(priority, "pull")
+        with CALLER_ERRORS:
+            arguments.check_priority(priority, "pull")
             made = arguments.check(self._known, "pull", key, out=out)
-            held = arguments.versions(key, newer_than)
-        found = [version - base for version in held]
-        self.run([call.key.name for call in made], self._newer(made, found), priority, "pull")
-        return [version + base for version in found]
+            given = arguments.versions(key, newer_than)
+        versions = [version - base for version in given]
+        self.run([call.key.name for call in made], self._newer(made, versions), priority, "pull")
+        return [version + base for version in versions]
 
-    def run(self, names: Sequence[Name], task: Task[Any], priority: int, what: str, tables: Sequence[str] = ()) -> None:
-        """Run a task, blocking. A failure ends the generation. `tables`: tables for whose rounds it may wait."""
+    def run(
+        self, names: Sequence[Name], task: Task[Any], priority: int, what: str, collections: Sequence[str] = ()
+    ) -> None:
+        """Run a task, blocking. A failure ends the generation.
+
+        Args:
+            names: The keys of the call.
+            collections: Collections of services for whose rounds it may wait; `what` names them.
+        """
         with self.guard(what, names):
             self._backend.direct = not self._engine.under_way
-            order, heard = [*self._order(names), *tables], self.hearing(task, [*names, *tables])
+            order, heard = [*self._order(names), *collections], self.hearing(task, [*names, *collections])
             try:
-                self._engine.run(order, heard, priority, lambda: self._describe(what, names, tables))
+                self._engine.run(order, heard, priority, lambda: text(what, names))
             finally:
                 self._backend.direct = False
-
-    def _describe(self, what: str, names: Sequence[Name], tables: Sequence[str]) -> str:
-        after = f" after push {self._tables[tables[0]].round}" if len(tables) == 1 else ""
-        return f"{text(what, names)}{after}"
 
     def guard(self, what: str, names: Sequence[Name] = ()) -> Guard:
         """Return a context in which any exception ends the generation, except those that change nothing (`refused`)."""
@@ -197,8 +199,8 @@ class Operations:
         """Run a task, and take in the servers' messages before each step.
 
         Args:
-            names: Keys or tables of a call that the program waits for. If it makes no progress for LONG_SECONDS, peers
-                are told, once.
+            names: Keys and collections of a call that the program waits for. If it makes no progress for LONG_SECONDS,
+                the servers are told, once.
         """
         since = 0.0
         try:
@@ -214,8 +216,7 @@ class Operations:
                         since = now
                     elif now - since > LONG_SECONDS:
                         since = math.inf
-                        tables = [table for table in self._tables.values() if table.name in names]
-                        self._backend.tell_wait([self._known[name] for name in names if name in self._known], tables)
+                        self._backend.tell_wait(names)
                 yield moved
         finally:
             task.close()
@@ -223,8 +224,8 @@ class Operations:
     def _prepare(self, what: str, key: object, value: Any, out: object, priority: int) -> tuple[list[Name], Task[None]]:
         """Check a call, and return its keys and its task. ValueError or TypeError if an argument is bad."""
         self.check_open()
-        with GIVEN:
-            arguments.see_priority(priority, what)
+        with CALLER_ERRORS:
+            arguments.check_priority(priority, what)
             made = arguments.check(self._known, what, key, value, out)
             if what != "pull":
                 self._backend.check_updated([call.key for call in made], what)
@@ -232,7 +233,7 @@ class Operations:
         if self.checks_finite and what != "pull":
             with self.guard(what, names):
                 for call in made:
-                    see_finite(self.rank, what, call)
+                    check_finite(self.rank, what, call)
         if len(made) == 1:
             return names, self._one(made[0], priority)
         mixed = out is not None or len(set(map(id, value or ()))) < len(made)
@@ -244,7 +245,7 @@ class Operations:
         Args:
             mixed: The result of one key may overwrite the array that is pushed to another key.
         """
-        yield from together([call.gathered for call in made if call.gathered is not None])
+        yield from run_together([call.gathered for call in made if call.gathered is not None])
         dense = [call for call in made if not isinstance(call.payload, RowSparse)]
         if dense:
             yield from self._listed(dense, priority, mixed)
@@ -290,18 +291,18 @@ class Operations:
         if payload is None:
             return transfers.pull([key], outs)
         push = transfers.push_rows(key, payload, priority)
-        return in_turn(push, transfers.pull([key], outs)) if outs else push
+        return run_in_turn(push, transfers.pull([key], outs)) if outs else push
 
-    def _newer(self, made: Sequence[KeyCall], found: list[int]) -> Task[None]:
+    def _newer(self, made: Sequence[KeyCall], held: list[int]) -> Task[None]:
         """Pull the keys whose version differs from that in `found`, and write their new versions there."""
         versions = yield from self._backend.versions([call.key for call in made])
-        chosen = [at for at, version in enumerate(versions) if made[at].key.replaced or version != found[at]]
+        chosen = [at for at, version in enumerate(versions) if made[at].key.replaced or version != held[at]]
         if not chosen:
             return
         outs = [made[at].targets[0].reshape(-1) for at in chosen]
         versions = yield from self._backend.pull_versions([made[at].key for at in chosen], outs)
         for at, version in zip(chosen, versions):
-            found[at], made[at].key.replaced = version, False
+            held[at], made[at].key.replaced = version, False
             yield from _finish(made[at])
 
     def _read(self, keys: Sequence[Key], push: Handle) -> Task[None]:
@@ -336,10 +337,10 @@ def text(what: str, names: Sequence[Name]) -> str:
 
 def step_of_push() -> str:
     """Return text for an error message that names the last training step noted on this rank, or "" if none was."""
-    return f" (the step noted last is {recorder.place.step})" if recorder.place.step >= 0 else ""
+    return f" (the step noted last is {recorder.rank_state.step})" if recorder.rank_state.step >= 0 else ""
 
 
-def see_finite(rank: int, what: str, call: KeyCall) -> None:
+def check_finite(rank: int, what: str, call: KeyCall) -> None:
     """Raise FloatingPointError if a push holds NaN or infinity. It names rank, key, push and the first such element."""
     rows = call.payload if isinstance(call.payload, RowSparse) else None
     values = call.payload if rows is None else rows.values

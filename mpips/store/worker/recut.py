@@ -20,7 +20,7 @@ def recut(store: WorkerStore, keys: Sequence[Name], new: Mapping[Name, int]) -> 
     asked = [*((key.name, "") for key in old), *((name, str(size)) for name, size in sizes.items())]
     store.agree_settled("recut", asked, refusal)
     states: States = store.run("recut", store.backend.stored.states(old)) if store.groups else {}
-    _, refusal = attempt(lambda: _see_steps(old, states))
+    _, refusal = attempt(lambda: _check_steps(old, states))
     values = _values(store, old)
     kept = store.run("recut", store.backend.stored.residuals(old))
     # All workers have read what the servers are about to forget.
@@ -50,7 +50,7 @@ def _asked(store: WorkerStore, keys: Sequence[Name], new: Mapping[Name, int]) ->
         raise ValueError(f"recut: keys {had}, {would}: give the new ones as many")
     names = [key.name for key in old]
     for name in sizes:
-        arguments.see_new(name, "recut")
+        arguments.check_new(name, "recut")
         if name in store.keys and name not in names:
             raise ValueError(f"recut: key {name!r} exists already; choose another name")
     return old, sizes
@@ -68,7 +68,7 @@ def _shown(keys: Sequence[Key]) -> list[Name]:
     return [key.name for key in keys]
 
 
-def _see_steps(keys: Sequence[Key], states: States) -> None:
+def _check_steps(keys: Sequence[Key], states: States) -> None:
     """Raise ValueError if some keys were updated more often than others.
 
     In a store with servers only rank 0 has `states`, so only rank 0 can raise.

@@ -1,9 +1,10 @@
-"""Keep what a store has restored and its program has not asked for yet: keys, tables, optimizers and compression.
+"""Keep what a store has restored and its program has not asked for yet: keys, collections, optimizers, compression.
 
 A job that resumes from a checkpoint makes the same calls as one that begins. So does a worker that joins a running
 store, and after a recovery a program may repeat them. On restored content these calls keep what the store has: `init`
-the values, `table` the rows, `set_optimizer` the optimizer with its numbers and state, and `set_gradient_compression`
-the residuals. Such a call is local, because other workers make it at another time or have made it long ago.
+the values, the call that makes a collection its content, `set_optimizer` the optimizer with its numbers and state, and
+`set_gradient_compression` the residuals. Such a call is local, because other workers make it at another time or have
+made it long ago.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Restored:
 
     Args:
         source: The checkpoint or store, as error messages name it.
-        names: Names of the restored keys and tables.
+        names: Names of the restored keys and collections.
         later: Those that may also be claimed after the first push. None: all of them.
         saved: The content was saved by another job, so perhaps by another training.
         strict: Setting an optimizer of another class raises ValueError.
@@ -55,8 +56,8 @@ class Restored:
 
     def renewed(self, source: str, names: Iterable[Name], groups: Groups, compressor: Compressor | None) -> Restored:
         """Return the content that may be claimed after a recovery, until the first push: everything."""
-        there = set(names)
-        return Restored(source, there, groups, compressor, later=there & self._later)
+        all_names = set(names)
+        return Restored(source, all_names, groups, compressor, later=all_names & self._later)
 
     def pushed(self) -> None:
         """Note the first push. From now on optimizer and compression calls are collective, and claim nothing."""
@@ -68,11 +69,11 @@ class Restored:
         self.names |= {*names}
         self._later |= {*names}
 
-    def check_key(self, here: Key, asked: Key) -> None:
+    def check_key(self, restored: Key, asked: Key) -> None:
         """Raise ValueError if `init` asks for a restored key with another shape or dtype."""
-        if (here.shape, here.dtype) != (asked.shape, asked.dtype):
-            there, wanted = f"{here.dtype.name}{here.shape}", f"{asked.dtype.name}{asked.shape}"
-            raise ValueError(f"init: key {asked.name!r} is {there} in {self.source} and {wanted} here: {self.cure}")
+        if (restored.shape, restored.dtype) != (asked.shape, asked.dtype):
+            has, wanted = f"{restored.dtype.name}{restored.shape}", f"{asked.dtype.name}{asked.shape}"
+            raise ValueError(f"init: key {asked.name!r} is {has} in {self.source} and {wanted} here: {self.cure}")
 
     def check_first_init(self, asked: Sequence[Name]) -> None:
         """Raise ValueError if the first `init` asks only for keys that the checkpoint does not have."""
@@ -107,11 +108,11 @@ class Restored:
             return [] if self._suits(self._default, chosen) else None
         return [name for name in names if not self._suits(self._own.get(name, self._default), chosen)]
 
-    def _suits(self, there: Optimizer | None, chosen: Optimizer) -> bool:
-        if there is not None and type(there) is not type(chosen) and self._strict:
-            has, given = type(there).__name__, type(chosen).__name__
+    def _suits(self, restored: Optimizer | None, chosen: Optimizer) -> bool:
+        if restored is not None and type(restored) is not type(chosen) and self._strict:
+            has, given = type(restored).__name__, type(chosen).__name__
             raise ValueError(f"set_optimizer: {self.source} has {has}, and this is {given}: {self.cure}")
-        return type(there) is type(chosen)
+        return type(restored) is type(chosen)
 
     def ignored_numbers(self, chosen: Optimizer, names: Sequence[Name] | None) -> str:
         """Return a warning if hyperparameters of `chosen` differ from the restored ones, which are kept, or "".
@@ -119,8 +120,8 @@ class Restored:
         `names` of None stands for all keys.
         """
         held = [self._default] if names is None else [self._own.get(name, self._default) for name in names]
-        told = [unlike(there, chosen) for there in held if self._strict and type(there) is type(chosen)]
-        return next(filter(None, told), "")
+        differences = [unlike(restored, chosen) for restored in held if self._strict and type(restored) is type(chosen)]
+        return next(filter(None, differences), "")
 
     def claim_optimizers(self, names: Sequence[Name] | None) -> None:
         """Remove the optimizers of these keys (None: the default optimizer), which `set_optimizer` has asked for."""

@@ -1,8 +1,10 @@
-"""Route every push, pull and pushpull of a worker: the fast path for plain arrays, else the general path.
+"""Route every push, pull and pushpull of a worker: by the general path, or for plain arrays by a short-cut of it.
 
-`Route.try_fast` is one straight-line function. If it cannot serve a call, it has done nothing. The general path
-(`Route.call`) then does what is due before and after the call, such as saves, and leaves the call itself to
-`operations`. `CallMarks` shows other processes which call this worker is in.
+`Route.call` is the general path. It does what is due before and after a call, such as saves, and leaves the call itself
+to `operations`. `Route.try_fast` is the short-cut: one straight-line function that checks only what a plain array can
+have wrong, and calls the fast path of the key. If it cannot serve a call, it has done nothing. It is there because an
+8-byte `pushpull` through a server of the node takes 25 microseconds by the short-cut, and 200 by the general path (two
+busy cores, 2026-11-29). `CallMarks` shows other processes which call this worker is in.
 """
 
 from __future__ import annotations
@@ -18,15 +20,15 @@ from numpy import ndarray
 
 from mpips.collectives.communicator import thread_name
 from mpips.collectives.errors import CollectiveError
-from mpips.collectives.fabric.tasks import Task, together
+from mpips.collectives.fabric.tasks import Task, run_together
 from mpips.collectives.recorder import own as recorder
 from mpips.collectives.recorder.own import Marks
 from mpips.collectives.recorder.ring import form
 from mpips.store.keys import arguments
 from mpips.store.keys.arguments import PRIORITY_BITS
-from mpips.store.keys.key import NO_MARKS, FastList, Key, Name
+from mpips.store.keys.key import NO_MARKS, FastList, Key, Name, Pushed
 from mpips.store.runtime.engine import Handle
-from mpips.store.worker.interface import Backend, KnownTable, Saves, Written
+from mpips.store.worker.interface import Backend, BackgroundSave, SaveSchedule
 from mpips.store.worker.operations import Array, Begun, Operations, text
 
 LISTS = (list, tuple)
@@ -93,34 +95,29 @@ class CallMarks:
         begun: list[Begun] = []
         for name in key if type(key) in LISTS else (key,):
             known = self._known.get(name) if isinstance(name, (str, int)) else None
-            if known is None or not (self.every or known.is_long):
-                continue
-            made = self._forms.get((what, name))
-            if made is None:
-                line = recorder.user_line(sys._getframe(2))
-                lane, nbytes = self._marks.identity, known.nbytes
-                made = form(lane, what, repr(name), nbytes, known.size, known.dtype.name, line=line)
-                if len(self._forms) >= MOST_TOKENS:
-                    self._forms.clear()
-                self._forms[what, name] = made
-            ring = recorder.ring
-            round_ = known.round + (what != "pull")
-            begun.append((ring, ring.begin(made, 0, round_, starts), known))
+            if known is not None and (self.every or known.is_long):
+                begun.append(self.begin_record(what, known, repr(name), known.size, known.dtype, starts))
         return begun
 
-    def begin_table(self, what: str, table: KnownTable, rows: int, starts: bool = True) -> Begun:
-        """Begin the record of a call of a table that names `rows` rows."""
-        made = self._forms.get((what, table.name, rows))
-        if made is None:
-            line, dtype = recorder.user_line(sys._getframe(2)), dtype_of(table.card.dtype)
-            elements = rows * table.card.dim
-            lane, nbytes = self._marks.identity, elements * dtype.itemsize
-            made = form(lane, what, f"table {table.name!r}", nbytes, elements, dtype.name, line=line)
+    def begin_record(
+        self, what: str, pushed: Pushed, label: str, elements: int, dtype: dtype_of, starts: bool = True
+    ) -> Begun:
+        """Begin the record of a call that transfers so many elements of a key or collection.
+
+        Args:
+            label: The key or collection, as `mpips why` and traces show it.
+            starts: False: the call starts later.
+        """
+        encoded = self._forms.get((what, label, elements))
+        if encoded is None:
+            line = recorder.user_line(sys._getframe(2))
+            nbytes = elements * dtype.itemsize
+            encoded = form(self._marks.identity, what, label, nbytes, elements, dtype.name, line=line)
             if len(self._forms) >= MOST_TOKENS:
                 self._forms.clear()
-            self._forms[what, table.name, rows] = made
+            self._forms[what, label, elements] = encoded
         ring = recorder.ring
-        return ring, ring.begin(made, 0, table.round + (what != "pull"), starts), table
+        return ring, ring.begin(encoded, 0, pushed.round + (what != "pull"), starts), pushed
 
 
 class ListTransfers:
@@ -184,11 +181,11 @@ class ListTransfers:
 
     def _run(self, left: Sequence[tuple[Key, Task[None]]], priority: int, what: str) -> None:
         names = [record.name for record, _ in left]
-        self._operations.run(names, together([task for _, task in left]), priority, what)
+        self._operations.run(names, run_together([task for _, task in left]), priority, what)
 
 
 class Route:
-    """Makes the calls of a store on a worker: `try_fast` first, and if that has done nothing, `call`.
+    """Makes the calls of a store on a worker: by `call`, unless the short-cut `try_fast` can make them.
 
     All keys of a list are pushed before the call waits for any of them, because other workers may list them in another
     order. Then they are pulled one by one until one would have to wait; that one and the rest run as one task.
@@ -206,12 +203,12 @@ class Route:
         self._under_way = under_way
         self._operations = operations
         self._backend = backend
-        self._saves: Saves | None = None
-        self._written: Written | None = None
+        self._saves: SaveSchedule | None = None
+        self._written: BackgroundSave | None = None
         self._first_push: Callable[[], None] | None = None
         self._checks = operations.checks_finite
         # True while any of the four attributes above is set. Calls then take the general path.
-        self._extra = self._checks
+        self._slow_path_due = self._checks
         self._lists = ListTransfers(operations, backend)
         self.marks = CallMarks(known, lane)
         self._word = self.marks.word
@@ -221,7 +218,7 @@ class Route:
     def make(self, what: str, key: Any, value: Any, out: Any, priority: int) -> None:
         """Make a push, pull or pushpull. Blocking."""
         if self._inside:
-            self._see_thread(what)
+            self._check_thread(what)
         self._inside = get_ident()
         try:
             if not self.try_fast(what, key, value, out, priority):
@@ -229,7 +226,7 @@ class Route:
         finally:
             self._inside = 0
 
-    def _see_thread(self, what: str) -> None:
+    def _check_thread(self, what: str) -> None:
         """End the generation with an error if another thread is in a call of the store."""
         if self._inside not in (0, get_ident()):
             one, other = thread_name(get_ident()), thread_name(self._inside)
@@ -239,9 +236,31 @@ class Route:
             )
             raise self._operations.end_by(what, [], error)
 
+    def call(self, what: str, key: object, value: object, out: object, priority: int) -> None:
+        """Make a push, pull or pushpull by the general path, blocking, with what is due before and after it."""
+        due = self._slow_path_due
+        self.marks.mark(what, key)
+        begun = self.marks.begin_records(what, key)
+        saves = self._prepare(what, key) if due else None
+        if saves is not None:
+            saves.pushing = key
+        self.marks.records, self._slow_path_due = True, False
+        try:
+            # If only a record or a save was due, the transfer itself can still take the fast path.
+            if self._checks or not (begun or due) or not self.try_fast(what, key, value, out, priority):
+                self._operations.do(what, key, value, out, priority)
+        finally:
+            self.marks.records, self._slow_path_due = False, due
+            if saves is not None:
+                saves.pushing = ()
+        if due:
+            self._follow(saves, key)
+        for ring, sequence, _ in begun:
+            ring.end(sequence)
+
     def try_fast(self, what: str, key: Any, value: Any, out: Any, priority: int) -> bool:
-        """Make a push, pull or pushpull, blocking. Return False, with nothing done, if `call` has to make it."""
-        if self._extra:
+        """Make a push, pull or pushpull by a fast path. Return False, with nothing done, if `call` has to make it."""
+        if self._slow_path_due:
             return False
         if what == "push":
             record = self._one(key, value, priority)
@@ -279,49 +298,16 @@ class Route:
             self._operations.run([record.name], left, priority, what)
         return True
 
-    def call(self, what: str, key: object, value: object, out: object, priority: int) -> None:
-        """Make a call by the general path, blocking, and do what is due before and after it, such as saves."""
-        self.marks.mark(what, key)
-        begun = self.marks.begin_records(what, key)
-        self.marks.records = True
-        try:
-            if begun or self._extra:
-                self._call(what, key, value, out, priority)
-            else:
-                self._operations.do(what, key, value, out, priority)
-        finally:
-            self.marks.records = False
-        for ring, sequence, _ in begun:
-            ring.end(sequence)
-
-    def _call(self, what: str, key: object, value: object, out: object, priority: int) -> None:
-        if not self._extra:
-            if not self.try_fast(what, key, value, out, priority):
-                self._operations.do(what, key, value, out, priority)
-            return
-        saves = self._prepare(what, key)
-        self._extra = False
-        if saves is not None:
-            saves.pushing = key
-        try:
-            if self._checks or not self.try_fast(what, key, value, out, priority):
-                self._operations.do(what, key, value, out, priority)
-        finally:
-            if saves is not None:
-                saves.pushing = ()
-            self._extra = True
-        self._follow(saves, key)
-
     def start(
         self, what: str, key: object, value: object, out: object, priority: int, turns: Sequence[Hashable]
     ) -> Handle:
         """Start a call and return its handle. Does not block. The call takes turns on its keys and on `turns`."""
-        self._see_thread(f"i{what}")
+        self._check_thread(f"i{what}")
         self.marks.mark(what, key)
-        saves = self._prepare(what, key) if self._extra else None
+        saves = self._prepare(what, key) if self._slow_path_due else None
         begun = self.marks.begin_records(what, key, starts=False)
         handle = self._operations.start(what, key, value, out, priority, turns, begun)
-        if self._extra:
+        if self._slow_path_due:
             self._follow(saves, key)
         return handle
 
@@ -342,33 +328,33 @@ class Route:
 
     def mark(self, what: str) -> None:
         """Show other processes that this worker has begun a call without a key."""
-        self._see_thread(what)
+        self._check_thread(what)
         self.marks.mark(what, [])
 
     # ---- what is due before and after a call
 
-    def save_regularly(self, saves: Saves) -> None:
+    def save_regularly(self, saves: SaveSchedule) -> None:
         """Before each step, let `saves` begin a save if one is due."""
-        self._saves, self._extra = saves, True
+        self._saves, self._slow_path_due = saves, True
 
-    def write(self, saving: Written | None) -> None:
+    def write(self, saving: BackgroundSave | None) -> None:
         """Write a checkpoint piece by piece after each call, until it is complete or another one begins."""
         if saving is not None:
-            self._written, self._extra = saving, True
+            self._written, self._slow_path_due = saving, True
 
     def before_a_push(self, do: Callable[[], None]) -> None:
         """Call `do` once, before the next push."""
-        self._first_push, self._extra = do, True
+        self._first_push, self._slow_path_due = do, True
 
     @contextmanager
-    def pushing_tables(self, names: list[str]) -> Iterator[None]:
-        """Do what is due before and after a push of these tables, which is made in the block."""
-        saves = self._prepare("push", names) if self._extra else None
+    def pushing(self, names: list[str]) -> Iterator[None]:
+        """Do what is due before and after a push of these collections, which is made in the block."""
+        saves = self._prepare("push", names) if self._slow_path_due else None
         yield
-        if self._extra:
+        if self._slow_path_due:
             self._follow(saves, names)
 
-    def _prepare(self, what: str, key: object) -> Saves | None:
+    def _prepare(self, what: str, key: object) -> SaveSchedule | None:
         """Do what is due before a call. Return the schedule of saves in which this push has to be counted."""
         if what == "pull":
             return None
@@ -379,14 +365,14 @@ class Route:
             self.write(self._saves.save())
         return self._saves
 
-    def _follow(self, saves: Saves | None, key: object) -> None:
+    def _follow(self, saves: SaveSchedule | None, key: object) -> None:
         """Do what is due after a call."""
         if saves is not None:
             saves.count(key)
         if self._written is not None and self._written.go_on():
             self._written = None
         due = self._saves is not None or self._written is not None or self._first_push is not None
-        self._extra = due or self._checks
+        self._slow_path_due = due or self._checks
 
     # ---- lists
 

@@ -18,12 +18,12 @@ from mpi4py import MPI
 from mpips import compression, optimizers
 from mpips.collectives import log
 from mpips.collectives.errors import MismatchError, warn
-from mpips.collectives.fabric.tasks import Task, kept
+from mpips.collectives.fabric.tasks import Task, append_result
 from mpips.compression import Compressor
 from mpips.optimizers import Groups, Optimizer
 from mpips.optimizers.elastic import Elastic1
 from mpips.store.keys import arguments
-from mpips.store.keys.key import Array, Key, Name
+from mpips.store.keys.key import Array, Key, Name, Pushed
 from mpips.store.roles import Layout
 from mpips.store.runtime import rendezvous
 from mpips.store.runtime.engine import Engine, Handle
@@ -31,33 +31,33 @@ from mpips.store.runtime.errors import StoreError
 from mpips.store.runtime.generation import Generation
 from mpips.store.runtime.rendezvous import Items
 from mpips.store.worker import waiting
-from mpips.store.worker.interface import Backend, KnownTable, Saves, Written
-from mpips.store.worker.operations import GIVEN, Operations
+from mpips.store.worker.interface import Backend, BackgroundSave, SaveSchedule
+from mpips.store.worker.operations import CALLER_ERRORS, Operations
 from mpips.store.worker.restored import Restored
 
 LOG = log.get("mpips.store")
 
 T = TypeVar("T")
 # all stores of this process that are in use, for `_end_in_fork`
-_here: weakref.WeakSet[WorkerStore] = weakref.WeakSet()
+_stores: weakref.WeakSet[WorkerStore] = weakref.WeakSet()
 
 
 def _end_in_fork() -> None:
     """End the stores in a fork of this process: it has its parent's memory, and would take its parent's messages."""
-    for settings in _here:
-        rank = f"rank {settings.layout.rank}"
-        settings.unbind()
-        said = f"this process is a fork of {rank}, and no rank: call the store in {rank}, not in workers of DataLoader"
-        settings.generation.over = StoreError(said)
+    for store in _stores:
+        rank = f"rank {store.layout.rank}"
+        store.unbind()
+        why = f"this process is a fork of {rank}, and no rank: call the store in {rank}, not in workers of DataLoader"
+        store.generation.present.over = StoreError(why)
 
 
 os.register_at_fork(after_in_child=_end_in_fork)
 
 
 class WorkerStore:
-    """A store on one worker: its keys, tables, optimizers and compression, and the calls that change them.
+    """A store on one worker: its keys, optimizers and compression, and the calls that change them.
 
-    These are the same on all workers. Users call `KVStore`; checkpoints, tables and trainers use this class directly.
+    These are the same on all workers. Users call `KVStore`; checkpoints, services and trainers use this class directly.
     """
 
     def __init__(self, layout: Layout, backend: Backend, generation: Generation) -> None:
@@ -69,18 +69,15 @@ class WorkerStore:
         self.generation = generation
         self.engine = Engine(generation, level >= MPI.THREAD_SERIALIZED)
         generation.on_end.append(self.unbind)
-        _here.add(self)
+        _stores.add(self)
         generation.checks.append(self._check_waits)
         self.keys: dict[Name, Key] = {}
-        self.tables: dict[str, KnownTable] = {}
-        if backend.tables is not None:
-            backend.tables.known = self.tables
-        self.operations = Operations(layout.rank, backend, self.engine, self.keys, self.tables)
+        self.operations = Operations(layout.rank, backend, self.engine, self.keys)
         # the optimizers of keys
         self.groups = Groups()
         self.compressor: Compressor | None = None
         # the last checkpoint that was begun in the background
-        self.saving: Written | None = None
+        self.saving: BackgroundSave | None = None
         # the step from which the job has resumed; rounds count from there
         self.base = 0
         # see `KVStore.resumed`
@@ -90,12 +87,17 @@ class WorkerStore:
         # this worker has taken a dead worker's place, and has yet to reach the step that the others are at
         self.fresh = False
         # the schedule by which the store saves itself
-        self.regular: Saves | None = None
+        self.regular: SaveSchedule | None = None
 
     @property
-    def pushed(self) -> dict[Name, Key | KnownTable]:
-        """All that is pushed in rounds: keys and tables."""
-        return dict([*self.keys.items(), *self.tables.items()])
+    def collections(self) -> dict[Name, Pushed]:
+        """The collections of all services."""
+        return {name: one for service in self.backend.services for name, one in service.collections.items()}
+
+    @property
+    def pushed(self) -> dict[Name, Pushed]:
+        """All that is pushed in rounds: keys and collections."""
+        return {**self.keys, **self.collections}
 
     # ---- keys
 
@@ -105,7 +107,7 @@ class WorkerStore:
         held: dict[Name, Key] = {}
         names: Sequence[Name] = ()
         if self.restored.names:
-            with GIVEN:
+            with CALLER_ERRORS:
                 pairs = arguments.pairs(key, value, "init")
                 held, names = _restored_keys(self.restored, self.keys, pairs), [name for name, _ in pairs]
                 if len(held) == len(names):
@@ -117,20 +119,21 @@ class WorkerStore:
 
         def asked() -> tuple[list[Key], list[Array]]:
             pairs = _first_values(self.keys, key, value)
-            if twice := next((name for name, _ in pairs if name in self.tables), None):
-                raise ValueError(f"init: a table has the name {twice!r}: choose another")
+            collections = self.collections
+            if twice := next((name for name, _ in pairs if name in collections), None):
+                raise ValueError(f"init: a {collections[twice].noun} has the name {twice!r}: choose another")
             keys = [Key(name, array.shape, array.dtype) for name, array in pairs]
             if self.groups.default is not None:
-                _see_floats(keys, "init", "name the keys that have one, set_optimizer(..., keys=[...])")
-            every = held | {one.name: one for one in keys}
+                _check_floats(keys, "init", "name the keys that have one, set_optimizer(..., keys=[...])")
+            every = held | {each.name: each for each in keys}
             see([every[name] for name in names or every])
             return keys, [array for _, array in pairs]
 
         made, refusal = rendezvous.attempt(asked)
         keys, values = made or ([], [])
-        self.agree("init", [(one.name, f"{one.dtype.name}{one.shape}") for one in keys], refusal)
+        self.agree("init", [(each.name, f"{each.dtype.name}{each.shape}") for each in keys], refusal)
         self.restored.claim(held)
-        self.run("init", self.backend.init(keys, values), [one.name for one in keys])
+        self.run("init", self.backend.init(keys, values), [each.name for each in keys])
         self.add(keys)
 
     def forget(self, keys: object) -> None:
@@ -166,10 +169,10 @@ class WorkerStore:
         names, other = rendezvous.attempt(lambda: _names_of_floats(self, keys, what))
         asked = names
         if self.restored.optimizers and chosen is not None and other is None:
-            with GIVEN:
+            with CALLER_ERRORS:
                 names = self.restored.unrestored(chosen, asked)
-                if (said := self.restored.ignored_numbers(chosen, asked)) and self.layout.rank == 0:
-                    warn(f"{what}: {said}: the checkpoint's holds; change it by update_optimizer")
+                if (ignored := self.restored.ignored_numbers(chosen, asked)) and self.layout.rank == 0:
+                    warn(f"{what}: {ignored}: the checkpoint's holds; change it by update_optimizer")
         if names is None or names or names is asked:
             items = [("optimizer", optimizers.describe(chosen)), ("keys", repr(names))]
             self.agree_settled(what, items, refusal or other, noun="argument")
@@ -236,22 +239,18 @@ class WorkerStore:
         self.finish()
         self.run("settle", self.backend.settle(list(self.keys.values())))
 
-    def hear_refusals(self, what: str) -> None:
-        """Exchange, in the call `what`, which rounds of tables servers have refused for lack of memory.
+    def agree_on_refusals(self, what: str) -> None:
+        """Let each worker learn of rounds that servers have refused, before all compare their rounds in a call.
 
-        Raise RoomError on a worker that had not heard of a refusal. The other workers wait until that worker makes the
-        call again. Collective in a synchronous store with tables; does nothing in other stores.
+        Collective in a synchronous store. Raise RoomError on a worker that had not heard of a refusal. The others wait
+        until it makes the call `what` again.
         """
-        tables = self.backend.tables
-        while tables is not None and self.tables and not self.layout.asynchronous:
-            mine = msgspec.msgpack.encode([table.refusals for table in self.tables.values()])
-            words = self.agree(what, data=mine, alike="rounds of tables")
-            told = [msgspec.msgpack.decode(word, type=list[int]) for word in words]
-            if all(one == told[0] for one in told):
-                return
-            for table, counts in zip(self.tables.values(), zip(*told)):
-                if table.refusals < max(counts):
-                    self.run(f"stats of table {table.name!r}", tables.stats(table, ahead=1))
+        for service in () if self.layout.asynchronous else self.backend.services:
+            while service.collections:
+                refusals = self.agree(what, data=service.refusals(), alike="refused rounds")
+                if all(each == refusals[0] for each in refusals):
+                    break
+                self.run(what, service.learn_refusals(refusals))
 
     def agree_settled(
         self, what: str, items: Items = (), refusal: BaseException | None = None, noun: str = "key", data: bytes = b""
@@ -262,20 +261,20 @@ class WorkerStore:
         servers would wait for those that have pushed less.
         """
         self.finish()
-        self.hear_refusals(what)
-        keys = list(self.pushed.values())
-        mine = msgspec.msgpack.encode(([key.round for key in keys], data))
-        told = [
+        self.agree_on_refusals(what)
+        pushed = list(self.pushed.values())
+        encoded = msgspec.msgpack.encode(([each.round for each in pushed], data))
+        answers = [
             msgspec.msgpack.decode(word, type=tuple[list[int], bytes])
-            for word in self.agree(what, items, refusal, noun, mine)
+            for word in self.agree(what, items, refusal, noun, encoded)
         ]
         if not self.layout.asynchronous:
-            arguments.see_one_round(what, keys, [rounds for rounds, _ in told])
+            arguments.check_one_round(what, pushed, [rounds for rounds, _ in answers])
         # Worker 0 sends the request for all workers, so the servers must have read every worker's pushes before.
         if self.layout.num_servers:
             self.settle()
             self.agree(what)
-        return [theirs for _, theirs in told]
+        return [answer for _, answer in answers]
 
     def agree(
         self,
@@ -311,23 +310,24 @@ class WorkerStore:
                 self.engine.run([("beside", what)], task, 0, lambda: what)
             return rendezvous.agree(self.generation, what, items, refusal, noun, data, alike=alike)
 
-    def run(self, what: str, task: Task[T], names: Sequence[Name] = (), tables: Sequence[str] = ()) -> T:
+    def run(self, what: str, task: Task[T], names: Sequence[Name] = (), collections: Sequence[str] = ()) -> T:
         """Run a task, blocking, and return its result. A failure ends the generation.
 
         Args:
-            tables: Tables for whose rounds it may wait.
+            names: The keys of the call.
+            collections: Collections of services for whose rounds it may wait.
         """
         results: list[T] = []
-        self.operations.run(names, kept(task, results), 0, what, tables)
+        self.operations.run(names, append_result(task, results), 0, what, collections)
         return results[0]
 
-    def start(self, what: str, task: Task[Any], detached: bool = True, tables: Sequence[str] = ()) -> Handle:
-        """Run a task in the background, in turn with others of the same `what` or of these tables.
+    def start(self, what: str, task: Task[Any], detached: bool = True, collections: Sequence[str] = ()) -> Handle:
+        """Run a task in the background, in turn with others of the same `what` or of these collections.
 
         Args:
             detached: Only the end of the store waits for it.
         """
-        return self.engine.submit([("beside", what), *tables], self.operations.hearing(task), 0, what, detached)
+        return self.engine.submit([("beside", what), *collections], self.operations.hearing(task), 0, what, detached)
 
     # ---- inside
 
@@ -337,7 +337,7 @@ class WorkerStore:
         if any(name in used for name in self.backend.communicators):
             return b""
         keys = [key for key in self.keys.values() if key.name not in used] if self.layout.num_servers else []
-        return waiting.describe(what, self.backend.sums()[0], [*keys, *self.tables.values()])
+        return waiting.describe(what, self.backend.sums()[0], [*keys, *self.collections.values()])
 
     def _check_waits(self) -> None:
         """Tell the others how far this worker has pushed, if it waits in a collective call.
@@ -361,9 +361,9 @@ class WorkerStore:
                 return
         rounds = {key.name: waiting.needed(key, call) for key in self.keys.values() if key.name in names}
         if not self.layout.asynchronous:
-            rounds.update((name, table.round) for name, table in self.tables.items() if name in names)
-        mine = waiting.Blocked(call, sums, rounds, blocked is None)
-        if why := waiting.why_in_vain(mine, self.layout, others):
+            rounds.update((name, each.round) for name, each in self.collections.items() if name in names)
+        wait = waiting.Blocked(call, sums, rounds, blocked is None)
+        if why := waiting.why_in_vain(wait, self.layout, others):
             raise MismatchError(why)
 
     def _names(self, keys: object, what: str) -> list[Name] | None:
@@ -373,12 +373,12 @@ class WorkerStore:
 def _restored_keys(restored: Restored, known: Mapping[Name, Key], pairs: Sequence[tuple[Name, Any]]) -> dict[Name, Key]:
     """Return those keys of an `init` that are restored. Raise ValueError if their shape or dtype differs."""
     restored.check_first_init([name for name, _ in pairs])
-    found = {}
+    restored_keys = {}
     for name, values in pairs:
         if name in restored.names and name in known:
-            asked, found[name] = arguments.first_value(name, values), known[name]
-            restored.check_key(found[name], Key(name, asked.shape, asked.dtype))
-    return found
+            asked, restored_keys[name] = arguments.first_value(name, values), known[name]
+            restored.check_key(restored_keys[name], Key(name, asked.shape, asked.dtype))
+    return restored_keys
 
 
 def _first_values(known: Mapping[Name, Key], key: object, value: object) -> list[tuple[Name, Array]]:
@@ -390,7 +390,7 @@ def _first_values(known: Mapping[Name, Key], key: object, value: object) -> list
         other = arguments.of_other_kind(known, name)
         if other is not None:
             raise TypeError(f"key {name!r} is not of the type of the keys before, such as {other!r}: pass one kind")
-        arguments.see_new(name, "init")
+        arguments.check_new(name, "init")
         result.append((name, arguments.first_value(name, values)))
     return result
 
@@ -410,12 +410,12 @@ def _optimizer(layout: Layout, optimizer: str | Optimizer, keywords: Mapping[str
 
 def _names_of_floats(store: WorkerStore, keys: object, what: str) -> list[Name] | None:
     """Return the names of keys (None for all), after a check that an optimizer can update them."""
-    found = list(store.keys.values()) if keys is None else store.known(keys, what)
-    _see_floats(found, what, "give keys=[...] without it")
-    return None if keys is None else [key.name for key in found]
+    chosen = list(store.keys.values()) if keys is None else store.known(keys, what)
+    _check_floats(chosen, what, "give keys=[...] without it")
+    return None if keys is None else [key.name for key in chosen]
 
 
-def _see_floats(keys: Iterable[Key], what: str, cure: str) -> None:
+def _check_floats(keys: Iterable[Key], what: str, cure: str) -> None:
     """Raise ValueError if an optimizer cannot update one of the keys."""
     for key in keys:
         if not key.floats:

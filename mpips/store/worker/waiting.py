@@ -1,8 +1,8 @@
 """Detect deadlocks: a worker waits for a push by another that has closed the store or is in a collective call.
 
-A worker that closes the store tells how often it has pushed each key and table. A worker in a collective call tells the
-same for keys and tables that no running operation of its own can still push. A worker that needs one more push compares
-these numbers with its own, and raises an error that names both calls. No I/O here.
+A worker that closes the store tells how often it has pushed each key, and each collection of a service. A worker in a
+collective call tells the same for those that no running operation of its own can still push. A worker that needs one
+more push compares these numbers with its own, and raises an error that names both calls. No I/O here.
 """
 
 from __future__ import annotations
@@ -12,38 +12,35 @@ from typing import NamedTuple
 
 import msgspec
 
-from mpips.store.keys.key import Key, Name
+from mpips.store.keys.key import Key, Name, Pushed
 from mpips.store.roles import Layout
 from mpips.store.runtime.rendezvous import data_of
-from mpips.store.worker.interface import KnownTable
 
 # the call in which a worker that closes meets the others
 CLOSE = "close"
 
 
-def pushes_of(keys: Mapping[Name, Key | KnownTable]) -> bytes:
-    """Encode how often this worker has pushed each key and table."""
-    return msgspec.msgpack.encode([(name, key.round) for name, key in keys.items()])
+def pushes_of(pushed: Mapping[Name, Pushed]) -> bytes:
+    """Encode how often this worker has pushed each key and collection."""
+    return msgspec.msgpack.encode([(name, each.round) for name, each in pushed.items()])
 
 
-def waits_for_closed(
-    words: Sequence[bytes], keys: Mapping[Name, Key | KnownTable], pushing: Sequence[Name] = ()
-) -> str:
+def waits_for_closed(words: Sequence[bytes], pushed: Mapping[Name, Pushed], pushing: Sequence[Name] = ()) -> str:
     """Find a worker that closes a synchronous store although this one waits for its next push.
 
     Return an error message, or "" if there is no such worker.
 
     Args:
         words: The last message of each worker in a rendezvous.
-        keys: This worker's keys and tables.
+        pushed: This worker's keys and collections.
         pushing: Keys of a push that is not counted yet.
     """
     for rank, word in enumerate(words):
         data = data_of(word, CLOSE)
         for name, count in msgspec.msgpack.decode(data, type=list[tuple[Name, int]]) if data else ():
-            if name in keys and keys[name].round + (name in pushing) > count:
-                one = f"{keys[name].noun} {name!r}"
-                return f"rank {rank} has closed the store after {count} pushes of {one}, and this needs another"
+            if name in pushed and pushed[name].round + (name in pushing) > count:
+                label = f"{pushed[name].noun} {name!r}"
+                return f"rank {rank} has closed the store after {count} pushes of {label}, and this needs another"
     return ""
 
 
@@ -53,7 +50,7 @@ class WaitingWorker(msgspec.Struct, array_like=True):
     what: str
     # without servers: number of sums over all keys that it has begun
     sums: int
-    # with servers: (name, number of pushes) of keys and tables that no operation under way pushes
+    # with servers: (name, number of pushes) of keys and collections that no operation under way pushes
     rounds: list[tuple[Name, int]]
 
 
@@ -64,15 +61,15 @@ class Blocked(NamedTuple):
     call: str
     # number of sums that it has begun
     sums: int
-    # with servers: key or table -> the round that needs the other workers
+    # with servers: key or collection -> the round that needs the other workers
     rounds: Mapping[Name, int]
     # True if it blocks in a collective
     inside: bool
 
 
-def describe(what: str, sums: int, pushed: Iterable[Key | KnownTable]) -> bytes:
-    """Encode a `WaitingWorker`. `pushed`: keys and tables that no operation under way pushes."""
-    return msgspec.msgpack.encode(WaitingWorker(what, sums, [(one.name, one.round) for one in pushed]))
+def describe(what: str, sums: int, pushed: Iterable[Pushed]) -> bytes:
+    """Encode a `WaitingWorker`. `pushed`: keys and collections that no operation under way pushes."""
+    return msgspec.msgpack.encode(WaitingWorker(what, sums, [(each.name, each.round) for each in pushed]))
 
 
 def needed(key: Key, call: str) -> int:
@@ -86,34 +83,34 @@ def needed(key: Key, call: str) -> int:
     return key.round - early
 
 
-def why_in_vain(mine: Blocked, layout: Layout, others: Mapping[int, bytes]) -> str:
+def why_in_vain(own: Blocked, layout: Layout, others: Mapping[int, bytes]) -> str:
     """Return an error message that names the two calls of a deadlock, or "" if there is none.
 
     `others`: rank -> its `WaitingWorker`, encoded.
     """
     for rank, word in others.items():
-        theirs = msgspec.msgpack.decode(word, type=WaitingWorker)
-        if call := waits_for(mine, layout, rank, theirs):
+        other = msgspec.msgpack.decode(word, type=WaitingWorker)
+        if call := waits_for(own, layout, rank, other):
             return (
-                f"rank {rank} waits in {theirs.what} for all workers, and rank {layout.rank} in {call} for rank "
+                f"rank {rank} waits in {other.what} for all workers, and rank {layout.rank} in {call} for rank "
                 f"{rank}: let all make these calls in the same order"
             )
     return ""
 
 
-def waits_for(mine: Blocked, layout: Layout, rank: int, theirs: WaitingWorker) -> str:
+def waits_for(own: Blocked, layout: Layout, rank: int, other: WaitingWorker) -> str:
     """Return the call in which this worker waits for a push that worker `rank` has not made, or ""."""
     if not layout.num_servers:
-        return mine.call if theirs.sums < mine.sums else ""
+        return own.call if other.sums < own.sums else ""
     fellow = layout.kind.startswith("mpi_") and any(
         layout.rank in range(*client) and rank in range(*client) for client in layout.clients
     )
-    if mine.inside and not fellow:
+    if own.inside and not fellow:
         return ""
     if layout.asynchronous and not fellow:
         # Servers hold up nobody for a worker that waits for all.
         return ""
-    for name, count in theirs.rounds:
-        if mine.rounds.get(name, 0) > count:
-            return mine.call or f"push of key {name!r}"
+    for name, count in other.rounds:
+        if own.rounds.get(name, 0) > count:
+            return own.call or f"push of key {name!r}"
     return ""

@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import mpips.collectives as collectives
+from mpips.collectives.agreement import Items, describe_calls, difference
 from mpips.collectives.clock import Clock
 from mpips.collectives.errors import CollectiveError, of_caller
 from mpips.store.runtime.rendezvous import call_of
-from mpips.torch.lockstep import CHECK_STEPS, UNEXPLAINED, Items, digest, gather_difference, gather_rows
+from mpips.torch.lockstep import CHECK_STEPS, UNEXPLAINED, digest, gather_difference, gather_rows
 from mpips.torch.optimizer.exchange import AgreedStep, find_unlike, group_numbers, warn_soon
 from mpips.torch.state import broadcast_values, worker_collectives
 from mpips.torch.tensors import bytes_of
@@ -40,7 +41,6 @@ CALL, STEPS, CLEARED, CHANGED, OVERFLOW, DIGEST, HEAD = range(7)
 UNKNOWN = -1
 # A worker that has been in a different call of the store for this long is in the wrong call.
 ELSEWHERE_SECONDS = 0.2
-ALL = "all workers make each call of a DistributedOptimizer together"
 
 
 class Brought(NamedTuple):
@@ -100,7 +100,7 @@ class Consensus:
             self._bits = self._digest_each()
         self._notes += 1
 
-    def see_call(self, call: str, steps: int) -> None:
+    def check_call(self, call: str, steps: int) -> None:
         """Raise on all workers unless all of them make the call `call`. Collective, blocking.
 
         In a synchronous store they must also have made the same number of steps.
@@ -183,11 +183,11 @@ class Consensus:
             self._compare_parameters(comm, what)
         if (heads[:, DIGEST] != heads[0, DIGEST]).any():
             with self._within(what, comm):
-                found = gather_difference(items, comm, what, first) or UNEXPLAINED
+                unlike_items = gather_difference(items, comm, what, first) or UNEXPLAINED
             raise of_caller(
                 ValueError(
-                    f"{what}: {found}: give all workers the same, and average over them what it is computed from, such "
-                    "as a loss"
+                    f"{what}: {unlike_items}: give all workers the same, and average over them what it is computed "
+                    "from, such as a loss"
                 )
             )
         return self._rows
@@ -254,8 +254,8 @@ class Consensus:
             clock = (clock or Clock()) if calls else None
             if clock and clock.seconds() > ELSEWHERE_SECONDS:
                 other, call = calls[0]
-                mine = f"rank {self._store.rank} is in {what} of a DistributedOptimizer"
-                raise CollectiveError(f"rank {other} calls {call} of the store, and {mine}: {ALL}")
+                own = f"{what} of a DistributedOptimizer"
+                raise CollectiveError(describe_calls({other: f"{call} of the store", self._store.rank: own}))
 
         generation.checks.append(check_elsewhere)
         try:
@@ -272,25 +272,15 @@ def unlike(heads: Sequence[Sequence[int]], first: int = 0) -> str:
         heads: The first HEAD numbers of each worker's row.
         first: The rank of the first worker.
     """
-
-    def said(head: Sequence[int]) -> str:
-        return f"{CALLS[head[CALL]]} after {_count(head[STEPS], 'step')}"
-
-    for rank, head in enumerate(heads, first):
-        if (head[CALL], head[STEPS]) != (heads[0][CALL], heads[0][STEPS]):
-            return f"rank {first} calls {said(heads[0])}, rank {rank} calls {said(head)}: {ALL}"
-    known = [(rank, head[CLEARED]) for rank, head in enumerate(heads, first) if head[CLEARED] != UNKNOWN]
-    for rank, count in known:
-        if count != known[0][1]:
-            one, before = known[0]
-            return (
-                f"step {heads[0][STEPS] + 1}: since its last step rank {one} has called zero_grad() "
-                f"{_count(before, 'time')} and rank {rank} {_count(count, 'time')}, so one has left out a step: "
-                "make each on all workers; one without a batch calls zero_grad() and step() alone, and counts as "
-                "zero"
-            )
+    every = dict(enumerate(heads, first))
+    calls = {rank: f"{CALLS[head[CALL]]} after step {head[STEPS]}" for rank, head in every.items()}
+    if len(set(calls.values())) > 1:
+        return describe_calls(calls)
+    thing = "the number of zero_grad() calls since the last step"
+    known = {rank: [(thing, str(head[CLEARED]))] for rank, head in every.items() if head[CLEARED] != UNKNOWN}
+    if sentence := difference(known):
+        return (
+            f"step {heads[0][STEPS] + 1}: {sentence}, so one has left out a step: make each on all workers; one "
+            "without a batch calls zero_grad() and step() alone, and counts as zero"
+        )
     return ""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"

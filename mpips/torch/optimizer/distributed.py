@@ -84,6 +84,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         interval: Steps between two exchanges of elastic averaging.
         options: Options of the store, as in `mpips.create`: servers=2, staleness=4. In a server process this call does
             not return: it runs the server, and raises SystemExit when the workers have closed the store.
+
+    Raises:
+        TypeError, ValueError: An argument does not fit, or the hyperparameters differ between workers.
+        RuntimeError: A launcher such as torchrun has started processes that MPI has not joined.
+        mpips.OptionError: An option of the store does not fit.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> optimizer = mpips.torch.DistributedOptimizer(sgd, model.named_parameters(), kind="dist_sync")
+        >>> model(torch.ones(4, 3)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.close()
     """
 
     # Tells GradScaler to call `step` even if a gradient has overflowed on this worker.
@@ -163,6 +176,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Returns:
             The result of `closure`, or None.
+
+        Raises:
+            RuntimeError: Workers make different calls, or the optimizer's groups or the parameters have changed in a
+                way that the servers do not know of. All workers raise it, and nothing was sent.
+            ValueError: Hyperparameters or parameters differ between workers. All workers raise it, and nothing was
+                sent.
+            mpips.StoreError: The generation has ended, and the store does not survive deaths.
         """
         loss = None
         if closure is not None:
@@ -179,9 +199,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._survival.step(Brought(cleared=self._cleared))
         # All workers get the same flag of an overflow, so their scales stay equal.
         else:
-            found = find_overflow(grad_scaler, self)
-            skipped = self._survival.step(Brought(bool(found), grad_scaler.get_scale(), self._cleared))
-            found.fill_(float(skipped))
+            overflow = find_overflow(grad_scaler, self)
+            skipped = self._survival.step(Brought(bool(overflow), grad_scaler.get_scale(), self._cleared))
+            overflow.fill_(float(skipped))
         self._cleared = 0
         return loss
 
@@ -209,8 +229,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         full. If servers update, their optimizers' state is also in "state", in PyTorch's form: for `get_state_dict` of
         `torch.distributed.checkpoint.state_dict`, and to load it into a plain PyTorch optimizer.
 
-        Raises RuntimeError if a process has died and the other workers have already finished this call. Call it again
-        after the next step.
+        Raises:
+            RuntimeError: A process has died, and the other workers have already finished this call. Call it again after
+                the next step.
         """
         if not self._in_store():
             with self._live.shown():
@@ -236,17 +257,21 @@ class DistributedOptimizer(torch.optim.Optimizer):
         has no parameters, so the servers take those of rank 0's model at the next step. The model may be loaded before
         or after this call.
 
-        Raises ValueError if the saved optimizer was of another kind, or kept its state elsewhere.
+        Args:
+            state_dict: The same on all workers.
+
+        Raises:
+            ValueError: The saved optimizer was of another kind, or kept its state elsewhere.
         """
         state = dict(state_dict)
         data = state.pop("store", None)
         records = self._server_records()
         states = states_by_key(state, self._keys) if records and data is None else {}
         if (data is not None) is not self._in_store() and not states and not self._is_stateless():
-            here, there = ("has", "has none") if self._in_store() else ("has none", "has")
+            own, saved = ("has", "has none") if self._in_store() else ("has none", "has")
             raise ValueError(
-                f"load_state_dict: this optimizer {here} of its state in the store, the saved one "
-                f"{there}: make it as the saved one was, and load what its state_dict() gave"
+                f"load_state_dict: this optimizer {own} of its state in the store, the saved one "
+                f"{saved}: make it as the saved one was, and load what its state_dict() gave"
             )
 
         if self._survival.new:
@@ -289,10 +314,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def save(self, path: str | Path, wait: bool = True) -> Saving | None:
         """Write the parameters and the servers' state into a file, as `kv.save` does.
 
-        Collective over the workers, blocking.
+        Collective over the workers, blocking. The state of an optimizer that runs on the workers is not in the file:
+        save `optimizer.state_dict()` as usual.
 
-        With `wait=False` the file is written in the background, and the returned `Saving` waits for it. The state of an
-        optimizer that runs on the workers is not in the file: save `optimizer.state_dict()` as usual.
+        Args:
+            path: The file, on rank 0's machine.
+            wait: False to write the file in the background.
+
+        Returns:
+            With `wait=False`, a `Saving` that waits for the file. Otherwise None.
+
+        Raises:
+            ValueError: The file cannot be written. All workers raise it.
         """
 
         def save() -> Saving | None:
@@ -310,6 +343,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Load a file that `save` has written, with any number of servers, and give the model its parameters.
 
         Collective over the workers, blocking.
+
+        Args:
+            path: The file, on rank 0's machine.
+
+        Raises:
+            ValueError: The file cannot be read, or does not fit the store. All workers raise it.
         """
 
         def load() -> None:
@@ -354,11 +393,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if compression is not None:
             self.store.set_gradient_compression(compression)
         consensus = Consensus(self.store, optimizer, self._passes, self._parameters, self._keys)
-        is_new = self.store.layout.survives and self.store.worker.fresh
-        if is_new:
+        if self.store.worker.fresh:
             self._cleared = UNKNOWN
         else:
-            consensus.see_call("DistributedOptimizer", 0)
+            consensus.check_call("DistributedOptimizer", 0)
         self._exchange = choose_exchange(self.store, optimizer, self._names, self._passes, elastic, interval)
         self._survival: SurvivingSteps = SurvivingSteps(self.store, self._keys, self._exchange, consensus)
         self._survival.begin()
@@ -379,7 +417,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _check_groups(self) -> None:
         """Raise RuntimeError if the wrapped optimizer gained or lost parameters: new ones have no key in the store."""
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if len(held) != len(self._parameters) or any(p is not one for p, one in zip(held, self._parameters)):
+        if len(held) != len(self._parameters) or any(p is not known for p, known in zip(held, self._parameters)):
             raise of_caller(
                 RuntimeError(
                     f"step: {type(self.optimizer).__name__} on rank {self.store.rank} has {len(held)} parameters in "

@@ -117,15 +117,15 @@ def choose_exchange(
         return ElasticExchange(store, optimizer, parameters, keys, passes, elastic, interval)
     if store.layout.num_servers:
         rescale = gradient_share(store.layout, passes)
-        found = [server_optimizer(optimizer, group, rescale) for group in optimizer.param_groups]
-        if None not in found:
+        records = [server_optimizer(optimizer, group, rescale) for group in optimizer.param_groups]
+        if None not in records:
             every = [each for own in optimizer.state.values() for each in own.values()]
             if any(isinstance(each, Tensor) and each.any() for each in every):
                 raise ValueError(
                     f"{type(optimizer).__name__} has made steps, and the servers would begin its state "
                     "anew: wrap it before, or choose a store without servers, which keeps it"
                 )
-            return ServerExchange(store, optimizer, names, [each for each in found if each is not None], passes)
+            return ServerExchange(store, optimizer, names, [each for each in records if each is not None], passes)
     if store.layout.asynchronous:
         raise ValueError(
             f"{type(optimizer).__name__} with these options or hooks has no counterpart on the servers, "
@@ -256,14 +256,14 @@ class ServerExchange(GradientExchange):
         """
         for at, group in enumerate(self._optimizer.param_groups):
             for name in self._keys(group):
-                found, mine = self._store.worker.groups.of(name), self._records[at]
-                if found is None or type(found) is not type(mine):
-                    kind = type(mine).__name__
+                current, record = self._store.worker.groups.of(name), self._records[at]
+                if current is None or type(current) is not type(record):
+                    kind = type(record).__name__
                     raise ValueError(
-                        f"key {name!r} was saved with {found}, and is updated by {kind} here: make the "
+                        f"key {name!r} was saved with {current}, and is updated by {kind} here: make the "
                         "DistributedOptimizer as the saved one was"
                     )
-                self._records[at], self._numbers[at] = found, {}
+                self._records[at], self._numbers[at] = current, {}
 
     def put_loaded(self) -> None:
         if self.is_loaded:
@@ -292,12 +292,12 @@ class ServerExchange(GradientExchange):
         supports the new values.
         """
         for at, group in enumerate(self._optimizer.param_groups):
-            if (found := group_numbers(group)) == self._numbers[at]:
+            if (numbers := group_numbers(group)) == self._numbers[at]:
                 continue
             record = server_optimizer(self._optimizer, group, gradient_share(self._store.layout, self._passes))
             if record is None:
                 raise ValueError(
-                    f"group {at} of the optimizer has {found}, which the servers cannot compute: make "
+                    f"group {at} of the optimizer has {numbers}, which the servers cannot compute: make "
                     "another DistributedOptimizer"
                 )
             before = asdict(self._records[at])
@@ -306,7 +306,7 @@ class ServerExchange(GradientExchange):
                 patience = warn_soon(self._store.worker.generation) if self._store.layout.asynchronous else None
                 with patience or nullcontext():
                     self._store.update_optimizer(keys=self._keys(group), **changed)
-            self._records[at], self._numbers[at] = record, found
+            self._records[at], self._numbers[at] = record, numbers
 
     def _check_sparse(self, step: AgreedStep) -> None:
         """Raise TypeError on all workers if a gradient is sparse and PyTorch's optimizer would refuse it."""
@@ -404,21 +404,22 @@ class WorkerExchange(GradientExchange):
         """
         with worker_collectives(self._store, "rejoin") as workers:
             broadcast_tensors([parameter.detach() for parameter in self._parameters], giver, workers)
-            mine = self._optimizer.state_dict()
-            theirs = broadcast_state(mine, giver, workers)
+            own_state = self._optimizer.state_dict()
+            theirs = broadcast_state(own_state, giver, workers)
         if new:
-            self._optimizer.load_state_dict({**theirs, "param_groups": mine["param_groups"]})
+            self._optimizer.load_state_dict({**theirs, "param_groups": own_state["param_groups"]})
             self._given = [parameter.detach().clone() for parameter in self._parameters]
 
 
 # ---- elastically
 
 
-class ElasticExchange(GradientExchange):
+class ElasticExchange(WorkerExchange):
     """Elastic averaging (MXNET-MPI, equations 2 and 3). For stores that do not survive deaths.
 
-    Each worker runs its own optimizer. Every `interval` steps the worker and the servers' centre move towards each
-    other by the share `alpha` of their difference.
+    The workers of a client average their gradients, and each runs the optimizer. Every `interval` steps the worker and
+    the servers' centre, whose first value is rank 0's parameters, move towards each other by the share `alpha` of their
+    difference.
     """
 
     def __init__(
@@ -431,24 +432,16 @@ class ElasticExchange(GradientExchange):
         alpha: float,
         interval: int,
     ) -> None:
-        self._store = store
-        self._optimizer = optimizer
-        self._passes = passes
-        self._parameters = parameters
-        self._keys = keys
+        super().__init__(store, optimizer, parameters, keys, passes)
         self._alpha = alpha
         self._interval = interval
+        # exchanges of gradients so far
         self._steps = 0
         self._client = store.layout.client
         self._members = self._client.Get_size() if self._client is not None else 1
 
-    def begin(self, new: bool) -> None:
-        """Take rank 0's parameters, which are also the centre's first value."""
-        with values_of(self._parameters) as outs:
-            self._store.pull(self._keys, outs)
-
     def push(self, step: AgreedStep) -> None:
-        """Exchange with the centre, if that is due, and then average the gradients over the workers of the client."""
+        """Exchange with the centre, if that is due, and then sum the gradients over the workers of the client."""
         if self._steps % self._interval == 0:
             # A push sums over the client's workers, so each pushes its parameters divided by their number.
             share = 1.0 / self._members
@@ -460,17 +453,11 @@ class ElasticExchange(GradientExchange):
                     if parameter.requires_grad:
                         parameter.lerp_(center, self._alpha)
         used = [place for place, has in enumerate(step.used) if has]
-        rows = gather_used_rows(self._parameters, [place for place in used if step.sparse[place]], self._client)
-        given = own_gradients([self._parameters[place] for place in used], [True] * len(used))
-        if self._members > 1 and given:
-            collectives.grouped_allreduce(given, self._client)
-        for place, total in zip(used, given):
-            mean = total.mul_(1.0 / (self._members * self._passes))
-            give_gradient(self._parameters[place], mean, rows.get(place))
-
-    def end(self, step: AgreedStep) -> None:
-        if not step.skipped:
-            self._optimizer.step()
+        self._rows = gather_used_rows(self._parameters, [place for place in used if step.sparse[place]], self._client)
+        self._share = 1.0 / (self._members * self._passes)
+        self._totals = own_gradients(self._parameters, step.used)
+        if self._members > 1 and used:
+            collectives.grouped_allreduce([self._totals[place] for place in used], self._client)
         self._steps += 1
 
 
@@ -479,17 +466,17 @@ class ElasticExchange(GradientExchange):
 
 def gradient(parameter: Tensor, used: bool) -> Tensor:
     """Return this rank's gradient, contiguous and dense, or zeros if it has none or the step does not use it."""
-    found = parameter.grad
-    if found is None or not used:
+    grad = parameter.grad
+    if grad is None or not used:
         return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-    return (found.detach().to_dense() if found.is_sparse else found.detach()).contiguous()
+    return (grad.detach().to_dense() if grad.is_sparse else grad.detach()).contiguous()
 
 
 def own_gradients(parameters: Sequence[Tensor], used: Sequence[bool]) -> list[Tensor]:
     """Return `gradient` of each parameter. No two results share memory, so they can be summed in place."""
-    found = [gradient(parameter, each) for parameter, each in zip(parameters, used)]
-    places = [each.data_ptr() for each in found if each.numel()]
-    return found if len(set(places)) == len(places) else [each.clone() for each in found]
+    gradients = [gradient(parameter, each) for parameter, each in zip(parameters, used)]
+    places = [each.data_ptr() for each in gradients if each.numel()]
+    return gradients if len(set(places)) == len(places) else [each.clone() for each in gradients]
 
 
 def gather_used_rows(
@@ -578,8 +565,8 @@ def warn_soon(generation: Generation) -> Iterator[None]:
 
 def group_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a parameter group by name, as plain data that ranks can compare."""
-    found: dict[str, Any] = content({k: v for k, v in group.items() if k not in ("params", "param_names")})
-    return found
+    numbers: dict[str, Any] = content({k: v for k, v in group.items() if k not in ("params", "param_names")})
+    return numbers
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,4 +1,4 @@
-"""Steps of a DistributedOptimizer that survive deaths: the store recovers, and unfinished steps are repeated.
+"""Steps of a DistributedOptimizer that survive deaths, and what the workers tell each other when they meet after one.
 
 In a synchronous store a step that has ended on any worker is never undone. So after a recovery the store is either at
 the round where this worker's step began, and the same gradients are pushed again, or at the round where the step ends.
@@ -20,17 +20,19 @@ import msgspec
 from mpips.collectives import log
 from mpips.store.api import KVStore
 from mpips.store.keys.key import Name
-from mpips.store.runtime.errors import StoreError
+from mpips.store.runtime.errors import LostError, StoreError
 from mpips.torch.optimizer.consensus import Brought, Consensus
 from mpips.torch.optimizer.exchange import AgreedStep, GradientExchange
+from mpips.training.recovery import Recovery
 
 T = TypeVar("T")
 
 
 class SurvivingSteps:
-    """The steps of one worker, repeated after deaths.
+    """Makes the steps of one worker, and repeats those that a death has interrupted.
 
-    If the store does not survive deaths, StoreErrors go to the caller.
+    After a recovery a worker does not meet the others at once, but in its next call of the store. First it ends a step
+    whose result it has only to take: a new worker then gets parameters and state as they are after that step.
     """
 
     def __init__(self, store: KVStore, names: Sequence[Name], exchange: GradientExchange, consensus: Consensus) -> None:
@@ -38,20 +40,21 @@ class SurvivingSteps:
         self._names = names
         self._exchange = exchange
         self._consensus = consensus
+        self._recovery = Recovery(store, names, self._note_recovery)
         # what the workers have agreed on for the current step; still valid after a death
         self._agreed: AgreedStep | None = None
         # True while this worker, which has replaced a dead one, has made no step
-        self.new = store.layout.survives and store.worker.fresh
+        self.new = store.worker.fresh
         # steps that have been made
         self.steps = 0 if self.new else store.resumed or 0
         # collective calls that this worker has begun since the last step
         self._calls = 0
         # number of these calls that some worker has finished, so that they are not made again
-        self._done = 0
-        # True if this worker has yet to exchange positions with the others (`meet`), after a recovery
-        self._unmet = self.new
+        self._calls_done = 0
+        # True from a recovery on until this worker has exchanged positions with the others (`meet`)
+        self._meeting_due = self.new
         # True while this worker is new and has received nothing from the others
-        self._lacks = self.new
+        self._has_nothing = self.new
         # True if the others made this worker's next step before it joined, so that it already has the result
         self._has_made = False
 
@@ -61,11 +64,11 @@ class SurvivingSteps:
         A new worker first exchanges positions with the others, which have been training for a while.
         """
 
-        def begun() -> None:
-            self._see_others(False)
+        def take() -> None:
+            self._meet_if_due(False)
             self._exchange.begin(self.new)
 
-        self._through(begun)
+        self._recovery.run(take)
         self._consensus.note()
 
     def step(self, brought: Brought) -> bool:
@@ -84,19 +87,19 @@ class SurvivingSteps:
             if self._exchange.sent if self._store.layout.asynchronous else self._round() >= goal:
                 self._exchange.take()
                 return
-            self._see_others(True)
+            self._meet_if_due(True)
             self._agreed = self._consensus.agree(self.steps, brought)
             self._exchange.push(self._agreed)
 
-        self._through(exchange)
+        self._recovery.run(exchange)
         assert self._agreed is not None
         self._exchange.end(self._agreed)
         self._consensus.note()
         self.steps += 1
-        log.place.step = self.steps
-        self._calls = self._done = 0
+        log.rank_state.step = self.steps
+        self._calls = self._calls_done = 0
         # If the store has recovered and only the result was taken, the workers have not exchanged positions yet.
-        self._through(lambda: self._see_others(False))
+        self._recovery.run(lambda: self._meet_if_due(False))
         return self._agreed.skipped
 
     def call(self, what: str, call: Callable[[], T]) -> T | None:
@@ -107,16 +110,16 @@ class SurvivingSteps:
         self._calls += 1
         number = self._calls
 
-        def made() -> T | None:
-            self._see_others(False)
-            if number <= self._done:
+        def call_unless_done() -> T | None:
+            self._meet_if_due(False)
+            if number <= self._calls_done:
                 return None
-            self._consensus.see_call(what, self.steps)
+            self._consensus.check_call(what, self.steps)
             return call()
 
-        made_of_it = self._through(made)
+        result = self._recovery.run(call_unless_done)
         self._consensus.note()
-        return made_of_it
+        return result
 
     def end(self) -> None:
         """Wait until the other workers have finished their last step. Blocking.
@@ -126,13 +129,13 @@ class SurvivingSteps:
         self._calls += 1
         number = self._calls
 
-        def ended() -> None:
-            self._see_others(False)
-            if number > self._done:
+        def wait() -> None:
+            self._meet_if_due(False)
+            if number > self._calls_done:
                 self._store.barrier()
 
         with suppress(StoreError):
-            self._through(ended)
+            self._recovery.run(wait)
 
     # ---- inside
 
@@ -140,53 +143,37 @@ class SurvivingSteps:
         """Return the store's current round. During a step this is the round that this worker has begun."""
         return self._store.worker.keys[self._names[0]].round
 
-    def _through(self, call: Callable[[], T]) -> T:
-        """Call `call`, again after each death, until it returns."""
-        while True:
-            try:
-                return call()
-            except StoreError as error:
-                self._recover(error)
+    def _note_recovery(self) -> None:
+        """Continue with the store of the next generation. The workers meet in their next call (`_meet_if_due`).
 
-    def _recover(self, error: StoreError) -> None:
-        """Begin the next generation.
-
-        Raise `error` if no process has died. Raise an error, too, if a part of the store is lost.
+        Raises LostError if a step counts in some keys and not in others.
         """
         store = self._store
-        if not store.layout.survives:
-            raise error
-        rounds = store.recover()
-        if not store.layout.lost:
-            raise error
-        torn = [name for name in self._names if name in rounds.torn or name not in rounds]
-        apart = not store.layout.asynchronous and len({rounds.get(name) for name in self._names}) > 1
-        if torn or apart:
-            what = f"key {torn[0]!r} is" if torn else "keys are"
-            raise StoreError(f"recover: {what} not whole after a death: load a checkpoint") from error
+        if not store.layout.asynchronous and len({store.worker.keys[name].round for name in self._names}) > 1:
+            raise LostError("recover: keys are not whole after a death: load a checkpoint")
         self._exchange.renew()
-        self._unmet = True
+        self._meeting_due = True
 
-    def _see_others(self, pushes: bool) -> None:
+    def _meet_if_due(self, pushes: bool) -> None:
         """Exchange positions with the other workers, once after each recovery. Collective and blocking if that is due.
 
         `pushes` is True if this worker is in a step.
         """
-        if not self._unmet:
+        if not self._meeting_due:
             return
         worker = self._store.worker
-        mine = StepPosition(self.steps, self._calls, pushes, self._lacks)
-        told = worker.agree("rejoin", data=msgspec.msgpack.encode(mine))
-        positions = [msgspec.msgpack.decode(word, type=StepPosition) for word in told]
+        own = StepPosition(self.steps, self._calls, pushes, self._has_nothing)
+        encoded = worker.agree("rejoin", data=msgspec.msgpack.encode(own))
+        positions = [msgspec.msgpack.decode(data, type=StepPosition) for data in encoded]
         met = meet(positions, not self._store.layout.asynchronous)
         if met.refusal:
             raise RuntimeError(f"DistributedOptimizer: {met.refusal}")
         if any(position.new for position in positions):
-            self._exchange.give(met.giver, self._lacks)
-        if self._lacks:
+            self._exchange.give(met.giver, self._has_nothing)
+        if self._has_nothing:
             self.steps, self._has_made = met.resumed, met.has_made
-        self._done = met.done
-        self._unmet = self._lacks = False
+        self._calls_done = met.done
+        self._meeting_due = self._has_nothing = False
 
 
 class StepPosition(msgspec.Struct, array_like=True, frozen=True):
@@ -224,9 +211,9 @@ def meet(positions: Sequence[StepPosition], synchronous: bool) -> Meeting:
     step that another has ended. If no step is under way, new workers start one step earlier, already with the result of
     that step. So they then make the same collective calls between two steps as the others.
     """
-    there = [position for position in positions if not position.new]
+    known = [position for position in positions if not position.new]
     giver = next((rank for rank, position in enumerate(positions) if not position.new), -1)
-    if not there:
+    if not known:
         return Meeting(
             giver,
             0,
@@ -234,12 +221,12 @@ def meet(positions: Sequence[StepPosition], synchronous: bool) -> Meeting:
             0,
             "no worker is left that has the parameters and the optimizer's state: begin again, from a checkpoint",
         )
-    steps, calls = min(position.steps for position in there), max(position.calls for position in there)
+    steps, calls = min(position.steps for position in known), max(position.calls for position in known)
     if not synchronous:
         return Meeting(giver, max(steps - 1, 0), False, 0, "")
-    if any(position.pushes for position in there):
+    if any(position.pushes for position in known):
         return Meeting(giver, steps, False, calls, "")
     if not steps:
         early = "a worker has died before the first step, in a call that a new worker does not make: begin again"
-        return Meeting(giver, 0, False, max(calls - 1, 0), early if calls and len(there) < len(positions) else "")
+        return Meeting(giver, 0, False, max(calls - 1, 0), early if calls and len(known) < len(positions) else "")
     return Meeting(giver, steps - 1, True, max(calls - 1, 0), "")

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from mpips.optimizers.adaptive import AdaGrad, Adam, AdamW, RMSProp
 from mpips.optimizers.base import Optimizer, state_dtypes
 from mpips.optimizers.sgd import SGD
 from mpips.store.checkpoint import file
+from mpips.store.checkpoint.load import DECODERS
 from mpips.store.keys.key import Name
 
 # optimizer of the store -> PyTorch's names for the arrays of its state, in its own order
@@ -71,7 +71,7 @@ class LiveState(MutableMapping[Tensor, Any]):
         # the initial state, which is shown until the optimizer has one
         self._first: dict[Any, Any] = {}
 
-    def _there(self) -> MutableMapping[Any, Any]:
+    def _shown_state(self) -> MutableMapping[Any, Any]:
         if records := self._records():
             return {parameter: _blank(parameter, record) for parameter, record in records.items()}
         if self._optimizer.state:
@@ -104,7 +104,7 @@ class LiveState(MutableMapping[Tensor, Any]):
         return True
 
     def __getitem__(self, parameter: Tensor) -> Any:
-        return self._there()[parameter]
+        return self._shown_state()[parameter]
 
     def __setitem__(self, parameter: Tensor, value: Any) -> None:
         # If servers have the state, only `load_state_dict` changes it.
@@ -115,10 +115,10 @@ class LiveState(MutableMapping[Tensor, Any]):
         del self._optimizer.state[parameter]
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(list(self._there()))
+        return iter(list(self._shown_state()))
 
     def __len__(self) -> int:
-        return len(self._there())
+        return len(self._shown_state())
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -127,9 +127,9 @@ class LiveState(MutableMapping[Tensor, Any]):
 def _blank(parameter: Tensor, record: Optimizer) -> dict[str, Tensor]:
     """Return a state with the names and shapes of the servers' state. All values are one shared NaN, to save memory."""
     blank = torch.full((), float("nan"))
-    found = {STEP: blank} if _counts_steps(record) else {}
+    step = {STEP: blank} if _counts_steps(record) else {}
     dtypes = state_dtypes(record, np.dtype(str(parameter.dtype).removeprefix("torch.")))
-    return found | {
+    return step | {
         name: blank.to(_torch_dtype(dtype)).expand(parameter.shape)
         for name, dtype in zip(array_names(record), dtypes, strict=True)
     }
@@ -148,7 +148,7 @@ def unpack(
         records: The servers' optimizer of each parameter.
     """
     header, arrays = _read(data)
-    found: dict[Tensor, dict[str, Tensor]] = {}
+    states: dict[Tensor, dict[str, Tensor]] = {}
     for saved in header.records:
         parameter = parameters.get(saved.key)
         if parameter is None or not (saved.state or parameter.requires_grad):
@@ -162,8 +162,8 @@ def unpack(
                 line = torch.from_numpy(arrays[file.state_name(saved.key, slot)].copy())
                 state[name].view(-1).copy_(line).mul_(scale)
         if state:
-            found[parameter] = state
-    return found
+            states[parameter] = state
+    return states
 
 
 def pack(
@@ -219,9 +219,9 @@ def _array_of(key: str, name: str, parameter: Tensor, state: Mapping[str, Any]) 
     if given is None and name == "momentum_buffer":
         return torch.zeros_like(parameter)
     if not isinstance(given, Tensor):
-        found = ", ".join(map(repr, state))
+        names = ", ".join(map(repr, state))
         raise ValueError(
-            f"load_state_dict: the state of parameter {key!r} has no tensor {name!r}, it has {found}: "
+            f"load_state_dict: the state of parameter {key!r} has no tensor {name!r}, it has {names}: "
             "load what the same kind of optimizer gave"
         )
     if given.shape != parameter.shape:
@@ -232,11 +232,11 @@ def _array_of(key: str, name: str, parameter: Tensor, state: Mapping[str, Any]) 
     return given.detach()
 
 
-def _read(data: bytes) -> tuple[file.Header, dict[str, np.ndarray]]:
+def _read(data: bytes) -> tuple[file.StoreHeader, dict[str, np.ndarray]]:
     """Return the header and the arrays of a store's file. The store has just written it, so nothing is checked."""
     start = file.LENGTH_BYTES + int.from_bytes(data[: file.LENGTH_BYTES], "little")
     entries = json.loads(data[file.LENGTH_BYTES : start])
-    header = msgspec.json.decode(entries.pop("__metadata__")[file.STORE], type=file.Header)
+    header = file.decode_header(entries.pop("__metadata__")[file.STORE].encode(), DECODERS)
     arrays = {}
     for name, entry in entries.items():
         first, last = entry["data_offsets"]
@@ -246,5 +246,5 @@ def _read(data: bytes) -> tuple[file.Header, dict[str, np.ndarray]]:
 
 
 def _torch_dtype(dtype: np.dtype) -> torch.dtype:
-    found: torch.dtype = getattr(torch, dtype.name)
-    return found
+    torch_dtype: torch.dtype = getattr(torch, dtype.name)
+    return torch_dtype

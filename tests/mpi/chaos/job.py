@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpips import chaos
-from mpips.chaos import FaultPlan, Report, Run
+from mpips.chaos import ChaosReport, FaultPlan, WatchedRun
 from mpips.chaos.report import notes_of
 from tests.mpi.chaos import counts, model
 from tests.mpi.chaos.cases import WORKERS, Case
@@ -24,7 +24,7 @@ class Result(NamedTuple):
     """What came of a job. `wrong`: what is not as promised, and is no hang and no leftover; "" where all is."""
 
     plan: FaultPlan
-    report: Report
+    report: ChaosReport
     wrong: str
     said: str
 
@@ -63,7 +63,7 @@ def run(case: Case, plan: FaultPlan, spares: int, limit: float = LIMIT) -> Resul
         return Result(plan, chaos.judge(done), wrong, text)
 
 
-def wrong_curve(run: Run) -> str:
+def wrong_curve(run: WatchedRun) -> str:
     """What is not as in an undisturbed job with the same number of workers in each step, "" where nothing is."""
     notes = notes_of(run)
     workers = {note.step: note.workers for note in notes}  # as it was when the step was done for the last time
@@ -76,7 +76,7 @@ def wrong_curve(run: Run) -> str:
     return ""
 
 
-def _wrong_counts(run: Run, file: Path) -> str:
+def _wrong_counts(run: WatchedRun, file: Path) -> str:
     if not file.exists():
         return "no counts were stored"
     with np.load(file) as stored:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
-from mpips.chaos import Fault, FaultPlan, Note, Point, Run, Whom, save
+from mpips.chaos import Fault, FaultPlan, Point, ProgramNote, WatchedRun, Whom, save
 from mpips.store.world import implementation
 from tests.child import LAUNCHER_VARIABLES
 from tests.choice import first
@@ -74,9 +74,9 @@ def test_drawn_plans_leave_a_worker_and_a_server() -> None:
 def test_curves_and_counts_that_are_wrong_are_found() -> None:
     wanted = model.curve(dict.fromkeys(range(model.STEPS), 3), model.STEPS)
     assert len(set(wanted)) == model.STEPS + 1
-    notes = [Note(0.0, 0, 0, 3, step, None, f"{step}") for step in range(model.STEPS)]
-    assert wrong_curve(Run(FaultPlan(), told=notes)) == f"nobody noted step {model.STEPS}"
-    done = Run(FaultPlan(), told=[*notes, Note(0.0, 0, 0, 3, model.STEPS, None, "")])
+    notes = [ProgramNote(0.0, 0, 0, 3, step, None, f"{step}") for step in range(model.STEPS)]
+    assert wrong_curve(WatchedRun(FaultPlan(), messages=notes)) == f"nobody noted step {model.STEPS}"
+    done = WatchedRun(FaultPlan(), messages=[*notes, ProgramNote(0.0, 0, 0, 3, model.STEPS, None, "")])
     assert wrong_curve(done) == "wrong bits at step 0 of rank 0 (3 workers)"
     stored = counts.start()
     for key, value in stored.items():

@@ -58,7 +58,7 @@ def fresh(nodes: str = "one node") -> Iterator[MPI.Intracomm]:
 
 def patient(comm: MPI.Intracomm, stall_seconds: float, timeout_seconds: float) -> None:
     """From now on waits on `comm` warn and raise after so long."""
-    communicator(comm).patient(stall_seconds, timeout_seconds)
+    communicator(comm).set_limits(stall_seconds, timeout_seconds)
 
 
 def block(n: int, rank: int = RANK, p: int = P) -> slice:

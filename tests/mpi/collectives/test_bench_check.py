@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from collectives.benchmark.case import IN_PLACE, Case
+from collectives.benchmark.case import IN_PLACE, BenchmarkCase
 from tests.mpi.collectives.support import KINDS
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_candidate_that_does_nothing_is_seen(comm, kind):
-    case = Case(kind, "sum", np.dtype(np.float64), 1000, comm)
+    case = BenchmarkCase(kind, "sum", np.dtype(np.float64), 1000, comm)
     good = case.plan("auto", "ordinary")
     source, result = case.arrays("ordinary")
     assert (source is result) == (kind in IN_PLACE)

@@ -30,7 +30,7 @@ def forced(monkeypatch):
     made = []
 
     def opened(way):
-        made.append(command.opened(WORLD, command.forced(P)[way]))
+        made.append(command.dup_with_table(WORLD, command.forced_tables(P)[way]))
         if way == "cross_memory" and not communicator(made[-1]).board.memory.reachable:
             pytest.skip("the kernel does not copy between the memories of several ranks here")
         return made[-1]
@@ -136,14 +136,14 @@ def test_some_ranks_exchange_in_place(forced):
 @only_on(2, 3)
 @pytest.mark.parametrize("run", [collectives.Plan.__call__, started])
 def test_a_copy_that_fails_is_heard_of_by_all(monkeypatch, forced, run):
-    comm, move, armed = forced("cross_memory"), process_memory.Move.__call__, []
+    comm, move, armed = forced("cross_memory"), process_memory.KernelCopy.__call__, []
 
     def failing(self):
         if armed and RANK == 1 and self.pid != os.getpid():
             raise process_memory.OutOfReach(self.pid, errno.EPERM)
         move(self)
 
-    monkeypatch.setattr(process_memory.Move, "__call__", failing)
+    monkeypatch.setattr(process_memory.KernelCopy, "__call__", failing)
     x = np.full(BLOCK * P, RANK + 1, np.float32)
     plan = collectives.plan("allreduce", x, comm)
     plan()

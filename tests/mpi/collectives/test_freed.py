@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import collectives
-from collectives.fabric.requests import part
+from collectives.fabric.requests import close_collectively
 from tests.mpi.collectives.support import RANK, WORLD, P, sentence, still_works
 from tests.mpi.sizes import only_on
 
@@ -96,7 +96,7 @@ def test_a_message_that_nobody_received_does_not_reach_a_later_communicator(size
         if WORLD.rank == late:
             time.sleep(0.05)
         sends = [old.Isend(data, to, tag) for to in range(WORLD.size) if to != WORLD.rank for tag in (1, 2)]
-        part(old)
+        close_collectively(old)
         MPI.Request.Waitall(sends)
         new = WORLD.Dup()
         new.Barrier()
@@ -113,10 +113,10 @@ def test_ranks_that_share_a_new_communicator_hear_one_another():
     for _ in range(20):
         old = WORLD.Dup()
         sends = [old.Isend(bytearray(8), to, 1) for to in range(WORLD.size) if to != WORLD.rank]
-        part(old)
+        close_collectively(old)
         MPI.Request.Waitall(sends)
         new = WORLD.Dup()
         sums = np.array([WORLD.rank])
         new.Allreduce(MPI.IN_PLACE, sums)
-        part(new)
+        close_collectively(new)
         assert sums[0] == WORLD.size * (WORLD.size - 1) // 2

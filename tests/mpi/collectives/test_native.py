@@ -7,8 +7,8 @@ import pytest
 from mpi4py import MPI
 
 from collectives import arrays
-from collectives.call import Call, operation
-from collectives.fabric.requests import Collectives
+from collectives.call import Call, find_reduction
+from collectives.fabric.requests import NativeCollectives
 from collectives.network import native
 
 COMM = MPI.COMM_WORLD
@@ -24,8 +24,10 @@ def test_no_call_counts_further_than_an_int(monkeypatch, kind, dtype):
     monkeypatch.setattr(native, "MOST_BYTES", INT - 1)
     n = INT // 8 * 3
     x = np.full(n, 1.0 + COMM.rank).astype(dtype)
-    call = Call(kind, n, x.dtype, operation("sum", x.dtype) if kind == "allreduce" else None, 0, "native", COMM.size)
-    plan = native.NativePlan(Collectives(COMM), call, *[arrays.flat(x, "x", True)] * 2, met=True)
+    call = Call(
+        kind, n, x.dtype, find_reduction("sum", x.dtype) if kind == "allreduce" else None, 0, "native", COMM.size
+    )
+    plan = native.NativePlan(NativeCollectives(COMM), call, *[arrays.flat(x, "x", True)] * 2, met=True)
     buffers = [arguments[int(kind == "allreduce")] for _, arguments in plan._row]
     plan.enter()
     assert sum(vector.nbytes for vector, _ in buffers) == x.nbytes

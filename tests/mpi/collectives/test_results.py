@@ -5,7 +5,6 @@ A rank asserts when all collectives of a test are done: ranks meet at its end, a
 
 from __future__ import annotations
 
-import doctest
 from functools import cache, partial
 from itertools import product
 
@@ -19,6 +18,7 @@ from collectives.kernels import engine
 from collectives.schedule import catalog
 from tests.mpi.collectives.support import KINDS, NODES, RANK, TOTAL, WORLD, P, block, fresh, make, polled, started
 from tests.mpi.sizes import core_on, either_mpi, only_on
+from tests.pages import failed_examples
 
 ROOT = P // 2
 BETWEEN = ("auto", "native", "hierarchical", "hierarchical(between=halving_doubling)")
@@ -248,13 +248,7 @@ def test_floats_that_are_moved_keep_all_their_bits(kind, dtype):
 
 @pytest.mark.parametrize("kind", [*KINDS, "grouped_allreduce"])
 def test_the_example_of_each_call_gives_what_it_says(kind):
-    call = getattr(collectives, kind)
-    names = {"collectives": collectives, "np": np, "MPI": MPI}
-    test = doctest.DocTestParser().get_doctest(call.__doc__, names, kind, None, None)
-    said = []
-    options = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-    outcome = doctest.DocTestRunner(optionflags=options).run(test, out=said.append)
-    assert WORLD.allreduce(bool(outcome.attempted and not outcome.failed), MPI.LAND), "".join(said)
+    assert not failed_examples(getattr(collectives, kind), collectives=collectives, np=np, MPI=MPI)
 
 
 @only_on(2, 3)

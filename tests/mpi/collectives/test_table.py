@@ -38,8 +38,8 @@ def test_a_spoilt_table_is_warned_of_and_the_shipped_one_serves(monkeypatch, tmp
 def test_tune_on_one_node(monkeypatch):
     monkeypatch.setattr(command, "CROSS_SIZES", (1 << 20, 1 << 18))
     monkeypatch.setattr(command, "LINE_SIZES", (1 << 18, 1 << 20))
-    home, parts = command.opened(WORLD, TuningTable()), []
-    found = command.tuned(home, TuningTable(), 1e-3, parts.append)
+    home, parts = command.dup_with_table(WORLD, TuningTable()), []
+    found = command.measure_table(home, TuningTable(), 1e-3, parts.append)
     home.Free()
     assert parts == ["slots", "cross memory", "lines through the times", "messages"]
     assert found.slots[WORLD.size].always <= found.slots[WORLD.size].ordinary <= command.SLOT_SIZES[-1]
@@ -53,8 +53,8 @@ def test_tune_on_one_node(monkeypatch):
 def test_tune_between_nodes(monkeypatch):
     share_nothing(monkeypatch)
     monkeypatch.setattr(command, "BETWEEN_SIZES", (1 << 6, 1 << 15))
-    home = command.opened(WORLD, TuningTable())
-    found = command.tuned(home, TuningTable(), 1e-3)
+    home = command.dup_with_table(WORLD, TuningTable())
+    found = command.measure_table(home, TuningTable(), 1e-3)
     home.Free()
     assert set(found.between) == {f"{kind} {WORLD.size}x{WORLD.size}" for kind in KINDS}
     assert all(entries[-1].most == EVERYTHING for entries in found.between.values())

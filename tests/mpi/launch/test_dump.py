@@ -138,7 +138,7 @@ def test_what_is_no_dump_says_so(content: str, tmp_path: Path) -> None:
     (tmp_path / "why.json").write_text(content)
     command = [sys.executable, "-m", "launch.cli", "why", str(tmp_path)]
     done = subprocess.run(command, env=outside(), capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and "/why.json is no dump, or is damaged" in done.stderr, done.stderr
+    assert done.returncode == 2 and "/why.json is not a dump, or is damaged" in done.stderr, done.stderr
 
 
 def test_a_dump_is_read_again_when_all_is_over(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_a_signal_for_which_no_folder_is_named_ends_no_rank(variables: dict[str,
         await_files(tmp_path, "there0", "there2")
         job.send_signal(signal.SIGUSR2)
         limit = time.monotonic() + 20
-        while (said := (tmp_path / "said").read_text()).count("MPIPS_DUMP_DIR names no folder") < 3:
+        while (said := (tmp_path / "said").read_text()).count("MPIPS_DUMP_DIR is not set") < 3:
             assert time.monotonic() < limit, said
             time.sleep(0.1)
         assert job.poll() is None

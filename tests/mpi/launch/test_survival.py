@@ -151,7 +151,7 @@ def test_an_error_ends_a_job_with_dead_ranks(tmp_path: Path, rest: str, code: in
 def test_a_job_ends_when_only_spares_are_left(tmp_path: Path) -> None:
     job = Started(tmp_path, f"{BEGIN}for rank in range(3): kill(rank, rank / 10)\ntime.sleep(600)\n")
     assert job.code() in (137, 1)
-    assert job.err().endswith("mpips: no rank is left that works: the job has ended\n")
+    assert job.err().endswith("mpips: no working rank is left: the job has ended\n")
     assert job.leaves_nothing()
 
 

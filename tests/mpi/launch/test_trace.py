@@ -17,7 +17,7 @@ from collectives.recorder import folders, tracing
 from tests.child import outside, wait_for
 from tests.mpi.jobs import job
 from tests.mpi.sizes import JOB_LIMIT, only_on
-from tests.perfetto import see_in_perfetto, why_not
+from tests.perfetto import check_in_perfetto, why_not
 from tests.timeline import WAYS, read_flows
 
 STEPS, WORKERS, SERVERS = 50, 4, 2
@@ -146,7 +146,7 @@ def test_perfetto_connects_every_push(tmp_path: Path) -> None:
     said = job.communicate(timeout=JOB_LIMIT)[0]
     assert job.returncode == 0, said
     trace = json.loads((tmp_path / "t.json").read_text())
-    see_in_perfetto(tmp_path / "t.json", trace)
+    check_in_perfetto(tmp_path / "t.json", trace)
 
 
 @pytest.mark.slow
@@ -195,7 +195,7 @@ def test_trace_ends_with_its_job(tmp_path: Path) -> None:
         wait_for(tmp_path / "there", job)
         words = [sys.executable, "-m", "launch.cli", "trace", str(job.pid), "--seconds", "500", "-o", "t.json"]
         traced = subprocess.Popen(words, cwd=tmp_path, env=outside())
-        pages = folders.of_jobs() / str(job.pid)
+        pages = folders.jobs_folder() / str(job.pid)
         while len([*pages.glob(f"*{tracing.SUFFIX}")]) < WORKERS + SERVERS:
             assert traced.poll() is None
             time.sleep(0.01)
@@ -204,6 +204,6 @@ def test_trace_ends_with_its_job(tmp_path: Path) -> None:
         trace = json.loads((tmp_path / "t.json").read_text())
         assert len(read_flows(trace)) > 50
         assert job.wait(20) == 0
-        assert not (folders.of_jobs() / str(job.pid)).exists(), "memory is left"
+        assert not (folders.jobs_folder() / str(job.pid)).exists(), "memory is left"
     finally:
         job.kill()

@@ -161,7 +161,7 @@ CASES = {
     ),
     "another key": Case(
         "kv.pushpull('v', gradient)",
-        "must call the same: ranks 0, 2: push of key 'w' (allreduce",
+        "ranks 0, 2 call push of key 'w' (allreduce",
         kind="ended",
         culprits=(0, 1, 2),
     ),

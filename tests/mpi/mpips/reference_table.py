@@ -11,8 +11,9 @@ import numpy as np
 
 from mpips.optimizers.base import at
 from mpips.store.checkpoint.file import TensorFile
+from mpips.store.keys.row_sums import owners_of
 from mpips.tables.admission import Chance
-from mpips.tables.initial import first_rows, key_of, owners_of
+from mpips.tables.initial import first_rows, key_of
 
 Numbers = dict[str, Any]
 """Of the optimizer, by the names of its options; what is not there has its default."""

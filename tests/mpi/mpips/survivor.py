@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 import mpips
 from collectives import communicator
-from collectives.fabric.failure import Making
+from collectives.fabric.failure import CommCreationGuard
 from mpips import optimizers
 from mpips.store import roles
 from tests.mpi.deaths import die_later, wait_until_dead
@@ -159,8 +159,8 @@ def main(folder: Path, job: Job, train: Train = train) -> None:
     if job.hosts:
         roles._nodes = lambda world, shared_memory: tuple(job.hosts.index(host) for host in job.hosts)
     if rank == job.late:
-        leave = Making.__exit__
-        Making.__exit__ = lambda *args: (_be_late(), leave(*args))[1]
+        leave = CommCreationGuard.__exit__
+        CommCreationGuard.__exit__ = lambda *args: (_be_late(), leave(*args))[1]
     job.die_in_time(folder, str(rank))
     more = {"masters": job.masters, "big_array": 4000} if job.servers else {}
     more |= {"mirrors": job.mirrors}

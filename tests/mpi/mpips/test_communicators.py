@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import collectives
 import mpips
-from collectives.fabric.requests import outstanding, sweep
+from collectives.fabric.requests import any_outstanding, collect_closed
 from mpips.store.world import implementation
 from tests.choice import once
 from tests.mpi.collectives.support import NODES, patient
@@ -38,7 +38,9 @@ STORES = [
 def left():
     """How many communicators this process may still make. What other tests have broken may hold some for ever."""
     until = time.monotonic() + 1
-    while (not sweep(0.1) or outstanding()) and time.monotonic() < until:  # a request holds its communicator
+    while (
+        not collect_closed(0.1) or any_outstanding()
+    ) and time.monotonic() < until:  # a request holds its communicator
         pass
     WORLD.Barrier()
     before = MPI.COMM_SELF.Get_errhandler()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import mpips
-from collectives.fabric.requests import sweep
+from collectives.fabric.requests import collect_closed
 from tests.choice import first
 from tests.mpi.mpips.cells import KINDS
 from tests.mpi.mpips.faults import WORLD, workers
@@ -109,7 +109,7 @@ def over_stores(kind: str, count: int) -> dict[str, int]:
 def settled() -> dict[str, int]:
     """What this process holds when communicators that were given back are gone. Collective."""
     WORLD.Barrier()
-    sweep(1.0)
+    collect_closed(1.0)
     WORLD.Barrier()
     return held()
 

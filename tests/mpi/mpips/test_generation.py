@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives import CollectiveError
-from collectives.fabric.requests import sweep
+from collectives.fabric.requests import collect_closed
 from collectives.fabric.wait import Limits
 from mpips import Options, StoreError, StoreStallError
 from mpips.store import roles as layouts
@@ -62,7 +62,7 @@ def test_nothing_is_left_of_generations_that_were_closed_soon_after_a_meeting():
             generation.meet(b"*" * 40 * number, "barrier", everybody=True)
             generation.close()
     seconds = time.monotonic() - begun
-    gone = sweep(10)
+    gone = collect_closed(10)
     assert all(WORLD.allgather(gone))
     # each close waits so long at most for what others must give back, too
     assert seconds < 30 * generations.FREEING_SECONDS

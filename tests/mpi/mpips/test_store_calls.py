@@ -58,8 +58,8 @@ def test_wrong_calls_of_all_ranks(kind, options):
         for bad, kind in ((None, "NoneType"), ([1.0, 2.0], "float")):
             said = failure(lambda: kv.pull("w", bad))  # noqa: B023
             assert said == f"pull: key 'w' needs an array, not {kind}: pass one, which the value is written into"
-        said = failure(lambda: kv.taken("w", None))
-        assert said == "taken: push=None is no handle: pass what ipush of these keys has returned"
+        said = failure(lambda: kv.read_by_servers("w", None))
+        assert said == "read_by_servers: push=None is no handle: pass what ipush of these keys has returned"
         for size in (3.7, "three", None, True):
             said = failure(lambda: kv.recut(["w"], {"v": size}))  # noqa: B023
             assert said == f"recut: key 'v' is to have {size!r} elements: pass an int"
@@ -198,7 +198,7 @@ def test_options_that_make_no_sense():
         ({"servers": size}, "at least one worker need"),
         ({"servers": 0, "clients": size + 1}, f"more than the {size} workers"),
         ({"servers": 0, "workers": size + 1}, f"but the job has {size}"),
-        ({"servers": 0, "clients": 1 + (WORLD.rank == last)}, "option clients" if last else ""),
+        ({"servers": 0, "clients": 1 + (WORLD.rank == last)}, "option 'clients'" if last else ""),
     ]:
         if word:
             said = WORLD.allgather(failure(lambda options=options: mpips.create("mpi_sync", **options)))
@@ -254,7 +254,7 @@ def test_a_closed_store_says_so(servers):
             lambda: kv.init("v", value),
             lambda: kv.set_optimizer("sgd"),
             lambda: kv.row_sparse_pull("w", value[:1], row_ids=[0]),
-            lambda: kv.taken("w", handle),
+            lambda: kv.read_by_servers("w", handle),
             kv.recover,
         ):
             assert "the store is closed" in failure(call)
@@ -322,7 +322,7 @@ def test_a_setting_while_a_worker_is_a_round_ahead_is_refused_everywhere():
             lambda: kv.forget("w"),
             lambda: kv.recut(["w"], {"x": 3}),
         ):
-            assert "key 'w' was pushed 1 times by rank 0 and 0 times by rank 1" in failure(call)
+            assert "pushes of key 'w' is 1 on rank 0 and 0 on rank 1: call it after" in failure(call)
         kv.init("v", one)
         if kv.rank:
             kv.push("w", one)

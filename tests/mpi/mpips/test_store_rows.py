@@ -9,6 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import mpips
+from mpips.store.keys.row_sparse import EmptyPush
 from tests.choice import once
 from tests.mpi.mpips.support import WORLD, need, run
 from tests.mpi.sizes import either_mpi
@@ -204,6 +205,57 @@ def test_fewer_rows_than_members_and_servers(shared_memory, shape):
             assert (out[1:] == step * kv.num_workers).all(), out
 
     run("mpi_sync", body, **options)
+
+
+@pytest.mark.parametrize("shape", [(), (7, 1001), (0, 3)])
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("dist_sync", {"servers": 1, "big_array": 100}),
+        ("dist_sync", {"servers": 1, "shared_memory": False}),
+        ("mpi_sync", {"servers": 1, "clients": 1, "masters": "all"}),
+        ("mpi_async", {"servers": 1, "clients": 1, "shared_memory": False}),
+    ],
+)
+def test_a_push_of_nothing_counts_as_a_round_and_changes_nothing(kind, options, shape):
+    need(**options)
+
+    def body(kv):
+        kv.init("e", np.zeros(shape, np.float32))
+        kv.set_optimizer("sgd", learning_rate=1.0, momentum=0.5)
+        kv.push("e", np.full(shape, -1, np.float32))
+        kv.barrier()
+        for _ in range(2):
+            kv.push("e", EmptyPush(shape, np.float32))
+        kv.barrier()
+        kv.pull("e", before := np.empty(shape, np.float32))
+        assert (before == kv.num_workers).all(), before
+        kv.push("e", np.zeros(shape, np.float32))
+        kv.barrier()
+        kv.pull("e", after := np.empty(shape, np.float32))
+        assert (after == 1.5 * before).all(), after
+
+    run(kind, body, **options)
+
+
+@pytest.mark.parametrize("masters", ["one", "all"])
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_member_that_pushes_nothing_itself_reads_after_the_pushes_of_its_client(shared_memory, masters):
+    options = {"servers": 1, "clients": 1, "masters": masters, "shared_memory": shared_memory}
+    need(2, **options)
+
+    def body(kv):
+        kv.init("e", np.zeros(SHAPE, np.float32))
+        kv.set_optimizer("add")
+        rows = np.arange(SHAPE[0])
+        for step in range(1, 21):
+            mine = rows[kv.rank :: kv.num_workers]
+            kv.push("e", mpips.RowSparse(mine, np.ones((len(mine), 6), np.float32), SHAPE))
+            out = np.empty((4, 6), np.float32)
+            kv.row_sparse_pull("e", out, row_ids=[0, 1, 598, 599])
+            assert (out == step).all(), (step, out)
+
+    run("mpi_async", body, **options)
 
 
 @once(

@@ -81,7 +81,7 @@ def test_rows_travel_between_hosts(
 @pytest.mark.slow
 def test_rows_are_lost_with_all_that_reach_them(tmp_path: Path) -> None:
     job = Job("dist_sync", 2, spares=1, steps=STEPS, kills={"2": 0.1}, clocks=(0,), hosts=(0, 0, 1, 2, 2))
-    with pytest.raises(AssertionError, match=r"keys or tables has gone, with their hosts: .*'users'.* checkpoint"):
+    with pytest.raises(AssertionError, match=r"nobody has all parts of .*'users'.* checkpoint"):
         survive(tmp_path, job, 5)
 
 

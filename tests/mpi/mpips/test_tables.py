@@ -16,8 +16,7 @@ import pytest
 import mpips
 from collectives.fabric.tasks import Task
 from collectives.kernels import engine
-from mpips.store.transport import frames
-from mpips.tables import index, places
+from mpips.tables import index, messages, places
 from mpips.tables.table import push_together
 from tests.mpi.mpips.reference_table import UPDATES, ReferenceTable, ServingCopy
 from tests.mpi.mpips.support import WORLD, failure, meet, need, run
@@ -240,7 +239,7 @@ def test_rows_are_read_in_place(
             wanted = np.concatenate([ids.reshape(-1) for ids, _ in batches] + [np.arange(-20, 20)])
             with monkeypatch.context() as patch:
                 if in_place:  # another request would be refused
-                    patch.delattr(frames, "PullRows")
+                    patch.delattr(messages, "PullRows")
                 assert table.pull(wanted).tobytes() == expected.pull(wanted).tobytes(), repeat
             if repeat == 5:
                 table.save(path)
@@ -367,7 +366,7 @@ def test_what_one_rank_asks_otherwise_all_hear() -> None:
         "argument 'init' is Uniform(bound=": ("table", {}, {"init": mpips.uniform(0.5)}),
         "unknown optimizer 'rprop' of a table: the known ones are sgd,": ("table", {}, {"optimizer": "rprop"}),
         "a table has no argument momentum": ("table", {}, {"momentum": 0.9}),
-        "rank 0 calls table 'u', rank": ("table", {}, {"name": "v"}),
+        "rank 0 calls table 'u'; rank": ("table", {}, {"name": "v"}),
         "a key has the name 'key': choose another": ("table", {"name": "w"}, {"name": "key"}),
         "'t' was already made": ("table", {"name": "w"}, {"name": "t"}),
         "a table has the name 't': choose another": ("init", {"key": "w"}, {"key": "t"}),

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from collectives.fabric.requests import part
-from collectives.fabric.tasks import goes_on
+from collectives.fabric.requests import close_collectively, cut_bytes
+from collectives.fabric.tasks import advance
 from mpips import Options
 from mpips.store.keys.key import Key, Shard
-from mpips.store.remote.link import Link
+from mpips.store.remote.link import ServerLink
 from mpips.store.server.sources import Receiver
 from mpips.store.server.unit import Unit
 from mpips.store.transport.client_sums import ClientSums
 from mpips.store.transport.lines import MessageLine
-from mpips.store.transport.pending import MessagesUnderWay, cut_bytes, member_tag
+from mpips.store.transport.pending import MessagesUnderWay, member_tag
 from tests.mpi.sizes import only_on
 
 SECONDS = 20
@@ -30,7 +30,7 @@ def comm():
     """The world, for this test alone."""
     made = MPI.COMM_WORLD.Dup()
     yield made
-    part(made)
+    close_collectively(made)
 
 
 @pytest.mark.slow
@@ -39,12 +39,12 @@ def test_a_sum_that_is_given_up_writes_nothing_any_more(comm):
     sums, out = ClientSums(comm), np.zeros(100_000)
     if comm.rank:
         task = sums.spread(out, member_tag(0, 0))
-        goes_on(task)
+        advance(task)
         sums.stop(MessagesUnderWay())
     comm.Barrier()
     if comm.rank == 0:
         task = ClientSums(comm).spread(np.ones(100_000), member_tag(0, 0))
-        goes_on(task)
+        advance(task)
     comm.Barrier()
     time.sleep(0.05)
     comm.Iprobe()
@@ -81,7 +81,7 @@ def server_and_link(comm, size, blocks):
         server_rank=lambda server: 1,
         options=Options(servers=1, chunk_bytes=8192, chunks_in_flight=2),
     )
-    link = Link(layout, [MessageLine(comm, 1)])
+    link = ServerLink(layout, [MessageLine(comm, 1)])
     shards[0].line = link.lines[0]
     link.add(key)
     return key, link
@@ -119,7 +119,7 @@ def test_who_gives_up_a_push_waits_until_its_server_has_it_and_no_longer(comm):
         assert (unit.stored == 1).all()
         return
     (key, link), values = made, np.full(1 << 20, 2.0)
-    assert goes_on(link.sender.send(key, key.shards[0], values.view(np.uint8), 1, 0))
+    assert advance(link.sender.send(key, key.shards[0], values.view(np.uint8), 1, 0))
     start = time.monotonic()
     link.quiesce()
     assert time.monotonic() - start < 20

@@ -187,15 +187,15 @@ def test_calls_of_tables_that_do_not_fit_together_are_named(tmp_path_factory: py
     def body(kv):
         tables = kv.table("t", 2), kv.table("u", 2)
         calls = {
-            "save of table 't', rank 1 calls barrier": (lambda: tables[0].save(path), kv.barrier),
-            "save, rank 1 calls export of table 'u'": (lambda: kv.save(path), lambda: tables[1].export(path)),
-            "save of table 't', rank 1 calls save of table 'u'": (
+            "save of table 't'; rank 1 calls barrier": (lambda: tables[0].save(path), kv.barrier),
+            "save; rank 1 calls export of table 'u'": (lambda: kv.save(path), lambda: tables[1].export(path)),
+            "save of table 't'; rank 1 calls save of table 'u'": (
                 lambda: tables[0].save(path),
                 lambda: tables[1].save(path),
             ),
         }
         for sentence, pair in calls.items():
-            assert f"rank 0 calls {sentence}: all make this call together" in failure(pair[kv.rank > 0])
+            assert f"rank 0 calls {sentence}: let all ranks make the same call" in failure(pair[kv.rank > 0])
         kv.barrier()
 
     run("dist_sync", body, servers=1)

@@ -303,7 +303,7 @@ def transposed() -> nn.Module:
         (lambda: nn.Linear(3, 2, dtype=torch.float64), {}, "float32(2, 3) on rank 0 and float64(2, 3) on rank 1"),
         (transposed, {}, "float32(2, 3) on rank 0 and float32(2, 3) with strides (1, 2) on rank 1"),
         (lambda: nn.Embedding(2, 3, sparse=True), {}, "float32(2, 3) on rank 0 and float32(2, 3), sparse on rank 1"),
-        (lambda: nn.Linear(3, 2, bias=False), {}, "rank 1 has no parameter 'bias', which rank 0 has"),
+        (lambda: nn.Linear(3, 2, bias=False), {}, "parameter 'bias' is float32(2,) on rank 0 and missing on rank 1"),
         (lambda: nn.Linear(3, 2), {"buckets": 4}, "buckets is 'auto' on rank 0 and 4 on rank 1"),
     ],
 )

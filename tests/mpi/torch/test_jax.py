@@ -373,7 +373,7 @@ def test_renew_serves_calls_of_jax_too() -> None:
         ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 (worker) was ended by SIGKILL"),
         ("raise ValueError('mine')", "mpips: ValueError on rank 1 of 3"),
         ("sys.exit()", "rank 1 is needed, and its program has ended"),
-        ("x = x[1:]", "rank 1: allreduce of 99999 float32"),
+        ("x = x[1:]", "rank 1 calls allreduce of 99999 float32"),
     ],
 )
 def test_all_ranks_end_by_a_sentence(end: str, words: str, tmp_path: Path) -> None:

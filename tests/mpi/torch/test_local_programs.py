@@ -337,7 +337,7 @@ def test_states_that_do_not_fit_are_refused_on_all_workers(options: dict[str, An
     state = trainer.state_dict()
     fewer = {**state, "since": state["since"][:1]}
     for given, sentence in (
-        (fewer, "saved with fragments=1, and here are 2"),
+        (fewer, "saved with fragments=1, and this LocalSGD has 2"),
         (fewer if rank else state, "saved with fragments=1"),
         ({} if rank else state, "there is no 'inner', 'steps'"),
         ({**state, "steps": 3 + rank}, "steps"),

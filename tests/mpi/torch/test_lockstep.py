@@ -134,7 +134,7 @@ def train(model: Any, change: Change, at: int = 2, on: int = ODD) -> None:
         (change_weights, 2, "backward pass 4: parameter '0.weight' has norm"),
         (unfreeze, 2, "unfrozen"),
         (change_strides, 2, "a parameter has got another type or order"),
-        (freeze, 2, "parameter '4.bias' requires a gradient on rank 0 and none on rank"),
+        (freeze, 2, "parameter '4.bias' is trained on rank 0 and frozen on rank"),
         (add_layer, 0, "parameter '5.weight' is not known to DataParallel: wrap the model when it is complete"),
         (raise_within, 2, ""),
     ],

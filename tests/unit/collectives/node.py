@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from collectives import arrays
-from collectives.call import REDUCING, Call, operation
+from collectives.call import REDUCING, Call, find_reduction
 from collectives.fabric.board import Board
-from collectives.fabric.layout import ROWS_AT, NodeMemory
+from collectives.fabric.layout import ROWS_AT, NodeAreas
 from collectives.fabric.wait import Limits
-from collectives.node.executor import MET, Executor, Ways, part_of
+from collectives.node.executor import MET, NodeExecutor, WayLimits, call_array
 
-EVERYTHING_IN_STAGES = Ways(0, 0, 1 << 60)
+EVERYTHING_IN_STAGES = WayLimits(0, 0, 1 << 60)
 HANGS_SECONDS = 30
 
 
@@ -30,7 +30,7 @@ def boards(size: int, reachable: bool = False, limits: Limits = Limits(60, 20)) 
     made = []
     for rank in range(size):
         fd = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
-        memory = NodeMemory(rank, areas, [os.getpid()] * size, cores=1, reachable=reachable, fence=None, poison_fd=fd)
+        memory = NodeAreas(rank, areas, [os.getpid()] * size, cores=1, reachable=reachable, fence=None, poison_fd=fd)
         weakref.finalize(memory, os.close, fd)
         made.append(Board(memory, range(size), limits))
     os.close(file)
@@ -39,12 +39,12 @@ def boards(size: int, reachable: bool = False, limits: Limits = Limits(60, 20)) 
 
 def call_of(kind: str, n: int, p: int, dtype: Any = np.float64, op: str = "sum", root: int = 0) -> Call:
     dtype = np.dtype(dtype)
-    return Call(kind, n, dtype, operation(op, dtype) if kind in REDUCING else None, root, "shared_memory", p)
+    return Call(kind, n, dtype, find_reduction(op, dtype) if kind in REDUCING else None, root, "shared_memory", p)
 
 
-def executor(board: Board, call: Call, x: Any, out: Any = None, ways: Ways = EVERYTHING_IN_STAGES) -> Executor:
+def executor(board: Board, call: Call, x: Any, out: Any = None, ways: WayLimits = EVERYTHING_IN_STAGES) -> NodeExecutor:
     x, out = (arrays.flat(each, "x", False) for each in (x, x if out is None else out))
-    return Executor(board, call.text, [part_of(call, board.rank, x, out)], ways)
+    return NodeExecutor(board, call.text, [call_array(call, board.rank, x, out)], ways)
 
 
 def run(board: Board, made: Any) -> None:

@@ -138,9 +138,9 @@ def test_attach_names_what_it_cannot_reach():
 @pytest.mark.parametrize(
     "arguments, error, words",
     [
-        ((-4,), ValueError, r"shape=-4 is no shape .*: pass a number of elements of at least 0"),
-        (("x",), TypeError, "shape='x' is no shape .*or a tuple of such"),
-        ((3, "floot"), TypeError, "dtype='floot' is no type .*: pass a numeric type, such as numpy.float32"),
+        ((-4,), ValueError, r"shape=-4 is not a shape .*: pass a number of elements of at least 0"),
+        (("x",), TypeError, "shape='x' is not a shape .*or a tuple of such"),
+        ((3, "floot"), TypeError, "dtype='floot' is not a NumPy type .*: pass a numeric type, such as numpy.float32"),
         ((3, object), TypeError, "dtype=object holds Python objects.*: pass a numeric type"),
     ],
 )
@@ -167,7 +167,7 @@ def node(monkeypatch):
         made.beside(nbytes)
 
     monkeypatch.setattr(arena, "_arena", arena._Arena())
-    monkeypatch.setattr(arena, "_populate", populate)
+    monkeypatch.setattr(arena, "_touch_pages", populate)
     monkeypatch.setattr(arena, "free_memory", lambda: made.free)
     monkeypatch.setattr(arena, "free_room", lambda fd: made.free)
     monkeypatch.setattr(arena, "free_swap", lambda: 0)

@@ -6,11 +6,12 @@ from pathlib import Path
 import click
 import numpy as np
 import pytest
+from mpi4py import MPI
 
-from collectives.benchmark import report
+from collectives.benchmark import harness, report
 from collectives.benchmark.__main__ import check
 from collectives.benchmark.case import FLOOR_SHARE, IN_PLACE, contribution, count_wrong, expected
-from collectives.call import Call, operation
+from collectives.call import Call, find_reduction
 from collectives.schedule.model import KINDS
 from collectives.terminal import parse_bytes, parse_sizes, show_bytes
 
@@ -100,14 +101,14 @@ def test_the_command_line_is_understood() -> None:
         ("sizes", "3", "--sizes 3: a float32 takes 4 bytes: pass multiples of that from 4 on, not 3 B"),
         ("sizes", "8,7", "from 4 on, not 7 B"),
         ("sizes", "1KiB,0", "from 4 on, not 0 B"),
-        ("sizes", "many", "no size"),
+        ("sizes", "many", "not a size"),
         ("dtype", "float31", "float31"),
-        ("dtype", "object", "no type of numbers"),
+        ("dtype", "object", "not a number type"),
         ("algorithms", "fast", "choose one of auto, shared_memory, native, one_shot, gloo, ring, "),
         ("algorithms", "ring(", "not written as"),
         ("algorithms", "bcube(n=3,k=2)", r"3\^2 ranks"),
         ("algorithms", "ring(over=messages)", "ring has no parameter 'over'"),
-        ("algorithms", ",", "names none"),
+        ("algorithms", ",", "is empty"),
         ("sizes", "8,500000GB", "--sizes 8,500000GB takes at least 3 arrays of 500,000,000,000,000 bytes"),
         ("arrays", "mine", "ordinary, empty"),
         ("op", "mean of ints", "unknown operation"),
@@ -127,7 +128,7 @@ def test_what_cannot_be_is_refused(name: str, value: str, said: str) -> None:
     ],
 )
 def test_the_choices_are_those_that_serve(collective: str, name: str, choices: str) -> None:
-    said = f"--algorithms {name}: '{name}' is no algorithm for {collective}: choose one of {choices}"
+    said = f"--algorithms {name}: '{name}' is not an algorithm for {collective}: choose one of {choices}"
     with pytest.raises(click.UsageError, match=said):
         check(4, **{**WORDS, "collective": collective, "algorithms": name})
     for choice in choices.rstrip(", ").split(", "):
@@ -139,7 +140,7 @@ def test_the_choices_are_those_that_serve(collective: str, name: str, choices: s
 def test_the_share_is_what_owners_read_and_write(kind: str, p: int) -> None:
     """Every owner reads its piece from the sources and writes it to the readers, except where it is there already."""
     n = 420
-    call = Call(kind, n, np.dtype(np.float32), operation("sum", np.dtype(np.float32)), 0, "auto", p)
+    call = Call(kind, n, np.dtype(np.float32), find_reduction("sum", np.dtype(np.float32)), 0, "auto", p)
     reads = writes = 0
     for owner in range(p):
         start, stop = call.block(owner)
@@ -150,3 +151,43 @@ def test_the_share_is_what_owners_read_and_write(kind: str, p: int) -> None:
         there = call.sources(owner) if kind == "broadcast" and kind in IN_PLACE else []
         writes += (stop - start) * len([reader for reader in call.readers(owner) if reader not in there])
     assert FLOOR_SHARE[kind](p) == pytest.approx((reads + writes) / (2 * n * p))
+
+
+class VirtualTime:
+    """A clock that only sleep moves, in place of the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> VirtualTime:
+    made = VirtualTime()
+    monkeypatch.setattr(harness, "time", made)
+    return made
+
+
+def test_every_call_has_a_batch_in_every_round(clock: VirtualTime) -> None:
+    calls = [lambda: clock.sleep(1e-4), lambda: clock.sleep(0.5)]
+    short, long = harness.measure(MPI.COMM_SELF, calls, 0.0, rounds=7)
+    assert (len(short.rounds), len(long.rounds)) == (7, 7)
+    assert (short.median, long.median) == pytest.approx((1e-4, 0.5))
+    # 7 rounds of batches of 0.5 s for each call; before them warm calls, and batches that find the number of calls
+    clock.now = 0.0
+    harness.measure(MPI.COMM_SELF, calls, 7.0, rounds=7)
+    assert clock.now == pytest.approx(7.0, abs=2.5)
+
+
+def test_a_rank_without_a_part_in_a_call_only_waits(clock: VirtualTime) -> None:
+    assert harness.measure(MPI.COMM_SELF, [None], 0.0, rounds=2)[0].median == 0.0
+
+
+def test_costs_are_those_of_the_calls(clock: VirtualTime) -> None:
+    calls = {nbytes: lambda nbytes=nbytes: clock.sleep(1e-5 + 1e-9 * nbytes) for nbytes in (64, 1 << 12, 1 << 20)}
+    assert harness.measure_costs(MPI.COMM_SELF, calls) == pytest.approx((1e-5, 1e-9), rel=1e-3)  # type: ignore[arg-type]

@@ -70,7 +70,7 @@ def test_a_rank_that_ends_the_generation_ends_all_waits_with_its_sentence():
     told = node.together(partial(wait, boards[0]), partial(wait, boards[1]), partial(fail, boards[2]))
     assert [str(error) for error in told] == ["rank 2 has given up"] * 3
     with pytest.raises(CollectiveError, match="rank 2 has given up"):
-        boards[1].hear()
+        boards[1].look_at_all()
 
 
 def test_a_rank_that_waits_for_nobody_who_has_failed_goes_on():
@@ -124,7 +124,7 @@ def test_operations_are_counted_on_beyond_2_to_the_32(short):
 
     def work(board):
         x, out = np.zeros(1), np.zeros(1)
-        call = node.executor(board, node.call_of("allreduce", 1, 3), x, out, node.Ways(1024, 1024, 1 << 60))
+        call = node.executor(board, node.call_of("allreduce", 1, 3), x, out, node.WayLimits(1024, 1024, 1 << 60))
         sums = []
         for turn in range(40):
             x[0] = turn * 10 + board.rank

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from collectives.schedule.catalog import build
-from collectives.schedule.model import NOBODY, Interval, Step, where
+from collectives.schedule.model import NOBODY, ChunkInterval, ScheduleStep, where
 from collectives.schedule.proof import ScheduleError, check
 
 
@@ -21,7 +21,7 @@ def mutated(schedule, change, lane=0, step=0, round_=0):
             else:
                 rounds = list(text)
                 rounds[round_] = change(rounds[round_], rank)
-                yield Step(len(rounds), rounds.__getitem__)
+                yield ScheduleStep(len(rounds), rounds.__getitem__)
 
     lanes = list(schedule.lanes)
     lanes[lane] = replace(lanes[lane], stage=broken)
@@ -51,16 +51,16 @@ def deaf_receiver(r, rank):
 
 
 def other_chunk(r, rank):
-    return r._replace(send=Interval(where(rank == 3, 0, r.send.start), where(rank == 3, 1, r.send.stop)))
+    return r._replace(send=ChunkInterval(where(rank == 3, 0, r.send.start), where(rank == 3, 1, r.send.stop)))
 
 
 def shorter_send(r, rank):
-    return r._replace(send=Interval(r.send.start, where(rank == 3, r.send.start, r.send.stop)))
+    return r._replace(send=ChunkInterval(r.send.start, where(rank == 3, r.send.start, r.send.stop)))
 
 
 def chunk_outside(r, rank):
     shift = where(rank == 0, 100, 0)
-    return r._replace(receive=Interval(r.receive.start + shift, r.receive.stop + shift))
+    return r._replace(receive=ChunkInterval(r.receive.start + shift, r.receive.stop + shift))
 
 
 def copied(r, rank):
@@ -75,7 +75,7 @@ def added(r, rank):
     ("change", "step", "sentence"),
     [
         (wrong_partner, 1, r"lane 0, step 1, round 0: rank 2 sends chunks \[0, 1\) to rank 0, which does not name it"),
-        (partner_outside, 0, "rank 1 sends .* to rank 99, which is no other rank"),
+        (partner_outside, 0, "rank 1 sends .* to rank 99, which is not another rank"),
         (silent_sender, 2, "step 2, round 0: rank 2 receives .* from rank 1, which does not name it back"),
         (deaf_receiver, 2, "step 2, round 0: rank 0 sends .* to rank 1, which does not name it back"),
         (other_chunk, 0, r"rank 3 sends chunks \[0, 1\) to rank 0, which receives \[2, 3\)"),
@@ -111,7 +111,7 @@ def test_the_lane_of_a_fault_is_named():
 
 def test_two_copies_to_one_place_are_a_race():
     def same_place(r, rank):
-        part = Interval(0, 1)
+        part = ChunkInterval(0, 1)
         return r._replace(send_to=(rank + 2) % 3, send=part, receive_from=(rank - 2) % 3, receive=part)
 
     with pytest.raises(ScheduleError, match="another round of the step copies over"):
@@ -120,7 +120,7 @@ def test_two_copies_to_one_place_are_a_race():
 
 def test_a_send_from_a_place_that_is_copied_over_is_a_race():
     def swap(r, rank):
-        whole = Interval(0, 1)
+        whole = ChunkInterval(0, 1)
         return r._replace(send=whole, receive=whole, add=False)
 
     with pytest.raises(ScheduleError, match="another round of the step copies over"):
@@ -146,7 +146,7 @@ def test_faults_beyond_64_ranks_are_found_and_named():
 def test_an_alltoall_that_swaps_blocks_is_caught():
     def swapped(r, rank):
         start = where(rank == 0, 2, r.send.start)
-        return r._replace(send=Interval(start, start + 1))
+        return r._replace(send=ChunkInterval(start, start + 1))
 
     with pytest.raises(ScheduleError, match="rank 1 gets block 2 of rank 0's input"):
         check(mutated(build("alltoall", "direct", 3), swapped))

@@ -43,5 +43,5 @@ def test_an_error_ends_it_and_renew_begins_another():
     assert collectives.allreduce(x, comm) is x
     with pytest.raises(CollectiveError):
         plan()
-    assert communicator(comm).over is None
+    assert communicator(comm).end_error is None
     comm.Free()

@@ -15,7 +15,6 @@ from collectives.fabric.layout import (
     ArrayPlace,
     Descriptor,
     Descriptors,
-    disagreement,
 )
 
 
@@ -109,8 +108,3 @@ def test_what_is_known_of_others_does_not_grow(ranks):
     for number in range(3 * DESCRIPTORS):
         ranks[1].read(0, ranks[0].publish(Descriptor(f"call {number}")), attach)
     assert len(ranks[0]._known) <= DESCRIPTORS and len(ranks[1]._known) <= DESCRIPTORS
-
-
-def test_ranks_that_agree_are_named_together():
-    said = disagreement({0: "a of 3", 2: "a of 3", 1: "a of 4"})
-    assert said.endswith("ranks 0, 2: a of 3; rank 1: a of 4")

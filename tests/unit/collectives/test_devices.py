@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from collectives.tensor.vectors import Ticket, place, running
+from collectives.tensor.vectors import Ticket, running, vector_place
 from tests.unit.collectives import device
 
 N = 1000
@@ -26,8 +26,8 @@ def gpus() -> Iterator[Any]:
 def cuda_vectors(sources: list[Any], targets: list[Any] | None = None, operation: str = "add") -> Any:
     from collectives.tensor.cuda import CudaVectors
 
-    given = [place(x, "x", targets is None) for x in sources]
-    return CudaVectors(given, given if targets is None else [place(x, "out", True) for x in targets], operation)
+    given = [vector_place(x, "x", targets is None) for x in sources]
+    return CudaVectors(given, given if targets is None else [vector_place(x, "out", True) for x in targets], operation)
 
 
 def pool(keep_bytes: int = 1 << 30) -> Any:
@@ -166,17 +166,17 @@ def test_kernels_are_built_once(gpus: Any) -> None:
 def test_the_host_and_gpus_agree_bit_by_bit(gpus: Any, operation: str, dtype: str) -> None:
     import ml_dtypes
 
-    from collectives.call import OPERATIONS
+    from collectives.call import REDUCTIONS
     from collectives.tensor.vectors import HostVectors
 
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     given = [(np.arange(N) % 97 * 3 + i).astype(kind) for i in range(3)]
-    places = [place(x, "x", False) for x in given]
-    combine = next(known.into for known in OPERATIONS.values() if known.ufunc is getattr(np, operation))
+    places = [vector_place(x, "x", False) for x in given]
+    combine = next(known.combine for known in REDUCTIONS.values() if known.ufunc is getattr(np, operation))
     host, gpu = HostVectors(places, places, combine), [device.asarray(x, 1) for x in given]
     for x in gpu:
         if dtype == "bfloat16":
-            assert place(x, "x", False).dtype == kind
+            assert vector_place(x, "x", False).dtype == kind
     vectors = cuda_vectors(gpu, operation=operation)
     out = host.host(N)
     with np.errstate(over="ignore"), running(vectors):
@@ -247,24 +247,24 @@ class Numba(device.Array):
 def test_strided_device_arrays_are_refused(gpus: Any, strides: Any, good: bool) -> None:
     x = Numba(strides=strides)
     if good:
-        assert place(x, "x", True)[1:] == (16, np.dtype(np.float32), 2)
+        assert vector_place(x, "x", True)[1:] == (16, np.dtype(np.float32), 2)
     else:
         with pytest.raises(ValueError, match=r"x of shape .* is not C-contiguous"):
-            place(x, "x", True)
+            vector_place(x, "x", True)
 
 
 def test_read_only_device_arrays_are_no_targets(gpus: Any) -> None:
     x = device.Array(4, np.float32, 1, writable=False)
-    assert place(x, "x", False).device == 1
+    assert vector_place(x, "x", False).device == 1
     with pytest.raises(ValueError, match=r"out\[0\] is read-only"):
-        place(x, "out[0]", True)
+        vector_place(x, "out[0]", True)
     frozen = type("Array", (Numba,), {"__module__": "jaxlib._jax"})()
     with pytest.raises(ValueError, match="read-only"):
-        place(frozen, "out", True)
+        vector_place(frozen, "out", True)
 
 
 def test_an_empty_device_array_needs_no_device(gpus: Any) -> None:
-    assert place(device.Array(0, np.float32, 3), "x", True).device is None
+    assert vector_place(device.Array(0, np.float32, 3), "x", True).device is None
     assert not gpus.contexts
 
 

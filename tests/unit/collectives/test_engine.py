@@ -187,8 +187,8 @@ def test_a_folder_that_others_can_write_to_is_refused(warm: Path, folder: Path) 
     said = run(folder)
     assert there(said)
     assert [line for line in said if line.startswith("WARNING")] == [
-        f"WARNING compiled kernels are not kept: others can write to {folder}: chmod go-w it, or set another folder by "
-        "MPIPS_KERNELS_FOLDER"
+        f"WARNING compiled kernels are not kept: others can write to {folder}: chmod go-w it, or name another folder "
+        "in MPIPS_KERNELS_FOLDER"
     ]
 
 
@@ -201,7 +201,7 @@ def test_a_folder_that_cannot_be_made_is_told(folder: Path, monkeypatch: pytest.
     assert engine.cache_folder() == (None, f"{folder}/mpips/kernels: Not a directory")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "nowhere")
-    assert engine.cache_folder() == (None, "there is no home: set a folder by MPIPS_KERNELS_FOLDER")
+    assert engine.cache_folder() == (None, "this user has no home folder: name a folder in MPIPS_KERNELS_FOLDER")
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ while len(list(folder.glob("*.lock"))) < 2: time.sleep(0.001)
 """,
     )
     assert kept(said) == 2
-    assert [line for line in said if " is there " not in line and " is kept in " not in line] == []
+    assert [line for line in said if " is ready " not in line and " is kept in " not in line] == []
 
 
 @pytest.mark.slow
@@ -300,7 +300,7 @@ def test_a_fork_keeps_its_kernels(warm: Path) -> None:
 
 
 BROKEN = "raise ImportError('Numba needs\\n NumPy 1.0')"
-MISSING = "NumPy serves instead of compiled kernels: "
+MISSING = "using NumPy instead of compiled kernels: "
 
 
 @pytest.mark.slow
@@ -313,7 +313,7 @@ MISSING = "NumPy serves instead of compiled kernels: "
         (
             BROKEN,
             {"MPIPS_KERNELS": "fast"},
-            f"WARNING {MISSING}MPIPS_KERNELS='fast' names no engine: give numba or numpy, or leave it unset",
+            f"WARNING {MISSING}MPIPS_KERNELS='fast' is unknown: give numba or numpy, or leave it unset",
         ),
     ],
     ids=["switched off", "broken", "not wanted", "a wrong word"],

@@ -14,15 +14,15 @@ from hypothesis.extra.numpy import arrays as any_array
 from collectives.fabric import arena
 from collectives.kernels import engine
 from collectives.node import executor
-from collectives.node.executor import CROSS, SHARED, SLOTS, STAGES, Ways
+from collectives.node.executor import CROSS, SHARED, SLOTS, STAGES, WayLimits
 from collectives.node.program import combine, steps_of
 from tests.unit.collectives import node
 
 WAYS = {
-    SLOTS: Ways(1 << 17, 1 << 17, 1 << 60),
-    SHARED: Ways(0, 0, 1 << 60),
-    CROSS: Ways(0, 0, 0),
-    STAGES: Ways(0, 0, 1 << 60),
+    SLOTS: WayLimits(1 << 17, 1 << 17, 1 << 60),
+    SHARED: WayLimits(0, 0, 1 << 60),
+    CROSS: WayLimits(0, 0, 0),
+    STAGES: WayLimits(0, 0, 1 << 60),
 }
 
 
@@ -68,7 +68,7 @@ def test_arrays_that_nobody_can_reach_go_through_stages(monkeypatch, who):
     ranks = []
     for board in boards:
         if board.rank in who:  # as memory of a device is
-            monkeypatch.setattr(executor, "reached_at", lambda array, written=False: 0)
+            monkeypatch.setattr(executor, "reachable_address", lambda array, written=False: 0)
         ranks.append(Rank(board, 300_001, WAYS[CROSS], ordinary, 3))
         ranks[-1].made._publish()  # the descriptor says where the arrays are
         monkeypatch.undo()

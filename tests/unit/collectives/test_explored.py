@@ -21,12 +21,12 @@ from greenlet import GreenletExit
 
 from collectives import CollectiveError
 from collectives.call import Call
-from collectives.errors import given_up
-from collectives.fabric.board import Board, Ending, Poison
+from collectives.errors import error_for_all
+from collectives.fabric.board import Board, GenerationEnd, Poison
 from collectives.fabric.layout import ArrayPlace
 from collectives.node import short_cut
-from collectives.node.executor import MET, SHARED, SLOTS, Executor, Part
-from collectives.node.program import NOTHING, Phase, Program, Turns, Window
+from collectives.node.executor import MET, SHARED, SLOTS, CallArray, NodeExecutor
+from collectives.node.program import NOTHING, NodeProgram, Phase, Turns, Window
 from tests.unit.collectives import explorer
 from tests.unit.collectives.explorer import Address, Explorer, Fault, Memory, Stepping, World
 
@@ -43,7 +43,7 @@ def total(size: int, operation: int) -> int:
     return sum(brings(rank, operation) for rank in range(size))
 
 
-class Slots(Executor):
+class Slots(NodeExecutor):
     """The real executor and its fast path, over slots that the explorer sees."""
 
     def __init__(self, world: World, board: Board) -> None:
@@ -52,7 +52,7 @@ class Slots(Executor):
             [world.words(("slot", parity, rank), owner=rank) for rank in range(world.size)] for parity in (0, 1)
         ]
         nowhere = Window(np.empty(0))
-        part = Part(Call("allreduce", 1, np.dtype(np.float64), None, 0, "auto", world.size), nowhere, nowhere)
+        part = CallArray(Call("allreduce", 1, np.dtype(np.float64), None, 0, "auto", world.size), nowhere, nowhere)
         super().__init__(board, TEXT, [part], None)  # type: ignore[arg-type]
 
     def bring(self, operation: int) -> None:
@@ -70,23 +70,23 @@ class Slots(Executor):
         put = [0, Address(slots[self.world.rank]), 8, Address(self.x)]
         return [put], [[self.world.size, Address(self.out), 1, 0, *map(Address, slots)]]
 
-    def _mode(self, part: Any) -> int:
+    def _choose_mode(self, part: Any) -> int:
         return SLOTS
 
     def _places(self, part: Any, mode: int) -> tuple[ArrayPlace, ArrayPlace]:
         return ArrayPlace(), ArrayPlace()
 
-    def _brought(self) -> Turns:
+    def _compile_puts(self) -> Turns:
         rank = self.world.rank
         return tuple(((lambda slots=slots: slots[rank].__setitem__(0, self.x[0]), ()),) for slots in self.slots)  # type: ignore[return-value,misc]
 
-    def _compile(self, number: int, descriptors: Any) -> Program:
+    def _compile(self, number: int, descriptors: Any) -> NodeProgram:
         def take(slots: Any) -> None:
             self.out[0] = sum(slot[0] for slot in slots)
 
-        return Program(last=tuple(((take, (slots,)),) for slots in self.slots))  # type: ignore[arg-type]
+        return NodeProgram(last=tuple(((take, (slots,)),) for slots in self.slots))  # type: ignore[arg-type]
 
-    def _bind_short_cut(self, tokens: tuple[int, ...], program: Program) -> None:
+    def _bind_short_cut(self, tokens: tuple[int, ...], program: NodeProgram) -> None:
         if any(phase.after for phase in program.phases):
             return
         board, phased = self._board, bool(program.phases)
@@ -122,17 +122,17 @@ class Touching(Slots):
         rank = self.world.rank
         self.world.free(("x", rank), *(("out", rank, element) for element in range(self.world.size)))
 
-    def _mode(self, part: Any) -> int:
+    def _choose_mode(self, part: Any) -> int:
         return SHARED
 
     def _places(self, part: Any, mode: int) -> tuple[ArrayPlace, ArrayPlace]:
         return ArrayPlace(1), ArrayPlace(1)
 
-    def _brought(self) -> Turns:
+    def _compile_puts(self) -> Turns:
         return NOTHING
 
-    def _compile(self, number: int, descriptors: Any) -> Program:
-        return Program((Phase(((self.touch, ()),)),))
+    def _compile(self, number: int, descriptors: Any) -> NodeProgram:
+        return NodeProgram((Phase(((self.touch, ()),)),))
 
     def actions(self, parity: int) -> tuple[list[list[Any]], list[list[Any]]]:
         rank, size = self.world.rank, self.world.size
@@ -168,7 +168,7 @@ def program(
         if first:
             follow(world, first)
         board = make(world)
-        ending = Ending(lambda told: board.end(told, str(told)))
+        ending = GenerationEnd(lambda told: board.end(told, str(told)))
         calls = [made(world, kind, board, bound)]
         results: list[Any] = []
         try:
@@ -185,10 +185,10 @@ def program(
             raise
         except BaseException as error:
             with contextlib.suppress(KeyboardInterrupt):
-                ending.end(given_up(world.rank, TEXT, error))
-            assert ending.over is not None
+                ending.end(error_for_all(world.rank, TEXT, error))
+            assert ending.error is not None
         calls[-1].free()
-        return tuple(results), str(ending.over) if ending.over else None
+        return tuple(results), str(ending.error) if ending.error else None
 
     return run
 
@@ -212,7 +212,7 @@ def bind(call: Any, board: Board) -> None:
     """As after a first operation, of which nothing is left but the descriptors."""
     size = call.world.size
     call._put = call._token = board.descriptors.put = 1
-    board.hold(False)
+    board.hold_fast_paths(False)
     call._tokens = (1,) * size
     program = call._compile(0, [])
     call._program = program
@@ -327,7 +327,7 @@ class Late:
 class LateVector(Slots):
     """A flag that is set before its data."""
 
-    def _bind_short_cut(self, tokens: tuple[int, ...], program: Program) -> None:
+    def _bind_short_cut(self, tokens: tuple[int, ...], program: NodeProgram) -> None:
         board, rank = self._board, self.world.rank
         board.entries = tuple(  # type: ignore[assignment]
             Late(row, lambda slots=slots: slots[rank].__setitem__(0, self.x[0]))
@@ -342,8 +342,8 @@ class LateVector(Slots):
 class LateWork(Touching):
     """A phase that is said to be over before it begins."""
 
-    def _compile(self, number: int, descriptors: Any) -> Program:
-        return Program((Phase((), ((self.touch, ()),)),))
+    def _compile(self, number: int, descriptors: Any) -> NodeProgram:
+        return NodeProgram((Phase((), ((self.touch, ()),)),))
 
 
 class OneSlot(Slots):
@@ -352,7 +352,7 @@ class OneSlot(Slots):
     def __init__(self, world: World, board: Board) -> None:
         super().__init__(world, board)
         self.slots[1] = self.slots[0]
-        self._puts = self._brought()
+        self._puts = self._compile_puts()
 
 
 def one_row(world: World) -> Board:
@@ -394,7 +394,7 @@ class Silent(Stepping):
 
     def end(self, error: BaseException, sentence: str) -> CollectiveError:
         told = self.poison.spread(error, sentence)
-        self.hold(True)
+        self.hold_fast_paths(True)
         while self._touching():
             explorer.board.sched_yield()
         return told

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from collectives.tensor import cuda_kernels as kernels
-from collectives.tensor.vectors import place, running
+from collectives.tensor.vectors import running, vector_place
 from tests.choice import once
 from tests.gpu.arrays import on_gpu
 from tests.unit.collectives import nvrtc
@@ -250,7 +250,7 @@ def test_gpus_compute_the_bits_of_numpy(gpu_xp: Any, operation: str, dtype: str,
     for count, start in ((1, 0), (2, 1), (3, 3)):
         vectors = [values(DTYPES[dtype], which) for which in range(count)]
         arrays = [on_gpu(gpu_xp, vector) for vector in vectors]
-        places = [place(array, "x", written=False) for array in arrays]
+        places = [vector_place(array, "x", written=False) for array in arrays]
         cuda = CudaVectors(places, places, operation)
         n = cuda.n - start
         came, out = cuda.host(n), cuda.host(n)

@@ -24,7 +24,8 @@ LOG.debug("small"); LOG.info("of %d rows", 3); LOG.warning("two\\nlines")
 """
 PLACED = f"""
 from collectives import log
-log.place.name, log.place.rank, log.place.role, log.place.generation, log.place.step = "rank 4", 4, "server", 2, 7
+state = log.rank_state
+state.name, state.rank, state.role, state.generation, state.step = "rank 4", 4, "server", 2, 7
 {SPEAK}
 try:
     raise KeyError("lost")

@@ -19,7 +19,7 @@ BEGIN = """
 import os, sys
 from pathlib import Path
 from collectives.recorder import folders, own, tracing
-folders.of_jobs = lambda: Path(sys.argv[1])
+folders.jobs_folder = lambda: Path(sys.argv[1])
 tracing.begin(3, 5)
 marks = own.Marks(77)
 """
@@ -53,7 +53,7 @@ def test_what_is_written_is_read(shared: tuple[Page, Path]) -> None:
     seen = read(path)
     assert seen is not None and seen.head["step"] == 8
     assert (seen.identity, seen.waits, seen.end) == ({"rank": 2, "role": "wörker"}, [{"what": "barrier"}], {})
-    assert seen.lanes == [page.Lane(99, 41, "allreduce of 3 float32")]
+    assert seen.lanes == [page.LastCall(99, 41, "allreduce of 3 float32")]
 
 
 def test_a_token_whose_place_another_has_taken_has_no_text(shared: tuple[Page, Path]) -> None:
@@ -117,18 +117,18 @@ def test_a_page_goes_with_a_process_that_ends_well(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("end", "failed"),
-    [("own.fails('the reason')", "the reason"), ("os.kill(os.getpid(), 9)", None), ("os._exit(0)", None)],
+    [("own.write_failure('the reason')", "the reason"), ("os.kill(os.getpid(), 9)", None), ("os._exit(0)", None)],
 )
 def test_a_page_stays_where_a_process_ends_otherwise(tmp_path: Path, end: str, failed: str | None) -> None:
-    run(tmp_path / "jobs", f"marks.name(1, 'sum'); marks.word[0] = 7 << 32 | 1; own.place.step = 4\n{end}")
+    run(tmp_path / "jobs", f"marks.name(1, 'sum'); marks.word[0] = 7 << 32 | 1; own.rank_state.step = 4\n{end}")
     (path,) = (tmp_path / "jobs" / "job").glob("*.page")
     seen = read(path)
-    assert seen is not None and seen.lanes == [page.Lane(77, 7, "sum")] and seen.head["step"] == 5
+    assert seen is not None and seen.lanes == [page.LastCall(77, 7, "sum")] and seen.head["step"] == 5
     assert seen.end.get("failed") == failed and (seen.identity["rank"], seen.identity["size"]) == (3, 5)
 
 
 def test_long_words_of_the_program_and_long_reasons_are_cut(tmp_path: Path) -> None:
-    run(tmp_path / "jobs", "own.fails(chr(1) * 9000)", words=["é" * 9000, "\udcff"] * 4)
+    run(tmp_path / "jobs", "own.write_failure(chr(1) * 9000)", words=["é" * 9000, "\udcff"] * 4)
     (path,) = (tmp_path / "jobs" / "job").glob("*.page")
     seen = read(path)
     assert seen is not None and len(seen.end["failed"]) > 500 and seen.identity["rank"] == 3
@@ -142,7 +142,7 @@ own.note(loss=0.5)
 try: own.note(**{'gradient' * 600: 1.0, 'step': 7})
 except ValueError as error: print(error)
 own.note(accuracy=0.25)
-own.fails('x')
+own.write_failure('x')
 """,
     )
     assert "bytes, and its page has room for 4080: note fewer, or shorter names" in done.stdout, done.stderr
@@ -152,19 +152,19 @@ own.fails('x')
 
 
 def test_what_follows_from_an_own_failure_does_not_replace_it(tmp_path: Path) -> None:
-    run(tmp_path / "jobs", "own.fails('exit code 3', own=True); own.fails('rank 3 is needed')")
+    run(tmp_path / "jobs", "own.write_failure('exit code 3', own=True); own.write_failure('rank 3 is needed')")
     (path,) = (tmp_path / "jobs" / "job").glob("*.page")
     seen = read(path)
     assert seen is not None and (seen.end["failed"], seen.end["own"]) == ("exit code 3", True)
 
 
 def test_what_has_gone_well_again_leaves_no_page(tmp_path: Path) -> None:
-    run(tmp_path / "jobs", "own.fails('the reason'); own.goes_well()")
+    run(tmp_path / "jobs", "own.write_failure('the reason'); own.clear_failures()")
     assert list((tmp_path / "jobs").iterdir()) == []
 
 
 def test_only_the_user_reads_pages(tmp_path: Path) -> None:
-    run(tmp_path / "jobs", "own.fails('x')", _UMASK="0")
+    run(tmp_path / "jobs", "own.write_failure('x')", _UMASK="0")
     every = [tmp_path / "jobs", *(tmp_path / "jobs").rglob("*")]
     assert len(every) == 4 and not any(stat.S_IMODE(path.lstat().st_mode) & 0o077 for path in every)
 
@@ -181,18 +181,18 @@ def test_what_others_may_have_planted_is_not_used(tmp_path: Path, planted: str) 
     else:
         top.write_text("")
     done = run(top, "print('on')")
-    assert done.stdout == "on\n" and done.stderr.count("no page of this rank") == 1
+    assert done.stdout == "on\n" and done.stderr.count("this rank has no page") == 1
     assert not any(elsewhere.iterdir()) and not (top.is_dir() and any(top.iterdir()))
 
 
 def test_a_fork_writes_no_page(tmp_path: Path) -> None:
     program = """
 if not (child := os.fork()):
-    own.place.step = 9
-    own.fails("of the child")
+    own.rank_state.step = 9
+    own.write_failure("of the child")
     sys.exit()
 os.waitpid(child, 0)
-own.fails("of the rank")
+own.write_failure("of the rank")
 """
     run(tmp_path / "jobs", program)
     (path,) = (tmp_path / "jobs" / "job").glob("*.page")
@@ -204,14 +204,14 @@ own.fails("of the rank")
 def test_few_jobs_that_have_ended_badly_are_kept(tmp_path: Path) -> None:
     top = tmp_path / "jobs"
     for number in range(folders.KEPT_JOBS + 4):
-        run(top, "own.fails('x')", _MPIPS_JOB=f"job-{number:02}")
+        run(top, "own.write_failure('x')", _MPIPS_JOB=f"job-{number:02}")
     assert [path.name for path in sorted(top.iterdir())] == [
         f"job-{number:02}" for number in range(3, folders.KEPT_JOBS + 4)
     ]
 
 
 def test_the_recorder_can_be_left_out(tmp_path: Path) -> None:
-    run(tmp_path / "jobs", "own.fails('x')", MPIPS_RECORDER="0")
+    run(tmp_path / "jobs", "own.write_failure('x')", MPIPS_RECORDER="0")
     assert not (tmp_path / "jobs").exists()
 
 
@@ -252,7 +252,7 @@ def run_with_memory(size: str, program: str) -> subprocess.CompletedProcess[str]
     words = ["unshare", "--mount", "sh", "-c", f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"', "sh"]
     if subprocess.run([*words, "true"], capture_output=True, timeout=60, check=False).returncode:
         pytest.skip("nobody can mount here")
-    program = BEGIN.replace("folders.of_jobs = lambda: Path(sys.argv[1])", "") + program
+    program = BEGIN.replace("folders.jobs_folder = lambda: Path(sys.argv[1])", "") + program
     return subprocess.run(
         [*words, sys.executable, "-c", program],
         env={**outside(), "_MPIPS_TRACE": str(32 << 20)},
@@ -266,12 +266,12 @@ def run_with_memory(size: str, program: str) -> subprocess.CompletedProcess[str]
 USES_ALL = """
 import shutil
 from collectives.recorder.page import read
-own.place.step = 4
+own.rank_state.step = 4
 own.note(loss=1.0)
 for token in range(1, 61):
     marks.name(token, "sum"); marks.word[0] = marks.new_token("x" * 300) if token % 2 else token
 tracing.begin(3, 5)
-seen = [read(path) for path in folders.of_jobs().glob("*/*.page")]
+seen = [read(path) for path in folders.jobs_folder().glob("*/*.page")]
 print([(one.head["step"], one.notes, one.lanes[0].text) for one in seen], shutil.disk_usage("/dev/shm").free >> 10)
 """
 
@@ -280,7 +280,10 @@ print([(one.head["step"], one.notes, one.lanes[0].text) for one in seen], shutil
 def test_a_rank_goes_on_where_there_is_no_memory_for_its_page(size: str) -> None:
     done = run_with_memory(size, USES_ALL)
     assert (done.returncode, done.stdout.split()[0]) == (0, "[]"), done.stderr
-    assert done.stderr.count("\n") == 1 and "no page of this rank, so that nobody sees it: /dev/shm" in done.stderr
+    assert (
+        done.stderr.count("\n") == 1
+        and "this rank has no page, so mpips why and mpips top cannot show it: /dev/shm" in done.stderr
+    )
 
 
 @pytest.mark.parametrize(("size", "left"), [("7m", 6 << 10), ("64m", 57 << 10)])
@@ -313,7 +316,7 @@ print(next(Path(sys.argv[1], "job").glob("*.stacks")).read_text())
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({}, "rank 3: SIGUSR2 asks for a dump, and MPIPS_DUMP_DIR names no folder: set it before the job starts"),
+        ({}, "rank 3: SIGUSR2 asks for a dump, but MPIPS_DUMP_DIR is not set: set it before the job starts"),
         ({"MPIPS_DUMP_DIR": "here"}, "rank 3: dumped to here/job/rank-3.json"),
         (
             {"MPIPS_DUMP_DIR": "/etc/hostname"},

@@ -86,13 +86,13 @@ def test_fresh_lists_do_not_add_up(comm):
         collectives.grouped_allreduce(arrays, comm)
         assert arrays[0][0] == turn and arrays[1][2] == turn
     home = communicator(comm)
-    assert len(home.cache._by_place) <= MOST_PLANS and len(home.plans) <= MOST_IDENTITIES
+    assert len(home.cache._by_address) <= MOST_PLANS and len(home.plans) <= MOST_IDENTITIES
 
 
 def test_a_list_of_the_same_arrays_is_known_without_a_look_at_where_they_lie(comm, monkeypatch):
     arrays, outs = [np.ones(5), np.ones(3, np.float32)], [np.zeros(5), np.zeros(3, np.float32)]
     collectives.grouped_allreduce(arrays, comm, out=outs)
-    monkeypatch.setattr(sys.modules["mpips.collectives.plan"], "place", lambda x: pytest.fail("it looks"))
+    monkeypatch.setattr(sys.modules["mpips.collectives.plan"], "place_key", lambda x: pytest.fail("it looks"))
     arrays[0][:] = 7
     assert collectives.grouped_allreduce(arrays, comm, out=outs)[0] is outs[0] and outs[0][4] == 7
     arrays[0].dtype = np.int64

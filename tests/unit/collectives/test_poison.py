@@ -109,25 +109,25 @@ def test_a_process_that_has_ended_is_seen_before_anybody_reaps_it():
     ready, tell = os.pipe()
     child = in_a_child(lambda: os.read(ready, 1))
     peers = Peers([os.getpid(), child])
-    assert not peers.ended(0) and not peers.ended(1)
+    assert not peers.has_ended(0) and not peers.has_ended(1)
     os.write(tell, b"x")
     deadline = time.monotonic() + 20
-    while not peers.ended(1) and time.monotonic() < deadline:
+    while not peers.has_ended(1) and time.monotonic() < deadline:
         time.sleep(1e-3)
-    assert peers.ended(1) and not peers.ended(0)
+    assert peers.has_ended(1) and not peers.has_ended(0)
     os.waitpid(child, 0)
     os.close(ready)
     os.close(tell)
-    assert peers.ended(1)
+    assert peers.has_ended(1)
 
 
 def test_a_process_that_nobody_knew_has_ended():
     child = in_a_child(lambda: None)
     os.waitpid(child, 0)
-    assert Peers([child]).ended(0)
+    assert Peers([child]).has_ended(0)
 
 
 def test_where_the_system_cannot_tell_nobody_has_ended(monkeypatch):
     monkeypatch.delattr(os, "pidfd_open")
     monkeypatch.setattr(Peers, "_known", {})
-    assert not Peers([os.getpid()]).ended(0)
+    assert not Peers([os.getpid()]).has_ended(0)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from collectives.recorder.ring import HEAD_BYTES, RECORD_BYTES, Ring, form, read, read_file
+from collectives.recorder.ring import HEAD_BYTES, RECORD_BYTES, RecordRing, form, read, read_file
 
 
-def ring_of(slots: int) -> tuple[Ring, mmap.mmap]:
+def ring_of(slots: int) -> tuple[RecordRing, mmap.mmap]:
     memory = mmap.mmap(-1, HEAD_BYTES + slots * RECORD_BYTES)
-    return Ring(memory), memory
+    return RecordRing(memory), memory
 
 
 def test_a_call_is_scheduled_started_and_completed() -> None:
@@ -48,7 +48,7 @@ def test_what_is_no_ring_has_no_records(tmp_path: Path) -> None:
 
 def write(path: Path, seconds: float) -> None:
     with path.open("r+b") as file:
-        ring = Ring(mmap.mmap(file.fileno(), 0))
+        ring = RecordRing(mmap.mmap(file.fileno(), 0))
     forms = [form(letter, chr(letter) * 24, chr(letter) * 72, letter, letter, chr(letter) * 16) for letter in b"abcxyz"]
     end, number = time.monotonic() + seconds, 0
     while time.monotonic() < end:

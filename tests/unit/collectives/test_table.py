@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives import CollectiveError
-from collectives.call import Call, operation
-from collectives.schedule.catalog import see_named
+from collectives.call import Call, find_reduction
+from collectives.schedule.catalog import check_algorithm
 from collectives.schedule.model import KINDS
 from collectives.simulator.simulate import predict_seconds
 from collectives.tuner import table
@@ -26,15 +26,15 @@ def cache(monkeypatch, tmp_path):
 
 def call(algorithm, n=1000, p=4, kind="allreduce"):
     dtype = np.dtype(np.float32)
-    return Call(kind, n, dtype, operation("sum", dtype), 0, algorithm, p)
+    return Call(kind, n, dtype, find_reduction("sum", dtype), 0, algorithm, p)
 
 
 def test_shipped_until_kept():
-    assert table.load(see_named) == TuningTable()
+    assert table.load(check_algorithm) == TuningTable()
     between = {"allreduce 2x4": (Range(EVERYTHING, "ring"),)}
     mine = TuningTable(slots={6: Slots(1, 2)}, cross_memory={6: 3}, between=between, near=LinearCost(1e-6, 1e-9))
     table.save(mine)
-    assert table.load(see_named) == mine
+    assert table.load(check_algorithm) == mine
 
 
 def of_allreduce(*ranges):
@@ -71,22 +71,22 @@ def test_a_spoilt_file_is_told(text):
     table.path().parent.mkdir(parents=True)
     table.path().write_text(text)
     with pytest.raises(CollectiveError, match="mpips tune"):
-        table.load(see_named)
-    with pytest.warns(RuntimeWarning, match=f"cannot read {table.path()}: .*; the shipped table serves") as told:
-        assert table.usable(see_named) == TuningTable()
+        table.load(check_algorithm)
+    with pytest.warns(RuntimeWarning, match=f"cannot read {table.path()}: .*; using the shipped table") as told:
+        assert table.load_or_warn(check_algorithm) == TuningTable()
     assert told[0].filename == __file__
 
 
 def test_a_table_that_cannot_be_reached_is_told():
     table.path().mkdir(parents=True)
     with pytest.warns(RuntimeWarning, match="mpips tune"):
-        assert table.usable(see_named) == TuningTable()
+        assert table.load_or_warn(check_algorithm) == TuningTable()
 
 
 def test_a_cache_that_is_no_folder_has_no_table(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert table.load(see_named) == TuningTable()
+    assert table.load(check_algorithm) == TuningTable()
 
 
 @pytest.mark.parametrize("words, kept", [([], True), (["--dry-run"], False)])
@@ -96,9 +96,9 @@ def test_tune_makes_a_spoilt_table_anew(words, kept):
     table.path().write_text("{")
     done = CliRunner().invoke(tune.command, words)
     assert done.exit_code == 0, done.output
-    assert f"{table.path()} is spoilt" in done.output
+    assert f"{table.path()} is damaged" in done.output
     if kept:
-        assert table.load(see_named) == TuningTable()
+        assert table.load(check_algorithm) == TuningTable()
     else:
         assert table.path().read_text() == "{"
 
@@ -166,12 +166,12 @@ def test_ranges_join_equal_winners():
 @pytest.mark.parametrize(("lost", "last"), [([], 5), ([5], 4), ([2], 5), ([2, 3], 1), ([1, 2], 0), ([1, 3, 5], 4)])
 def test_an_edge_is_the_last_size_that_wins_before_two_losses(lost, last):
     tune = pytest.importorskip("collectives.tuner.tune")
-    assert tune.edge(range(1, 6), lambda size: size not in lost, 0) == last
+    assert tune.last_winning_size(range(1, 6), lambda size: size not in lost, 0) == last
 
 
 def test_a_forced_table_has_one_way():
     tune = pytest.importorskip("collectives.tuner.tune")
-    ways = tune.forced(3)
+    ways = tune.forced_tables(3)
     assert ways["slots"].slot_limits(3, True).ordinary == tune.SLOT_SIZES[-1]
     assert ways["stages"].slot_limits(3, True) == ways["cross_memory"].slot_limits(3, True) == Slots(0, 0)
     assert [ways[name].cross_memory_from(3) for name in ("stages", "cross_memory")] == [EVERYTHING, 0]

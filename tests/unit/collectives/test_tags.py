@@ -67,5 +67,5 @@ def test_a_plan_that_lives_shares_no_tag_with_a_new_one():
         mine = {(id(lanes.comm), tag) for tag in tags.take(1000, "a plan")}
         assert not mine & used
         used |= mine
-        home.deal(tags.count)
+        home.count_tags(tags.count)
     comm.Free()

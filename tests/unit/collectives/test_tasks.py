@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from collectives.fabric.tasks import together
+from collectives.fabric.tasks import run_together
 
 
 def task(number: int, steps: int, ended: list[int]) -> Generator[bool, None, None]:
@@ -21,7 +21,7 @@ def task(number: int, steps: int, ended: list[int]) -> Generator[bool, None, Non
 @given(st.lists(st.integers(0, 5), max_size=6))
 def test_all_run_to_their_end(plan):
     ended: list[int] = []
-    list(together([task(number, steps, ended) for number, steps in enumerate(plan)]))
+    list(run_together([task(number, steps, ended) for number, steps in enumerate(plan)]))
     assert sorted(ended) == list(range(len(plan)))
 
 
@@ -34,7 +34,7 @@ def test_so_many_at_a_time(plan, most):
         begun.append(number)
         yield from task(number, steps, ended)
 
-    for _ in together([counted(number, steps) for number, steps in enumerate(plan)], most):
+    for _ in run_together([counted(number, steps) for number, steps in enumerate(plan)], most):
         assert len(begun) - len(ended) <= most
     assert begun == sorted(begun) and sorted(ended) == list(range(len(plan)))
 
@@ -54,13 +54,13 @@ def test_the_first_failure_closes_the_others():
 
     closed: list[int] = []
     with pytest.raises(RuntimeError, match="broken pipe"):
-        list(together([endless(0, closed), fails(), endless(2, closed)]))
+        list(run_together([endless(0, closed), fails(), endless(2, closed)]))
     assert sorted(closed) == [0, 2]
 
 
 def test_what_is_given_up_is_closed():
     closed: list[int] = []
-    running = together([endless(0, closed), endless(1, closed)])
+    running = run_together([endless(0, closed), endless(1, closed)])
     next(running)
     running.close()
     assert closed == [0, 1]

@@ -116,14 +116,14 @@ def test_no_limit_is_no_limit(clock):
 def test_seconds_are_read_from_the_environment(monkeypatch):
     monkeypatch.setenv("MPIPS_STALL_SECONDS", "2.5")
     monkeypatch.delenv("MPIPS_TIMEOUT_SECONDS", raising=False)
-    assert wait.limits() == (2.5, 300)
+    assert wait.read_limits() == (2.5, 300)
 
 
 @pytest.mark.parametrize("name", ["MPIPS_STALL_SECONDS", "MPIPS_TIMEOUT_SECONDS"])
 def test_what_is_no_number_is_named(monkeypatch, name):
     monkeypatch.setenv(name, "5x")
     with pytest.raises(ValueError, match=f"{name} is '5x': set a number of seconds"):
-        wait.limits()
+        wait.read_limits()
 
 
 def test_time_in_which_the_process_was_stopped_is_not_waited_for(clock):

@@ -142,7 +142,7 @@ def test_without_matplotlib_there_is_no_picture_but_all_else(monkeypatch, tmp_pa
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("--epochs 0", "'0' is no whole number of at least 1"),
+        ("--epochs 0", "'0' is not a whole number of at least 1"),
         ("--workers 0", "at least 1"),
         ("--servers x", "'x' is no"),
         ("--limit nan", "'nan' is no number"),

@@ -110,9 +110,9 @@ def test_seconds_are_of_training_alone(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("--epochs -1", "argument --epochs: '-1' is no whole number of at least 1"),
+        ("--epochs -1", "argument --epochs: '-1' is not a whole number of at least 1"),
         ("--batch-size 0", "at least 1"),
-        ("--hidden 1.5", "'1.5' is no whole number"),
+        ("--hidden 1.5", "'1.5' is not a whole number"),
         ("--interval 0", "at least 1"),
         ("--seed -1", "at least 0"),
         ("--learning-rate nan", "'nan' is no number"),
@@ -123,7 +123,7 @@ def test_seconds_are_of_training_alone(monkeypatch, capsys):
 def test_numbers_that_cannot_be_are_refused_with_a_sentence(words, said, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["example", *words.split()])
     with pytest.raises(SystemExit) as end:
-        task.settings()
+        task.parse_settings()
     assert end.value.code == 2
     assert said in capsys.readouterr().err
 
@@ -135,26 +135,26 @@ def test_rank_0_alone_speaks(word, code, rank, monkeypatch, capsys):
         monkeypatch.setenv(name, str(rank))
     monkeypatch.setattr(sys, "argv", ["example", word])
     with pytest.raises(SystemExit) as end:
-        task.settings()
+        task.parse_settings()
     assert end.value.code == code
     assert any(capsys.readouterr()) == (rank == 0)
 
 
 def test_settings_come_from_the_command_line(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["example", "--batch-size", "32", "--alpha", "0.25", "--dtype", "float64"])
-    assert task.settings() == task.Settings(batch_size=32, alpha=0.25, dtype="float64")
+    assert task.parse_settings() == task.Settings(batch_size=32, alpha=0.25, dtype="float64")
 
 
 def test_an_example_takes_the_kinds_that_it_is_for(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["example"])
-    assert task.settings("mpi_sync", "dist_sync").kind == "mpi_sync"
+    assert task.parse_settings("mpi_sync", "dist_sync").kind == "mpi_sync"
     monkeypatch.setattr(sys, "argv", ["example", "--kind", "dist_sync"])
-    assert task.settings("mpi_sync", "dist_sync").kind == "dist_sync"
+    assert task.parse_settings("mpi_sync", "dist_sync").kind == "dist_sync"
     with pytest.raises(SystemExit):
-        task.settings("mpi_async", "dist_async")
+        task.parse_settings("mpi_async", "dist_async")
     assert "'dist_sync'" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        task.settings()
+        task.parse_settings()
     assert "--kind" in capsys.readouterr().err
 
 

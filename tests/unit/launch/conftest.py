@@ -17,22 +17,22 @@ RANK = """
 import sys, time
 from pathlib import Path
 from collectives.recorder import folders, own
-folders.of_jobs = lambda: Path(sys.argv[1])
+folders.jobs_folder = lambda: Path(sys.argv[1])
 own.begin(int(sys.argv[2]), 2)
-own.place.generation, own.place.step = 1, 40
-own.place.take(["worker", "server"][int(sys.argv[2])], 0)
+own.rank_state.generation, own.rank_state.step = 1, 40
+own.rank_state.take(["worker", "server"][int(sys.argv[2])], 0)
 marks, other = own.Marks(5), own.Marks(6)
 marks.word[0], other.word[0] = 30 << 32 | 1, 4 << 32 | 1
 other.close()
 own.note(loss=0.25, accuracy=0.5)
 own.write_load(1000, 2, {"0": 600, "1": 400}, room=5000, rounds=8, missed={"0": 2})
-numbers = own.numbers_of("users")
+numbers = own.table_numbers("users")
 for at in range(10):
     numbers[at] = 10 + at
 own.count_exchange(4000)
-own.waited(1.5, False)
-own.waits("barrier", time.monotonic() - 3, [1])
-own.fails("once")
+own.count_wait(1.5, False)
+own.write_wait("barrier", time.monotonic() - 3, [1])
+own.write_failure("once")
 print("there", flush=True)
 sys.stdin.read()
 """
@@ -42,7 +42,7 @@ sys.stdin.read()
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[str]]]:
     """Two ranks of job 77, which wait."""
     top = tmp_path / "jobs"
-    monkeypatch.setattr(folders, "of_jobs", lambda: top)
+    monkeypatch.setattr(folders, "jobs_folder", lambda: top)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(top), str(rank)],

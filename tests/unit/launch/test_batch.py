@@ -71,7 +71,7 @@ def test_room_and_roles_are_asked_for(mark: str, directives: str, words: str) ->
 def test_srun_speaks_the_language_of_the_mpi(flavour: str, pmi: str) -> None:
     argv = build_srun(REQUEST._replace(flavour=flavour))
     assert argv[:2] == ["srun", f"--mpi={pmi}"]
-    assert argv[-6:] == ["-P", "-m", "mpips", *REQUEST.program]
+    assert argv[-6:] == ["-P", "-m", "mpips", *REQUEST.script]
 
 
 def test_intel_mpi_does_not_start_without_the_library_by_which_it_hears_srun() -> None:

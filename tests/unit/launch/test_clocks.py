@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from launch.observe.clocks import Clock, measure
+from launch.observe.clocks import HostClock, measure
 
 
 class Link:
@@ -37,7 +37,7 @@ def test_times_are_right_within_the_stated_error(shift: int, drift: float) -> No
     for _ in range(3):
         offsets.append(measure(link.ask, link.clock))
         link.now += 30 * 10**9
-    clock, first, last = Clock(offsets), 10**15 - 10**9, link.now
+    clock, first, last = HostClock(offsets), 10**15 - 10**9, link.now
     error = clock.error_ns(link.other(first), link.other(last))
     for at in range(first, last, 10**9 // 7):
         assert abs(clock.to_reference(link.other(at)) - at) <= error

@@ -40,7 +40,7 @@ HEALTHY: dict[str, Any] = {
     },
     "schedulers": ["Slurm"],
     "allocation": None,
-    "lacks_scheduler": "",
+    "missing_scheduler": "",
     "interfaces": [{"name": "lo", "mbit": None, "mtu": "65536"}, {"name": "eth0", "mbit": 10000, "mtu": "1500"}],
     "gpu": {"present": True, "cupy": "13", "devices": ["A card"]},
     "cuda": {"aware": True},
@@ -111,7 +111,7 @@ def test_a_healthy_machine() -> None:
             [LEFT],
             "leftovers of MPICH",
             None,
-            "1,200 files in /dev/shm, 3.0 MiB, of aborted jobs: while none runs, rm a.",
+            "1,200 files in /dev/shm, 3.0 MiB, left by aborted jobs: while no job runs, rm a.",
         ),
         ("leftovers", [LEFT | {"count": 1}], "leftovers of MPICH", None, "1 file in"),
         ("leftovers", [LEFT | {"count": 1, "what": "folders"}], "leftovers of MPICH", None, "1 folder in "),
@@ -136,7 +136,7 @@ def test_a_healthy_machine() -> None:
             KERNELS | {"folder": "", "unkept": "others can write to /tmp"},
             "kernels",
             None,
-            "Numba 0.68.1 compiles updates, by every process anew (others can write to /tmp).",
+            "Numba 0.68.1 compiles updates, again in every process (others can write to /tmp).",
         ),
         ("kernels", NUMPY, "kernels", None, "updates up to three times as fast: Numba is not installed: pip install"),
         ("kernels", NUMPY | {"machine": "ppc64le"}, "kernels", None, "no wheel for Python 3.11 on ppc64le, glibc."),
@@ -149,7 +149,13 @@ def test_a_healthy_machine() -> None:
         ("gpu", {"present": False, "cupy": None}, "GPU", None, "none here: NumPy arrays only"),
         ("cuda", {"problem": "exit code 139"}, "CUDA-aware MPI", None, "no (exit code 139): device arrays go through"),
         ("schedulers", [], "scheduler", None, "none: mpirun starts jobs on this machine or over ssh"),
-        ("lacks_scheduler", "no srun is here", "scheduler", None, "no srun is here: all ranks start on this machine."),
+        (
+            "missing_scheduler",
+            "no srun is here",
+            "scheduler",
+            None,
+            "no srun is here: all ranks start on this machine.",
+        ),
     ],
 )
 def test_each_finding_has_its_line(path: str, value: Any, name: str, ok: bool | None, words: str) -> None:
@@ -201,7 +207,9 @@ def test_srun_is_tried_in_an_allocation(
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(survey, "LIMIT_OF_SRUN", 1.0)
     monkeypatch.setattr(survey, "SILENT", 0.0)
-    monkeypatch.setattr(survey, "_started", lambda *words: HEALTHY["ranks"])  # without a real job: it takes seconds
+    monkeypatch.setattr(
+        survey, "_run_probe", lambda *arguments: HEALTHY["ranks"]
+    )  # without a real job: it takes seconds
     check = {check.name: check for check in judge(survey.look())}["srun"]
     pmi = "pmix" if survey.find().flavour == "openmpi" else "pmi2"
     assert check.ok is ok
@@ -217,7 +225,7 @@ def test_srun_is_tried_in_no_other_place(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "srun").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.setattr(survey, "_started", lambda *words: HEALTHY["ranks"])
+    monkeypatch.setattr(survey, "_run_probe", lambda *arguments: HEALTHY["ranks"])
     assert "srun" not in survey.look()
 
 

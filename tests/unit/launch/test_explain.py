@@ -12,10 +12,10 @@ from click.testing import CliRunner
 
 import mpips
 from collectives.recorder import folders
-from collectives.recorder.page import Lane
+from collectives.recorder.page import LastCall
 from launch.observe import __main__ as command
 from launch.observe.explain import explain
-from launch.observe.gather import Frame, Rank, Wait
+from launch.observe.gather import OngoingWait, Rank, StackFrame
 
 MPIPS = Path(mpips.__file__).parent
 USUAL: dict[str, Any] = {
@@ -33,7 +33,7 @@ USUAL: dict[str, Any] = {
     "cpu": 0.5,
     "waiting": 0.1,
     "moved": True,
-    "stack": (Frame("/home/u/train.py", 7, "<module>"),),
+    "stack": (StackFrame("/home/u/train.py", 7, "<module>"),),
     "memory_bytes": 1,
     "began": 0.0,
     "waited_seconds": 0.0,
@@ -48,7 +48,7 @@ USUAL: dict[str, Any] = {
     "became": "",
     "step_rate": -1.0,
 }
-WAITS = (Wait("pushpull of key 'w'", 83.4, (2,), "train.py:41"),)
+WAITS = (OngoingWait("pushpull of key 'w'", 83.4, (2,), "train.py:41"),)
 
 
 def rank(number: int, **differs: Any) -> Rank:
@@ -74,9 +74,9 @@ BEGIN = (
         ({"state": "D"}, "rank 2, which waits in the kernel for a disk or a file system (train.py:7)."),
         ({"state": ""}, "rank 2, whose process 102 is gone, without a word."),
         ({"state": "", "end": {"failed": "no space"}}, "rank 2, whose process 102 is gone: no space."),
-        ({"stack": ()}, "rank 2, which does not say where it is, not stopped, 50 % CPU."),
+        ({"stack": ()}, "rank 2, whose stack is unknown, not stopped, 50 % CPU."),
         (
-            {"stack": (Frame(str(MPIPS / "store/api.py"), 3, "push"), *USUAL["stack"])},
+            {"stack": (StackFrame(str(MPIPS / "store/api.py"), 3, "push"), *USUAL["stack"])},
             "rank 2, which is in a call of mpips (train.py:7), not stopped, 50 % CPU.",
         ),
     ],
@@ -87,8 +87,8 @@ def test_a_rank_that_others_wait_for_is_described(differs: dict[str, Any], said:
 
 
 def test_another_thread_of_the_late_rank_is_shown(tmp_path: Path) -> None:
-    library = Frame("/usr/lib/python3.11/threading.py", 1, "join")
-    thread = (library, Frame("/home/u/data.py", 70, "load"))
+    library = StackFrame("/usr/lib/python3.11/threading.py", 1, "join")
+    thread = (library, StackFrame("/home/u/data.py", 70, "load"))
     found = explain("4711", waiting(stack=(library, *USUAL["stack"]), cpu=0.0, threads=((library,), thread)))
     assert found.sentence == BEGIN + (
         "rank 2, which is in Python code outside mpips (train.py:7), not stopped, 0 % CPU; "
@@ -149,34 +149,34 @@ def test_the_newest_job_is_one_of_which_something_is_known(job: list[subprocess.
     for one in job:
         one.kill()
         one.wait()
-    newer = folders.of_jobs() / "78"
+    newer = folders.jobs_folder() / "78"
     newer.mkdir(mode=0o700)
     (newer / "1.page").touch()
-    assert command.find(None) == folders.of_jobs() / "77"
+    assert command.find(None) == folders.jobs_folder() / "77"
 
 
 def test_a_job_is_found_by_its_allocation_where_no_other_is_in_it(
     job: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = [folders.of_jobs() / name for name in ("77.p1", "77.p2", "771.p3", "8.0")]
+    known = [folders.jobs_folder() / name for name in ("77.p1", "77.p2", "771.p3", "8.0")]
     monkeypatch.setattr(command, "jobs", lambda: known)
     assert [command.find(name).name for name in ("771", "8", "77.p2")] == ["771.p3", "8.0", "77.p2"]
     with pytest.raises(UsageError, match=r"2 jobs of yours are in 77: name one of 77\.p1, 77\.p2"):
         command.find("77")
-    monkeypatch.setattr(command, "has_living", lambda folder: folder == known[1])
+    monkeypatch.setattr(command, "has_live_ranks", lambda folder: folder == known[1])
     assert command.find("77") == known[1]
 
 
 @pytest.mark.slow
 def test_another_job_that_runs_is_named(job: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "jobs", lambda: [folders.of_jobs() / "78", folders.of_jobs() / "77"])
-    monkeypatch.setattr(command, "has_living", lambda folder: True)
+    monkeypatch.setattr(command, "jobs", lambda: [folders.jobs_folder() / "78", folders.jobs_folder() / "77"])
+    monkeypatch.setattr(command, "has_live_ranks", lambda folder: True)
     said = CliRunner().invoke(command.command, ["why"]).output
     assert "(This is your newest job here; job 78 runs, too: name one by `mpips why JOB`.)" in said
 
 
 def test_the_line_of_the_program_is_shown_where_it_can_be_read() -> None:
-    found = explain("1", waiting(stack=(Frame("/home/u/train.py", 2, "load", "batch = os.read(0, 9)"),)))
+    found = explain("1", waiting(stack=(StackFrame("/home/u/train.py", 2, "load", "batch = os.read(0, 9)"),)))
     assert "(train.py:2, load: `batch = os.read(0, 9)`)" in found.sentence
 
 
@@ -185,11 +185,11 @@ def test_a_rank_without_a_page_runs_elsewhere_or_has_not_begun() -> None:
     assert found.culprits == (2,) and "it runs on another host, or has not begun" in found.sentence
 
 
-SERVES = (Frame(str(MPIPS / "store/server/loop.py"), 3, "serve"), *USUAL["stack"])
+SERVES = (StackFrame(str(MPIPS / "store/server/loop.py"), 3, "serve"), *USUAL["stack"])
 
 
 def test_servers_are_not_blamed_while_they_serve() -> None:
-    late = (Wait("pushpull of key 'w'", 9, (), "train.py:41"),)
+    late = (OngoingWait("pushpull of key 'w'", 9, (), "train.py:41"),)
     idle: dict[str, Any] = {"size": 4, "stack": SERVES}
     others = [rank(2, role="server", **idle), rank(3, role="spare", **idle)]
     assert explain("1", [rank(0, waits=late, size=4), rank(1, size=4), *others]).culprits == (1,)
@@ -202,7 +202,7 @@ def test_servers_are_not_blamed_while_they_serve() -> None:
 
 
 def test_a_server_in_the_users_optimizer_is_named() -> None:
-    stack = (Frame("/home/u/lion.py", 10, "numbers"), *SERVES)
+    stack = (StackFrame("/home/u/lion.py", 10, "numbers"), *SERVES)
     found = explain("4711", waiting(role="server", step=-1, stack=stack, cpu=0.0))
     assert found.culprits == (2,) and found.sentence == BEGIN + (
         "rank 2 (server), which is in Python code outside mpips (lion.py:10, numbers), not stopped, 0 % CPU."
@@ -226,7 +226,7 @@ def test_a_server_in_the_users_optimizer_is_named() -> None:
     ],
 )
 def test_last_calls_of_several_lanes_have_no_order(lanes: list[tuple[int, int, str]], said: str) -> None:
-    assert rank(0, lanes=tuple(Lane(*lane) for lane in lanes)).last_call == said
+    assert rank(0, lanes=tuple(LastCall(*lane) for lane in lanes)).last_call == said
 
 
 def test_the_step_is_that_of_the_ranks_that_are_named() -> None:
@@ -255,14 +255,16 @@ def test_a_rank_that_others_wait_for_may_have_ended_its_program() -> None:
 
 
 def test_ranks_in_different_calls_that_wait_for_each_other_are_a_deadlock() -> None:
-    other = (Wait("barrier", 5, (0,), "train.py:50"),)
-    found = explain("1", [rank(0, waits=(Wait("sum", 5, (1,), "train.py:9"),), size=2), rank(1, waits=other, size=2)])
+    other = (OngoingWait("barrier", 5, (0,), "train.py:50"),)
+    found = explain(
+        "1", [rank(0, waits=(OngoingWait("sum", 5, (1,), "train.py:9"),), size=2), rank(1, waits=other, size=2)]
+    )
     assert "rank 0 waits in sum (train.py:9); rank 1 waits in barrier (train.py:50)" in found.sentence
     assert "a deadlock" in found.sentence and found.culprits == (0, 1)
 
 
 def test_equal_calls_in_two_communicators_are_a_deadlock_too() -> None:
-    wait, one, two = (Wait("sum", 5, (), "train.py:9"),), Lane(1, 8, "sum"), Lane(2, 8, "sum")
+    wait, one, two = (OngoingWait("sum", 5, (), "train.py:9"),), LastCall(1, 8, "sum"), LastCall(2, 8, "sum")
     made = {"1": {"ranks": "0,1", "place": 0}, "2": {"ranks": "0,1", "place": 2}}
     ranks = [
         rank(0, waits=wait, lanes=(one._replace(number=9), two), size=2, communicators=made),
@@ -277,7 +279,7 @@ def test_equal_calls_in_two_communicators_are_a_deadlock_too() -> None:
 
 
 def test_short_waits_are_no_standing() -> None:
-    short = (Wait("pushpull of key 'w'", 0.4, (2,), "train.py:41"),)
+    short = (OngoingWait("pushpull of key 'w'", 0.4, (2,), "train.py:41"),)
     assert explain("1", [rank(0, waits=short), rank(1), rank(2)]).kind == "runs"
 
 

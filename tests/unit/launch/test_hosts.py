@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.hosts import Host, HostError, Placed, parse, place, read
+from launch.hosts import Host, HostError, RankBlock, parse, place, read
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_a_file_from_another_system_is_read_or_refused(tmp_path: Path) -> None:
         file.write_bytes(mark + b"node1 slots=2\r\nnode2:2\r\n")
         assert read(file) == (Host("node1", 2), Host("node2", 2))
     file.write_bytes("node1\n".encode("utf-16"))
-    with pytest.raises(HostError, match="hosts is no text in UTF-8"):
+    with pytest.raises(HostError, match="hosts is not UTF-8 text"):
         read(file)
     with pytest.raises(HostError, match=r"none\.txt"):
         read(tmp_path / "none.txt")
@@ -70,7 +70,7 @@ FOUR = [Host(name, 4) for name in "abcd"]
     ],
 )
 def test_ranks_fill_hosts_workers_first(hosts: list[Host], workers: int, servers: int, placed: str) -> None:
-    assert place(hosts, workers, servers) == tuple(Placed(word[0], int(word[1:])) for word in placed.split())
+    assert place(hosts, workers, servers) == tuple(RankBlock(word[0], int(word[1:])) for word in placed.split())
 
 
 hosts_strategy = st.lists(st.one_of(st.none(), st.integers(1, 5)), min_size=1, max_size=6)

@@ -24,7 +24,7 @@ from launch.lab import client, job
 from launch.lab.client import TCP_SECONDS, NetworkWatch
 from launch.lab.job import AGENT, format_agent, format_hosts
 from launch.lab.kernel import count_given_up, is_unplugged
-from launch.lab.layout import LabHost, LabPlan, find_crossed_nics, lay_out, window
+from launch.lab.layout import LabHost, LabPlan, choose_window, find_crossed_nics, lay_out
 from tests.strangers import STRANGER, needs_root, stranger
 
 NAMES = ["star:1", "star:2", "star:9", "bcube:3,2", "bcube:2,3", "bcube:4,1", "fattree:2", "fattree:4"]
@@ -85,7 +85,7 @@ def test_every_nic_and_trunk_of_the_topology_is_there_at_its_rate(topology: Topo
 
 @pytest.mark.parametrize(("rate", "expected"), [(1e6, 128 * 1024), (25e6, 250_000), (1e9, 512 * 1024)])
 def test_connections_have_under_way_what_a_link_carries_in_ten_milliseconds(rate: float, expected: int) -> None:
-    assert window(lay_out(parse("star:2", rate))) == expected
+    assert choose_window(lay_out(parse("star:2", rate))) == expected
 
 
 def test_addresses_and_names_are_unique_and_legal(topology: Topology) -> None:
@@ -160,8 +160,8 @@ def test_data_goes_by_the_vips_and_the_launcher_by_management(launcher: Launcher
 
 def test_with_mpich_waits_end_unless_the_caller_says_otherwise() -> None:
     chosen = {job.TIMEOUT: "5"}
-    assert job.defaults(OPEN_MPI, {}) == job.defaults(MPICH, chosen) == {}
-    argv = job.build_job(MPICH, HOSTS, 3, ["x"], environment=job.defaults(MPICH, {}))
+    assert job.choose_variables(OPEN_MPI, {}) == job.choose_variables(MPICH, chosen) == {}
+    argv = job.build_job(MPICH, HOSTS, 3, ["x"], environment=job.choose_variables(MPICH, {}))
     assert f"-genv {job.TIMEOUT} 60" in " ".join(argv)
 
 
@@ -367,9 +367,13 @@ def test_a_socket_of_another_user_is_no_lab() -> None:
 @pytest.mark.parametrize(
     ("planted", "words", "said"),
     [
-        (f"mkdir -m 700 /run/mpips && chown {STRANGER} /run/mpips", "exec launcher -- id", f"to user {STRANGER}, not"),
-        ("mkdir -m 777 /run/mpips && chmod 777 /run/mpips", "list", "is open to other users"),
-        ("mkdir -m 700 /run/other && ln -s /run/other /run/mpips", "down --all", "cannot be had (Not a directory)"),
+        (f"mkdir -m 700 /run/mpips && chown {STRANGER} /run/mpips", "exec launcher -- id", f"to user {STRANGER}, and"),
+        ("mkdir -m 777 /run/mpips && chmod 777 /run/mpips", "list", "other users can open"),
+        (
+            "mkdir -m 700 /run/other && ln -s /run/other /run/mpips",
+            "down --all",
+            "cannot be made or opened: Not a directory",
+        ),
     ],
 )
 def test_a_folder_that_another_user_may_be_behind_is_refused(planted: str, words: str, said: str) -> None:

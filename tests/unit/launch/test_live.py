@@ -21,7 +21,7 @@ import pytest
 from collectives.recorder import folders
 from launch.observe import live
 from launch.observe.gather import gather
-from launch.observe.hosts import Found, Watch
+from launch.observe.hosts import JobView, JobWatch
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 Ranks = list[subprocess.Popen[str]]
@@ -29,7 +29,7 @@ Ranks = list[subprocess.Popen[str]]
 
 @pytest.fixture
 def address(job: Ranks) -> Iterator[str]:
-    with live.serving("0", folders.of_jobs() / "77") as shown:
+    with live.serving("0", folders.jobs_folder() / "77") as shown:
         yield shown
 
 
@@ -52,22 +52,22 @@ def test_the_data_are_what_mpips_why_says_and_what_was_noted(job: Ranks, address
     assert [(one["rank"], one["role"], one["step"]) for one in found["ranks"]] == [(0, "worker", 40), (1, "server", 40)]
     sample = found["samples"][-1]
     assert sample["notes"] == {"loss": 0.25, "accuracy": 0.5} and sample["step"] == 40
-    assert {"rank 0 is there as worker", "the job stands"} <= {event["text"] for event in found["events"]}
+    assert {"rank 0 has begun as worker", "the job is stuck"} <= {event["text"] for event in found["events"]}
 
 
 def test_a_loss_that_is_no_number_is_null(monkeypatch: pytest.MonkeyPatch, job: Ranks) -> None:
-    seen = gather(folders.of_jobs() / "77", 0.0)
+    seen = gather(folders.jobs_folder() / "77", 0.0)
     odd = [one._replace(notes={"loss": float("nan"), "accuracy": float("inf")}) for one in seen]
-    monkeypatch.setattr(Watch, "look", lambda *words, **more: Found(odd, {}))
-    history = live.History(folders.of_jobs() / "77")
+    monkeypatch.setattr(JobWatch, "look", lambda *words, **more: JobView(odd, {}))
+    history = live.History(folders.jobs_folder() / "77")
     history.look()
-    found = json.loads(history.shown(), parse_constant=lambda word: pytest.fail(word))
+    found = json.loads(history.to_json(), parse_constant=lambda word: pytest.fail(word))
     assert found["samples"][-1]["notes"] == {"loss": None, "accuracy": None}
 
 
 @pytest.mark.slow
 def test_deaths_and_stops_are_events(job: Ranks, address: str) -> None:
-    data(address, "rank 1 is there")
+    data(address, "rank 1 has begun")
     job[0].send_signal(signal.SIGSTOP)
     job[1].kill()
     job[1].wait()
@@ -95,7 +95,7 @@ def test_the_page_loads_nothing_from_elsewhere(address: str) -> None:
 
 
 def test_hosts_that_are_written_after_the_first_look_are_asked(job: Ranks) -> None:
-    with Watch(folders.of_jobs() / "77") as watch:
+    with JobWatch(folders.jobs_folder() / "77") as watch:
         assert not watch.look(0.0).unreached
         known = {"names": ["elsewhere"], "launcher": "a", "agent": ["false"], "python": sys.executable, "path": ""}
         folders.write_hosts("77", json.dumps(known))
@@ -103,13 +103,13 @@ def test_hosts_that_are_written_after_the_first_look_are_asked(job: Ranks) -> No
 
 
 def test_a_rank_that_gets_its_role_later_is_told(monkeypatch: pytest.MonkeyPatch, job: Ranks) -> None:
-    seen = gather(folders.of_jobs() / "77", 0.0)
-    history = live.History(folders.of_jobs() / "77")
+    seen = gather(folders.jobs_folder() / "77", 0.0)
+    history = live.History(folders.jobs_folder() / "77")
     for found in ([one._replace(role="") for one in seen], seen):
-        monkeypatch.setattr(Watch, "look", lambda *words, found=found, **more: Found(found, {}))
+        monkeypatch.setattr(JobWatch, "look", lambda *words, found=found, **more: JobView(found, {}))
         history.look()
-    events = [event["text"] for event in json.loads(history.shown())["events"]]
-    assert {"rank 1 is there", "rank 0 is a worker", "rank 1 is a server"} <= {*events}
+    events = [event["text"] for event in json.loads(history.to_json())["events"]]
+    assert {"rank 1 has begun", "rank 0 is a worker", "rank 1 is a server"} <= {*events}
 
 
 @pytest.mark.slow
@@ -118,9 +118,9 @@ def test_a_rank_that_gets_its_role_later_is_told(monkeypatch: pytest.MonkeyPatch
 def test_a_browser_shows_the_job(job: Ranks, address: str, size: str) -> None:
     data(address, "barrier")
     page = browsed(address, size)
-    assert "<title>mpips: job 77 stands</title>" in page and "wait in barrier" in page
+    assert "<title>mpips: job 77 is stuck</title>" in page and "wait in barrier" in page
     assert page.count('<tr class="culprit">') == 2 and "Loss, accuracy 0.5" in page  # each waits for the other
-    assert "rank 0 is there as worker" in page and "rank 1 is there as server" in page
+    assert "rank 0 has begun as worker" in page and "rank 1 has begun as server" in page
     assert '<td data-label="role" class="text">server</td>' in page
 
 
@@ -130,9 +130,9 @@ def test_the_culprit_stands_out_and_not_those_who_wait(
     job: Ranks, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a job without roles has no column of roles."""
-    seen = [one._replace(role="") for one in gather(folders.of_jobs() / "77", 0.0)]
+    seen = [one._replace(role="") for one in gather(folders.jobs_folder() / "77", 0.0)]
     seen[1] = seen[1]._replace(waits=())
-    monkeypatch.setattr(Watch, "look", lambda *words, **more: Found(seen, {}))
+    monkeypatch.setattr(JobWatch, "look", lambda *words, **more: JobView(seen, {}))
     data(address, '"culprits": [1]')
     page = browsed(address, "1200,900")
     rows = re.findall(r'<tr class="(\w+)"><td data-label="rank" class="">(\d)', page)
@@ -168,5 +168,5 @@ def browsed(address: str, size: str) -> str:
 @pytest.mark.slow
 def test_a_taken_port_is_one_sentence(address: str) -> None:
     port = address.rpartition(":")[2].partition("/")[0]
-    with pytest.raises(click.UsageError, match="no page can be served at"), live.serving(port, folders.of_jobs()):
+    with pytest.raises(click.UsageError, match="no page can be served at"), live.serving(port, folders.jobs_folder()):
         pass

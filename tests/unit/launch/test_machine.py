@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from launch import Job, LauncherError, Machine
-from launch.hosts import Placed
-from launch.machine import Capacity, check_room, choose_loopback, choose_settings, measure_room, warn_of_crowd
+from launch.hosts import RankBlock
+from launch.machine import Capacity, check_room, choose_loopback, choose_settings, describe_crowd, measure_room
 from launch.mpirun import Flavour, Launcher
 
 SMALL = Capacity(8, "it is small")
@@ -29,8 +29,8 @@ def test_ranks_may_outnumber_cores_but_not_what_fits() -> None:
 
 
 def test_only_ranks_of_this_machine_count() -> None:
-    check_room(Job(9, (), hosts=(Placed("far", 9),)), {}, SMALL)
-    here = (Placed("far", 9), Placed("localhost", 5), Placed(socket.gethostname(), 4))
+    check_room(Job(9, (), hosts=(RankBlock("far", 9),)), {}, SMALL)
+    here = (RankBlock("far", 9), RankBlock("localhost", 5), RankBlock(socket.gethostname(), 4))
     with pytest.raises(LauncherError, match="9 ranks cannot"):
         check_room(Job(18, (), hosts=here), {}, SMALL)
 
@@ -54,12 +54,12 @@ def test_this_machine_holds_some_and_not_any_number() -> None:
 
 
 def test_many_ranks_a_core_are_warned_of_with_what_to_do() -> None:
-    assert warn_of_crowd(Job(32, ()), Machine(2), {}) is None
-    said = warn_of_crowd(Job(1000, ()), Machine(2), {})
+    assert describe_crowd(Job(32, ()), Machine(2), {}) is None
+    said = describe_crowd(Job(1000, ()), Machine(2), {})
     assert said is not None
     assert "1000 ranks share 2 cores: starting them takes some 300 s" in said
     assert "ask for fewer" in said
-    assert warn_of_crowd(Job(1000, (), hosts=(Placed("far", 1000),)), Machine(2), {}) is None
+    assert describe_crowd(Job(1000, (), hosts=(RankBlock("far", 1000),)), Machine(2), {}) is None
 
 
 def test_threads_share_the_cores_unless_the_user_says() -> None:
@@ -84,7 +84,7 @@ def test_ranks_of_one_machine_are_not_reached_from_others(flavour: Flavour, sett
         assert choose_loopback(job, launcher, {name: "eth0"}) == {}
         extra = ("--mca", name.removeprefix("OMPI_MCA_"), "eth0")
         assert choose_loopback(job._replace(extra=extra), launcher, {}) == {}
-    assert choose_loopback(job._replace(hosts=(Placed("node1", 2),)), launcher, {}) == {}
+    assert choose_loopback(job._replace(hosts=(RankBlock("node1", 2),)), launcher, {}) == {}
     assert choose_loopback(job._replace(interface="eth0"), launcher, {}) == {}
     assert choose_loopback(job, launcher, {"LSB_JOBID": "1"}) == {}  # mpirun may know of other hosts
     assert choose_loopback(job._replace(extra=("--hostfile", "hosts")), launcher, {}) == {}
@@ -114,9 +114,9 @@ def run_in(flavour: str, prepare: str, tmp_path: Path, *unshare: str) -> subproc
     ("flavour", "prepare", "unshare", "words"),
     [
         ("mpich", "mount -t tmpfs -o size=1m tmpfs /dev/shm", "-m", "/dev/shm has 1.0 MiB free, and 2 ranks of MPICH"),
-        ("mpich", "mount -t tmpfs -o ro tmpfs /dev/shm", "-m", "nothing can be written to /dev/shm, in which ranks"),
+        ("mpich", "mount -t tmpfs -o ro tmpfs /dev/shm", "-m", "/dev/shm is not writable, and ranks"),
         ("openmpi", "true", "-n", "no network interface is up, and Open MPI's ranks find each other by one"),
-        ("openmpi", "export TMPDIR=/proc", "", "needs a folder for files, and nothing can be written to /proc"),
+        ("openmpi", "export TMPDIR=/proc", "", "needs a folder for files, and /proc is not writable"),
         ("mpich", "ulimit -n 30", "", "a process may have 30 files open (ulimit -n), and 2 ranks need some 44"),
     ],
 )
@@ -147,8 +147,8 @@ def test_a_user_without_a_home_starts_jobs(tmp_path: Path) -> None:
     done = run_in("openmpi", "unset HOME", tmp_path)
     assert (done.returncode, done.stderr) == (7, "")
     code = "import mpi4py\nmpi4py.rc.initialize = False\nfrom collectives.tuner import table\n"
-    code += "from collectives.schedule.catalog import see_named\n"
-    code += "print(table.usable(see_named) == table.TuningTable())"
+    code += "from collectives.schedule.catalog import check_algorithm\n"
+    code += "print(table.load_or_warn(check_algorithm) == table.TuningTable())"
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]]), "PATH": os.environ["PATH"]}
     alone = "import os, pwd\npwd.getpwuid = lambda user: (_ for _ in ()).throw(KeyError(user))\n"
     child = [sys.executable, "-c", alone + code]

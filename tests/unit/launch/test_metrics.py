@@ -34,7 +34,7 @@ def samples(text: str) -> dict[tuple[str, str], float]:
 
 def test_a_parser_reads_all_that_pages_say(job: list[subprocess.Popen[str]]) -> None:
     found = samples(metrics.text())
-    assert {name for name, _ in found} == set(metrics.names())
+    assert {name for name, _ in found} == set(metrics.list_names())
     values = {name: value for (name, rank), value in found.items() if rank == "1"}
     assert 0 <= values.pop("mpips_exchange_age_seconds") < 60
     assert 3 <= values.pop("mpips_waiting_seconds") < 60 and 0 <= values.pop("mpips_step_age_seconds") < 60
@@ -140,7 +140,7 @@ def test_an_address_without_a_host_is_the_loopback(text: str, address: tuple[str
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        *((text, f"'{text}' is no address") for text in ("", "x", "1:", "-1")),
+        *((text, f"'{text}' is not an address") for text in ("", "x", "1:", "-1")),
         ("99999", "'99999': a port is a number from 0 to 65535"),
     ],
 )
@@ -156,7 +156,7 @@ def board() -> list[dict[str, Any]]:
 
 
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
-    asked, there = set(re.findall(r"\bmpips_\w+", json.dumps(board()))), set(metrics.names())
+    asked, there = set(re.findall(r"\bmpips_\w+", json.dumps(board()))), set(metrics.list_names())
     assert asked <= there
     assert {name for name in there if re.match("mpips_(table|quorum|exchange)", name)} <= asked
 
@@ -175,7 +175,7 @@ def test_the_dashboard_groups_by_labels_that_there_are(job: list[subprocess.Pope
 
 def test_the_page_lists_the_metrics_that_there_are() -> None:
     page = (ROOT / "docs" / "how-to" / "operate.md").read_text()
-    assert set(re.findall(r"`(mpips_\w+)`", page)) == set(metrics.names())
+    assert set(re.findall(r"`(mpips_\w+)`", page)) == set(metrics.list_names())
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from launch import Job, Launcher, LauncherError, Machine, build, find, run, this_machine
-from launch.hosts import Host, HostError, Placed, place
-from launch.mpirun import check_spares, find_obstacle_to_survival, lacks_scheduler, parse_version
+from launch.hosts import Host, HostError, RankBlock, place
+from launch.mpirun import check_spares, describe_missing_scheduler, find_obstacle_to_survival, parse_version
 
 OPEN_MPI = Launcher("mpirun", "openmpi", "5.0.11")
 MPICH = Launcher("mpiexec", "mpich", "5.0.2")
@@ -43,7 +43,7 @@ def test_flavours(text: str, known: tuple[str, str] | None) -> None:
 
 
 PLAIN = Job(4, PROGRAM, {"A": "1"})
-AWAY = MACHINE._replace(lacks_scheduler="srun is not here")
+AWAY = MACHINE._replace(missing_scheduler="srun is not here")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ AWAY = MACHINE._replace(lacks_scheduler="srun is not here")
         (OPEN_MPI, PLAIN, AWAY, "--prtemca plm ^slurm,tm,lsf,pals", ""),
         (OPEN_MPI._replace(version="4.1.6"), PLAIN, AWAY, "--mca plm ^slurm,tm,lsf,pals", ""),
         (MPICH, PLAIN, AWAY, "-launcher fork -rmk user", ""),
-        (MPICH, PLAIN._replace(hosts=(Placed("a", 4),)), AWAY, "-launcher ssh -rmk user", ""),
+        (MPICH, PLAIN._replace(hosts=(RankBlock("a", 4),)), AWAY, "-launcher ssh -rmk user", ""),
         (INTEL, PLAIN, AWAY, "-bootstrap fork", "-rmk"),
     ],
 )
@@ -88,7 +88,7 @@ def test_ranks_that_share_cores_share_what_these_have_learned_of_their_code(laun
     assert build(launcher, Job(9, PROGRAM), lets)[:4] == [*fixed, launcher.path]
     assert build(launcher, Job(8, PROGRAM), lets)[0] == launcher.path
     assert build(launcher, Job(9, PROGRAM), MACHINE)[0] == launcher.path
-    assert build(launcher, Job(9, PROGRAM, hosts=(Placed("node1", 9),)), lets)[0] == launcher.path
+    assert build(launcher, Job(9, PROGRAM, hosts=(RankBlock("node1", 9),)), lets)[0] == launcher.path
 
 
 @pytest.mark.parametrize(("text", "allowed"), [("#!/bin/sh\nexit 0", True), ("#!/bin/sh\nexit 1", False), ("", False)])
@@ -103,16 +103,16 @@ def test_a_container_may_forbid_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_an_allocation_without_its_scheduler_is_found(tmp_path: Path) -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_NODELIST": "other", "PATH": str(tmp_path)}
-    assert lacks_scheduler(job) == "this is inside a job of Slurm, but srun is not here"
+    assert describe_missing_scheduler(job) == "this is inside a job of Slurm, but srun is not here"
     assert Job(2, PROGRAM).ranks_here(job) == 2
     (tmp_path / "srun").write_text("#!/bin/sh")
     (tmp_path / "srun").chmod(0o755)
-    assert lacks_scheduler(job) == ""
+    assert describe_missing_scheduler(job) == ""
     assert Job(2, PROGRAM).ranks_here(job) == 0
-    assert "PBS, but its host file /none/n cannot be read" in lacks_scheduler({"PBS_NODEFILE": "/none/n"})
+    assert "PBS, but its host file /none/n cannot be read" in describe_missing_scheduler({"PBS_NODEFILE": "/none/n"})
 
 
-HOSTS = (Placed("a", 2), Placed("b", 2), Placed("a", 1))
+HOSTS = (RankBlock("a", 2), RankBlock("b", 2), RankBlock("a", 1))
 
 
 def test_hosts_in_the_order_of_ranks() -> None:
@@ -145,7 +145,7 @@ def test_a_mistyped_or_unknown_mpirun_is_told_from_an_mpi_that_is_missing(tmp_pa
         find(f"{tmp_path}/none")
     with pytest.raises(LauncherError, match=r"^--mpirun mpirum is not there on the PATH: "):
         find("mpirum")
-    with pytest.raises(LauncherError, match=f"^--mpirun {tmp_path} is no program that can be run: "):
+    with pytest.raises(LauncherError, match=f"^--mpirun {tmp_path} is not an executable program: "):
         find(str(tmp_path))
 
 
@@ -205,8 +205,19 @@ def test_spares_need_ulfm(tmp_path: Path) -> None:
 
 def test_spares_are_spread_over_the_slots_that_are_left() -> None:
     hosts = (Host("a", 3), Host("b", 3), Host("c", 3))
-    assert place(hosts, 4, 1, 2) == (Placed("a", 3), Placed("b", 1), Placed("c", 1), Placed("b", 1), Placed("c", 1))
-    assert place((Host("a"), Host("b")), 2, 0, 2) == (Placed("a", 1), Placed("b", 1), Placed("a", 1), Placed("b", 1))
+    assert place(hosts, 4, 1, 2) == (
+        RankBlock("a", 3),
+        RankBlock("b", 1),
+        RankBlock("c", 1),
+        RankBlock("b", 1),
+        RankBlock("c", 1),
+    )
+    assert place((Host("a"), Host("b")), 2, 0, 2) == (
+        RankBlock("a", 1),
+        RankBlock("b", 1),
+        RankBlock("a", 1),
+        RankBlock("b", 1),
+    )
     assert place(hosts, 5, 2) == place(hosts, 5, 2, 0)
     with pytest.raises(HostError, match=r"9 slots, the job needs 10 ranks \(3 spares, 5 workers, 2 servers\)"):
         place(hosts, 5, 2, 3)

@@ -89,5 +89,5 @@ def test_what_ip_prints_is_read() -> None:
     routes = [{"dst": "default", "gateway": "10.0.0.1", "dev": "eth0"}, {"dst": "10.1.0.0/16", "dev": "eth1"}]
     report = parse_report("h", addresses, routes)
     assert report.nics == {"lo": (IPv4Interface("127.0.0.1/8"),), "eth0": ()}
-    assert report.nic_to("10.1.2.3") == ("eth1", None)
-    assert report.nic_to("8.8.8.8") == ("eth0", "10.0.0.1")
+    assert report.find_route("10.1.2.3") == ("eth1", None)
+    assert report.find_route("8.8.8.8") == ("eth0", "10.0.0.1")

@@ -35,7 +35,7 @@ os._exit(int(sys.argv[3]))
 
 @pytest.fixture
 def presence() -> Iterator[Presence]:
-    presence = Presence(here=2)
+    presence = Presence(ranks_here=2)
     yield presence
     presence.close()
 
@@ -63,9 +63,9 @@ def test_all_who_said_goodbye_have_ended_well(presence: Presence) -> None:
     assert sorted(presence.pids()) == sorted([first.pid, second.pid])
     ended(presence, first)
     assert presence.pids() == [second.pid]
-    assert not presence.everyone_left_well()
+    assert not presence.have_all_ended_well()
     ended(presence, second)
-    assert presence.everyone_left_well()
+    assert presence.have_all_ended_well()
     assert not presence.deaths
 
 
@@ -103,7 +103,7 @@ def test_a_rank_that_fails_has_said_its_code_before_others_are_killed_for_it(pre
     ended(presence, first, signal.SIGKILL)
     ended(presence, second)
     assert presence.code == 3
-    assert not presence.everyone_left_well()
+    assert not presence.have_all_ended_well()
 
 
 def test_what_fails_because_another_died_has_no_code(presence: Presence) -> None:
@@ -113,7 +113,7 @@ def test_what_fails_because_another_died_has_no_code(presence: Presence) -> None
 
 
 def test_where_others_go_on_a_failure_after_a_death_has_a_code() -> None:
-    presence = Presence(here=3, survives=True)
+    presence = Presence(ranks_here=3, survives=True)
     ended(presence, rank(presence, "present 0\nstarted\n"), signal.SIGKILL)
     failing = rank(presence, "present 1\nstarted\nfailing 3\n")
     assert (presence.code, presence.failed, presence.started) == (3, False, True)
@@ -123,7 +123,7 @@ def test_where_others_go_on_a_failure_after_a_death_has_a_code() -> None:
 
 
 def test_ranks_are_idle_when_all_that_work_have_ended_and_no_spare_has_a_role() -> None:
-    presence = Presence(here=3, survives=True)
+    presence = Presence(ranks_here=3, survives=True)
     first, spare = rank(presence, "present 0\n"), rank(presence, "present 2\n")
     assert not presence.is_idle(range(2))  # rank 1 is to come
     second = rank(presence, "present 1\ngoodbye\n")
@@ -149,7 +149,7 @@ def test_files_are_left_for_other_work(presence: Presence, monkeypatch: pytest.M
     began = time.monotonic()
     presence.look()
     assert time.monotonic() - began < 20
-    assert not presence.everyone_left_well()
+    assert not presence.have_all_ended_well()
     for line in lines:
         line.close()
 
@@ -176,10 +176,10 @@ def test_another_user_is_not_heard(presence: Presence) -> None:
             time.sleep(0.01)
         said, errors = process.communicate()
         assert said == "True\n", errors  # its line is closed
-    assert (presence.code, presence.deaths, presence.well, presence.pids()) == (None, [], 0, [])
+    assert (presence.code, presence.deaths, presence.ended_well, presence.pids()) == (None, [], 0, [])
     for i in range(2):
         ended(presence, rank(presence, f"present {i}\ngoodbye\n"))
-    assert presence.everyone_left_well()
+    assert presence.have_all_ended_well()
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_a_word_that_is_none_is_nothing(presence: Presence, words: str) -> None:
     assert not presence.deaths
     for i in range(2):
         ended(presence, rank(presence, f"present {i + 1}\ngoodbye\n"))
-    assert presence.everyone_left_well()
+    assert presence.have_all_ended_well()
 
 
 def test_each_rank_is_accepted_once(presence: Presence) -> None:
@@ -226,16 +226,17 @@ ROOT = Path(__file__).parents[3]
 RUN = """
 import sys
 from launch.running import process
-ended = process.run([sys.executable, "-c", sys.argv[1]], roles=["worker"] * 3, here=int(sys.argv[2]), spares={spares})
-process.tell(f"{{ended.code}} {{ended.death}}")
+program, here = sys.argv[1:]
+ended = process.run([sys.executable, "-c", program], roles=["worker"] * 3, ranks_here=int(here), spares={spares})
+process.print_error(f"{{ended.code}} {{ended.death}}")
 """
 SAYS = "import os, sys, time\nfor part in {parts!r}: os.write({file}, part); time.sleep(0.05)\nsys.exit({code})"
 
 
-def run(parts: list[bytes], file: int, here: int = 0, spares: int = -1, code: int = 0) -> tuple[bytes, str]:
+def run(parts: list[bytes], file: int, ranks_here: int = 0, spares: int = -1, code: int = 0) -> tuple[bytes, str]:
     """What comes out of an mpirun that says this, and, below it, its code and who has died."""
     program = [sys.executable, "-c", RUN.format(spares=spares), SAYS.format(parts=parts, file=file, code=code)]
-    done = subprocess.run([*program, str(here)], cwd=ROOT, capture_output=True, timeout=60)
+    done = subprocess.run([*program, str(ranks_here)], cwd=ROOT, capture_output=True, timeout=60)
     *said, last = done.stderr.splitlines(keepends=True)
     return (done.stdout if file == 1 else b"".join(said)), last.decode().strip()
 
@@ -264,7 +265,7 @@ def test_a_job_that_had_ended_well_without_a_host_has() -> None:
 
 
 def test_who_has_all_ranks_here_is_not_listened_to() -> None:
-    assert run([LOST_SENTENCES[0], b"\n"], 2, here=3) == (LOST_SENTENCES[0] + b"\n", "0")
+    assert run([LOST_SENTENCES[0], b"\n"], 2, ranks_here=3) == (LOST_SENTENCES[0] + b"\n", "0")
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import sys
 from launch.running import process
 process.GRACE = 0.5
 ended = process.run([sys.executable, '-c', *sys.argv[1:]], name='mpips run')
-process.tell(ended.sentence)
+process.print_error(ended.sentence)
 sys.exit(ended.code)
 """
 WAITS = "import os, signal\nprint(os.getpid(), flush=True)\nsignal.pause()"
@@ -70,11 +70,11 @@ JOB = """
 import sys
 from launch.running import process, verdict
 process.LOOK_SECONDS, verdict.AFTER_A_DEATH, verdict.AFTER_A_FAILURE = 0.1, 1, limit  # in vain for so long
-ended = process.run([sys.executable, "-c", *sys.argv[1:]], name="mpips run", roles=["worker", "server"], here=2)
-process.tell(ended.sentence)
+ended = process.run([sys.executable, "-c", *sys.argv[1:]], name="mpips run", roles=["worker", "server"], ranks_here=2)
+process.print_error(ended.sentence)
 sys.exit(ended.code)
 """
-SURVIVING = JOB.replace("here=2", "here=2, spares=0")
+SURVIVING = JOB.replace("ranks_here=2", "ranks_here=2, spares=0")
 UP = "import os, signal, time; os.write(1, b'up\\n'); "
 
 
@@ -284,7 +284,7 @@ def test_an_mpirun_that_does_not_end_with_its_ranks_is_ended(
     said = process.communicate(timeout=60)[1]
     assert time.monotonic() - begun < 20
     assert process.returncode in (code, min(code, 1))  # 1 where the kernel does not keep how they ended
-    assert ("no rank is left that works: the job has ended" in said) == (code > 0)
+    assert ("no working rank is left: the job has ended" in said) == (code > 0)
 
 
 @pytest.mark.slow
@@ -309,7 +309,7 @@ def test_a_rank_that_hangs_after_its_goodbye_has_ended_well() -> None:
 def test_a_rank_that_ends_before_it_can_be_heard_ends_a_job_in_which_mpirun_waits_for_the_others(
     unheard: str, said: str, code: int
 ) -> None:
-    program = JOB.replace("limit  #", "1; process.STARTING = 1  #")
+    program = JOB.replace("limit  #", "1; process.MISSING_SECONDS = 1  #")
     command = [sys.executable, "-c", program, LAUNCHER, unheard, "import time; time.sleep(600)"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, preexec_fn=heed, timeout=60)
     assert done.returncode == code, done.stderr

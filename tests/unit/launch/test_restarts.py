@@ -14,51 +14,51 @@ from click.testing import CliRunner, Result
 from launch import run
 from launch.hosts import Host, HostError, read
 from launch.mpirun import Flavour, Launcher, LauncherError, Machine
-from launch.restarts import answering, check, fit, reason, until_it_ends
-from launch.running.process import Ended
+from launch.restarts import check, describe_death, find_answering_hosts, reduce_roles, run_with_restarts
+from launch.running.process import JobEnd
 from mpips.store.options import Options
 
 ROOT = Path(__file__).parents[3]
 OPTIONS = Options(workers=6, servers=2, checkpoint="/nowhere", every=5)
-FINE, KILLED = Ended(0, 0, 0, "", ""), Ended(137, 137, 0, "it died", "rank 1 was ended by SIGKILL")
+FINE, KILLED = JobEnd(0, 0, 0, "", ""), JobEnd(137, 137, 0, "it died", "rank 1 was ended by SIGKILL")
 
 
 @pytest.mark.parametrize(
     ("ended", "remote", "flavour", "why"),
     [
         (KILLED, False, "openmpi", "rank 1 was ended by SIGKILL"),
-        (Ended(1, 1, 0, "", ""), False, "mpich", ""),
-        (Ended(3, 3, 0, "rank 1 left with exit code 3", ""), True, "openmpi", ""),
-        (Ended(143, 143, signal.SIGTERM, "", "rank 1 ..."), True, "openmpi", ""),
-        (Ended(137, 137, 0, "", ""), True, "openmpi", "a rank of another host was ended by signal 9"),
-        (Ended(9, 9, 0, "", ""), True, "mpich", "a rank of another host was ended by signal 9"),
-        (Ended(137, 137, 0, "", ""), False, "openmpi", ""),
-        (Ended(255, 255, 0, "", ""), True, "intel", "mpirun has left with code 255, as after the death of a rank"),
-        (Ended(255, 255, 0, "", ""), True, "mpich", ""),
-        (Ended(14, 14, 0, "", ""), True, "openmpi", "mpirun has left with code 14, as after the death of a rank"),
-        (Ended(14, 14, 0, "", ""), False, "openmpi", ""),
-        (Ended(137, -9, 0, "", ""), False, "mpich", "mpirun was ended by signal 9"),
-        (Ended(1, -11, 0, "", ""), False, "openmpi", ""),  # it crashed while it ended those that had an exception
-        (Ended(1, 0, 0, "", "mpirun has lost a host"), True, "openmpi", "mpirun has lost a host"),
+        (JobEnd(1, 1, 0, "", ""), False, "mpich", ""),
+        (JobEnd(3, 3, 0, "rank 1 left with exit code 3", ""), True, "openmpi", ""),
+        (JobEnd(143, 143, signal.SIGTERM, "", "rank 1 ..."), True, "openmpi", ""),
+        (JobEnd(137, 137, 0, "", ""), True, "openmpi", "a rank of another host was ended by signal 9"),
+        (JobEnd(9, 9, 0, "", ""), True, "mpich", "a rank of another host was ended by signal 9"),
+        (JobEnd(137, 137, 0, "", ""), False, "openmpi", ""),
+        (JobEnd(255, 255, 0, "", ""), True, "intel", "mpirun has left with code 255, as after the death of a rank"),
+        (JobEnd(255, 255, 0, "", ""), True, "mpich", ""),
+        (JobEnd(14, 14, 0, "", ""), True, "openmpi", "mpirun has left with code 14, as after the death of a rank"),
+        (JobEnd(14, 14, 0, "", ""), False, "openmpi", ""),
+        (JobEnd(137, -9, 0, "", ""), False, "mpich", "mpirun was ended by signal 9"),
+        (JobEnd(1, -11, 0, "", ""), False, "openmpi", ""),  # it crashed while it ended those that had an exception
+        (JobEnd(1, 0, 0, "", "mpirun has lost a host"), True, "openmpi", "mpirun has lost a host"),
         (FINE, True, "intel", ""),
     ],
 )
-def test_which_ends_are_deaths(ended: Ended, remote: bool, flavour: Flavour, why: str) -> None:
-    assert reason(ended, remote, flavour) == why
+def test_which_ends_are_deaths(ended: JobEnd, remote: bool, flavour: Flavour, why: str) -> None:
+    assert describe_death(ended, remote, flavour) == why
 
 
 def play(
-    ends: list[Ended], restarts: int, hosts: list[object] | None = None, options: Options = OPTIONS
+    ends: list[JobEnd], restarts: int, hosts: list[object] | None = None, options: Options = OPTIONS
 ) -> tuple[int, list[Options]]:
-    """The exit code of a job that ends so, one end a start, and the options of its starts. `hosts`: what `fitting`
+    """The exit code of a job that ends so, one end a start, and the options of its starts. `hosts`: what `fit_to_hosts`
     returns or raises, in turn."""
     starts: list[Options] = []
 
-    def start(options: Options) -> Ended:
+    def start(options: Options) -> JobEnd:
         starts.append(options)
         return ends[len(starts) - 1]
 
-    def fitting(wanted: Options) -> Options:
+    def fit_to_hosts(wanted: Options) -> Options:
         assert wanted == options and hosts
         answer = hosts.pop(0)
         if isinstance(answer, Exception):
@@ -66,7 +66,7 @@ def play(
         assert isinstance(answer, Options)
         return answer
 
-    return until_it_ends(start, fitting, options, restarts, hosts is not None, "openmpi"), starts
+    return run_with_restarts(start, fit_to_hosts, options, restarts, hosts is not None, "openmpi"), starts
 
 
 def test_a_job_starts_again_until_it_ends_well(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -87,14 +87,14 @@ def test_not_more_often_than_asked(capfd: pytest.CaptureFixture[str]) -> None:
     assert lines[2:] == ["it died"]
 
 
-@pytest.mark.parametrize("end", [Ended(1, 1, 0, "", ""), Ended(130, 130, 2, "", "")])
-def test_an_exception_or_our_signal_is_the_end(end: Ended) -> None:
+@pytest.mark.parametrize("end", [JobEnd(1, 1, 0, "", ""), JobEnd(130, 130, 2, "", "")])
+def test_an_exception_or_our_signal_is_the_end(end: JobEnd) -> None:
     assert play([end], 9) == (end.code, [OPTIONS])
 
 
 def test_fewer_roles_where_hosts_are_lost_and_all_when_they_are_back(capfd: pytest.CaptureFixture[str]) -> None:
     fewer = Options(workers=3, servers=2, checkpoint="/nowhere", every=5)
-    silent = Ended(1, 1, 0, "", "")
+    silent = JobEnd(1, 1, 0, "", "")
     assert play([silent, KILLED, FINE], 5, [fewer, OPTIONS]) == (0, [OPTIONS, fewer, OPTIONS])
     first, second = capfd.readouterr().err.splitlines()
     assert first.startswith("mpips: a host does not answer: the job starts again")
@@ -121,16 +121,16 @@ def test_fewer_roles_where_hosts_are_lost_and_all_when_they_are_back(capfd: pyte
 )
 def test_spares_then_workers_then_servers_go(slots: list[int | None], spares: int, roles: tuple[int, int, int]) -> None:
     options = Options(workers=6, servers=2, spares=spares, every=5)
-    found = fit(options, [Host(f"h{number}", count) for number, count in enumerate(slots)])
+    found = reduce_roles(options, [Host(f"h{number}", count) for number, count in enumerate(slots)])
     assert (found.workers, found.servers, found.spares, found.every) == (*roles, 5)
 
 
 def test_roles_that_do_not_fit() -> None:
     with pytest.raises(LauncherError, match="have 1 slots, and a worker and a server need 2"):
-        fit(OPTIONS, [Host("a", 1)])
+        reduce_roles(OPTIONS, [Host("a", 1)])
     with pytest.raises(LauncherError, match="no host answers"):
-        fit(OPTIONS, [])
-    alone = fit(Options(workers=5, clients=3), [Host("a", 2)])
+        reduce_roles(OPTIONS, [])
+    alone = reduce_roles(Options(workers=5, clients=3), [Host("a", 2)])
     assert (alone.workers, alone.clients, alone.servers) == (2, 2, 0)
 
 
@@ -139,7 +139,7 @@ def test_hosts_that_answer(tmp_path: Path) -> None:
     file.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('gone:1' in sys.argv)\n")
     file.chmod(0o755)
     hosts = [Host("here", 3), Host("gone", 2), Host("localhost", 1)]
-    found = answering(hosts, Launcher(str(file), "mpich", "5"), Machine(2))
+    found = find_answering_hosts(hosts, Launcher(str(file), "mpich", "5"), Machine(2))
     assert [host.name for host in found] == ["here", "localhost"]
 
 

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 
 from collectives.benchmark.__main__ import CASES
 from launch import Launcher, LauncherError, Machine, cli, machine, network, run
-from launch.hosts import Placed
+from launch.hosts import RankBlock
 from launch.running import process
 from mpips.__main__ import COMMANDS
 from mpips.store import world
@@ -132,10 +132,10 @@ def test_ranks_meet_on_the_first_host_unless_the_user_says_where(
 def test_options_behind_a_script_that_reads_none_are_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (script := tmp_path / "x.py").write_text("print(1)")
     for words, said in (("-s 1", True), ("--servers=1", True), ("--lr 0.1", False), ("", False)):
-        run.note_options([str(script), *words.split()], run.command.params)
+        run.warn_of_late_options([str(script), *words.split()], run.command.params)
         assert ("the script gets" in capsys.readouterr().err) == said
     script.write_text("import sys\nprint(sys.argv)")
-    run.note_options([str(script), "-s", "1"], run.command.params)
+    run.warn_of_late_options([str(script), "-s", "1"], run.command.params)
     assert not capsys.readouterr().err
 
 
@@ -163,10 +163,10 @@ def test_hostfile(mpirun: str, tmp_path: Path) -> None:
         ("python x.py", "leave out 'python': the ranks run the script that follows it by"),
         ("-w 2 /bin/sh -c true", "'/bin/sh' is a binary program, and the ranks run Python: start it with mpirun"),
         ("-w 2 x.sh", "'x.sh' is a shell script, and the ranks run Python"),
-        ("-w 2 no-python", "no rank is started, as the script is no Python"),
+        ("-w 2 no-python", "no rank is started: the script is not valid Python"),
         ("-w 2 .", "'.' is a folder: name a script in it"),
         ("-w 4 --nics eth0 x.py", "--nics says which NIC serves which level of a --topology: give that, too"),
-        ("-w 0 x.py", "'0' is no whole number of at least 1"),
+        ("-w 0 x.py", "'0' is not a whole number of at least 1"),
         ("-w 2 --topology ring:2 x.py", "unknown topology"),
         ("-w 2 --interface nope0 x.py", "there is no network interface 'nope0' here: there are .*lo"),
         ("-w 2 --hostfile none.txt x.py", "there is no host file 'none.txt' here"),
@@ -230,7 +230,7 @@ def test_a_script_that_is_no_python_is_refused_once_and_shown(mpirun: str, tmp_p
     script.write_text(text)
     done = call("-w", "2", "--mpirun", mpirun, str(script))
     assert done.exit_code == 2
-    assert "no rank is started, as the script is no Python" in done.output
+    assert "no rank is started: the script is not valid Python" in done.output
     assert "Error: " in done.output.splitlines()[-1]
     done = call("-w", "2", "--mpirun", mpirun, "--", "-c", "x = = 1")
     assert done.exit_code == 2
@@ -263,22 +263,22 @@ def test_hosts_are_asked_for_an_interface_that_is_not_here(monkeypatch: pytest.M
 
     monkeypatch.setattr(network, "ask_hosts", ask)
     launcher, machine = Launcher("mpiexec", "mpich", "4"), Machine(2)
-    network.check_interface("fast0", launcher, (Placed("a", 1), Placed("a", 1)), machine)
-    network.check_interface("10.0.0.0/8", launcher, (Placed("a", 1),), machine)
+    network.check_interface("fast0", launcher, (RankBlock("a", 1), RankBlock("a", 1)), machine)
+    network.check_interface("10.0.0.0/8", launcher, (RankBlock("a", 1),), machine)
     with pytest.raises(LauncherError, match=r"b has no interface 'fast0'.*lo, fast1"):
-        network.check_interface("fast0", launcher, (Placed("a", 1), Placed("b", 1)), machine)
+        network.check_interface("fast0", launcher, (RankBlock("a", 1), RankBlock("b", 1)), machine)
     with pytest.raises(LauncherError, match=r"a has no IPv4 address in the subnet 10\.9\.0\.0/16.*10\.0\.0\.1"):
-        network.check_interface("10.9.0.0/16", launcher, (Placed("a", 1),), machine)
+        network.check_interface("10.9.0.0/16", launcher, (RankBlock("a", 1),), machine)
 
 
 def test_a_subnet_is_looked_for_among_the_addresses_here(monkeypatch: pytest.MonkeyPatch) -> None:
     nics = {"lo": (IPv4Interface("127.0.0.1/8"),), "eth0": (IPv4Interface("10.0.0.1/24"), IPv4Interface("10.7.0.1/24"))}
-    monkeypatch.setattr(network, "report_here", lambda: network.HostReport("here", nics, ()))
+    monkeypatch.setattr(network, "report_this_host", lambda: network.HostReport("here", nics, ()))
     launcher, machine = Launcher("mpiexec", "mpich", "4"), Machine(2)
     network.check_interface("10.7.0.0/16", launcher, (), machine)
     with pytest.raises(LauncherError, match=r"no IPv4 address in the subnet 10\.9\.0\.0/16.*10\.0\.0\.1"):
         network.check_interface("127.0.0.0/8,10.9.0.0/16", launcher, (), machine)
-    with pytest.raises(LauncherError, match=r"'10\.0\.0\.0/99' is no IPv4 subnet"):
+    with pytest.raises(LauncherError, match=r"'10\.0\.0\.0/99' is not an IPv4 subnet"):
         network.check_interface("10.0.0.0/99", launcher, (), machine)
 
 
@@ -389,7 +389,7 @@ def test_ranks_start_the_module_under_mpirun() -> None:
     [
         ("bench allreduce --ranks two", "two"),
         ("bench allreduce --ranks 2 --sizes 3", "--sizes 3"),
-        ("bench allreduce --ranks 2 --dtype float23", "'float23' is no type of numbers"),
+        ("bench allreduce --ranks 2 --dtype float23", "'float23' is not a number type"),
         ("bench --ranks 2", "Missing command"),
         ("sim --bytes 0", "--bytes 0"),
         ("lab status --json /nosuch/x.json", "there is no folder '/nosuch'"),
@@ -413,7 +413,7 @@ def test_wrong_words_are_refused_once_before_any_rank_starts(words: str, named: 
     ("words", "named"),
     [
         ("bench optimizers -n 2", "mpips bench optimizers is a single process and takes no --ranks"),
-        ("bench iallreduce -n 1", "an allreduce beside compute needs two ranks: --ranks 2"),
+        ("bench iallreduce -n 1", "overlap with compute needs two ranks: use --ranks 2"),
         ("bench -n 2 optimizers", "mpips bench optimizers is a single process and takes no --ranks"),
         ("bench allreduce -n0", "-n must be a whole number of at least 1, not '0'"),
         ("bench allreduce -n", "-n must be a whole number of at least 1, not ''"),

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from collectives.benchmark.harness import take_turns
 from collectives.kernels import engine
 from examples.reproduce.overlap.measured import RATE, OverlapJob
-from mpips.bench.kvstore import check, expecting, measure_rounds
+from mpips.bench.kvstore import check, expected_values, measure_rounds
 from mpips.bench.optimizers import command
 from mpips.optimizers import SGD
 
@@ -94,16 +93,16 @@ class LastRound:
 
 def test_a_pull_of_an_earlier_round_is_no_result() -> None:
     kv: Any = LastRound(0)
-    assert measure_rounds(kv, 100, "ordinary", 1, 0.0, expecting(None))[0] == 5
+    assert measure_rounds(kv, 100, "ordinary", 1, 0.0, expected_values(None))[0] == 5
     kv = LastRound(1)
     with pytest.raises(RuntimeError, match="dist_sync, round 1: of 400 bytes, an element came back as 0, not 1"):
-        measure_rounds(kv, 100, "ordinary", 1, 0.0, expecting(None))
+        measure_rounds(kv, 100, "ordinary", 1, 0.0, expected_values(None))
 
 
 def test_an_update_that_is_missing_is_no_result() -> None:
     kv: Any = LastRound(0)
     with pytest.raises(RuntimeError, match=r"dist_sync, round 1: of 400 bytes, an element came back as 1, not -0\.01"):
-        measure_rounds(kv, 100, "ordinary", 1, 0.0, expecting(SGD()))
+        measure_rounds(kv, 100, "ordinary", 1, 0.0, expected_values(SGD()))
 
 
 def test_momentum_of_another_optimizer_is_refused() -> None:
@@ -124,18 +123,6 @@ def test_an_iteration_whose_parameters_are_those_before_it_is_no_result() -> Non
     job.see("other keys", 1)
     with pytest.raises(RuntimeError, match=r"merged, iteration 4: a parameter moved by 0, not by 0\.009"):
         job.see("merged", 4)
-
-
-def test_contenders_take_turns_forwards_and_backwards() -> None:
-    called: list[str] = []
-
-    def turn(name: str) -> float:
-        called.append(name)
-        return float(len(called))
-
-    times = take_turns({name: lambda name=name: turn(name) for name in "abc"}, 2)  # type: ignore[misc]
-    assert "".join(called) == "abccba"
-    assert times["a"].tolist() == [1.0, 6.0]
 
 
 def test_without_pytorch_it_says_so_and_measures_the_rest(monkeypatch, tmp_path):

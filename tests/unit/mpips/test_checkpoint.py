@@ -111,7 +111,7 @@ def test_the_mode_is_that_of_the_file_replaced_or_the_umasks(tmp_path):
 
 
 def test_what_cannot_be_written(tmp_path):
-    with pytest.raises(OSError, match="no regular file"):
+    with pytest.raises(OSError, match="not a regular file"):
         Writer("/dev/null")
     with pytest.raises(OSError, match="no folder"):
         Writer(tmp_path / "there" / "x")
@@ -246,9 +246,9 @@ def test_a_file_cut_short_is_refused(made, saved, tmp_path):
 @pytest.mark.parametrize(
     "path, words",
     [
-        ("/", r"^/ cannot be written: it is there and no regular file"),
+        ("/", r"^/ cannot be written: it exists and is not a regular file"),
         ("/no/such/x", r"^/no/such/x cannot be written: there is no folder /no/such: make it first"),
-        (f"{__file__}/no/x", r"/no/x cannot be written: .*test_checkpoint.py is no folder: choose another place"),
+        (f"{__file__}/no/x", r"/no/x cannot be written: .*test_checkpoint.py is not a folder: choose another place"),
         ("", r"^save: path is empty: give the name of a file"),
         (b"x", r"^save: path b'x' is of type bytes: give a str or a Path"),
         (None, r"^save: path None is of type NoneType: give a str or a Path"),
@@ -337,7 +337,7 @@ def test_killed_at_any_moment_the_old_or_the_new_one_is_there(tmp_path, count):
         process.send_signal(signal.SIGKILL)
         process.wait()
         with TensorFile(path) as file:
-            file.see_sums(())
+            file.check_sums(())
             a, b = file.get("a"), file.get("b")
         assert len({*np.unique(a), *np.unique(b)}) == 1
         process.stdout.close()

@@ -12,10 +12,10 @@ import pytest
 
 import mpips
 from collectives import CollectiveError
-from collectives.call import Call, operation
+from collectives.call import Call, find_reduction
 from collectives.kernels import engine
 from collectives.schedule import catalog
-from collectives.schedule.catalog import see_named
+from collectives.schedule.catalog import check_algorithm
 from collectives.simulator.simulate import predict_seconds
 from collectives.tuner import table
 from collectives.tuner.table import EVERYTHING, Range, Slots
@@ -30,7 +30,7 @@ OLD = Path(__file__).parents[2] / "data" / "e292923"
 """What mpips wrote before its files had checksums."""
 X, Y = data()
 TRAINERS = "step-00000025"
-SUM = operation("sum", np.dtype("f4"))
+SUM = find_reduction("sum", np.dtype("f4"))
 TABLE = table.TuningTable(
     slots={2: Slots(1000, 2000), 4: Slots(10, 10)},
     cross_memory={2: 30_000},
@@ -187,21 +187,23 @@ def test_damage_to_a_file_without_checksums_is_a_sentence(tmp_path, readers, kin
 
 
 FAULTS = chaos.draw(3, 12, 2.0, kinds=["kill", "stop", "slow"], roles=["worker", "rank"])
-PROFILE = overlap.create_profile(["a", "b"], [10, 20], [0.1, 0.2], [0.3, 0.4], overlap.Linear(1e-5, 1e-9, 4), 1e-4, 1e9)
+PROFILE = overlap.create_profile(
+    ["a", "b"], [10, 20], [0.1, 0.2], [0.3, 0.4], overlap.LinearNetwork(1e-5, 1e-9, 4), 1e-4, 1e9
+)
 
 
 def see_table(path):
     """A spoilt table is left aside with a warning, and whatever is taken answers for every call."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        usable = table.usable(see_named)
+        usable = table.load_or_warn(check_algorithm)
     for ranks in (1, 2, 3, 4):
         assert 0 <= usable.slot_limits(ranks, False).always <= usable.slot_limits(ranks, False).ordinary
         for nbytes in (0, 1000, 1 << 40):
-            catalog.see_named("allreduce", usable.best_between("allreduce", 2, ranks, nbytes))
+            catalog.check_algorithm("allreduce", usable.best_between("allreduce", 2, ranks, nbytes))
     for way in ("slots", "direct"):
         assert predict_seconds(usable, Call("allreduce", 9, np.dtype("f4"), SUM, 0, "shared_memory", 4), 1, way) >= 0
-    table.load(see_named)
+    table.load(check_algorithm)
 
 
 JSON_FILES = {

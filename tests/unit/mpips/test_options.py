@@ -89,7 +89,7 @@ def test_a_bad_variable_is_named():
         read({}, {"MPIPS_Q": "1"})
     with pytest.raises(OptionError, match=r"MPIPS_KERNEL is unknown: did you mean MPIPS_KERNELS\?"):
         read({}, {"MPIPS_KERNEL": "numpy"})
-    with pytest.raises(OptionError, match="MPIPS_KERNELS='cuda' names no engine: give numba or numpy, or leave it"):
+    with pytest.raises(OptionError, match="MPIPS_KERNELS='cuda' is unknown: give numba or numpy, or leave it"):
         read({}, {"MPIPS_KERNELS": "cuda"})
     assert read({}, {"MPIPS_KERNELS": "numpy", "MPIPS_KERNELS_FOLDER": "/tmp/kernels"}) == Options()
 

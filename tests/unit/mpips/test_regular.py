@@ -23,7 +23,7 @@ def regular(*keys: str, every: int = 2, step: int = 0, rank: int = 0, asynchrono
     options = SimpleNamespace(checkpoint="/nowhere", every=every)
     layout = SimpleNamespace(options=options, rank=rank, asynchronous=asynchronous)
     pushed = dict.fromkeys(keys, SimpleNamespace(noun="key"))
-    return RegularSaves(SimpleNamespace(layout=layout, pushed=pushed, tables={}), step)  # type: ignore[arg-type]
+    return RegularSaves(SimpleNamespace(layout=layout, pushed=pushed, collections={}), step)  # type: ignore[arg-type]
 
 
 def push(it: RegularSaves, *names) -> bool:

@@ -16,9 +16,9 @@ from mpips.mlp import MLP
 from mpips.training import Callback, Checkpoint, EarlyStop, Elastic, Epoch, LearningRate
 from mpips.training import callbacks as hooks
 from mpips.training.batches import shares, source_of
-from mpips.training.checkpoint import STORE, TRAINER, Position, decode, prune, see_folder, steps_in
+from mpips.training.checkpoint import STORE, TRAINER, Position, check_folder, decode, prune, steps_in
 from mpips.training.evaluation import means, measured
-from mpips.training.model import keys_of, see_model
+from mpips.training.model import check_model_arrays, keys_of
 from mpips.training.step import Accumulated
 from mpips.training.updates import clip, global_norm
 
@@ -135,7 +135,7 @@ W = np.zeros((2, 3))
 )
 def test_what_a_model_lacks_is_said(model, words):
     with pytest.raises((TypeError, ValueError), match=words):
-        see_model(model)
+        check_model_arrays(model)
 
 
 def test_keys_are_the_names_of_a_model_or_numbers():
@@ -199,20 +199,20 @@ def test_only_the_newest_checkpoints_stay_and_halves_are_none(tmp_path):
 
 
 def test_a_folder_that_cannot_take_a_checkpoint_is_found_before(tmp_path, monkeypatch):
-    see_folder(tmp_path / "a" / "b", 3)
+    check_folder(tmp_path / "a" / "b", 3)
     assert list((tmp_path / "a" / "b").iterdir()) == []
     for ending in (STORE, TRAINER):
         (tmp_path / f"step-{4:08d}{ending}").touch()
-    see_folder(tmp_path, 4)
+    check_folder(tmp_path, 4)
     with pytest.raises(ValueError, match="has a checkpoint of step 4, and this one is of step 3"):
-        see_folder(tmp_path, 3)
+        check_folder(tmp_path, 3)
 
     def refuses(**words):
         raise OSError(30, "Read-only file system")
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuses)
     with pytest.raises(ValueError, match=r"nothing can be written to the folder .*: Read-only file system"):
-        see_folder(tmp_path, 4)
+        check_folder(tmp_path, 4)
 
 
 def test_halves_older_than_the_newest_checkpoint_go_with_the_old_ones(tmp_path):
@@ -261,7 +261,7 @@ def test_early_stop_waits_for_what_is_better(stop, values, ends):
         (lambda: Checkpoint("a", every=0), "every=0"),
         (lambda: Checkpoint("a", keep=True), "keep=True"),
         (lambda: EarlyStop("test_accuracy").check(fitting(measures=("loss",))), "this fit measures loss; test= adds"),
-        (lambda: Checkpoint("a", every=2).check(fitting(joined=True, asynchronous=True)), "give every=None"),
+        (lambda: Checkpoint("a", every=2).check(fitting(uneven=True, asynchronous=True)), "give every=None"),
     ],
 )
 def test_callbacks_say_what_cannot_be(make, words):
@@ -297,4 +297,4 @@ def test_states_of_callbacks_are_found_by_class_and_number():
     assert list(hooks.states([EarlyStop(), Checkpoint("a"), EarlyStop()])) == ["EarlyStop 0", "EarlyStop 1"]
     with pytest.raises(TypeError, match="Own 0 is no JSON data"):
         hooks.states([Own()])
-    assert hooks.words_of([EarlyStop("loss", 2), LearningRate(print), Own()]).endswith("mode=None), LearningRate, Own")
+    assert hooks.describe([EarlyStop("loss", 2), LearningRate(print), Own()]).endswith("mode=None), LearningRate, Own")

@@ -10,68 +10,83 @@ import pytest
 from mpips.store.runtime.errors import LostError
 from mpips.training.batches import Arrays
 from mpips.training.checkpoint import Epoch, Position
-from mpips.training.rejoin import BEGIN, COUNTED, OVER, TOLD, Mark, Word, agreed, rows_of, with_losses
+from mpips.training.rejoin import (
+    BEGIN,
+    CALLED,
+    COUNTED,
+    OVER,
+    Moment,
+    WorkerReport,
+    choose_moment,
+    order_of_losses,
+    with_losses,
+)
 
 
-def mark(step, stage, ended=0):
-    return Mark(Position(step=step), stage, ended, 3, [], None)
+def moment(step, stage, ended=0):
+    return Moment(Position(step=step), stage, ended, 3, [], None)
 
 
-def word(*marks, ahead=None, stored=None, ranks=None):
-    return Word(ranks or {0: 0}, 0, list(marks), ahead, stored, True, [], [])
+def report(*moments, ahead=None, stored=None, ranks=None):
+    return WorkerReport(ranks or {0: 0}, 0, list(moments), ahead, stored, True, [], [])
 
 
 ALL = range(3)
 
 
 def test_a_store_that_updates_says_the_step():
-    behind = word(mark(4, COUNTED), mark(4, TOLD), ahead=mark(5, COUNTED), stored=5)
-    before = word(mark(4, TOLD), mark(5, COUNTED), mark(5, TOLD), ahead=mark(6, COUNTED), stored=5)
-    found = agreed([None, before, behind], ALL, stored=True, asynchronous=False)
+    behind = report(moment(4, COUNTED), moment(4, CALLED), ahead=moment(5, COUNTED), stored=5)
+    before = report(moment(4, CALLED), moment(5, COUNTED), moment(5, CALLED), ahead=moment(6, COUNTED), stored=5)
+    found = choose_moment([None, before, behind], ALL, stored=True, asynchronous=False)
     assert found == (5, (0, COUNTED), 1)
     assert behind.at(5, (0, COUNTED)) is behind.ahead and before.at(5, (0, COUNTED)).stage == COUNTED
 
 
 def test_a_step_that_was_undone_is_taken_again():
-    told = [word(mark(4, TOLD), mark(5, TOLD), stored=4) for _ in ALL]
-    assert agreed(told, ALL, True, False)[:2] == (4, (0, TOLD))
+    told = [report(moment(4, CALLED), moment(5, CALLED), stored=4) for _ in ALL]
+    assert choose_moment(told, ALL, True, False)[:2] == (4, (0, CALLED))
 
 
 def test_the_end_of_an_epoch_comes_after_its_last_step():
-    over = word(mark(4, COUNTED), mark(4, TOLD), mark(4, OVER, ended=1), stored=4)
-    not_yet = word(mark(4, COUNTED), mark(4, TOLD), stored=4)
-    assert agreed([over, not_yet], range(2), True, False).place == (0, TOLD)
-    assert agreed([over, over], range(2), True, False).place == (1, OVER)
-    assert over.at(4, (0, TOLD)).stage == TOLD
+    over = report(moment(4, COUNTED), moment(4, CALLED), moment(4, OVER, ended=1), stored=4)
+    not_yet = report(moment(4, COUNTED), moment(4, CALLED), stored=4)
+    assert choose_moment([over, not_yet], range(2), True, False).place == (0, CALLED)
+    assert choose_moment([over, over], range(2), True, False).place == (1, OVER)
+    assert over.at(4, (0, CALLED)).stage == CALLED
 
 
 def test_where_workers_update_the_one_that_is_furthest_counts():
-    ready, done = word(mark(4, TOLD), ahead=mark(5, COUNTED)), word(mark(4, TOLD), mark(5, COUNTED))
-    assert agreed([ready, done, None], ALL, False, False) == (5, (0, COUNTED), 0)
-    assert agreed([ready, ready, None], ALL, False, False).step == 4
+    ready, done = report(moment(4, CALLED), ahead=moment(5, COUNTED)), report(moment(4, CALLED), moment(5, COUNTED))
+    assert choose_moment([ready, done, None], ALL, False, False) == (5, (0, COUNTED), 0)
+    assert choose_moment([ready, ready, None], ALL, False, False).step == 4
 
 
 def test_a_client_of_an_asynchronous_store_is_where_all_of_it_have_come():
-    ready, computing = word(mark(7, TOLD), ahead=mark(8, COUNTED)), word(mark(7, TOLD))
-    assert agreed([ready, ready, computing], range(2), True, True).step == 8
-    assert agreed([ready, ready, computing], ALL, True, True).step == 7
-    assert agreed([None, None, computing], range(2), True, True) == (7, (0, TOLD), 2)  # all of it are new
+    ready, computing = report(moment(7, CALLED), ahead=moment(8, COUNTED)), report(moment(7, CALLED))
+    assert choose_moment([ready, ready, computing], range(2), True, True).step == 8
+    assert choose_moment([ready, ready, computing], ALL, True, True).step == 7
+    assert choose_moment([None, None, computing], range(2), True, True) == (7, (0, CALLED), 2)  # all of it are new
 
 
 def test_what_nobody_knows_is_said():
     with pytest.raises(LostError, match="no worker is left"):
-        agreed([None, None], range(2), True, False)
+        choose_moment([None, None], range(2), True, False)
     with pytest.raises(LostError, match=r"of step 2, and worker 1 remembers none but its last 2, up to 4"):
-        agreed([word(mark(2, TOLD), stored=2), word(mark(3, TOLD), mark(4, TOLD), stored=2)], range(2), True, False)
+        choose_moment(
+            [report(moment(2, CALLED), stored=2), report(moment(3, CALLED), moment(4, CALLED), stored=2)],
+            range(2),
+            True,
+            False,
+        )
     with pytest.raises(LostError, match="of unlike steps"):
-        agreed([word(mark(2, TOLD), stored=None)], range(1), True, False)
-    assert agreed([word(mark(0, BEGIN), stored=0)] * 2, range(2), True, False).place == (0, BEGIN)
+        choose_moment([report(moment(2, CALLED), stored=None)], range(1), True, False)
+    assert choose_moment([report(moment(0, BEGIN), stored=0)] * 2, range(2), True, False).place == (0, BEGIN)
 
 
 def test_a_spare_has_the_row_of_the_worker_whose_place_it_takes():
-    here = [word(ranks={2: 0}), None, word(ranks={2: 2}), None]
-    assert rows_of(here, 2, 4) == [0, 1, 2, 3]
-    assert rows_of([word(ranks={2: 0}), word(ranks={2: 2, 3: 1})], 2, 3) == [0, 2]
+    here = [report(ranks={2: 0}), None, report(ranks={2: 2}), None]
+    assert order_of_losses(here, 2, 4) == [0, 1, 2, 3]
+    assert order_of_losses([report(ranks={2: 0}), report(ranks={2: 2, 3: 1})], 2, 3) == [0, 2]
     history = with_losses([Epoch(1, 0.5, 2.0), Epoch(2, 0.5, 3.0)], [[2.0, 4.0], [3.0, 5.0]], 1)
     assert [epoch.loss for epoch in history] == [4.0, 5.0]
     assert with_losses(history, [], 0) == history

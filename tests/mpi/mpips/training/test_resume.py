@@ -226,7 +226,7 @@ def test_what_cannot_be_resumed_is_told_to_all_and_the_training_goes_on(folder):
         assert [path.name for path in steps_in(folder / "a")] == [place.name]
         assert trainer.resume(folder / "a") == int(place.name.removeprefix("step-"))
         clipped = Trainer(Line(), kv, "sgd", clip_norm=1.0)
-        assert "give clip_norm and elastic as they were" in failure(lambda: clipped.resume(folder / "a"))
+        assert "give clip_norm, elastic and local as they were" in failure(lambda: clipped.resume(folder / "a"))
         if kv.rank == 0:
             Path(f"{place}.trainer.safetensors").write_text("nothing")
         kv.barrier()

@@ -333,7 +333,7 @@ def test_an_accuracy_of_some_samples_alone_is_refused(mixed):
         if mixed == "batches":
             assert "y are classes, whole numbers (samples,), for 10 samples and not for the other 10" in said
         elif kv.num_workers > 1:
-            assert "evaluate: accuracy is measured on rank 0 and not on rank 1, where y are no classes" in said
+            assert "evaluate: accuracy is measured on rank 0 and missing on rank 1, where y are no classes" in said
         assert trainer.evaluate([(X[:10], classes)] if kv.rank == 0 else [])["accuracy"] == 1.0
 
     on_workers("mpi_sync-0", work)

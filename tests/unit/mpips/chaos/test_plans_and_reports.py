@@ -10,15 +10,15 @@ import pytest
 from mpips.chaos import (
     KINDS,
     ROLES,
-    Done,
     Fault,
+    FaultAttempt,
     FaultPlan,
-    Made,
-    Note,
     PlanError,
     Point,
-    Recovered,
-    Run,
+    ProgramNote,
+    StoreCreated,
+    StoreRecovered,
+    WatchedRun,
     Whom,
     check_lab,
     draw,
@@ -27,7 +27,7 @@ from mpips.chaos import (
     load,
     save,
 )
-from mpips.chaos.injector import Told
+from mpips.chaos.injector import Message
 
 
 def test_a_seed_gives_one_plan() -> None:
@@ -98,27 +98,27 @@ def test_a_plan_that_cannot_be_is_not_drawn() -> None:
 RANKS = 3
 
 
-def note(time: float, rank: int, step: int, value: float | None = None, worker: int | None = None) -> Note:
+def note(time: float, rank: int, step: int, value: float | None = None, worker: int | None = None) -> ProgramNote:
     found = float(step) if value is None else value
-    return Note(time, rank, rank if worker is None else worker, RANKS, step, found, f"{found}")
+    return ProgramNote(time, rank, rank if worker is None else worker, RANKS, step, found, f"{found}")
 
 
-def steps(first: float, *numbers: int, ranks: tuple[int, ...] = (0, 1, 2)) -> list[Told]:
+def steps(first: float, *numbers: int, ranks: tuple[int, ...] = (0, 1, 2)) -> list[Message]:
     """All ranks note these steps, a second apart, rank r r hundredths later."""
     return [note(first + turn + rank / 100, rank, step) for turn, step in enumerate(numbers) for rank in ranks]
 
 
-def run(told: list[Told], *faults: tuple[str, float, int], **more: object) -> Run:
+def run(told: list[Message], *faults: tuple[str, float, int], **more: object) -> WatchedRun:
     made = [
-        Done(number, time, rank, "worker", killed=(rank,) * (kind == "kill"))
+        FaultAttempt(number, time, rank, "worker", killed=(rank,) * (kind == "kill"))
         for number, (kind, time, rank) in enumerate(faults)
     ]
     plan = FaultPlan(0, tuple(Fault(kind, Whom("rank", rank), time, 1.0) for kind, time, rank in faults))
-    return Run(plan, ended=100.0, told=[Made(0.0, 0, 0, RANKS), *told], done=made, **more)
+    return WatchedRun(plan, ended=100.0, messages=[StoreCreated(0.0, 0, 0, RANKS), *told], attempts=made, **more)
 
 
-def recovered(time: float, *ranks: int) -> list[Told]:
-    return [Recovered(time, rank, rank, RANKS, None) for rank in ranks]
+def recovered(time: float, *ranks: int) -> list[Message]:
+    return [StoreRecovered(time, rank, rank, RANKS, None) for rank in ranks]
 
 
 def test_a_job_without_faults_is_good() -> None:
@@ -173,7 +173,7 @@ def test_bits_that_differ_are_told() -> None:
     report = judge(run(other), run(good))
     assert report.bits == "differ from step 2 of worker 0 on: 2.5, not 2.0" and not report.good
     assert judge(run(steps(1, 0, 1)), run(good)).bits == "step 2 of the reference was not noted"
-    fewer = [Note(1, 0, 0, RANKS - 1, 0, 0.0, "0.0"), *steps(2, 1, 2)]
+    fewer = [ProgramNote(1, 0, 0, RANKS - 1, 0, 0.0, "0.0"), *steps(2, 1, 2)]
     assert judge(run(fewer), run(good)).bits == "step 0 has 2 workers, and 3 in another run of it"
 
 
@@ -184,7 +184,7 @@ def test_a_spare_in_a_dead_ranks_place_has_its_bits() -> None:
 
 def test_faults_that_were_not_made_say_why() -> None:
     found = run(steps(1, 0), ("kill", 3, 1))
-    found.done = []
+    found.attempts = []
     assert judge(found).faults[0].undone == "the job ended before"
 
 
@@ -199,7 +199,7 @@ def test_the_nearest_rank_is_the_percentile() -> None:
 def test_all_ranks_of_a_lost_host_are_not_waited_for() -> None:
     told = [*steps(1, 0, 1), *steps(3, 2, 3, ranks=(0,))]
     made = run(told, ("host", 2.5, 1))
-    made.done = [Done(0, 2.5, 1, "worker", "h1", (1, 2))]
+    made.attempts = [FaultAttempt(0, 2.5, 1, "worker", "h1", (1, 2))]
     (fault,) = judge(made).faults
     assert (fault.host, fault.rank) == ("h1", 1) and fault.seconds == 3 - 2.5
 
@@ -207,7 +207,7 @@ def test_all_ranks_of_a_lost_host_are_not_waited_for() -> None:
 def test_weights_of_torch_are_noted_by_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
 
-    told: list[Note] = []
+    told: list[ProgramNote] = []
     watching = SimpleNamespace(rank=0, place=lambda: (0, 1), tell=told.append)
     monkeypatch.setattr(injector, "_injectors", [watching])
     weights = torch.arange(4.0, requires_grad=True)

@@ -12,7 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from mpips.chaos import Fault, FaultPlan, Made, Note, Point, Recovered, Run, Whom, judge, watch
+from mpips.chaos import (
+    Fault,
+    FaultPlan,
+    Point,
+    ProgramNote,
+    StoreCreated,
+    StoreRecovered,
+    WatchedRun,
+    Whom,
+    judge,
+    watch,
+)
 from mpips.chaos.injector import watched
 
 LIMIT = 30.0
@@ -43,8 +54,8 @@ def job(
     *faults: Fault,
     allowed: tuple[int, ...] = (0,),
     limit: float = LIMIT,
-    look: Callable[[Run], None] | None = None,
-) -> Run:
+    look: Callable[[WatchedRun], None] | None = None,
+) -> WatchedRun:
     script = tmp_path / "job.py"
     script.write_text(RANKS.replace("ALLOWED", repr(allowed)) + textwrap.dedent(body))
     with open(tmp_path / "said", "wb") as said:
@@ -60,10 +71,10 @@ def said(tmp_path: Path) -> str:
 def test_ranks_are_heard_though_they_end_before_anybody_looks(tmp_path: Path, busy: float) -> None:
     run = job(tmp_path, "note(3, 0.5)\nkv.recover()\nnote(4, b'abc')", look=lambda run: time.sleep(busy))
     assert run.code == 0 and not run.hung and not run.left
-    assert sorted(told.rank for told in run.told if isinstance(told, Made)) == [0, 1, 2]
-    notes = [told for told in run.told if isinstance(told, Note)]
+    assert sorted(message.rank for message in run.messages if isinstance(message, StoreCreated)) == [0, 1, 2]
+    notes = [message for message in run.messages if isinstance(message, ProgramNote)]
     assert {(one.step, one.value) for one in notes} == {(3, 0.5), (4, None)} and len(notes) == 6
-    assert sum(isinstance(told, Recovered) for told in run.told) == 3
+    assert sum(isinstance(message, StoreRecovered) for message in run.messages) == 3
 
 
 @pytest.mark.slow
@@ -71,15 +82,15 @@ def test_a_rank_is_killed_at_its_call(tmp_path: Path) -> None:
     body = "for step in range(9):\n    note(step, step)\n    kv.push()"
     fault = Fault("kill", Whom("rank", 1), Point(1, "push", 4))
     run = job(tmp_path, body, fault, allowed=(0, -9))
-    assert run.code == 0 and [(done.rank, done.role) for done in run.done] == [(1, "worker")]
-    assert max(told.step for told in run.told if isinstance(told, Note) and told.rank == 1) == 3
+    assert run.code == 0 and [(done.rank, done.role) for done in run.attempts] == [(1, "worker")]
+    assert max(message.step for message in run.messages if isinstance(message, ProgramNote) and message.rank == 1) == 3
 
 
 @pytest.mark.slow
 def test_a_role_is_hit_some_time_after_the_store_was_made(tmp_path: Path) -> None:
     wait = "if Store.rank == 2: time.sleep(60)"
     run = job(tmp_path, wait, Fault("kill", Whom("worker", 5), 0.3), allowed=(0, -9))
-    assert run.code == 0 and [(done.rank, done.role) for done in run.done] == [(2, "worker")]
+    assert run.code == 0 and [(done.rank, done.role) for done in run.attempts] == [(2, "worker")]
 
 
 @pytest.mark.slow
@@ -134,7 +145,7 @@ def test_who_is_dead_cannot_be_hit(tmp_path: Path) -> None:
     """
     late, first = (Fault("kill", Whom("rank", 1), Point(1, "push", 1, delay)) for delay in (0.5, 0.0))
     run = job(tmp_path, body, late, first, allowed=(0, -9))
-    assert [done.undone for done in run.done] == ["", "no rank 1 was alive"]
+    assert [done.undone for done in run.attempts] == ["", "no rank 1 was alive"]
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ def test_add_is_the_sum_of_the_dense(parts):
 
 @given(array=sparse(shape=(8, 2)), cut=st.integers(0, 8))
 def test_between_gives_shards_that_make_the_whole(array, cut):
-    shards = [array.between(0, cut).to_dense(), array.between(cut, 8).to_dense()]
+    shards = [part.to_dense() for part in (array.merged().between(0, cut), array.merged().between(cut, 8))]
     np.testing.assert_array_equal(np.concatenate(shards), dense(array))
 
 
@@ -74,13 +74,19 @@ def test_an_update_of_rows_is_the_dense_update_on_those_rows(array, other):
     start = np.arange(21.0, dtype=np.float32).reshape(7, 3)
     weights, state = start.copy(), opt.init(start.reshape(-1))
     full, full_state = start.copy(), opt.init(start.reshape(-1))
-    row_sparse.update_rows(opt, weights, [array], state, 1)
+    row_sparse.update_rows(opt, weights, array.merged(), state, 1)
     opt.update(full.reshape(-1), dense(array).reshape(-1), full_state, 1)
     np.testing.assert_array_equal(weights, full)
     before = weights.copy()
-    row_sparse.update_rows(opt, weights, [other], state, 2)
+    row_sparse.update_rows(opt, weights, other.merged(), state, 2)
     untouched = np.setdiff1d(np.arange(7), other.rows)
     np.testing.assert_array_equal(weights[untouched], before[untouched])
+
+
+def test_rows_that_lie_apart_in_memory_are_packed():
+    array = RowSparse(np.arange(6)[::2], np.arange(12.0).reshape(6, 2)[::2], (6, 2))
+    again = row_sparse.unpacked(row_sparse.packed(array), array.shape, array.dtype)
+    np.testing.assert_array_equal(again.to_dense(), dense(array))
 
 
 def test_lists_are_taken_and_no_rows_are_fine():
@@ -115,10 +121,8 @@ def test_adding_repeated_rows_keeps_the_dtype(dtype):
 
 
 def test_different_arrays_do_not_add():
-    one, two = RowSparse([0], np.ones((1, 2)), (3, 2)), RowSparse([0], np.ones((1, 2)), (4, 2))
-    with pytest.raises(ValueError, match="cannot add"):
-        row_sparse.add([one, two])
+    one = RowSparse([0], np.ones((1, 2)), (3, 2))
     with pytest.raises(ValueError, match="cannot be added"):
         one.add_to(np.zeros((4, 2)))
     with pytest.raises(ValueError, match="differ"):
-        row_sparse.update_rows(optimizers.SGD(), np.zeros((4, 2)), [one], (), 1)
+        row_sparse.update_rows(optimizers.SGD(), np.zeros((4, 2)), one, (), 1)

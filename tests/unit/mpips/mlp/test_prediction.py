@@ -15,8 +15,8 @@ from mpips.mlp.prediction import (
     exchange_seconds,
     gather_seconds,
     messages,
-    replay,
-    trace,
+    step_seconds,
+    time_events,
 )
 from mpips.optimizers import SGD
 
@@ -83,22 +83,22 @@ def test_a_reduction_hides_behind_later_computation():
         StepEvent("end", 0, 1.0),
     ]
     reductions = {1: 4.0, 0: 2.0}
-    assert replay(events, 1, SECOND, 4, reductions, BEHIND) == 5 + 3 + 4 + 1 + 2 + 1
+    assert step_seconds(events, 1, SECOND, 4, reductions, BEHIND) == 5 + 3 + 4 + 1 + 2 + 1
     # Layer 1 travels from 5 to 9 and is updated until 10; layer 0, ready at 8, travels from 9 to 11.
-    assert replay(events, 1, SECOND, 4, reductions, BESIDE) == 11 + 1
+    assert step_seconds(events, 1, SECOND, 4, reductions, BESIDE) == 11 + 1
 
 
 def test_a_model_sum_hides_behind_the_weight_gradient():
     events = [StepEvent("sum", 8, 1.0), StepEvent("start", 8, 2.0), StepEvent("wait", 0, 1.5), StepEvent("end", 0, 1.0)]
-    assert replay(events, 2, SECOND, 4, {0: 0.0}, BEHIND) == 1 + 2 + 2 + 2 + 1.5 + 1
-    assert replay(events, 2, SECOND, 4, {0: 0.0}, BESIDE) == 1 + 2 + 2 + max(2, 1.5) + 1
+    assert step_seconds(events, 2, SECOND, 4, {0: 0.0}, BEHIND) == 1 + 2 + 2 + 2 + 1.5 + 1
+    assert step_seconds(events, 2, SECOND, 4, {0: 0.0}, BESIDE) == 1 + 2 + 2 + max(2, 1.5) + 1
 
 
 @pytest.mark.parametrize("mode", ["pairs", "columns"])
 def test_a_trace_holds_the_messages_of_the_formulas(mode):
     sizes = (6, 40, 40, 40, 3)
     cut = buckets([1] * 4, 4)
-    events = trace(Specification(sizes, "relu", "l2", "float32", 1), 2, 10, 20, SGD(), mode, cut, beside=True)
+    events = time_events(Specification(sizes, "relu", "l2", "float32", 1), 2, 10, 20, SGD(), mode, cut, beside=True)
     moved = sorted(
         ("sum" if e.kind == "start" else e.kind, 4 * e.number) for e in events if e.kind in ("gather", "sum", "start")
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 from hypothesis import strategies as st
 
-from mpips.overlap import Problem, Profile, Ring, create_profile
+from mpips.overlap import Problem, Profile, RingNetwork, create_profile
 from mpips.overlap.problem import Groups, from_ends
 
 
@@ -44,7 +44,7 @@ def random_profile(seed: int, layers: int) -> Profile:
         rng.integers(1, 10**6, layers).tolist(),
         rng.exponential(1e-3, layers).tolist(),
         rng.exponential(2e-3, layers).tolist(),
-        Ring(1e-5 * 10 ** rng.uniform(0, 1), 1e-9, 1e-10),
+        RingNetwork(1e-5 * 10 ** rng.uniform(0, 1), 1e-9, 1e-10),
         float(rng.exponential(1e-3)),
         float(10 ** rng.uniform(8, 10)),
     )

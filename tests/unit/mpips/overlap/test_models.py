@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpips.mlp.perceptron import MLP
-from mpips.overlap import MODELS, Ring, check_model, lay_out
+from mpips.overlap import MODELS, RingNetwork, check_model, lay_out
 
 
 def test_views_of_all_layers_fill_the_flat_array() -> None:
@@ -65,8 +65,8 @@ def test_a_model_in_layers_passes() -> None:
 
 PLANNING = """
 import sys
-from mpips.overlap import Layer, Linear, Profile, load_profile, plan, plans, save_profile
-profile = Profile((Layer("a", 10, 0.5, 1.0), Layer("b", 10, 0.5, 1.0)), Linear(0.1, 0.01), 0.1, 100.0)
+from mpips.overlap import Layer, LinearNetwork, Profile, load_profile, plan, plans, save_profile
+profile = Profile((Layer("a", 10, 0.5, 1.0), Layer("b", 10, 0.5, 1.0)), LinearNetwork(0.1, 0.01), 0.1, 100.0)
 save_profile(profile, sys.argv[1])
 assert load_profile(sys.argv[1]) == profile
 print(len(plans(profile)), plan(profile, "optimal").push, "mpi4py.MPI" in sys.modules)
@@ -83,7 +83,7 @@ def test_planning_loads_no_mpi(tmp_path: Path) -> None:
 def test_built_in_networks_weigh_what_papers_state(name: str, parameters: int, tensors: int) -> None:
     table = MODELS[name]()
     assert (table.parameters, table.tensors) == (parameters, tensors)
-    found = table.profile(1e9, 10, Ring(1e-5, 1e-9, 0), 1e-3, 1e9)
+    found = table.profile(1e9, 10, RingNetwork(1e-5, 1e-9, 0), 1e-3, 1e9)
     assert found.forward_s == pytest.approx(table.flops * 10 / 1e9)
     assert found.backward_s == pytest.approx(2 * found.forward_s)
     assert [layer.parameters for layer in found.layers] == [layer.parameters for layer in table.layers]

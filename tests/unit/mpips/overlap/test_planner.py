@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpips.overlap import STRATEGIES, Linear, Profile, create_profile, plan, planner, plans
+from mpips.overlap import STRATEGIES, LinearNetwork, Profile, create_profile, plan, planner, plans
 from mpips.overlap.planner import to_execute
 from mpips.overlap.problem import Link
 
@@ -18,7 +18,7 @@ LINKS: tuple[Link | None, ...] = (None, "shared", "duplex")
 def job(compute_s: float) -> Profile:
     """Equal layers that compute so many seconds each; a startup and a layer's bytes take 4 ms each."""
     times = [compute_s] * LAYERS
-    return create_profile(list("abcdefghijkl"), [1000] * LAYERS, times, times, Linear(4e-3, 1e-6, 4), 4e-3, 1e6)
+    return create_profile(list("abcdefghijkl"), [1000] * LAYERS, times, times, LinearNetwork(4e-3, 1e-6, 4), 4e-3, 1e6)
 
 
 def test_a_plan_says_its_groups_and_what_they_cost() -> None:

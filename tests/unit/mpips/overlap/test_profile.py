@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mpips.overlap import (
-    Linear,
-    Ring,
+    LinearNetwork,
+    RingNetwork,
     create_profile,
     load_profile,
     profile_from_dict,
@@ -69,14 +69,14 @@ def test_stages_price_bytes() -> None:
 
 @pytest.mark.parametrize("nodes, seconds", [(2, 90.52e-6), (4, 271.56e-6), (8, 633.64e-6)])
 def test_ring_startups_of_the_paper(nodes: int, seconds: float) -> None:
-    assert Ring(45.26e-6, 0, 0).at(nodes)[0] == pytest.approx(seconds)
+    assert RingNetwork(45.26e-6, 0, 0).at(nodes)[0] == pytest.approx(seconds)
 
 
 def test_a_measured_ring_rescales() -> None:
-    ring = Ring(1e-5, 1e-9, 3e-10)
-    measured = Linear(*ring.at(8), nodes=8, collective="ring")
+    ring = RingNetwork(1e-5, 1e-9, 3e-10)
+    measured = LinearNetwork(*ring.at(8), nodes=8, collective="ring")
     assert measured.at(32) == pytest.approx(ring.at(32))
-    assert Linear(1.0, 2.0).at(32) == (1.0, 2.0)
+    assert LinearNetwork(1.0, 2.0).at(32) == (1.0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_errors_name_the_value(path: tuple[Any, ...], value: Any, words: list[st
 
 def test_columns_of_different_lengths_are_named() -> None:
     with pytest.raises(ValueError, match=r"names has 2.*parameters has 2.*forward_s has 1.*backward_s has 2"):
-        create_profile(["a", "b"], [1, 2], [0.1], [0.1, 0.2], Linear(0, 0), 0, 1)
+        create_profile(["a", "b"], [1, 2], [0.1], [0.1, 0.2], LinearNetwork(0, 0), 0, 1)
 
 
 def test_a_ring_needs_a_number_of_nodes() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mpips.overlap.exchange import STEPS, Ended, Recorder, sent_tasks
+from mpips.overlap.exchange import STEPS, EndedMessage, Recorder, sent_tasks
 from mpips.overlap.timeline import COMPUTE, Task
 
 PUSHED, PULLED = ((1, 1), (2, 2)), ((1, 2),)
@@ -27,10 +27,14 @@ def test_messages_beside_this_step_and_the_next_one_are_hidden() -> None:
     recorder.step(
         4.0,
         layers(10.0),
-        [("push", 2, 2, Ended(13.0, 13.5)), ("push", 1, 1, Ended(14.0, 14.5)), ("pull", 1, 2, Ended(14.5, 15.5))],
+        [
+            ("push", 2, 2, EndedMessage(13.0, 13.5)),
+            ("push", 1, 1, EndedMessage(14.0, 14.5)),
+            ("pull", 1, 2, EndedMessage(14.5, 15.5)),
+        ],
     )
     recorder.waited(1.0)
-    recorder.step(7.0, layers(15.0), [("push", 1, 2, Ended(19.0, 20.0, done=False))])
+    recorder.step(7.0, layers(15.0), [("push", 1, 2, EndedMessage(19.0, 20.0, done=False))])
     report = recorder.report("merged", PUSHED, PULLED, 0, None)
     assert report.iterations == 1  # the second one's push is under way
     assert report.measured_s == 6.0
@@ -43,7 +47,7 @@ def test_a_prediction_stands_beside_and_is_said(tmp_path: Path) -> None:
     recorder = Recorder()
     for number in range(STEPS + 9):
         begin = 10.0 * number
-        recorder.step(4.0, layers(begin), [("push", 1, 2, Ended(begin + 4, begin + 5))])
+        recorder.step(4.0, layers(begin), [("push", 1, 2, EndedMessage(begin + 4, begin + 5))])
     predicted = [*layers(0.0), Task("push", 1, 2, 3.0, 5.0, "network")]
     report = recorder.report("single", ((1, 2),), (), 0, predicted)
     assert report.hidden == 0.0
@@ -71,11 +75,11 @@ def test_without_overlap_nothing_is_hidden() -> None:
 
 def test_a_message_counts_from_where_it_stopped_waiting_for_another() -> None:
     sent = [
-        ("push", 3, 3, Ended(1.0, 3.0)),
-        ("pull", 3, 3, Ended(1.0, 5.0)),
-        ("push", 2, 2, Ended(2.0, 4.0)),
-        ("pull", 2, 2, Ended(2.0, 6.0)),
-        ("push", 1, 1, Ended(7.0, 8.0)),
+        ("push", 3, 3, EndedMessage(1.0, 3.0)),
+        ("pull", 3, 3, EndedMessage(1.0, 5.0)),
+        ("push", 2, 2, EndedMessage(2.0, 4.0)),
+        ("pull", 2, 2, EndedMessage(2.0, 6.0)),
+        ("push", 1, 1, EndedMessage(7.0, 8.0)),
     ]
     tasks = [(task.kind, task.start, task.end) for task in sent_tasks(sent, begin=1.0)]
     assert tasks == [("push", 0.0, 2.0), ("pull", 2.0, 4.0), ("push", 2.0, 3.0), ("pull", 4.0, 5.0), ("push", 6.0, 7.0)]

@@ -96,11 +96,11 @@ def left(region):
     (entry,) = book.units
     undo = ledger.undo_of(segment, entry)
     found = {}
-    for before, (round_, step) in enumerate(undo.standings()):
+    for before, (round_, step) in enumerate(undo.available_rounds()):
         arrays = undo.arrays_at(bool(before))
         assert (step is None) == (len(arrays) == 1 < len(undo.arrays)) or len(undo.arrays) == 1
         found[round_] = step, [array.copy() for array in arrays]
-    told = ledger.told_pushes(segment, entry)
+    told = ledger.announced_pushes(segment, entry)
     return SimpleNamespace(rounds=found, pushes=undo.pushes(told), told=told)
 
 

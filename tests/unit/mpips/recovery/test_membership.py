@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpips.store.keys.sharding import Interval, split
-from mpips.store.recovery.membership import Roles, mirror_of, refusal, refuse_mirrors, succession
+from mpips.store.recovery.membership import Roles, map_ranks, mirror_of, refusal, refuse_mirrors
 
 SIZES = [(w, s, p, c) for w in (1, 2, 3) for s in (0, 1, 2) for p in (0, 1, 2) for c in (1, 2) if c <= w]
 
@@ -30,7 +30,7 @@ def role(roles, rank):
 def test_every_rank_that_lives_keeps_its_role_and_spares_fill_servers_first(workers, servers, spares, clients):
     old = roles(workers, servers, spares, clients)
     for lost in subsets(range(old.size)):
-        new = succession(old, lost, [0] * old.size)
+        new = map_ranks(old, lost, [0] * old.size)
         assert sorted(new.origin) == [rank for rank in range(old.size) if rank not in lost]
         assert new.roles.size == len(new.origin)
         for rank, origin in enumerate(new.origin):
@@ -50,7 +50,7 @@ def test_every_rank_that_lives_keeps_its_role_and_spares_fill_servers_first(work
 def test_clients_keep_their_members_in_order_and_empty_ones_vanish(workers, servers, spares, clients):
     old = roles(workers, servers, spares, clients)
     for lost in subsets(range(old.size)):
-        new = succession(old, lost, [0] * old.size)
+        new = map_ranks(old, lost, [0] * old.size)
         left = [[rank for rank in range(*client) if rank not in lost] for client in old.clients]
         members = [[new.origin[rank] for rank in range(*client)] for client in new.roles.clients]
         assert all(members)
@@ -64,7 +64,7 @@ def test_clients_keep_their_members_in_order_and_empty_ones_vanish(workers, serv
 def test_a_store_that_grows_has_no_spare_left_and_all_others_where_they_are(workers, servers, spares, clients, alone):
     old = roles(workers, servers, spares, workers if alone else clients)
     for lost in subsets(range(old.size)):
-        same, new = (succession(old, lost, [0] * old.size, grow, alone) for grow in (False, True))
+        same, new = (map_ranks(old, lost, [0] * old.size, grow, alone) for grow in (False, True))
         joined = same.origin[same.roles.num_workers + same.roles.num_servers :]
         more = same.roles.spares
         assert new.roles.spares == 0 and new.roles.num_servers == same.roles.num_servers
@@ -79,20 +79,20 @@ def test_a_store_that_grows_has_no_spare_left_and_all_others_where_they_are(work
 
 def test_the_smallest_client_grows_and_of_several_the_last():
     old = Roles(5, 1, 3, ((0, 2), (2, 3), (3, 5)))
-    new = succession(old, [], [0] * old.size, grow=True)
+    new = map_ranks(old, [], [0] * old.size, grow=True)
     assert new.roles == Roles(8, 1, 0, ((0, 2), (2, 5), (5, 8)))
     assert new.origin == (0, 1, 2, 6, 8, 3, 4, 7, 5)
 
 
 def test_workers_that_are_clients_alone_are_joined_by_others():
     old = roles(2, 1, 2, 2)
-    assert succession(old, [0], [0] * 5, grow=True, alone=True).origin == (3, 1, 4, 2)
+    assert map_ranks(old, [0], [0] * 5, grow=True, alone=True).origin == (3, 1, 4, 2)
 
 
 def test_a_spare_of_the_node_is_preferred():
     old = roles(2, 0, 3, 1)
-    assert succession(old, [1], [0, 1, 0, 1, 1]).origin == (0, 3, 2, 4)
-    assert succession(old, [1], [0, 1, 0, 0, 0]).origin == (0, 2, 3, 4)
+    assert map_ranks(old, [1], [0, 1, 0, 1, 1]).origin == (0, 3, 2, 4)
+    assert map_ranks(old, [1], [0, 1, 0, 0, 0]).origin == (0, 2, 3, 4)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_spare_of_the_node_is_preferred():
     ],
 )
 def test_where_what_is_left_does_not_suffice_a_sentence_says_so(old, lost, sentence):
-    said = refusal(old, succession(old, lost, [0] * old.size))
+    said = refusal(old, map_ranks(old, lost, [0] * old.size))
     assert said.startswith(sentence) and bool(said) == bool(sentence)
 
 

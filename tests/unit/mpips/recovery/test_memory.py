@@ -96,11 +96,11 @@ def test_what_is_read_are_the_servers_own_arrays():
     book = ledger.read_ledger(arena.segment(one.region), one.region, 1)
     for entry, unit in zip(book.units, state.units.values(), strict=True):
         undo = ledger.undo_of(arena.segment(one.region), entry)
-        assert undo.standings() == [(2, 2), (1, 1)]
+        assert undo.available_rounds() == [(2, 2), (1, 1)]
         mine = [unit.stored, *unit.state]
         assert all(np.array_equal(a, b) for a, b in zip(undo.arrays_at(False), mine, strict=True))
         undo.go_back()
-        assert undo.standings() == [(1, 1)]
+        assert undo.available_rounds() == [(1, 1)]
         assert all(np.array_equal(a, b) for a, b in zip(undo.arrays_at(False), mine, strict=True))
 
 
@@ -119,7 +119,7 @@ def test_a_round_of_all_elements_can_be_undone_after_one_of_rows(rows):
     undo.close(None)
     assert np.array_equal(undo.arrays_at(True)[0], before)
     undo.go_back()
-    assert np.array_equal(stored, before) and undo.standings() == [(1, None)]
+    assert np.array_equal(stored, before) and undo.available_rounds() == [(1, None)]
 
 
 def test_another_optimizer_begins_anew_and_there_is_no_way_back():
@@ -128,10 +128,10 @@ def test_another_optimizer_begins_anew_and_there_is_no_way_back():
     state.pushed(unit, 0, Elements(np.ones(10, np.float32)), 0, 0.0)
     state.work()
     state.set_optimizer(Adam(0.1))
-    assert unit.undo.standings() == [(1, None)] and len(unit.undo.state) == 2
+    assert unit.undo.available_rounds() == [(1, None)] and len(unit.undo.state) == 2
     state.pushed(unit, 0, Elements(np.ones(10, np.float32)), 0, 0.0)
     state.work()
-    assert unit.undo.standings() == [(2, 1), (1, None)]
+    assert unit.undo.available_rounds() == [(2, 1), (1, None)]
 
 
 @pytest.mark.parametrize("torn", [True, False])
@@ -141,7 +141,7 @@ def test_values_from_outside_leave_no_way_back(torn):
     state.pushed(unit, 0, Elements(np.ones(10, np.float32)), 0, 0.0)
     state.work()
     unit.note_overwrite(torn)
-    assert unit.undo.standings() == [(1, None)] and unit.undo.torn == torn
+    assert unit.undo.available_rounds() == [(1, None)] and unit.undo.torn == torn
 
 
 def test_memory_of_a_process_that_cannot_be_mapped_is_not_there():
@@ -151,7 +151,7 @@ def test_memory_of_a_process_that_cannot_be_mapped_is_not_there():
 
 def test_every_attempt_finds_what_was_there_before_the_first():
     last = LastGeneration()
-    assert [last.before(1, "old"), last.before(1, "attempt"), last.before(1, "another")] == ["old"] * 3
+    assert [last.get_or_save(1, "old"), last.get_or_save(1, "attempt"), last.get_or_save(1, "another")] == ["old"] * 3
     last.forget()
-    assert last.before(2, "new") == "new"
-    assert last.before(3, "newer") == "newer"  # nobody said that generation 2 has begun, but it has ended
+    assert last.get_or_save(2, "new") == "new"
+    assert last.get_or_save(3, "newer") == "newer"  # nobody said that generation 2 has begun, but it has ended

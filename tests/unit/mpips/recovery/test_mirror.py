@@ -6,7 +6,8 @@ import numpy as np
 
 from mpips.store.recovery.membership import Before
 from mpips.store.recovery.mirror import MirroredUnits, VersionSent
-from mpips.store.recovery.plan import Holding, copies_of
+from mpips.store.recovery.plan import UnitCopy, copies_of
+from mpips.store.recovery.undo import AvailableRound
 
 PLACE = ("w", 3, 10)
 BEFORE = Before((0, 1, 2), (3,), 2, 2, (0, 1, 2, 3), ((0, 1), (1, 2)), (0, 1))
@@ -14,8 +15,8 @@ BEFORE = Before((0, 1, 2), (3,), 2, 2, (0, 1, 2, 3), ((0, 1), (1, 2)), (0, 1))
 
 
 def sent(round_, continues=True, step=None, dtypes=("float32",), torn=False, place=PLACE):
-    standings = [(round_, step), *([(round_ - 1, None)] if continues else [])]
-    return VersionSent(round_, Holding(*place, standings, torn, list(dtypes[1:])), list(dtypes), [])
+    rounds = [AvailableRound(round_, step), *([AvailableRound(round_ - 1, None)] if continues else [])]
+    return VersionSent(round_, UnitCopy(*place, rounds, torn, list(dtypes[1:])), list(dtypes), [])
 
 
 def put(copies, message, value, generation=0):
@@ -29,14 +30,13 @@ def put(copies, message, value, generation=0):
 
 def found(copies):
     """By place, each round with its first element."""
-    shelves = copies.shelves(BEFORE, 2)
+    owners = copies.owners(BEFORE, 2)
     return {
         (unit.key, unit.start, unit.stop): {
-            round_: float(copies.arrays_of(index, bool(before))[0][0])
-            for before, (round_, _) in enumerate(unit.standings)
+            round_: float(copies.arrays_of(index, bool(before))[0][0]) for before, (round_, _) in enumerate(unit.rounds)
         }
-        for shelf in shelves
-        for index, unit in enumerate(shelf.units)
+        for owner in owners
+        for index, unit in enumerate(owner.units)
     }
 
 
@@ -70,25 +70,25 @@ def test_there_is_no_way_back_over_values_from_outside():
     put(copies, sent(2), 2)
     put(copies, sent(2, continues=False, torn=True), 7)
     assert found(copies) == {PLACE: {2: 7.0}}
-    assert copies.shelves(BEFORE, 2)[0].units[0].torn
+    assert copies.owners(BEFORE, 2)[0].units[0].torn
 
 
 def test_state_begins_and_ends():
     copies = MirroredUnits()
     put(copies, sent(1), 1)
     put(copies, sent(2, step=1, dtypes=["float32", "float64"]), 2)
-    (unit,) = copies.shelves(BEFORE, 2)[0].units
-    assert unit.standings == [(2, 1), (1, None)] and unit.states == ["float64"]
+    (unit,) = copies.owners(BEFORE, 2)[0].units
+    assert unit.rounds == [(2, 1), (1, None)] and unit.states == ["float64"]
     assert [len(copies.arrays_of(0, before)) for before in (False, True)] == [2, 1]
 
 
 def test_copies_are_offered_where_a_server_has_died():
     copies = MirroredUnits()
-    assert copies.shelves(BEFORE, 2) == []
+    assert copies.owners(BEFORE, 2) == []
     put(copies, sent(1), 1)
-    (shelf,) = copies.shelves(BEFORE, 2)
-    assert shelf.owner == copies_of(2) < 0 and shelf.is_copy and not shelf.live
-    assert copies.shelves(BEFORE._replace(lost=(1,)), 2) == copies.shelves(None, 2) == []
+    (owner,) = copies.owners(BEFORE, 2)
+    assert owner.owner == copies_of(2) < 0 and owner.is_mirror and not owner.live
+    assert copies.owners(BEFORE._replace(lost=(1,)), 2) == copies.owners(None, 2) == []
 
 
 def test_in_the_next_generation_copies_stay_until_all_is_sent_anew():

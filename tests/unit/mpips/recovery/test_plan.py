@@ -10,100 +10,101 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpips.store.recovery.plan import (
-    Holding,
     Inventory,
     KeyCard,
+    OwnerInventory,
     RecoveryPlan,
-    Shelf,
+    UnitCopy,
     choose_rounds,
     copies_of,
     make_plan,
 )
+from mpips.store.recovery.undo import AvailableRound
 
 SIZE = 10
 
 
-def shelf(owner, *units, live=True):
-    return Shelf(owner, live, b"", list(units))
+def owned(owner, *units, live=True):
+    return OwnerInventory(owner, live, b"", list(units))
 
 
 def unit(start, stop, *rounds, key="w", torn=False):
-    return Holding(key, start, stop, [(round_, round_) for round_ in rounds], torn, [])
+    return UnitCopy(key, start, stop, [AvailableRound(round_, round_) for round_ in rounds], torn, [])
 
 
-def found(*shelves, names="w", size=SIZE, synchronous=True):
+def found(*owners, names="w", size=SIZE, synchronous=True):
     cards = [KeyCard(name, (size,), "float32") for name in names]
-    return choose_rounds([Inventory(list(shelves), keys=cards)], synchronous)
+    return choose_rounds([Inventory(list(owners), keys=cards)], synchronous)
 
 
 def test_shards_that_were_a_round_further_go_back():
-    seen = found(shelf(4, unit(0, 6, 3, 2)), shelf(5, unit(6, 10, 2), live=False))
+    seen = found(owned(4, unit(0, 6, 3, 2)), owned(5, unit(6, 10, 2), live=False))
     assert seen.step == 2 and seen.keys["w"].round == 2 and not seen.keys["w"].torn
-    assert [(part.owner, part.before) for part in seen.keys["w"].parts] == [(4, True), (5, False)]
+    assert [(piece.owner, piece.before) for piece in seen.keys["w"].slices] == [(4, True), (5, False)]
 
 
 def test_a_key_without_a_common_round_is_torn():
-    seen = found(shelf(4, unit(0, 6, 5, 4)), shelf(5, unit(6, 10, 2, 1)))
+    seen = found(owned(4, unit(0, 6, 5, 4)), owned(5, unit(6, 10, 2, 1)))
     assert seen.keys["w"].torn and seen.keys["w"].round == 5 and seen.step is None
-    assert not any(part.before for part in seen.keys["w"].parts)
+    assert not any(piece.before for piece in seen.keys["w"].slices)
 
 
 def test_a_key_of_which_a_part_is_nowhere_is_lost():
-    seen = found(shelf(4, unit(0, 6, 5), unit(0, 10, 5, key="v")), names="wv")
+    seen = found(owned(4, unit(0, 6, 5), unit(0, 10, 5, key="v")), names="wv")
     assert seen.lost == ["w"] and list(seen.keys) == ["v"]
 
 
 def test_asynchronous_shards_stand_each_at_its_own():
-    seen = found(shelf(4, unit(0, 6, 5)), shelf(5, unit(6, 10, 2)), synchronous=False)
+    seen = found(owned(4, unit(0, 6, 5)), owned(5, unit(6, 10, 2)), synchronous=False)
     assert seen.keys["w"].round == 5 and not seen.keys["w"].torn and seen.step is None
 
 
 def test_an_empty_key_is_had_from_anybody():
-    seen = found(shelf(4, unit(0, 0, 1)), size=0)
-    assert seen.keys["w"].parts[0].owner == 4 and seen.keys["w"].round == 1
+    seen = found(owned(4, unit(0, 0, 1)), size=0)
+    assert seen.keys["w"].slices[0].owner == 4 and seen.keys["w"].round == 1
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 10), st.integers(0, 2), st.booleans()), max_size=9))
 def test_parts_cover_the_key_once_and_the_living_give_what_they_have(units):
-    shelves = [
-        shelf(owner, unit(start, min(SIZE, start + length), round_), live=live)
+    owners = [
+        owned(owner, unit(start, min(SIZE, start + length), round_), live=live)
         for owner, (start, length, round_, live) in enumerate(units)
     ]
-    seen = found(*shelves)
+    seen = found(*owners)
     if "w" not in seen.keys:
         return
     chosen = seen.keys["w"]
-    assert [part.start for part in chosen.parts] == [0, *(part.stop for part in chosen.parts)][:-1]
-    assert chosen.parts[-1].stop == SIZE
-    for part in chosen.parts:
-        (holding,) = shelves[part.owner].units
-        assert holding.start <= part.start < part.stop <= holding.stop
-        assert chosen.torn or holding.standings[0][0] == chosen.round
+    assert [piece.start for piece in chosen.slices] == [0, *(piece.stop for piece in chosen.slices)][:-1]
+    assert chosen.slices[-1].stop == SIZE
+    for piece in chosen.slices:
+        (copy,) = owners[piece.owner].units
+        assert copy.start <= piece.start < piece.stop <= copy.stop
+        assert chosen.torn or copy.rounds[0][0] == chosen.round
         here = [
             one
-            for one in shelves
+            for one in owners
             if one.live
-            and one.units[0].start <= part.start < one.units[0].stop
-            and (chosen.torn or one.units[0].standings[0][0] == chosen.round)
+            and one.units[0].start <= piece.start < one.units[0].stop
+            and (chosen.torn or one.units[0].rounds[0][0] == chosen.round)
         ]
-        assert shelves[part.owner].live or not here
+        assert owners[piece.owner].live or not here
 
 
 def test_copies_count_only_where_servers_own_memory_is_not_all_there():
-    copies = shelf(copies_of(5), unit(0, 6, 3, 2), live=False)
-    seen = found(shelf(4, unit(0, 6, 3, 2), live=False), shelf(5, unit(6, 10, 3, 2)), copies)
-    assert seen.step == 3 and [part.owner for part in seen.keys["w"].parts] == [4, 5]
-    seen = found(shelf(5, unit(6, 10, 4, 3)), copies)
+    copies = owned(copies_of(5), unit(0, 6, 3, 2), live=False)
+    seen = found(owned(4, unit(0, 6, 3, 2), live=False), owned(5, unit(6, 10, 3, 2)), copies)
+    assert seen.step == 3 and [piece.owner for piece in seen.keys["w"].slices] == [4, 5]
+    seen = found(owned(5, unit(6, 10, 4, 3)), copies)
     assert seen.step == 3
-    assert [(part.owner, part.before) for part in seen.keys["w"].parts] == [(copies_of(5), False), (5, True)]
+    assert [(piece.owner, piece.before) for piece in seen.keys["w"].slices] == [(copies_of(5), False), (5, True)]
     assert found(copies).lost == ["w"]
 
 
 def test_the_newest_of_two_copies_counts_where_there_are_no_rounds():
-    old, new = shelf(copies_of(5), unit(0, 10, 3), live=False), shelf(copies_of(6), unit(0, 10, 4), live=False)
-    for shelves in [(old, new), (new, old)]:
-        seen = found(*shelves, synchronous=False)
-        assert seen.keys["w"].round == 4 and [part.owner for part in seen.keys["w"].parts] == [copies_of(6)]
+    old, new = owned(copies_of(5), unit(0, 10, 3), live=False), owned(copies_of(6), unit(0, 10, 4), live=False)
+    for owners in [(old, new), (new, old)]:
+        seen = found(*owners, synchronous=False)
+        assert seen.keys["w"].round == 4 and [piece.owner for piece in seen.keys["w"].slices] == [copies_of(6)]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +130,7 @@ def test_keys_of_an_asynchronous_store_stand_each_at_its_own():
 
 def stand(available, synchronous):
     units = [unit(0, SIZE, *sorted(rounds, reverse=True), key=name) for name, rounds in available.items()]
-    seen = found(shelf(4, *units), names=list(available), synchronous=synchronous)
+    seen = found(owned(4, *units), names=list(available), synchronous=synchronous)
     assert not any(one.torn for one in seen.keys.values())
     return {name: one.round for name, one in seen.keys.items()}, seen.step
 
@@ -144,21 +145,22 @@ def replica(
     size: int = 4,
     before: int | None = None,
     step: int | None = None,
-) -> tuple[KeyCard, Holding]:
+) -> tuple[KeyCard, UnitCopy]:
     """A replica with the rounds that it can be put to; a torn one has what it holds where there is none."""
     rounds = [*([] if torn else [round_]), *([] if before is None else [before])]
-    standings = [(each, step) for each in rounds or [round_]]
-    holding = Holding(name, 0, size, standings, not rounds, [] if step is None else ["float32"])
-    return KeyCard(name, (size,), "float32"), holding
+    available = [AvailableRound(each, step) for each in rounds or [round_]]
+    copy = UnitCopy(name, 0, size, available, not rounds, [] if step is None else ["float32"])
+    return KeyCard(name, (size,), "float32"), copy
 
 
-def planned(*workers: list[tuple[KeyCard, Holding]] | None, changes: tuple[int, ...] = (0,) * 9) -> RecoveryPlan:
+def planned(*workers: list[tuple[KeyCard, UnitCopy]] | None, changes: tuple[int, ...] = (0,) * 9) -> RecoveryPlan:
     """The plan for workers with these replicas, after so many changes of settings; None: one that has just begun."""
     said = [
         Inventory()
         if keys is None
         else Inventory(
-            [Shelf(rank, True, b"", [holding for _, holding in keys], changes[rank])], keys=[card for card, _ in keys]
+            [OwnerInventory(rank, True, b"", [copy for _, copy in keys], changes[rank])],
+            keys=[card for card, _ in keys],
         )
         for rank, keys in enumerate(workers)
     ]
@@ -213,6 +215,6 @@ def test_who_has_missed_a_change_of_settings_takes_state_over():
 
 
 def test_an_inventory_travels():
-    card, holding = replica(4, before=3, step=1)
-    told = Inventory([Shelf(0, True, b"x", [holding], 3)], [2], [card], changes=(1, 2, b"y"))
+    card, copy = replica(4, before=3, step=1)
+    told = Inventory([OwnerInventory(0, True, b"x", [copy], 3)], [2], [card], changes=(1, 2, b"y"))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=Inventory) == told

@@ -15,10 +15,11 @@ from mpips.optimizers import SGD, Groups
 from mpips.store.keys.cutting import Cutting
 from mpips.store.keys.key import Key
 from mpips.store.keys.sharding import Interval, split
-from mpips.store.recovery.membership import Before, Roles, succession
-from mpips.store.recovery.memory import Ledger, NodeMemory, UnitMemory, holding_of_unit
-from mpips.store.recovery.plan import Holding, Inventory, KeyCard, Shelf, choose_rounds, make_plan
-from mpips.store.recovery.recover import ReachableMemory, UnitTransfer, make_units
+from mpips.store.recovery.membership import Before, Roles, map_ranks
+from mpips.store.recovery.memory import Ledger, NodeMemory, UnitMemory, arrays_of_unit, describe_unit
+from mpips.store.recovery.plan import Inventory, KeyCard, OwnerInventory, UnitCopy, choose_rounds, make_plan
+from mpips.store.recovery.recover import UnitMover, make_units
+from mpips.store.recovery.undo import AvailableRound
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import LostError
 from mpips.store.server.sources import Elements
@@ -107,12 +108,23 @@ def test_a_push_that_one_shard_has_counts_for_all():
     before = Before((0, 1, 2, 3), (), 2, 2, nodes, roles.clients, (0, 1))
     said = [Inventory(keys=[KeyCard("d", (size,), "float32")])] * 2
     for server, start, stop, pushes in ((2, 0, 700, (5, 3)), (3, 700, size, (4, 4))):
-        holding = Holding("d", start, stop, [(max(pushes), None)], False, [], list(enumerate(pushes)))
-        said.append(Inventory([Shelf(server, True, b"", [holding])]))
+        copy = UnitCopy("d", start, stop, [AvailableRound(max(pushes), None)], False, [], list(enumerate(pushes)))
+        said.append(Inventory([OwnerInventory(server, True, b"", [copy])]))
     for worker, count in enumerate((5, 4)):
         here = layout("dist_async", "one", roles, nodes, worker, {}, before)
         made = make_plan(here, said, choose_rounds(said, False), [None, None])
         assert made.rounds == {"d": count} and [unit.pushes for unit in made.units] == [[5, 4]] * 2
+
+
+def reader(maps, origin, units):
+    """What a rank can read of old units: its own, and those that it has mapped."""
+
+    def read(piece):
+        if piece.owner == origin:
+            return arrays_of_unit(units[piece.unit], piece.before)
+        return maps.arrays_of(piece.owner, piece.unit, piece.before, 1)
+
+    return read
 
 
 ROLES = Roles(4, 2, 1, tuple(split(Interval(0, 4), 2)))
@@ -144,7 +156,7 @@ def see_what_it_was(kind, lost, optimizer, ahead, where, spares, grow):
     roles = ROLES._replace(spares=spares, clients=ROLES.clients if kind != "dist_sync" else split(Interval(0, 4), 4))
     lost = {rank for rank in lost if rank < roles.size}
     nodes = {"one": (0,) * 7, "two": (0, 0, 2, 2, 0, 2, 0), "own": tuple(range(7))}[where][: roles.size]
-    new = succession(roles, lost, nodes, grow, kind == "dist_sync")
+    new = map_ranks(roles, lost, nodes, grow, kind == "dist_sync")
     if not new.roles.num_servers or all(rank >= 4 for rank in new.origin[: new.roles.num_workers]):
         return
     servers, held = old_servers(kind, masters, roles, nodes, optimizer, ahead)
@@ -155,15 +167,15 @@ def see_what_it_was(kind, lost, optimizer, ahead, where, spares, grow):
         maps = NodeMemory(
             {old: one.ledger.region for old, one in servers.items() if nodes[old] == nodes[origin] and old != origin}
         )
-        mine = Inventory(maps.shelves(here, 1), maps.ranks)
+        mine = Inventory(maps.owners(here, 1), maps.ranks)
         if origin in servers:
-            units = [holding_of_unit(unit, False) for unit in servers[origin].units]
-            mine.shelves.append(Shelf(origin, True, b"", units))
+            units = [describe_unit(unit, False) for unit in servers[origin].units]
+            mine.owners.append(OwnerInventory(origin, True, b"", units))
         elif origin < 4:
             mine.keys = [KeyCard(name, shape, "float32") for name, shape in SHAPES.items()]
         ranks.append((here, maps, origin))
         said.append(mine)
-    there = {shelf.owner for one in said for shelf in one.shelves}
+    there = {owner.owner for one in said for owner in one.owners}
     if there != set(servers):
         with pytest.raises(LostError, match="start again from a checkpoint"):
             make_plan(ranks[0][0], said, choose_rounds(said, True), [None, None])
@@ -171,12 +183,12 @@ def see_what_it_was(kind, lost, optimizer, ahead, where, spares, grow):
     found, filled = {}, []
     for rank, (here, maps, origin) in enumerate(ranks):
         made = make_plan(here, said, choose_rounds(said, True), [None, None])
-        reached = ReachableMemory(maps, 1, servers[origin].units if origin in servers else [], origin)
+        old_units = servers[origin].units if origin in servers else []
         units = []
         if here.is_server:
             ledger = servers[origin].ledger if origin in servers else Ledger()
-            units, _ = make_units(made, rank, UnitMemory(ledger), Groups(optimizer), reached)
-        filled.append((here, units, UnitTransfer(made, here, reached, units)))
+            units, _ = make_units(made, rank, UnitMemory(ledger), Groups(optimizer), old_units)
+        filled.append((here, units, UnitMover(made, here, reader(maps, origin, old_units), units, old_units)))
     for here, units, one in filled:
         here.world.deliver()
         one.finish()

@@ -15,8 +15,7 @@ from mpi4py import MPI
 
 from collectives.errors import CollectiveError
 from collectives.fabric.arena import SparseFile
-from mpips.store.transport import frames
-from mpips.tables import journal
+from mpips.tables import journal, messages
 from mpips.tables import mirror as row_mirror
 from mpips.tables.initial import key_of
 from mpips.tables.mirror import MirroredTables, RowMirror
@@ -51,7 +50,7 @@ class Pair:
 class Mirrored:
     """Tables on one server, with a mirror that takes in so much as `turn` lets it."""
 
-    def __init__(self, cards: list[frames.MakeTable]) -> None:
+    def __init__(self, cards: list[messages.MakeTable]) -> None:
         self.mail: Any = (deque(), deque())
         self.comm: Any = Pair(0, self.mail)
         self.copies = MirroredTables(SparseFile())
@@ -71,7 +70,7 @@ class Mirrored:
         askers = []
         for worker in range(2):
             gradients = random.standard_normal((len(ids), 3))
-            askers.append(self.server.ask(worker, frames.PushRows("t", len(ids)), gradients, np.array(ids, np.int64)))
+            askers.append(self.server.ask(worker, messages.PushRows("t", len(ids)), gradients, np.array(ids, np.int64)))
         return askers
 
     def content(self) -> dict[str, Any]:
@@ -82,7 +81,7 @@ class Mirrored:
         every = {}
         for name in self.names:
             there = self.copies.journal(name, 0, 2)
-            every[name] = {round_: content(there, round_) for round_, *_ in there.standings()}
+            every[name] = {round_: content(there, round_) for round_, *_ in there.available_rounds()}
         return every
 
 
@@ -140,7 +139,7 @@ def test_a_round_sends_the_rows_that_it_has_changed() -> None:
 
 def test_requests_of_a_table_wait_until_the_mirror_has_it() -> None:
     one = Mirrored(CARDS)
-    pull, freeze = frames.PullRows("t", 0, 1, False), frames.FreezeTables(0, ["t"])
+    pull, freeze = messages.PullRows("t", 0, 1, False), messages.FreezeTables(0, ["t"])
     assert not one.server.tables.waits(pull)
     one.push(np.random.default_rng(3), [1])
     assert one.server.tables.waits(pull) and not one.server.tables.waits(freeze)
@@ -152,13 +151,13 @@ def test_a_load_that_breaks_off_leaves_a_torn_copy() -> None:
     one = Mirrored(CARDS)
     one.push(np.random.default_rng(3), [1, 2])
     one.until_there()
-    asked = one.server.ask(0, frames.ResetTable("t", 7))
+    asked = one.server.ask(0, messages.ResetTable("t", 7))
     assert asked not in one.server.said
     one.until_there()
     assert asked in one.server.said and one.copies.journal("t", 0, 2).torn
-    one.server.ask(0, frames.EndLoad("t"))
+    one.server.ask(0, messages.EndLoad("t"))
     one.until_there()
-    assert not one.copies.journal("t", 0, 2).torn and one.copies.journal("t", 0, 2).standings() == [(1, 7, 0, 0)]
+    assert not one.copies.journal("t", 0, 2).torn and one.copies.journal("t", 0, 2).available_rounds() == [(1, 7, 0, 0)]
 
 
 def test_copies_stay_until_all_rows_have_come_anew() -> None:
@@ -183,10 +182,10 @@ def test_copies_stay_until_all_rows_have_come_anew() -> None:
         taking.turn()
     one.copies.drop_before(1)
     assert one.copied() == {"t": {2: one.content()["t"]}}
-    assert [(held.owner, held.shelf) for held in one.copies.holdings(4, 2, -9)] == [(4, -9)]
-    assert one.copies.holdings(4, 3, -9) == []  # the rows of one of three servers are others
+    assert [(held.owner, held.memory) for held in one.copies.describe(4, 2, -9)] == [(4, -9)]
+    assert one.copies.describe(4, 3, -9) == []  # the rows of one of three servers are others
     one.copies.begin({"t": 9})
-    assert one.copies.holdings(4, 2, -9) == []
+    assert one.copies.describe(4, 2, -9) == []
 
 
 def test_a_round_out_of_turn_is_refused() -> None:

@@ -15,20 +15,21 @@ from mpi4py import MPI
 
 from collectives.errors import CollectiveError
 from collectives.fabric.arena import SparseFile
-from mpips.store.transport import frames
-from mpips.tables import journal
-from mpips.tables import transfer as row_transfer
+from mpips.store.keys.row_sums import owners_of
+from mpips.tables import journal, messages, mover
 from mpips.tables.admission import Seen, seen
-from mpips.tables.initial import key_of, owners_of
-from mpips.tables.plan import RowSource, TablePlan
+from mpips.tables.initial import key_of
+from mpips.tables.mover import RowMover, RowsSent
+from mpips.tables.plan import RowSource, TablePlan, TablesPlan
 from mpips.tables.row_optimizers import ROW_OPTIMIZERS
-from mpips.tables.transfer import RowsSent, RowTransfer
 from tests.mpi.mpips.reference_table import ReferenceTable
 from tests.unit.mpips.server.table_workers import IDS, LIVES, Workers, cards_of
 
 ROWS_AT_ONCE = 3
 OLD = 100
 """The rank of the first server before."""
+NONE_OLD: Any = None
+"""New servers, which take nothing over where it lies."""
 Mail = dict[int, deque[tuple[int, bytes]]]
 
 
@@ -63,13 +64,13 @@ def push(servers: list[Workers], step: int, ids: list[int], expected: ReferenceT
     expected.push([(where, gradients)])
     for number, server in enumerate(servers):
         mine = owners_of(where, len(servers)) == number
-        server.ask(0, frames.PushRows("t", int(mine.sum())), gradients[mine], where[mine])
+        server.ask(0, messages.PushRows("t", int(mine.sum())), gradients[mine], where[mine])
 
 
 def contents(servers: list[Workers]) -> list[dict[int, list[bytes]]]:
     """Of each table the rows by id, with all that is kept of each."""
     every: list[dict[int, list[bytes]]] = []
-    for name in (entry.card.table for entry in servers[0].tables.entries()):
+    for name in (copy.table for copy in servers[0].tables.describe()):
         every.append({})
         for piece in (piece for one in servers for piece in one.tables.journal(name).pieces(1 << 40)):
             for row, one in enumerate(piece["ids"]):
@@ -78,7 +79,7 @@ def contents(servers: list[Workers]) -> list[dict[int, list[bytes]]]:
     return every
 
 
-def plans_of(cards: list[frames.MakeTable], round_: int, sources: dict[int, Any], old: int) -> list[TablePlan]:
+def plans_of(cards: list[messages.MakeTable], round_: int, sources: dict[int, Any], old: int) -> list[TablePlan]:
     rounds = dict.fromkeys(range(OLD, OLD + old), round_)
     return [TablePlan(card, round_, round_, False, [round_], rounds, (0, 0), sources) for card in cards]
 
@@ -113,16 +114,15 @@ def test_rows_are_the_same_on_other_servers(
     }  # the rank behind the servers is a worker or a spare
     plans, mail = plans_of(cards, half, sources, old), dict[int, Any]()
     after = [Workers(1, server=(number, new), cards=(), file=SparseFile()) for number in range(new)]
-    for server in after:
-        for table in plans:
-            server.tables.restore(table, None, 0)
+    for number, server in enumerate(after):
+        server.tables.restore(TablesPlan(plans), NONE_OLD, number)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(journal, "PIECE_BYTES", ROWS_AT_ONCE * 60)
-        patch.setattr(row_transfer, "UNDER_WAY_BYTES", 500)
-        patch.setattr(row_transfer, "LOOK_SECONDS", 0.0)
+        patch.setattr(mover, "UNDER_WAY_BYTES", 500)
+        patch.setattr(mover, "LOOK_SECONDS", 0.0)
         worlds = [World(rank, mail) for rank in range(new + 1)]
         moves = [
-            RowTransfer(
+            RowMover(
                 plans,
                 world,
                 lambda source, name: before[source.owner - OLD].tables.journal(name),  # type: ignore[arg-type]
@@ -137,15 +137,14 @@ def test_rows_are_the_same_on_other_servers(
             pytest.fail("rows are still under way")
     assert all(world.most < 500 + new * 600 for world in worlds)
     for server in after:
-        for table in plans:
-            server.tables.begin(table)
+        server.tables.begin(TablesPlan(plans))
     assert contents(after) == contents(before)
     for step, ids in enumerate(rounds[half:], half):
         push(after, step, ids, expected)
     every = np.unique(np.array([one for ids in rounds for one in ids], np.int64))
     for number, server in enumerate(after):
         ids = every[owners_of(every, new) == number]
-        read = server.ask(0, frames.PullRows("t", 0, len(ids), False), ids)
+        read = server.ask(0, messages.PullRows("t", 0, len(ids), False), ids)
         assert server.said[read].data == expected.pull(ids).tobytes()
 
 
@@ -168,12 +167,12 @@ def test_what_comes_wrong_is_refused(how: str, why: str) -> None:
     before = Workers(1, cards=cards, file=SparseFile())
     push([before], 0, [1, 2, 3], ReferenceTable("t", 3, "float64", 0.5, "adam", 5))
     plans, mail = plans_of(cards, 1, {0: [RowSource(OLD, OLD, 1, True)]}, 1), dict[int, Any]()
-    RowTransfer(plans, World(1, mail), lambda source, name: before.tables.journal(name), None).is_over()  # type: ignore[arg-type]
+    RowMover(plans, World(1, mail), lambda source, name: before.tables.journal(name), None).is_over()  # type: ignore[arg-type]
     if how != "place":
         rows = msgspec.msgpack.decode(mail[0][0][1], type=RowsSent)
         mail[0][0] = 1, msgspec.msgpack.encode(broken(rows, how))
     after = Workers(1, server=(0, 2 if how == "place" else 1), cards=(), file=SparseFile())
-    after.tables.restore(plans[0], None, 0)
-    taking = RowTransfer(plans, World(0, mail), lambda source, name: before.tables.journal(name), after.tables)  # type: ignore[arg-type]
+    after.tables.restore(TablesPlan(plans), NONE_OLD, 0)
+    taking = RowMover(plans, World(0, mail), lambda source, name: before.tables.journal(name), after.tables)  # type: ignore[arg-type]
     with pytest.raises(CollectiveError, match=why):
         taking.is_over()

@@ -67,7 +67,7 @@ def test_a_round_of_rows_can_be_undone(chosen):
     one = replica(chosen)
     one.prepare()
     before = held(one.now())
-    one.take_rows([RowSparse(np.array([1, 3]), np.ones((2, 1), np.float32), (7, 1))])
+    one.take_rows(RowSparse(np.array([1, 3]), np.ones((2, 1), np.float32), (7, 1)))
     assert held(one.now()) != before
     one.become_version(one.versions()[1])
     assert held(one.now()) == before

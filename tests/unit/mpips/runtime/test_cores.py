@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives.machine import Quota
-from mpips.store.roles import Seat, crowded, spread
+from mpips.store.roles import CorePinning, crowded, spread
 
 MANY = len(os.sched_getaffinity(0)) + 2
 
@@ -83,7 +83,7 @@ def test_a_node_is_crowded_where_processes_are_more_than_their_quota():
 @pytest.mark.parametrize("size, bound", [(MANY, True), (1, False)])
 def test_only_a_node_that_has_the_machine_for_itself_binds_its_processes(size, bound):
     before = os.sched_getaffinity(0)
-    seat = Seat(Nodes(size), Generation())
+    seat = CorePinning(Nodes(size), Generation())
     try:
         assert seat.shared
         assert os.sched_getaffinity(0) == (set(seat.own) if bound else before)

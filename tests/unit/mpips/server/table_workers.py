@@ -10,12 +10,13 @@ from hypothesis import strategies as st
 
 from collectives.fabric.arena import SparseFile
 from mpips.optimizers import encode_numbers
-from mpips.store.transport import frames
-from mpips.tables.admission import COUNTS, Chance, Seen, chance, seen
+from mpips.tables import messages
+from mpips.tables.admission import Chance, Seen, chance, seen
+from mpips.tables.messages import COUNTS
 from mpips.tables.mirror import RowMirror
 from mpips.tables.service import ServerTables
 
-CARD = frames.MakeTable("t", 1, "float32", 1, 0.0, "sgd", encode_numbers({"learning_rate": 1.0}))
+CARD = messages.MakeTable("t", 1, "float32", 1, 0.0, "sgd", encode_numbers({"learning_rate": 1.0}))
 
 
 class Workers:
@@ -26,7 +27,7 @@ class Workers:
         count: int,
         staleness: int | None = None,
         server: tuple[int, int] = (0, 1),
-        cards: Sequence[frames.MakeTable] = (CARD,),
+        cards: Sequence[messages.MakeTable] = (CARD,),
         file: SparseFile | None = None,
         mirror: RowMirror | None = None,
     ) -> None:
@@ -36,7 +37,7 @@ class Workers:
         for card in cards:
             self.ask(0, card)
 
-    def ask(self, worker: int, request: frames.TableRequest, *arrays: np.ndarray) -> Any:
+    def ask(self, worker: int, request: messages.TableRequest, *arrays: np.ndarray) -> Any:
         asker: Any = (worker, self.asked[worker])
         self.asked[worker] += 1
         payload = np.frombuffer(b"".join(array.tobytes() for array in arrays), np.uint8)
@@ -50,10 +51,10 @@ class Workers:
 
     def push(self, worker: int, value: float) -> Any:
         gradients = np.array([-value, 0], np.float32)  # ids begin at a multiple of 8 bytes
-        return self.ask(worker, frames.PushRows("t", 1), gradients, np.array([9], np.int64))
+        return self.ask(worker, messages.PushRows("t", 1), gradients, np.array([9], np.int64))
 
     def pull(self, worker: int, round_: int) -> Any:
-        return self.ask(worker, frames.PullRows("t", round_, 1, False), np.array([9], np.int64))
+        return self.ask(worker, messages.PullRows("t", round_, 1, False), np.array([9], np.int64))
 
     def value(self, asker: Any) -> float:
         return float(np.frombuffer(self.said[asker].data, np.float32)[0])
@@ -69,14 +70,14 @@ LIVES = st.fixed_dictionaries(
 IDS = st.integers(-(2**63), 2**63 - 1) | st.integers(-9, 9)
 
 
-def cards_of(name: str, key: int, optimizer: str, life: dict[str, Any]) -> list[frames.MakeTable]:
+def cards_of(name: str, key: int, optimizer: str, life: dict[str, Any]) -> list[messages.MakeTable]:
     """Tables as workers would have servers make them."""
     numbers, admit = encode_numbers({"learning_rate": 0.1}), life["admit"]
-    card = frames.MakeTable(name, 3, "float64", key, 0.5, optimizer, numbers, life["evict"], life["limit"])
+    card = messages.MakeTable(name, 3, "float64", key, 0.5, optimizer, numbers, life["evict"], life["limit"])
     if isinstance(admit, Chance):
         card.chance = admit.probability
     if not isinstance(admit, Seen):
         return [card]
     card.seen, numbers = admit.times, encode_numbers({"learning_rate": 1.0})
     counts = name + COUNTS, 1, "float32", key, 0.0, "sgd", numbers, life["evict"], admit.remember
-    return [frames.MakeTable(*counts), card]
+    return [messages.MakeTable(*counts), card]

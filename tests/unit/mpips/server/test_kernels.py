@@ -16,7 +16,7 @@ from collectives.kernels import engine
 from mpips import RowSparse, optimizers
 from mpips.optimizers import SGD, Adam, Add
 from mpips.optimizers.equation import prepare
-from mpips.store.keys.row_sparse import packed, update_rows
+from mpips.store.keys.row_sparse import packed, sum_of, unpacked, update_rows
 from mpips.store.server.sources import Elements, PushedRows
 from tests.unit.mpips.server.machine import Arriving, Growing, Machine, long_from
 
@@ -47,7 +47,7 @@ def kernels():
         if name != "float32" or count in (1, 3, 8):
             table = np.zeros((4, COLUMNS), DTYPES[name])
             one = RowSparse(np.arange(1), table[:1], table.shape)
-            update_rows(optimizer, table, [one] * count, optimizer.init(table.reshape(-1)), 1)
+            update_rows(optimizer, table, one, optimizer.init(table.reshape(-1)), 1)
     assert engine.settle(300)
 
 
@@ -68,7 +68,7 @@ def source(kind, rng, unit):
         rows = np.flatnonzero(rng.random(unit.stored.size // COLUMNS) < 0.6)
         values = numbers(rng, (len(rows), COLUMNS), unit.stored.dtype)
         shape = (unit.stored.size // COLUMNS, COLUMNS)
-        return PushedRows(packed(RowSparse(rows, values, shape)), len(rows), shape, unit.stored.dtype)
+        return PushedRows(unpacked(packed(RowSparse(rows, values, shape)), shape, unit.stored.dtype))
     values = numbers(rng, unit.stored.size, unit.stored.dtype)
     return Elements(values) if kind == "there" else {"growing": Growing, "message": Arriving}[kind](values, [99])
 
@@ -122,7 +122,7 @@ def test_rows_have_the_same_bits(case, table, seed):
             weights, state = before.copy(), optimizer.init(before.reshape(-1))
             with engine.numpy_only() if by_numpy else nullcontext():
                 for step in (1, 2):
-                    update_rows(optimizer, weights, parts, state, step)
+                    update_rows(optimizer, weights, sum_of(parts), state, step)
             ends.append([bits(array) for array in (weights, *state)])
     assert ends[0] == ends[1]
     left = np.setdiff1d(np.arange(table), np.concatenate(pushed))

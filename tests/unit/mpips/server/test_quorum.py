@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from mpips.optimizers import SGD
-from mpips.store.server.quorum import OpenRound, Quorum, QuorumState, told_late
+from mpips.store.server.quorum import OpenRound, Quorum, QuorumState, late_sentence
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.sources import Elements
 from mpips.store.server.unit import Unit
@@ -207,7 +207,7 @@ def test_who_leaves_or_waits_for_all_is_not_waited_for():
     server.go_on()
     assert server.value == 0
     server.state.meeting.add(2)
-    server.state._see_gone(server.unit)
+    server.state._handle_gone(server.unit)
     server.go_on()
     assert server.value == 2 and server.state.take_rounds() == (1, {})
 
@@ -233,7 +233,7 @@ def test_the_end_of_a_generation_closes_what_is_open():
 
 
 def test_the_log_names_ranks():
-    assert told_late({3: (1, 1), 0: (7, 2)}) == (
+    assert late_sentence({3: (1, 1), 0: (7, 2)}) == (
         "too late for a round, and in the next one with less weight: rank 0 with 7 pushes of a key, by at most 2 "
         "rounds; rank 3 with 1 push of a key, by at most 1 round"
     )

@@ -18,8 +18,9 @@ from collectives import CollectiveError
 from collectives.kernels import sums
 from mpips import RowSparse, compression
 from mpips.optimizers import SGD, Adam, Add
+from mpips.store.keys.row_sparse import EmptyPush, unpacked
 from mpips.store.server.reduce import Team
-from mpips.store.server.sources import Compressed, Elements, Empty, PushedRows
+from mpips.store.server.sources import Compressed, Elements, PushedRows
 from tests.unit.mpips.server.machine import WORKERS, Arriving, Growing, Machine, long_from
 
 
@@ -169,10 +170,9 @@ def test_rows_and_compressed_payloads_add_up_with_plain_ones():
     machine = Machine(size=12)
     machine.unit.row_elements = 3
     rows = RowSparse(np.array([1, 3, 1]), np.ones((3, 3), np.float32), (4, 3))
-    payload = np.concatenate([rows.rows.view(np.uint8), rows.values.reshape(-1).view(np.uint8)])
     compressor = compression.create({"type": "2bit", "threshold": 0.5})
     residual = np.zeros(12, np.float32)
-    machine.push(0, PushedRows(payload, 3, (4, 3), np.dtype(np.float32)))
+    machine.push(0, PushedRows(rows))
     machine.push(1, Compressed(compressor.encode(np.full(12, 0.5, np.float32), residual), compressor))
     machine.push(2, 10)
     assert machine.work() == list((rows.to_dense() + 10.5).reshape(-1))
@@ -188,6 +188,11 @@ def test_blocks_of_messages_are_taken_once():
             there[worker][0] += 1
             machine.work()
     assert machine.work() == list((values[0] + values[1]) + values[2])
+
+
+def nothing(unit):
+    """A push that only counts as a round."""
+    return PushedRows(EmptyPush((unit.stored.size, 1), unit.stored.dtype))
 
 
 def packed_rows(rows):
@@ -208,7 +213,7 @@ def test_rows_that_nobody_names_keep_their_momentum(rounds):
         payloads = [packed_rows([worker, 3] if number % 2 else [0]) for worker in range(WORKERS)]
         for worker in order:
             mine = payloads[worker]
-            machine.push(worker, 2 if dense[worker] else PushedRows(mine, mine.size // 20, (4, 3), np.dtype("f4")))
+            machine.push(worker, 2 if dense[worker] else PushedRows(unpacked(mine, (4, 3), np.dtype("f4"))))
         machine.work()
         assert machine.unit.words[1:] == [number + 1] * WORKERS
         for mine in payloads:
@@ -249,7 +254,7 @@ def test_empty_pushes_alone_change_nothing_but_the_round(asynchronous, size, blo
         machine.push(worker, 1)
     before, state, step = machine.work(), [array.copy() for array in machine.unit.state], machine.unit.step
     for worker in range(WORKERS):
-        machine.push(worker, Empty(machine.unit))
+        machine.push(worker, nothing(machine.unit))
     assert machine.work() == before and machine.unit.step == step
     assert all((old == new).all() for old, new in zip(state, machine.unit.state))
     assert list(machine.unit.words[1:]) == [2] * WORKERS
@@ -262,7 +267,7 @@ def test_empty_pushes_alone_change_nothing_but_the_round(asynchronous, size, blo
 def test_an_empty_push_beside_others_counts_as_zeros(empty):
     machine = Machine(optimizer=Add())
     for worker in range(WORKERS):
-        machine.push(worker, Empty(machine.unit) if worker in empty else worker + 1)
+        machine.push(worker, nothing(machine.unit) if worker in empty else worker + 1)
     assert machine.work() == [sum(worker + 1 for worker in range(WORKERS) if worker not in empty)] * 10
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -19,7 +20,10 @@ from mpips.store.server.sources import Elements, Pushes
 from mpips.store.server.state import AsynchronousState, SynchronousState
 from mpips.store.transport import frames
 from mpips.store.transport.frames import FRAME, Frame, Op, UnitCard
+from mpips.tables import messages
 from mpips.tables.service import ServerTables
+
+decode_answer = msgspec.msgpack.Decoder(frames.Answer | messages.TableAnswer).decode
 
 
 class Line:
@@ -35,7 +39,7 @@ class Line:
 
     def post_body(self, body, op, unit=0, round_=0, token=0, flags=0):
         assert op == Op.ANSWER
-        self.answers.append(body.decode() if flags else frames.decode_answer(body))
+        self.answers.append(body.decode() if flags else decode_answer(body))
 
 
 class Server:
@@ -43,7 +47,10 @@ class Server:
 
     def __init__(self, asynchronous=False):
         self.state = AsynchronousState() if asynchronous else SynchronousState()
-        self.requests, self.line = Requests(self.state, "server rank 4", UnitMemory(None), 0, [ServerTables(0)]), Line()
+        self.requests, self.line = (
+            Requests(self.state, "server rank 4", UnitMemory(None), 0, {"tables": ServerTables(0)}),
+            Line(),
+        )
         cards = [UnitCard(number, key, "float32", 0, 10, 1, 4, (0, 1)) for number, key in ((3, "a"), (7, "b"))]
         self.ask(frames.Create(cards))
         self.units = [self.state.units[3], self.state.units[7]]
@@ -207,16 +214,16 @@ def test_a_part_of_a_frozen_array_can_be_read():
         (frames.SetTorn([3, 9], True), "no unit 9"),
         (frames.TakeSnapshot(1, [3, 9]), "no unit 9"),
         (frames.ReadSnapshot(4, 3, -1, 0, 1), "no snapshot 4 in this store, which has none"),
-        (frames.PushRows("items", 1), "no table 'items' in this store, which has none"),
-        (frames.PullRows("items", 1, 1, False), "no table 'items'"),
-        (frames.GetTableStats("items"), "no table 'items'"),
-        (frames.UpdateTable("items", b""), "no table 'items'"),
-        (frames.PutRows("items", {}), "no table 'items'"),
-        (frames.EndLoad("items"), "no table 'items'"),
-        (frames.FreezeTables(1, ["items"]), "no table 'items'"),
-        (frames.ReadTable(3, "items", 0, 1), "no frozen state 3"),
-        (frames.ReadDropped(3, "items"), "no frozen state 3"),
-        (frames.ThawTables(3), "no frozen state 3"),
+        (messages.PushRows("items", 1), "no table 'items' in this store, which has none"),
+        (messages.PullRows("items", 1, 1, False), "no table 'items'"),
+        (messages.GetTableStats("items"), "no table 'items'"),
+        (messages.UpdateTable("items", b""), "no table 'items'"),
+        (messages.PutRows("items", {}), "no table 'items'"),
+        (messages.EndLoad("items"), "no table 'items'"),
+        (messages.FreezeTables(1, ["items"]), "no table 'items'"),
+        (messages.ReadTable(3, "items", 0, 1), "no frozen state 3"),
+        (messages.ReadDropped(3, "items"), "no frozen state 3"),
+        (messages.ThawTables(3), "no frozen state 3"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -240,10 +247,10 @@ def test_parts_that_a_snapshot_or_a_table_lacks_are_refused():
     server.ask(frames.TakeSnapshot(1, [3]))
     assert "no unit of the snapshot 7" in server.ask(frames.ReadSnapshot(1, 7, -1, 0, 1))
     assert "no state 0" in server.ask(frames.ReadSnapshot(1, 3, 0, 0, 1))
-    server.ask(frames.MakeTable("t", 1, "float32", 1, 0.0, "sgd", optimizers.encode_numbers({"learning_rate": 1.0})))
-    assert "without the array 'ids'" in server.ask(frames.PutRows("t", {}))
-    server.ask(frames.FreezeTables(1, ["t"]))
-    assert "no array 'x'" in server.ask(frames.ReadTable(1, "t", 0, 1, ["x"]))
+    server.ask(messages.MakeTable("t", 1, "float32", 1, 0.0, "sgd", optimizers.encode_numbers({"learning_rate": 1.0})))
+    assert "without the array 'ids'" in server.ask(messages.PutRows("t", {}))
+    server.ask(messages.FreezeTables(1, ["t"]))
+    assert "no array 'x'" in server.ask(messages.ReadTable(1, "t", 0, 1, ["x"]))
 
 
 @pytest.mark.parametrize("op", [Op.PUSH, Op.PULL, Op.HOLD, Op.SET, 99])
@@ -256,7 +263,7 @@ def test_a_frame_that_names_what_is_unknown_ends_the_generation_with_a_sentence(
     traffic._rings, traffic.remote, traffic._callers = SimpleNamespace(any_written=lambda: True), [], [(1, line)]
     traffic._state, traffic._pushes = server.state, Pushes(server.state, None)
     what = "operation 99" if op == 99 else "unit 9"
-    with pytest.raises(CollectiveError, match=f"there is no {what}.*and rank 1 names it: make keys and tables on all"):
+    with pytest.raises(CollectiveError, match=f"there is no {what}.*and rank 1 names it: make keys on all"):
         traffic.read_frames()
 
 
@@ -267,7 +274,7 @@ class Book(UnitMemory):
         super().__init__(None)
         self.ledger, self.told = object(), []
 
-    def publish(self, units, settings, generation, tables=()):
+    def publish(self, units, settings, generation, services=None):
         self.told.append(generation)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 
 from collectives.errors import MismatchError
 from collectives.fabric.arena import SparseFile
-from mpips.store.checkpoint.file import TableRecord
-from mpips.store.recovery.plan import Inventory, RecoveryPlan, Shelf, choose_rounds
-from mpips.store.transport import frames
-from mpips.tables.admission import COUNTS
-from mpips.tables.files import FilePart, restore
-from mpips.tables.initial import key_of, owners_of
+from mpips.store.keys.row_sums import owners_of
+from mpips.store.recovery.plan import RecoveryPlan, choose_rounds
+from mpips.store.server.service import OldMemory
+from mpips.tables import messages
+from mpips.tables.files import FilePart, TableRecord, restore
+from mpips.tables.initial import key_of
 from mpips.tables.journal import Journal
-from mpips.tables.plan import attached, owners_of_tables, plan_table
+from mpips.tables.messages import COUNTS
+from mpips.tables.plan import FoundTables, RowSource, TableEntry, TablePlan, TablesPlan, attached
 from mpips.tables.row_optimizers import ROW_OPTIMIZERS
 from tests.mpi.mpips.reference_table import ReferenceTable
 from tests.unit.mpips.server.table_workers import CARD, IDS, LIVES, Workers, cards_of
@@ -45,14 +46,14 @@ def test_servers_hold_what_a_dictionary_holds(
         for number in data.draw(st.permutations(range(count * servers))):
             (ids, gradients), server = pushes[number % count], number // count
             chosen = owners_of(ids, servers) == server
-            words = frames.PushRows("t", int(chosen.sum()))
+            words = messages.PushRows("t", int(chosen.sum()))
             parts[server].ask(number % count, words, gradients[chosen], ids[chosen])
         every = np.unique(np.concatenate([ids for ids, _ in pushes]))
         for server, part in enumerate(parts):
             ids = every[owners_of(every, servers) == server]
-            read = part.ask(0, frames.PullRows("t", 0, len(ids), False), ids)
+            read = part.ask(0, messages.PullRows("t", 0, len(ids), False), ids)
             assert part.said[read].data == expected.pull(ids).tobytes()
-        stats = [part.said[part.ask(0, frames.GetTableStats("t"))] for part in parts]
+        stats = [part.said[part.ask(0, messages.GetTableStats("t"))] for part in parts]
         assert sum(one.rows for one in stats) == len(expected.rows)
         assert sum(one.evicted for one in stats) == len(expected.evicted)
         assert sum(one.refused for one in stats) == expected.refused
@@ -80,15 +81,15 @@ def test_a_second_push_waits_for_room() -> None:
 
 
 def test_a_push_that_was_under_way_when_its_round_was_refused_does_not_count() -> None:
-    workers, refused = Workers(2), frames.RefuseRound("t", 1, 1, "no memory", [])
+    workers, refused = Workers(2), messages.RefuseRound("t", 1, 1, "no memory", [])
     workers.push(1, 100)
     workers.ask(1, refused)
     late = workers.push(0, 1000)
-    assert isinstance(workers.said[late], frames.RoundRefused)
+    assert isinstance(workers.said[late], messages.RoundRefused)
     workers.ask(0, refused)
     for worker, value in ((0, 1), (1, 10)):
         gradients = np.array([-value, 0], np.float32)
-        workers.ask(worker, frames.PushRows("t", 1, 1), gradients, np.array([9], np.int64))
+        workers.ask(worker, messages.PushRows("t", 1, 1), gradients, np.array([9], np.int64))
     assert workers.value(workers.pull(0, 1)) == 11
 
 
@@ -146,10 +147,16 @@ class Killed(Exception):
     """In the place of a death."""
 
 
-def left_of(servers: dict[int, Workers]) -> Inventory:
-    """What all know of servers, by their ranks."""
-    shelves = [Shelf(rank, False, b"", [], tables=one.tables.holdings()) for rank, one in servers.items()]
-    return Inventory(shelves, keys=[], tables=COUNTED)
+def planned(servers: dict[int, Workers], layout: Any) -> tuple[list[TablePlan], RecoveryPlan]:
+    """The plan of tables that these servers have had, by their ranks, of which all ranks know."""
+    copies = [copy for one in servers.values() for copy in one.tables.describe()]
+    layout.num_servers, layout.before = len(servers), None
+    layout.server_rank = lambda server: 1 + server
+    ranks, encode = 1 + len(servers), msgspec.msgpack.encode
+    tables = FoundTables(layout, [encode(COUNTED)] * ranks, [encode(copies)] * ranks, [[]] * ranks)
+    choice = choose_rounds([], not layout.asynchronous, services=[tables])
+    made = tables.plan(choice.rounds)
+    return made.tables, RecoveryPlan([], choice, services={"tables": made})
 
 
 def test_a_table_and_its_counts_recover_at_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,20 +179,16 @@ def test_a_table_and_its_counts_recover_at_one_round(monkeypatch: pytest.MonkeyP
         with pytest.raises(Killed):
             mine.push(0, 1)
 
-    inventories = [left_of(old)]
-    choice = choose_rounds(inventories, False, servers=2)
-    layout: Any = SimpleNamespace(asynchronous=True, num_workers=1, before=None)
-    owners, new = owners_of_tables(inventories), Workers(1, -1, (number, 2), ())
-    plans = [plan_table(layout, card, owners[card.table], choice.tables[card.table]) for card in COUNTED]
-    entries = {entry.card.table: entry for entry in mine.tables.entries()}
-    for plan in plans:
-        journal = attached(files[1 + number], entries[plan.card.table])
-        new.tables.restore(plan, None, 1 + number)
-        for piece in journal.pieces(plan.rounds[1 + number]):
-            new.tables.put_rows(plan.card.table, {name: array.tobytes() for name, array in piece.items()})
-        new.tables.begin(plan)
-    rounds = RecoveryPlan(inventories, choice, tables=plans).rounds
-    assert rounds == {"t": 5} and rounds.torn == ()
+    tables, plan = planned(old, SimpleNamespace(asynchronous=True, num_workers=1))
+    new, old_memory = Workers(1, -1, (number, 2), ()), cast(OldMemory, None)
+    made = TablesPlan([table._replace(sources={0: [RowSource(0, 0, 0, False)]}) for table in tables])
+    entries = msgspec.msgpack.decode(mine.tables.ledger_entry(), type=list[TableEntry])
+    new.tables.restore(made, old_memory, 0)
+    for table, entry in zip(made.tables, entries, strict=True):
+        for piece in attached(files[1 + number], entry).pieces(table.rounds[1 + number]):
+            new.tables.put_rows(table.card.table, {name: array.tobytes() for name, array in piece.items()})
+    new.tables.begin(made)
+    assert plan.rounds == {"t": 5} and plan.rounds.torn == ()
     new.push(0, 1)
     assert new.value(new.pull(0, 0)) == 0  # the second update that counts
     new.push(0, 1)
@@ -201,20 +204,17 @@ def test_a_load_that_breaks_off_leaves_a_torn_table() -> None:
     class Loading:
         """The servers, as rank 0 reaches them; after each request they may die."""
 
-        def ask(self, request: frames.TableRequest) -> Iterator[None]:
+        def ask(self, request: messages.TableRequest) -> Iterator[None]:
             server.ask(0, request)
-            inventories = [left_of({1: server})]
-            owners, choice = owners_of_tables(inventories), choose_rounds(inventories, True, servers=1)
-            layout: Any = SimpleNamespace(asynchronous=False, num_workers=1)
-            plans = [plan_table(layout, card, owners[card.table], choice.tables[card.table]) for card in COUNTED]
-            torn.append(RecoveryPlan(inventories, choice, tables=plans).rounds.torn)
+            _, plan = planned({1: server}, SimpleNamespace(asynchronous=False, num_workers=1))
+            torn.append(plan.rounds.torn)
             return iter(())
 
         def reset(self, table: str, updates: int) -> Iterator[None]:
-            return self.ask(frames.ResetTable(table, updates))
+            return self.ask(messages.ResetTable(table, updates))
 
         def end_load(self, table: str) -> Iterator[None]:
-            return self.ask(frames.EndLoad(table))
+            return self.ask(messages.EndLoad(table))
 
     parts = {"": TableRecord(COUNTED[1], 0, 2), "seen_": TableRecord(COUNTED[0], 0, 2)}
     file: Any = None

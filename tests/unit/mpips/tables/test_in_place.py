@@ -8,16 +8,17 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
-from collectives.fabric.arena import Region, SparseFile
 from collectives.kernels import engine
 from mpips.optimizers import encode_numbers
+from mpips.store.keys.row_sums import owners_of
 from mpips.store.transport import frames
-from mpips.tables import index, kernels
+from mpips.tables import index, kernels, messages
 from mpips.tables.in_place import RowsInPlace
-from mpips.tables.initial import key_of, owners_of
+from mpips.tables.initial import key_of
 from mpips.tables.service import ServerTables
 
 pytest.importorskip("numba")
@@ -30,26 +31,25 @@ DIM = 5
 SECONDS = 3.0
 
 
-def card(dtype: str = "float32", **life: int) -> frames.MakeTable:
-    return frames.MakeTable("t", DIM, dtype, key_of(3, "t"), 0.5, "sgd", RATE, **life)
+def card(dtype: str = "float32", **life: int) -> messages.MakeTable:
+    return messages.MakeTable("t", DIM, dtype, key_of(3, "t"), 0.5, "sgd", RATE, **life)
 
 
-def ask(tables: ServerTables, request: frames.TableRequest, payload: np.ndarray | None = None) -> Any:
+def ask(tables: ServerTables, request: messages.TableRequest, payload: np.ndarray | None = None) -> Any:
     return tables.answer(0, (LINE, 0), request, np.zeros(0, np.uint8) if payload is None else payload)[-1][1]
 
 
 def push(tables: ServerTables, ids: np.ndarray, gradients: np.ndarray) -> None:
-    payload = np.zeros(frames.ids_at(len(ids), gradients.strides[0]) + ids.nbytes, np.uint8)
+    payload = np.zeros(messages.ids_at(len(ids), gradients.strides[0]) + ids.nbytes, np.uint8)
     payload[: gradients.nbytes] = gradients.reshape(-1).view(np.uint8)
     payload[payload.nbytes - ids.nbytes :] = ids.view(np.uint8)
-    ask(tables, frames.PushRows("t", len(ids)), payload)
+    ask(tables, messages.PushRows("t", len(ids)), payload)
 
 
 def located(
-    found: frames.TablePlaces, dtype: str = "float32", server: tuple[int, int] = (0, 1), bound: float = 0.5
+    found: messages.TablePlaces, dtype: str = "float32", server: tuple[int, int] = (0, 1), bound: float = 0.5
 ) -> RowsInPlace:
-    file, kind = SparseFile.opened(Region(*found.file)), np.dtype(dtype)
-    return RowsInPlace(file, found.places, found.capacity, 1, DIM, kind, key_of(3, "t"), bound, server)
+    return RowsInPlace(found, msgspec.structs.replace(card(dtype), bound=bound), 1, server)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -70,7 +70,9 @@ def test_rows_are_those_of_a_pull(
     servers = [ServerTables(1, None, number, 2) for number in range(2)]
     for tables in servers:
         ask(tables, card(dtype, **life))
-    parts = [located(ask(tables, frames.LocateTable("t")), dtype, (number, 2)) for number, tables in enumerate(servers)]
+    parts = [
+        located(ask(tables, messages.LocateTable("t")), dtype, (number, 2)) for number, tables in enumerate(servers)
+    ]
     for round_ in range(1, 30):
         ids = np.unique(random.integers(-5000, 5000, 40 * round_)) * 10**14
         owners, gradients = owners_of(ids, 2), random.standard_normal((len(ids), DIM)).astype(dtype)
@@ -86,7 +88,7 @@ def test_rows_are_those_of_a_pull(
             assert part.round_with(0, round_) == round_ and part.round_with(0, round_ + 1) == -1
             assert part.read(round_, wanted, out) and not part.read(round_ - 1, wanted, out)
             mine = owners_of(wanted, 2) == number
-            answer = ask(tables, frames.PullRows("t", round_, int(mine.sum()), False), wanted[mine].view(np.uint8))
+            answer = ask(tables, messages.PullRows("t", round_, int(mine.sum()), False), wanted[mine].view(np.uint8))
             expected[mine] = np.frombuffer(answer.data, dtype).reshape(-1, DIM)
             moving += bool(part._where[index.GROWING])
         assert out.tobytes() == expected.tobytes()
@@ -96,16 +98,16 @@ def test_rows_are_those_of_a_pull(
 def test_rows_that_went_elsewhere_are_not_read() -> None:
     tables, ids, out = ServerTables(1), np.arange(9), np.zeros((9, DIM), np.float32)
     ask(tables, card())
-    part = located(ask(tables, frames.LocateTable("t")))
+    part = located(ask(tables, messages.LocateTable("t")))
     push(tables, ids, np.ones((9, DIM), np.float32))
     assert part.valid and part.round_with(0, 1) == 1
-    ask(tables, frames.ResetTable("t", 1))  # a load begins
+    ask(tables, messages.ResetTable("t", 1))  # a load begins
     assert not part.valid and part.round_with(0, 1) == -1 and not part.read(1, ids, out)
-    torn = located(ask(tables, frames.LocateTable("t")))
+    torn = located(ask(tables, messages.LocateTable("t")))
     assert not torn.valid
-    ask(tables, frames.EndLoad("t"))  # and what it has replaced is given back
+    ask(tables, messages.EndLoad("t"))  # and what it has replaced is given back
     assert not part.valid and part.round_with(0, 0) == -1 and not part.read(0, ids, out)
-    new = located(ask(tables, frames.LocateTable("t")))
+    new = located(ask(tables, messages.LocateTable("t")))
     assert new.round_with(0, 1) == 1 and new.read(1, ids, out)
 
 
@@ -141,8 +143,8 @@ def test_a_read_is_of_one_round_while_the_server_goes_on_and_dies(child: Any, li
     def serve(told: Any) -> None:
         """Push 1 to the same rows again and again, and to others that make the index grow, and are dropped."""
         tables, round_ = ServerTables(1, -1), 0
-        ask(tables, frames.MakeTable("t", DIM, "float32", key_of(3, "t"), 0.0, "sgd", RATE, limit=limit))
-        told.write(frames.encode(ask(tables, frames.LocateTable("t"))))
+        ask(tables, messages.MakeTable("t", DIM, "float32", key_of(3, "t"), 0.0, "sgd", RATE, limit=limit))
+        told.write(frames.encode(ask(tables, messages.LocateTable("t"))))
         told.close()
         while True:
             round_ += 1
@@ -151,7 +153,7 @@ def test_a_read_is_of_one_round_while_the_server_goes_on_and_dies(child: Any, li
             push(tables, ids, np.full((len(ids), DIM), -1, np.float32))
 
     pid, said = child(serve)
-    part = located(frames.decode_answer(said.read()), bound=0.0)
+    part = located(messages.decode_answer(said.read()), bound=0.0)
     out, whole, until = np.zeros((len(always), DIM), np.float32), set[int](), time.monotonic() + SECONDS
     killed = False
     while time.monotonic() < until or not killed:

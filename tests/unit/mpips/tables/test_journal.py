@@ -8,16 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.msgpack import decode
 
 from collectives.fabric.arena import SparseFile
 from mpips.optimizers import encode_numbers
-from mpips.store.transport import frames
+from mpips.tables import messages
 from mpips.tables.initial import key_of
-from mpips.tables.journal import Journal
+from mpips.tables.journal import Journal, RowsRound
 from mpips.tables.plan import TableEntry, attached
-from mpips.tables.row_optimizers import create
 from mpips.tables.rows import TableRows
 from mpips.tables.service import ServerTables
+from tests.unit.mpips.tables.cards import card_of
 
 ROUNDS = 5
 KILLED_IN = ("tables/rows", "tables/journal", "tables/places", "tables/service")
@@ -32,19 +33,19 @@ def push(tables: ServerTables, round_: int) -> None:
     """Rows that come again, rows that are new, and time for others to go."""
     ids = np.unique(np.random.default_rng(round_).integers(-12, 12, 8) + 5 * round_)
     gradients = np.random.default_rng(9 * round_).standard_normal((len(ids), 3)).astype(np.float32)
-    payload = np.zeros(frames.ids_at(len(ids), 12) + ids.nbytes, np.uint8)
+    payload = np.zeros(messages.ids_at(len(ids), 12) + ids.nbytes, np.uint8)
     payload[: gradients.nbytes] = gradients.reshape(-1).view(np.uint8)
     payload[-ids.nbytes :] = ids.view(np.uint8)
-    tables.answer(0, (LINE, round_), frames.PushRows("t", len(ids)), payload)
+    tables.answer(0, (LINE, round_), messages.PushRows("t", len(ids)), payload)
 
 
 def made(evict: int, seen: int) -> ServerTables:
     tables = ServerTables(1, None, file=SparseFile(), survives=True)
     rate = encode_numbers({"learning_rate": 0.1})
-    cards = [frames.MakeTable("t", 3, "float32", key_of(0, "t"), 0.5, "adam", rate, evict, 0, seen)]
+    cards = [messages.MakeTable("t", 3, "float32", key_of(0, "t"), 0.5, "adam", rate, evict, 0, seen)]
     if seen:
         one = encode_numbers({"learning_rate": 1.0})
-        cards.insert(0, frames.MakeTable("t/seen", 1, "float32", key_of(0, "t"), 0.0, "sgd", one, evict, 1000))
+        cards.insert(0, messages.MakeTable("t/seen", 1, "float32", key_of(0, "t"), 0.0, "sgd", one, evict, 1000))
     for card in cards:
         tables.answer(0, (LINE, 0), card)
     return tables
@@ -93,25 +94,25 @@ def test_rows_of_a_whole_round_are_there_wherever_it_is_killed(evict: int, seen:
         push(undisturbed, round_)
         for name in names:
             contents[name, round_] = content(undisturbed.journal(name), round_)
-            counts[name, round_] = undisturbed.journal(name).standings()[0]
+            counts[name, round_] = undisturbed.journal(name).available_rounds()[0]
     line, went_back, step = 0, set(), 7
     while True:
         tables = made(evict, seen)
         for round_ in range(1, ROUNDS - 1):
             push(tables, round_)
-        entries = {entry.card.table: entry for entry in tables.entries()}
+        entries = {entry.card.table: entry for entry in decode(tables.ledger_entry(), type=list[TableEntry])}
         if not killed_at(tables, line, range(ROUNDS - 1, ROUNDS + 1)):
             break
         for name in names:
             there = _seen_from_outside(tables, entries[name])
-            standings = there.standings()
-            assert not there.torn and standings[0][0] in range(ROUNDS - 2, ROUNDS + 1)
-            for standing in standings:
-                number = standing[0]
-                assert standing == counts[name, number] and there.pushes_in(standings[0][0]) == [standings[0][0]]
+            rounds = there.available_rounds()
+            assert not there.torn and rounds[0].round in range(ROUNDS - 2, ROUNDS + 1)
+            for available in rounds:
+                number = available.round
+                assert available == counts[name, number] and there.pushes_in(rounds[0].round) == [rounds[0].round]
                 assert content(there, number) == contents[name, number], (line, name, number)
         rows = tables._tables["t"].rows  # as another generation of the same process takes them
-        oldest = rows.journal.standings()[-1][0]
+        oldest = rows.journal.available_rounds()[-1][0]
         rows.go_to(rows.journal, oldest)
         went_back.add(oldest)
         assert content(rows.journal, oldest) == contents["t", oldest]
@@ -127,13 +128,12 @@ def test_rows_of_an_undone_round_leave_nothing_to_those_that_get_their_places() 
 
     found = []
     for undone in ((), (3, 4, 5)):
-        kind, optimizer = np.dtype(np.float32), create("adam", {"learning_rate": 0.1})
-        rows = TableRows(2, kind, key_of(0, "t"), 0.5, optimizer, file=SparseFile(), survives=True, workers=1)
+        rows = TableRows(card_of(2, "float32", "adam", rate=0.1), file=SparseFile(), survives=True, workers=1)
         update(rows, 1, 1, 2)
         if undone:
             update(rows, 2, *undone)
             rows.go_to(rows.journal, 1)
-            rows.begin((1, 1, 0, 0), [1], False)
+            rows.begin(RowsRound(1, 1, 0, 0), [1], False)
         for step in (2, 3):
             update(rows, step, 2, 6, 7)
         found.append(rows.pull(np.arange(9)).tobytes())

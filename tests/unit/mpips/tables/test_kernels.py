@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from collectives.kernels import engine
-from mpips.tables import merge
-from mpips.tables.initial import owners_of
-from mpips.tables.row_optimizers import ROW_OPTIMIZERS, create
+from mpips.store.keys.row_sums import distinct, owners_of, sum_into, summed
+from mpips.tables.client import deal
+from mpips.tables.row_optimizers import ROW_OPTIMIZERS
 from mpips.tables.rows import TableRows
+from tests.unit.mpips.tables.cards import card_of
 
 pytest.importorskip("numba")
 if engine.status().engine != "numba":
@@ -23,7 +24,7 @@ WIDE = range(-(2**63), 2**63, 2**55)
 
 def rounds(optimizer: str, dim: int, dtype: Any) -> Iterator[bytes]:
     """Rows after each of some rounds of three workers with repeated ids, as server 0 of 2 sees them."""
-    table = TableRows(dim, np.dtype(dtype), 7, 0.5, create(optimizer, {"learning_rate": 0.1}))
+    table = TableRows(card_of(dim, np.dtype(dtype).name, optimizer, 7, rate=0.1))
     random = np.random.default_rng(5)
     for step in range(1, 5):
         parts = []
@@ -31,14 +32,14 @@ def rounds(optimizer: str, dim: int, dtype: Any) -> Iterator[bytes]:
             ids = np.concatenate([random.integers(-200, 200, 300), random.choice(WIDE, 50)])
             gradients = random.standard_normal((len(ids), dim)).astype(dtype)
             gradients[::7] = -0.0
-            found = merge.distinct(ids, 2)
-            first = found.counts[0]
+            found = distinct(ids, 2)
+            first = found.per_server[0]
             rows, words = np.zeros((len(found.ids) + 3, dim), dtype), np.zeros(len(found.ids) + 4, np.int64)
-            places = merge.deal(found, [0, first + 3], [0, first + 4], words)
-            merge.sum_into(rows, gradients, places)
+            places = deal(found, [0, first + 3], [0, first + 4], words)
+            sum_into(rows, gradients, places)
             assert sorted(words[:first].tolist()) == sorted(set(ids[owners_of(ids, 2) == 0].tolist()))
             parts.append((words[:first], rows[:first]))
-        table.update(*merge.summed(parts), step)
+        table.update(*summed(parts), step)
         yield table.pull(np.concatenate([np.arange(-210, 210), np.array(WIDE)])).tobytes()
 
 

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpips.store.keys.row_sums import distinct, owners_of, sum_into, summed
 from mpips.tables import places
-from mpips.tables.initial import first_rows, key_of, owners_of, uniform
-from mpips.tables.merge import deal, distinct, sum_into, summed
+from mpips.tables.client import deal
+from mpips.tables.initial import first_rows, key_of, uniform
 from mpips.tables.row_optimizers import ROW_OPTIMIZERS, create
 from mpips.tables.rows import TableRows
 from tests.mpi.mpips.reference_table import ReferenceTable, plainly_mixed
+from tests.unit.mpips.tables.cards import card_of
 
 IDS = st.integers(-(2**63), 2**63 - 1) | st.integers(-9, 9)
 
@@ -79,7 +81,7 @@ def merged(ids: np.ndarray, gradients: np.ndarray) -> tuple[np.ndarray, np.ndarr
 )
 def test_rounds_equal_a_serial_dictionary(rounds: list[list[list[int]]], optimizer: str, dim: int) -> None:
     key, random = key_of(0, "t"), np.random.default_rng(3)
-    table = TableRows(dim, np.dtype(np.float32), key, 0.5, create(optimizer, {"learning_rate": 0.1}))
+    table = TableRows(card_of(dim, "float32", optimizer, key, rate=0.1))
     expected = ReferenceTable("t", dim, np.float32, 0.5, optimizer)
     for step, workers in enumerate(rounds):
         pushes = [
@@ -105,10 +107,10 @@ def test_rounds_equal_a_serial_dictionary(rounds: list[list[list[int]]], optimiz
 def test_rows_are_dropped_as_a_dictionary_drops_them(
     rounds: list[list[int]], evict: int, limit: int, moved_at: int, restored_at: int, frozen_at: int
 ) -> None:
-    key, random, optimizer = key_of(0, "t"), np.random.default_rng(3), create("adam", {"learning_rate": 0.1})
+    key, random = key_of(0, "t"), np.random.default_rng(3)
 
     def made() -> TableRows:
-        return TableRows(2, np.dtype(np.float32), key, 0.5, optimizer, evict, limit)
+        return TableRows(card_of(2, "float32", "adam", key, rate=0.1, evict=evict), limit)
 
     frozen, then = None, dict[str, np.ndarray]()
     table, expected = made(), ReferenceTable("t", 2, np.float32, 0.5, "adam", evict=evict, limit=limit)
@@ -136,7 +138,7 @@ def test_rows_are_dropped_as_a_dictionary_drops_them(
 
 def test_a_full_machine_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(places, "SEEN_BYTES", 1 << 10)
-    table = TableRows(2, np.dtype(np.float32), 5, 0.5, create("sgd", {}), limit=5)
+    table = TableRows(card_of(2, "float32"), limit=5)
     first = np.arange(5)
     table.update(first, np.ones((5, 2), np.float32), 1)
     rows = table.pull(first)
@@ -154,7 +156,7 @@ def test_a_full_machine_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None
 @given(st.integers(0, 2**32), st.sampled_from([(1, 0), (3, 0), (0, 700), (0, 5000), (4, 3000)]))
 def test_many_rows_come_and_go(seed: int, life: tuple[int, int]) -> None:
     random, (evict, limit) = np.random.default_rng(seed), life
-    table = TableRows(1, np.dtype(np.float64), 5, 0.0, create("sgd", {"learning_rate": 1.0}), evict, limit)
+    table = TableRows(card_of(1, "float64", bound=0.0, rate=1.0, evict=evict), limit)
     alive: dict[int, list[int]] = {}  # of each id the update that named it last, and how many have
     most = 0
     for step in range(1, 40):
@@ -178,7 +180,7 @@ def test_many_rows_come_and_go(seed: int, life: tuple[int, int]) -> None:
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=12), st.integers(0, 2**32), st.booleans())
 def test_the_index_finds_every_row_while_it_grows(sizes: list[int], seed: int, dense: bool) -> None:
     random = np.random.default_rng(seed)
-    table = TableRows(1, np.dtype(np.float64), 5, 0.5, create("sgd", {}))
+    table = TableRows(card_of(1, "float64"))
     seen: set[int] = set()
     for size in sizes:
         ids = np.unique(random.integers(0, 9000, size) if dense else random.integers(-(2**63), 2**63 - 1, size))

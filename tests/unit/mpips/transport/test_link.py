@@ -11,7 +11,7 @@ import pytest
 
 from mpips import Options
 from mpips.store.keys.key import Key, Shard
-from mpips.store.remote.link import Link
+from mpips.store.remote.link import ServerLink
 from mpips.store.transport.outbox import Outbox
 
 SIZE, STEP, BLOCKS = 40, 8, 5
@@ -32,7 +32,7 @@ def store():
     layout = SimpleNamespace(
         rank=0, num_servers=1, num_workers=1, groups=lambda: [[0]], world=None, options=Options(servers=1)
     )
-    link = Link(layout, [line])
+    link = ServerLink(layout, [line])
     words = [0, 0]
     shard = Shard(3, 0, 0, SIZE, line, (0,), STEP, BLOCKS, mine=1, words=words, stored=np.zeros(SIZE, np.float32))
     key = Key("w", (SIZE,), np.dtype(np.float32), shards=[shard], pushes=[shard])

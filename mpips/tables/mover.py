@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from mpips.collectives.errors import CollectiveError
 from mpips.collectives.fabric import requests
-from mpips.tables.initial import owners_of
+from mpips.store.keys.row_sums import owners_of
 from mpips.tables.journal import Journal
 from mpips.tables.plan import RowSource, TablePlan
 
@@ -71,7 +71,7 @@ def check_of(arrays: Mapping[str, bytes]) -> int:
     return total
 
 
-class RowTransfer:
+class RowMover:
     """The rows that one rank sends, reads into its own new tables, and receives, in one recovery.
 
     Args:
@@ -118,8 +118,8 @@ class RowTransfer:
 
     def _give(self) -> bool:
         """Read and pass on one more piece if there is room for it. Return True if that was done."""
-        left = [(one, size) for one, size in zip(self.under_way, self._sizes) if not one.Test()]
-        self.under_way, self._sizes = [one for one, _ in left], [size for _, size in left]
+        left = [(request, size) for request, size in zip(self.under_way, self._sizes) if not request.Test()]
+        self.under_way, self._sizes = [request for request, _ in left], [size for _, size in left]
         if self._gone or sum(self._sizes) > UNDER_WAY_BYTES:
             return False
         self._gone = next(self._going, True)
@@ -134,8 +134,8 @@ class RowTransfer:
                 for piece in self._journal(source, name).pieces(table.rounds[source.owner]):
                     owners = owners_of(piece["ids"], len(every))
                     for server in takers:
-                        mine = owners == every.index(server)
-                        arrays = {array: values[mine].tobytes() for array, values in piece.items()}
+                        belong = owners == every.index(server)
+                        arrays = {array: values[belong].tobytes() for array, values in piece.items()}
                         self._deal(server, name, source, number, arrays)
                     number += 1
                     yield False
@@ -157,7 +157,7 @@ class RowTransfer:
 
     def _take_in(self) -> bool:
         """Put one piece that has arrived into this server's tables. Return True if there was one."""
-        if not self._due or (received := requests.received(self._comm, TAG)) is None:
+        if not self._due or (received := requests.receive_next(self._comm, TAG)) is None:
             return False
         rank, data = received
         rows = msgspec.msgpack.decode(data, type=RowsSent)

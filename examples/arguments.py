@@ -1,4 +1,4 @@
-"""Command-line parsing for the examples, with one error message for all ranks."""
+"""Parse the command line of an example, so that only rank 0 prints errors and help."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collectives.terminal import describe_unwritable, is_first
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser for MPI programs: every rank parses, and only rank 0 prints errors and help."""
+    """An argument parser for MPI programs. Every rank parses, and only rank 0 prints errors and help."""
 
     def error(self, message: str) -> NoReturn:
         if is_first():
@@ -23,22 +23,22 @@ class Parser(argparse.ArgumentParser):
             super().print_help(file)
 
     def check_files(self, options: argparse.Namespace, *names: str) -> None:
-        """Exit on every rank if rank 0 could not write one of the files in these options. Collective over COMM_WORLD.
+        """Exit on every rank if rank 0 cannot write one of the files that options name. Collective over COMM_WORLD.
 
-        Call it before the work.
+        Call it before the training, so that no results are lost. `names` are the names of the options.
         """
-        # Not at the top of the file: demo.py, which starts jobs, must not start MPI itself.
+        # Imported here because this import starts MPI. demo.py imports this module, too, and must not start MPI.
         from mpi4py import MPI
 
         files = {f"--{name} {getattr(options, name)}": getattr(options, name) for name in names}
-        said = {words: describe_unwritable(file) for words, file in files.items() if file}
-        refusals = [f"{words} {reason}" for words, reason in said.items() if reason]
-        if said := MPI.COMM_WORLD.bcast(refusals, 0):
-            self.error(said[0])
+        reasons = {option: describe_unwritable(file) for option, file in files.items() if file}
+        errors = [f"{option} {reason}" for option, reason in reasons.items() if reason]
+        if errors := MPI.COMM_WORLD.bcast(errors, 0):
+            self.error(errors[0])
 
 
-def number(kind: type, least: float) -> Callable[[str], float]:
-    """Return a parser of an option's value: a number of this kind that is at least `least`."""
+def number_parser(kind: type, least: float) -> Callable[[str], float]:
+    """Return a function that parses the value of an option: a number of type `kind` that is at least `least`."""
 
     def read(text: str) -> float:
         try:

@@ -1,0 +1,58 @@
+"""How ranks differ that must do the same: what they bring is compared, and the difference told in one form. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from mpips.collectives.errors import format_ranks
+
+# (thing, its description on a rank), such as ("key 'w'", "float32(3, 4)"). No thing occurs twice.
+Items = Sequence[tuple[str, str]]
+# the description of a thing that a rank does not bring
+MISSING = "missing"
+# what a user should do
+SAME_CALL = "let all ranks make the same call"
+SAME_VALUES = "give all ranks the same"
+
+
+def describe_calls(calls: Mapping[int, str]) -> str:
+    """Describe which ranks make which call, as an error message.
+
+    Args:
+        calls: rank -> its call. Ranks are known to differ, perhaps behind the end of these texts.
+
+    Example:
+        >>> describe_calls({0: "push of key 'w'", 1: "pull of key 'w'", 2: "push of key 'w'"})
+        "ranks 0, 2 call push of key 'w'; rank 1 calls pull of key 'w': let all ranks make the same call"
+    """
+    callers: dict[str, list[int]] = {}
+    for rank in sorted(calls):
+        callers.setdefault(calls[rank], []).append(rank)
+    parts = [f"{format_ranks(numbers)} call{'s' * (len(numbers) == 1)} {call}" for call, numbers in callers.items()]
+    further = " (the calls differ further on)" * (len(parts) == 1)
+    return f"{'; '.join(parts)}{further}: {SAME_CALL}"
+
+
+def difference(every: Mapping[int, Items]) -> str:
+    """Describe the first thing in which a rank differs from the lowest one, or return "" if all bring the same.
+
+    The description names no operation and no cure: the caller puts them before and behind it.
+
+    Args:
+        every: rank -> what it brings.
+
+    Example:
+        >>> difference({0: [("option servers", "1")], 1: [("option servers", "2")]})
+        'option servers is 1 on rank 0 and 2 on rank 1'
+    """
+    first = min(every, default=0)
+    known = dict(every.get(first, ()))
+    for rank in sorted(every):
+        theirs = dict(every[rank])
+        for thing in known | theirs:
+            if (value := known.get(thing, MISSING)) != (other := theirs.get(thing, MISSING)):
+                return f"{thing} is {value} on rank {first} and {other} on rank {rank}"
+        for thing, instead in zip(known, theirs):
+            if thing != instead:
+                return f"rank {first} has {thing} where rank {rank} has {instead}"
+    return ""

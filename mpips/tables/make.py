@@ -1,0 +1,176 @@
+"""Make a table: check its options, compare them between workers, and have the servers make it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpips.collectives.errors import warn
+from mpips.store.keys import arguments
+from mpips.store.runtime import rendezvous
+from mpips.store.worker.operations import CALLER_ERRORS
+from mpips.store.worker.restored import Restored
+from mpips.store.worker.route import Route
+from mpips.store.worker.store import WorkerStore
+from mpips.tables import row_optimizers
+from mpips.tables.admission import Chance, Seen
+from mpips.tables.initial import Uniform, key_of, uniform
+from mpips.tables.messages import COUNTS, DTYPES, MakeTable, TableOptions
+from mpips.tables.table import MOST_BYTES, Table, whole, with_name
+from mpips.tables.worker import WorkerTables
+
+# the rule of first values of a table made without `init`
+DEFAULT_INIT = uniform(0.05)
+# `evict`, `limit` and the number of updates of a table are below this: ages of rows are int32.
+MOST_COUNT = 1 << 31
+
+
+def make(store: WorkerStore, route: Route, name: Any, options: TableOptions, numbers: dict[str, Any]) -> Table:
+    """Make a table; see `KVStore.table`. Collective over the workers.
+
+    A table that was restored (from a checkpoint or by a recovery) exists already. Then the call is local, and returns
+    it.
+
+    Args:
+        numbers: Hyperparameters of the optimizer.
+    """
+    service = next((service for service in store.backend.services if isinstance(service, WorkerTables)), None)
+    # Restored tables: compare what the program asks for with what is there.
+    if service is not None and name in store.restored.names and name in service.collections:
+        with CALLER_ERRORS:
+            asked = card_of(name, _checked(store, name, options, numbers))
+            table = service.collections[asked.table]
+            difference = _difference(table.card, asked, store.restored)
+        if difference and store.layout.rank == 0:
+            warn(f"{difference}: what is restored holds")
+        store.restored.claim([table.name, table.card.table_of_counts])
+        return Table(store, route, service.client, table)
+
+    def check() -> tuple[str, TableOptions]:
+        given = _check_name(store, name)
+        if service is None:
+            raise ValueError(
+                f"table {given!r}: kind {store.layout.kind!r} has no servers here, and a table needs one: take "
+                "dist_sync with servers=1"
+            )
+        return given, _checked(store, name, options, numbers)
+
+    checked, refusal = rendezvous.attempt(check)
+    store.finish()
+    fields = {} if checked is None else checked[1]._asdict()
+    items = [(field, value if isinstance(value, str) else repr(value)) for field, value in fields.items()]
+    store.agree(f"table {name!r}", items, refusal, noun="argument")
+    assert checked is not None and service is not None
+    card = card_of(*checked)
+    # Servers look the table of counts up by name when they make the table, so it comes first.
+    cards = [card_of_counts(card, checked[1].admit), card] if card.seen else [card]
+    for each in cards:
+        store.run(f"table {each.table!r}", service.client.make(each))
+    return Table(store, route, service.client, service.collections[card.table])
+
+
+def _check_name(store: WorkerStore, name: object) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"table: the name {name!r} is no str: give one")
+    arguments.check_new(name, "table", "name")
+    return str.__str__(name)
+
+
+def _checked(store: WorkerStore, name: str, options: TableOptions, numbers: dict[str, Any]) -> TableOptions:
+    """Check the options of a table. Return them in their plain form, so that 8 and numpy.int64(8) compare equal.
+
+    The optimizer is then a record that holds its `numbers`.
+    """
+    dim, dtype, init, optimizer, seed, admit, evict, limit = options
+    servers, collections = store.layout.num_servers, store.collections
+    if not (admit is None or isinstance(admit, (Seen, Chance))):
+        raise ValueError(f"table {name!r}: admit={admit!r}: give mpips.seen(times), mpips.chance(probability) or None")
+    for each in (name, name + COUNTS) if isinstance(admit, Seen) else (name,):
+        if each in store.keys:
+            raise ValueError(f"table: a key has the name {each!r}: choose another")
+        if each in collections and each not in store.restored.names:
+            raise ValueError(f"table: {each!r} was already made; a table is made once")
+    try:
+        dtype = str(dtype) if dtype is None else np.dtype(dtype).name
+    except TypeError:
+        dtype = repr(dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ValueError(f"table {name!r}: dtype={dtype}, and a table holds {' or '.join(DTYPES)}: give one of them")
+    dim = whole(name, "dim", dim)
+    if not 0 < dim <= MOST_BYTES // 8:
+        raise ValueError(f"table {name!r}: dim={dim}: give at least 1 and at most {MOST_BYTES // 8}")
+    init = DEFAULT_INIT if init is None else init
+    if not isinstance(init, Uniform):
+        raise ValueError(f"table {name!r}: init={init!r}: give mpips.uniform(bound); uniform(0) are zeros")
+    if init.bound > np.finfo(dtype).max:
+        raise ValueError(f"table {name!r}: init={init!r} is infinite in {dtype}: give a smaller bound")
+    if isinstance(admit, Seen):
+        _check_count(name, "remember", admit.remember, servers)
+    return TableOptions(
+        dim,
+        dtype,
+        init,
+        with_name(name, lambda: row_optimizers.create(optimizer, numbers)),
+        whole(name, "seed", seed),
+        admit,
+        _check_count(name, "evict", evict, 1),
+        _check_count(name, "limit", limit, servers),
+    )
+
+
+def card_of(name: str, options: TableOptions) -> MakeTable:
+    """Return the message by which servers make a table, from its checked options."""
+    optimizer, numbers = row_optimizers.encode(options.optimizer)
+    admit = options.admit
+    return MakeTable(
+        name,
+        options.dim,
+        options.dtype,
+        key_of(options.seed, name),
+        options.init.bound,
+        optimizer,
+        numbers,
+        options.evict or 0,
+        options.limit or 0,
+        seen=admit.times if isinstance(admit, Seen) else 0,
+        chance=admit.probability if isinstance(admit, Chance) else 1.0,
+    )
+
+
+def card_of_counts(card: MakeTable, admit: Seen) -> MakeTable:
+    """Return the card of the table that counts updates of ids without a row.
+
+    It has one value a row, the count. Each update that names an id pushes -1 with learning rate 1, so the value grows
+    by 1.
+    """
+    optimizer = row_optimizers.encode(row_optimizers.create("sgd", {"learning_rate": 1.0}))
+    name = card.table_of_counts
+    return MakeTable(name, 1, "float32", card.key, 0.0, *optimizer, evict=card.evict, limit=admit.remember)
+
+
+def _difference(restored: MakeTable, asked: MakeTable, source: Restored) -> str:
+    """Compare a restored table with what the program asks for.
+
+    Return a sentence if options differ that the restored table overrides, else "". Raise ValueError if it is a
+    different table: in dim, dtype, optimizer, seed or first values.
+    """
+    arguments_of = {"dim": "dim", "dtype": "dtype", "optimizer": "optimizer", "key": "seed", "bound": "init"}
+    for field, argument in arguments_of.items():
+        has, wanted = getattr(restored, field), getattr(asked, field)
+        if has != wanted:
+            how = "another one" if argument == "seed" else f"{has}, and this is {wanted}"
+            raise ValueError(f"table: {asked.table!r} has {argument} {how} in {source.source}: {source.cure}")
+    if restored == asked:
+        return ""
+    return f"table {asked.table!r} has other options in {source.source} than are asked for"
+
+
+def _check_count(name: str, argument: str, given: object, least: int) -> int | None:
+    """Check an optional whole number."""
+    if given is None:
+        return None
+    number = whole(name, argument, given)
+    if not least <= number < MOST_COUNT:
+        raise ValueError(f"table {name!r}: {argument}={number}: give at least {least} and less than 2**31, or None")
+    return number

@@ -1,0 +1,104 @@
+"""`Recovery`: repeat what a death has interrupted. A Trainer, a DistributedOptimizer and a LocalSGD all go on by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from mpips.collectives.errors import CollectiveError, MismatchError
+from mpips.store.runtime.errors import LostError
+from mpips.store.runtime.rendezvous import Items
+
+if TYPE_CHECKING:
+    from mpips.store.api import KVStore
+    from mpips.store.keys.key import Name, Rounds
+
+T = TypeVar("T")
+
+
+class Recovery:
+    """Makes calls on one worker, and lets all workers go on if a process dies during a call.
+
+    1. A process dies. The call raises on every worker that lives.
+    2. `kv.recover()` begins the store's next generation: all keys hold a complete round, and spares have taken the
+       places of dead workers and servers.
+    3. `meet()`: the workers tell each other how far each has come. Each goes to a moment that fits the others and the
+       store. Only the owner of the training loop knows how, so it passes this function.
+    4. The call is made again.
+
+    If another process dies in step 2 or 3, the workers begin again with step 2. In a store that does not survive
+    deaths (one without the option `spares`) errors go to the caller at once.
+
+    Args:
+        kv: The store.
+        keys: The keys that are trained.
+        meet: Step 3, or a note that it is to be taken in the next call. Collective over the workers.
+    """
+
+    def __init__(self, kv: KVStore, keys: Sequence[Name], meet: Callable[[], object]) -> None:
+        self._kv = kv
+        self._keys = keys
+        self._meet = meet
+        # what the last recovery returned
+        self._rounds: Rounds | None = None
+
+    def run(self, call: Callable[[], T]) -> T:
+        """Make a call, again after each recovery, until it returns. Return its result. Blocking."""
+        while True:
+            try:
+                return call()
+            except CollectiveError as error:
+                self.recover(error)
+
+    def run_once(self, call: Callable[[], T]) -> T | None:
+        """Make a call and return its result. If a failure interrupts it, recover and return None. Blocking."""
+        try:
+            return call()
+        except CollectiveError as error:
+            self.recover(error)
+        return None
+
+    def recover(self, error: CollectiveError | None = None, grow: bool = False) -> None:
+        """Let the store recover, and all workers meet. Collective over the workers, blocking.
+
+        Args:
+            error: The error of the call that was interrupted, if there was one.
+            grow: Waiting spares become workers.
+
+        Raises:
+            CollectiveError: `error` again, if it would only occur again: no process has died, and no worker has pushed
+                a round since the last recovery. A mismatch between workers is raised again at once.
+            LostError: A key is not whole. Only a checkpoint helps.
+        """
+        kv = self._kv
+        while True:
+            if error is not None and (not kv.layout.survives or isinstance(error, (MismatchError, LostError))):
+                raise error
+            before, self._rounds = self._rounds, kv.recover(grow)
+            broken = [*self._rounds.torn, *(key for key in self._keys if key not in self._rounds)]
+            if broken:
+                raise LostError(f"key {broken[0]!r} is not whole after a death: go on from a checkpoint") from error
+            try:
+                # In an asynchronous store only some workers may have pushed, so all tell each other.
+                if error is not None and not kv.layout.changed:
+                    advanced = b"" if self._rounds == before else b"advanced"
+                    if not any(kv.worker.agree("recovery without a death", data=advanced)):
+                        raise error
+                self._meet()
+            except CollectiveError as other:
+                if other is error:
+                    raise
+                error = other
+            else:
+                return
+
+
+def check_alike(kv: KVStore, call: str, arguments: Items, refusal: BaseException | None) -> None:
+    """Check that all workers make this call with equal arguments. If not, all raise the same error.
+
+    A spare that has taken a place compares nothing, because the others made the call long ago.
+    """
+    if not kv.worker.fresh:
+        kv.worker.agree(call, arguments, refusal, noun="argument")
+    elif refusal is not None:
+        raise refusal

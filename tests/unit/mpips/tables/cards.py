@@ -1,0 +1,15 @@
+"""Descriptions of tables for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpips.tables.messages import MakeTable
+from mpips.tables.row_optimizers import create, encode
+
+
+def card_of(
+    dim: int, dtype: str, optimizer: str = "sgd", key: int = 5, bound: float = 0.5, rate: float = 0.01, **life: Any
+) -> MakeTable:
+    """Describe table "t". `life`: other fields, such as `evict`."""
+    return MakeTable("t", dim, dtype, key, bound, *encode(create(optimizer, {"learning_rate": rate})), **life)
