@@ -74,15 +74,15 @@ MUTATIONS = (
     Mutation(
         "a compiled sum leaves the third rank's vector out",
         "collectives/node/short_cut.py",
-        "for part in range(2, parts):",
-        "for part in range(3, parts):",
+        "for part in range(2, instruction):",
+        "for part in range(3, instruction):",
         ((0, "tests/unit/collectives"), *COLLECTIVES),
     ),
     Mutation(
-        "a compiled call does not wait for the end of a phase",
+        "a compiled call counts a phase twice",
         "collectives/node/short_cut.py",
-        "        elif words[PHASED] == 0:\n",
-        "        elif words[PHASED] >= 0:\n",
+        "            if instruction == FOLLOW:\n                phase += 1\n",
+        "            if instruction == FOLLOW:\n                phase += 2\n",
         ((0, "tests/unit/collectives"), *COLLECTIVES),
     ),
     Mutation(

@@ -47,7 +47,7 @@ from mpips.collectives.node.program import (
     steps_of,
     with_steps,
 )
-from mpips.collectives.node.short_cut import DONE, MET, NOT_BEGUN, Record, record_of, short_cut
+from mpips.collectives.node.short_cut import DONE, MET, MOST_BYTES, NOT_BEGUN, Record, record_of, short_cut
 
 __all__ = ["DONE", "MET", "NOT_BEGUN", "CallArray", "NodeExecutor", "WayLimits", "call_array", "not_begun"]
 # The mode of an array is the kind of program that it takes. WAYS has the modes' names in the tuning table.
@@ -225,9 +225,10 @@ class NodeExecutor:
         self._bind_short_cut(tokens, program)
 
     def _bind_short_cut(self, tokens: tuple[int, ...], program: NodeProgram) -> None:
-        """Let later calls run as one compiled function (`short_cut`), if it can carry this program out."""
+        """Let later calls run as one compiled function (`short_cut`), if they are short and it can carry them out."""
         board = self._board
-        record = self._record = record_of(board, tokens, self._puts, program)
+        is_short = sum(part.call.nbytes for part in self._parts) <= MOST_BYTES
+        record = self._record = record_of(board, tokens, self._puts, program) if is_short else None
         if record is None:
             return
 
@@ -235,10 +236,22 @@ class NodeExecutor:
             call = record.kernel.call_for(0)
             if call is None:
                 return NOT_BEGUN
-            self.fast = short_cut(board, self._text, self._put, record.phased, record.words.ctypes.data, call)
+            address = record.words.ctypes.data
+            self.fast = short_cut(board, self._text, self._put, record.phases, address, call, self._go_on_after)
             return self.fast()
 
         self.fast = fast
+
+    def _go_on_after(self, phase: int) -> None:
+        """Finish a call after this rank has finished the phase with this index. Blocking."""
+        board = self._board
+        board.follow(board.progress[board.phase & 1], board.phase * board.ones, self._text)
+        for before, after in self._program.phases[phase + 1 :]:
+            perform(before)
+            board.signal()
+            perform(after)
+            board.follow(board.progress[board.phase & 1], board.phase * board.ones, self._text)
+        perform(self._program.last[board.number & 1])
 
     def _compile(self, number: int, descriptors: Sequence[Descriptor]) -> NodeProgram:
         """Compile the program of one array. All ranks come to the same kind, because they see the same descriptors."""

@@ -1,10 +1,11 @@
-"""A short call on one node as one compiled function: put, enter, wait, take, and in shared arrays meet once more.
+"""A short call on one node as one compiled function: put, enter, wait, take, and the phases of longer programs.
 
-`carry_out` is the function. It reads a record of integers: where the rows of the board, the slots and the arrays lie,
-and what is to be copied and added (`Action`). It runs with the GIL held, so it never waits long: if others are late, or
-bring other arrays, it returns a code, and the caller goes on with the general steps of `executor`.
+`carry_out` is the function. It follows a list of instructions in a record of integers: copy, reduce, enter, wait for
+the others. The record also says where the rows of the board, the slots and the arrays lie. The function runs with the
+GIL held, so it never waits long: if others are late, or bring other arrays, it returns a code, and the caller goes on
+with the general steps of `executor`.
 
-It needs Numba. Until it is compiled, and for what `record_of` cannot express, calls take the general steps.
+It needs Numba. Until it is compiled, and for calls that `record_of` cannot express, the general steps carry the call.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from mpips.collectives.node.program import Action, Copy, NodeProgram, Reduce, Tu
 # Results of a fast path. DONE: the call is complete. NOT_BEGUN: run `Executor.steps`. MET: all ranks have entered; run
 # `Executor.rest`.
 DONE, NOT_BEGUN, MET = 0, 1, 2
-# Two more results of `carry_out`: some ranks have not entered yet; some have not finished the phase.
+# More results of `carry_out`. NOT_MET: not all ranks have entered yet. UNFINISHED + k: this rank has finished phase k,
+# counted from 0, and some other rank has not.
 NOT_MET, UNFINISHED = 3, 4
 # Longer calls take the general steps: they gain nothing here, and would hold the GIL.
 MOST_BYTES = 1 << 20
@@ -32,13 +34,18 @@ SPINS_ALONE, SPINS_SHARED = 4000, 20
 # looks after that, before `carry_out` returns
 MOST_YIELDS = 200
 
-# Fields of a record. PHASED is 1 if ranks touch the arrays of others. EVEN and ODD say where the actions of even and of
-# odd operations begin in the record, TOKENS where the tokens of all ranks do.
-RANK, RANKS, PHASED, SPINS, LOOKS, MARK, EVEN, ODD, ENTRIES, ODD_ENTRIES, PROGRESS, ODD_PROGRESS, TOKENS = range(13)
-FIELDS = {
+# Fields of a record. EVEN and ODD say where the instructions for even and for odd operations begin in the record. The
+# tokens of all ranks begin at TOKENS.
+RANK, RANKS, SPINS, LOOKS, MARK, EVEN, ODD, ENTRIES, ODD_ENTRIES, PROGRESS, ODD_PROGRESS, TOKENS = range(12)
+# Instructions. A reduction begins with the number of its parts, which is 2 or more:
+#   (parts, address of the total, elements, address of the divisor or 0, addresses of the parts)
+# and a copy is (COPY, target, bytes, source). The others have no arguments. ENTER tells the other ranks that this one
+# has entered the operation, and waits until all have. SIGNAL tells them that it has finished a phase. FOLLOW waits until
+# all ranks have finished it.
+COPY, ENTER, SIGNAL, FOLLOW, END = 0, -1, -2, -3, -4
+CONSTANTS = {
     "RANK": RANK,
     "RANKS": RANKS,
-    "PHASED": PHASED,
     "SPINS": SPINS,
     "LOOKS": LOOKS,
     "MARK": MARK,
@@ -46,6 +53,15 @@ FIELDS = {
     "ENTRIES": ENTRIES,
     "PROGRESS": PROGRESS,
     "TOKENS": TOKENS,
+    "COPY": COPY,
+    "ENTER": ENTER,
+    "SIGNAL": SIGNAL,
+    "FOLLOW": FOLLOW,
+    "END": END,
+    "DONE": DONE,
+    "MET": MET,
+    "NOT_MET": NOT_MET,
+    "UNFINISHED": UNFINISHED,
 }
 
 
@@ -74,146 +90,148 @@ def yield_core() -> None:
     """Call sched_yield. Only for use in kernels."""
 
 
-@compiled("int64, int64, int64", constants=FIELDS)
-def carry_out(record, number, phase):  # type: ignore[no-untyped-def]
-    """Carry out operation `number` as the record at an address says, up to and with `phase`. Return how far it came."""
+@compiled("int64, int64, int64", constants=CONSTANTS)
+def carry_out(record, number, first_phase):  # type: ignore[no-untyped-def]
+    """Carry out operation `number` as the record at this address says. Return how far it came."""
     words = words_at(record)
-    ranks = words[RANKS]
+    rank = words[RANK]
+    phase = first_phase
     at = words[EVEN + (number & 1)]
-    # In the first round the actions bring this rank's vector, and all ranks meet. In the second they make the result,
-    # and in shared arrays all ranks meet again.
-    for meeting in range(2):
-        count = words[at]
-        at += 1
-        for _ in range(count):
-            # An action is (number of parts, target, length, divisor, parts). A copy has no parts but a source, in
-            # place of the divisor.
-            parts, target, length = words[at], words[at + 1], words[at + 2]
-            if parts == 0:
-                move_bytes(target, words[at + 3], length)
-            else:
-                total = values_at(target, length)
-                first = values_at(words[at + 4], length)
-                second = values_at(words[at + 5], length)
+    while True:
+        instruction = words[at]
+        if instruction == COPY:
+            move_bytes(words[at + 1], words[at + 3], words[at + 2])
+            at += 4
+        elif instruction > COPY:
+            length = words[at + 2]
+            total = values_at(words[at + 1], length)
+            first = values_at(words[at + 4], length)
+            second = values_at(words[at + 5], length)
+            for i in range(length):
+                total[i] = narrow(widen(first[i]) + widen(second[i]))
+            for part in range(2, instruction):
+                other = values_at(words[at + 4 + part], length)
                 for i in range(length):
-                    total[i] = narrow(widen(first[i]) + widen(second[i]))
-                for part in range(2, parts):
-                    other = values_at(words[at + 4 + part], length)
-                    for i in range(length):
-                        total[i] = narrow(widen(total[i]) + widen(other[i]))
-                if words[at + 3] != 0:
-                    divisor = widen(values_at(words[at + 3], 1)[0])
-                    for i in range(length):
-                        total[i] = narrow(widen(total[i]) / divisor)
-            at += 4 + parts
-        if meeting == 0:
-            row = words[ENTRIES + (number & 1)]
-            word = number << 32 | words[TOKENS + words[RANK]]
-            store_word(words[MARK], word)
-        elif words[PHASED] == 0:
-            return 0
+                    total[i] = narrow(widen(total[i]) + widen(other[i]))
+            if words[at + 3] != 0:
+                divisor = widen(values_at(words[at + 3], 1)[0])
+                for i in range(length):
+                    total[i] = narrow(widen(total[i]) / divisor)
+            at += 4 + instruction
+        elif instruction == SIGNAL:
+            store_word(words[PROGRESS + (phase & 1)] + 8 * rank, phase)
+            at += 1
+        elif instruction == END:
+            return DONE
         else:
             row = words[PROGRESS + (phase & 1)]
-            word = phase
-        store_word(row + 8 * words[RANK], word)
-        looks = 0
-        known = True
-        for rank in range(ranks):
-            wanted = phase
-            if meeting == 0:
-                wanted = number << 32 | words[TOKENS + rank]
-            while True:
-                word = load_word(row + 8 * rank)
-                if word == wanted:
-                    break
-                if meeting == 0 and (word >> 32 & 0xFFFFFFFF) == number:
-                    known = False
-                    break
-                looks += 1
-                if looks > words[LOOKS]:
-                    return 3 + meeting
-                if looks > words[SPINS]:
-                    yield_core()
-        if not known:
-            return 2
-    return 0
+            if instruction == ENTER:
+                row = words[ENTRIES + (number & 1)]
+                entered = number << 32 | words[TOKENS + rank]
+                store_word(words[MARK], entered)
+                store_word(row + 8 * rank, entered)
+            looks = 0
+            others_bring_the_same = True
+            for other in range(words[RANKS]):
+                wanted = phase
+                if instruction == ENTER:
+                    wanted = number << 32 | words[TOKENS + other]
+                while True:
+                    word = load_word(row + 8 * other)
+                    if word == wanted:
+                        break
+                    if instruction == ENTER and (word >> 32 & 0xFFFFFFFF) == number:
+                        others_bring_the_same = False
+                        break
+                    looks += 1
+                    if looks > words[LOOKS]:
+                        if instruction == ENTER:
+                            return NOT_MET
+                        return UNFINISHED + phase - first_phase
+                    if looks > words[SPINS]:
+                        yield_core()
+            if not others_bring_the_same:
+                return MET
+            if instruction == FOLLOW:
+                phase += 1
+            at += 1
 
 
 class Record(NamedTuple):
     """What `carry_out` reads for one call."""
 
     words: NDArray[np.int64]
-    phased: bool
+    # the number of phases
+    phases: int
     kernel: Kernel
-    # arrays that live as long as the record, beside those of the program
+    # arrays that must live as long as the record, in addition to those of the program
     kept: list[Any]
 
 
 def record_of(board: Board, tokens: Sequence[int], puts: Turns, program: NodeProgram) -> Record | None:
-    """Return the record of a call, or None if one compiled function cannot carry it out.
+    """Return the record of a call, or None if the compiled function cannot carry it out.
 
     Args:
         tokens: The tokens of all ranks with which the record is valid.
         puts: What this rank does before it enters.
     """
-    phases = program.phases
-    if board.fence is not None or len(phases) > 1 or any(phase.after for phase in phases):
+    if board.fence is not None:
         return None
-    if phases and (program.last[0] or program.last[1]):
-        return None
-    rounds = [(puts[turn], phases[0].before if phases else program.last[turn]) for turn in (0, 1)]
-    actions = [action for both in rounds for some in both for action in some]
+    actions = [*puts[0], *puts[1], *program.last[0], *program.last[1]]
+    actions += [action for phase in program.phases for action in (*phase.before, *phase.after)]
     dtypes = {action.total.dtype for action in actions if isinstance(action, Reduce)}
-    kernel = carry_out.prepare(dtypes.pop() if dtypes else np.dtype(np.float32))
-    if kernel is None or dtypes or not all(map(_is_short, actions)):
+    if len(dtypes) > 1 or not all(map(_is_compiled, actions)):
         return None
-    memory = board.memory
-    spins = SPINS_SHARED if memory.crowded else SPINS_ALONE
+    kernel = carry_out.prepare(dtypes.pop() if dtypes else np.dtype(np.float32))
+    if kernel is None:
+        return None
+    spins = SPINS_SHARED if board.memory.crowded else SPINS_ALONE
     rows = [_address(row) for pair in (board.entries, board.progress) for row in pair]
-    words = [board.rank, board.size, int(bool(phases)), spins, spins + MOST_YIELDS, _address(board.marks.word)]
-    words += [0, 0, *rows, *tokens]
+    words = [board.rank, board.size, spins, spins + MOST_YIELDS, _address(board.marks.word), 0, 0, *rows, *tokens]
     kept: list[Any] = []
-    for field, both in zip((EVEN, ODD), rounds):
+    for turn, field in enumerate((EVEN, ODD)):
         words[field] = len(words)
-        for some in both:
-            where = len(words)
-            words.append(0)
-            for action in some:
-                for each in _words_of(action, kept):
-                    words += each
-                    words[where] += 1
-    return Record(np.array(words, np.int64), bool(phases), kernel, kept)
+        words += [*_words_of(puts[turn], kept), ENTER]
+        for phase in program.phases:
+            words += [*_words_of(phase.before, kept), SIGNAL, *_words_of(phase.after, kept), FOLLOW]
+        words += [*_words_of(program.last[turn], kept), END]
+    return Record(np.array(words, np.int64), len(program.phases), kernel, kept)
 
 
-def _is_short(action: Action) -> bool:
-    """True if `carry_out` can take the action, and it is short."""
+def _is_compiled(action: Action) -> bool:
+    """True if `carry_out` can carry out the action."""
     if isinstance(action, Copy):
-        return action.to.nbytes <= MOST_BYTES
+        return True
     if not isinstance(action, Reduce) or action.call.reduction is None or action.call.reduction.combine is not np.add:
         return False
-    arrays = (action.total, *action.parts)
-    return action.call.nbytes <= MOST_BYTES and all(array.flags.aligned and array.dtype.isnative for array in arrays)
+    return all(array.flags.aligned and array.dtype.isnative for array in (action.total, *action.parts))
 
 
-def _words_of(action: Action, kept: list[Any]) -> list[list[int]]:
-    """Return the words of the action, or of two in its place. Arrays that they need besides go into `kept`."""
-    if isinstance(action, Copy):
-        return [[0, _address(action.to), action.to.nbytes, _address(action.source)]]
-    assert isinstance(action, Reduce)
-    assert action.call.reduction is not None
-    total, divisor = action.total, 0
-    if action.call.reduction.is_mean:
-        kept.append(np.array([action.call.p], total.dtype))
-        divisor = _address(kept[-1])
-    # A partial sum may not overwrite a part that is still to be read, and compiled loops over one memory are slow.
-    start, end = _address(total), _address(total) + total.nbytes
-    clear = all(_address(part) + part.nbytes <= start or end <= _address(part) for part in action.parts)
-    if not clear:
-        kept.append(np.empty_like(total))
-        total = kept[-1]
-    parts = [_address(part) for part in action.parts]
-    made = [[len(parts), _address(total), total.size, divisor, *parts]]
-    return made if clear else [*made, [0, start, total.nbytes, _address(total)]]
+def _words_of(actions: Sequence[Action], kept: list[Any]) -> list[int]:
+    """Return the instructions for these actions. Arrays that they need in addition go into `kept`."""
+    words: list[int] = []
+    for action in actions:
+        if isinstance(action, Copy):
+            words += [COPY, _address(action.to), action.to.nbytes, _address(action.source)]
+            continue
+        assert isinstance(action, Reduce)
+        assert action.call.reduction is not None
+        total, divisor = action.total, 0
+        if action.call.reduction.is_mean:
+            kept.append(np.array([action.call.p], total.dtype))
+            divisor = _address(kept[-1])
+        # A partial sum may not overwrite a part that is still to be read, and a compiled loop that reads what it writes
+        # is slow. Then the sum is made beside the total, and copied.
+        start, end = _address(total), _address(total) + total.nbytes
+        apart = all(_address(part) + part.nbytes <= start or end <= _address(part) for part in action.parts)
+        if not apart:
+            kept.append(np.empty_like(total))
+            total = kept[-1]
+        parts = [_address(part) for part in action.parts]
+        words += [len(parts), _address(total), total.size, divisor, *parts]
+        if not apart:
+            words += [COPY, start, total.nbytes, _address(total)]
+    return words
 
 
 def _address(memory: Any) -> int:
@@ -221,7 +239,13 @@ def _address(memory: Any) -> int:
 
 
 def short_cut(
-    board: Board, text: str, put: int, phased: bool, record: int, call: Callable[[int, int, int], int]
+    board: Board,
+    text: str,
+    put: int,
+    phases: int,
+    record: int,
+    call: Callable[[int, int, int], int],
+    go_on: Callable[[int], None],
 ) -> Callable[[], int]:
     """Return a fast path that lets `call`, the compiled `carry_out`, carry out the call.
 
@@ -231,29 +255,32 @@ def short_cut(
     Args:
         text: The call in words.
         put: The running number of this rank's descriptor.
-        phased: Ranks touch the arrays of others.
+        phases: The number of phases of the call.
         record: The address of the call's record.
+        go_on: Finishes the call after the phase with this index, which this rank has finished. Blocking.
     """
-    entries, progress, ones = board.entries, board.progress, board.ones
+    entries = board.entries
 
     def fast() -> int:
         number = board.number + 1
         if put <= board.spent or number > NUMBERS:
             return NOT_BEGUN
         board.number = number
-        phase = board.phase
-        if phased:
-            phase += 1
-            board.last_phase, board.lent = phase, number
-            board.phase = phase
-        code = call(record, number, phase)
+        finished = board.phase
+        if phases:
+            board.last_phase, board.lent = finished + 1, number
+            # It counts as if all phases were finished. An interrupt may come here, or when the function has returned;
+            # other ranks see by its words how far this rank came.
+            board.phase = finished + phases
+        code = call(record, number, finished + 1)
         if code == DONE:
             return DONE
-        if code == UNFINISHED:
-            board.follow(progress[phase & 1], phase * ones, text)
+        if code >= UNFINISHED:
+            board.phase = finished + 1 + code - UNFINISHED
+            go_on(code - UNFINISHED)
             return DONE
-        if phased:
-            board.phase = phase - 1
+        if phases:
+            board.phase = finished
         if code == NOT_MET:
             board.meet(entries[number & 1], 0, text)
         return MET

@@ -13,7 +13,7 @@ from hypothesis.extra.numpy import arrays as any_array
 
 from collectives.fabric import arena
 from collectives.kernels import engine
-from collectives.node import executor
+from collectives.node import executor, short_cut
 from collectives.node.executor import CROSS, SHARED, SLOTS, STAGES, WayLimits
 from collectives.node.program import combine, steps_of
 from tests.unit.collectives import node
@@ -79,6 +79,8 @@ def compiled(makers):
     """Let the ranks run an operation, and compile what later ones need."""
     node.in_turn(makers)
     assert engine.settle(60)
+    kernels = [short_cut.carry_out.prepare(np.dtype(dtype)) for dtype in DTYPES.values()]
+    assert not [kernel.failure for kernel in kernels if kernel.failure]
 
 
 COMPILES = pytest.mark.skipif(engine.status().engine != "numba", reason="Numba is not installed")

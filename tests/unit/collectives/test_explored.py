@@ -64,11 +64,11 @@ class Slots(NodeExecutor):
     def free(self) -> None:
         """Others only read what lies in slots."""
 
-    def actions(self, parity: int) -> tuple[list[list[Any]], list[list[Any]]]:
+    def actions(self, parity: int) -> tuple[list[Any], list[Any]]:
         """What this rank does before it meets the others, and then, as a record has it."""
         slots = self.slots[parity]
         put = [0, Address(slots[self.world.rank]), 8, Address(self.x)]
-        return [put], [[self.world.size, Address(self.out), 1, 0, *map(Address, slots)]]
+        return put, [self.world.size, Address(self.out), 1, 0, *map(Address, slots)]
 
     def _choose_mode(self, part: Any) -> int:
         return SLOTS
@@ -89,15 +89,17 @@ class Slots(NodeExecutor):
     def _bind_short_cut(self, tokens: tuple[int, ...], program: NodeProgram) -> None:
         if any(phase.after for phase in program.phases):
             return
-        board, phased = self._board, bool(program.phases)
+        board = self._board
         rows = [Address(row) for pair in (board.entries, board.progress) for row in pair]
-        record = [board.rank, board.size, phased, 0, 0, Address([0]), 0, 0, *rows, *tokens]
+        record = [board.rank, board.size, 0, 0, Address([0]), 0, 0, *rows, *tokens]
         for field, parity in ((short_cut.EVEN, 0), (short_cut.ODD, 1)):
             record[field] = len(record)
-            for actions in self.actions(parity):
-                record += [len(actions), *(word for action in actions for word in action)]
+            before, after = self.actions(parity)
+            end = [short_cut.SIGNAL, short_cut.FOLLOW, short_cut.END] if program.phases else [short_cut.END]
+            record += [*before, short_cut.ENTER, *after, *end]
         call: Any = short_cut.carry_out.function
-        self.fast = short_cut.short_cut(board, self._text, self._put, phased, record, call)  # type: ignore[arg-type]
+        phases = len(program.phases)
+        self.fast = short_cut.short_cut(board, self._text, self._put, phases, record, call, self._go_on_after)  # type: ignore[arg-type]
 
 
 class Touching(Slots):
@@ -134,10 +136,11 @@ class Touching(Slots):
     def _compile(self, number: int, descriptors: Any) -> NodeProgram:
         return NodeProgram((Phase(((self.touch, ()),)),))
 
-    def actions(self, parity: int) -> tuple[list[list[Any]], list[list[Any]]]:
+    def actions(self, parity: int) -> tuple[list[Any], list[Any]]:
         rank, size = self.world.rank, self.world.size
-        copies = [[0, Address(self.outs[other], rank), 8, Address(self.out)] for other in range(size) if other != rank]
-        return [], [self.reduction(), *copies]
+        others = [other for other in range(size) if other != rank]
+        copies = [(0, Address(self.outs[other], rank), 8, Address(self.out)) for other in others]
+        return [], [*self.reduction(), *(word for copy in copies for word in copy)]
 
     def reduction(self) -> list[Any]:
         rank = self.world.rank
@@ -254,8 +257,8 @@ class Reading(Touching):
     def free(self) -> None:
         self.world.free(("x", self.world.rank))
 
-    def actions(self, parity: int) -> tuple[list[list[Any]], list[list[Any]]]:
-        return [], [self.reduction()]
+    def actions(self, parity: int) -> tuple[list[Any], list[Any]]:
+        return [], self.reduction()
 
     def touch(self) -> None:
         self.out[0] = sum(x[0] if rank != self.world.rank else self.mine[0] for rank, x in enumerate(self.xs))  # type: ignore[call-overload]
@@ -335,7 +338,7 @@ class LateVector(Slots):
         )
         super()._bind_short_cut(tokens, program)
 
-    def actions(self, parity: int) -> tuple[list[list[Any]], list[list[Any]]]:
+    def actions(self, parity: int) -> tuple[list[Any], list[Any]]:
         return [], super().actions(parity)[1]
 
 
