@@ -276,6 +276,19 @@ def move_bytes(typingctx: Context, to: types.Type, source: types.Type, count: ty
     return types.none(types.int64, types.int64, types.int64), code
 
 
+@intrinsic
+def pause(typingctx: Context) -> Typed:
+    """Tell the processor that this thread waits, so that the other thread of its core runs faster."""
+
+    def code(context: BaseContext, builder: IRBuilder, signature: Signature, args: Sequence[Value]) -> Value:
+        if llvmlite.binding.get_process_triple().startswith(("x86_64", "i686")):
+            function = llvmlite.ir.FunctionType(llvmlite.ir.VoidType(), [])
+            builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", [], function), [])
+        return context.get_dummy_value()
+
+    return types.none(), code
+
+
 def _pointer_to(element: types.Type) -> Callable[..., Any]:
     """Return a function that turns an address into a pointer to elements of this type."""
 
@@ -314,6 +327,7 @@ CONVERSIONS: dict[str, Any] = {
     "load_word": load_word,
     "store_word": store_word,
     "move_bytes": move_bytes,
+    "pause": pause,
     "yield_core": types.ExternalFunction("sched_yield", types.int32()),
     "words_at": _array_at(types.int64),
     "uint16_at": _array_at(types.uint16),

@@ -30,7 +30,7 @@ NOT_MET, UNFINISHED = 3, 4
 # Longer calls take the general steps: they gain nothing here, and would hold the GIL.
 MOST_BYTES = 1 << 20
 # Looks at a row before a rank yields its core: if it has a core of its own, and if ranks share cores.
-SPINS_ALONE, SPINS_SHARED = 4000, 20
+SPINS_ALONE, SPINS_SHARED = 300, 3
 # looks after that, before `carry_out` returns
 MOST_YIELDS = 200
 
@@ -84,6 +84,10 @@ def store_word(address: int, word: int) -> None:
 
 def move_bytes(to: int, source: int, count: int) -> None:
     """Copy bytes between addresses. Only for use in kernels."""
+
+
+def pause() -> None:
+    """Let the other thread of this processor's core run faster for a moment. Only for use in kernels."""
 
 
 def yield_core() -> None:
@@ -150,6 +154,8 @@ def carry_out(record, number, first_phase):  # type: ignore[no-untyped-def]
                         return UNFINISHED + phase - first_phase
                     if looks > words[SPINS]:
                         yield_core()
+                    else:
+                        pause()
             if not others_bring_the_same:
                 return MET
             if instruction == FOLLOW:
