@@ -76,6 +76,19 @@ class LocalSGD:
         store: An existing store, used in place of `kind` and `options`.
         options: Options of the store, as in `mpips.create`. In a server process this call does not return: it runs the
             server, and raises SystemExit when the workers have closed the store.
+
+    Raises:
+        TypeError, ValueError: An argument does not fit, or differs between workers.
+        mpips.OptionError: An option of the store does not fit.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> trainer = mpips.torch.LocalSGD(model, torch.optim.AdamW(model.parameters()), every=2)
+        >>> while trainer.steps < 4:
+        ...     trainer.zero_grad()
+        ...     model(torch.ones(4, 3)).square().mean().backward()
+        ...     trainer.step()
+        >>> trainer.close()
     """
 
     # Tells GradScaler to call `step` even if a gradient has overflowed.
@@ -270,8 +283,11 @@ class LocalSGD:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned. The model loads its own state. Collective over the workers, blocking.
 
-        With the same number of workers, training goes on with the same bits. The number of servers may also differ, and
-        so may that of workers: each then loads the state of any one of the old workers.
+        With the same number of workers, training goes on with the same bits. The numbers of servers and workers may
+        differ: each worker then loads the state of any of the old workers.
+
+        Args:
+            state_dict: This worker's own state or, if the number of workers has changed, that of any worker.
 
         Raises:
             ValueError: The state lacks an entry, or does not fit the model or `fragments`.
