@@ -178,7 +178,7 @@ def test_views_shapes_and_odd_places():
 
 @only_on(3)
 def test_nodes_of_unlike_size_are_refused_on_all_ranks():
-    with pytest.raises(ValueError, match="equal numbers of ranks"):
+    with pytest.raises(ValueError, match="equal numbers of consecutive ranks"):
         collectives.allreduce(np.ones(5), comm_of("nodes of two"), algorithm="hierarchical")
 
 
