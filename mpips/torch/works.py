@@ -47,7 +47,7 @@ class Work(torch._C._distributed_c10d.Work):
     Like PyTorch's own Work around a future, except that `wait` raises the operation's error.
 
     Args:
-        future: Completes when the operation ends.
+        future: Completes when the operation ends. None: it has ended, with `result`.
         status: The status of a receive from any rank.
         sequence: The number of the operation in its group.
     """
@@ -55,12 +55,23 @@ class Work(torch._C._distributed_c10d.Work):
     # PyTorch's registry of works holds only the C++ objects, so the Python objects are kept alive here.
     _registered: ClassVar[set[Work]] = set()
 
-    def __init__(self, future: Future[Any], status: MPI.Status | None = None, sequence: int = 0) -> None:
+    def __init__(
+        self, future: Future[Any] | None, status: MPI.Status | None = None, sequence: int = 0, result: Any = None
+    ) -> None:
         super().__init__()
-        self._future = future
+        self._given_future = future
+        self._result = result
         self._status = status
         self._sequence = sequence
         self._results: list[Tensor] = []
+
+    @property
+    def _future(self) -> Future[Any]:
+        if self._given_future is None:
+            # Most programs never ask for the future of an operation that has ended, and making it takes 2 us.
+            self._given_future = Future()
+            self._given_future.set_result(self._result)
+        return self._given_future
 
     @classmethod
     def of_all(cls, works: Sequence[Work], result: Any) -> Work:
@@ -88,7 +99,8 @@ class Work(torch._C._distributed_c10d.Work):
 
         Blocking. `timeout` is ignored: the group's own timeout applies.
         """
-        self._future.wait()
+        if self._given_future is not None:
+            self._given_future.wait()
         if self._results:
             results, self._results = self._results, []
             self._registered.discard(self)
@@ -185,7 +197,8 @@ class Communication:
     def __init__(self) -> None:
         # live threads, other than the main thread, that have called run()
         self._others: set[threading.Thread] = set()
-        self._state = threading.Condition()
+        self._lock = threading.RLock()
+        self._state = threading.Condition(self._lock)
         # jobs that have not begun
         self._jobs: deque[GroupJob] = deque()
         # jobs that have begun, each with its iterator
@@ -230,6 +243,27 @@ class Communication:
                 self._busy = False
                 self._state.notify_all()
         return job.future
+
+    def run_at_once(self, operation: Callable[..., object], *arguments: Any, **keywords: Any) -> bool:
+        """Run an operation in the caller's thread. Return False, with nothing done, if other jobs are under way.
+
+        It also returns False unless the caller is the main thread, and no other thread has made calls; see
+        `_is_main_alone`. Blocking.
+        """
+        if threading.get_ident() != threading.main_thread().ident or self._others:
+            return False
+        with self._lock:
+            if self._busy or self._jobs:
+                return False
+            self._busy = True
+        try:
+            operation(*arguments, **keywords)
+        finally:
+            with self._lock:
+                self._busy = False
+                if self._jobs:
+                    self._state.notify_all()
+        return True
 
     def _is_main_alone(self) -> bool:
         """True if the caller is the main thread, and no other thread that has called run() is alive.
