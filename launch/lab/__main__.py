@@ -117,11 +117,11 @@ def run(
     os.environ[job.MARK_VARIABLE] = mark = uuid.uuid4().hex
     end = process.run(argv, watch)
     process.print_error(end.sentence)
-    # An error means that the lab has ended. Then the processes of the job have ended with it.
+    # An error means that the lab has ended, and that the processes of the job have ended with the lab.
     with contextlib.suppress(client.LabError, OSError):
         client.ask(name, {"do": "clear", "job": mark})
-    # Look once more, because a host may have died after the last look. Open MPI does not notice it if all processes of
-    # a host were killed: it takes them for ranks that have ended well.
+    # Look once more, because a host may have died after the last look. If all processes of a host were killed, Open MPI
+    # does not notice the death: it takes the processes for ranks that have ended well.
     watch()
     if watch.dead or (end.code and watch.reason):
         raise click.ClickException(watch.reason)
@@ -203,7 +203,7 @@ def list_labs() -> None:
     with reported_errors():
         names = client.list_labs()
     if not names:
-        # On standard error, because scripts read the names of labs from standard output.
+        # Print this on standard error, because scripts read the names of labs from standard output.
         click.echo("no lab is up: mpips lab up makes one", err=True)
     for name in names:
         try:
