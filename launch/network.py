@@ -332,7 +332,7 @@ def check_interface(
 
 
 def main() -> None:
-    """Print this host's report. The arguments are the names of all hosts. Argument number `rank` is this host's name."""
+    """Print this host's report. The arguments are the names of all hosts, and the rank's number selects its own."""
     rank, _ = launched_as(os.environ) or (0, 1)
     name = sys.argv[1 + rank] if len(sys.argv) > 1 + rank else socket.gethostname()
     report = {"host": name, "addresses": _run_ip("address"), "routes": _run_ip("route")}
