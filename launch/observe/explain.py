@@ -1,7 +1,7 @@
 """Explain in one paragraph what a job does, or why it is stuck: which ranks wait in which call for which ranks.
 
 Two words are used below. The *page* of a rank is the file in which the rank writes what it does. A *lane* is a
-communicator or a store. The page has, for each lane, the number of the last call that the rank has begun in the lane.
+communicator or a store. For each lane, the page identifies the last call that the rank has begun in the lane.
 """
 
 from __future__ import annotations
@@ -411,7 +411,7 @@ def _format_shares(shares: Iterable[float]) -> str:
 def as_json(
     name: str, explanation: Explanation, ranks: Sequence[Rank], unreached: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return what is known about a job, as data that can be written as JSON."""
+    """Return what is known about a job, as data that can be written as JSON. Unknown rates and counts are None."""
     return {
         "job": name,
         "kind": explanation.kind,

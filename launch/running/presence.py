@@ -294,7 +294,7 @@ def _parse_number(word: bytes) -> int:
 
 
 def read_status(pid: int, pidfd: int) -> int | None:
-    """Return the exit status of an ended process, encoded as by wait(2). None if the kernel has forgotten the status."""
+    """Return the exit status of an ended process, encoded as by wait(2). None if the kernel has forgotten it."""
     # Until the parent has collected the status, the process is a zombie, and /proc shows the status. Afterwards the
     # process is no longer in /proc, and only the pidfd can tell the status.
     with suppress(OSError):
