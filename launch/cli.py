@@ -21,7 +21,7 @@ from mpips.launch.run import make_options, start
 class Subcommand(NamedTuple):
     """A subcommand of `mpips` or `mpips bench`."""
 
-    # the module that defines it, as a click command named `command`
+    # the module that defines the subcommand, as a click command named `command`
     module: str
     # the line about the subcommand in the list of commands that `mpips --help` shows
     summary: str
@@ -34,7 +34,7 @@ class Subcommand(NamedTuple):
 
     @property
     def python_arguments(self) -> list[str]:
-        """The arguments with which Python runs the subcommand."""
+        """The arguments that make Python run the subcommand."""
         return ["-m", self.module.removesuffix(".__main__"), *filter(None, [self.case])]
 
 

@@ -39,7 +39,8 @@ ON_LOOPBACK: dict[Flavour, dict[str, str]] = {
     "mpich": {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"},
     "intel": {"FI_TCP_IFACE": "lo"},
 }
-# Open MPI accepts either this variable or the one above, but not both. If the user has set this one, mpips sets none.
+# Open MPI accepts either this variable or OMPI_MCA_btl_tcp_if_include, but not both. If the user has set this variable,
+# mpips does not set the other.
 EXCLUDES = "OMPI_MCA_btl_tcp_if_exclude"
 # seconds of one core that a rank needs to start Python, NumPy and MPI
 START_SECONDS = 0.6
@@ -48,7 +49,7 @@ LONG_SECONDS = 20.0
 
 
 class Capacity(NamedTuple):
-    """How many ranks fit on a machine."""
+    """The number of ranks that fit on a machine."""
 
     ranks: int
     # why no more ranks fit
@@ -200,7 +201,7 @@ def find_hindrances(launcher: Launcher, ranks: int, environment: Mapping[str, st
 
 
 def check_surroundings(launcher: Launcher, ranks: int) -> str:
-    """Check that this machine has what a job needs that has `ranks` ranks on it.
+    """Check that this machine has what a job with `ranks` ranks on this machine needs.
 
     Returns:
         A sentence about a problem that may make the job fail, or "". The caller prints the sentence if the job fails.

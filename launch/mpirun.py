@@ -68,7 +68,7 @@ class Launcher(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The properties of the machine that starts a job on which mpirun's settings depend."""
+    """The machine that starts a job, with the properties on which mpirun's settings depend."""
 
     # cores that this process may use
     cores: int

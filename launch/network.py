@@ -221,7 +221,7 @@ class HostReport(NamedTuple):
     routes: tuple[IpRoute, ...]
 
     def find_route(self, address: str) -> tuple[str, str | None] | None:
-        """Return the NIC and the gateway through which this host reaches `address`. Return None if no route leads there.
+        """Return the NIC and the gateway through which this host reaches `address`, or None if no route leads there.
 
         The gateway is None if the address is in the subnet of the NIC. As in the kernel, the route with the longest
         prefix counts.

@@ -261,9 +261,9 @@ def command(
 ) -> None:
     """Start SCRIPT.py ARGS as one MPI job of workers and servers.
 
-    The workers are the first ranks. Give the numbers of workers and servers by -w and -s, or the number of all ranks by
-    -n and that of the servers by -s. `mpips.create` reads the roles from MPIPS_* variables. An uncaught exception of
-    one rank ends the job. The exit code is the job's, or 2 if no job is started.
+    The workers are the first ranks. Give the number of servers by -s, and either the number of workers by -w or the
+    number of all ranks by -n. `mpips.create` reads the roles from MPIPS_* variables. An uncaught exception of one rank
+    ends the job. The exit code is the exit code of the job, or 2 if no job is started.
     """
     begin_log(log_level, log_dir, log_format)
     observed = {name: others.pop(name) for name in OBSERVED}
@@ -377,7 +377,7 @@ class JobStarter:
         return end._replace(sentence=_add_cause(end, self.possible_cause))
 
     def _record_hosts(self, job: Job) -> Job:
-        """Record the hosts of a job, so that `mpips why` and similar commands find the job's ranks from any of these hosts.
+        """Record the hosts of a job. `mpips why` and similar commands can then find its ranks from any of these hosts.
 
         The record is written to a file on this host. The ranks on other hosts get it in an environment variable.
         """

@@ -59,8 +59,9 @@ def decode_words(words: list[str]) -> list[str]:
 def search_as_python(script: str) -> None:
     """Set the first entry of `sys.path` as Python does for a script, a module or a command.
 
-    Unless Python was started with -P, that entry is now the current folder, for this runner, and is removed. When
-    `python -m mpips -m MODULE` runs a module of mpips, the current folder is not searched for the module.
+    Unless Python was started with -P, the first entry is now the current folder, which Python has put there for this
+    runner. This entry is removed first. When `python -m mpips -m MODULE` runs a module of mpips, the current folder is
+    not searched for the module.
     """
     if not sys.flags.safe_path:
         del sys.path[0]

@@ -35,9 +35,9 @@ class SampleRows:
         return int(self.shape[0])
 
     def __getitem__(self, rows: Positions) -> np.ndarray:
-        """Return the rows of a slice, or those of an int array in its order.
+        """Return the rows at the positions in a slice or an int array, in the order of these positions.
 
-        Libraries for files need ascending positions, so rows are read in that order.
+        Libraries for files accept only ascending positions. So the rows are read in ascending order and then reordered.
         """
         if isinstance(rows, slice):
             return self._read(rows)

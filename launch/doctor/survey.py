@@ -45,7 +45,7 @@ LIMIT = 60.0
 LIMIT_OF_SRUN = 30.0
 # after this many seconds the command prints on standard error what it is waiting for
 SILENT = 3.0
-# how many ranks a probe needs, and how many the probe in which a rank is killed
+# the number of ranks in an ordinary probe, and in the probe in which a rank is killed
 RANKS = 2
 RANKS_OF_A_DEATH = 3
 # shown as the name of the launcher, if one has started this process as a rank
@@ -224,7 +224,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def look_for_kernels() -> dict[str, Any]:
-    """Return which of Numba and NumPy will compute the servers' updates, or the problem that prevents both.
+    """Return whether Numba or NumPy will compute the servers' updates, or a problem that was found.
 
     A child process imports Numba, because Numba is large and its installation may be broken.
     """
@@ -263,7 +263,7 @@ def _probe_by_srun(progress: ProbeProgress, pmi: str) -> dict[str, Any]:
 
 
 def _run_child(argv: list[str], limit: float) -> Any:
-    """Run a command, and return the JSON that it prints on its last such line.
+    """Run a command, and return the value of the last line of JSON that it prints.
 
     If the command fails or prints no JSON, return the reason as a string.
     """

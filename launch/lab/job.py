@@ -213,7 +213,7 @@ def write_agent(plan: LabPlan, processes: list[int]) -> None:
 
 
 def make_own_folder() -> None:
-    """Mount an own `SHARED_FOLDER` for this host, and mount the file `AGENT` in it.
+    """Give this host its own `SHARED_FOLDER`, and mount the file `AGENT` in it.
 
     The host needs the agent, because its MPI daemon may start the daemons of other hosts.
     """

@@ -129,8 +129,8 @@ def command() -> None:
 def why(job: str | None, with_json: bool, seconds: float, into: Path | None, how: str, within: float) -> None:
     """Explain what JOB does, why it is stuck, or why it has ended: which ranks wait in which call for which ranks.
 
-    JOB is the name that `mpips top` shows, or a folder of pages or of a dump; without it, the newest job. The job goes
-    on meanwhile. If `mpips run` has started the job, ranks on other hosts are asked, too.
+    JOB is the name that `mpips top` shows, or a folder of pages or of a dump. Default: the newest job. The job goes on
+    while it is examined. If `mpips run` has started the job, its ranks on other hosts are included.
     """
     folder = find(job)
     if (folder / WHY).is_file():
@@ -205,9 +205,9 @@ def _dump(folder: Path, into: Path, how: str, known: dict[str, Any]) -> None:
 @click.option("--every", type=Seconds(), default=1.0, show_default=True, help="Time between two tables.")
 @within_option
 def top(job: str | None, once: bool, with_json: bool, every: float, within: float) -> None:
-    """Show the ranks of JOB: role, step, steps per second, share of time that they wait, CPU, memory, last call.
+    """Show the ranks of JOB: role, step, steps per second, share of time spent waiting, CPU, memory, last call.
 
-    JOB is a name that this command shows, or a folder of pages; without it, the newest job. Ctrl-C ends the command.
+    JOB is a name that this command shows, or a folder of pages. Default: the newest job. Ctrl-C ends the command.
     """
     folder, terminal = find(job), console()
     with JobWatch(folder, within) as watch:
@@ -251,7 +251,7 @@ def top(job: str | None, once: bool, with_json: bool, every: float, within: floa
 def page(job: str | None, port: str) -> None:
     """Serve a live page of JOB for a browser, at an address with a token, until Ctrl-C.
 
-    JOB is a name that `mpips top` shows; without it, the newest job. `mpips run --page PORT` serves the page of the job
+    JOB is a name that `mpips top` shows. Default: the newest job. `mpips run --page PORT` serves the page of the job
     that it starts.
     """
     from mpips.launch.observe.live import serving
@@ -269,7 +269,7 @@ def page(job: str | None, port: str) -> None:
 def trace(job: str | None, seconds: float, output: Path) -> None:
     """Write a timeline of what all ranks of JOB do from now on, for Perfetto and chrome://tracing.
 
-    JOB is the name that `mpips top` shows; without it, the newest job. `mpips run --trace` traces a whole job. If
+    JOB is the name that `mpips top` shows. Default: the newest job. `mpips run --trace` traces a whole job. If
     `mpips run` has started the job, the timeline includes ranks on other hosts.
     """
     # Imported late, because the other commands do not need the modules that `trace` imports.
@@ -357,7 +357,7 @@ COLUMNS = (
     "pid",
     "host",
 )
-# the same columns in the order in which they are shown
+# the columns of the table of ranks, in the order in which they are shown
 ORDER = (
     "rank",
     "role",

@@ -67,7 +67,7 @@ class StackFrame(NamedTuple):
 
 
 class OngoingWait(NamedTuple):
-    """A wait of one thread of a rank that has not ended."""
+    """An ongoing wait of one thread of a rank."""
 
     # the call that waits
     what: str
@@ -163,12 +163,11 @@ class Rank(NamedTuple):
     quorum_rounds: int = -1
     # server only: worker -> how many of the quorum's rounds closed before this worker's push arrived
     missed: Mapping[str, int] = {}
-    # The last three fields are about a worker that trains by itself, and exchanges parameters now and then.
-    # number of exchanges
+    # number of exchanges of parameters, for a worker that trains by itself between two exchanges
     exchanges: int = 0
-    # seconds since the last exchange
+    # seconds since the last exchange of parameters
     exchange_seconds: float = -1.0
-    # bytes that all exchanges have sent and received
+    # bytes that all exchanges of parameters have sent and received
     exchanged_bytes: int = 0
 
     @property

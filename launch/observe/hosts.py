@@ -135,7 +135,8 @@ def wait(connections: Iterable[HostConnection[T]], until: float, within: float) 
 class HostConnection(Generic[T]):
     """The connection to one host.
 
-    It is a process of the agent, which passes lines between this process and the module on the host.
+    The connection is a process of the agent (ssh or its replacement). It passes lines between this process and the
+    module that runs on the host.
     """
 
     def __init__(self, argv: Sequence[str], kind: type[T]) -> None:

@@ -177,7 +177,7 @@ class _RankRows:
             begin = max(begin, end)
 
     def _add_calls(self, name: str, calls: Sequence[tuple[CallRecord, int, int]]) -> int:
-        """Place the calls of a thread in a row, or in several rows if calls overlap. Return the number of the first row."""
+        """Place the calls of a thread in a row, or in several rows if calls overlap. Return the first row's number."""
         rows = chrome.rows([(begin, end) for _, begin, end in calls])
         tids = [self._new_row(name if not row else f"{name} ({row + 1})") for row in range(max(rows) + 1)]
         for (record, begin, end), row in zip(calls, rows):
@@ -272,7 +272,7 @@ def _nearest(calls: Sequence[PlacedCall], at: int, last: bool = False) -> dict[i
     """Choose one call of each rank, and return a dict: rank -> call.
 
     Without `last` this is the rank's first call. With `last` it is the rank's last call that began at the time `at` or
-    earlier. If all calls of the rank began later, it is the rank's first call.
+    earlier. If all calls of the rank began later, this is the rank's first call.
     """
     nearest: dict[int, PlacedCall] = {}
     for call in sorted(calls, key=lambda call: call.begin, reverse=not last):

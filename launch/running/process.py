@@ -48,7 +48,7 @@ START_SECONDS = 0.05
 # Seconds that a job may take to end after a signal, before its ranks are killed. After that, mpirun may take this many
 # seconds again.
 GRACE = 5.0
-# the value in place of `GRACE` if all ranks have already ended
+# the grace time in place of `GRACE` for a job whose ranks have all ended
 GRACE_WITHOUT_RANKS = 0.4
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -179,7 +179,7 @@ class RunningJob:
         self._clock = Clock()
         # while the job starts, the number of ranks that have appeared
         self._known = 0
-        # the time at which this number last changed
+        # the time at which `_known` last changed
         self._known_since = 0.0
         # the time of the current check
         self._now = 0.0

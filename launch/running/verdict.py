@@ -14,13 +14,15 @@ from typing import NamedTuple
 
 from mpips.launch.running.presence import Death, Presence
 
-# seconds after the death of a rank until `mpips run` ends the job, if mpirun has not ended it
+# Seconds after the death of a rank until `mpips run` ends the job, unless mpirun has ended it before.
 AFTER_A_DEATH = 4.0
-# The same wait for a death before MPI has started. It is shorter, because MPICH's mpirun does not end the job then.
+# Seconds after a death before MPI has started until `mpips run` ends the job. So short because MPICH's mpirun does not
+# end such a job.
 BEFORE_THE_START = 1.0
-# The same wait after a rank has reported a failure. It is longer, because this rank is ending the job itself.
+# Seconds after a rank has reported a failure until `mpips run` ends the job. So long because that rank is itself ending
+# the job.
 AFTER_A_FAILURE = 20.0
-# the same wait after deaths that leave no rank with work
+# seconds after deaths that leave no rank with work until `mpips run` ends the job
 AFTER_THE_LAST = 1.5
 LOST = "mpirun has lost a host"
 # the exit code of a job that has lost a host, if mpirun's exit code is 0
@@ -80,7 +82,7 @@ class OrdinaryVerdict:
         return False
 
     def news(self) -> Iterator[tuple[str, str]]:
-        """Yield (kind, sentence) for each event since the last call. Only a job that goes on after deaths has events."""
+        """Yield (kind, sentence) for each event since the last call. Only jobs that go on after deaths have events."""
         return iter(())
 
     def code(self, end: MpirunEnd) -> int:

@@ -1,4 +1,4 @@
-"""Make faults on purpose in a running job. A plan, drawn from a seed, lists kills, stops, full disks and lost links.
+"""Make faults on purpose in a running job, by a plan of kills, stops, full disks and lost links. A seed fixes the plan.
 
     plan = chaos.draw(seed=7, count=3, every=5.0)
     run = chaos.watch(["mpips", "run", "-w", "4", "-s", "2", "--spares", "1", "train.py"], plan, limit=120)

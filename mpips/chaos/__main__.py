@@ -103,9 +103,9 @@ def command(
 ) -> None:
     """Run COMMAND, such as `mpips run -w 4 train.py`, and make faults in its ranks, on this machine or a lab's hosts.
 
-    Its program may call `mpips.chaos.note(step, loss)` at the beginning of each step: the report then tells seconds to
-    go on, and whether bits are equal. The exit code is 0 only if the job ended well, nothing is left of it, and no bits
-    differ.
+    If the job's program calls `mpips.chaos.note(step, loss)` at the beginning of each step, the report says how long
+    the job took to go on after each fault, and whether the noted bits differ. The exit code is 0 only if the job ended
+    well and left nothing behind, and no bits differ.
     """
     try:
         plan = chaos.load(replay) if replay else chaos.draw(seed, faults, every, kinds, roles, lasting)

@@ -118,7 +118,10 @@ class Injector:
             self._line.send(msgspec.msgpack.encode(message))
 
     def reach(self, call: str) -> None:
-        """Count that the rank begins a call of this name, and report each fault whose point this call reaches."""
+        """Count a call that the rank begins, and report each fault whose point is at this call.
+
+        `call` is the name of the called function.
+        """
         self._counts[call] += 1
         reached = self.rank, call, self._counts[call]
         for number, fault in enumerate(self._plan.faults):

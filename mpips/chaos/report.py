@@ -1,4 +1,4 @@
-"""Report on a job under faults.
+"""Report on a job under faults: how fast it went on, how much it did again, and whether its results changed.
 
 The report says how many seconds the job took to go on, how many rounds it did again, and whether its results equal the
 results of a run without faults, bit for bit. All functions are pure. They compute the report from the recorded run.
@@ -74,7 +74,7 @@ class ChaosReport(msgspec.Struct, frozen=True):
     def percentile(self, percent: float) -> float | None:
         """Return a percentile (nearest rank) of the seconds that the job took to go on after a fault.
 
-        Return None if the job went on after no fault.
+        Return None if the job did not go on after any fault.
         """
         seconds = sorted(fault.seconds for fault in self.faults if fault.seconds is not None)
         return seconds[max(0, math.ceil(percent / 100 * len(seconds)) - 1)] if seconds else None
@@ -140,8 +140,8 @@ def _seconds(
 ) -> float | None:
     """Return the seconds from a fault at `time` until all workers go on, or None if they never do.
 
-    First look for the workers to go on before the next of the `later` faults. If they do not, look until the fault
-    after that, and so on. One recovery then counts for several faults.
+    First check whether the workers go on before the next of the `later` faults. If they do not, check whether they go
+    on before the fault after that, and so on. One recovery then counts for several faults.
     """
     for end in [*later, math.inf]:
         went_on = _went_on(messages, time, end, killed)
