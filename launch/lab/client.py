@@ -51,7 +51,7 @@ TCP_SECONDS = 13.0
 
 
 class LabError(RuntimeError):
-    """A lab cannot be made or used, or there is no lab of that name."""
+    """A lab cannot be made or used, or no lab with the given name is up."""
 
 
 def ask(name: str, request: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def up(name: str, plan: LabPlan) -> socket.socket:
             )
             keeper_end.close()
             reply = None
-            # A ConnectionError means that the keeper has ended. Its error message is read from `errors` below.
+            # A ConnectionError means that the keeper has ended. The keeper's error message is read from `errors` below.
             with suppress(ConnectionError):
                 owner.sendall(msgspec.json.encode(plan) + b"\n")
                 if line := owner.makefile("r").readline():

@@ -41,7 +41,10 @@ SETTINGS = {
 
 
 class Links:
-    """Configures the network interfaces of one namespace through a netlink socket. Callers name interfaces by name."""
+    """Configures the network interfaces of one namespace, through a netlink socket.
+
+    Callers identify an interface by its name.
+    """
 
     def __init__(self) -> None:
         self.netlink = IPRoute()

@@ -183,7 +183,7 @@ class Presence:
         )
 
     def pids(self) -> list[int]:
-        """Return the pids of the ranks that are alive. Empty as long as some rank has not connected."""
+        """Return the pids of the ranks that are alive, or an empty list as long as some rank has not connected."""
         known = len(self._alive) + self.ended_well + len(self.deaths) * self._survives
         return [rank.pid for rank in self._alive.values()] if known == self.ranks_here else []
 

@@ -35,7 +35,7 @@ from mpips.launch.running.presence import Death, OutputListener, Presence, read_
 from mpips.launch.running.verdict import MpirunEnd, OrdinaryVerdict, SurvivingVerdict
 from mpips.store.world import launched_as
 
-# The longest wait between two checks of the job. So long a wait keeps the checks from costing the job time.
+# The longest wait between two checks of the job. It is this long so that the checks cost the job no time.
 LOOK_SECONDS = 1.0
 # the shortest wait between two checks, which is used while the job ends
 NAP_SECONDS = 0.05
@@ -389,7 +389,7 @@ def print_error(text: str) -> None:
 class HeldSignals:
     """Blocks signals and reads them from a signalfd instead.
 
-    These are the signals that end a process (`ENDING`), the signals for the ranks (`PASSED_ON`), and SIGCHLD. Signals
+    The blocked signals are those that end a process (`ENDING`), those for the ranks (`PASSED_ON`), and SIGCHLD. Signals
     that this process ignores, as under nohup, stay ignored. The object can be polled: it is readable when a signal has
     arrived. `close` restores the signal mask.
     """

@@ -16,11 +16,11 @@ from mpips.launch.running.presence import Death, Presence
 
 # Seconds after the death of a rank until `mpips run` ends the job, unless mpirun has ended it before.
 AFTER_A_DEATH = 4.0
-# Seconds after a death before MPI has started until `mpips run` ends the job. So short because MPICH's mpirun does not
-# end such a job.
+# Seconds until `mpips run` ends the job, if a rank has died before MPI has started. The time is short, because MPICH's
+# mpirun does not end such a job.
 BEFORE_THE_START = 1.0
-# Seconds after a rank has reported a failure until `mpips run` ends the job. So long because that rank is itself ending
-# the job.
+# Seconds until `mpips run` ends the job, after a rank has reported a failure. The time is long, because that rank is
+# itself ending the job.
 AFTER_A_FAILURE = 20.0
 # seconds after deaths that leave no rank with work until `mpips run` ends the job
 AFTER_THE_LAST = 1.5
