@@ -40,8 +40,8 @@ RANK, RANKS, SPINS, LOOKS, MARK, EVEN, ODD, ENTRIES, ODD_ENTRIES, PROGRESS, ODD_
 # Instructions. A reduction begins with the number of its parts, which is 2 or more:
 #   (parts, address of the total, elements, address of the divisor or 0, addresses of the parts)
 # and a copy is (COPY, target, bytes, source). The others have no arguments. ENTER tells the other ranks that this one
-# has entered the operation, and waits until all have. SIGNAL tells them that it has finished a phase. FOLLOW waits until
-# all ranks have finished it.
+# has entered the operation, and waits until all have. SIGNAL tells them that it has finished a phase. FOLLOW waits
+# until all ranks have finished it.
 COPY, ENTER, SIGNAL, FOLLOW, END = 0, -1, -2, -3, -4
 CONSTANTS = {
     "RANK": RANK,
