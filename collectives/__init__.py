@@ -1,7 +1,7 @@
-"""Collectives over arrays: one schedule proved, costed, and executed over messages and over node-shared memory.
+"""Collectives over arrays. A schedule describes each: it is proved, costed, and run over messages or shared memory.
 
-The public names are loaded when they are first used. Importing mpi4py starts MPI, which a launcher must not do, and
-schedules, costs and topologies work without it.
+The public names are loaded at their first use. Importing mpi4py starts MPI, which a launcher must not do. Schedules,
+costs and topologies need no MPI.
 """
 
 import sys
@@ -94,7 +94,7 @@ class _Package(ModuleType):
 # Users import this package as `collectives`, our own modules as `mpips.collectives`. `open_door` makes the first name
 # an alias of the second.
 if __name__ == "collectives":
-    # tells mpips, which open_door imports, to leave errors to the program
+    # `open_door` imports mpips. This tells mpips to leave uncaught errors to the program.
     opens_door = True
     from mpips.doors import open_door
 

@@ -20,8 +20,8 @@ Array: TypeAlias = Any
 
 
 # True if this NumPy's DLPack distinguishes read-only arrays from writable ones. Older versions of NumPy import every
-# array as read-only. The old protocol cannot mark memory as read-only, so exporters refuse to export such memory, and
-# whatever they do export may safely be written.
+# array as read-only. The old protocol cannot mark memory as read-only, so exporters refuse to export read-only memory.
+# Whatever they do export may safely be written.
 DLPACK_TELLS = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
 
 
@@ -42,7 +42,7 @@ class Flat(NamedTuple):
     dtype: np.dtype[Any]
 
     def vector(self) -> Vector:
-        """Return a view of the memory. The view does not keep the array alive; the caller of the collective does."""
+        """Return a view of the memory. The view does not keep the array alive: the caller of the collective must."""
         nbytes = self.n * self.dtype.itemsize
         memory = memoryview((ctypes.c_char * nbytes).from_address(self.address))
         return np.ndarray((self.n,), self.dtype, buffer=memory)
@@ -76,8 +76,9 @@ def is_device(x: Array) -> bool:
 
 
 def device_interface(x: Array) -> dict[str, Any]:
-    """Return the `__cuda_array_interface__` of an array on a GPU. Works for tensors that require gradients, too."""
-    # PyTorch refuses the interface on tensors that require gradients. detach() shares their memory.
+    """Return the `__cuda_array_interface__` of an array on a GPU, also of a PyTorch tensor that requires gradients."""
+    # PyTorch refuses the interface on tensors that require gradients. detach() returns a tensor without gradients over
+    # the same memory.
     return (x.detach() if is_torch(x) else x).__cuda_array_interface__
 
 

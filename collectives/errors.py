@@ -22,7 +22,7 @@ class CollectiveError(RuntimeError):
     Every rank raises the same message.
     """
 
-    # see `of_caller` below
+    # the mark that the function `of_caller` sets on other errors
     of_caller = True
 
 
@@ -71,7 +71,7 @@ def format_ranks(numbers: Sequence[int]) -> str:
 
 
 def have_not(numbers: Sequence[int], step: str) -> str:
-    """Say of ranks that they have not taken a step: "rank 3 has not come", "ranks 0, 2 have not come"."""
+    """Format a statement that ranks have not taken a step: "rank 3 has not come", "ranks 0, 2 have not come"."""
     return f"{format_ranks(numbers)} {'have' if len(numbers) > 1 else 'has'} not {step}"
 
 
@@ -93,8 +93,8 @@ def is_ours(frame: FrameType) -> bool:
 def warn(sentence: str) -> None:
     """Issue a RuntimeWarning at the line of the user's program that called us.
 
-    In a thread of our own no line of the user's program is on the stack. The warning then shows the line that calls
-    this function.
+    In a thread that this package has started, no line of the user's program is on the stack. The warning then shows the
+    line that calls this function.
     """
     level = 2
     frame: FrameType | None = sys._getframe(1)
