@@ -178,7 +178,7 @@ def open_memory(nbytes: int = 0) -> int:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
             raise
-        # Imported here because it is seldom needed, and takes longer to import than all modules above together.
+        # Imported here because it is seldom needed, and takes longer to import than all other modules of this file.
         import tempfile
 
         tried = []
@@ -305,7 +305,7 @@ def _read_believed_cache() -> int:
 
 
 def correct_threshold(believed: int, real: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Like `choose_long_copies`, for a cache that has `believed` bytes for glibc and `real` bytes for the kernel."""
+    """Like `choose_long_copies`, if the last cache has `believed` bytes for glibc and `real` ones for the kernel."""
     given = environment.get(TUNABLES, "")
     counts = min(real, LARGEST_CACHE)
     if not 0 < counts < believed or THRESHOLD in given:

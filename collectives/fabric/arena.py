@@ -41,13 +41,13 @@ HUGE_PAGE = 2 << 20
 FIRST_BYTES = 256 << 20
 # the size of the fifth segment and of all later ones
 SEGMENT_BYTES = 4 << 30
-# Long copies use the x86 instruction `rep movsb`. It copies byte by byte, which is slow, if (target - source) modulo this
-# period is 1 to 63 bytes.
+# Long copies use the x86 instruction `rep movsb`. It copies byte by byte, and so slowly, if (target - source) modulo
+# this period is 1 to 63 bytes.
 COPY_PERIOD = 4 << 30
 # how much memory of freed arrays a segment keeps
 IDLE_BYTES = 512 << 20
-# While a rank touches pages, it checks the free memory again and again. Between two checks, all ranks of a node together
-# may touch SEEN_BYTES. Each rank may touch an equal share of SEEN_BYTES, but at least LEAST_SEEN_BYTES.
+# While a rank touches pages, it checks the free memory again and again. Between two checks, all ranks of a node
+# together may touch SEEN_BYTES. Each rank may touch an equal share of SEEN_BYTES, but at least LEAST_SEEN_BYTES.
 SEEN_BYTES = 64 << 20
 LEAST_SEEN_BYTES = 8 << 20
 # If memfd is denied, the files for arrays that grow are made in a folder with at least this much room.
@@ -266,7 +266,7 @@ def _advice_on_ulimit_f(error: OSError) -> str:
 
 
 def _advice_on_ulimit_v() -> str:
-    """Return advice about `ulimit -v` if the limit is set, or "". The limit counts all mapped addresses, used or not."""
+    """Return advice about `ulimit -v` if that limit is set, or "". It counts all mapped addresses, used or not."""
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     return "" if most == resource.RLIM_INFINITY else f", or raise ulimit -v, which is {most / 2**30:.1f} GiB here"
 

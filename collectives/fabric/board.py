@@ -215,8 +215,8 @@ class Board:
         # Fast paths may begin only with a descriptor whose running number is above this; see `hold_fast_paths`.
         self.spent = -DESCRIPTORS
         self.spins = SPINS_SHARED if memory.crowded else SPINS_ALONE
-        # A fast path reads a row this often before it enters the wait loop. After the first `spins` reads, it yields its
-        # core between two reads.
+        # A fast path reads a row this often before it enters the wait loop. After the first `spins` reads, it yields
+        # its core between two reads.
         self.looks = range(self.spins + MOST_LOOKS)
         self._held = False
         # True while this rank carries out an operation over messages
@@ -347,7 +347,7 @@ class Board:
     def look_at_all(self, waited: float = 0.0) -> None:
         """Raise if the generation has ended, or if any process of the node has died without leaving.
 
-        Called when this rank waits for no word on this board. `look`, in contrast, checks only ranks for which it waits.
+        Called when this rank waits for no word on this board. `look` checks only the ranks for which this rank waits.
         """
         if self.poison.flag[0]:
             raise self.poison.error()

@@ -15,8 +15,8 @@ to complete it. If that is impossible, the communicator is never freed.
 
 1. Communicator A is freed while a message on it is still in flight.
 2. MPI gives A's number to a new communicator B.
-3. MPI takes the late message for a message on B. With Open MPI the real message of that sender then waits for ever. With
-   MPICH the same happens to messages that arrived before A was freed and were never received.
+3. MPI takes the late message for a message on B. With Open MPI the real message of that sender then waits for ever.
+   MPICH also takes messages for B's that arrived before A was freed and were never received.
 
 The messages of a sender on a communicator arrive in the order in which they were sent. So each rank sends a last
 message to every other rank, and a rank that has received all last messages has received everything. The last message
@@ -161,8 +161,8 @@ class ArrivalBarrier:
         late = self.late()
         in_job = dict(zip(ranks_of_job(self._comm, late), late))
         gone = {in_job[rank] for rank in recorder.find_ended(list(in_job))}
-        # Raise only for a rank that had already ended at the previous look. A rank may arrive, give up and end. Then its
-        # byte comes in between two looks, and at the second look the rank is not late any more.
+        # Raise only for a rank that had already ended at the previous look. A rank may arrive, give up and end. Then
+        # its byte comes in between two looks, and at the second look the rank is not late any more.
         for rank in sorted(gone & self._gone):
             raise CollectiveError(f"{self._what}: rank {rank} is needed, and its program has ended")
         self._gone = gone

@@ -17,8 +17,8 @@ from mpips.collectives.recorder import own as recorder
 
 # the number of steps before the loop first yields the core
 SPINS = 16
-# The time between two calls of `RankGroup.look`, or LOOK_NAPS sleeps if these take longer. The interval is a time and not
-# a number of yields, because on a busy core each yield may take a whole time slice.
+# The time between two calls of `RankGroup.look`, or LOOK_NAPS sleeps if these take longer. The interval is a time and
+# not a number of yields, because on a busy core each yield may take a whole time slice.
 LOOK_SECONDS = 1e-4
 LOOK_NAPS = 16
 # A sleep between two steps takes NAP_SHARE of the time waited so far, within these bounds.
