@@ -178,7 +178,7 @@ def open_memory(nbytes: int = 0) -> int:
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
             raise
-        # Imported here because it is seldom needed, and takes longer to import than all other modules of this file.
+        # Imported only here, because it is seldom needed and takes longer to import than all other modules together.
         import tempfile
 
         tried = []
@@ -305,7 +305,7 @@ def _read_believed_cache() -> int:
 
 
 def correct_threshold(believed: int, real: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Like `choose_long_copies`, if the last cache has `believed` bytes for glibc and `real` ones for the kernel."""
+    """Like `choose_long_copies`. glibc takes the last cache for `believed` bytes, the kernel for `real` bytes."""
     given = environment.get(TUNABLES, "")
     counts = min(real, LARGEST_CACHE)
     if not 0 < counts < believed or THRESHOLD in given:
@@ -330,7 +330,7 @@ def fix_addresses() -> tuple[str, ...]:
 
 
 def read_stat(pid: int) -> list[bytes]:
-    """Return the fields of /proc/PID/stat after the name: state, parent, and so on. Raises OSError without a process."""
+    """Return the fields of /proc/PID/stat after the name: state, parent and so on. Raises OSError if it has ended."""
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
 
 

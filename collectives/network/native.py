@@ -1,7 +1,7 @@
 """The MPI library's own collectives, with the same interface as all other bodies of calls.
 
-A `NativePlan` uses MPI's non-blocking calls and polls them, because in a blocking call the ranks would wait for ever for
-a rank that never makes the call. MPI works on the user's arrays. So once all ranks have entered a call, a rank that
+A `NativePlan` uses MPI's non-blocking calls and polls them, because in a blocking call the ranks would wait for ever
+for a rank that never makes the call. MPI works on the user's arrays. So once all ranks have entered a call, a rank that
 gives the call up still completes it (`requests.NativeCollectives`). Vectors that are too long for the counts of MPI,
 which are C ints, are cut into several calls. All kinds of calls are supported, but reductions only for element types
 that MPI can reduce.

@@ -1,4 +1,4 @@
-"""Folders of jobs: one for each job of this user on this machine, with the pages of its ranks and files of its launcher.
+"""Folders of jobs: one for each job of this user on this machine, with the job's pages and its launcher's files.
 
 A page is the file in which a rank records what it does (`recorder.page`). The folders are in memory (/dev/shm), so that
 writing to them needs no disk. Only this user can read them. A job that ends well leaves no folder.

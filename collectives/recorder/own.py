@@ -61,7 +61,7 @@ class RankState:
         self.rank = self._generation = self._step = -1
 
     def take(self, role: str, member: int) -> None:
-        """Take a role, as number `member` of the ranks of this role. A rank that replaces a dead one takes its number."""
+        """Take a role, as number `member` of that role. A rank that replaces a dead rank takes that rank's number."""
         _identity["member"] = member
         self.role = role
 
@@ -175,7 +175,7 @@ def _write_stacks_on_signal(path: Path) -> None:
 
 
 def answer_usr2() -> None:
-    """From now on, write a dump on SIGUSR2, or print why that is impossible. A handler that the program has set stays."""
+    """From now on, write a dump on SIGUSR2, or print why not. A handler that the program has set stays."""
     if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
         # Python allows handlers to be set only in the main thread.
         with suppress(ValueError):

@@ -10,7 +10,7 @@ Layout, in this order:
     waits       JSON: what each thread waits for, since when, and for which ranks; short waits are left out
     end         JSON: how the rank has ended
     notes       JSON: numbers that the program reports, such as the loss
-    communicators   JSON: the ranks of each of the newest communicators
+    groups      JSON: the ranks of each of the newest communicators
     load        JSON: for a server, the bytes received from each worker, and the number of waiting requests
     tables      JSON: the names of the embedding tables that have numbers
     marks       one word for each *lane* (a communicator or a store): 2^32 * number of the last call + its token
@@ -337,8 +337,8 @@ def _json(raw: bytes, area: int) -> Any:
 
 def _text(raw: bytes | mmap.mmap, lane: int, token: int) -> str:
     at = _token_at(lane, token)
-    # Never read texts for which no memory is allocated. A read through a map would allocate memory, or kill this process
-    # if no memory is free.
+    # Never read texts for which no memory is allocated. A read through a map would allocate memory, or kill this
+    # process if no memory is free.
     if not raw[CHUNKS + (at - TEXTS) // CHUNK_BYTES]:
         return ""
     known, length = _TOKEN.unpack_from(raw, at)

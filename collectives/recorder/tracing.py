@@ -168,7 +168,7 @@ def clock() -> str:
 
 
 def read_raw(folder: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yield for each traced process in a job's folder, even if it was killed, its identity and the bytes of its ring."""
+    """Yield the identity and the bytes of the ring of each traced process in a job's folder, even of killed ones."""
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         with suppress(OSError, ValueError):
             with open(path, "rb") as file:
