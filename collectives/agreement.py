@@ -34,7 +34,7 @@ def describe_calls(calls: Mapping[int, str]) -> str:
 
 
 def difference(every: Mapping[int, Items]) -> str:
-    """Describe the first difference between the lowest rank and another one, or return "" if all ranks pass the same.
+    """Describe the first difference between the lowest rank and another rank, or return "" if the ranks do not differ.
 
     The caller puts the name of the operation before the description, and a cure after it.
 

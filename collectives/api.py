@@ -33,7 +33,7 @@ def begin(
     label: str = "",
     blocks: Sequence[Any] | None = None,
 ) -> Plan:
-    """Start a one-shot call and return its plan. The caller must call `plan.test()` now and then, and then `wait()`.
+    """Start a one-shot call and return its plan. The caller must call the plan's `test()` repeatedly, then `wait()`.
 
     Args:
         kind: The name of one of the calls of this module. The other arguments are those of that call.
@@ -115,7 +115,7 @@ def _group_plan(
     try:
         cached = home.plans.get(group_key(call, every, len(arrays)))
     except TypeError:
-        # see `_call`
+        # An argument cannot be hashed. compile_group will refuse it with a clear message.
         cached = None
     if cached is not None and cached.holds(every):
         plan: Plan = cached.plan
@@ -168,13 +168,13 @@ def allreduce(
         label: A name for this call, such as "layer 3". Errors show it, and ranks compare it.
 
     Returns:
-        `out`, or x if there is no `out`.
+        `out`, or x if `out` is None.
 
     Raises:
         ValueError, TypeError: An argument is invalid. Only this rank raises, and nothing was sent.
         MismatchError: The ranks make different calls. All ranks raise the same message.
         CollectiveError: A rank was interrupted or has ended, or a second thread made a call on this communicator while
-            the first was still in a call.
+            the first thread was still in a call.
         StallError: A wait took longer than MPIPS_TIMEOUT_SECONDS (default 300; 0: never raise).
 
     After any of the last three errors the communicator is unusable: every call on it raises the same error until
@@ -222,9 +222,9 @@ def allgather(
     >>> collectives.allgather(np.full(3, 7))
     array([7, 7, 7])
 
-    `out` has n elements, and x is this rank's block of them. Blocks are cut as in `reduce_scatter`. Without `out`, x
-    itself has n elements: this rank's block of x is the input, and the call fills in the other blocks. Elements may be
-    of any type except Python objects.
+    `out` has n elements, and x is this rank's block of these elements. Blocks are cut as in `reduce_scatter`. Without
+    `out`, x itself has n elements: this rank's block of x is the input, and the call fills in the other blocks.
+    Elements may be of any type except Python objects.
     """
     return _call("allgather", x, comm, "sum", algorithm, out, 0, label)
 
@@ -266,8 +266,8 @@ def reduce(
 
     >>> total = collectives.reduce(np.ones(3), root=0)
 
-    On the other ranks `out` is returned unchanged. Without `out`, the call may overwrite their x with intermediate
-    values.
+    On all other ranks `out` is returned unchanged. Without `out`, the call may overwrite x on those ranks with
+    intermediate values.
     """
     return _call("reduce", x, comm, op, algorithm, out, root, label)
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Vector: TypeAlias = NDArray[Any]
-# An array of any library, a list of such arrays, or None. Its library is recognised by its attributes.
+# An array of any library, a list of such arrays, or None. The attributes of an array show its library.
 Array: TypeAlias = Any
 
 
@@ -156,8 +156,8 @@ def _numpy_dtype(dtype: Any, name: str) -> np.dtype[Any]:
 def flat(array: Vector, name: str, written: bool) -> Flat:
     """Return a C-contiguous array of a numeric type as a flat vector.
 
-    Raise ValueError, with advice, for any other array. `written`: the call writes to the array, so the array must not
-    be read-only.
+    Raise ValueError, with advice, for any other array. `written` is True if the call writes to the array. A read-only
+    array is then refused.
     """
     if not array.flags.c_contiguous:
         raise ValueError(f"{name} of shape {array.shape} is not C-contiguous: pass a contiguous copy of it")

@@ -2,9 +2,9 @@
 
 The first call on an MPI communicator makes a `Communicator`, and later calls find that object as an attribute of the
 MPI communicator. When a rank fails, the `Communicator` ends: all ranks raise the same error, in this call or the next,
-and `renew` makes a new `Communicator` for the same ranks. The ranks between such a beginning and end are a
-*generation*. A rank that fails tells the ranks of its own node through the board (a table in shared memory,
-`fabric.board`), and the ranks of other nodes by notes (small messages, `network.control`).
+and `renew` makes a new `Communicator` for the same ranks. The life of a `Communicator` is called a *generation*. A rank
+that fails tells the ranks of its own node through the board (a table in shared memory, `fabric.board`), and the ranks
+of other nodes by notes (small messages, `network.control`).
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ THREAD_PREFIX = "mpips "
 ONE_THREAD = (
     "make all calls on a communicator from one thread, and give each other thread a copy of its own, comm.Dup()"
 )
-# The last argument and result of `communicator`. Most programs use a single communicator.
+# A cache of the last argument and result of `communicator`, because most programs use a single communicator.
 _recent: tuple[MPI.Comm | None, Communicator | None] = (None, None)
 _alive: WeakSet[Communicator] = WeakSet()
-# handle of a communicator -> a lock, because two threads of this process may make its first call at the same time
+# handle of a communicator -> a lock for its first call, which two threads of this process may make at the same time
 _first_call_locks: dict[int, threading.Lock] = {}
 # True if a thread of ours will make calls at the same time as the program's threads; see `comm_for_thread`
 _threads_expected = False
@@ -151,7 +151,7 @@ class Communicator:
         self.open = True
         # runs that `Plan.start` has begun and that are not done yet, in the order in which they began
         self.started: list[Any] = []
-        # plans by the identity of their arrays; see `plan.PlanCache`
+        # plans by the `id` of their arrays; see `plan.PlanCache`
         self.plans: dict[Any, Any] = {}
         self.cache: Any = None
         # runs the MPI library's own collectives
@@ -194,7 +194,7 @@ class Communicator:
 
     @property
     def end_error(self) -> CollectiveError | None:
-        """The error that every call raises once the communicator has ended, or None before."""
+        """The error that every call raises once the communicator has ended. None until then."""
         return self.ending.error
 
     def check(self) -> None:
@@ -356,7 +356,7 @@ class Communicator:
             self.all_lanes.append(self.plan_lanes)
 
     def close(self) -> None:
-        """Free everything, when the user's communicator is freed or renewed.
+        """Free everything that this object has made. Called when the user's communicator is freed or renewed.
 
         Collective, but never blocks, because ranks may free their communicators at different times. Messages may still
         be in flight, so the communicators that carry them are freed later (`requests.close_later`).
@@ -522,7 +522,7 @@ def _find_or_make(comm: MPI.Comm, known_table: TuningTable | None, names: Sequen
     if not isinstance(comm, MPI.Intracomm):
         raise MismatchError("an intercommunicator has no collectives here: merge it first")
     with _first_call_locks.setdefault(comm.handle, threading.Lock()):
-        # Another thread may have made it while this one waited for the lock.
+        # Another thread may have made the `Communicator` while this thread waited for the lock.
         attached = comm.Get_attr(_key())
         return (
             attached if isinstance(attached, Communicator) else _make_communicator(comm, attached, known_table, names)

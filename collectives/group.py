@@ -24,7 +24,7 @@ from mpips.collectives.node.program import Copy, copy, steps_of
 from mpips.collectives.runner import make_runner, resolve_algorithm, way_limits
 from mpips.collectives.schedule.model import cut
 
-# On one node, arrays of up to this size are copied into a common vector. Larger ones are reduced in place.
+# On one node, arrays of up to this size are copied into a common vector. Larger arrays are reduced in place.
 PACKED_BYTES = 64 << 10
 
 

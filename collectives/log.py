@@ -236,7 +236,7 @@ class Folder(logging.Handler):
         self._lost = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record with a single system call. If that fails, say so once, and write no more records."""
+        """Write a record with a single system call. If that fails, report it once, and write no more records."""
         if self._lost:
             return
         try:
@@ -263,7 +263,7 @@ class Folder(logging.Handler):
 
 
 def folder_of_job(folder: str | os.PathLike[str]) -> str:
-    """Return a path within `folder` for the log of the job that this process starts. No other job has the same."""
+    """Return a path within `folder` for the log of the job that this process starts. Each job has a different path."""
     began = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     return os.path.join(folder, f"{began}-{socket.gethostname()}-{os.getpid()}")
 
@@ -286,7 +286,7 @@ def merge(folder: str | os.PathLike[str], form: str) -> Path | None:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (time, text) of each record of a file. A line that does not begin with a time continues a record."""
+    """Yield (time, text) of each record of a file. A line without a time at its start continues the record before it."""
     when, text = "", ""
     with open(path, encoding="utf-8", errors="replace") as lines:
         for line in lines:

@@ -1,7 +1,7 @@
 """Facts about this machine: usable cores, memory and caches, fixed code addresses, and the peers of Unix sockets.
 
-**Cores** are those of this process' affinity, or those that the CPU quotas of its control groups allow, if these are
-fewer.
+**Cores.** A process may use the cores of its affinity, or fewer cores if the CPU quotas of its control groups do not
+allow so many.
 
 **Copies.** NumPy copies with glibc's memcpy. If a copy is longer than 3/4 of the last cache, memcpy writes past the
 caches, that is, directly to memory: so much data would not stay in the cache anyway, and memcpy need not fetch the
@@ -167,18 +167,19 @@ def free_swap(root: Path = ROOT) -> int:
 
 
 def open_memory(nbytes: int = 0) -> int:
-    """Make a nameless file in memory with memfd_create. Other processes can open the file through /proc/PID/fd.
+    """Make a nameless file in memory with memfd_create, and return its descriptor.
 
-    Return its descriptor. Its memory is freed with the last descriptor and mapping. Containers may deny memfd_create.
-    Then the file is made in /dev/shm or in the folder for temporary files, if that has room for `nbytes`. If neither
-    has, raise the OSError of memfd_create, with a text that names the folders that were tried.
+    Other processes can open the file through /proc/PID/fd. Its memory is freed with the last descriptor and mapping.
+    Containers may deny memfd_create. Then the file is made in /dev/shm or in the folder for temporary files, if that
+    folder has room for `nbytes`. If neither folder has room, raise the OSError of memfd_create, with a text that says
+    which folders were tried.
     """
     try:
         return os.memfd_create("collectives", os.MFD_CLOEXEC)
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
             raise
-        # Imported only here, because it is seldom needed and takes longer to import than all other modules together.
+        # Imported only here, because it is seldom needed and takes longer than all other imports of this module.
         import tempfile
 
         tried = []
@@ -297,7 +298,7 @@ def past_caches(environment: Mapping[str, str]) -> int:
 
 
 def _read_believed_cache() -> int:
-    """Return the size of the last cache that glibc assumes; 0 or less if it does not know, or if there is no glibc."""
+    """Return the size that glibc assumes for the last cache, or 0 or less if glibc does not know or does not exist."""
     try:
         return os.sysconf(SYSCONF_LEVEL3) if "CS_GNU_LIBC_VERSION" in os.confstr_names else 0
     except (OSError, ValueError):
@@ -330,12 +331,12 @@ def fix_addresses() -> tuple[str, ...]:
 
 
 def read_stat(pid: int) -> list[bytes]:
-    """Return the fields of /proc/PID/stat after the name: state, parent and so on. Raises OSError if it has ended."""
+    """Return the fields of /proc/PID/stat after the name (state, parent, ...). Raises OSError if no such process runs."""
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
 
 
 def find_processes_with(variable: str) -> Iterator[int]:
-    """Yield the pids of processes with `variable` ("NAME=VALUE") in their environment, if this user may read it."""
+    """Yield the pids of processes with `variable` ("NAME=VALUE") in an environment that this user may read."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):

@@ -2,10 +2,10 @@
 
 The docstrings of the one-shot calls (`collectives.api`) describe arguments, results and errors.
 
-A one-shot call finds its plan in a `PlanCache`, by the identities of its arrays (their `id()`), or by their addresses.
-Plans in the cache know only addresses and keep no user array alive. So if a program makes a new array for each call,
-and the new array has the address of the earlier one, the call finds the earlier plan. The number of cached plans and
-their work memory are bounded.
+A one-shot call looks its plan up in a `PlanCache`, first by the `id()` of each array, then by the addresses of the
+arrays. Plans in the cache know only addresses and keep no user array alive. So if a program makes a new array for each
+call, and the new array has the address of the earlier array, the call finds the earlier plan. The number of cached
+plans and their work memory are bounded.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def plan(
 ) -> Plan:
     """Compile a collective over these arrays, to be run many times.
 
-    Collective and blocking: the ranks compare their arguments here. The plan keeps the arrays alive.
+    Collective and blocking, because the ranks compare their arguments. The plan keeps the arrays alive.
 
     Args:
         kind: "allreduce", "reduce_scatter", "allgather", "broadcast", "reduce" or "alltoall". The other arguments, the
@@ -323,7 +323,7 @@ MOST_IDENTITIES = 1024
 
 
 class CachedPlan(NamedTuple):
-    """A cached plan of one array, with the array for which it was found last."""
+    """A cached plan of one array, with weak references to the arrays for which the plan was last looked up."""
 
     plan: Plan
     x: weakref.ref[Any]
@@ -333,7 +333,7 @@ class CachedPlan(NamedTuple):
 
 
 class CachedGroupPlan(NamedTuple):
-    """A cached plan of several arrays, with the arrays for which it was found last."""
+    """A cached plan of several arrays, with weak references to the arrays for which the plan was last looked up."""
 
     plan: Plan
     arrays: list[weakref.ref[Any]]
@@ -370,7 +370,7 @@ class PlanCache:
         self._held = 0
 
     def find(self, call: tuple[Hashable, ...], x: Array, out: Array, make: Callable[[], Plan]) -> Plan:
-        """Return the plan of a call with these arrays. If there is none yet, `make` makes it, and it is cached.
+        """Return the plan of a call with these arrays. If the cache has none, make the plan with `make` and cache it.
 
         `call` holds everything else that a plan depends on.
         """
@@ -379,7 +379,7 @@ class PlanCache:
             key = (*call, place_key(x), place_key(out))
             plan = self._by_address.get(key)
         except TypeError:
-            # An argument is not an array, or cannot be hashed. `make` raises a TypeError that names it.
+            # An argument is not an array, or cannot be hashed. `make` raises a TypeError that names the argument.
             key = None
         if key is None:
             return make()

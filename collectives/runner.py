@@ -82,8 +82,8 @@ class ComparedRunner:
     def _run_between_nodes(self) -> Iterator[None]:
         control = self._home.control
         if isinstance(self._body, NativePlan) and control is not None:
-            # If the other ranks have already given this call up, `look` finds their notes and raises. They complete
-            # MPI's collective only with ranks that were in it at that time, so for this rank it would never end.
+            # If the other ranks have already given this call up, `look` finds their notes and raises. Without this, the
+            # rank would wait for ever: other ranks complete MPI's collective only with ranks that had entered it.
             for _ in range(LOOKS):
                 control.look(0.0)
         yield from self._body.run()
@@ -313,9 +313,9 @@ def advance(home: Communicator) -> None:
 
 
 def agree(home: Communicator, text: str) -> None:
-    """Like `Communicator.agree`. On one node this first finishes all started runs.
+    """Like `Communicator.agree`. On one node, first finish all started runs.
 
-    It must do so because a node's board can serve only one operation at a time.
+    The board of a node can serve only one operation at a time.
     """
     if home.control is not None or not home.started:
         home.agree(text)

@@ -189,7 +189,7 @@ def without_signals() -> Iterator[None]:
 class RankedCommand(Interruptible):
     """A command that every rank of a job runs with the same arguments. Only rank 0 prints errors.
 
-    A click.ClickException must be raised by all ranks, or by rank 0 once the other ranks do not wait for it any more.
+    A click.ClickException must be raised either by all ranks, or by rank 0 once no other rank waits for rank 0.
     """
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -209,8 +209,8 @@ def leave(code: int) -> NoReturn:
     """End a command with an exit code. Called by all ranks, or by rank 0 once the other ranks have ended.
 
     mpirun prints a banner if a process ends with another code than 0. So `mpips ... --ranks`, which has started mpirun,
-    passes the path of a file in the variable CODE_FILE. If the variable is set, the code is written to the file, and
-    the process ends with 0.
+    passes the path of a file in the environment variable `CODE_FILE`. If the variable is set, the code is written to
+    the file, and the process ends with 0.
     """
     asked = os.environ.get(CODE_FILE)
     if asked and code:
@@ -501,7 +501,7 @@ class _KeptStdout:
 
     def drop(self) -> None:
         """Redirect the stream to the null device. Otherwise the interpreter would fail to flush its buffer at exit."""
-        # A stream without a descriptor raises OSError.
+        # fileno() of a stream without a descriptor raises OSError.
         with suppress(OSError):
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, self.stream.fileno())

@@ -373,7 +373,7 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32, comm: MPI
 
 
 def in_one_segment() -> None:
-    """Put all arrays of this process from now on into one segment, as large as the node's memory.
+    """From now on, put all arrays of this process into one segment, as large as the node's memory.
 
     A process that has mapped the segment can reach all arrays in it, even after this process has ended.
     """

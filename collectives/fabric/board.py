@@ -258,14 +258,14 @@ class Board:
         self.entries[number & 1][self.rank] = self.marks.word[0] = number << 32 | token
 
     def met(self) -> Iterator[None]:
-        """Yield until all ranks have entered this operation. `tokens` then returns their tokens."""
+        """Yield until all ranks have entered the current operation. `tokens` then returns their tokens."""
         while not self._complete():
             yield
         if self.fence is not None:
             self.fence()
 
     def meet(self, row: memoryview, wanted: int, what: str) -> bool:
-        """Wait until all ranks have entered this operation. Return True if `row` then equals `wanted`. Blocking.
+        """Wait until all ranks have entered the current operation. Return True if `row` then is `wanted`. Blocking.
 
         Fast paths call this when `looks` reads were not enough. `what` names the call in errors.
         """
@@ -361,7 +361,7 @@ class Board:
                 raise CollectiveError(f"rank {self.names[rank]} is needed, and {DEPARTURES[0]}")
 
     def end(self, error: BaseException, sentence: str) -> CollectiveError:
-        """End the generation for all ranks of the node. Return the error that they raise.
+        """End the generation for all ranks of the node. Return the error that all ranks raise.
 
         Blocks until no other rank accesses this rank's arrays, but at most for LEAVING_SECONDS.
         """
@@ -404,7 +404,7 @@ class Board:
         self.memory.words[self.rank][LEFT] = how
 
     def _complete(self) -> bool:
-        """True if all ranks have entered this operation."""
+        """True if all ranks have entered the current operation."""
         row = int.from_bytes(self.entries[self.number & 1], ORDER)
         return row & self.numbers == self.number * self.ones << 32
 

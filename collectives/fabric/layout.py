@@ -54,7 +54,7 @@ PLACE_WORDS = 12
 
 
 class ArrayPlace(NamedTuple):
-    """The place of a rank's array. Other ranks can reach it as shared memory, by its address, or not at all."""
+    """The place of a rank's array. Other ranks reach the array as shared memory, by its address, or not at all."""
 
     # these five as in `arena.Region`; all 0 if the array is not in shared memory
     pid: int = 0
@@ -82,7 +82,7 @@ class Descriptor(NamedTuple):
 
 
 class Descriptors:
-    """The descriptors of all ranks of the node. This rank writes its own and reads those of the other ranks.
+    """The descriptors of all ranks of the node. This rank writes its own descriptors and reads those of other ranks.
 
     `names` has for each rank of the node the number that error messages show.
     """
@@ -192,7 +192,7 @@ ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386
 
 
 class BoardRows(NamedTuple):
-    """The rows of a node. `entries` has a row for even and one for odd operations, `progress` the same for phases."""
+    """The rows of a node, in pairs (even, odd): `entries` has one for operations, and `progress` one for phases."""
 
     entries: tuple[memoryview, memoryview]
     progress: tuple[memoryview, memoryview]
@@ -242,7 +242,7 @@ class NodeAreas:
         self.fence: Callable[[], None] | None = None if fence is None else fence.Sync
         self._window = fence
         self._buffers: list[NDArray[np.uint8]] = []
-        # The stages of a rank hold two blocks for each rank. Blocks are whole pages if pages are small enough for that.
+        # The stages of a rank hold two blocks for each rank. Blocks are whole pages unless there are too many ranks.
         grain = 4096 if self.size <= STAGE_BYTES // 4096 else LINE_BYTES
         self.block_bytes = min(BLOCK_BYTES, STAGE_BYTES // self.size // grain * grain)
 
@@ -303,7 +303,7 @@ def area_bytes(size: int) -> int:
     return ROWS_AT + 4 * (-(-size * 8 // LINE_BYTES) * LINE_BYTES)
 
 
-# areas that this rank has closed, but whose own area other ranks may still read
+# objects that were closed while other ranks may still read this rank's area
 _closed: list[NodeAreas] = []
 
 

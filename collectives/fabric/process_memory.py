@@ -71,7 +71,7 @@ class KernelCopy:
             self._copy_rest(moved)
 
     def _copy_rest(self, moved: int) -> None:
-        """Copy the bytes that the kernel has left out. In one call it copies at most 2 GiB, for instance."""
+        """Copy the bytes that the kernel has left out. For instance, it copies at most 2 GiB in one system call."""
         local, remote = (extent.base for extent in self._extents)
         done = moved
         while moved > 0 and done < self._nbytes:
@@ -97,7 +97,7 @@ def all_reachable(node: MPI.Comm) -> bool:
     """True on all ranks if every rank of the node can reach the memory of every other rank. Collective and blocking.
 
     On a system with the security module Yama, only a parent may trace a process. Then each rank permits its launcher,
-    and thereby all processes that the launcher has started, to trace it. The other ranks are among those.
+    and so all processes that the launcher has started, to trace it. The other ranks are among these processes.
     """
     return node.size > 1 and (_all_reach(node) or (_permit_launcher(node) and _all_reach(node)))
 

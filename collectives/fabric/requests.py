@@ -16,7 +16,7 @@ to complete it. If that is impossible, the communicator is never freed.
 1. Communicator A is freed while a message on it is still in flight.
 2. MPI gives A's number to a new communicator B.
 3. MPI takes the late message for a message on B. With Open MPI the real message of that sender then waits for ever.
-   MPICH also takes messages for B's that arrived before A was freed and were never received.
+   MPICH makes this mistake even with messages that arrived before A was freed and that nobody received.
 
 The messages of a sender on a communicator arrive in the order in which they were sent. So each rank sends a last
 message to every other rank, and a rank that has received all last messages has received everything. The last message
@@ -86,7 +86,7 @@ class Tags:
     def take(self, count: int, text: str) -> list[int]:
         """Return a tag for each of the `count` lanes of a schedule. Called once. Raises ValueError if `count` > TAGS.
 
-        A lane is a channel for messages: those of one lane stay in order.
+        Each lane of a schedule handles a part of the vector.
         """
         if count > TAGS:
             raise ValueError(f"{text} has {count} lanes, and there are tags for {TAGS}: choose fewer rings")
@@ -189,7 +189,7 @@ NativeCall: TypeAlias = "tuple[Callable[..., MPI.Request], tuple[Any, ...]]"
 class NativeCollectives:
     """Runs the MPI library's own collectives on one communicator.
 
-    A call needs one or more of these collectives, which run one after another: its *row*.
+    A call is a *row* of one or more of these collectives, which run one after another.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -254,7 +254,7 @@ class NativeCollectives:
         self.keep()
 
     def keep(self) -> None:
-        """Keep unfinished collectives, and so their arrays, until MPI has finished them."""
+        """Keep the requests of unfinished collectives, and so their arrays, alive until MPI has finished them."""
         _collectives.extend((request, self.comm) for request in self._row[3] if not is_over(request))
 
 
@@ -323,7 +323,7 @@ def is_over(request: MPI.Request) -> bool:
 
 
 def _free_if_complete(request: MPI.Request) -> bool:
-    """Free a persistent request if it is complete. Return True if the request is complete."""
+    """Return True if a request is complete. Free a complete request if it is persistent."""
     ended = is_over(request)
     if ended and isinstance(request, MPI.Prequest):
         request.Free()
@@ -445,7 +445,7 @@ _kept_objects: list[object] = []
 
 
 def close_later(comm: MPI.Comm, kept: object = None, begun: int = 0) -> None:
-    """Queue a communicator for `collect_closed`, which frees it. All its ranks call this, each at any time.
+    """Queue a communicator for `collect_closed`, which frees it. Every rank calls this, at any time.
 
     Does not block. `kept` and `begun` are the arguments of `ClosingComm`. The last messages are sent only by
     `collect_closed`: MPICH may call this function while it frees another object, and then MPICH holds a lock.

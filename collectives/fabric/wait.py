@@ -1,4 +1,4 @@
-"""The one wait loop: poll, yield the core, sleep, check whether the generation has ended, warn, time out.
+"""The loop of all waits: it polls, yields the core, sleeps, checks whether the generation has ended, warns, times out.
 
 Short waits never reach this loop, because callers first poll a few times themselves. `drive` runs an operation step by
 step, and now and then asks a `RankGroup` whether the ranks for which the operation waits can still arrive.
@@ -134,6 +134,6 @@ def check_in_time(what: str, waited: float, generation: RankGroup) -> None:
 
 
 def late_sentence(what: str, waited: float, late: Sequence[int], step: str = "come") -> str:
-    """Return the sentence that operation `what` has waited for so long, and which ranks have not taken the `step`."""
+    """Return the sentence "`what` has waited for `waited` s", with the ranks that have not taken the `step`."""
     missing = f": {have_not(late, step)}" if late else ""
     return f"{what} has waited for {waited:.3g} s{missing}"
