@@ -36,8 +36,8 @@ class Body(Protocol):
 class Runner(Protocol):
     """Runs a compiled call: waits until all ranks have entered the call, and computes the result."""
 
-    # Runs as much of the call as possible without waiting long. Returns DONE, or a code that says how far the call has
-    # come; see `node.executor`.
+    # Runs the call, if possible to its end. Returns DONE, or a code that says how far the call has come; see
+    # `node.executor`.
     fast: Callable[[], int]
     # True if the runner has allocated work vectors
     holds: bool

@@ -397,7 +397,7 @@ class Communicator:
             _kept_for_good.append(self._kept)
 
     def leave(self, how: int = PROGRAM_ENDED) -> None:
-        """Tell the other ranks that this one will make no more calls. `how`: one of `DEPARTURES`."""
+        """Tell the other ranks that this rank will make no more calls. `how` is a key of `DEPARTURES`."""
         # A forked child is not a rank.
         if self.open and self._pid == os.getpid() and not MPI.Is_finalized():
             self.board.leave(how)
@@ -625,7 +625,8 @@ def _make_communicator(
 def _node_memory(comm: MPI.Intracomm) -> tuple[MPI.Comm, NodeAreas, list[int]]:
     """Make the communicator of the ranks that share memory with this one, and map their areas. Collective.
 
-    If any of these ranks cannot map another's area, each rank counts as a node of its own.
+    An area is the part of shared memory that a rank writes (`fabric.layout`). If any of these ranks cannot map the area
+    of another one, each rank counts as a node of its own.
 
     Returns:
         The communicator of the node, the areas, and the rank in `comm` of each of the node's ranks.
@@ -670,7 +671,7 @@ def open_memory(node: MPI.Comm, fenced: bool = not ORDERED_STORES) -> NodeAreas 
         assert isinstance(node, MPI.Intracomm)
         fence = MPI.Win.Create(np.zeros(8, np.uint8), comm=node)
         fence.Lock_all(MPI.MODE_NOCHECK)
-    # The array from `arena.empty` keeps the area alive. The attached one would not.
+    # The array from `arena.empty` keeps the area alive. The attached array would not.
     areas[node.rank] = area
     return NodeAreas(
         node.rank,

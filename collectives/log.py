@@ -286,7 +286,7 @@ def merge(folder: str | os.PathLike[str], form: str) -> Path | None:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (time, text) of each record of a file. A line without a time at its start continues the record before it."""
+    """Yield (time, text) of each record of a file. A line that begins without a time continues the record before it."""
     when, text = "", ""
     with open(path, encoding="utf-8", errors="replace") as lines:
         for line in lines:

@@ -331,7 +331,7 @@ def fix_addresses() -> tuple[str, ...]:
 
 
 def read_stat(pid: int) -> list[bytes]:
-    """Return the fields of /proc/PID/stat after the name (state, parent, ...). Raises OSError if no such process runs."""
+    """Return the fields of /proc/PID/stat after the name: state, parent, ... Raises OSError if no such process runs."""
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
 
 

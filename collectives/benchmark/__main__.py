@@ -92,7 +92,7 @@ PARAMETERS: tuple[click.Parameter, ...] = (
 
 
 class _Cases(RankedCommand, click.Group):
-    """The group of commands, one for each case. Every rank of a job gets the same command line."""
+    """The group of commands, one for each entry of `CASES`. Every rank of a job gets the same command line."""
 
 
 command = _Cases("bench", help="Time a collective over the ranks of the job.")

@@ -111,7 +111,6 @@ class _FreeList:
             raise
 
     def _rebuild(self) -> None:
-        """Rebuild the index of free intervals."""
         self._by_size: list[tuple[int, int]] = []
         self._end_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}

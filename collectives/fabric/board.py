@@ -109,7 +109,7 @@ class Poison:
 
     def error(self) -> CollectiveError:
         """Return the error that all ranks raise. The flag must be set."""
-        # The lock makes this rank wait until the message is complete. It also orders memory accesses on any processor.
+        # Taking the lock orders memory accesses on any processor, so that this rank sees the whole message.
         with self._locked():
             return self._error()
 

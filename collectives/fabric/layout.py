@@ -294,7 +294,7 @@ class NodeAreas:
             self._window.Free()
 
     def abandon(self) -> None:
-        """Give the areas up. Not collective. No other rank may use this rank's area any more."""
+        """Give the areas up. Not collective. Called when no other rank uses this rank's area any more."""
         os.close(self.poison_fd)
 
 

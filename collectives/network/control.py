@@ -46,8 +46,8 @@ class ControlNote(msgspec.Struct, array_like=True, order=True):
     number: int
     # the sender
     rank: int
-    # IN_OPERATION: the sender is in this operation. OVER: it has ended the generation. LEFT: it has left after this
-    # operation.
+    # IN_OPERATION: the sender is in this operation. OVER: the sender has ended the generation. LEFT: the sender has
+    # left after this operation.
     sort: int
     # IN_OPERATION: the name of the operation. OVER: the sentence.
     text: str = ""

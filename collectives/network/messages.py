@@ -123,7 +123,7 @@ class MessagePlan:
         return [(lane, self._lanes[lane][i]) for _, _, lane, i in sorted(order)]
 
     def _compile(self, lane: int, step: RankStep, tag: int) -> _MessageStep:
-        """Make the requests of a step, and the steps that add or copy what it receives."""
+        """Make the requests of a step, and the additions and copies of the values that it receives."""
         comm, offsets = self._comm, self._schedule.offsets(self._call.n, lane)
         sent = [extent(offsets, r.send) for r in step.rounds if r.send_to != NOBODY]
         requests: list[MPI.Prequest] = []

@@ -78,7 +78,7 @@ class NativePlan:
         self._after = scale(self._result(), call.p) if mean else []
 
     def enter(self, number: int = -1) -> None:
-        """Enter the call. If the ranks meet on a board, `number` is the number of the operation there."""
+        """Enter the call. If the ranks compare calls on the board, `number` is the number of the board's operation."""
         perform(self._before)
         self._own.enter(self._row, self._compare_rows, number)
 

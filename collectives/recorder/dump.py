@@ -56,7 +56,7 @@ def bytes_of(text: str) -> int:
 
 
 class DumpedCall(NamedTuple):
-    """What is known about one collective of a rank. Times are Unix time in nanoseconds, 0 if unknown."""
+    """A collective on the page of a rank. Times are Unix time in nanoseconds, or 0 if unknown."""
 
     number: int
     operation: str
@@ -110,7 +110,7 @@ def write_rank(page: Path, folder: Path) -> Path | None:
 
 
 def write_json(path: Path, content: object) -> Path:
-    """Write a JSON file atomically. Its folder is made if it does not exist.
+    """Write a JSON file atomically. Make its folder if necessary.
 
     Raises:
         OSError: The file cannot be written.

@@ -22,7 +22,7 @@ JOB = "_MPIPS_JOB"
 # Environment variables with the name of a scheduler's allocation. Several jobs may run in one allocation at a time.
 SCHEDULERS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")
 MEMORY = Path("/dev/shm")
-# suffixes of the files of a rank; the stem is its pid
+# suffixes of the files of a rank; the rest of the file name is the rank's pid
 PAGE = ".page"
 STACKS = ".stacks"
 # An empty file RANK.ended says that the program of that rank has ended well.
@@ -51,8 +51,8 @@ def is_private(path: Path) -> bool:
 def job_name(environment: Mapping[str, str] = os.environ, alone: bool = False) -> str:
     """Return a name for this process' job that no other launch on the machine has.
 
-    In an allocation of a scheduler, the job's name begins with the allocation's. `alone` is True if the job has no
-    other process.
+    In an allocation of a scheduler, the job's name begins with the allocation's name. `alone` is True if the job has
+    no other process.
     """
     name = environment.get(JOB, "")
     if not name:

@@ -43,12 +43,12 @@ LONGEST_BYTES = 3800
 # indexes of two words of the page's head
 WAITED = pages.AT["waited_ns"]
 WAITED_TIMES = pages.AT["waits"]
-# Packages that may call ours on behalf of the user's program: `user_line` passes over their frames.
+# Packages through which the user's program may call this package. `user_line` skips their frames.
 BETWEEN = ("mpips", "torch", "jax", "threading", "contextlib", "runpy", "mpi4py")
 
 
 class RankState:
-    """The rank, role, generation and training step of this process; the modules that know them set them here.
+    """The rank, role, generation and training step of this process. The modules that know these values set them.
 
     -1 and "" mean unknown. Role, generation and step are written to the page as well.
 
@@ -250,7 +250,7 @@ def count_checkpoint() -> None:
 
 
 def add_communicator(identity: int, ranks: Sequence[int]) -> None:
-    """Write to the page which ranks of the job a communicator joins.
+    """Write to the page which ranks of the job a communicator connects.
 
     The page keeps the newest `KNOWN_COMMUNICATORS` communicators, even after they are freed.
     """
@@ -267,7 +267,7 @@ def count_communicators() -> int:
     return sum(1 + last for last in _last_places.values())
 
 
-# ranks -> the number of communicators of these ranks, less 1
+# ranks, as text -> the number of communicators of these ranks that this process has made, minus 1
 _last_places: dict[str, int] = {}
 KNOWN_COMMUNICATORS = 32
 
@@ -463,7 +463,8 @@ class Timeable(Protocol):
         """From now on, time every call if `every`, and otherwise only the long calls."""
 
 
-# Calls of this many bytes or more are always timed. Timing takes about 3 us, more than 1 % of a shorter call.
+# Calls of this many bytes or more are always timed. Timing takes about 3 us, which is more than 1 % of the time of a
+# shorter call.
 LONG_BYTES = 16 << 20
 # the ring into which records are written: the page's own, or during a trace the one that trace() was given
 ring = page.ring
@@ -534,7 +535,7 @@ class Marks:
             self._page.name(self._lane, token, text)
 
     def new_token(self, text: str) -> int:
-        """Return a new token for a text. Tokens from here are unique within the page, not only within the lane."""
+        """Return a new token for a text. The token is unique within the page, not only within its lane."""
         return self._page.new_token(text)
 
     def close(self) -> None:

@@ -236,7 +236,7 @@ class Page:
         self._map[at : at + _TOKEN.size] = _TOKEN.pack(token, len(raw))
 
     def _has_memory(self, at: int) -> bool:
-        """True if a text can be written at this offset. Allocates memory for it if necessary."""
+        """True if a text can be written at this offset. Allocates memory for the text if necessary."""
         chunk = (at - TEXTS) // CHUNK_BYTES
         if not self._map[CHUNKS + chunk]:
             if self._path is not None:

@@ -174,7 +174,7 @@ def _record(sequence: int, raw: bytes) -> CallRecord:
 
 
 def read_file(path: str | os.PathLike[str], offset: int = 0, nbytes: int = 0) -> list[CallRecord]:
-    """Return the records of a ring that lies in a file.
+    """Return the records of a ring that is in a file.
 
     Args:
         path: The file.

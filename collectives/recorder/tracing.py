@@ -93,7 +93,7 @@ def begin(rank: int, size: int) -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    # Tracing starts in a new thread, because the code that the signal has interrupted may hold a lock that it needs.
+    # Start the trace in a new thread. The code that the signal has interrupted may hold a lock that tracing needs.
     _thread.start_new_thread(_trace_as_asked, ())
 
 

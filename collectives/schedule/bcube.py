@@ -113,7 +113,10 @@ def over(kind: str, radices: tuple[int, ...], lanes: int, name: str) -> Schedule
 
 
 def build(kind: str, p: int, n: int = 0, k: int = 0, depth: int = 1) -> Schedule:
-    """Build BML over n^k = p ranks. `shape` computes n or k if it is 0. `depth` (1 to `MOST_LANES`) needs allreduce."""
+    """Build BML over n^k = p ranks. `shape` computes n or k if it is 0.
+
+    `depth`, from 1 to `MOST_LANES`, has an effect only in allreduce.
+    """
     if not 1 <= depth <= MOST_LANES:
         raise ValueError(f"bcube needs a depth of 1 to {MOST_LANES}, not {depth}")
     n, k = shape(p, n, k)
@@ -122,7 +125,7 @@ def build(kind: str, p: int, n: int = 0, k: int = 0, depth: int = 1) -> Schedule
 
 
 def shape(p: int, n: int = 0, k: int = 0) -> tuple[int, int]:
-    """Return n and k with n^k = p. A value of 0 is computed; if both are 0, k is the smallest of 2, 3, ... that fits.
+    """Return n and k with n^k = p. Compute the one that is 0. If both are 0, k is the smallest of 2, 3, ... that fits.
 
     Raises:
         ValueError: No n and k fit.

@@ -174,7 +174,7 @@ def _members(mask: np.uint64, first: int) -> list[int]:
 
 
 class _Cells:
-    """An interval of chunks of each of several ranks, all of the same length, as a two-dimensional part of the state.
+    """Intervals of chunks, one for each of several ranks and all of the same length, as a part of the state.
 
     Args:
         state: One row for each rank, one column for each chunk.
@@ -279,9 +279,8 @@ def _check_side(place: _Place, verb: str, word: str, partner: Array, part: Chunk
 def _check_races(schedule: Schedule, lane: int, step: int, rounds: list[Round], chunks: int) -> None:
     """Check that no round of a step touches chunks that another round of the step overwrites.
 
-    Each (rank, chunk) is a point on one line, so that the intervals of all ranks can be sorted together. An overwrite
-    overlaps an interval if the overwrites that begin before the interval's end are more than those that end before its
-    start.
+    Each (rank, chunk) is a point on one line, so that the intervals of all ranks can be sorted together. Some overwrite
+    overlaps an interval if more overwrites begin before the interval's end than end before its start.
     """
     line = np.arange(schedule.p) * (chunks + 1)
 

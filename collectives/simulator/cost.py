@@ -5,7 +5,7 @@ receives at the same time (full duplex), and starts the messages of a lane one a
 all lanes, except in `bcube`, where each of the k lanes has a wire of its own. `simulate.simulate` computes the times
 step by step, on any network. The tests compare its times with those of the formulas.
 
-`fit` computes alpha and beta from measured (bytes, seconds). All parts of the project that need them use it.
+`fit` computes alpha and beta from measured (bytes, seconds), for all parts of the project.
 """
 
 from __future__ import annotations

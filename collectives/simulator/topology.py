@@ -1,10 +1,11 @@
 """Networks (star, fat-tree, BCube): their hosts, switches and links, and the links that a message crosses.
 
-    star(n)       n hosts on one switch. It also models any network that never blocks.
-    fattree(k)    k^3/4 hosts under k-port switches in three layers: k pods of k/2 edge and k/2 aggregation switches,
-                  (k/2)^2 cores (Al-Fares, Loukissas, Vahdat, 2008).
-    bcube(n, k)   n^k hosts with k NICs each. The NICs of level l connect each n hosts whose addresses differ only in
-                  digit l to a switch (Guo et al., 2009; BML paper, section 3.1). star(n) has the links of bcube(n, 1).
+    star(n)       n hosts on one switch. A star also models any network that never blocks.
+    fattree(k)    k^3/4 hosts under k-port switches in three layers: k pods, each with k/2 edge switches and k/2
+                  aggregation switches, and (k/2)^2 core switches (Al-Fares, Loukissas, Vahdat, 2008).
+    bcube(n, k)   n^k hosts with k NICs each. By its NIC of level l, a host shares a switch with the n-1 hosts whose
+                  addresses differ only in digit l (Guo et al., 2009; BML paper, section 3.1). star(n) has the links of
+                  bcube(n, 1).
 
 The objects serve the simulator (links and routes), the launcher (the address of a rank) and the emulated cluster (the
 switch of each NIC). Hosts have the numbers 0 .. hosts-1, and switches 0 .. len(switches)-1. Links also have numbers,

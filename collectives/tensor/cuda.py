@@ -149,7 +149,7 @@ def _enable_peer_access(devices: Sequence[int]) -> None:
                         raise
 
 
-# seconds between two looks at work that runs
+# the seconds between two checks whether queued work has run
 NAP = 1e-4
 # cudaMemcpyDefault: CUDA finds the direction of a copy from the addresses
 BY_ADDRESS = 4

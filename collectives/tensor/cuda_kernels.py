@@ -1,7 +1,8 @@
 """The CUDA kernels that reduce several GPU vectors to one.
 
-`source` writes a kernel for an operation, an element type and a number of vectors. It needs no CUDA header. The result
-has the same bits as that of `collectives.kernels.sums` on the host, so it does not matter where vectors are:
+`source` writes a kernel for an operation, an element type and a number of vectors. The kernel needs no CUDA header. Its
+result has the same bits as that of `collectives.kernels.sums` on the host, so a result does not depend on where the
+vectors are:
 
 - Vectors are combined from the first to the last, and every partial result is rounded to the element type. So a sum of
   float16 or bfloat16 vectors is rounded after every addition, as on the host.
@@ -17,11 +18,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 THREADS = 256
-# A kernel is started with at most this many blocks. If their threads are fewer than the elements, each thread computes
-# several elements.
+# A kernel is started with at most this many blocks. If a vector has more elements than these blocks have threads, each
+# thread computes several elements.
 MOST_BLOCKS = 2048
 
-# names of NumPy's ufuncs
+# the operations, by the names of NumPy's ufuncs
 OPERATIONS = ("add", "multiply", "minimum", "maximum")
 
 
@@ -101,9 +102,7 @@ def name(operation: str, dtype: str, count: int) -> str:
 def source(operation: str, dtype: str, count: int) -> str:
     """Return the CUDA C++ source of a kernel (v0, ..., out, n).
 
-    The kernel reduces `count` vectors of n elements to `out` in one pass.
-
-    `out` may be one of the vectors.
+    The kernel reduces `count` vectors of n elements to `out` in one pass. `out` may be one of the vectors.
 
     Raises:
         ValueError: There is no kernel for the operation or the element type.

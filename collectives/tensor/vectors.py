@@ -2,7 +2,7 @@
 
 A tensor is a group of vectors of one length and type, one for each GPU of the worker, that is reduced as a single
 object (MXNET-MPI paper, section 6.1). The methods `gather` and `spread` may return before their work is done. They
-return a *ticket*: a function that returns without blocking, True if the work is done. In figure 9 of the paper these
+return a *ticket*: a function that never blocks, and returns True once the work is done. In figure 9 of the paper these
 methods are GpuStart, and the ticket is GpuWait.
 
 `vector_place` finds the address and type of a user's array on the host or on a GPU. A place does not keep the array

@@ -106,7 +106,7 @@ class TuningTable(msgspec.Struct, frozen=True):
     Attributes:
         slots: On one node: number of ranks -> limits of vectors that pass through slots.
         cross_memory: On one node: number of ranks -> bytes of the whole vector from which on the kernel copies ordinary
-            arrays between processes. Shorter arrays pass through stages.
+            arrays between processes. Shorter arrays pass through stages or slots.
         between: Between nodes: "KIND NODESxRANKS" -> algorithms by size.
         memory: On one node: "WAY RANKS" -> the cost of an allreduce by this way (one of `WAYS`).
         near: The cost of a message inside a node.
