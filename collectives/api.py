@@ -36,7 +36,7 @@ def begin(
     """Start a one-shot call and return its plan. The caller must call the plan's `test()` repeatedly, then `wait()`.
 
     Args:
-        kind: The name of one of the calls of this module. The other arguments are those of that call.
+        kind: The name of a call of this module, such as "allreduce". All other arguments are passed to this call.
         blocks: For `grouped_allreduce` only.
     """
     home = communicator(comm)

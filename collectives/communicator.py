@@ -135,8 +135,8 @@ class Communicator:
         self.node, memory, on_node = _node_memory(self.comm)
         # for each rank the lowest rank of its node
         self.node_of, spare = self._find_nodes(min(on_node))
-        # The communicator that `comm_for_thread` returns. All ranks make it here, because the thread that will use it
-        # must not call Dup on the communicator that the program's thread uses.
+        # The communicator that `comm_for_thread` returns. The program's thread makes it, because the thread that will
+        # use it must not call Dup on the communicator that the program's thread uses.
         self._spare = guard_comm(comm.Dup()) if spare else None
         # number of nodes
         self.nodes = len(set(self.node_of))
@@ -181,8 +181,8 @@ class Communicator:
     def set_enclosing_look(self, look: Callable[[float], None]) -> None:
         """Make every wait on this communicator also call `look(seconds waited)`.
 
-        A parameter store calls this for each of its communicators. Its `look` raises if the store's own generation,
-        which encloses those of its communicators, has ended.
+        A parameter store calls this for each of its communicators. Its `look` raises if the store's own generation has
+        ended, which ends the generations of its communicators.
         """
         self.board.enclosing_look = look
 
@@ -425,7 +425,7 @@ class Communicator:
         return self.board.gone_ranks() | (self.control.gone_ranks() if self.control is not None else {})
 
     def _message_comms(self) -> Iterator[MPI.Comm]:
-        """Yield those of our own MPI communicators on which messages may be in flight."""
+        """Yield the MPI communicators of this object on which messages may be in flight."""
         if self.control is not None:
             yield self.control.comm
         if self._spare is not None:
@@ -720,7 +720,7 @@ if MPI.Is_initialized() and not MPI.Is_finalized():
 
 @atexit.register
 def leave_all(but: Collection[MPI.Comm] = ()) -> None:
-    """Tell the other ranks of all communicators, except those of `but`, that this rank's program ends.
+    """Tell the other ranks of all communicators, except the communicators in `but`, that this rank's program ends.
 
     A store that closes at exit passes its communicators as `but`: it still needs the other ranks until it has closed.
     """

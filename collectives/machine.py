@@ -74,8 +74,8 @@ def usable_cores(root: Path = ROOT) -> int:
 def bound_cores(cores: int, quotas: Sequence[Quota | None]) -> int:
     """Return how many of `cores` several processes may use together.
 
-    `quotas` has the quota of each process. Processes of the same group share its quota. If a process has none (None),
-    there is no bound.
+    `quotas` has the quota of each process, or None for a process without a quota. Processes of the same group share
+    the group's quota. If any process has no quota, the processes may use all `cores`.
     """
     known = [quota for quota in quotas if quota]
     if not known or len(known) < len(quotas):

@@ -189,7 +189,7 @@ class Plan(NotCopyable):
     @property
     def predicted_seconds(self) -> float | None:
         """The seconds that the fitted cost model predicts for a run, or None if it does not cover the algorithm."""
-        # Imported here, because nothing else in this module needs the simulator.
+        # Imported only when needed, because nothing else in this module needs the simulator.
         from mpips.collectives.simulator.simulate import predict_seconds
 
         way = self._bare.way if isinstance(self._bare, NodeExecutor) else ""

@@ -111,7 +111,7 @@ def run(
     csv_path: Path | None,
     plot_path: Path | None,
 ) -> None:
-    """Run the command of a case. The arguments are those of the command line."""
+    """Run the command of a case. The arguments are the options of the command line."""
     comm = MPI.COMM_WORLD
     wanted = check(
         comm.size, collective=collective, sizes=sizes, algorithms=algorithms, arrays=arrays, dtype=dtype, op=op

@@ -104,7 +104,7 @@ class CommCreationGuard:
         CommCreationGuard.present = None
 
     def add(self, comm: MPI.Comm) -> None:
-        """Add a new communicator to those that `revoke_all` revokes. If that has happened, revoke it at once."""
+        """Let `revoke_all` revoke this new communicator as well. After `revoke_all`, revoke it at once."""
         with self._lock:
             self._made.append(comm)
             if self.broken:

@@ -102,7 +102,7 @@ CARRY_SECONDS = 1e-4
 # How long a rank that gives up a collective waits for the other ranks to enter it. Within this time, a rank that does
 # not know of the failure yet has entered the collective, even if cores are busy.
 COMING_SECONDS = 0.5
-# When `_kept_requests` has this many requests, look for those that are complete.
+# When `_kept_requests` has this many requests, check which of them are complete.
 TEST_AT = 64
 _test_at = TEST_AT
 # id -> a request that nobody waits for. Several threads add and remove requests.
@@ -274,7 +274,7 @@ def make_sends(comm: MPI.Comm, vector: Vector, target: int, tag: int) -> list[MP
 
 
 def release(requests: Sequence[MPI.Prequest]) -> None:
-    """Free persistent requests. Keep those in flight until they are complete; receives among them are cancelled."""
+    """Free persistent requests. Cancel receives in flight. Keep all requests in flight until they are complete."""
     for request in requests:
         if is_over(request):
             request.Free()

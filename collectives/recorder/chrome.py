@@ -3,7 +3,8 @@
 Kinds of event:
 
     X           a bar on a row; two bars of a row must be apart, or one inside the other (see `rows`)
-    s, t, f     an arrow through bars: it starts in the bar at event `s`, passes those at `t`, and ends in that at `f`
+    s, t, f     an arrow through bars: it starts in the bar at event `s`, passes the bars at events `t`, and ends in the
+                bar at event `f`
     M           names of processes and rows
 
 The functions take times in nanoseconds; the format has microseconds.

@@ -293,7 +293,7 @@ def _remove_page() -> None:
 
 
 def find_ended(ranks: Sequence[int]) -> list[int]:
-    """Return those of the given ranks of the job that have ended well on this host."""
+    """Return which of the given ranks of the job have ended well on this host."""
     ended = []
     for rank in ranks if _paths else ():
         with suppress(OSError):

@@ -45,8 +45,8 @@ class Prediction:
     Attributes:
         bytes: The size of the vector.
         seconds: The simulated time.
-        closed_form: The time by formula, in seconds. None if there is no formula, or if the formula assumes other links
-            than those of the topology.
+        closed_form: The time by formula, in seconds. None without a formula, or if the formula assumes other links than
+            the topology has.
         busiest_link_bytes: The number of bytes over the link that carries the most bytes.
     """
 
