@@ -83,7 +83,7 @@ def device_interface(x: Array) -> dict[str, Any]:
 
 
 def is_torch(x: Array) -> bool:
-    """True for a PyTorch tensor. Does not import PyTorch."""
+    """True if x is a PyTorch tensor. Does not import PyTorch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
@@ -126,15 +126,15 @@ def _host_torch(x: Array, name: str) -> Vector:
         raise TypeError(f"{name} is a tensor of layout {x.layout}: pass a dense one, as tensor.to_dense()")
     values = x.detach()
     if values.is_conj() or values.is_neg():
-        # PyTorch says what to do: the values in memory are not those of the tensor.
+        # The memory does not hold the tensor's values. numpy() raises an error that says what to do.
         return values.numpy()
     dtype = _numpy_dtype(values.dtype, name)
     if not values.numel():
         return np.empty(tuple(values.shape), dtype)
     nbytes = values.untyped_storage().nbytes() - values.storage_offset() * dtype.itemsize
-    # Not `values.numpy()`: it marks the tensor's storage as not resizable, and FSDP, for one, resizes storages.
+    # Do not use `values.numpy()`: it marks the tensor's storage as not resizable, and FSDP resizes storages.
     memory = (ctypes.c_char * nbytes).from_address(values.data_ptr())
-    # keeps the memory alive as long as the array
+    # This keeps the memory alive as long as the array.
     memory.tensor = values
     strides = [stride * dtype.itemsize for stride in values.stride()]
     return np.ndarray(tuple(values.shape), dtype, buffer=memory, strides=strides)
@@ -142,7 +142,7 @@ def _host_torch(x: Array, name: str) -> Vector:
 
 @functools.cache
 def _numpy_dtype(dtype: Any, name: str) -> np.dtype[Any]:
-    """Return NumPy's dtype for a dtype of PyTorch. bfloat16 is that of the ml_dtypes package."""
+    """Return NumPy's dtype for a dtype of PyTorch. For bfloat16, this is the dtype of the ml_dtypes package."""
     torch = sys.modules["torch"]
     if dtype != torch.bfloat16:
         return torch.empty(0, dtype=dtype).numpy().dtype  # type: ignore[no-any-return]

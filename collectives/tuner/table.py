@@ -73,9 +73,10 @@ SHIPPED_SLOTS: dict[int, Slots] = {
     4: Slots(2 << 10, 64 << 10),
     8: Slots(2 << 10, 16 << 10),
 }
-# The limits of slots for ordinary arrays if ranks share cores: the bytes of a rank's vector, and of all vectors together.
+# The limits of slots for ordinary arrays if ranks share cores: the bytes of a rank's vector, and those of all vectors.
 # Slots save barriers. On shared cores, barriers are so slow that reading this many bytes instead is faster.
 CROWDED = 64 << 10, 512 << 10
+# the limit of slots for arrays of any kind if ranks share cores
 CROWDED_ALWAYS = 2 << 10
 # Measured with 2 and 4 ranks on two cores. If other work empties the caches between calls, the kernel's copies are
 # faster from some 256 KiB on.
