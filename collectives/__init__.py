@@ -1,13 +1,13 @@
-"""Collectives over arrays: one schedule proved, costed, and executed over messages and over node-shared memory.
+"""Collectives over arrays, over messages or shared memory. Their schedules are data, which is proved and costed.
 
-The public names are loaded when they are first used. Importing mpi4py starts MPI, which a launcher must not do, and
-schedules, costs and topologies work without it.
+The public names are loaded at their first use. Importing mpi4py starts MPI, which a launcher must not do. Schedules,
+costs and topologies need no MPI.
 """
 
 import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036
-    # This check comes before all imports of ours, because older Pythons cannot parse those modules. SystemExit makes
+    # This check comes before the imports of our own modules, because older Pythons cannot parse them. SystemExit makes
     # `python -m collectives.x` print the message without a traceback.
     raise (SystemExit if sys.argv[:1] == ["-m"] else ImportError)(
         f"mpips needs Python 3.11 or newer, this is {sys.version.split()[0]}: install one, and make the environment "
@@ -66,7 +66,7 @@ class _Package(ModuleType):
     """The module type of this package. It imports public names on demand.
 
     `collectives.plan` is both a module and a public function. When Python imports the submodule it sets the attribute
-    `plan` of the package; `__setattr__` drops that, so the name always stands for the function.
+    `plan` of the package. `__setattr__` ignores that assignment, so the name always stands for the function.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -94,7 +94,7 @@ class _Package(ModuleType):
 # Users import this package as `collectives`, our own modules as `mpips.collectives`. `open_door` makes the first name
 # an alias of the second.
 if __name__ == "collectives":
-    # tells mpips, which open_door imports, to leave errors to the program
+    # `open_door` imports mpips. This tells mpips to leave uncaught errors to the program.
     opens_door = True
     from mpips.doors import open_door
 

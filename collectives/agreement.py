@@ -1,4 +1,4 @@
-"""How ranks differ that must do the same: what they bring is compared, and the difference told in one form. Pure."""
+"""Error messages about ranks that must make the same call with the same values, but do not. Pure functions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from mpips.collectives.errors import format_ranks
 
-# (thing, its description on a rank), such as ("key 'w'", "float32(3, 4)"). No thing occurs twice.
+# What a rank passes to a call: pairs (thing, description), such as ("key 'w'", "float32(3, 4)"). No thing occurs twice.
 Items = Sequence[tuple[str, str]]
-# the description of a thing that a rank does not bring
+# the description of a thing that a rank does not pass
 MISSING = "missing"
-# what a user should do
+# the last part of an error message: what the user should do
 SAME_CALL = "let all ranks make the same call"
 SAME_VALUES = "give all ranks the same"
 
@@ -19,7 +19,7 @@ def describe_calls(calls: Mapping[int, str]) -> str:
     """Describe which ranks make which call, as an error message.
 
     Args:
-        calls: rank -> its call. Ranks are known to differ, perhaps behind the end of these texts.
+        calls: rank -> the beginning of its call's text. The whole texts differ, but their beginnings may be equal.
 
     Example:
         >>> describe_calls({0: "push of key 'w'", 1: "pull of key 'w'", 2: "push of key 'w'"})
@@ -34,12 +34,12 @@ def describe_calls(calls: Mapping[int, str]) -> str:
 
 
 def difference(every: Mapping[int, Items]) -> str:
-    """Describe the first thing in which a rank differs from the lowest one, or return "" if all bring the same.
+    """Describe the first difference between the lowest rank and another rank, or return "" if the ranks do not differ.
 
-    The description names no operation and no cure: the caller puts them before and behind it.
+    The caller puts the name of the operation before the description, and a cure after it.
 
     Args:
-        every: rank -> what it brings.
+        every: rank -> the things that it passes.
 
     Example:
         >>> difference({0: [("option servers", "1")], 1: [("option servers", "2")]})

@@ -1,6 +1,7 @@
-"""The public calls: `allreduce`, its family and `grouped_allreduce`; and the lookup of each call's plan.
+"""The public calls, `allreduce` to `grouped_allreduce`, and the lookup of the plan that each call runs.
 
-The docstring of `allreduce` describes the arguments and errors that all calls, and `plan`, share.
+A plan is a call compiled for given arrays. The docstring of `allreduce` describes the arguments and errors that all
+calls, and the function `plan`, share.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ def begin(
     label: str = "",
     blocks: Sequence[Any] | None = None,
 ) -> Plan:
-    """Start a one-shot call and return its plan. The caller calls its `test()` now and then, and finally `wait()`.
+    """Start a one-shot call and return its plan. The caller must call the plan's `test()` repeatedly, then `wait()`.
 
     Args:
-        kind: The name of one of the calls of this module. The other arguments are those of that call.
+        kind: The name of a call of this module, such as "allreduce". All other arguments are passed to this call.
         blocks: For `grouped_allreduce` only.
     """
     home = communicator(comm)
@@ -114,7 +115,7 @@ def _group_plan(
     try:
         cached = home.plans.get(group_key(call, every, len(arrays)))
     except TypeError:
-        # see `_call`
+        # An argument cannot be hashed. compile_group will refuse it with a clear message.
         cached = None
     if cached is not None and cached.holds(every):
         plan: Plan = cached.plan
@@ -127,7 +128,7 @@ def _group_plan(
 
 
 def _cached_plan(home: Communicator, call: tuple[Any, ...], x: Array, out: Array, make: Callable[[], Plan]) -> Plan:
-    """Return the plan that the communicator's cache has for the addresses of these arrays, or make and cache one."""
+    """Return the cached plan for the addresses of these arrays. If the cache has none, make a plan and cache it."""
     if home.cache is None:
         home.cache = PlanCache(home.plans)
     with home.preparing(f"{call[0]}, before it has begun"):
@@ -154,9 +155,9 @@ def allreduce(
 
     Args:
         x: A C-contiguous array of any shape in host memory: a NumPy array, or any object with `__array_interface__` or
-            DLPack. Its elements are float16, bfloat16, float32, float64 or integers. Or a list of arrays with the same
-            size and type, one for each GPU of this process. Such a list is a *tensor*: its arrays are reduced together
-            with those of all ranks, and each array gets the result.
+            DLPack. Its elements are float16, bfloat16, float32, float64 or integers. x may also be a list of arrays of
+            equal size and type, one for each GPU of this process. Such a list is a *tensor*: the call reduces the
+            arrays of all ranks' lists to one result and writes it to every array.
         comm: An mpi4py communicator. None stands for COMM_WORLD.
         op: "sum", "min", "max", "prod", or "mean" (floats only).
         algorithm: "auto", "shared_memory" (ranks of one node), "native" (the call of the MPI library), or a name from
@@ -167,20 +168,20 @@ def allreduce(
         label: A name for this call, such as "layer 3". Errors show it, and ranks compare it.
 
     Returns:
-        `out`, or x if there is no `out`.
+        `out`, or x if `out` is None.
 
     Raises:
         ValueError, TypeError: An argument is invalid. Only this rank raises, and nothing was sent.
         MismatchError: The ranks make different calls. All ranks raise the same message.
         CollectiveError: A rank was interrupted or has ended, or a second thread made a call on this communicator while
-            the first was still in a call.
+            the first thread was still in a call.
         StallError: A wait took longer than MPIPS_TIMEOUT_SECONDS (default 300; 0: never raise).
 
     After any of the last three errors the communicator is unusable: every call on it raises the same error until
     `renew`.
 
-    A wait longer than MPIPS_STALL_SECONDS (default 60) issues a warning. So do threads that take turns making calls on
-    one communicator: use one thread for each communicator.
+    A wait longer than MPIPS_STALL_SECONDS (default 60) issues a warning. Threads that take turns making calls on one
+    communicator also cause a warning: use one thread for each communicator.
     """
     return _call("allreduce", x, comm, op, algorithm, out, 0, label)
 
@@ -201,7 +202,8 @@ def reduce_scatter(
     >>> block = collectives.reduce_scatter(np.arange(100.0))
 
     The n elements of x are cut into one block for each of the p ranks. The block of rank r is the elements
-    [cut(n, p, r), cut(n, p, r + 1)). Block sizes differ by at most one element, and the larger blocks come first.
+    [cut(n, p, r), cut(n, p, r + 1)); see `schedule.model.cut`. Block sizes differ by at most one element, and the
+    larger blocks come first.
 
     Returns:
         `out`, which has the size of this rank's block. Without `out` the result overwrites this rank's block of x, and
@@ -220,9 +222,9 @@ def allgather(
     >>> collectives.allgather(np.full(3, 7))
     array([7, 7, 7])
 
-    `out` has n elements, and x is this rank's block of them. Blocks are cut as in `reduce_scatter`. Without `out`, x
-    itself has n elements: this rank's block of x is the input, and the call fills in the other blocks. Elements may be
-    of any type except Python objects.
+    `out` has n elements, and x is this rank's block of these elements. Blocks are cut as in `reduce_scatter`. Without
+    `out`, x itself has n elements: this rank's block of x is the input, and the call fills in the other blocks.
+    Elements may be of any type except Python objects.
     """
     return _call("allgather", x, comm, "sum", algorithm, out, 0, label)
 
@@ -264,8 +266,8 @@ def reduce(
 
     >>> total = collectives.reduce(np.ones(3), root=0)
 
-    On the other ranks `out` is returned unchanged. Without `out`, the call may overwrite their x with intermediate
-    values.
+    On all other ranks `out` is returned unchanged. Without `out`, the call may overwrite x on those ranks with
+    intermediate values.
     """
     return _call("reduce", x, comm, op, algorithm, out, root, label)
 

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 Vector: TypeAlias = NDArray[Any]
-# An array of any library, a list of such arrays, or None. Its library is recognised by its attributes.
+# An array of any library, a list of such arrays, or None. The attributes of an array show its library.
 Array: TypeAlias = Any
 
 
 # True if this NumPy's DLPack distinguishes read-only arrays from writable ones. Older versions of NumPy import every
-# array as read-only. The old protocol cannot mark memory as read-only, so exporters refuse to export such memory, and
-# whatever they do export may safely be written.
+# array as read-only. The old protocol cannot mark memory as read-only, so exporters refuse to export read-only memory.
+# Whatever they do export may safely be written.
 DLPACK_TELLS = np.lib.NumpyVersion(np.__version__) >= "2.1.0"
 
 
@@ -42,7 +42,7 @@ class Flat(NamedTuple):
     dtype: np.dtype[Any]
 
     def vector(self) -> Vector:
-        """Return a view of the memory. The view does not keep the array alive; the caller of the collective does."""
+        """Return a view of the memory. The view does not keep the array alive: the caller of the collective must."""
         nbytes = self.n * self.dtype.itemsize
         memory = memoryview((ctypes.c_char * nbytes).from_address(self.address))
         return np.ndarray((self.n,), self.dtype, buffer=memory)
@@ -76,13 +76,14 @@ def is_device(x: Array) -> bool:
 
 
 def device_interface(x: Array) -> dict[str, Any]:
-    """Return the `__cuda_array_interface__` of an array on a GPU. Works for tensors that require gradients, too."""
-    # PyTorch refuses the interface on tensors that require gradients. detach() shares their memory.
+    """Return the `__cuda_array_interface__` of an array on a GPU, also of a PyTorch tensor that requires gradients."""
+    # PyTorch refuses the interface on tensors that require gradients. detach() returns a tensor without gradients over
+    # the same memory.
     return (x.detach() if is_torch(x) else x).__cuda_array_interface__
 
 
 def is_torch(x: Array) -> bool:
-    """True for a PyTorch tensor. Does not import PyTorch."""
+    """True if x is a PyTorch tensor. Does not import PyTorch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(x, torch.Tensor)
 
@@ -125,15 +126,15 @@ def _host_torch(x: Array, name: str) -> Vector:
         raise TypeError(f"{name} is a tensor of layout {x.layout}: pass a dense one, as tensor.to_dense()")
     values = x.detach()
     if values.is_conj() or values.is_neg():
-        # PyTorch says what to do: the values in memory are not those of the tensor.
+        # The memory does not hold the tensor's values. numpy() raises an error that says what to do.
         return values.numpy()
     dtype = _numpy_dtype(values.dtype, name)
     if not values.numel():
         return np.empty(tuple(values.shape), dtype)
     nbytes = values.untyped_storage().nbytes() - values.storage_offset() * dtype.itemsize
-    # Not `values.numpy()`: it marks the tensor's storage as not resizable, and FSDP, for one, resizes storages.
+    # Do not use `values.numpy()`: it marks the tensor's storage as not resizable, and FSDP resizes storages.
     memory = (ctypes.c_char * nbytes).from_address(values.data_ptr())
-    # keeps the memory alive as long as the array
+    # This keeps the memory alive as long as the array.
     memory.tensor = values
     strides = [stride * dtype.itemsize for stride in values.stride()]
     return np.ndarray(tuple(values.shape), dtype, buffer=memory, strides=strides)
@@ -141,7 +142,7 @@ def _host_torch(x: Array, name: str) -> Vector:
 
 @functools.cache
 def _numpy_dtype(dtype: Any, name: str) -> np.dtype[Any]:
-    """Return NumPy's dtype for a dtype of PyTorch. bfloat16 is that of the ml_dtypes package."""
+    """Return NumPy's dtype for a dtype of PyTorch. For bfloat16, this is the dtype of the ml_dtypes package."""
     torch = sys.modules["torch"]
     if dtype != torch.bfloat16:
         return torch.empty(0, dtype=dtype).numpy().dtype  # type: ignore[no-any-return]
@@ -155,8 +156,8 @@ def _numpy_dtype(dtype: Any, name: str) -> np.dtype[Any]:
 def flat(array: Vector, name: str, written: bool) -> Flat:
     """Return a C-contiguous array of a numeric type as a flat vector.
 
-    Raise ValueError, with advice, for any other array. `written`: the call writes to the array, so the array must not
-    be read-only.
+    Raise ValueError, with advice, for any other array. `written` is True if the call writes to the array. A read-only
+    array is then refused.
     """
     if not array.flags.c_contiguous:
         raise ValueError(f"{name} of shape {array.shape} is not C-contiguous: pass a contiguous copy of it")

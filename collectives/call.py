@@ -1,4 +1,4 @@
-"""A collective call as data, which must be the same on all ranks, and the reductions that a call may use.
+"""A collective call as data that ranks compare, and the reductions, such as "sum", that a call may use.
 
 A `ReduceOp` combines two arrays element by element; it has a counterpart in NumPy and one in MPI. float16 sums round
 after every addition, as MPI's own sums do. bfloat16 is the NumPy element type of the ml_dtypes package. MPI has no
@@ -30,13 +30,13 @@ class Body(Protocol):
         """Run the operation. Yields whenever it has to wait."""
 
     def free(self) -> None:
-        """Free its MPI objects."""
+        """Free the MPI objects of the body."""
 
 
 class Runner(Protocol):
     """Runs a compiled call: waits until all ranks have entered the call, and computes the result."""
 
-    # Runs as much of the call as possible, and returns DONE or another code that tells how far it got; see
+    # Runs the call, if possible to its end. Returns DONE, or a code that says how far the call has come; see
     # `node.executor`.
     fast: Callable[[], int]
     # True if the runner has allocated work vectors
@@ -46,10 +46,10 @@ class Runner(Protocol):
         """Run the call from its beginning. Yields whenever it has to wait."""
 
     def rest(self) -> Iterator[None]:
-        """Run the rest of the call after `fast` has returned MET."""
+        """Run the rest of the call after `fast` has returned MET, which means that all ranks have entered the call."""
 
     def free(self) -> None:
-        """Free its MPI objects."""
+        """Free the MPI objects of the runner."""
 
 
 REDUCING = ("allreduce", "reduce_scatter", "reduce")
@@ -60,7 +60,7 @@ ROOTED = ("broadcast", "reduce")
 class Call:
     """A collective over vectors of `n` elements between `p` ranks.
 
-    In reduce_scatter, allgather and alltoall, `n` counts the whole vector, and rank r's block of it is
+    In reduce_scatter, allgather and alltoall, `n` is the size of the whole vector, and rank r's block of that vector is
     [cut(n, p, r), cut(n, p, r + 1)).
     """
 
@@ -72,13 +72,13 @@ class Call:
     reduction: ReduceOp | None
     # 0 if the kind has no root
     root: int
-    # the name that the user gave, or the one for which "auto" or "reproducible" stands in this call
+    # The name that the user gave. "auto" and "reproducible" are replaced by the algorithm that they stand for.
     algorithm: str
     # number of ranks
     p: int
     # the caller's name for this call, such as "layer 3"
     label: str = ""
-    # The call in words, with its label. Ranks compare this text: if it differs, the call raises MismatchError on all.
+    # The call in words, with its label. Ranks compare this text: if it differs, all ranks raise MismatchError.
     text: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -133,13 +133,13 @@ class Call:
         return x, {"reduce_scatter": own, "alltoall": own * self.p}.get(self.kind, self.n)
 
     def sources(self, owner: int) -> list[int]:
-        """Return the ranks whose `x` contributes to the owner's piece of the result."""
+        """Return the ranks whose `x` contributes to the piece of the result that rank `owner` computes."""
         if self.kind in REDUCING:
             return list(range(self.p))
         return [self.root if self.kind == "broadcast" else owner]
 
     def readers(self, owner: int) -> list[int]:
-        """Return the ranks whose `out` receives the owner's piece of the result."""
+        """Return the ranks whose `out` receives the piece of the result that rank `owner` computes."""
         if self.kind == "reduce_scatter":
             return [owner]
         return [self.root] if self.kind == "reduce" else list(range(self.p))

@@ -1,4 +1,4 @@
-"""The clock behind the time limits of all waits. It does not count time in which this process is suspended."""
+"""The clock behind the time limits of all waits. It does not count time while this process is suspended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import time
 GAP_SECONDS = 2.0
 # Interval between two readings of the used processor time. Such a reading costs as much as ten readings of the clock.
 USED_SECONDS = 0.1
-# After a stop the clock runs at GRACE_PACE, for as long as the process was stopped but for at most GRACE_SECONDS.
+# After a stop the clock runs at GRACE_PACE times real time, for as long as the process was stopped, but for at most
+# GRACE_SECONDS.
 GRACE_SECONDS = 10.0
 GRACE_PACE = 0.1
 
@@ -29,7 +30,7 @@ class Clock:
     3. A rank computes during its wait, say a server that sums a huge key, and does not read the clock for a while.
        Unlike a stopped process it has used processor time, and that time counts.
     4. A step of the wait blocks in the kernel again and again. The first gap is not counted. The next gap counts unless
-       the clock was read regularly for GAP_SECONDS in between. So the limit is reached a little later, but is reached.
+       the clock was read regularly for GAP_SECONDS in between. So the wait reaches its limit, only a little late.
     5. After case 1, rank 0 continues some seconds before rank 1, because signals go out one by one, hosts wake up one
        by one, and memory comes back from swap. So after a stop the clock runs at only GRACE_PACE of real time, for as
        long as the process was stopped but at most for GRACE_SECONDS.
@@ -37,12 +38,13 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        # seconds since the last gap
+        # seconds of regular readings since the last gap
         self._regular = GAP_SECONDS
         self._seconds = 0.0
         self._slow_until = 0.0
-        # the last readings of the monotonic clock and of the processor time, and when the latter is due again
+        # the last reading of the monotonic clock
         self._seen = time.monotonic()
+        # the last reading of the processor time, and when the next such reading is due
         self._used = time.process_time()
         self._used_due = self._seen + USED_SECONDS
 

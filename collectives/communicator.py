@@ -1,9 +1,10 @@
 """The state that we keep for an MPI communicator, from its first call until a rank fails or the user frees it.
 
 The first call on an MPI communicator makes a `Communicator`, and later calls find that object as an attribute of the
-MPI communicator. When a rank fails, the `Communicator` is over: all ranks raise the same error, in this call or the
-next, and `renew` makes a new one for the same ranks. A rank that fails tells the ranks of its own node through
-`fabric.board`, and those of other nodes through `network.control`.
+MPI communicator. When a rank fails, the `Communicator` ends: all ranks raise the same error, in this call or the next,
+and `renew` makes a new `Communicator` for the same ranks. The life of a `Communicator` is called a *generation*. A rank
+that fails tells the ranks of its own node through the board (a table in shared memory, `fabric.board`), and the ranks
+of other nodes by notes (small messages, `network.control`).
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ THREAD_PREFIX = "mpips "
 ONE_THREAD = (
     "make all calls on a communicator from one thread, and give each other thread a copy of its own, comm.Dup()"
 )
-# the last argument and result of `communicator`, because most programs use a single communicator
+# A cache of the last argument and result of `communicator`, because most programs use a single communicator.
 _recent: tuple[MPI.Comm | None, Communicator | None] = (None, None)
 _alive: WeakSet[Communicator] = WeakSet()
-# handle of a communicator -> a lock, because two threads of this process may make its first call
+# handle of a communicator -> a lock for its first call, which two threads of this process may make at the same time
 _first_call_locks: dict[int, threading.Lock] = {}
 # True if a thread of ours will make calls at the same time as the program's threads; see `comm_for_thread`
 _threads_expected = False
@@ -94,7 +95,8 @@ def _key() -> int:
 class MultiNodeGroup:
     """The `RankGroup` of a communicator whose ranks are on several nodes.
 
-    Its end may be announced on the node's board or by a note from another node, so `look` checks both.
+    The end of the generation may be announced on the node's board or by a note from another node, so `look` checks
+    both.
     """
 
     nap_after = NAP_AFTER_BETWEEN_NODES
@@ -116,8 +118,8 @@ class Communicator:
     The constructor is collective and blocking.
 
     Args:
-        known_table: The tuning table, the same on all ranks. None: rank 0's own.
-        names: The number under which error messages show each rank. None: the ranks of `comm`.
+        known_table: The tuning table, the same on all ranks. None: all ranks use the table that rank 0 loads.
+        names: For each rank of `comm`, the number that error messages show. None: they show the ranks of `comm`.
     """
 
     def __init__(
@@ -129,12 +131,12 @@ class Communicator:
         self.rank = comm.rank
         self.size = comm.size
         self.limits = read_limits()
-        # the MPI communicator of the ranks with which this one shares memory
+        # the MPI communicator of the ranks that share memory with this rank
         self.node, memory, on_node = _node_memory(self.comm)
         # for each rank the lowest rank of its node
         self.node_of, spare = self._find_nodes(min(on_node))
-        # The communicator that `comm_for_thread` returns. All ranks make it here, because the thread that will use it
-        # must not call Dup on the communicator that the program's thread uses.
+        # The communicator that `comm_for_thread` returns. The program's thread makes it, because the thread that will
+        # use it must not call Dup on the communicator that the program's thread uses.
         self._spare = guard_comm(comm.Dup()) if spare else None
         # number of nodes
         self.nodes = len(set(self.node_of))
@@ -145,26 +147,27 @@ class Communicator:
         self.generation = MultiNodeGroup(self.board, self.control) if self.control is not None else self.board
         self.table = known_table or table.broadcast_table(self.comm, partial(table.load_or_warn, check_algorithm))
         self.ending = GenerationEnd(self._end)
-        # False once the communicator was freed or renewed
+        # False once the communicator has been freed or renewed
         self.open = True
         # runs that `Plan.start` has begun and that are not done yet, in the order in which they began
         self.started: list[Any] = []
-        # plans by the identity of their arrays; see `plan.PlanCache`
+        # plans by the `id` of their arrays; see `plan.PlanCache`
         self.plans: dict[Any, Any] = {}
         self.cache: Any = None
         # runs the MPI library's own collectives
         self.native = NativeCollectives(self.comm)
         # the communicators for messages of one-shot calls
         self.lanes = Lanes(self.comm, self.across)
-        # all Lanes ever made here, to be freed at the end
+        # every `Lanes` that this object has made, to be freed at the end
         self.all_lanes = [self.lanes]
         recorder.add_communicator(self.board.marks.identity, ranks_of_job(self.comm, range(self.size)))
         # the communicators for messages of plans
         self.plan_lanes = self.lanes
-        # the number of tags that plans have taken on them; see `count_tags`
+        # the number of tags that plans have taken on `plan_lanes`; see `count_tags`
         self.tags_dealt = 0
-        # the thread that made the last call, and True while it is in that call; see `change_caller`
+        # the thread that made the last call; see `change_caller`
         self.caller = 0
+        # True while that thread is in the call
         self.inside = False
         # True if several threads are known to take turns on this communicator: then `change_caller` does not warn
         self.of_threads = False
@@ -178,8 +181,8 @@ class Communicator:
     def set_enclosing_look(self, look: Callable[[float], None]) -> None:
         """Make every wait on this communicator also call `look(seconds waited)`.
 
-        `look` raises if the enclosing generation has ended. A store sets it: its generation encloses the generations of
-        its communicators.
+        A parameter store calls this for each of its communicators. Its `look` raises if the store's own generation has
+        ended, which ends the generations of its communicators.
         """
         self.board.enclosing_look = look
 
@@ -191,22 +194,22 @@ class Communicator:
 
     @property
     def end_error(self) -> CollectiveError | None:
-        """The error that every call raises once the communicator is over, or None."""
+        """The error that every call raises once the communicator has ended. None until then."""
         return self.ending.error
 
     def check(self) -> None:
-        """Raise the error that ended the communicator, if it is over, or MismatchError if it was freed."""
+        """Raise the error that ended the communicator, if any. Raise MismatchError if the communicator was freed."""
         if self.end_error is not None:
             raise type(self.end_error)(str(self.end_error))
         if not self.open:
             raise MismatchError(FREED)
 
     def change_caller(self, thread: int, what: str) -> None:
-        """Handle a call, named `what`, from another thread than the one that made the previous call.
+        """Handle a call, named `what`, if a different thread made the previous call.
 
         If the previous thread is still in its call, all ranks raise CollectiveError. If threads of the program take
         turns, warn: on another rank the turns may come in a different order, and then calls are matched that do not
-        belong together. It is fine if one thread takes over from another for good.
+        belong together. If one thread takes over from another for good, do not warn.
         """
         before = self.caller
         if self.inside:
@@ -240,7 +243,7 @@ class Communicator:
 
     @property
     def next_number(self) -> int:
-        """The number that the next call on this communicator will have. The same on all ranks."""
+        """The number that the next call on this communicator will have. It is the same on all ranks."""
         return (self.board.number if self.control is None else self.control.number) + 1 & NUMBERS
 
     def agree(self, text: str) -> None:
@@ -261,16 +264,15 @@ class Communicator:
     def look(self, waited: float) -> None:
         """Raise if the communicator has ended, or if a rank for which this one waits has died or left.
 
-        For an operation that runs while the program computes.
-
-        `waited`: the seconds for which the operation has waited so far.
+        Called for an operation that runs while the program computes. `waited` is the number of seconds for which that
+        operation has waited so far.
         """
         self.generation.look(waited)
 
     def look_at_all(self, waited: float = 0.0) -> None:
         """Raise if the communicator has ended, or if any process of this node has died.
 
-        For a rank that is in no operation.
+        Called when this rank is in no operation.
         """
         if self.control is not None:
             self.control.look(waited)
@@ -281,9 +283,10 @@ class Communicator:
         return bool(self.board.poison.flag[0]) or (self.control is not None and self.control.has_ended)
 
     def update_fast_paths(self) -> None:
-        """Permit fast paths, or forbid them, depending on the present state of this communicator.
+        """Permit fast paths, or forbid them, depending on the current state of this communicator.
 
-        A fast path must not overtake started operations, and must not begin on a communicator that is over or freed.
+        A fast path must not overtake started operations, and must not begin on a communicator that has ended or was
+        freed.
         """
         self.board.hold_fast_paths(bool(self.started or self.end_error is not None or not self.open))
 
@@ -312,7 +315,7 @@ class Communicator:
             raise self.fail(what, error) from None
 
     def fail(self, what: str, error: BaseException, *kept: object) -> BaseException:
-        """End the communicator for all ranks, because `what` has raised `error` here. Return the error to raise.
+        """End the communicator for all ranks, because `what` raised `error` on this rank. Return the error to raise.
 
         Blocks until no other rank accesses this rank's arrays any more, but only for a few seconds.
 
@@ -332,7 +335,7 @@ class Communicator:
         return shared_error if isinstance(error, (CollectiveError, MPI.Exception)) else error
 
     def _end(self, error: CollectiveError) -> CollectiveError:
-        """Tell the other ranks, and return the error that all raise. It may come from a rank that failed earlier."""
+        """Tell the other ranks about `error`. Return the error that all ranks raise: that of the first rank to fail."""
         ended = self.board.end(error, str(error))
         if self.control is not None:
             ended = self.control.end(ended, str(ended))
@@ -353,10 +356,10 @@ class Communicator:
             self.all_lanes.append(self.plan_lanes)
 
     def close(self) -> None:
-        """Free everything, when the user's communicator is freed or renewed.
+        """Free everything that this object has made. Called when the user's communicator is freed or renewed.
 
-        Collective, but never blocks, because each rank may free its communicator at another time. Messages may still be
-        in flight, so the communicators that carry them are freed later (`requests.close_later`).
+        Collective, but never blocks, because ranks may free their communicators at different times. Messages may still
+        be in flight, so the communicators that carry them are freed later (`requests.close_later`).
         """
         if not self.open:
             return
@@ -376,7 +379,7 @@ class Communicator:
         self._kept = []
 
     def abandon(self) -> None:
-        """Give the communicator up after ranks have died. All surviving ranks must do so.
+        """Give the communicator up after ranks have died. All surviving ranks must call this.
 
         Its MPI communicators are never freed, and memory to which MPI may still write is never freed either.
         """
@@ -394,7 +397,7 @@ class Communicator:
             _kept_for_good.append(self._kept)
 
     def leave(self, how: int = PROGRAM_ENDED) -> None:
-        """Tell the other ranks that this one will make no more calls. `how`: one of `DEPARTURES`."""
+        """Tell the other ranks that this rank will make no more calls. `how` is a key of `DEPARTURES`."""
         # A forked child is not a rank.
         if self.open and self._pid == os.getpid() and not MPI.Is_finalized():
             self.board.leave(how)
@@ -402,9 +405,9 @@ class Communicator:
                 self.control.leave(how)
 
     def comm_for_thread(self) -> MPI.Intracomm:
-        """See the function `comm_for_thread`.
+        """Do the work of the function `comm_for_thread`.
 
-        The first call is collective and blocking. All ranks make it from our thread.
+        The first call is collective and blocking. Every rank makes it from this package's own thread.
         """
         # None if this communicator was made before `expect_threads` was called.
         if self._spare is None:
@@ -422,7 +425,7 @@ class Communicator:
         return self.board.gone_ranks() | (self.control.gone_ranks() if self.control is not None else {})
 
     def _message_comms(self) -> Iterator[MPI.Comm]:
-        """Yield those of our own MPI communicators on which messages may be in flight."""
+        """Yield the MPI communicators of this object on which messages may be in flight."""
         if self.control is not None:
             yield self.control.comm
         if self._spare is not None:
@@ -433,7 +436,7 @@ class Communicator:
     def _find_nodes(self, first: int) -> tuple[list[int], bool]:
         """Return for each rank the lowest rank of its node, and True if any rank expects calls from a thread of ours.
 
-        `first`: the lowest rank of this node. Collective.
+        Collective. `first` is the lowest rank of this node.
         """
         everybody = np.empty((self.size, 2), np.int64)
         self.comm.Allgather(np.array([first, _threads_expected], np.int64), everybody)
@@ -483,20 +486,21 @@ def communicator(
 
 
 def expect_threads() -> None:
-    """Announce that a thread of ours will make calls at the same time as the program's threads.
+    """Announce that a thread of this package will make calls at the same time as the program's threads.
 
-    Each communicator that is made from now on also makes a second one for that thread; see `comm_for_thread`.
+    Each `Communicator` that is made from now on also makes a second MPI communicator for that thread; see
+    `comm_for_thread`.
     """
     global _threads_expected
     _threads_expected = True
 
 
 def comm_for_thread(comm: MPI.Comm | None) -> MPI.Intracomm:
-    """Return a second communicator of the same ranks (None: COMM_WORLD), for the calls of a thread of ours.
+    """Return a second communicator of the ranks of `comm` (None: COMM_WORLD), for calls of this package's own thread.
 
     All ranks must make the calls on a communicator in the same order. But on each rank the calls of our thread fall
-    between different calls of the program. So our thread uses a communicator of its own. That communicator ends
-    together with `comm`, and renewing `comm` renews it, too.
+    between different calls of the program. So our thread uses a communicator of its own. It ends together with `comm`,
+    and `renew(comm)` renews both.
     """
     return communicator(comm).comm_for_thread()
 
@@ -518,7 +522,7 @@ def _find_or_make(comm: MPI.Comm, known_table: TuningTable | None, names: Sequen
     if not isinstance(comm, MPI.Intracomm):
         raise MismatchError("an intercommunicator has no collectives here: merge it first")
     with _first_call_locks.setdefault(comm.handle, threading.Lock()):
-        # Another thread may have made it while this one waited for the lock.
+        # Another thread may have made the `Communicator` while this thread waited for the lock.
         attached = comm.Get_attr(_key())
         return (
             attached if isinstance(attached, Communicator) else _make_communicator(comm, attached, known_table, names)
@@ -526,7 +530,7 @@ def _find_or_make(comm: MPI.Comm, known_table: TuningTable | None, names: Sequen
 
 
 def abandon(comm: MPI.Comm) -> None:
-    """Give up the `Communicator` of `comm` after ranks have died. All surviving ranks do so. Does not block."""
+    """Give up the `Communicator` of `comm` after ranks have died. All surviving ranks call this. Does not block."""
     attached = comm.Get_attr(_key())
     if attached is not None:
         if isinstance(attached, Communicator):
@@ -553,7 +557,7 @@ def renew(comm: MPI.Comm | None = None) -> None:
     if isinstance(old, Communicator):
         old.open, old.ending.error = False, old.end_error or CollectiveError("it has been renewed")
         old.update_fast_paths()
-        # `_find_or_make` has refused all others.
+        # `_find_or_make` has refused communicators of any other type.
         assert isinstance(comm, MPI.Intracomm)
         comm.Set_attr(_key(), _ArrivalWait(comm, old))
     new = communicator(comm)
@@ -564,9 +568,10 @@ def renew(comm: MPI.Comm | None = None) -> None:
 class _ArrivalWait:
     """The wait until all ranks have made their first call on a communicator, or have called `renew`.
 
-    MPI calls that make communicators, such as `Dup`, block without a limit until all ranks have called them. So we
-    call them only once all ranks are known to have arrived. This object is an attribute of the MPI communicator until
-    then, so that a later call can resume a wait that timed out. A rank whose own wait timed out counts as arrived.
+    MPI calls that make communicators, such as `Dup`, block without a time limit until all ranks have called them. So we
+    make such MPI calls only once all ranks are known to have arrived. Until then this object is an attribute of the MPI
+    communicator, so that a later call can resume a wait that timed out. A rank whose own wait timed out counts as
+    arrived.
     """
 
     limits = Limits()
@@ -585,7 +590,7 @@ class _ArrivalWait:
 
     def look(self, waited: float) -> None:
         """Raise CollectiveError if a rank can no longer arrive."""
-        # There is no new generation yet that could end. But the old one, which is renewed, knows which ranks have left.
+        # The new communicator does not exist yet. But the old one, if there is one, knows which ranks have left.
         for rank, how in (self.old.gone_ranks() if self.old is not None else {}).items():
             raise CollectiveError(f"rank {rank} can no longer call renew: {how}")
         self._barrier.look(waited)
@@ -594,13 +599,13 @@ class _ArrivalWait:
         return self._barrier.late()
 
     def close(self) -> None:
-        """Do nothing: MPI completes the exchange by itself. Called when the user's communicator is freed."""
+        """Do nothing: MPI completes the barrier by itself. Called when the user's communicator is freed."""
 
 
 def _make_communicator(
     comm: MPI.Intracomm, arrival: _ArrivalWait | None, known_table: TuningTable | None, names: Sequence[int] | None
 ) -> Communicator:
-    """Wait for all ranks, and make the `Communicator`. `arrival`: the wait that an earlier call gave up."""
+    """Wait for all ranks, and make the `Communicator`. `arrival` is a wait to resume: an earlier call gave it up."""
     if arrival is None:
         arrival = _ArrivalWait(comm)
         comm.Set_attr(_key(), arrival)
@@ -620,10 +625,11 @@ def _make_communicator(
 def _node_memory(comm: MPI.Intracomm) -> tuple[MPI.Comm, NodeAreas, list[int]]:
     """Make the communicator of the ranks that share memory with this one, and map their areas. Collective.
 
-    If any of these ranks cannot map another's area, each rank counts as a node of its own.
+    An area is the part of shared memory that a rank writes (`fabric.layout`). If any of these ranks cannot map the area
+    of another one, each rank counts as a node of its own.
 
     Returns:
-        The communicator, the areas, and the numbers of its ranks in `comm`.
+        The communicator of the node, the areas, and the rank in `comm` of each of the node's ranks.
     """
     node = guard_comm(comm.Split_type(MPI.COMM_TYPE_SHARED))
     memory = open_memory(node)
@@ -665,7 +671,7 @@ def open_memory(node: MPI.Comm, fenced: bool = not ORDERED_STORES) -> NodeAreas 
         assert isinstance(node, MPI.Intracomm)
         fence = MPI.Win.Create(np.zeros(8, np.uint8), comm=node)
         fence.Lock_all(MPI.MODE_NOCHECK)
-    # The array from `arena.empty` keeps the area alive. The attached one would not.
+    # The array from `arena.empty` keeps the area alive. The attached array would not.
     areas[node.rank] = area
     return NodeAreas(
         node.rank,
@@ -680,9 +686,10 @@ def open_memory(node: MPI.Comm, fenced: bool = not ORDERED_STORES) -> NodeAreas 
 
 
 def _attach(places: Sequence[Region]) -> tuple[list[NDArray[np.uint8]], int | None]:
-    """Map all areas. Return them, and a descriptor of the file that holds the first rank's area, for `Poison`.
+    """Map all areas. Return them, and a descriptor of the file that holds the first rank's area.
 
-    If an area cannot be mapped, the list is empty. If the first rank's file cannot be opened, the descriptor is None.
+    `fabric.board.Poison` needs the descriptor. If an area cannot be mapped, the list is empty. If the first rank's file
+    cannot be opened, the descriptor is None.
     """
     try:
         first = os.open(f"/proc/{places[0].pid}/fd/{places[0].fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -705,17 +712,17 @@ def _count_cores(node: MPI.Comm) -> int:
     return bound_cores(int(np.count_nonzero(cores)), known)
 
 
-# Open this rank's page already at import. Then even a rank that ends before its first collective records that it has
-# ended, and the other ranks do not wait for it.
+# Open this rank's page (the file of its recorder) already at import. Then even a rank that ends before its first
+# collective records that it has ended, and the other ranks do not wait for it.
 if MPI.Is_initialized() and not MPI.Is_finalized():
     tracing.begin(MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
 
 
 @atexit.register
 def leave_all(but: Collection[MPI.Comm] = ()) -> None:
-    """Tell the other ranks of all communicators, except those of `but`, that this rank's program ends.
+    """Tell the other ranks of all communicators, except the communicators in `but`, that this rank's program ends.
 
-    `but` is for a store that closes at exit: until then it still needs the other ranks.
+    A store that closes at exit passes its communicators as `but`: it still needs the other ranks until it has closed.
     """
     needed = [comm.Get_attr(_key()) for comm in but if comm != MPI.COMM_NULL]
     for home in list(_alive):

@@ -22,7 +22,7 @@ class CollectiveError(RuntimeError):
     Every rank raises the same message.
     """
 
-    # see `of_caller` below
+    # the mark that the function `of_caller` sets on other errors
     of_caller = True
 
 
@@ -71,30 +71,30 @@ def format_ranks(numbers: Sequence[int]) -> str:
 
 
 def have_not(numbers: Sequence[int], step: str) -> str:
-    """Say of ranks that they have not taken a step: "rank 3 has not come", "ranks 0, 2 have not come"."""
+    """Format a statement that ranks have not taken a step: "rank 3 has not come", "ranks 0, 2 have not come"."""
     return f"{format_ranks(numbers)} {'have' if len(numbers) > 1 else 'has'} not {step}"
 
 
 def of_caller(error: E) -> E:
     """Mark an error as caused by the caller, and return it.
 
-    If nobody catches such an error, its traceback shows only the lines of the user's program, and it is printed only
-    once for all ranks that raise the same message. Every `CollectiveError` is marked, by its class attribute.
+    If the program does not catch such an error, the traceback shows only the lines of the program, and all ranks that
+    raise the same message print it only once. Every `CollectiveError` is marked, by its class attribute.
     """
     error.of_caller = True  # type: ignore[attr-defined]
     return error
 
 
 def is_ours(frame: FrameType) -> bool:
-    """True if a frame runs code of our packages."""
+    """True if a frame runs code of this package."""
     return _module(frame).partition(".")[0] == "mpips"
 
 
 def warn(sentence: str) -> None:
-    """Issue a RuntimeWarning at the line of the user's program that called us.
+    """Issue a RuntimeWarning at the line of the user's program that called this package.
 
-    In a thread of our own no line of the user's program is on the stack. The warning then shows the line that calls
-    this function.
+    In a thread that this package has started, no line of the user's program is on the stack. The warning then shows the
+    line that calls this function.
     """
     level = 2
     frame: FrameType | None = sys._getframe(1)

@@ -1,4 +1,4 @@
-"""Write a file completely or not at all, however the program ends. A link in its place is replaced, not followed.
+"""Writes a file completely or not at all, however the program ends. A symbolic link at its path is replaced.
 
 A new file is written as `NAME.RANDOM.part` in the same folder, and renamed at the end. The process that writes it holds
 a lock on it. So an unfinished file without a lock was left by a killed process; the next write of a file of the same
@@ -19,11 +19,12 @@ import time
 from typing import Any
 
 NEW = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-# An unfinished file's name begins with at most this many bytes of the final name. File systems allow 255 in all.
+# An unfinished file's name begins with at most this many bytes of the final name. File systems allow 255 bytes.
 LONGEST = 220
-# An unfinished file without a lock counts as abandoned at this age. Younger ones may not be locked yet.
+# An unfinished file without a lock counts as abandoned from this age on. The writer of a younger file may not have
+# locked it yet.
 ABANDONED_SECONDS = 2.0
-# names of standard output and the like, which are written in place
+# Paths that begin like this, such as that of standard output, are written in place.
 STREAMS = ("/dev/std", "/dev/fd/", "/proc/")
 # errors of a folder that accepts no new files, although an existing file in it may be writable
 NO_NEW_FILE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
@@ -32,9 +33,9 @@ NO_NEW_FILE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 class NewFile:
     """A file that is being written. Write to `fd`; then `finish` puts it at `path`, or `abandon` drops it.
 
-    If it replaces a file of the same user, it gets the mode of that file. Otherwise the umask decides. A link at `path`
-    is replaced, not followed. Raises OSError if no such file can be made: `path` is a folder, a device or a
-    pipe, or its folder does not exist.
+    If the new file replaces a file of the same user, it gets the mode of the old file. Otherwise the umask decides its
+    mode. A symbolic link at `path` is replaced, not followed. Raises OSError if the file cannot be made, for example
+    because `path` is a folder, a device or a pipe, or because its folder does not exist.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -56,7 +57,7 @@ class NewFile:
             os.fchmod(self.fd, mode)
 
     def finish(self) -> None:
-        """Put the file at `path`. Blocks until the disk has it, so it survives a crash of the machine.
+        """Put the file at `path`. Blocks until the file is on the disk, so that it survives a crash of the machine.
 
         If this raises OSError before the file is renamed, the file that was at `path` is unchanged.
         """
@@ -110,7 +111,7 @@ def write(path: str | os.PathLike[str], data: bytes) -> None:
 
 
 def write_picture(path: str | os.PathLike[str], figure: Any, dpi: float | str = "figure") -> None:
-    """Draw a figure of matplotlib into a file, in the format that the name's suffix tells. Otherwise like `write`."""
+    """Draw a matplotlib figure and `write` it to a file. The suffix of the file name sets the format (default PNG)."""
     name = os.fspath(path)
     if not (ending := os.path.splitext(name)[1]):
         name, ending = f"{name}.png", ".png"
@@ -167,8 +168,8 @@ def remove_abandoned(folder: str, names: str, seconds: float = 0.0) -> None:
     """Remove unfinished files of this user that killed processes have left. Files that are still being written stay.
 
     Args:
-        names: A regular expression for the names of the files that were to be written.
-        seconds: The least age of files that are removed.
+        names: A regular expression for the final names of the unfinished files.
+        seconds: Only files of at least this age are removed.
     """
     unfinished = re.compile(rf"(?:{names})\.[0-9a-f]{{16}}\.part")
     with contextlib.suppress(OSError):

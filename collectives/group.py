@@ -1,7 +1,7 @@
-"""One call for several arrays, each of which is allreduced separately. Small ones are packed into one vector.
+"""`grouped_allreduce`: one call reduces several arrays, each separately. Small arrays are packed into one vector.
 
-On one node the ranks meet twice in all, however many arrays there are. Between nodes, all arrays of a type travel as
-one vector.
+On one node, the ranks wait for each other only twice, however many arrays the call has. Between nodes, all arrays of an
+element type are sent as one vector.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from mpips.collectives.node.program import Copy, copy, steps_of
 from mpips.collectives.runner import make_runner, resolve_algorithm, way_limits
 from mpips.collectives.schedule.model import cut
 
-# On one node, arrays of up to this size are copied into a common vector. Larger ones are reduced in place.
+# On one node, arrays of up to this size are copied into a common vector. Larger arrays are reduced in place.
 PACKED_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
 class GroupCall(Call):
-    """A `grouped_allreduce` as ranks compare it. `n` counts the bytes of all arrays."""
+    """A `grouped_allreduce` as ranks compare it. `n` is the number of bytes of all arrays together."""
 
-    # their sizes and types, and the operation, in words
+    # the sizes and types of the arrays, and the operation, in words
     arrays: str = ""
 
     def describe(self) -> str:
@@ -40,12 +40,12 @@ class GroupCall(Call):
 
 
 class PackedRunner:
-    """A runner that packs arrays into common vectors, lets other runners reduce those, and unpacks the results.
+    """A runner that packs arrays into common vectors, lets other runners reduce the vectors, and unpacks the results.
 
     Args:
-        runners: One for each vector; on one node a single one for all.
-        into: The copies into the vectors.
-        back: The copies out of them.
+        runners: One runner for each vector. On one node, a single runner for all vectors.
+        into: The steps that copy the arrays into the vectors.
+        back: The steps that copy the results out of the vectors.
     """
 
     holds = True
@@ -96,7 +96,7 @@ def compile_group(
         algorithm: The name of the algorithm, or "auto".
         out: The arrays for the results. None: the results overwrite `x`.
         label: The caller's name for this call.
-        blocks: For each array None or an array that gets a copy of this rank's block of the result.
+        blocks: For each array either None, or an array that gets a copy of this rank's block of the result.
 
     Returns:
         The call as ranks compare it, and its runner.
@@ -144,7 +144,7 @@ def _flats(x: Sequence[Any], out: Sequence[Any] | None) -> tuple[list[Flat], lis
 
 
 def _block_copies(sources: Sequence[Flat], blocks: Sequence[Any] | None) -> list[tuple[Flat, ...]]:
-    """Return for each array its entry of `blocks` as a vector in a tuple, or () if it is None."""
+    """Return for each array its entry of `blocks` as a vector in a tuple, or () if that entry is None."""
     block_copies: list[tuple[Flat, ...]] = []
     for i, (source, block) in enumerate(zip(sources, blocks or [None] * len(sources), strict=True)):
         if block is None:
@@ -177,14 +177,15 @@ def _drop_repeated(pairs: Sequence[tuple[Flat, Flat]], block_copies: Sequence[tu
 
     Raises OverlapError if a result would overwrite part of another array, or of its own source.
     """
-    # pair -> the first number under which it was passed; pair -> all blocks to be kept of it
+    # pair -> its index in `pairs`, the first one if the pair is passed several times
     once: dict[tuple[Flat, Flat], int] = {}
+    # pair -> all arrays that get a copy of its block
     every: dict[tuple[Flat, Flat], tuple[Flat, ...]] = {}
     for number, pair in enumerate(pairs):
         once.setdefault(pair, number)
         every[pair] = (*every.get(pair, ()), *block_copies[number])
-    # (start, stop, number, is written) of all memory in use. Two intervals must not overlap, unless both are only read.
-    # So in address order each interval must begin after the end of all earlier ones.
+    # (start, stop, index of the pair, is written) of all memory in use. Two intervals must not overlap, unless both are
+    # only read. So in address order each interval must begin after the end of all earlier intervals.
     extents = []
     for (source, target), number in once.items():
         extents.append((target.address, target.address + _nbytes(target), number, True))
@@ -209,8 +210,8 @@ def _on_node(home: Communicator, call: GroupCall, op: str, pairs: Sequence[_Pair
     packs = _pack(home, small, arena.empty)
     packed = [flat for flat, _, _ in packs]
     parts += [call_array(_call(home, flat, op, "shared_memory", call.label), home.rank, flat, flat) for flat in packed]
-    # Slots and stages copy nothing to `blocks`. They are used only for calls of a single array, so add an empty second
-    # array to such a call.
+    # A call of a single array may run as a program of slots or stages (`node.program`). Those programs copy nothing to
+    # `blocks`. A call of two arrays never runs as one, so add an empty second array.
     if not parts or (len(parts) == 1 and not packs):
         empty = user_arrays.flat(np.empty(0, np.float32), "x", True)
         parts.append(call_array(_call(home, empty, op, "shared_memory", call.label), home.rank, empty, empty))
@@ -241,7 +242,10 @@ def _call(home: Communicator, flat: Flat, op: str, algorithm: str, label: str) -
 def _pack(
     home: Communicator, pairs: Sequence[_Pair], allocate: Callable[[int, Any], Vector]
 ) -> list[tuple[Flat, list[Copy], list[Copy]]]:
-    """Return a vector for each element type, which holds all arrays of the type, and the copies into it and out."""
+    """Pack the arrays of each element type into one vector.
+
+    Return for each type (vector, the copies of the arrays into it, the copies of the results out of it).
+    """
     packs = []
     for dtype in dict.fromkeys(pair.source.dtype for pair in pairs):
         alike = [pair for pair in pairs if pair.source.dtype == dtype]

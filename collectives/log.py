@@ -1,7 +1,7 @@
 """The log of a job: a line for each event of a rank, with the rank's number, role, generation and training step.
 
 Modules get their loggers from `get`. Their names begin with "mpips". A program that configures `logging` itself sees
-our warnings among its own. It sees the other records if it asks for them, by the variables below or by
+our warnings among its own. It sees our other records if it asks for them, by the variables below or by
 `logging.getLogger("mpips").setLevel(logging.INFO)`. Records have the attributes `rank`, `role`, `generation` and
 `step`, and their messages begin with the rank.
 
@@ -38,7 +38,7 @@ SUFFIXES = {"text": ".log", "json": ".jsonl"}
 
 
 class RankLogRecord(logging.LogRecord):
-    """A log record with the attributes that `_stamp` adds. They are those of `recorder.own.rank_state`."""
+    """A log record with the attributes that `_stamp` adds. The first four are those of `recorder.own.rank_state`."""
 
     rank: int
     role: str
@@ -58,9 +58,9 @@ class LogError(ValueError):
 
 
 def read_variables(environment: Mapping[str, str] = os.environ) -> tuple[str, str, str]:
-    """Read the variables of the log. Return (level, folder, format); a level of "" asks for nothing.
+    """Read the variables of the log. Return (level, folder, format). The level is "" if no log is wanted.
 
-    Raises LogError for an unknown word.
+    Raises LogError if a variable has an unknown value.
     """
     level = environment.get(LEVEL_VARIABLE, "").strip().lower()
     form = environment.get(FORMAT_VARIABLE, "").strip().lower() or FORMATS[0]
@@ -85,7 +85,7 @@ def _configure_once() -> None:
     try:
         configure()
     except LogError:
-        # The code that reads the options of the job reports it.
+        # The code that reads the options of the job reports this error.
         return
 
 
@@ -108,9 +108,9 @@ _set = [logging.NOTSET]
 
 
 def configure(environment: Mapping[str, str] = os.environ) -> None:
-    """Set up the log as the environment asks, in place of an earlier configuration by this function.
+    """Set up the log as the environment asks. This replaces what an earlier call has set up.
 
-    Raises LogError as `read_variables`.
+    Raises LogError if a variable has an unknown value.
     """
     level, folder, form = read_variables(environment)
     root = logging.getLogger("mpips")
@@ -131,7 +131,7 @@ def configure(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def _stamp(record: logging.LogRecord) -> bool:
-    """Add to a record which rank logs it, and the rank's role, generation and step. A filter that drops nothing."""
+    """Add to a record the rank that logs it, and the rank's role, generation and step. This filter drops no record."""
     if rank_state.rank < 0:
         rank_state.rank = _rank()
         rank_state.name = rank_state.name or (f"rank {rank_state.rank}" if rank_state.rank >= 0 else "")
@@ -209,7 +209,7 @@ class JsonLines(logging.Formatter):
 
 
 class Terminal(logging.StreamHandler[TextIO]):
-    """Writes records to standard error, unless the program has configured `logging` itself and shows them there."""
+    """Writes records to standard error, unless handlers that the program itself has configured get the records."""
 
     def __init__(self, level: int) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ class Folder(logging.Handler):
         self._lost = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record with a single system call. If that fails, say so once, and write no more records."""
+        """Write a record with a single system call. If that fails, report it once, and write no more records."""
         if self._lost:
             return
         try:
@@ -263,7 +263,7 @@ class Folder(logging.Handler):
 
 
 def folder_of_job(folder: str | os.PathLike[str]) -> str:
-    """Return a path within `folder` for the log of the job that this process starts. No other job has the same."""
+    """Return a path within `folder` for the log of the job that this process starts. Each job has a different path."""
     began = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     return os.path.join(folder, f"{began}-{socket.gethostname()}-{os.getpid()}")
 
@@ -271,7 +271,7 @@ def folder_of_job(folder: str | os.PathLike[str]) -> str:
 def merge(folder: str | os.PathLike[str], form: str) -> Path | None:
     """Join the log files of a job's folder into a new file, ordered by time.
 
-    Return the new file, or None if there are no log files. Raises OSError, also if the new file exists already.
+    Return the new file, or None if there are no log files. Raises OSError, for example if the new file already exists.
     """
     suffix = SUFFIXES[form]
     target = Path(folder) / f"{MERGED}{suffix}"
@@ -286,7 +286,7 @@ def merge(folder: str | os.PathLike[str], form: str) -> Path | None:
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield (time, text) of each record of a file. Lines that do not begin with a time belong to the record before."""
+    """Yield (time, text) of each record of a file. A line that begins without a time continues the record before it."""
     when, text = "", ""
     with open(path, encoding="utf-8", errors="replace") as lines:
         for line in lines:

@@ -1,21 +1,21 @@
-"""This machine: cores, memory and caches that a process may use, fixed code addresses, and peers of sockets.
+"""Facts about this machine: usable cores, memory and caches, fixed code addresses, and the peers of Unix sockets.
 
-**Cores** are those of this process' affinity, or those that the CPU quotas of its control groups allow, if these are
-fewer.
+**Cores.** A process may use the cores of its affinity, or fewer cores if the CPU quotas of its control groups do not
+allow so many.
 
-**Copies.** NumPy's copies end in glibc's memcpy. It writes past the caches if a copy is longer than 3/4 of the last
-cache: that much data would not stay in the cache anyway, and the cache lines that it overwrites need not be fetched
-first. But on EPYC, several versions of glibc count the caches of all cores of a socket together, 384 MiB instead of 32,
-so that no copy counts as long. In a virtual machine the kernel does the same: it reported 480 MiB for 2 cores of a
-Xeon, where copies of more than 32 MiB found nothing in the cache and took twice as long as copies past it. A setting of
-glibc corrects this (`choose_long_copies`).
+**Copies.** NumPy copies with glibc's memcpy. If a copy is longer than 3/4 of the last cache, memcpy writes past the
+caches, that is, directly to memory: so much data would not stay in the cache anyway, and memcpy need not fetch the
+cache lines that it overwrites. But on EPYC, several versions of glibc add up the caches of all cores of a socket, 384
+MiB instead of 32, so that no copy counts as long. In a virtual machine the kernel can be wrong in the same way: it
+reported 480 MiB for 2 cores of a Xeon, where copies of more than 32 MiB found nothing in the cache and took twice as
+long as copies past the cache. A setting of glibc corrects this (`choose_long_copies`).
 
 **Addresses.** A core predicts branches by their addresses. If several ranks share a core and have their code at
-different addresses, then whenever a rank gets its turn, the core has learned the branches of other ranks. So ranks that
-share cores are started with fixed addresses (`fix_addresses`).
+different addresses, the core forgets the branches of a rank while another rank runs. So ranks that share cores are
+started with fixed addresses (`fix_addresses`).
 
-**Peers.** Abstract Unix sockets, and sockets in some folders, are open to all users of a machine. The kernel tells
-which process is at the other end of a Unix socket, and it cannot lie about that. A process that listens admits only
+**Peers.** Abstract Unix sockets, and sockets in some folders, are open to all users of a machine. The kernel reports
+which process is at the other end of a Unix socket, and a process cannot forge this. A process that listens admits only
 processes of its own user (`Peer.ours`).
 """
 
@@ -39,22 +39,22 @@ from typing import NamedTuple
 ROOT = Path("/")
 # the memory limit that cgroups v1 report when there is no limit
 UNLIMITED = sys.maxsize >> 12 << 12
-# environment variables by which launchers tell the number of ranks on this machine
+# environment variables that launchers set to the number of ranks on this machine
 LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 # what SO_PEERCRED returns: pid, user, group
 CREDENTIALS = struct.Struct("iII")
 TUNABLES, THRESHOLD = "GLIBC_TUNABLES", "glibc.cpu.x86_non_temporal_threshold"
 # _SC_LEVEL3_CACHE_SIZE, for which Python has no name
 SYSCONF_LEVEL3 = 194
-# No process can count on more than this of a last-level cache, because other processes fill it too. Where the cache is
+# No process can count on more than this of a last-level cache, because other processes fill it as well. If the cache is
 # larger, copies past it lose almost nothing (measured on a Xeon with 480 MiB).
 LARGEST_CACHE = 32 << 20
-# the size of the last-level cache in words of the kernel, such as "32768K"
+# the file in which the kernel reports the size of the last-level cache, such as "32768K"
 LEVEL3 = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 
 class Quota(NamedTuple):
-    """The whole cores that a control group allows all its processes together."""
+    """The number of whole cores that a control group allows all its processes together."""
 
     cores: int
     # the inode of the group's folder
@@ -64,7 +64,8 @@ class Quota(NamedTuple):
 def usable_cores(root: Path = ROOT) -> int:
     """Return the number of cores that this process may use, by its affinity and its CPU quota.
 
-    `root`, here and below: the folder that has /proc and the mounted control groups. Tests pass another one.
+    `root`, here and in the functions below, is the folder that has /proc and the mounted control groups. Tests pass a
+    folder of their own.
     """
     quota = find_quota(root)
     return bound_cores(len(os.sched_getaffinity(0)), [quota] if quota else [])
@@ -73,8 +74,8 @@ def usable_cores(root: Path = ROOT) -> int:
 def bound_cores(cores: int, quotas: Sequence[Quota | None]) -> int:
     """Return how many of `cores` several processes may use together.
 
-    `quotas` has the quota of each process. Processes of the same group share its quota. If a process has none (None),
-    there is no bound.
+    `quotas` has the quota of each process, or None for a process without a quota. Processes of the same group share
+    the group's quota. If any process has no quota, the processes may use all `cores`.
     """
     known = [quota for quota in quotas if quota]
     if not known or len(known) < len(quotas):
@@ -83,11 +84,11 @@ def bound_cores(cores: int, quotas: Sequence[Quota | None]) -> int:
 
 
 def find_quota(root: Path = ROOT) -> Quota | None:
-    """Return the smallest CPU quota of this process' control groups and their parents, or None if there is none.
+    """Return the smallest CPU quota of this process' control groups and their parents, or None without a quota.
 
-    Quotas are rounded down to whole cores, but to at least one. They are not rounded up, because ranks that wait keep
-    polling: they would use up the last part of a core, and then the kernel stops all ranks of the group until the next
-    period.
+    Quotas are rounded down to whole cores, but to at least one. They are not rounded up, because waiting ranks poll
+    without pause: a rank on the last fraction of a core would exhaust the quota, and then the kernel stops all ranks of
+    the group until the next period.
     """
     quotas = []
     for folder in _find_groups(root, "cpu"):
@@ -101,7 +102,7 @@ def find_quota(root: Path = ROOT) -> Quota | None:
 def _read_quota(folder: Path) -> tuple[int, int]:
     """Return (processor time allowed in a period, length of the period) in microseconds, from cgroups v2 or v1.
 
-    Without a bound v1 has -1 as the time, and v2 the word "max", which raises ValueError.
+    If there is no limit, the time is -1 in v1. In v2 it is the word "max", and this function raises ValueError.
     """
     if (folder / "cpu.max").exists():
         spent, period = (folder / "cpu.max").read_text().split()
@@ -127,7 +128,8 @@ def _find_groups(root: Path, controller: str) -> Iterator[Path]:
 def _walk_up(top: Path, mounted: str, path: str) -> Iterator[Path]:
     """Yield the folder of the control group `path`, and its parents up to `top`.
 
-    `top` is the folder at which the group `mounted` is mounted. A group outside of it is not visible: then yield `top`.
+    `top` is the folder at which the group `mounted` is mounted. If `path` is outside of `mounted`, its folder is not
+    visible; then yield only `top`.
     """
     group = PurePosixPath(path)
     inside = group.relative_to(mounted) if group.is_relative_to(mounted) and ".." not in group.parts else None
@@ -165,18 +167,19 @@ def free_swap(root: Path = ROOT) -> int:
 
 
 def open_memory(nbytes: int = 0) -> int:
-    """Open a file without a name that is in memory, by memfd_create. Other processes open it by /proc/PID/fd.
+    """Make a nameless file in memory with memfd_create, and return its descriptor.
 
-    Its memory is freed with the last descriptor and mapping. Containers may deny memfd_create. Then the file is made in
-    /dev/shm or in the folder for temporary files, if there is room for `nbytes`. If there is no such place, raise the
-    OSError of memfd_create, with what else was tried.
+    Other processes can open the file through /proc/PID/fd. Its memory is freed with the last descriptor and mapping.
+    Containers may deny memfd_create. Then the file is made in /dev/shm or in the folder for temporary files, if that
+    folder has room for `nbytes`. If neither folder has room, raise the OSError of memfd_create, with a text that says
+    which folders were tried.
     """
     try:
         return os.memfd_create("collectives", os.MFD_CLOEXEC)
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EACCES, errno.ENOSYS):
             raise
-        # Imported here because it is seldom needed, and takes longer to import than all other modules here.
+        # Imported only here, because it is seldom needed and takes longer than all other imports of this module.
         import tempfile
 
         tried = []
@@ -196,7 +199,7 @@ def open_memory(nbytes: int = 0) -> int:
 
 
 def free_room(fd: int) -> int:
-    """Return the bytes by which a file of `open_memory` can still grow, by memory, swap and its file system."""
+    """Return the bytes by which a file of `open_memory` can still grow. Memory, swap and its file system limit this."""
     system, free = os.fstatvfs(fd), free_memory() + free_swap()
     return min(free, system.f_bavail * system.f_frsize) if system.f_blocks else free
 
@@ -205,7 +208,7 @@ class _MemoryLimit(NamedTuple):
     """The memory limit of a control group."""
 
     most: int
-    # bytes in use, without cached file contents that were not read recently: the kernel drops those when needed
+    # Bytes in use. Cached file contents that were not read recently do not count: the kernel drops them when needed.
     taken: int
 
 
@@ -238,7 +241,7 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def count_local_ranks() -> int:
-    """Return the number of ranks of the job on this machine, by the launcher's variables; 1 without them."""
+    """Return the number of ranks of the job on this machine, from the launcher's variables. Without those, return 1."""
     return next((int(os.environ[name]) for name in LOCAL_SIZES if name in os.environ), 1)
 
 
@@ -270,7 +273,7 @@ def choose_long_copies(environment: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables that make a new process copy past the caches from the right size on.
 
     That size is 3/4 of the last cache, but at most 24 MiB; see the module's docstring. The result is empty if glibc
-    would do so by itself, if there is no glibc, or if `environment` has such a setting already.
+    chooses a size that is right, if there is no glibc, or if `environment` already sets the size.
     """
     try:
         real = int(LEVEL3.read_text().strip().removesuffix("K")) << 10
@@ -286,7 +289,7 @@ def past_caches(environment: Mapping[str, str]) -> int:
     """
     for setting in environment.get(TUNABLES, "").split(":"):
         name, _, value = setting.partition("=")
-        # glibc ignores a value that is not a number, too.
+        # glibc also ignores a value that is not a number.
         with suppress(ValueError):
             if name == THRESHOLD and int(value, 0) > 0:
                 return int(value, 0)
@@ -295,7 +298,7 @@ def past_caches(environment: Mapping[str, str]) -> int:
 
 
 def _read_believed_cache() -> int:
-    """Return the size of the last cache that glibc assumes; 0 or less if it does not know, or if there is no glibc."""
+    """Return the size that glibc assumes for the last cache, or 0 or less if glibc does not know or does not exist."""
     try:
         return os.sysconf(SYSCONF_LEVEL3) if "CS_GNU_LIBC_VERSION" in os.confstr_names else 0
     except (OSError, ValueError):
@@ -303,7 +306,7 @@ def _read_believed_cache() -> int:
 
 
 def correct_threshold(believed: int, real: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """As `choose_long_copies`, for a cache of `believed` bytes according to glibc and `real` ones by the kernel."""
+    """Like `choose_long_copies`. glibc takes the last cache for `believed` bytes, the kernel for `real` bytes."""
     given = environment.get(TUNABLES, "")
     counts = min(real, LARGEST_CACHE)
     if not 0 < counts < believed or THRESHOLD in given:
@@ -314,7 +317,7 @@ def correct_threshold(believed: int, real: int, environment: Mapping[str, str]) 
 def fix_addresses() -> tuple[str, ...]:
     """Return the words to put before a command, so that all its processes load their code at the same addresses.
 
-    Return () if this machine has no such command, or forbids it, as containers may.
+    Return () if this machine has no `setarch`, or forbids it, as containers may.
     """
     setarch = shutil.which("setarch")
     if setarch is None:
@@ -328,12 +331,12 @@ def fix_addresses() -> tuple[str, ...]:
 
 
 def read_stat(pid: int) -> list[bytes]:
-    """Return the fields of /proc/PID/stat after the name: the state, the parent, and so on. OSError without process."""
+    """Return the fields of /proc/PID/stat after the name: state, parent, ... Raises OSError if no such process runs."""
     return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2].split()
 
 
 def find_processes_with(variable: str) -> Iterator[int]:
-    """Yield the pids of processes with `variable` ("NAME=VALUE") in their environment, if this user may read it."""
+    """Yield the pids of processes with `variable` ("NAME=VALUE") in an environment that this user may read."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if variable.encode() in (folder / "environ").read_bytes().split(b"\0"):
@@ -343,18 +346,18 @@ def find_processes_with(variable: str) -> Iterator[int]:
 class Peer(NamedTuple):
     """The process at the other end of a Unix socket."""
 
-    # 0 if it is in a PID namespace that this process cannot see
+    # 0 if the peer is in a PID namespace that this process cannot see
     pid: int
     user: int
 
     @property
     def ours(self) -> bool:
-        """True if it belongs to the user of this process."""
+        """True if the peer belongs to the user of this process."""
         return self.user == os.geteuid()
 
 
 def find_peer(connection: socket.socket) -> Peer:
-    """Return the process at the other end of a connection: the one that connected, or the one that listens."""
+    """Return the process at the other end of a connection, whichever of the two processes has connected."""
     pid, user, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     return Peer(pid, user)
 

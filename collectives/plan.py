@@ -2,10 +2,10 @@
 
 The docstrings of the one-shot calls (`collectives.api`) describe arguments, results and errors.
 
-A one-shot call finds its plan in a `PlanCache`, by the identities of its arrays (their `id()`), or by their addresses.
-Plans in the cache know only addresses and keep no user array alive. So if a program makes a new array for each call,
-and the new array has the address of the earlier one, the call finds the earlier plan. The number of cached plans and
-their work memory are bounded.
+A one-shot call looks its plan up in a `PlanCache`, first by the `id()` of each array, then by the addresses of the
+arrays. Plans in the cache know only addresses and keep no user array alive. So if a program makes a new array for each
+call, and the new array has the address of the earlier array, the call finds the earlier plan. The number of cached
+plans and their work memory are bounded.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Plan(NotCopyable):
 
     def __init__(self, home: Communicator, call: Call, runner: Runner, in_place: bool) -> None:
         self.call = call
-        # runs the call: `_bare`, or a TimedRunner around it
+        # runs the call: either `_bare`, or a TimedRunner around `_bare`
         self.runner = runner
         self._bare = runner
         self._home = home
@@ -69,13 +69,16 @@ class Plan(NotCopyable):
         self._freed = False
         # True if free() was called during a started run: wait() then frees the plan
         self._retired = False
-        # True if started runs of this plan must take turns with others; see keep()
+        # True if a started run of this plan must not be in flight at the same time as other such runs; see keep()
         self._exclusive = True
         self._line = recorder.user_line(sys._getframe(1))
         recorder.add_timeable(self)
 
     def set_timed(self, every: bool) -> None:
-        """Record the times of every run from now on, or only if the vectors are long. See `recorder.own.trace`."""
+        """Record the times of this plan's runs from now on, if `every` is True or the plan's vectors are long.
+
+        Otherwise stop recording. See `recorder.own.trace`.
+        """
         timed = (every or self.call.nbytes >= recorder.LONG_BYTES) and not self._freed
         if timed != isinstance(self.runner, TimedRunner):
             self.runner = TimedRunner(self._home, self.call, self._bare, self._line) if timed else self._bare
@@ -98,7 +101,10 @@ class Plan(NotCopyable):
         return self._result
 
     def finish_run(self, code: int) -> None:
-        """Finish a run after the fast path has returned `code`, which is MET or NOT_BEGUN."""
+        """Finish a run after the fast path has returned `code`.
+
+        `code` is MET if all ranks have entered the call, and NOT_BEGUN if the fast path did nothing.
+        """
         home, runner = self._home, self.runner
         if code != MET:
             self._check()
@@ -118,7 +124,7 @@ class Plan(NotCopyable):
     def start(self, *arrays: Array) -> None:
         """Start a run and return as soon as it would have to wait. Collective; does not block.
 
-        `arrays` keeps the arrays of the call alive during the run, if the plan itself does not hold them.
+        `arrays` are the arrays of the call, if the plan itself does not hold them. They are kept alive during the run.
         """
         self._check()
         if self._operation is not None:
@@ -132,7 +138,7 @@ class Plan(NotCopyable):
     def test(self) -> bool:
         """Advance the started run as far as possible without blocking.
 
-        Returns True once the run is done. `wait()` must still be called then.
+        Returns True once the run is done. The caller must still call `wait()`.
         """
         operation = self._started()
         if not operation.done:
@@ -158,8 +164,8 @@ class Plan(NotCopyable):
     def keep(self, x: Array, out: Array) -> None:
         """Keep the arrays alive as long as the plan. Called for plans that the user has made.
 
-        Such a plan has its own message tags. So between nodes its messages can be in flight at the same time as those
-        of other plans, and it need not take turns.
+        Such a plan has its own message tags. So between nodes its started run can be in flight at the same time as the
+        runs of other plans.
         """
         own_tags = isinstance(self._bare, ComparedRunner) and self._bare.has_body(MessagePlan)
         self._exclusive = self._home.control is None or not own_tags
@@ -177,13 +183,13 @@ class Plan(NotCopyable):
 
     @property
     def algorithm(self) -> str:
-        """The algorithm in use, also if the plan was made with "auto" or "reproducible"."""
+        """The algorithm in use. For "auto" or "reproducible", this is the algorithm that was chosen."""
         return self.call.algorithm
 
     @property
     def predicted_seconds(self) -> float | None:
-        """The time that the fitted cost model predicts for a run, or None if it has no model of the algorithm."""
-        # Imported here, because nothing else in this module needs the simulator.
+        """The seconds that the fitted cost model predicts for a run, or None if it does not cover the algorithm."""
+        # Imported only when needed, because nothing else in this module needs the simulator.
         from mpips.collectives.simulator.simulate import predict_seconds
 
         way = self._bare.way if isinstance(self._bare, NodeExecutor) else ""
@@ -191,13 +197,13 @@ class Plan(NotCopyable):
 
     @property
     def held_bytes(self) -> int:
-        """An upper estimate of the memory of its work vectors, in bytes."""
+        """An upper estimate of the memory of the plan's work vectors, in bytes."""
         return self.call.nbytes if self.runner.holds else 0
 
     def free(self) -> None:
         """Free the plan's MPI requests and drop its arrays. The plan cannot run any more. Local.
 
-        If a run is under way, this happens at the end of `wait()`.
+        If a started run is in flight, the plan is freed at the end of `wait()`.
         """
         if self._operation is not None:
             self._retired = True
@@ -231,7 +237,7 @@ def plan(
 ) -> Plan:
     """Compile a collective over these arrays, to be run many times.
 
-    Collective and blocking: the ranks compare their arguments here. The plan keeps the arrays alive.
+    Collective and blocking, because the ranks compare their arguments. The plan keeps the arrays alive.
 
     Args:
         kind: "allreduce", "reduce_scatter", "allgather", "broadcast", "reduce" or "alltoall". The other arguments, the
@@ -244,7 +250,7 @@ def plan(
         new = compile_plan(home, kind, x, op, algorithm, out, root, tags, label)
     new.keep(x, out)
     agree(home, "plan of " + new.call.text)
-    # All ranks do this for the same plan, because they have just agreed on it.
+    # All ranks count the same number, because they have just agreed on the plan.
     home.count_tags(tags.count)
     return new
 
@@ -317,7 +323,7 @@ MOST_IDENTITIES = 1024
 
 
 class CachedPlan(NamedTuple):
-    """A cached plan of one array, with the array for which it was found last."""
+    """A cached plan of one array, with weak references to the arrays for which the plan was last looked up."""
 
     plan: Plan
     x: weakref.ref[Any]
@@ -327,7 +333,7 @@ class CachedPlan(NamedTuple):
 
 
 class CachedGroupPlan(NamedTuple):
-    """A cached plan of several arrays, with the arrays for which it was found last."""
+    """A cached plan of several arrays, with weak references to the arrays for which the plan was last looked up."""
 
     plan: Plan
     arrays: list[weakref.ref[Any]]
@@ -335,7 +341,7 @@ class CachedGroupPlan(NamedTuple):
     dtypes: list[Any]
 
     def holds(self, arrays: Sequence[Any]) -> bool:
-        """True if the plan is for these arrays. Their identities match already, but may have been reused."""
+        """True if the plan is for these arrays. Their ids match, but Python may have reused the ids of freed arrays."""
         return (
             all(map(is_, [ref() for ref in self.arrays], arrays))
             and [array.size for array in arrays] == self.sizes
@@ -354,17 +360,17 @@ def group_key(call: tuple[Any, ...], every: Sequence[Any], arrays: int) -> tuple
 class PlanCache:
     """The plans of a communicator's one-shot calls. When it is full, it frees the least recently used plan.
 
-    `by_identity` is a dict that `api` looks into first. Its keys have the `id` of the arrays; this cache maintains it.
+    `by_identity` is a dict that `api` looks into first. Its keys hold the `id` of each array. This cache fills it.
     """
 
     def __init__(self, by_identity: dict[Any, Any]) -> None:
         self.by_identity = by_identity
-        # by the addresses of the arrays; the plan used last is at the end
+        # key with the addresses of the arrays -> plan; the plan used last is at the end
         self._by_address: OrderedDict[Hashable, Plan] = OrderedDict()
         self._held = 0
 
     def find(self, call: tuple[Hashable, ...], x: Array, out: Array, make: Callable[[], Plan]) -> Plan:
-        """Return the plan of a call with these arrays. If there is none yet, `make` makes it, and it is cached.
+        """Return the plan of a call with these arrays. If the cache has none, make the plan with `make` and cache it.
 
         `call` holds everything else that a plan depends on.
         """
@@ -373,7 +379,7 @@ class PlanCache:
             key = (*call, place_key(x), place_key(out))
             plan = self._by_address.get(key)
         except TypeError:
-            # An argument is not an array, or cannot be hashed. `make` raises a TypeError that names it.
+            # An argument is not an array, or cannot be hashed. `make` raises a TypeError that names the argument.
             key = None
         if key is None:
             return make()
@@ -413,7 +419,7 @@ class PlanCache:
     def _drop(self) -> None:
         _, plan = self._by_address.popitem(last=False)
         self._held -= plan.held_bytes
-        # Some entries of this dict may hold the plan. The next calls fill the dict again.
+        # Some entries of `by_identity` may hold the plan. The next calls fill the dict again.
         self.by_identity.clear()
         plan.free()
 

@@ -1,7 +1,7 @@
-"""Runners of compiled calls: by shared memory, messages or MPI's own collectives; at once, or during compute.
+"""Runners of compiled calls, over shared memory, messages or MPI's own collectives.
 
-`make_runner` compiles a call for the way that its algorithm asks for. A `StartedRun` goes on while the program
-computes. Started runs advance in the order in which they were started.
+`make_runner` makes the runner that the algorithm of a call needs. A `StartedRun` is a run that advances while the
+program computes. Started runs advance in the order in which they were started.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ UNEVEN = "hierarchical needs nodes with equal numbers of consecutive ranks: choo
 # Up to this size "reproducible" uses recursive_doubling, which takes fewer steps than halving_doubling but sends the
 # whole vector in each.
 DOUBLING_BYTES = 32 << 10
-# How often to look for notes before one of MPI's own collectives. With MPICH, one look is not enough: it may only fetch
-# a note, which the next look then receives.
+# How often to look for notes (messages of `network.control`) before one of MPI's own collectives. With MPICH, one look
+# is not enough: it may only fetch a note, and the next look receives the note.
 LOOKS = 4
 # Every collective is served by at least one of these algorithms, for any number of ranks.
 ALWAYS = ("ring", "binomial", "direct")
 
 
 class ComparedRunner:
-    """A runner that compares the ranks' calls, and runs a body if all are in the same call.
+    """A runner that compares the ranks' calls, and runs a body if all ranks are in the same call.
 
-    Ranks of one node compare on its board, before the body runs. Between nodes the body runs at once, and notes between
-    nodes find ranks whose calls differ (`network.control`). It has no fast path.
+    On one node, the ranks compare their calls on the board before the body runs. Between nodes the body runs at once,
+    and notes between nodes reveal ranks whose calls differ (`network.control`). This runner has no fast path.
 
     Args:
         text: The call in words.
@@ -53,7 +53,7 @@ class ComparedRunner:
         self._text = text
         self._body = body
         self._compares = compares
-        # this rank's descriptor of the call: its running number on the board, and its token
+        # the running number of this rank's descriptor of the call on the board, and the descriptor's token
         self._put = -DESCRIPTORS
         self._token = 0
         self.fast: Callable[[], int] = not_begun
@@ -82,8 +82,8 @@ class ComparedRunner:
     def _run_between_nodes(self) -> Iterator[None]:
         control = self._home.control
         if isinstance(self._body, NativePlan) and control is not None:
-            # If the other ranks have already given this call up, `look` finds their notes and raises. They complete
-            # MPI's collective only with ranks that were in it at that time, so for this rank it would never end.
+            # If the other ranks have already given this call up, `look` finds their notes and raises. Without this, the
+            # rank would wait for ever: other ranks complete MPI's collective only with ranks that had entered it.
             for _ in range(LOOKS):
                 control.look(0.0)
         yield from self._body.run()
@@ -113,7 +113,7 @@ class TimedRunner:
         subject = f"{call.label}: {subject}" if call.label else subject
         lane = home.board.marks.identity
         self._form = form(lane, operation, subject, call.nbytes, call.n, call.dtype.name, line=line)
-        # the record that `fast` has begun and not ended, and the ring that has it; 0 if there is none
+        # the ring and the sequence number of the record that `fast` has begun and not ended; number 0: no such record
         self._ring = recorder.ring
         self._sequence = 0
         self.fast: Callable[[], int] = self._fast
@@ -153,7 +153,7 @@ class TimedRunner:
 
 
 def make_runner(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) -> Runner:
-    """Compile a call. Local. Raises ValueError if the algorithm does not support it."""
+    """Compile a call. Local. Raises ValueError if its algorithm does not support the call."""
     if call.algorithm == "shared_memory":
         if home.nodes > 1:
             raise ValueError(
@@ -164,7 +164,7 @@ def make_runner(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) 
 
 
 def make_body(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) -> Body:
-    """Compile a call over messages or by MPI's own collective. Local. Raises ValueError as `make_runner`."""
+    """Compile a call that uses messages or MPI's own collective. Local. Raises ValueError, as `make_runner` does."""
     if call.algorithm == "native":
         if reason := native.why_not(call):
             raise ValueError(reason)
@@ -186,13 +186,13 @@ def make_body(home: Communicator, call: Call, x: Flat, out: Flat, tags: Tags) ->
 
 
 def way_limits(home: Communicator, ranks: int) -> WayLimits:
-    """Return the sizes at which vectors between `ranks` ranks of a node change to another kind of program."""
+    """Return the vector sizes from which `ranks` ranks of a node use another kind of program (`node.program`)."""
     slots = home.table.slot_limits(ranks, home.board.memory.crowded)
     return WayLimits(slots.always, slots.ordinary, home.table.cross_memory_from(ranks))
 
 
 def resolve_algorithm(home: Communicator, draft: Call, algorithm: str) -> str:
-    """Return the algorithm that the user's name for it stands for in this call. The same on all ranks."""
+    """Return the algorithm that the name `algorithm` stands for in this call. The result is the same on all ranks."""
     if not isinstance(algorithm, str):
         raise TypeError(f"algorithm {algorithm!r} is of type {type(algorithm).__name__}: pass a name, such as 'auto'")
     if algorithm == "auto":
@@ -201,7 +201,7 @@ def resolve_algorithm(home: Communicator, draft: Call, algorithm: str) -> str:
 
 
 def choose_auto(home: Communicator, call: Call) -> str:
-    """Return the algorithm that `auto` stands for in this call. The same on all ranks."""
+    """Return the algorithm that `auto` stands for in this call. The result is the same on all ranks."""
     if home.nodes == 1:
         return "shared_memory"
     name = home.table.best_between(call.kind, home.nodes, home.size, call.nbytes)
@@ -213,11 +213,11 @@ def choose_auto(home: Communicator, call: Call) -> str:
 
 
 def choose_reproducible(home: Communicator, call: Call) -> str:
-    """Return the algorithm that `reproducible` stands for in this call. The same on all ranks.
+    """Return the algorithm that `reproducible` stands for in this call. The result is the same on all ranks.
 
     Shared memory adds in the order of the ranks. Between nodes, recursive_doubling and halving_doubling add along the
-    same tree if the number of ranks is a power of two. For other numbers only halving_doubling will do. If nodes have
-    several ranks, each node first adds in its shared memory.
+    same tree if the number of ranks is a power of two. For other numbers of ranks only halving_doubling is
+    reproducible. If nodes have several ranks, each node first adds in its shared memory.
     """
     if call.kind != "allreduce":
         raise ValueError(f"reproducible serves allreduce, not {call.kind}: choose auto")
@@ -230,7 +230,9 @@ def choose_reproducible(home: Communicator, call: Call) -> str:
 
 
 def build_schedule(home: Communicator, call: Call) -> Schedule:
-    """Build the schedule of a call whose algorithm is in the catalogue. Raises ValueError if it does not support it.
+    """Build the schedule of a call whose algorithm is in the catalogue.
+
+    Raises ValueError if the algorithm does not support the call.
 
     `hierarchical` without the parameter `local` groups ranks by node. Then all nodes must have the same number of
     ranks, and the ranks of a node must be consecutive.
@@ -246,7 +248,7 @@ def build_schedule(home: Communicator, call: Call) -> Schedule:
 
 # How often a rank that tests a started run checks whether the generation has ended.
 LOOK_SECONDS = 1e-3
-# Of the time between two tests, at most this much counts as waiting: for the rest, the rank was computing.
+# At most this many seconds of the time between two tests count as waiting. For the rest, the rank was computing.
 MOST_BESIDE = 1.0
 
 
@@ -256,15 +258,16 @@ class StartedRun:
     Args:
         what: The call in words.
         steps: The run. It yields whenever it has to wait.
-        exclusive: Exclusive runs take turns: each begins when the one before it is done. Others run at the same time.
-        arrays: Kept alive until the run is done.
+        exclusive: Exclusive runs take turns: each begins when the one before it is done. All other runs advance at the
+            same time.
+        arrays: The user's arrays, which are kept alive until the run is done.
     """
 
     def __init__(self, what: str, steps: Iterator[None], exclusive: bool, arrays: object = None) -> None:
         self.what = what
         self.exclusive = exclusive
         self.done = False
-        # seconds for which this rank has waited, as far as its tests show
+        # seconds for which this rank has waited, estimated from the times of its tests
         self.waited = 0.0
         self._arrays = arrays
         self._steps = steps
@@ -295,7 +298,7 @@ def begin(home: Communicator, run: StartedRun) -> None:
 
 def advance(home: Communicator) -> None:
     """Advance all started runs as far as possible without blocking."""
-    # True once an exclusive run that is not done has come in the list: later exclusive runs must wait for it
+    # True once the loop has passed an exclusive run that is not done: later exclusive runs must wait for that run
     exclusive_waits = False
     for run in list(home.started):
         if run.exclusive and exclusive_waits:
@@ -310,9 +313,9 @@ def advance(home: Communicator) -> None:
 
 
 def agree(home: Communicator, text: str) -> None:
-    """Like `Communicator.agree`. On one node this first finishes all started runs.
+    """Like `Communicator.agree`. On one node, first finish all started runs.
 
-    The reason: a node's board can serve only one operation at a time.
+    The board of a node can serve only one operation at a time.
     """
     if home.control is not None or not home.started:
         home.agree(text)

@@ -1,8 +1,8 @@
-"""The terminal, for all commands: progress, tables, files that options name, parsing and printing sizes, Ctrl-C.
+"""Shared code of all commands: progress, tables, option types, output files, sizes, exit codes and Ctrl-C.
 
-All tables have the same style, in which no number and no name is cut, however narrow the terminal is. If a command
-cannot write to its standard output, it goes on, writes its files, and says so once at its end. Rich is imported only
-when it is needed for printing, so that `mpips --help` is fast.
+All tables have the same style, which never cuts a number or a name, however narrow the terminal is. If a command cannot
+write to its standard output, it goes on, writes its files, and reports the lost output once at its end. Rich is
+imported only when it is needed for printing, so that `mpips --help` is fast.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-# environment variables by which launchers tell a process its rank
+# environment variables that launchers set to the rank of a process
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 # the variable with the path of the file into which `leave` writes the exit code
 CODE_FILE = "_MPIPS_CODE_FILE"
-# the exit code of shells after Ctrl-C
+# the exit code that shells use after Ctrl-C
 INTERRUPTED = 130
 # the width of printed text if the output is not a terminal
 PLAIN_WIDTH = 160
@@ -61,10 +61,10 @@ MOST_BYTES = 10**18
 
 
 def console(stderr: bool = False) -> Console:
-    """Return a console: with colours on a terminal, and otherwise with plain text that is not cut at 80 columns.
+    """Return a console. It has colours on a terminal. Otherwise it writes plain text that is not cut at 80 columns.
 
-    A rank always writes plain text. It writes to a pipe or a pseudo-terminal of its launcher, and so cannot know
-    whether the text ends up on a terminal.
+    A rank always writes plain text. Its output goes to a pipe or a pseudo-terminal of its launcher, so the rank cannot
+    know whether the text ends up on a terminal.
     """
     from rich.console import Console
 
@@ -80,8 +80,8 @@ def console(stderr: bool = False) -> Console:
 def show_progress(title: str, total: int, shown: bool = True) -> Iterator[Callable[[str], None]]:
     """Show the progress of `total` steps on standard error: a bar on a terminal, and lines elsewhere.
 
-    Gives the function `begin(what)`, to be called before each step. `shown` is True on the rank that shows the progress
-    and False on all others.
+    Yields the function `begin(what)`, to be called before each step. `shown` is True on the rank that shows the
+    progress and False on all others.
     """
     from rich.progress import Progress
 
@@ -100,8 +100,8 @@ def show_progress(title: str, total: int, shown: bool = True) -> Iterator[Callab
 def show_table(table: Table, terminal: Console | None = None) -> None:
     """Print a table on standard output, or on `terminal`, in the common style.
 
-    Columns that are justified to the right count as numbers. If the terminal is narrower than the numbers and names, it
-    wraps the lines. Title and caption are printed above and below as ordinary text.
+    Columns that are justified to the right count as numbers. If the terminal is narrower than the numbers and names,
+    the terminal wraps the lines. The title is printed above the table, and the caption below, both as ordinary text.
     """
     from rich import box
     from rich.console import Console
@@ -121,7 +121,7 @@ def show_table(table: Table, terminal: Console | None = None) -> None:
         table.padding = (0, 0, 0, 0)
     if title:
         terminal.print(title)
-    # Rich would cut what does not fit, so let it print on a console that is wide enough.
+    # Rich would cut text that does not fit, so print on a console that is wide enough.
     width = max(terminal.width, Measurement.get(terminal, unbounded, table).minimum)
     wide = Console(file=terminal.file, width=width, highlight=False, force_terminal=terminal.is_terminal)
     wide.print(table, crop=False)
@@ -141,9 +141,9 @@ def is_first() -> bool:
 
 
 class Interruptible(click.Command):
-    """A command that ends with the exit code of shells after Ctrl-C. Only rank 0 prints that it was interrupted.
+    """A command that ends with exit code 130 after Ctrl-C, as in shells. Only rank 0 prints that it was interrupted.
 
-    If its standard output cannot be written, it still runs to its end, says so, and has exit code 1.
+    If its standard output cannot be written, the command still runs to its end, reports that, and has exit code 1.
     """
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -175,9 +175,9 @@ class InterruptibleGroup(Interruptible, click.Group):
 
 @contextmanager
 def without_signals() -> Iterator[None]:
-    """A context for starting threads that receive no signals, nor do the threads that they start.
+    """A context for starting threads that receive no signals, so that signals go to the main thread.
 
-    Signals then go to the main thread.
+    Threads that such a thread starts receive no signals either.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
@@ -189,7 +189,7 @@ def without_signals() -> Iterator[None]:
 class RankedCommand(Interruptible):
     """A command that every rank of a job runs with the same arguments. Only rank 0 prints errors.
 
-    A click.ClickException must be raised by all ranks, or by rank 0 once the other ranks do not wait for it any more.
+    A click.ClickException must be raised either by all ranks, or by rank 0 once no other rank waits for rank 0.
     """
 
     def main(self, *args: Any, **options: Any) -> Any:
@@ -209,7 +209,8 @@ def leave(code: int) -> NoReturn:
     """End a command with an exit code. Called by all ranks, or by rank 0 once the other ranks have ended.
 
     mpirun prints a banner if a process ends with another code than 0. So `mpips ... --ranks`, which has started mpirun,
-    passes the path of a file (CODE_FILE). If there is one, the code goes into the file, and the process ends with 0.
+    passes the path of a file in the environment variable `CODE_FILE`. If the variable is set, the code is written to
+    the file, and the process ends with 0.
     """
     asked = os.environ.get(CODE_FILE)
     if asked and code:
@@ -227,8 +228,8 @@ def is_rank() -> bool:
 class OutFile(click.Path):
     """An option that names a file to be written. A file that cannot be written is refused before the work begins.
 
-    Ranks do not check this, because only one rank writes, and other hosts may not have the folder.
-    With `dash`, "-" stands for the screen.
+    Ranks check only that the name is not that of a folder, because only one rank writes, and other hosts may not have
+    the parent folder. With `dash`, "-" stands for the screen.
     """
 
     def __init__(self, dash: bool = False) -> None:
@@ -248,7 +249,7 @@ class OutFile(click.Path):
 
 
 class Picture(OutFile):
-    """An option that names a picture to be drawn. It is refused if matplotlib is not installed."""
+    """An option that names a picture to be drawn. The option is refused if matplotlib is not installed."""
 
     def convert(self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = super().convert(value, param, ctx)
@@ -301,12 +302,12 @@ def describe_unwritable(name: str | os.PathLike[str]) -> str | None:
 
 
 def _names_folder(name: str | os.PathLike[str]) -> bool:
-    """True if the name ends in a slash or in ".", and so can only name a folder. `Path` would drop that ending."""
+    """True if the name ends in a slash or in ".", so that it can only name a folder. `Path` would drop that ending."""
     return os.path.basename(name) in ("", os.curdir)
 
 
 class Seconds(click.ParamType):
-    """An option with a number of seconds, above 0, or, with `zero`, at least 0."""
+    """An option with a number of seconds: above 0, or, if `zero` is True, at least 0."""
 
     name = "seconds"
 
@@ -379,8 +380,8 @@ def parse_bytes(text: str) -> int:
 def parse_sizes(text: str) -> list[int]:
     """Parse a list of sizes and ranges of sizes into bytes. Raises ValueError.
 
-    "1KiB,4MiB" is a list. In the range "1KiB:64MiB" each size is 4 times the one before, in "1KiB:64MiB:2" twice. A
-    list may have both: "8,1KiB:64MiB".
+    "1KiB,4MiB" is a list. In the range "1KiB:64MiB" each size is 4 times the one before. In "1KiB:64MiB:2" the factor
+    is 2. A list may contain sizes and ranges: "8,1KiB:64MiB".
     """
     return [size for part in text.split(",") for size in _parse_range(part)]
 
@@ -402,7 +403,7 @@ def _parse_range(text: str) -> list[int]:
 
 
 def parse_counts(text: str, itemsize: int, element: str) -> list[int]:
-    """Parse sizes as `parse_sizes`, and return them as numbers of elements.
+    """Parse sizes as `parse_sizes` does, and return them as numbers of elements.
 
     Raises ValueError if a size is not a multiple of `itemsize`. `element` names the element type in that error.
     """
@@ -438,17 +439,17 @@ def split_words(text: str) -> list[str]:
 
 @contextmanager
 def keep_stdout() -> Iterator[None]:
-    """A context that lets a command run to its end although its standard output cannot be written.
+    """A context that lets a command run to its end even if its standard output cannot be written.
 
-    Then it prints a sentence on standard error, and turns exit code 0 into 1. A standard output that was closed from
-    the start is replaced by the null device.
+    If output was lost, it prints a sentence on standard error at the end, and turns exit code 0 into 1. A standard
+    output that was closed from the start is replaced by the null device.
     """
-    # A command within another one: the outer one reports lost output.
+    # This command runs within another command, which will report lost output.
     if isinstance(sys.stdout, _KeptStdout):
         yield
         return
     if sys.stdout is None:
-        # This takes the descriptor number that was closed.
+        # The null device gets the descriptor number that was closed.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         os.set_inheritable(sys.stdout.fileno(), True)
     kept = _KeptStdout(sys.stdout)
@@ -473,7 +474,7 @@ def keep_stdout() -> Iterator[None]:
 
 
 class _KeptStdout:
-    """A text stream that goes to the null device once it cannot be written. `lost` is the reason then, and else "".
+    """A text stream that goes to the null device once it cannot be written. `lost` is the reason, or "" before that.
 
     If the reader of a pipe has gone (BrokenPipeError), the command ends instead.
     """
@@ -500,7 +501,7 @@ class _KeptStdout:
 
     def drop(self) -> None:
         """Redirect the stream to the null device. Otherwise the interpreter would fail to flush its buffer at exit."""
-        # A stream without a descriptor raises OSError.
+        # fileno() of a stream without a descriptor raises OSError.
         with suppress(OSError):
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, self.stream.fileno())

@@ -1,1 +1,1 @@
-"""`mpips bench` times collectives: `case` makes the calls, `harness` times calls of any kind, `report` shows times."""
+"""`mpips bench`, which times collectives: `case` makes the calls, `harness` times them, `report` shows the times."""

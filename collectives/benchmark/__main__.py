@@ -1,8 +1,8 @@
-"""`mpips bench COLLECTIVE`: time a collective over the ranks of a job, and compare it with MPI's own best call.
+"""`mpips bench COLLECTIVE`: times a collective over the ranks of a job, and compares it with MPI's own best call.
 
     mpips bench COLLECTIVE -n P        or: mpirun -n P python -m collectives.benchmark COLLECTIVE
 
-`check` checks all options before anything starts.
+The function `check` checks all options before anything starts.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ CASES = {
     "pt2pt": "Time a ping-pong of ranks 0 and 1 by size.",
     "iallreduce": "Measure how much of an allreduce hides behind compute of the same length, as the OSU benchmarks do.",
 }
-# algorithms outside the catalog
+# algorithms that `schedule.catalog` does not have
 PLANS = ("auto", "shared_memory", "native")
-# algorithms that are only a blocking call, without a separate start and wait
+# algorithms that can only be called and block, without a separate start and wait
 ONE_SHOTS = ("one_shot", "gloo")
 ARRAYS = ("ordinary", "empty")
 
@@ -92,7 +92,7 @@ PARAMETERS: tuple[click.Parameter, ...] = (
 
 
 class _Cases(RankedCommand, click.Group):
-    """The group of commands, one for each case. Every rank of a job gets the same command line."""
+    """The group of commands, one for each entry of `CASES`. Every rank of a job gets the same command line."""
 
 
 command = _Cases("bench", help="Time a collective over the ranks of the job.")
@@ -111,7 +111,7 @@ def run(
     csv_path: Path | None,
     plot_path: Path | None,
 ) -> None:
-    """Run the command of a case. The arguments are those of the command line."""
+    """Run the command of a case. The arguments are the options of the command line."""
     comm = MPI.COMM_WORLD
     wanted = check(
         comm.size, collective=collective, sizes=sizes, algorithms=algorithms, arrays=arrays, dtype=dtype, op=op
@@ -158,7 +158,7 @@ def run(
 def _collective(
     case: BenchmarkCase, algorithms: list[str], arrays: list[str], seconds: float, checked: bool
 ) -> list[Row]:
-    """Measure one size. Return a row for MPI's best call, and one for every algorithm with every kind of array."""
+    """Measure one size. Return a row for MPI's best call, and a row for each algorithm with each kind of array."""
     native = case.mpi()
     chosen = list(_candidates(case, algorithms, arrays))
     try:
@@ -196,13 +196,13 @@ def _candidates(case: BenchmarkCase, algorithms: list[str], arrays: list[str]) -
                 raise click.UsageError(str(error)) from None
 
 
-# The computation is done in this many slices. After each, the computing thread calls `test`, which advances the
+# The computation is done in this many slices. After each slice the computing thread calls `test`, which advances the
 # communication.
 SLICES = 32
 
 
 def measure_overlap(comm: MPI.Comm, algorithm: str, x: np.ndarray, array: str, budget_s: float) -> OverlapRow:
-    """Measure how far an allreduce of `x` in place overlaps with a computation of the same duration.
+    """Measure how far an in-place allreduce of `x` overlaps with a computation of the same duration.
 
     Collective and blocking. The overlap is defined as in the OSU benchmarks: 100 x (1 - (overall - compute) / pure
     communication) percent, where `overall` is the time of start, compute and wait together. Returns the same row on
@@ -297,7 +297,7 @@ def check(
     for name in names:
         if reason := _refusal(collective, name, ranks):
             raise click.UsageError(f"--algorithms {name}: {reason}")
-    # The number of arrays that are as large as the larger buffer: one or two for each kind, and two for the bare copy.
+    # The number of arrays as large as the larger buffer: one or two for each kind of array, and two for the bare copy.
     arrays_of_all = 2 + len(set(kinds)) * (2 if collective in ("reduce", "alltoall") else 1)
     _fits(sizes, largest, 1 if collective == "iallreduce" else arrays_of_all)
     return BenchmarkOptions(element, counts, names, kinds)

@@ -1,7 +1,8 @@
-"""A benchmark case, i.e. one size of one collective: its arrays, the calls to time, the check of results.
+"""A benchmark case, that is, one size of one collective: its arrays, the calls to time, and the check of results.
 
 Our calls are compared with MPI's own collectives, and with those of gloo if PyTorch is installed. For the check, ranks
-contribute whole numbers that differ from position to position, so small that the results are exact where possible.
+contribute whole numbers that differ from position to position. The numbers are small, so that the results are exact
+wherever possible.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ MPI_NAME = "MPI"
 
 IN_PLACE = ("allreduce", "broadcast")
 
-# The least memory traffic of a collective, as a share of that of a copy in which each rank copies the whole vector (and
-# so reads it once and writes it once). An allreduce in place reads the p vectors once and writes them once. A
-# reduce_scatter writes only one vector in all, and an allgather reads only one. A broadcast in place reads one vector
-# and writes p - 1.
+# kind -> number of ranks p -> the least memory traffic of the collective, as a share of the traffic of a copy in which
+# each rank copies the whole vector (and so reads p vectors and writes p vectors in all). An allreduce in place reads
+# the p vectors once and writes them once. A reduce_scatter writes only one vector in all, and an allgather reads only
+# one. A broadcast in place reads one vector and writes p - 1.
 FLOOR_SHARE: dict[str, Callable[[int], float]] = {
     "allreduce": lambda p: 1.0,
     "reduce_scatter": lambda p: (1 + 1 / p) / 2,
@@ -48,9 +49,9 @@ class Candidate(NamedTuple):
 
     Attributes:
         algorithm: The algorithm's name.
-        array: The kind of the arrays, "ordinary" or "empty".
+        array: The kind of the arrays: "ordinary", or "empty" for arrays from `collectives.empty`.
         run: The call to time.
-        check: Runs the call once with known values. Returns the number of wrong elements on all ranks together.
+        check: Runs the call once with known values. Returns the number of wrong elements of all ranks.
         close: Frees the candidate's resources.
         predicted: The seconds that a call should take, or None.
     """
@@ -80,10 +81,10 @@ class BenchmarkCase:
         return [int(cut(self.n, self.comm.size, r)) for r in range(self.comm.size + 1)]
 
     def arrays(self, array: str) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return (source, result), filled with zeros. They are the same array if the collective works in place.
+        """Return (source, result), filled with zeros. Both are one array if the collective works in place.
 
         All candidates get the same arrays, because the speed of a call depends on which memory pages an array happens
-        to get, and how these map to the caches.
+        to get, and on how these pages map to the caches.
         """
         if array not in self._arrays:
             self._arrays[array] = self._make(array)
@@ -107,7 +108,7 @@ class BenchmarkCase:
         return x
 
     def plan(self, algorithm: str, array: str) -> Candidate:
-        """Return our own plan as a candidate. Collective.
+        """Return a plan of this package as a candidate. Collective.
 
         Raises:
             ValueError: The algorithm does not support this case.
@@ -143,7 +144,7 @@ class BenchmarkCase:
 
         def copy() -> None:
             np.copyto(to, source)
-            # If ranks share a core and there is no barrier, each rank is timed while it has the core to itself.
+            # Without this barrier, ranks that share a core would each be timed while they have the core to themselves.
             comm.Barrier()
 
         return copy
@@ -181,8 +182,8 @@ class BenchmarkCase:
         return check
 
 
-# Contributions repeat after this many elements. A prime, so that a shifted result is noticed unless the shift is a
-# multiple of 251.
+# Contributions repeat after this many elements. It is a prime number, so that a shifted result is noticed unless the
+# shift is a multiple of 251.
 PRIME = 251
 
 
@@ -250,7 +251,7 @@ def _exact_limit(dtype: np.dtype[Any]) -> int:
 OPS = {"sum": MPI.SUM, "mean": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX, "prod": MPI.PROD}
 GLOO_KINDS = ("allreduce", "broadcast")
 GLOO_ATTEMPTS = 3
-# limit for a collective, and for rank 0's wait for the other ranks to join
+# the time limit of gloo, both for a collective and for rank 0's wait until the other ranks have joined
 GLOO_SECONDS = 60.0
 
 RivalCall = Callable[[], object]
@@ -325,7 +326,7 @@ def join_gloo(comm: MPI.Comm) -> str:
     Tries several times, because another process may take the port before gloo binds it.
 
     Returns:
-        "" on success, otherwise the reason for the failure. The same on all ranks.
+        "" on success, otherwise the reason for the failure. All ranks get the same text.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     refusal = ""
@@ -350,7 +351,7 @@ def _try_gloo(comm: MPI.Comm) -> str:
         dist.init_process_group("gloo", address, limit, comm.size, comm.rank)
         dist.barrier()
     except RuntimeError as error:
-        # DistNetworkError is a RuntimeError
+        # This also catches DistNetworkError, which is a RuntimeError.
         if dist.is_initialized():
             dist.destroy_process_group()
         return f"gloo on rank {comm.rank}: {str(error).splitlines()[0]}"
@@ -358,7 +359,7 @@ def _try_gloo(comm: MPI.Comm) -> str:
 
 
 def leave_gloo(comm: MPI.Comm) -> None:
-    """Destroy the process group that `join_gloo` has made. Collective; no operation may be in progress."""
+    """Destroy the process group that `join_gloo` has made. Collective. All operations on the group must have ended."""
     import torch.distributed as dist
 
     comm.Barrier()

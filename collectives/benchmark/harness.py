@@ -1,11 +1,12 @@
-"""Time calls in alternation, so that they can be compared within one run, and fit alpha and beta to their times.
+"""Times calls in alternation, so that they can be compared within one run, and fits alpha and beta to their times.
 
-In every round each call runs one batch, which all ranks begin together. A batch is long compared with the differences
-in time at which ranks begin it, and with its first call, which finds another call's data in the caches. Each round has
-a new random order, so that no call always follows the same other one. Slow changes in the speed of the machine affect
-all calls alike.
+In every round each call runs one batch, that is, it is repeated several times. All ranks begin a batch together. A
+batch is long compared with the differences between the times at which ranks begin it. It is also long compared with its
+first call, which finds another call's data in the caches. Each round has a new random order, so that a call does not
+always follow the same other call. Slow changes in the speed of the machine affect all calls alike.
 
-Calls may be as short as a microsecond or as long as a second, and may run on all ranks or only on some.
+Calls may be as short as a microsecond or as long as a second, and may run on all ranks or only on some. Alpha and beta
+are the parameters of the cost model (`simulator.cost`).
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from mpips.collectives.simulator.cost import LinkCost, fit
 BATCH_SECONDS = 2e-3
 MOST_CALLS = 4096
 WARM_CALLS = 3
-# longest wait for the compilation of kernels that the calls have requested
+# the longest wait until the kernels that the calls have requested are compiled
 SETTLE_SECONDS = 60.0
 LEAST_ROUNDS, MOST_ROUNDS = 5, 200
-# how often a rank without a part in a call looks whether the others have ended it
+# how often a rank that takes no part in a call checks whether the other ranks have ended the call
 LOOK_SECONDS = 5e-4
 
 # a call to time; its result is ignored
@@ -36,7 +37,7 @@ TimedCall: TypeAlias = Callable[[], object]
 
 
 class Timing(NamedTuple):
-    """The seconds of a call: for each round the mean over the calls of its batch, on the slowest rank."""
+    """The seconds that a call takes: for each round, the mean over the calls of the batch, on the slowest rank."""
 
     rounds: NDArray[np.float64]
 
@@ -61,11 +62,11 @@ def measure(
 
     Args:
         comm: The ranks.
-        calls: The calls, in the same order on all ranks. A rank that has no part in a call gives None, and sleeps while
-            the other ranks make it, so that they have its core.
+        calls: The calls, in the same order on all ranks. A rank that takes no part in a call passes None instead, and
+            sleeps while the other ranks make the call, so that they can use its core.
         seconds: The time to spend.
-        rounds: The number of rounds; their batches share the time. Default: batches of `BATCH_SECONDS`, and as many
-            rounds as the time allows, at least `LEAST_ROUNDS` and at most `MOST_ROUNDS`.
+        rounds: The number of rounds. Their batches then share `seconds`. Default: batches of `BATCH_SECONDS`, and as
+            many rounds as `seconds` allow, at least `LEAST_ROUNDS` and at most `MOST_ROUNDS`.
         settle: First wait until the kernels that the calls need are compiled.
 
     Returns:
@@ -95,11 +96,11 @@ def measure(
 def measure_costs(comm: MPI.Comm, calls: Mapping[int, TimedCall], seconds: float = 0.0) -> LinkCost:
     """Time calls that differ in their number of bytes, and fit alpha and beta to the medians. Collective and blocking.
 
-    The calls use the kernels that are compiled by now, because a training step should not wait for a compilation.
+    The calls use only kernels that are already compiled, because a training step should not wait for a compilation.
 
     Args:
         comm: The ranks.
-        calls: The number of bytes -> the call. At least two.
+        calls: The number of bytes -> the call. There must be at least two calls.
         seconds: The time to spend. Default: as little as possible.
     """
     timings = measure(comm, list(calls.values()), seconds, settle=False)
@@ -107,9 +108,9 @@ def measure_costs(comm: MPI.Comm, calls: Mapping[int, TimedCall], seconds: float
 
 
 def _batch(comm: MPI.Comm, call: TimedCall | None, share: float) -> tuple[float, int]:
-    """Return the seconds of a call, and the number of calls in a batch, the same on all ranks.
+    """Return the seconds that a call takes, and the number of calls in a batch. Both are the same on all ranks.
 
-    `share` is the time that the batch should take if it is longer than `BATCH_SECONDS`.
+    A batch should take `share` seconds, but at least `BATCH_SECONDS`.
     """
     count = 1
     while True:
@@ -121,7 +122,7 @@ def _batch(comm: MPI.Comm, call: TimedCall | None, share: float) -> tuple[float,
 
 
 def _sample(comm: MPI.Comm, call: TimedCall | None, count: int) -> float:
-    """Return this rank's mean seconds of a call over `count` calls, which all ranks begin together."""
+    """Make `count` calls, which all ranks begin together. Return this rank's mean seconds for a call."""
     _meet(comm, asleep=call is None)
     start = time.perf_counter()
     if call is not None:

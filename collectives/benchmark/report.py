@@ -1,4 +1,4 @@
-"""The results of a benchmark: rows, shown as a table or written as JSON, CSV or a picture."""
+"""The results of a benchmark, shown as a table or written as JSON, CSV or a picture."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ from mpips.collectives.machine import usable_cores
 from mpips.collectives.schedule.model import BUS_FACTOR
 from mpips.collectives.terminal import show_bytes, show_table, write_json, write_text, writing
 
-# The floor is shown only from this size on, because the time of smaller calls hardly depends on their size.
+# The ratio to the floor (`Row.floor_us`) is shown only from this size on, because the time of smaller calls hardly
+# depends on their size.
 FLOOR_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a result. Times are in microseconds, rates in 10^9 bytes a second.
+    """One line of the results. Times are in microseconds, rates in 10^9 bytes a second.
 
     Attributes:
         algbw_GBps: Bytes / median time.
         busbw_GBps: `algbw_GBps` times the share of the bytes that each rank's link must carry, as nccl-tests defines
-            it. This rate can be compared with that of the hardware.
+            that share. This rate can be compared with the rate of the hardware.
         wrong: The number of wrong elements; None if results were not checked.
-        vs_native: The median of MPI's own best call, measured alternately in the same run, divided by this row's
+        vs_native: The median of MPI's own best call, measured in turn with ours in the same run, divided by this row's
             median. A value above 1 means that this row's algorithm is faster than MPI.
         predicted_us: The time that the tuning table predicts; None if unknown.
-        floor_us: The time that the memory traffic of the collective takes at least
-            (`collectives.benchmark.case.FLOOR_SHARE`), at the speed of a copy by all ranks in the same run. A
+        floor_us: The least time that the memory traffic of the collective takes
+            (`collectives.benchmark.case.FLOOR_SHARE`), at the speed at which all ranks copied in the same run. A
             collective that finds its target in the cache can be faster.
     """
 
@@ -84,7 +85,7 @@ class Row:
             ranks: The number of ranks.
             n: The number of elements.
             algorithm: The name of the algorithm.
-            array: The kind of the arrays, "ordinary" or "empty".
+            array: The kind of the arrays: "ordinary", or "empty" for arrays from `collectives.empty`.
             t: The time of a call.
             wrong: The number of wrong elements, if they were checked.
             native: The time of MPI's own best call.
@@ -117,7 +118,7 @@ class Row:
 
 @dataclass(frozen=True)
 class OverlapRow:
-    """One line of a result: the overlap of a collective with a computation. Times are medians.
+    """One line of the results: the overlap of a collective with a computation. Times are medians.
 
     Attributes:
         overall_us: The time of start, compute and wait together.

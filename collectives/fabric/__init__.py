@@ -1,1 +1,1 @@
-"""What the ranks of a node share: memory for arrays, the board on which they meet, failures, the wait loop."""
+"""Shared memory for arrays, the board on which ranks of a node wait for each other, MPI requests, and the wait loop."""

@@ -1,12 +1,13 @@
 """Arrays that every process of the node can read and write in place.
 
 `empty` takes memory from *segments*: sparse memory files (memfd) of this process, mapped as shared. Another process of
-the node opens ``/proc/<pid>/fd/<fd>`` and maps the same pages. So no call here is collective, nothing has a name in a
-file system, and nothing outlives the processes. Each segment is twice as large as the one before, up to a limit. So
-there are few segments, and other processes map each of them once.
+the node opens ``/proc/<pid>/fd/<fd>`` and maps the same pages. So no call of this module is collective, the files have
+no names in a file system, and their memory does not outlive the processes. Each segment is twice as large as the one
+before, up to a limit. So there are few segments, and other processes map each of them once.
 
-Pages are touched when an array is made: as huge pages if the kernel has them, and never more pages than are free. The
-pages of freed arrays are kept for later arrays, up to `IDLE_BYTES`; beyond that they go back to the system.
+Making an array touches its pages, so that the kernel allocates them: as huge pages if it has them, and never more pages
+than are free. A segment keeps the pages of freed arrays for later arrays, up to `IDLE_BYTES`. Further pages go back to
+the system.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ HUGE_PAGE = 2 << 20
 FIRST_BYTES = 256 << 20
 # the size of the fifth segment and of all later ones
 SEGMENT_BYTES = 4 << 30
-# Long copies use the x86 instruction `rep movsb`, which copies byte by byte if (target - source) modulo this period is
-# 1 to 63 bytes.
+# Long copies use the x86 instruction `rep movsb`. It copies byte by byte, and so slowly, if (target - source) modulo
+# this period is 1 to 63 bytes.
 COPY_PERIOD = 4 << 30
 # how much memory of freed arrays a segment keeps
 IDLE_BYTES = 512 << 20
-# While touching pages, a rank checks the free memory again and again. Between two checks, all ranks of a node together
-# may touch SEEN_BYTES; each rank may touch its share of that, but at least LEAST_SEEN_BYTES.
+# While a rank touches pages, it checks the free memory again and again. Between two checks, all ranks of a node
+# together may touch SEEN_BYTES. Each rank may touch an equal share of SEEN_BYTES, but at least LEAST_SEEN_BYTES.
 SEEN_BYTES = 64 << 20
 LEAST_SEEN_BYTES = 8 << 20
-# If memfd is denied, files for arrays that grow go into a folder with at least this much room.
+# If memfd is denied, the files for arrays that grow are made in a folder with at least this much room.
 SPARSE_BYTES = 128 << 20
 # constants of Linux that Python's mmap does not have
 _MADV_REMOVE = 9
@@ -79,7 +80,7 @@ def segment_bytes(nbytes: int, before: int = 0) -> int:
 
 
 class _FreeList:
-    """The free intervals of a segment. Takes the smallest that fits, and merges adjacent ones.
+    """The free intervals of a segment. `take` uses the smallest one that fits; `give` merges adjacent ones.
 
     Ctrl-C may come in the middle of `take` or `give`, and leave the index of free intervals inconsistent. Then the
     index is rebuilt from `_taken`, which changes in a single step.
@@ -110,7 +111,6 @@ class _FreeList:
             raise
 
     def _rebuild(self) -> None:
-        """Rebuild the index of free intervals."""
         self._by_size: list[tuple[int, int]] = []
         self._end_of: dict[int, int] = {}
         self._start_of: dict[int, int] = {}
@@ -156,7 +156,7 @@ class _Segment:
 
     Args:
         size: The length of the file.
-        nbytes: The size of the first array that will be put into it.
+        nbytes: The size of the first array that will be put into the segment.
     """
 
     def __init__(self, size: int, nbytes: int) -> None:
@@ -176,7 +176,7 @@ class _Segment:
         self.free = _FreeList(size)
         # bytes of free intervals that still have their pages
         self.idle = 0
-        # True if the file is in a file system that may be full although the node has free memory
+        # True if the file is in a file system that may fill up while the node still has free memory
         self.bounded = os.fstatvfs(self.fd).f_blocks > 0
         # bytes that may be touched before the free memory must be checked again
         self._sure = 0
@@ -199,23 +199,23 @@ class _Segment:
         return offset
 
     def _touch(self, offset: int, nbytes: int) -> None:
-        """Touch the pages in steps, and look at the free memory before each step. Raise OSError if it is too little.
+        """Touch the pages in steps, and check the free memory before each step. Raise OSError if it is too little.
 
-        When memory runs out the kernel does not return an error. It kills a process, perhaps another one. A single look
-        at the beginning would not be enough:
+        When memory runs out the kernel does not return an error. It kills a process, which need not be this one. A
+        single check at the beginning would not be enough:
 
         1. 10 GiB are free.
         2. Two ranks ask for 6 GiB each. Both see that there is enough.
         3. Both touch their pages, and memory runs out.
 
-        With a look before each step, each rank sees what the other has touched in the meantime.
+        With a check before each step, each rank sees how much the other has touched in the meantime.
         """
         if nbytes - self.idle <= self._sure:
             self._sure -= max(0, nbytes - self.idle)
             _touch_pages(self.map, offset, nbytes)
             return
         step = max(LEAST_SEEN_BYTES, SEEN_BYTES // count_local_ranks())
-        # an allowance for pages that other ranks touch between this rank's look and its step
+        # an allowance for pages that other ranks touch between this rank's check and its step
         others = min(SEEN_BYTES, nbytes // 8)
         idle, end, self._sure = self.idle, offset + nbytes, 0
         while offset < end:
@@ -244,7 +244,7 @@ class _Segment:
 
 
 def _memory_error(nbytes: int, error: OSError) -> MemoryError:
-    # These come from machine.open_memory, whose sentence says what to do.
+    # Errors of these kinds come from machine.open_memory, whose text says what to do.
     if error.errno in (errno.EPERM, errno.EACCES, errno.ENOSYS):
         return of_caller(MemoryError(f"no memory for {nbytes} bytes of node-shared array: {error.strerror}"))
     cure = f"ask for less, or give the job fewer ranks on a node{_advice_on_ulimit_v()}"
@@ -265,7 +265,7 @@ def _advice_on_ulimit_f(error: OSError) -> str:
 
 
 def _advice_on_ulimit_v() -> str:
-    """Return advice about `ulimit -v` if it is set, or "". It counts all mapped addresses, used or not."""
+    """Return advice about `ulimit -v` if that limit is set, or "". It counts all mapped addresses, used or not."""
     most = resource.getrlimit(resource.RLIMIT_AS)[0]
     return "" if most == resource.RLIM_INFINITY else f", or raise ulimit -v, which is {most / 2**30:.1f} GiB here"
 
@@ -274,8 +274,9 @@ class _Arena:
     """All segments of this process."""
 
     def __init__(self) -> None:
-        # in the order of their addresses
+        # the segments, in the order of their addresses
         self.segments: list[_Segment] = []
+        # the address of each segment
         self.bases: list[int] = []
         # Segments smaller than this are not used for new arrays; see `in_one_segment`.
         self.least = 0
@@ -292,7 +293,7 @@ class _Arena:
                 offset = segment.allocate(nbytes)
                 if offset is not None:
                     return segment, offset
-            # Check this before a segment is made for an array that will not fit.
+            # Check the free memory first, so that no segment is made for an array that will not fit.
             free = free_memory() + free_swap()
             if nbytes > free:
                 raise _memory_error(nbytes, _out_of_memory(free))
@@ -337,7 +338,7 @@ _attached: weakref.WeakValueDictionary[tuple[int, int, int], NDArray[np.uint8]] 
 
 
 def _forget_after_fork() -> None:
-    """Start with an empty arena in a forked child: the parent's free memory is still the parent's."""
+    """Start with an empty arena in a forked child, because the memory in the old arena still belongs to the parent."""
     global _arena
     _arena = _Arena()
 
@@ -349,7 +350,7 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32, comm: MPI
     """Make an uninitialised array in memory that the ranks of the node share.
 
     Collectives and stores read and write such an array where it is, without copies. It is C-contiguous and aligned to
-    64 bytes, and its pages are touched already. The call is local and does not block. The memory is freed when the
+    64 bytes, and its pages are already allocated. The call is local and does not block. The memory is freed when the
     array and its last view are gone.
 
     Args:
@@ -371,15 +372,15 @@ def empty(shape: int | tuple[int, ...], dtype: DTypeLike = np.float32, comm: MPI
 
 
 def in_one_segment() -> None:
-    """Put all arrays of this process from now on into one segment, as large as the node's memory.
+    """From now on, put all arrays of this process into one segment, as large as the node's memory.
 
-    A process that has mapped the segment can reach all arrays in it, also after this process has ended.
+    A process that has mapped the segment can reach all arrays in it, even after this process has ended.
     """
     _arena.least = max(SEGMENT_BYTES, os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE)
 
 
 def _parse_shape(shape: Any) -> tuple[int, ...]:
-    """Return a shape as a tuple. Raise NumPy's error, with what to do, if it is not a shape."""
+    """Return a shape as a tuple. If it is not a shape, raise NumPy's error with advice added."""
     try:
         return np.broadcast_shapes(shape)
     except (TypeError, ValueError) as error:
@@ -408,7 +409,7 @@ def locate(array: NDArray[Any]) -> Region | None:
 
 
 def region_of(array: NDArray[Any]) -> Region:
-    """Return the region of an array that was surely made by `empty`."""
+    """Return the region of an array that `empty` must have made."""
     region = locate(array)
     assert region is not None
     return region
@@ -417,8 +418,8 @@ def region_of(array: NDArray[Any]) -> Region:
 def attach(region: Region) -> NDArray[np.uint8]:
     """Map a region of this or another process of the node, for reading and writing. Return its bytes.
 
-    The segment stays mapped as long as any array over it lives. Raises CollectiveError if the process or its segment
-    cannot be reached: it is on another node or in another container, belongs to another user, or has ended.
+    The segment stays mapped as long as any array over it lives. Raises CollectiveError if the segment cannot be
+    reached: its process is on another node or in another container, belongs to another user, or has ended.
     """
     whole = segment(region)
     part = whole[region.offset : region.offset + region.nbytes]
@@ -453,7 +454,7 @@ def _map_segment(region: Region) -> NDArray[np.uint8]:
 
 
 def _open_file(region: Region) -> int:
-    """Open the file of a region. Raise CollectiveError if it cannot be opened, or is another file by now."""
+    """Open the file of a region. Raise CollectiveError if it cannot be opened, or if its descriptor was reused."""
     path = f"/proc/{region.pid}/fd/{region.fd}"
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -469,16 +470,16 @@ def _open_sparse() -> int:
     try:
         return open_memory(SPARSE_BYTES)
     except OSError:
-        # No folder has that much room. A store without tables needs none, so take any.
+        # No folder has that much room. A store without tables needs no room, so take any folder.
         return open_memory()
 
 
 class SparseFile:
     """A memory file of this process, for arrays that grow. Memory is used only for pages that are written.
 
-    So an array can be given its largest possible length at once, and never has to move. Each array is mapped
-    separately, and the file may be far longer than the node's memory. Another process of the node opens the file with
-    `opened`, and reaches all arrays by their offsets, even after this process has ended.
+    So an array can get its largest possible length at once, and never has to move. Each array is mapped separately, and
+    the file may be far longer than the node's memory. Another process of the node opens the file with `opened`. It can
+    then map every array by its offset, even after this process has ended.
     """
 
     def __init__(self, fd: int | None = None) -> None:
@@ -502,7 +503,7 @@ class SparseFile:
 
     @property
     def room(self) -> int:
-        """The free bytes of the file system that holds the file. Does not consider the node's free memory."""
+        """The free bytes of the file system that holds the file. The node's free memory may be less."""
         system = os.fstatvfs(self._fd)
         return system.f_bavail * system.f_frsize if system.f_blocks else sys.maxsize
 
@@ -529,26 +530,27 @@ class SparseFile:
         return array, offset
 
     def view(self, offset: int, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
-        """Map an array that was made by `zeros`, here or in another process. Raise OSError if it cannot be mapped."""
+        """Map an array that `zeros` has made in this or another process. Raise OSError if it cannot be mapped."""
         nbytes = max(1, math.prod(shape) * np.dtype(dtype).itemsize)
         return np.ndarray(shape, dtype, buffer=mmap.mmap(self._fd, nbytes, offset=offset))
 
 
 def _map_file(fd: int, size: int) -> mmap.mmap:
     mapping = mmap.mmap(fd, size)
-    # Without huge pages everything works, but slower.
+    # Some kernels have no huge pages. Without them everything works, but slower.
     with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping
 
 
 def _touch_pages(mapping: mmap.mmap, offset: int, nbytes: int) -> None:
-    """Touch the pages without changing them."""
+    """Let the kernel allocate the pages of this interval. Their contents stay the same."""
     start = offset // mmap.PAGESIZE * mmap.PAGESIZE
     end = -(-(offset + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     try:
         mapping.madvise(_MADV_POPULATE_WRITE, start, end - start)
     except OSError as error:
-        # EINVAL: this kernel is older than 5.14 and does not know the call. Then the first use touches the pages.
+        # EINVAL: this kernel is older than 5.14 and does not know the call. Then each page is allocated at its first
+        # use.
         if error.errno != errno.EINVAL:
             raise

@@ -1,26 +1,27 @@
-"""The board of a node: shared memory through which its ranks meet, and learn when one of them has failed.
+"""The board of a node: shared memory in which its ranks wait for each other, and learn when one of them has failed.
 
-An operation starts when all ranks have *entered* it. A row in shared memory has one 8-byte word for each rank. A rank
-enters by storing its word: the number of the operation << 32 | a token that stands for its call and its arrays. All
-ranks have entered when all words of the row have that number. If a rank sees a token that it does not know, it reads
-the token's descriptor and compares the calls. An operation may have several *phases*; the ranks meet again after each.
-The steps of an operation:
+An operation, such as an allreduce, starts when all ranks have *entered* it. A row in shared memory has one 8-byte word
+for each rank. A rank enters by storing its word: the number of the operation << 32 | a token that stands for its call
+and its arrays. The ranks have *met* when all words of the row have that number. If a rank sees a token that it does not
+know, it reads the token's descriptor (the text of the call and the places of its arrays) and compares the calls. An
+operation may have several *phases*; the ranks meet again after each. The steps of an operation:
 
-    publish   write everything that other ranks will read: a vector in a slot, a descriptor
+    publish   write everything that other ranks will read: a vector in a slot (a buffer of this rank), a descriptor
     meet      store one word to `entries`, then read the row until it is complete
     take      read what the other ranks have written
     poison    after a failure: set the flag, and replace this rank's word with OUT. A row with OUT is never complete, so
               ranks that wait for the row keep waiting, and see the flag
 
-A flag and a message tell all ranks of the node that one has failed (`Poison`; between nodes: `network.control`). The
-first rank to fail writes both, and every wait checks the flag. A file lock makes sure that later failures do not
-overwrite the first message; the kernel releases the lock if its holder dies. If a rank dies without writing anything,
-the other ranks notice that its process has ended (`Peers`).
+A flag and a message tell all ranks of the node that one has failed, which ends their *generation* (`Poison`; between
+nodes: `network.control`). The first rank to fail writes both, and every wait checks the flag. A file lock makes sure
+that later failures do not overwrite the first message; the kernel releases the lock if its holder dies. If a rank dies
+without writing anything, the other ranks notice that its process has ended (`Peers`).
 
-A rank can enter operation i + 2 only after all ranks have entered i + 1. So two rows and two slots, used in turn, are
-enough. Methods named by a participle (`met`, `followed`, `agreed`, `carried_out`) are generators that yield whenever
-they have to wait; `meet` and `follow` do the same, but block. This module does not use MPI, so that the tests can run
-it with simulated words that switch to another rank at each access, in every order.
+A rank can enter operation i + 2 only after all ranks have entered i + 1. So two rows and two slots, used alternately,
+are enough. Methods named by a participle (`met`, `followed`, `agreed`, `carried_out`) are generators that yield
+whenever they have to wait. `meet` and `follow` do the same work as `met` and `followed`, but block. This module does
+not use MPI. So the tests can run it with simulated words that switch to another rank at each access, and try every
+order of accesses.
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ NUMBERS = (1 << 32) - 1
 # the word of a rank that has left the generation
 OUT = (1 << 64) - 1
 OUT_TOKEN = OUT & NUMBERS
-# reads of the row before a rank yields its core: if it has a core of its own, and if ranks share cores
+# How often a rank reads the row before it yields its core: with a core of its own, and if ranks share cores.
 SPINS_ALONE, SPINS_SHARED = 64, 1
-# reads after that, before the wait loop takes over
+# how often it reads the row after that, before the wait loop (`drive`) takes over
 MOST_LOOKS = 256
 LOOK_AT_PEERS_SECONDS = 0.05
-# the longest time that a rank that fails waits until no other touches its arrays
+# the longest time that a failing rank waits until no other rank touches its arrays
 LEAVING_SECONDS = 5.0
 # A processor may delay a store behind a later load, but never for this long.
 SETTLE_SECONDS = 1e-3
@@ -87,7 +88,7 @@ class Poison:
 
     Args:
         memory: POISON_BYTES of memory, mapped by every rank on the node.
-        fd: The file that this memory belongs to. Its lock protects the message.
+        fd: The file that this memory belongs to. A lock on the file protects the message.
     """
 
     def __init__(self, memory: NDArray[np.uint8], fd: int) -> None:
@@ -108,7 +109,7 @@ class Poison:
 
     def error(self) -> CollectiveError:
         """Return the error that all ranks raise. The flag must be set."""
-        # Taking the lock also orders memory accesses, on any processor.
+        # Taking the lock orders memory accesses on any processor, so that this rank sees the whole message.
         with self._locked():
             return self._error()
 
@@ -129,8 +130,8 @@ class GenerationEnd:
     """The end of a generation, which happens only once.
 
     Args:
-        tell: Sends an error to the other ranks, and returns the error that all ranks raise. That is the error of the
-            rank that failed first.
+        tell: Sends an error to the other ranks. Returns the error that all ranks raise, which is the error of the rank
+            that failed first.
     """
 
     def __init__(self, tell: Callable[[CollectiveError], CollectiveError]) -> None:
@@ -155,9 +156,9 @@ class GenerationEnd:
 
 
 class Peers:
-    """The processes of a node's ranks: tells which of them have ended."""
+    """The processes of a node's ranks, and which of them have ended."""
 
-    # process -> its pidfd, for all generations, so that each process takes up a single file descriptor
+    # process -> its pidfd. All generations share this dict, so that each process takes up a single file descriptor.
     _known: dict[int, int] = {}  # noqa: RUF012
 
     def __init__(self, pids: Sequence[int]) -> None:
@@ -182,7 +183,7 @@ class Peers:
 class Board:
     """One rank's view of the words that the ranks of a node share during one generation.
 
-    `names`: the number under which error messages show each rank of the node.
+    `names` has for each rank of the node the number that error messages show.
     """
 
     nap_after = NAP_AFTER_ON_NODE
@@ -196,31 +197,31 @@ class Board:
         self.descriptors = Descriptors(memory.descriptors, memory.rank, names)
         self.poison = Poison(memory.poison, memory.poison_fd)
         self.entries, self.progress = memory.rows
-        # shows other processes in which operation this rank is
+        # shows other processes, such as `mpips top`, in which operation this rank is
         self.marks = Marks(memory.identity)
         self.fence = memory.fence
-        # A row is read as one large integer. `ones` times a number is the row in which every word is that number, and
-        # `numbers` masks the operations' numbers in a row.
+        # A row is read as one large integer. `ones` times a number is the row in which every word is that number.
+        # `numbers` is a mask for the operations' numbers in a row.
         self.ones = sum(1 << 64 * rank for rank in range(self.size))
         self.numbers = self.ones * NUMBERS << 32
-        # the operation that this rank has entered last
+        # the number of the operation that this rank has entered last
         self.number = 0
-        # phases that this rank has finished, over all operations
+        # the number of phases that this rank has finished, over all operations
         self.phase = 0
-        # `lent` is the last operation for which this rank has lent its arrays to other ranks. Those have finished with
-        # the arrays once they have signalled phase `last_phase`.
+        # `lent` is the last operation for which this rank has lent its arrays to other ranks. A rank has finished with
+        # the lent arrays once it has signalled phase `last_phase`.
         self.last_phase = 0
         self.lent = 0
-        # Fast paths may begin only with a descriptor that was put after this one; see `hold_fast_paths`.
+        # Fast paths may begin only with a descriptor whose running number is above this; see `hold_fast_paths`.
         self.spent = -DESCRIPTORS
         self.spins = SPINS_SHARED if memory.crowded else SPINS_ALONE
-        # A fast path reads a row this often before it enters the wait loop. After `spins` reads it yields its core
-        # between two reads.
+        # A fast path reads a row this often before it enters the wait loop. After the first `spins` reads, it yields
+        # its core between two reads.
         self.looks = range(self.spins + MOST_LOOKS)
         self._held = False
         # True while this rank carries out an operation over messages
         self._carrying = False
-        # when to look at the other processes again
+        # when to check next whether other processes have ended
         self._due = 0.0
         self._peers = Peers(memory.pids)
         # raises if the enclosing generation has ended; see `Communicator.set_enclosing_look`
@@ -236,10 +237,10 @@ class Board:
         return token
 
     def hold_fast_paths(self, held: bool) -> None:
-        """Forbid operations to begin by a fast path, or permit it again.
+        """Forbid fast paths to begin operations, or permit them again.
 
-        While they are forbidden, `spent` is sys.maxsize, which is above the number of every descriptor, so all fast
-        paths return NOT_BEGUN. Otherwise only those fast paths do whose descriptor has been overwritten.
+        While fast paths are forbidden, `spent` is sys.maxsize, which is above the number of every descriptor, so all
+        fast paths return NOT_BEGUN. Otherwise only fast paths whose descriptor has been overwritten return NOT_BEGUN.
         """
         self._held = held
         self.spent = sys.maxsize if held else self.descriptors.put - DESCRIPTORS
@@ -247,7 +248,7 @@ class Board:
     def enter(self, token: int, lends: bool = False) -> None:
         """Enter the next operation with this token. A rank that sees the token also sees everything written before.
 
-        `lends`: other ranks may access this rank's arrays from now on, until each has finished one phase.
+        If `lends`, this rank lends its arrays: each other rank may access them until it has finished one phase.
         """
         self.number = number = self.number + 1 & NUMBERS
         if lends:
@@ -257,14 +258,14 @@ class Board:
         self.entries[number & 1][self.rank] = self.marks.word[0] = number << 32 | token
 
     def met(self) -> Iterator[None]:
-        """Yield until all ranks have entered this operation. `tokens` then returns their tokens."""
+        """Yield until all ranks have entered the current operation. `tokens` then returns their tokens."""
         while not self._complete():
             yield
         if self.fence is not None:
             self.fence()
 
     def meet(self, row: memoryview, wanted: int, what: str) -> bool:
-        """Wait until all ranks have entered this operation. Return True if `row` then equals `wanted`. Blocking.
+        """Wait until all ranks have entered the current operation. Return True if `row` then is `wanted`. Blocking.
 
         Fast paths call this when `looks` reads were not enough. `what` names the call in errors.
         """
@@ -284,13 +285,13 @@ class Board:
         return descriptors
 
     def agreed(self, text: str) -> Iterator[None]:
-        """Raise MismatchError on every rank unless all pass the same text. Yields whenever it has to wait."""
+        """Raise MismatchError on every rank unless all ranks pass the same text. Yields whenever it has to wait."""
         self.enter(self.publish(Descriptor(text)))
         yield from self.met()
         self.read(self.tokens())
 
     def signal(self) -> None:
-        """Tell the other ranks that this one has finished a phase."""
+        """Tell the other ranks that this rank has finished a phase."""
         self.phase += 1
         if self.fence is not None:
             self.fence()
@@ -311,7 +312,7 @@ class Board:
     def carried_out(self, steps: Iterator[None]) -> Iterator[None]:
         """Run the steps of an operation over messages, after the ranks have met for it on this board.
 
-        At the end it writes to the board that this rank is done, so that other ranks can tell which ranks are late.
+        At the end, write to the board that this rank is done, so that other ranks can tell which ranks are late.
         """
         self._carrying = True
         yield from steps
@@ -319,7 +320,7 @@ class Board:
         self.memory.words[self.rank][FINISHED] = self.number
 
     def late(self) -> list[int]:
-        """Return the names of the ranks that are behind this one."""
+        """Return the names of the ranks for which this rank waits."""
         return [self.names[rank] for rank in self._late()]
 
     def look(self, waited: float) -> None:
@@ -338,7 +339,7 @@ class Board:
         # Check again that the rank is late, because of this race:
         # 1. This rank computes the list of late ranks. Rank 1 is in it.
         # 2. Rank 1 writes its word, leaves, and ends.
-        # 3. This rank sees that rank 1 has ended, though it has done its part.
+        # 3. This rank sees that rank 1 has ended, although rank 1 has done its part.
         if ended and ended[0] in self._late():
             how = DEPARTURES[self.memory.words[ended[0]][LEFT]]
             raise CollectiveError(f"rank {self.names[ended[0]]} is needed, and {how}")
@@ -346,7 +347,7 @@ class Board:
     def look_at_all(self, waited: float = 0.0) -> None:
         """Raise if the generation has ended, or if any process of the node has died without leaving.
 
-        For a rank that does not wait for a word on this board. `look` checks only the ranks for which it waits.
+        Called when this rank waits for no word on this board. `look` checks only the ranks for which this rank waits.
         """
         if self.poison.flag[0]:
             raise self.poison.error()
@@ -360,7 +361,7 @@ class Board:
                 raise CollectiveError(f"rank {self.names[rank]} is needed, and {DEPARTURES[0]}")
 
     def end(self, error: BaseException, sentence: str) -> CollectiveError:
-        """End the generation for all ranks of the node. Return the error that they raise.
+        """End the generation for all ranks of the node. Return the error that all ranks raise.
 
         Blocks until no other rank accesses this rank's arrays, but at most for LEAVING_SECONDS.
         """
@@ -368,11 +369,11 @@ class Board:
         self.hold_fast_paths(True)
         last_signal = max(row[self.rank] for row in self.progress)
         lending = self.lent == self.number and last_signal < self.last_phase
-        # The other ranks have all that they need for this operation if the row is complete, and this rank has lent no
-        # arrays or has already done its phase with them. Then let them complete it.
+        # The other ranks have all that they need for this operation if the row is complete, and if this rank either has
+        # lent no arrays or has finished the phase for which it lent them. Then let them complete the operation.
         if lending or not self._complete():
             self.entries[self.number & 1][self.rank] = OUT
-        # OUT is greater than any phase: other ranks see that this rank does not touch their arrays any more.
+        # OUT is greater than any phase, so other ranks see that this rank does not touch their arrays any more.
         self.progress[self.phase + 1 & 1][self.rank] = OUT
         if self.fence is not None:
             self.fence()
@@ -385,7 +386,7 @@ class Board:
     def all_entered(self, number: int) -> bool:
         """True if all ranks have entered operation `number` with the same call, and none left before all had entered.
 
-        `number` must be the operation that this rank entered last; for any other number the result is False.
+        Only the operation that this rank entered last is known. For any other number the result is False.
         """
         try:
             return number == self.number and self._complete() and bool(self.read(self.tokens()))
@@ -399,11 +400,11 @@ class Board:
         return {self.names[rank]: DEPARTURES[words[rank][LEFT]] for rank in gone}
 
     def leave(self, how: int = PROGRAM_ENDED) -> None:
-        """Tell the other ranks that this one will enter no more operations. `how`: a key of `DEPARTURES`."""
+        """Tell the other ranks that this rank will enter no more operations. `how` is a key of `DEPARTURES`."""
         self.memory.words[self.rank][LEFT] = how
 
     def _complete(self) -> bool:
-        """True if all ranks have entered this operation."""
+        """True if all ranks have entered the current operation."""
         row = int.from_bytes(self.entries[self.number & 1], ORDER)
         return row & self.numbers == self.number * self.ones << 32
 
@@ -417,8 +418,8 @@ class Board:
     def _touching(self) -> bool:
         """True if another rank may still touch this rank's arrays.
 
-        Ranks touch lent arrays only once they have seen that all ranks have entered. This rank's word is OUT by now. So
-        if another rank has not entered yet, nobody will ever see a complete row.
+        Ranks touch lent arrays only once they have seen that all ranks have entered. This rank's word is already OUT.
+        So if another rank has not entered yet, no rank will ever see a complete row.
         """
         if self.lent != self.number:
             return False

@@ -1,9 +1,9 @@
-"""Deaths of ranks: how MPI reports them, and how ranks make communicators although any rank may die meanwhile.
+"""Deaths of ranks: how MPI reports them, and how ranks make communicators while any rank may die.
 
-Only an MPI with ULFM reports deaths: Open MPI under `mpirun --with-ft ulfm`. There the death of a process does not end
-the job. A message to or from a dead rank raises MPI.Exception, and so does a probe for messages of any source until the
-death is acknowledged. A collective may raise on some ranks and wait for ever on others, until a rank revokes the
-communicator (`CommCreationGuard`).
+Only an MPI with the extension ULFM reports deaths: Open MPI under `mpirun --with-ft ulfm`. Then the death of a process
+does not end the job. A message to or from a dead rank raises MPI.Exception, and so does a probe for messages of any
+source until the death is acknowledged. A collective may raise on some ranks and wait for ever on others, until a rank
+revokes the communicator (`CommCreationGuard`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WATCH_SECONDS = 4e-3
 MAKING_SECONDS = 0.02
 # how long after an error to wait for MPI to report the death that may have caused it
 DEATH_SECONDS = 1.0
-# Open MPI's mpirun sets this variable if it is asked to let other processes live after a death.
+# Open MPI's mpirun sets this variable if it was told to let the other processes live after a death.
 ENABLED = "OMPI_MCA_mpi_ft_enable"
 _DEATHS = (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING)
 
@@ -71,7 +71,7 @@ def is_death(error: BaseException) -> bool:
 
 
 class CommCreationGuard:
-    """A context in which ranks make communicators from `comm`, although any of them may die meanwhile.
+    """A context in which ranks make communicators from `comm` while any rank may die.
 
     As soon as a rank has died, or `revoke_all` is called, `comm` and all communicators made in the context are revoked.
     Ranks that wait on one of these communicators then raise MPI.Exception. A thread watches for deaths, so the context
@@ -85,7 +85,7 @@ class CommCreationGuard:
         self._comm = comm
         # `comm`, and all communicators that were made from it
         self._made = [comm]
-        # True once all of these are revoked
+        # True once all communicators of `_made` are revoked
         self.broken = False
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -104,7 +104,7 @@ class CommCreationGuard:
         CommCreationGuard.present = None
 
     def add(self, comm: MPI.Comm) -> None:
-        """Add a new communicator to those that will be revoked."""
+        """Let `revoke_all` revoke this new communicator as well. After `revoke_all`, revoke it at once."""
         with self._lock:
             self._made.append(comm)
             if self.broken:
@@ -118,8 +118,8 @@ class CommCreationGuard:
                 *earlier, last = self._made
                 for comm in reversed(earlier):
                     _revoke(comm)
-                # Open MPI crashes if the last communicator is revoked while another rank is still making it. So first
-                # revoke its parents: then a rank that is still making it gives up within MAKING_SECONDS.
+                # Open MPI crashes if this rank revokes the last communicator while another rank is still making it. So
+                # its parents are revoked first: then that other rank gives up within MAKING_SECONDS.
                 if earlier:
                     time.sleep(MAKING_SECONDS)
                 _revoke(last)
@@ -132,9 +132,9 @@ class CommCreationGuard:
 
 
 def guard_comm(comm: C) -> C:
-    """Add a new communicator to the present `CommCreationGuard`, if there is one. Return the communicator.
+    """Add a new communicator to the current `CommCreationGuard`, if there is one. Return the communicator.
 
-    Code that may run in such a context passes every new communicator through this.
+    Code that may run in such a context passes every new communicator through this function.
     """
     if CommCreationGuard.present is not None:
         CommCreationGuard.present.add(comm)

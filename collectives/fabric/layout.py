@@ -1,17 +1,17 @@
-"""Layout of a node's shared memory: an area of each rank, which the other ranks read; descriptors of calls and arrays.
+"""The layout of a node's shared memory: an area for each rank, which the other ranks read, with descriptors of calls.
 
 The area of a rank holds
 
   words        `FINISHED`: the last operation that the rank has carried out over messages. `LEFT`: how the rank has left
-               (`DEPARTURES`), 0 until then. From `CLOSED_AT` on: a byte for each rank, 1 once it has stopped reading
-               this area;
+               (`DEPARTURES`), 0 until then. From `CLOSED_AT` on: a byte for each rank, which is 1 once that rank has
+               stopped reading this area;
   poison       used in the first rank's area only: how the generation has ended (`board.Poison`);
   descriptors  what the rank's tokens stand for (`Descriptors`);
-  slots        two buffers, used in turn, for the vectors of small calls;
+  slots        two buffers, used alternately, for the vectors of small calls;
   stages       buffers through which arrays in private memory pass, block by block.
 
 The first rank's area also holds the words that all ranks read again and again: `entries` and `progress`, two rows of
-each, used in turn (`board`). The words of a row are adjacent, so that a single read takes in all of them.
+each, used alternately (`board`). The words of a row are adjacent, so that a single read gets all of them.
 
 A descriptor holds the text of a call, a digest of the text, and the places of the rank's arrays. A rank that sees an
 unknown token reads the descriptor. So ranks learn about each other's arrays without messages.
@@ -38,7 +38,7 @@ from mpips.collectives.recorder.ring import WORD
 
 POISON_BYTES = 4096
 PROGRAM_ENDED, CLOSED = 1, 2
-# the word `LEFT` of a rank that has gone -> how it went
+# the word `LEFT` of a rank that has gone -> how it has gone, in words
 DEPARTURES = {0: "its process has ended", PROGRAM_ENDED: "its program has ended", CLOSED: "it has closed its store"}
 # descriptors that an area has room for
 DESCRIPTORS = 512
@@ -49,14 +49,14 @@ TEXT_BYTES = DESCRIPTOR_BYTES - HEAD_BYTES
 # After this token, tokens start again at 1. It is a multiple of DESCRIPTORS, so each token keeps its place in the area.
 # Higher numbers are never tokens.
 LAST_TOKEN = (1 << 32) - DESCRIPTORS
-# words of the places of x and out
+# the number of words for the places of x and out
 PLACE_WORDS = 12
 
 
 class ArrayPlace(NamedTuple):
-    """The place of a rank's array. Other ranks can reach it as shared memory, by its address, or not at all."""
+    """The place of a rank's array. Other ranks reach the array as shared memory, by its address, or not at all."""
 
-    # as in `arena.Region`; all 0 if the array is not in shared memory
+    # these five as in `arena.Region`; all 0 if the array is not in shared memory
     pid: int = 0
     fd: int = 0
     inode: int = 0
@@ -77,25 +77,25 @@ class Descriptor(NamedTuple):
     text: str
     # (x, out) of each array
     places: tuple[tuple[ArrayPlace, ArrayPlace], ...] = ()
-    # of the whole text
+    # digest of the whole text
     digest: int = 0
 
 
 class Descriptors:
-    """The descriptors of all ranks of the node. This rank writes its own and reads those of the other ranks.
+    """The descriptors of all ranks of the node. This rank writes its own descriptors and reads those of other ranks.
 
-    `names`: the number under which error messages show each rank of the node.
+    `names` has for each rank of the node the number that error messages show.
     """
 
     def __init__(self, areas: Sequence[NDArray[np.uint8]], rank: int, names: Sequence[int]) -> None:
         self._areas = areas
         self._rank = rank
         self.names = tuple(names)
-        # Descriptors that this rank has put so far. Each stays readable until DESCRIPTORS more have been put.
+        # The number of descriptors that this rank has put so far. Each stays readable until DESCRIPTORS more are put.
         self.put = 0
         # (rank, token) -> descriptor
         self._known: dict[tuple[int, int], Descriptor] = {}
-        # token -> the places of a call of several arrays; kept in memory as long as the descriptor is readable
+        # token -> the places of the arrays of a call of several arrays. Kept as long as the descriptor is readable.
         self._many: dict[int, NDArray[np.int64]] = {}
 
     def publish(
@@ -104,9 +104,9 @@ class Descriptors:
         """Write a descriptor into this rank's area and return its token.
 
         Args:
-            all_places: For a call of several arrays, an array in shared memory with the places of all of them: they do
-                not fit into the descriptor. None for a call of one array.
-            place: Where other ranks find `all_places`.
+            all_places: For a call of several arrays, an array in shared memory with the places of all its arrays, which
+                do not fit into the descriptor. None for a call of one array.
+            place: The place of `all_places` itself.
         """
         token = self.put % LAST_TOKEN + 1
         self.put += 1
@@ -129,13 +129,13 @@ class Descriptors:
         return token
 
     def readable(self, put: int) -> bool:
-        """True if the descriptor with this running number has not been overwritten. It must be this rank's own."""
+        """True if this rank's descriptor with this running number has not been overwritten."""
         return put > self.put - DESCRIPTORS
 
     def read(self, rank: int, token: int, attach: Callable[[ArrayPlace], NDArray[np.uint8]]) -> Descriptor:
         """Return the descriptor of a rank's token. Raise CollectiveError if it has been overwritten.
 
-        `attach` maps the places of a call of several arrays.
+        `attach` maps the array that holds the places of a call of several arrays.
         """
         known = self._known.get((rank, token))
         if known is None:
@@ -152,7 +152,7 @@ class Descriptors:
         return known
 
     def compare(self, descriptors: Sequence[Descriptor]) -> None:
-        """Raise MismatchError, the same on all ranks, unless all descriptors are of the same call."""
+        """Raise MismatchError, the same on all ranks, unless all descriptors describe the same call."""
         if any(descriptor.digest != descriptors[0].digest for descriptor in descriptors):
             texts = [descriptor.text for descriptor in descriptors]
             raise MismatchError(describe_calls(dict(zip(self.names, texts))))
@@ -163,7 +163,7 @@ class Descriptors:
 
     @staticmethod
     def _before(token: int) -> int:
-        """Return the token whose descriptor this one overwrites."""
+        """Return the token whose descriptor the descriptor of `token` overwrites."""
         return (token - 1 - DESCRIPTORS) % LAST_TOKEN + 1
 
 
@@ -192,23 +192,24 @@ ORDERED_STORES = platform.machine().lower() in ("x86_64", "amd64", "i686", "i386
 
 
 class BoardRows(NamedTuple):
-    """The rows of a node: a word of each rank, for even and odd operations, and for even and odd phases."""
+    """The rows of a node, in pairs (even, odd): `entries` has one for operations, and `progress` one for phases."""
 
     entries: tuple[memoryview, memoryview]
     progress: tuple[memoryview, memoryview]
 
 
 class NodeAreas:
-    """The areas of all ranks of a node, as one of them sees them.
+    """The areas of all ranks of a node, mapped by one of the ranks.
 
     Args:
-        rank: The rank that sees them, counted on the node.
-        pids: The processes of the ranks.
+        rank: The number on the node of the rank that has mapped the areas.
+        areas: The area of each rank.
+        pids: The process of each rank.
         cores: How many cores the ranks may use together.
         reachable: True if every rank can reach the private memory of all others (`process_memory`).
         fence: An MPI window for memory fences, or None if the processor keeps stores in order.
         poison_fd: The file of the first rank's area.
-        identity: A number of this memory, the same on all ranks of the node.
+        identity: A number that identifies this memory, the same on all ranks of the node.
     """
 
     def __init__(
@@ -227,9 +228,9 @@ class NodeAreas:
         self.size = len(areas)
         self.areas = areas
         self.pids = pids
-        # True if ranks share cores. Then each meeting costs context switches.
+        # True if ranks share cores. Then each wait of the ranks for each other costs context switches.
         self.crowded = self.size > cores
-        # True if each rank has a second core, for communication while it computes
+        # True if there is a second core for each rank, which can communicate while the first core computes
         self.roomy = 2 * self.size <= cores
         self.identity = identity
         self.reachable = reachable
@@ -241,7 +242,7 @@ class NodeAreas:
         self.fence: Callable[[], None] | None = None if fence is None else fence.Sync
         self._window = fence
         self._buffers: list[NDArray[np.uint8]] = []
-        # The stages of a rank hold two blocks for each rank. Blocks are whole pages where that is possible.
+        # The stages of a rank hold two blocks for each rank. Blocks are whole pages unless there are too many ranks.
         grain = 4096 if self.size <= STAGE_BYTES // 4096 else LINE_BYTES
         self.block_bytes = min(BLOCK_BYTES, STAGE_BYTES // self.size // grain * grain)
 
@@ -268,12 +269,12 @@ class NodeAreas:
         return self.areas[rank][start : start + self.block_bytes]
 
     def stage_out(self, rank: int, third: int) -> NDArray[np.uint8]:
-        """Return the stage into which `rank` writes its results. Three are used in turn."""
+        """Return the stage, number `third` of three that are used in turn, into which `rank` writes its results."""
         start = STAGES_AT + 2 * STAGE_BYTES + third * BLOCK_BYTES
         return self.areas[rank][start : start + self.block_bytes]
 
     def buffers(self, nbytes: int) -> list[NDArray[np.uint8]]:
-        """Return two private buffers for the operation under way. All operations share them."""
+        """Return two private buffers for the current operation. All operations use the same two buffers."""
         if not self._buffers:
             self._buffers = [np.empty(nbytes, np.uint8) for _ in range(2)]
         return self._buffers
@@ -281,7 +282,7 @@ class NodeAreas:
     def close(self) -> None:
         """Give the areas up. Collective if there is a fence.
 
-        Other ranks may still read this rank's area, so it stays in memory until all of them have closed too.
+        Other ranks may still read this rank's area, so it stays in memory until all of them have called this.
         """
         for area in self.areas:
             area[CLOSED_AT + self.rank] = 1
@@ -293,7 +294,7 @@ class NodeAreas:
             self._window.Free()
 
     def abandon(self) -> None:
-        """Give the areas up when no other rank uses this rank's area any more. Not collective."""
+        """Give the areas up. Not collective. Called when no other rank uses this rank's area any more."""
         os.close(self.poison_fd)
 
 
@@ -302,7 +303,7 @@ def area_bytes(size: int) -> int:
     return ROWS_AT + 4 * (-(-size * 8 // LINE_BYTES) * LINE_BYTES)
 
 
-# closed, but other ranks may still read this rank's area
+# objects that were closed while other ranks may still read this rank's area
 _closed: list[NodeAreas] = []
 
 

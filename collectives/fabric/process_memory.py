@@ -1,8 +1,8 @@
 """Copies between the private memories of two processes of a node, made by the kernel.
 
-Linux copies to and from the memory of any process that this process would be allowed to trace, by the system calls
-process_vm_readv and process_vm_writev ("cross memory attach"). No memory need be shared beforehand, but the kernel
-spends time on every page.
+With the system calls process_vm_readv and process_vm_writev ("cross memory attach"), a process can copy to and from the
+memory of any process that it would be allowed to trace. The memory need not be shared beforehand, but the kernel spends
+time on every page.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Extent(ctypes.Structure):
 
 
 def _c_function(name: str) -> Any:
-    """Return the function of the C library with this name, or None if it has none."""
+    """Return the function of the C library with this name, or None if the library does not have it."""
     function = getattr(_LIBC, name, None)
     if function is not None:
         extents, count = ctypes.c_void_p, ctypes.c_ulong
@@ -51,9 +51,10 @@ class OutOfReach(CollectiveError):
 
 
 class KernelCopy:
-    """A copy between the address `local` of this process and the address `remote` of process `pid`. A call copies.
+    """A copy between the address `local` of this process and the address `remote` of process `pid`.
 
-    All arguments of the system call are prepared in advance. Preparing them at each call took as long as the call.
+    Calling the object makes the copy. The constructor prepares all arguments of the system call, because preparing them
+    at each call took as long as the system call itself.
     """
 
     def __init__(self, call: Callable[..., int], pid: int, local: int, remote: int, nbytes: int):
@@ -70,7 +71,7 @@ class KernelCopy:
             self._copy_rest(moved)
 
     def _copy_rest(self, moved: int) -> None:
-        """Copy what the kernel has left out. It may copy only a part: at most 2 GiB in one call, for instance."""
+        """Copy the bytes that the kernel has left out. For instance, it copies at most 2 GiB in one system call."""
         local, remote = (extent.base for extent in self._extents)
         done = moved
         while moved > 0 and done < self._nbytes:
@@ -83,20 +84,20 @@ class KernelCopy:
 
 
 def fetch(to: NDArray[Any], pid: int, address: int) -> KernelCopy:
-    """Prepare the copy of memory of another process into `to`. Calling the result makes the copy."""
+    """Prepare a copy from memory of another process into `to`. Calling the result makes the copy."""
     return KernelCopy(_READ, pid, to.__array_interface__["data"][0], address, to.nbytes)
 
 
 def deliver(source: NDArray[Any], pid: int, address: int) -> KernelCopy:
-    """Prepare the copy of `source` into memory of another process. Calling the result makes the copy."""
+    """Prepare a copy of `source` into memory of another process. Calling the result makes the copy."""
     return KernelCopy(_WRITE, pid, source.__array_interface__["data"][0], address, source.nbytes)
 
 
 def all_reachable(node: MPI.Comm) -> bool:
-    """True if every rank of the node can reach the memory of every other. The same on all ranks. Collective, blocking.
+    """True on all ranks if every rank of the node can reach the memory of every other rank. Collective and blocking.
 
-    On a system with the security module Yama, only a parent may trace a process. Then each rank gives that permission
-    to its launcher and to all processes that the launcher has started, which include the other ranks.
+    On a system with the security module Yama, only a parent may trace a process. Then each rank permits its launcher,
+    and so all processes that the launcher has started, to trace it. The other ranks are among these processes.
     """
     return node.size > 1 and (_all_reach(node) or (_permit_launcher(node) and _all_reach(node)))
 
@@ -104,7 +105,7 @@ def all_reachable(node: MPI.Comm) -> bool:
 def reachable_address(array: NDArray[Any], written: bool = False) -> int:
     """Return the address of an array, or 0 if the kernel cannot copy from it, for example from memory of a device.
 
-    If the array will be `written`, the kernel must be able to copy to it, too. To find out, this function copies the
+    If the array will be `written`, the kernel must also be able to copy to it. To find out, this function copies the
     first and the last byte onto themselves.
     """
     pid, begin, byte = os.getpid(), int(array.__array_interface__["data"][0]), np.zeros(1, np.uint8)
@@ -129,9 +130,10 @@ def _all_reach(node: MPI.Comm) -> bool:
 
 
 def _reads(pid: int, address: int, secret: int) -> bool:
-    """True if the process has the secret at that address.
+    """True if process `pid` has the secret at that address.
 
-    A process of another PID namespace may have the same pid. It does not have the secret.
+    In this rank's PID namespace, `pid` may name a process other than the rank that sent it. That process does not have
+    the secret.
     """
     word = np.zeros(1, np.int64)
     try:
@@ -142,14 +144,17 @@ def _reads(pid: int, address: int, secret: int) -> bool:
 
 
 def _permit_launcher(node: MPI.Comm) -> bool:
-    """True if Yama lets only parents trace the ranks, and each rank has now permitted its launcher. Collective."""
+    """Permit the launcher to trace this rank, if Yama lets only parents do so. Collective.
+
+    Return True on all ranks if that was necessary and has succeeded on every rank.
+    """
     to_parents = read_number("/proc/sys/kernel/yama/ptrace_scope") == 1
     permitted = to_parents and _LIBC.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0) == 0
     return _true_on_all(node, permitted)
 
 
 def _true_on_all(node: MPI.Comm, value: bool) -> bool:
-    """True if `value` is true on all ranks. Collective."""
+    """True on all ranks if `value` is true on every rank. Collective."""
     least = np.array([value], np.int64)
     node.Allreduce(MPI.IN_PLACE, least, MPI.MIN)
     return bool(least[0])

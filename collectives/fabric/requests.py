@@ -1,29 +1,29 @@
-"""MPI requests and tags of messages; communicators that are freed once all their messages have arrived.
+"""MPI requests, tags of messages, and communicators that are freed only once all their messages have arrived.
 
 **Tags.** The tags of a plan's messages are the same on all ranks, and differ from those of plans that may be in flight
 at the same time.
 
 **Requests.** Vectors are sent and received by persistent requests. If an error ends an operation while requests are in
-flight, they and their memory are kept until MPI has finished with them. Receives are cancelled. Sends complete when the
-owner of their communicator gives it up, because every rank then receives and drops what was sent on it.
+flight, the requests and their memory are kept until MPI has finished with them. Receives are cancelled. Sends complete
+when their communicator is given up, because every rank then receives and drops all messages that were sent on it.
 
 **The MPI library's own collectives** cannot be cancelled (`NativeCollectives`). As long as one rank has not completed
 such a collective, MPI may also access the arrays of the other ranks. So before a rank gives up a collective, it tries
 to complete it. If that is impossible, the communicator is never freed.
 
-**Communicators** are freed only after every message that was sent on them has arrived. The reason:
+**Communicators** are freed only after every message that was sent on them has arrived, for this reason:
 
 1. Communicator A is freed while a message on it is still in flight.
 2. MPI gives A's number to a new communicator B.
-3. The late message counts as one on B. With Open MPI the real message of that sender then waits for ever. MPICH even
-   keeps messages that had arrived on A before and that nobody received.
+3. MPI takes the late message for a message on B. With Open MPI the real message of that sender then waits for ever.
+   MPICH makes this mistake even with messages that arrived before A was freed and that nobody received.
 
 The messages of a sender on a communicator arrive in the order in which they were sent. So each rank sends a last
-message to every other, and a rank that has received all last messages has received everything. The last message also
-says how many of MPI's own collectives the sender has begun on the communicator. We cannot receive the messages of
-MPI's collectives, so if these counts differ, the communicator is never freed. In all other cases communicators must be
-freed, because their numbers are scarce: MPICH has 2,048 in a process. A communicator that cannot be freed at once is
-freed by a later `collect_closed`.
+message to every other rank, and a rank that has received all last messages has received everything. The last message
+also says how many of MPI's own collectives the sender has begun on the communicator. This module cannot receive the
+messages of MPI's collectives, so if these counts differ, the communicator is never freed. In all other cases it must be
+freed, because numbers of communicators are scarce: MPICH has 2,048 in a process. If a communicator cannot be freed at
+once, a later `collect_closed` frees it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from mpips.collectives.recorder import own as recorder
 FIRST_TAG = 16
 # the highest tag that every MPI must have
 LEAST_TAG = 32767
-# number of tags for plans; one-shot calls have all above
+# number of tags for plans; one-shot calls use all tags above
 TAGS = 8000
 
 
@@ -71,10 +71,10 @@ class Tags:
 
     `first` is the number of tags that earlier plans have taken on these lanes. It is the same on all ranks.
 
-    For a one-shot call `first` is None. No two one-shot calls are in flight at the same time, so their tags need not
-    differ, and are made from a hash of the call's text. Then ranks whose calls differ do not take each other's messages
-    for their own: they wait, and `control` finds out why. Open MPI has 2^31 tags and MPICH 2^29, so such hashes seldom
-    collide.
+    For a one-shot call `first` is None. Only one one-shot call is in flight at a time, so one-shot calls need no
+    distinct tags. Their tags are made from a hash of the call's text. So ranks whose calls differ do not take each
+    other's messages for their own: they wait, and `network.control` finds out why. Open MPI has 2^31 tags and MPICH
+    2^29, so such hashes seldom collide.
     """
 
     def __init__(self, lanes: Lanes, first: int | None = None):
@@ -84,7 +84,10 @@ class Tags:
         self.count = 0
 
     def take(self, count: int, text: str) -> list[int]:
-        """Return a tag for each of `count` schedule lanes. Called once. Raises ValueError if there are too many."""
+        """Return a tag for each of the `count` lanes of a schedule. Called once. Raises ValueError if `count` > TAGS.
+
+        Each lane of a schedule handles a part of the vector.
+        """
         if count > TAGS:
             raise ValueError(f"{text} has {count} lanes, and there are tags for {TAGS}: choose fewer rings")
         self.count = count
@@ -96,13 +99,13 @@ class Tags:
 
 MESSAGE_BYTES = 4 << 20
 CARRY_SECONDS = 1e-4
-# How long a rank that gives up a collective waits for the other ranks to enter it. A rank that does not know of the
-# failure yet enters the collective within this time, even if cores are busy.
+# How long a rank that gives up a collective waits for the other ranks to enter it. Within this time, a rank that does
+# not know of the failure yet has entered the collective, even if cores are busy.
 COMING_SECONDS = 0.5
-# When `_kept_requests` has this many requests, look for those that are complete.
+# When `_kept_requests` has this many requests, check which of them are complete.
 TEST_AT = 64
 _test_at = TEST_AT
-# id -> a request that nobody waits for. Several threads add and remove.
+# id -> a request that nobody waits for. Several threads add and remove requests.
 _kept_requests: dict[int, MPI.Request] = {}
 _test_lock = Lock()
 # unfinished collectives of MPI, with their communicators
@@ -112,8 +115,8 @@ _collectives: list[tuple[MPI.Request, MPI.Comm]] = []
 class ArrivalBarrier:
     """A non-blocking barrier that knows which ranks have not arrived yet.
 
-    Each rank sends a byte to each other rank, because MPI's own barrier would not tell which ranks have arrived. The
-    constructor is collective and does not block. `what` names in errors the event for which the ranks meet.
+    Each rank sends a byte to each other rank, because MPI's own barrier would not show which ranks have arrived. The
+    constructor is collective and does not block. `what` is the name that errors give to the operation that waits.
     """
 
     limits = Limits()
@@ -123,8 +126,9 @@ class ArrivalBarrier:
         size = comm.Get_size()
         self._comm = comm
         self._what = what
-        # when `look` last looked for ranks that have ended, and which it found
+        # how long this rank had waited when `look` last searched for ranks that have ended
         self._looked = 0.0
+        # the ranks that this search found
         self._gone = set[int]()
         # for each rank, the byte that it has sent: 1 once it has arrived
         self._arrived = np.zeros(size, np.uint8)
@@ -137,8 +141,8 @@ class ArrivalBarrier:
     def wait(self, limits: Limits) -> None:
         """Wait until all ranks have arrived. Blocking.
 
-        Raises StallError after the limit, and CollectiveError if a rank can no longer arrive. Even after such an error
-        this rank counts as arrived, and MPI may still write to this object. So `_waited_barriers` keeps the object.
+        Raises StallError after the time limit, and CollectiveError if a rank can no longer arrive. Even after such an
+        error this rank counts as arrived, and MPI may still write to this object. So `_waited_barriers` keeps it alive.
         """
         self.limits = limits
         _waited_barriers.append(self)
@@ -157,14 +161,14 @@ class ArrivalBarrier:
         late = self.late()
         in_job = dict(zip(ranks_of_job(self._comm, late), late))
         gone = {in_job[rank] for rank in recorder.find_ended(list(in_job))}
-        # Raise only for a rank that had ended at the previous look, too. A rank may arrive, give up and end: then its
-        # byte comes in between two looks, and the rank is not late any more.
+        # Raise only for a rank that had already ended at the previous look. A rank may arrive, give up and end. Then
+        # its byte comes in between two looks, and at the second look the rank is not late any more.
         for rank in sorted(gone & self._gone):
             raise CollectiveError(f"{self._what}: rank {rank} is needed, and its program has ended")
         self._gone = gone
 
 
-# rolls that ranks wait for, and rolls that they gave up
+# barriers that this process waits for, and barriers whose wait it gave up
 _waited_barriers: list[ArrivalBarrier] = []
 
 
@@ -190,10 +194,11 @@ class NativeCollectives:
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm = comm
-        # the number of the board's operation in which the ranks have met for this row, or -1
+        # the number of the board's operation in which the ranks compare their calls for this row, or -1
         self.number = -1
-        # (collectives begun before this row, the row, `compare` of `enter`, requests of the begun collectives). A
-        # single attribute changes in one step, so Ctrl-C cannot leave it half changed.
+        # (number of collectives begun before this row, the row, the argument `compare` of `enter`, requests of the
+        # collectives of this row that have begun). A single attribute changes in one step, so Ctrl-C cannot leave it
+        # half changed.
         self._row: tuple[int, Sequence[NativeCall], Callable[[], None] | None, list[MPI.Request]] = (0, (), None, [])
 
     @property
@@ -207,7 +212,7 @@ class NativeCollectives:
         Args:
             compare: Called after the first collective of the row. Raises if the ranks have entered different rows. None
                 if the ranks compare their calls on the board.
-            number: The number of the board's operation in which they compare them, or -1.
+            number: If they do, the number of the board's operation in which they compare their calls. Otherwise -1.
         """
         self.number = -1
         self._row = self.begun, row, compare, []
@@ -216,7 +221,7 @@ class NativeCollectives:
     def step(self) -> bool:
         """Advance the row as far as possible without blocking. Return True when all of it is complete.
 
-        It can be called again after Ctrl-C has interrupted it at any point.
+        This method can be called again after Ctrl-C has interrupted it at any point.
         """
         _, row, compare, requests = self._row
         while not requests or requests[-1].Test():
@@ -242,14 +247,14 @@ class NativeCollectives:
                     break
             except (MPI.Exception, CollectiveError):
                 break
-            # Not all ranks have entered the row. Later ones learn that the communicator is over before they enter.
+            # Not all ranks have entered the row. A later rank learns that the communicator has ended before it enters.
             if compare is not None and len(requests) == 1 and clock.seconds() > COMING_SECONDS:
                 break
             time.sleep(CARRY_SECONDS)
         self.keep()
 
     def keep(self) -> None:
-        """Keep unfinished collectives, and so their arrays, until MPI has finished them."""
+        """Keep the requests of unfinished collectives, and so their arrays, alive until MPI has finished them."""
         _collectives.extend((request, self.comm) for request in self._row[3] if not is_over(request))
 
 
@@ -269,7 +274,7 @@ def make_sends(comm: MPI.Comm, vector: Vector, target: int, tag: int) -> list[MP
 
 
 def release(requests: Sequence[MPI.Prequest]) -> None:
-    """Free persistent requests. Those in flight are cancelled if they can be, and kept until they are complete."""
+    """Free persistent requests. Cancel receives in flight. Keep all requests in flight until they are complete."""
     for request in requests:
         if is_over(request):
             request.Free()
@@ -282,7 +287,7 @@ def release(requests: Sequence[MPI.Prequest]) -> None:
 def keep_until_complete(requests: Iterable[MPI.Request]) -> None:
     """Keep requests for which nobody waits, together with their memory, until they are complete.
 
-    They are tested now and then, because MPICH does not free a communicator before each of its requests was tested.
+    The requests are tested now and then, because MPICH frees a communicator only after all its requests were tested.
     """
     global _test_at
     _kept_requests.update((id(request), request) for request in requests)
@@ -318,7 +323,7 @@ def is_over(request: MPI.Request) -> bool:
 
 
 def _free_if_complete(request: MPI.Request) -> bool:
-    """Free a persistent request if it is complete. Return True if the request is complete."""
+    """Return True if a request is complete. Free a complete request if it is persistent."""
     ended = is_over(request)
     if ended and isinstance(request, MPI.Prequest):
         request.Free()
@@ -352,15 +357,15 @@ def receive_next(comm: MPI.Comm, tag: int) -> tuple[int, bytes] | None:
 
 
 def send(comm: MPI.Comm, data: Any, to: int, tag: int) -> MPI.Request:
-    """Start a send. If the rank is known to be dead, nothing is sent, and the request is complete. Does not block.
+    """Start a send. If the rank is known to be dead, send nothing and return a completed request. Does not block.
 
-    Open MPI 5.0 would crash in the third MPI_Isend to a rank of another node that has died.
+    Open MPI 5.0 would crash in the third MPI_Isend to a dead rank of another node.
     """
     return MPI.REQUEST_NULL if to in dead_ranks(comm) else comm.Isend(data, to, tag)
 
 
 def send_to_all(comm: MPI.Comm, data: bytes | bytearray, ranks: Sequence[int], tag: int) -> None:
-    """Send bytes to those of these ranks that are alive. Does not block, even if a rank never receives."""
+    """Send bytes to each of these ranks that is alive. Does not block, even if a rank never receives."""
     sent = []
     for rank in ranks:
         try:
@@ -380,8 +385,8 @@ class ClosingComm:
     All receives that were posted on the communicator must be complete or given up.
 
     Args:
-        kept: Kept alive until the communicator is freed.
-        begun: How many of MPI's own collectives this rank has begun on it.
+        kept: An object that is kept alive until the communicator is freed.
+        begun: The number of MPI's own collectives that this rank has begun on the communicator.
     """
 
     def __init__(self, comm: MPI.Comm, kept: object = None, begun: int = 0) -> None:
@@ -393,10 +398,10 @@ class ClosingComm:
         # True if ranks have begun different numbers of collectives
         self._unlike = False
         others = (rank for rank in range(comm.Get_size()) if rank != comm.Get_rank())
-        # True once the communicator is freed, or if it never will be. It is never freed if a rank has died, because
-        # nobody knows whether a message from that rank is still in flight.
+        # True once the communicator is freed, or if it never will be. It is never freed if a rank has died, because no
+        # rank knows whether a message from the dead rank is still in flight.
         self._freed = bool(dead_ranks(comm))
-        # the number of last messages that have not come
+        # the number of last messages that this rank has not received yet
         self._missing = 0 if self._freed else comm.Get_size() - 1
         self._sends = [] if self._freed else [comm.Isend(self._last, rank, self._tag) for rank in others]
 
@@ -417,7 +422,7 @@ class ClosingComm:
     def free(self) -> bool:
         """Free the communicator if all messages have come and MPI runs no collective on it. Does not block.
 
-        Returns True if it is freed, or if it is never to be freed.
+        Returns True if the communicator is freed, or if it must never be freed.
         """
         try:
             if not self._freed and self.drained() and (self._unlike or not unfinished(self._comm)):
@@ -431,39 +436,39 @@ class ClosingComm:
         return self._freed
 
 
-# (communicator, kept, begun) of communicators to close, whose last messages are not sent yet
+# (communicator, kept, begun), the arguments of a `ClosingComm` that is not made yet
 _to_close: list[tuple[MPI.Comm, object, int]] = []
 # communicators on which messages may still arrive
 _closing: list[ClosingComm] = []
-# objects to keep as long as MPI may touch memory of an operation that has failed
+# objects that are kept alive as long as MPI may touch memory of a failed operation
 _kept_objects: list[object] = []
 
 
 def close_later(comm: MPI.Comm, kept: object = None, begun: int = 0) -> None:
-    """Queue a communicator for `collect_closed`, which frees it. All its ranks do so, each at any time. Does not block.
+    """Queue a communicator for `collect_closed`, which frees it. Every rank calls this, at any time.
 
-    `kept` and `begun`: see `ClosingComm`. The last messages are not sent here: MPICH may call this function while it
-    frees something else, and then it holds a lock.
+    Does not block. `kept` and `begun` are the arguments of `ClosingComm`. The last messages are sent only by
+    `collect_closed`: MPICH may call this function while it frees another object, and then MPICH holds a lock.
     """
     _to_close.append((comm, kept, begun))
 
 
 def collect_closed(seconds: float = 0.0) -> bool:
-    """Free the closed communicators whose messages have all come. Return True if none remains.
+    """Free the closed communicators whose messages have all arrived. Return True if none remains.
 
-    Blocks until then, but at most for `seconds`.
+    Blocks until none remains, but at most for `seconds`.
     """
     clock = Clock()
     while True:
         while _to_close:
             _closing.append(ClosingComm(*_to_close.pop(0)))
         for closing in list(_closing):
-            # Freeing it may call `close_later` for other communicators that were attached to it.
+            # MPI frees attached communicators together with this one, and so may call `close_later` for them.
             if closing.free():
                 _closing.remove(closing)
                 _kept_objects.append(closing.kept)
-        # MPICH really frees a communicator only when the last of its requests was tested, i.e. here. That may call
-        # `close_later`, too.
+        # MPICH really frees a communicator only when the last of its requests is tested, as `any_outstanding` does. So
+        # this call may also call `close_later`.
         if not any_outstanding():
             _kept_objects.clear()
         if _to_close:
@@ -476,8 +481,8 @@ def collect_closed(seconds: float = 0.0) -> bool:
 def close_collectively(comm: MPI.Comm) -> None:
     """Free a communicator, and drop messages that were sent on it and not received.
 
-    Collective, and blocks until all ranks have called it. So it must not be called from within MPI. If MPI still runs a
-    collective on the communicator, a later `collect_closed` frees it.
+    Collective, and blocks until all ranks have called it. So MPI itself must not call it, for example while it frees
+    another communicator. If MPI still runs a collective on `comm`, a later `collect_closed` frees `comm`.
     """
     closing = ClosingComm(comm)
     while not closing.drained():

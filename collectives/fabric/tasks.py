@@ -1,8 +1,8 @@
-"""Tasks: generators for work that has to wait now and then, and functions that run several at once. No I/O.
+"""Tasks, i.e. generators for work that has to wait now and then, and functions that run several tasks at once. No I/O.
 
 A task yields whenever it has to wait: True if it has advanced since its last yield, False or None if not. After True,
 the caller resumes the task soon; otherwise the caller may sleep a little first. The result of a task is the value that
-it returns. Its exceptions are passed on unchanged.
+it returns. Exceptions of a task are passed on unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def advance(task: Task[T]) -> bool:
 
 
 def run_together(tasks: Iterable[Task[Any]], most: int = sys.maxsize) -> Task[None]:
-    """Run tasks until all are over, at most `most` of them at a time, starting them from first to last.
+    """Run tasks until all are over, at most `most` tasks at a time. Start them in the given order.
 
     The first exception is raised at once, and all other tasks are closed.
     """

@@ -1,7 +1,7 @@
-"""The one wait loop: poll, yield the core, sleep, check whether the generation has ended, warn, time out.
+"""The loop of all waits: it polls, yields the core, sleeps, checks whether the generation has ended, warns, times out.
 
-Short waits never reach this loop: callers first poll a few times themselves. `drive` runs an operation step by step,
-and now and then asks a `RankGroup` whether the ranks for which the operation waits can still arrive.
+Short waits never reach this loop, because callers first poll a few times themselves. `drive` runs an operation step by
+step, and now and then asks a `RankGroup` whether the ranks for which the operation waits can still arrive.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from mpips.collectives.clock import Clock
 from mpips.collectives.errors import StallError, have_not, warn
 from mpips.collectives.recorder import own as recorder
 
-# steps before the loop first yields the core
+# the number of steps before the loop first yields the core
 SPINS = 16
-# Time between two calls of Generation.look, or LOOK_NAPS sleeps if these take longer. The interval is a time and not a
-# number of yields, because on a busy core each yield may take a whole time slice.
+# The time between two calls of `RankGroup.look`, or LOOK_NAPS sleeps if these take longer. The interval is a time and
+# not a number of yields, because on a busy core each yield may take a whole time slice.
 LOOK_SECONDS = 1e-4
 LOOK_NAPS = 16
 # A sleep between two steps takes NAP_SHARE of the time waited so far, within these bounds.
@@ -34,7 +34,7 @@ LONGER = "for longer waits raise the timeout (timeout_seconds, MPIPS_TIMEOUT_SEC
 class Limits(NamedTuple):
     """The time after which a wait warns, and the time after which it raises StallError (0: never).
 
-    Time in which the process was stopped does not count (`Clock`).
+    Time while the process was stopped does not count (`Clock`).
     """
 
     stall_seconds: float = 60.0
@@ -42,10 +42,13 @@ class Limits(NamedTuple):
 
 
 class RankGroup(Protocol):
-    """The ranks of one generation, as a waiting rank sees them: when to give up, and for whom the rank waits."""
+    """The ranks of one generation, as a waiting rank sees them: when it must give up, and for which ranks it waits.
+
+    A generation ends when one of its ranks fails.
+    """
 
     limits: Limits
-    # seconds of waiting after which to sleep between steps
+    # the seconds of waiting after which the waiting rank sleeps between steps
     nap_after: float
 
     def look(self, waited: float) -> None:
@@ -81,6 +84,7 @@ def drive(steps: Iterator[None], generation: RankGroup, what: str, spins: int = 
 
     Args:
         steps: The operation. It yields whenever it has to wait.
+        generation: The ranks of the operation.
         what: The operation in words, for warnings and errors.
         spins: The number of steps before the first yield of the core.
     """
@@ -111,7 +115,7 @@ def drive(steps: Iterator[None], generation: RankGroup, what: str, spins: int = 
                     warn(late_sentence(what, waited, generation.late()))
                 check_in_time(what, waited, generation)
     finally:
-        # Count the wait only if it was long enough for a look. Shorter ones are not worth the time.
+        # Count the wait only if it was long enough for a look. Counting a shorter wait is not worth the time.
         if due > start + LOOK_SECONDS:
             recorder.count_wait(time.monotonic() - start, bool(written))
 
@@ -130,6 +134,6 @@ def check_in_time(what: str, waited: float, generation: RankGroup) -> None:
 
 
 def late_sentence(what: str, waited: float, late: Sequence[int], step: str = "come") -> str:
-    """Say how long something has waited, and which ranks have not taken the step that it waits for."""
+    """Return the sentence "`what` has waited for `waited` s", with the ranks that have not taken the `step`."""
     missing = f": {have_not(late, step)}" if late else ""
     return f"{what} has waited for {waited:.3g} s{missing}"

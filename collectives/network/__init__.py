@@ -1,1 +1,1 @@
-"""Collectives between nodes: schedules over messages, a form with two levels, and MPI's own collectives."""
+"""Collectives between nodes: schedules over messages, in one or two levels, and MPI's own collectives."""

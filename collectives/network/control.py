@@ -1,15 +1,16 @@
-"""Short notes between nodes: a rank has failed, or calls differ. Within a node the board is used for this.
+"""Notes, i.e. short messages between nodes that say that a rank has failed or that calls differ.
 
-As long as all goes well, no note is sent. Every rank numbers its operations. A note carries the number of an operation,
-and its name, i.e. the text of the call.
+Within a node the board does this work (`fabric.board`). No rank sends a note while all goes well. Every rank numbers
+its operations. A note carries the number of an operation and its name, which is the text of the call.
 
-A rank that has waited for `SPEAK_SECONDS` tells all other ranks the number and name of its operation. Each rank answers
-once with the name that the operation with this number has there. So every rank gets all names, and if they differ, all
-ranks raise the same MismatchError.
+A rank that has waited for `SPEAK_SECONDS` sends the number and name of its operation to all other ranks. Each rank
+answers once, with the name of its own operation that has this number. So every rank gets all names, and if they differ,
+all ranks raise the same MismatchError.
 
-A rank that ends the generation tells all other ranks why. Several ranks may do so at the same time. So each rank
-listens for another `SETTLE_SECONDS` before it raises. Then all ranks raise the sentence that belongs to the earliest
-operation; if there are several, the sentence of the lowest rank.
+A *generation* is the time from the making of a communicator until it fails or is freed. A rank that ends the generation
+tells all other ranks why. Several ranks may do so at the same time. So each rank listens for another `SETTLE_SECONDS`
+before it raises. Then all ranks raise the sentence that belongs to the earliest operation. If several sentences belong
+to that operation, they raise the sentence of the lowest rank.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from mpips.collectives.fabric.wait import Limits
 
 SPEAK_SECONDS = 0.05
 SETTLE_SECONDS = 0.15
-# how long to wait for the names of all ranks once two are known to differ
+# how long to wait for the names of all ranks once two of the names are known to differ
 NAMES_SECONDS = 0.5
 # how many past operations a rank remembers by name
 HISTORY = 64
@@ -45,8 +46,8 @@ class ControlNote(msgspec.Struct, array_like=True, order=True):
     number: int
     # the sender
     rank: int
-    # IN_OPERATION: the sender is in this operation. OVER: it has ended the generation. LEFT: it has left after this
-    # operation.
+    # IN_OPERATION: the sender is in this operation. OVER: the sender has ended the generation. LEFT: the sender has
+    # left after this operation.
     sort: int
     # IN_OPERATION: the name of the operation. OVER: the sentence.
     text: str = ""
@@ -59,7 +60,8 @@ class Control:
 
     Args:
         comm: A communicator that is used for nothing else.
-        names: The numbers by which sentences name its ranks.
+        limits: The time limits of the generation.
+        names: For each rank of `comm`, the number that error messages show.
     """
 
     def __init__(self, comm: MPI.Intracomm, limits: Limits, names: Sequence[int]) -> None:
@@ -68,25 +70,25 @@ class Control:
         self._size = comm.size
         self._names = names
         self.limits = limits
-        # the operation that this rank has begun last
+        # the number of the operation that this rank has begun last
         self.number = 0
-        # operation -> its name on this rank
+        # number of an operation -> its name on this rank
         self._own_names: dict[int, str] = {}
-        # operation -> rank -> its name on that rank, from notes
+        # number of an operation -> another rank -> the operation's name on that rank, from notes
         self._names_of: dict[int, dict[int, str]] = {}
-        # operations whose name this rank has sent to the other ranks
+        # numbers of operations whose name this rank has sent to the other ranks
         self._announced: set[int] = set()
-        # operations of this rank that are under way
+        # numbers of operations that this rank has begun and not ended
         self._under_way: set[int] = set()
-        # rank -> its note that it has left
+        # rank -> the note in which it said that it has left
         self._left: dict[int, ControlNote] = {}
         # all notes that end the generation
         self._end_notes: list[ControlNote] = []
-        # until when to listen for further notes of sort OVER; 0 before the first
+        # until when this rank listens for further notes of sort OVER; 0 before the first such note
         self._settled = 0.0
-        # since when this rank knows that names differ; 0 if it does not
+        # since when this rank knows that names differ; 0 if it knows of no difference
         self._differs = 0.0
-        # when to look for deaths again
+        # when to check next for ranks that have died
         self._due = 0.0
 
     def operation(self, text: str, steps: Iterator[None]) -> Iterator[None]:
@@ -116,7 +118,7 @@ class Control:
             self._compare(number)
 
     def agreed(self, text: str) -> Iterator[None]:
-        """Raise MismatchError on every rank unless all pass the same text. Yields whenever it has to wait."""
+        """Raise MismatchError on every rank unless all ranks pass the same text. Yields whenever it has to wait."""
         number = self._begin(text)
         self._send_name(number)
         while len(self._names_of.get(number, ())) < self._size - 1:
@@ -126,9 +128,9 @@ class Control:
         self._compare(number)
 
     def look(self, waited: float) -> None:
-        """Read the notes that have come, and send one if this rank has waited for some time. `waited`: seconds.
+        """Read the notes that have come, and send a note if this rank has `waited` for some seconds.
 
-        Raises if the generation has ended, if calls differ, or if a rank is needed that has left or died.
+        Raises if the generation has ended, if calls differ, or if a rank that has left or died is needed.
         """
         self._read_notes()
         if waited > SPEAK_SECONDS:
@@ -139,14 +141,14 @@ class Control:
         for number in sorted(self._names_of):
             self._compare(number)
         self._check_deaths()
-        # A rank that left only after a later operation has done its part in the operations that are under way here.
+        # A rank that left after a later operation has done its part in this rank's unfinished operations.
         gone = [rank for rank, note in self._left.items() if self._under_way and note.number < min(self._under_way)]
         if gone:
             first = min(gone)
             raise CollectiveError(f"rank {self._names[first]} is needed, and {DEPARTURES[self._left[first].kind]}")
 
     def late(self) -> Sequence[int]:
-        """Return the names of the ranks from which no note says that they are in this rank's present operation."""
+        """Return the names of the ranks whose notes have not yet said that they are in this rank's last operation."""
         heard = self._names_of.get(self.number, {})
         return [self._names[rank] for rank in range(self._size) if rank != self._rank and rank not in heard]
 
@@ -162,7 +164,7 @@ class Control:
         return dead | {self._names[rank]: DEPARTURES[note.kind] for rank, note in self._left.items()}
 
     def end(self, error: BaseException, sentence: str) -> CollectiveError:
-        """End the generation for all ranks. Return the error that they raise. Blocks for SETTLE_SECONDS."""
+        """End the generation for all ranks. Return the error that all ranks raise. Blocks for SETTLE_SECONDS."""
         if not self._end_notes:
             note = ControlNote(
                 min(self._under_way, default=self.number + 1), self._rank, OVER, sentence, kind_index(error)
@@ -172,7 +174,7 @@ class Control:
         return self._settle()
 
     def leave(self, how: int = PROGRAM_ENDED) -> None:
-        """Tell the other ranks that this one begins no more operations. Does not block."""
+        """Tell the other ranks that this rank begins no more operations. Does not block."""
         self._send(ControlNote(min(self._under_way, default=self.number + 1) - 1, self._rank, LEFT, kind=how))
 
     def _begin(self, text: str) -> int:
@@ -194,7 +196,7 @@ class Control:
             self._announced.discard(number)
 
     def _read_notes(self) -> None:
-        """Read all notes that have come. Answer those about operations that this rank knows."""
+        """Read all notes that have come. Answer notes about operations that this rank has begun."""
         while (message := receive_next(self.comm, _TAG)) is not None:
             note = msgspec.msgpack.decode(message[1], type=ControlNote)
             if note.sort == OVER:
@@ -215,7 +217,7 @@ class Control:
         send_to_all(self.comm, msgspec.msgpack.encode(note), others, _TAG)
 
     def _check_deaths(self) -> None:
-        """Raise CollectiveError if MPI knows that a rank has died before it has left."""
+        """Raise CollectiveError if MPI knows that a rank has died without leaving."""
         if (now := time.monotonic()) >= self._due:
             self._due = now + LOOK_FOR_DEATHS_SECONDS
             for rank in dead_ranks(self.comm):
@@ -223,9 +225,10 @@ class Control:
                     raise CollectiveError(f"rank {self._names[rank]} is needed, and {DEPARTURES[0]}")
 
     def _compare(self, number: int) -> None:
-        """Raise MismatchError if other ranks know this operation by another name.
+        """Raise MismatchError if other ranks have another name for this operation.
 
-        It raises once all ranks have named the operation, or after NAMES_SECONDS, so that the sentence has all names.
+        The error is raised only once all ranks have sent their names, or after NAMES_SECONDS, so that its sentence can
+        show the names of all ranks.
         """
         own_text = self._own_names.get(number)
         if own_text is None or all(text == own_text for text in self._names_of[number].values()):

@@ -1,10 +1,11 @@
-"""Schedules over messages: persistent MPI requests, their work vector, and two levels for nodes of several ranks.
+"""Runs schedules over messages, with persistent MPI requests, in one level or, for nodes of several ranks, in two.
 
-**One level** (`MessagePlan`). Each lane of the schedule runs through its steps independently, so that several are in
-flight. Lanes with different `turn` use the network one after another: while the messages of a lane are under way, the
-lane before it adds what it has received. All messages of a step start together. Values that are to be added go to
-separate memory, and are added in the order of the ranks when all have come (`schedule.model`). Values also go to
-separate memory if the same step sends from their place.
+**One level** (`MessagePlan`). A schedule consists of lanes. Each lane handles a part of the vector and runs through its
+steps independently, so that several steps are in flight. Lanes with different `turn` use the network one after another:
+while the messages of a lane are in flight, the lane before it adds the values that it has received. All messages of a
+step start together. Values that will be added are received in separate memory, and are added in the order of the ranks
+when all of them have come (`schedule.model`). Values are also received in separate memory if the same step sends from
+their place.
 
 A request carries at most `MESSAGE_BYTES`. This keeps counts far below 2^31. It also stays below the size at which Open
 MPI asks the receiver before it sends, which makes a TCP connection half-duplex.
@@ -12,8 +13,8 @@ MPI asks the receiver before it sends, which makes a TCP connection half-duplex.
 **Two levels** (`TwoLevelPlan`). The schedule of `collectives.schedule.hierarchical`, with the two stages within a node
 in shared memory. The ranks of a node first reduce-scatter their vectors in shared memory. Then each rank's slice is
 allreduced over messages, between the ranks that have the same place in their nodes. At last an allgather in shared
-memory distributes the results. The vector passes through this in segments, so that a segment is between the nodes while
-the next one is summed within them.
+memory distributes the results. The vector passes through these stages in segments, so that a segment is between the
+nodes while the next one is summed within them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from mpips.collectives.schedule.model import NOBODY, RankStep, Schedule, cut, ex
 
 class _MessageStep(NamedTuple):
     requests: list[MPI.Prequest]
-    # what to do with values that were received in separate memory: add or copy them to their places
+    # the steps that add or copy values, received in separate memory, to their places
     landings: list[Step]
 
 
@@ -46,9 +47,9 @@ class MessagePlan:
     Args:
         comm: The communicator that carries the messages.
         call: The call.
-        schedule: Its schedule over the ranks of `comm`.
+        schedule: The schedule of the call over the ranks of `comm`.
         x: The array to read.
-        out: The array for the result; equal to `x` in a call in place.
+        out: The array for the result. For an in-place call it equals `x`.
         tags: A tag for each lane of the schedule.
     """
 
@@ -60,7 +61,7 @@ class MessagePlan:
         program = schedule.program(comm.rank)
         # the steps of each lane
         self._lanes = [[self._compile(lane, step, tags[lane]) for step in steps] for lane, steps in enumerate(program)]
-        # (lane, step) of all lanes in order, if lanes use the network in turn; else empty
+        # the (lane, step) of all lanes in order, if lanes use the network in turn, and otherwise an empty list
         self._queue = self._in_turn(program) if len({lane.turn for lane in schedule.lanes}) > 1 else []
 
     def run(self) -> Iterator[None]:
@@ -80,13 +81,13 @@ class MessagePlan:
     def _one_by_one(self) -> Iterator[None]:
         """Run lanes in turn.
 
-        A step starts its messages when those of the step before it are complete. While they are under way, it adds what
-        the step before has received.
+        A step starts its messages when the messages of the step before it are complete. While its own messages are in
+        flight, it adds the values that the step before it has received.
         """
         landings: list[Step] = []
         lane_before = -1
         for lane, step in self._queue:
-            # A step may send the sums of the step before it in the same lane, so those come first.
+            # A step may send the sums of the step before it in the same lane, so compute those sums first.
             if lane == lane_before:
                 perform(landings)
                 landings = []
@@ -98,7 +99,7 @@ class MessagePlan:
         perform(landings)
 
     def free(self) -> None:
-        """Free its MPI requests."""
+        """Free the MPI requests of the plan."""
         for steps in self._lanes:
             for step in steps:
                 release(step.requests)
@@ -122,12 +123,12 @@ class MessagePlan:
         return [(lane, self._lanes[lane][i]) for _, _, lane, i in sorted(order)]
 
     def _compile(self, lane: int, step: RankStep, tag: int) -> _MessageStep:
-        """Make the requests of a step, and the steps that add or copy what it receives."""
+        """Make the requests of a step, and the additions and copies of the values that it receives."""
         comm, offsets = self._comm, self._schedule.offsets(self._call.n, lane)
         sent = [extent(offsets, r.send) for r in step.rounds if r.send_to != NOBODY]
         requests: list[MPI.Prequest] = []
         landings: list[Step] = []
-        # interval of the vector -> rank -> its values that are added there
+        # interval of the vector -> rank -> the values of that rank that are added there
         added: dict[tuple[int, int], dict[int, Vector]] = {}
         for round_ in step.rounds:
             if round_.receive_from != NOBODY:
@@ -157,8 +158,8 @@ class Workspace:
     """The vector that a call over messages works in.
 
     A schedule needs memory for the whole vector, and x must stay unchanged. So `vector` is `out` if the result on this
-    rank is the whole vector, and otherwise memory from `allocate`. Messages are sent from `source`. That is the same
-    memory, except in alltoall: there, blocks are sent from x or a copy of it, and arrive in out (`Call.arrival`).
+    rank is the whole vector, and otherwise memory from `allocate`. Messages are sent from `source`. This is `vector`,
+    except in alltoall: there, blocks are sent from x or a copy of x, and arrive in out (`Call.arrival`).
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class Workspace:
             np.copyto(self.vector[own] if call.kind == "allgather" else self.vector, self._x)
 
     def end(self) -> None:
-        """Complete the result, and copy it to `out` if it is not there already."""
+        """Complete the result, and copy it to `out` unless it is already in `out`."""
         call = self._call
         if call.kind == "reduce" and self._rank != call.root:
             return
@@ -226,9 +227,9 @@ class TwoLevelPlan:
         on_node: Compiles a call between the ranks of the node.
         call: The call.
         x: The array to read.
-        out: The array for the result; equal to `x` in a call in place.
+        out: The array for the result. For an in-place call it equals `x`.
         tags: Gives the tags of the messages.
-        between: The algorithm over messages.
+        between: The algorithm over messages, between the nodes.
     """
 
     def __init__(
@@ -270,7 +271,7 @@ class TwoLevelPlan:
 
     def run(self) -> Iterator[None]:
         """Run the call. Yields whenever it has to wait."""
-        # allreduces between nodes that are under way
+        # allreduces between nodes that are in flight
         crossing: deque[Iterator[None]] = deque()
         for segment in self._segments:
             yield from _advance_during(segment.scatter(), crossing)
@@ -281,7 +282,7 @@ class TwoLevelPlan:
             yield from _advance_during(segment.gather(), crossing)
 
     def free(self) -> None:
-        """Free its MPI requests."""
+        """Free the MPI requests of the plan."""
         for segment in self._segments:
             segment.across.free()
 

@@ -1,9 +1,10 @@
 """The MPI library's own collectives, with the same interface as all other bodies of calls.
 
-It uses MPI's non-blocking calls and polls them: in a blocking call the ranks would wait for ever for a rank that never
-makes the call. MPI works on the users' arrays. So once all ranks have entered a call, a rank that gives the call up
-still completes it (`requests.NativeCollectives`). Vectors that are too long for the counts of MPI, which are C ints,
-are cut into several calls. All kinds of calls are supported, but reductions only for element types that MPI can reduce.
+A `NativePlan` uses MPI's non-blocking calls and polls them, because in a blocking call the ranks would wait for ever
+for a rank that never makes the call. MPI works on the user's arrays. So once all ranks have entered a call, a rank that
+gives the call up still completes it (`requests.NativeCollectives`). Vectors that are too long for the counts of MPI,
+which are C ints, are cut into several calls. All kinds of calls are supported, but reductions only for element types
+that MPI can reduce.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mpips.collectives.fabric.requests import NativeCall, NativeCollectives
 from mpips.collectives.kernels.sums import Step, perform
 
 MOST_ELEMENTS = 1 << 28
-# the limit if elements are counted as bytes: MPI's counts are C ints
+# The limit of a call that counts bytes instead of elements. MPI's counts are C ints.
 MOST_BYTES = (1 << 31) - 1
 
 
@@ -44,8 +45,8 @@ def _most(call: Call) -> int:
 class NativePlan:
     """The body of a call by MPI's own collective.
 
-    `met`: True if the ranks meet on a board and compare their calls there. They call `enter` before that meeting.
-    Otherwise an allreduce of a digest of the call compares them first.
+    If `met`, the ranks compare their calls on the board of their node, and must call `enter` before that. Otherwise
+    the plan itself first compares them, by an allreduce of a digest of each call.
     """
 
     def __init__(self, own: NativeCollectives, call: Call, x: Flat, out: Flat, met: bool):
@@ -77,12 +78,12 @@ class NativePlan:
         self._after = scale(self._result(), call.p) if mean else []
 
     def enter(self, number: int = -1) -> None:
-        """Enter the call. If the ranks meet on a board, `number` is the number of the operation there."""
+        """Enter the call. If the ranks compare calls on the board, `number` is the number of the board's operation."""
         perform(self._before)
         self._own.enter(self._row, self._compare_rows, number)
 
     def run(self) -> Iterator[None]:
-        """Run the call. Yields whenever it has to wait. Ranks that have met on a board have entered it before."""
+        """Run the call. Yields whenever it has to wait. With `met`, the caller has already called `enter`."""
         if not self._met:
             self._extremes[:] = self._number_pair
             self.enter()
@@ -91,12 +92,12 @@ class NativePlan:
         perform(self._after)
 
     def _compare(self) -> None:
-        """Raise MismatchError if the ranks' calls differ. MPI may crash in such calls: Open MPI frees memory twice."""
+        """Raise MismatchError if the ranks' calls differ. MPI may crash if they do: Open MPI frees memory twice."""
         if self._extremes[0] != -self._extremes[1]:
             raise MismatchError(f"ranks make different calls: {SAME_CALL}")
 
     def free(self) -> None:
-        """Do nothing: it owns no MPI objects."""
+        """Do nothing: the plan owns no MPI objects."""
 
     def _result(self) -> Vector:
         """Return the memory of this rank's result, which a mean divides by the number of ranks."""

@@ -1,1 +1,1 @@
-"""Records what each rank does, in memory that outlives it: `page` has the layout, `own` this process' page."""
+"""Records what each rank does, in a file that outlives it: `page` has the file's layout, `own` this process' file."""

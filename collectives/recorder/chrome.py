@@ -1,9 +1,10 @@
-"""Chrome's trace format, which Perfetto and chrome://tracing open: makes the events, and the file around them.
+"""Makes events in Chrome's trace format, and the file around them. Perfetto and chrome://tracing open such a file.
 
 Kinds of event:
 
     X           a bar on a row; two bars of a row must be apart, or one inside the other (see `rows`)
-    s, t, f     a flow: an arrow through bars, from the one at the time of `s` by way of `t` to `f`
+    s, t, f     an arrow through bars: it starts in the bar at event `s`, passes the bars at events `t`, and ends in the
+                bar at event `f`
     M           names of processes and rows
 
 The functions take times in nanoseconds; the format has microseconds.
@@ -60,7 +61,7 @@ def _meta(pid: int, tid: int | None, what: str, **args: object) -> Event:
 def rows(spans: Sequence[tuple[float, float]]) -> list[int]:
     """Return a row for each span, so that two spans of a row are apart or one is inside the other.
 
-    Each span goes to the first row where it fits, in the order in which the spans begin. So few rows are needed.
+    The spans are placed in the order in which they begin, each in the first row where it fits. So few rows are needed.
     """
     row_of, open_ends = [0] * len(spans), list[list[float]]()
     for index in sorted(range(len(spans)), key=lambda number: (spans[number][0], -spans[number][1])):

@@ -1,7 +1,8 @@
-"""Dumps of pages: one rank's page as JSON, or a job's as files for PyTorch's flight recorder analyzer.
+"""Dumps of pages: one rank's page as JSON, or all pages of a job as files for PyTorch's flight recorder analyzer.
 
-Without any dump, a failure can still be examined, because a page outlives its process. `MPIPS_DUMP_DIR` names a folder
-into which a rank writes its page as JSON when a call fails, and on SIGUSR2.
+A page is the file in which a rank records what it does (`recorder.page`). A failure can be examined even without a
+dump, because a page outlives its process. `MPIPS_DUMP_DIR` names a folder into which a rank writes its page as JSON
+when a call fails, and on SIGUSR2.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from mpips.collectives.recorder import page as pages
 # version of PyTorch's format
 VERSION = "2.10"
 PREFIX = "rank_"
-# Our operation -> PyTorch's. Blocks of ours may differ in size, as they may in PyTorch's names that end in v.
+# Our operation -> PyTorch's. Our blocks may differ in size. PyTorch's operations that end in v permit that as well.
 NAMES = {
     "allreduce": "all_reduce",
     "reduce_scatter": "reduce_scatter_v",
@@ -42,20 +43,20 @@ DTYPES = {
     "int64": "Long",
     "bool": "Bool",
 }
-# the text of a collective's mark, such as "allreduce of 100 float32"
+# the text of a collective on the page, such as "allreduce of 100 float32"
 CALL = re.compile(r"(\w+) of (\d+) (\w+)")
-# an array in a text, such as "100 float32": its length, and the bits of an element (no group for bool)
+# An array in a text, such as "100 float32". The groups are its length and the bits of an element. bool has no bits.
 ARRAY = re.compile(r"\b(\d+) (?:bool|[a-z]+(8|16|32|64|128))\b")
 GROUPED = re.compile(r"grouped_allreduce of \d+ arrays \(([^)]*)\)")
 
 
 def bytes_of(text: str) -> int:
-    """Return the bytes of the arrays that the text of a mark names, or 0 if it names none."""
+    """Return the bytes of the arrays that are named in the text of a call, or 0 if the text names no array."""
     return sum(int(count) * int(bits or 8) // 8 for count, bits in ARRAY.findall(text))
 
 
 class DumpedCall(NamedTuple):
-    """What is known about one collective of a rank. Times are Unix time in nanoseconds, 0 if unknown."""
+    """A collective on the page of a rank. Times are Unix time in nanoseconds, or 0 if unknown."""
 
     number: int
     operation: str
@@ -72,8 +73,8 @@ class DumpedCall(NamedTuple):
 def read_rank(path: Path) -> dict[str, Any] | None:
     """Return the content of a page as values that JSON can hold, or None if the file is not a page.
 
-    `lanes` has the call that the rank began last in each communicator and store. `records` has the timed calls, with
-    times as Unix time in nanoseconds.
+    The key `lanes` has the call that the rank began last in each communicator and store. The key `records` has the
+    timed calls, with times as Unix time in nanoseconds.
 
     Raises:
         OSError: The file cannot be read.
@@ -99,7 +100,7 @@ def read_rank(path: Path) -> dict[str, Any] | None:
 
 
 def write_rank(page: Path, folder: Path) -> Path | None:
-    """Write a page atomically as `rank-N.json` into a folder. Return that path, or None if the file is not a page.
+    """Write a page atomically as `rank-N.json` into a folder. Return that path, or None if `page` is not a page.
 
     Raises:
         OSError: The page cannot be read, or the folder cannot be written.
@@ -109,7 +110,7 @@ def write_rank(page: Path, folder: Path) -> Path | None:
 
 
 def write_json(path: Path, content: object) -> Path:
-    """Write a JSON file atomically. Its folder is made if it does not exist.
+    """Write a JSON file atomically. Make its folder if necessary.
 
     Raises:
         OSError: The file cannot be written.
@@ -131,8 +132,9 @@ def _write(path: Path, content: bytes) -> Path:
 def write_for_pytorch(ranks: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     """Write files `rank_N` that PyTorch's `torchfrtrace` reads.
 
-    A call is known if it was timed, or was the last of its rank in the communicator. A call is left out if a rank has
-    come past it and does not know it: the analyzer would take it for a call which that rank has never made.
+    A rank's page has a call if the call was timed, or was the last one of the rank in the communicator. A call is left
+    out if it is missing on the page of a rank that has made later calls: the analyzer would conclude that this rank has
+    never made the call.
 
     Args:
         ranks: What `read_rank` has returned for each rank of the job.
@@ -156,12 +158,12 @@ def write_for_pytorch(ranks: Sequence[Mapping[str, Any]], folder: Path) -> list[
     ]
 
 
-# a communicator: its ranks, and the number of communicators of the same ranks that were made before it
+# a communicator, as (its ranks, the number of communicators of the same ranks that were made before it)
 Group = tuple[tuple[int, ...], int]
 
 
 def _calls(rank: Mapping[str, Any]) -> dict[Group, dict[int, DumpedCall]]:
-    """Return the collectives that are known of a rank: communicator -> number -> collective."""
+    """Return the collectives that a rank's page has: communicator -> number of the call -> collective."""
     groups: dict[int, Group] = {
         int(identity): (tuple(map(int, record["ranks"].split(","))), record["place"])
         for identity, record in rank["communicators"].items()
@@ -203,7 +205,8 @@ def _calls(rank: Mapping[str, Any]) -> dict[Group, dict[int, DumpedCall]]:
 def _as_pytorch(rank: int, calls: Mapping[Group, Mapping[int, DumpedCall]], groups: Sequence[Group]) -> dict[str, Any]:
     """Return the object that PyTorch would pickle for a rank.
 
-    `groups`: all communicators of the job. The order is the same for all ranks, because it gives them their names.
+    `groups` has all communicators of the job. Its order must be the same for all ranks, because the position of a
+    communicator becomes its name.
     """
     own_groups = [group for group in groups if rank in group[0]]
     names = {group: str(groups.index(group)) for group in own_groups}

@@ -1,7 +1,7 @@
-"""Folders of jobs: one for each job of this user on this machine, with its ranks' pages and its launcher's notes.
+"""Folders of jobs: one for each job of this user on this machine, with the job's pages and its launcher's files.
 
-They lie in memory (/dev/shm), so that writing to them needs no disk, and only this user can read them. A job that ends
-well leaves no folder.
+A page is the file in which a rank records what it does (`recorder.page`). The folders are in memory (/dev/shm), so that
+writing to them needs no disk. Only this user can read them. A job that ends well leaves no folder.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 
 # environment variable with the job's name, set by `mpips run`
 JOB = "_MPIPS_JOB"
-# Environment variables that name an allocation. Several jobs may run in one allocation at the same time.
+# Environment variables with the name of a scheduler's allocation. Several jobs may run in one allocation at a time.
 SCHEDULERS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID")
 MEMORY = Path("/dev/shm")
-# suffixes of the files of a rank; the stem is its pid
+# suffixes of the files of a rank; the rest of the file name is the rank's pid
 PAGE = ".page"
 STACKS = ".stacks"
 # An empty file RANK.ended says that the program of that rank has ended well.
@@ -51,13 +51,14 @@ def is_private(path: Path) -> bool:
 def job_name(environment: Mapping[str, str] = os.environ, alone: bool = False) -> str:
     """Return a name for this process' job that no other launch on the machine has.
 
-    In an allocation of a scheduler, the name begins with that of the allocation. `alone`: the job has no other process.
+    In an allocation of a scheduler, the job's name begins with the allocation's name. `alone` is True if the job has
+    no other process.
     """
     name = environment.get(JOB, "")
     if not name:
         # Each mpirun, and each srun --mpi=pmix, has a namespace of its own.
         name = environment.get("PMIX_NAMESPACE", "")
-        # Not under MPICH's mpiexec: started inside a Slurm step, it passes on the variables of that step.
+        # Ignore the step under MPICH's mpiexec: several may run inside one Slurm step, and all pass on its variables.
         if not name and "HYDI_CONTROL_FD" not in environment:
             name = environment.get("SLURM_STEP_ID", "")
         name = name or f"p{os.getpid() if alone else _launcher()}"
@@ -68,7 +69,8 @@ def job_name(environment: Mapping[str, str] = os.environ, alone: bool = False) -
 def _launcher() -> int:
     """Return the pid of the process that launched this rank.
 
-    That is its nearest ancestor that is not part of the rank itself. A wrapper script is: it has PMI_RANK, too.
+    The launcher is the nearest ancestor that is not part of the rank. A wrapper script has PMI_RANK, so it is part of
+    the rank.
     """
     pid = os.getppid()
     with suppress(OSError):
@@ -104,16 +106,16 @@ def make_folder(name: str) -> Path:
 
 
 def modified_at(path: Path) -> float:
-    """Return the Unix time at which a file was last written, or 0 if another process has removed it meanwhile."""
+    """Return the Unix time at which a file was last written, or 0 if another process has removed the file."""
     with suppress(OSError):
         return path.stat().st_mtime
     return 0.0
 
 
 def forget_job(name: str) -> None:
-    """Remove the folder of a job that has ended well, with the files that dead ranks have left there.
+    """Remove the folder of a job that has ended well, with the files that dead ranks have left in it.
 
-    Files of a trace stay: the process that traces the job removes them.
+    Files of a trace stay, because the process that traces the job removes them.
     """
     with suppress(OSError):
         folder = jobs_folder() / name
@@ -128,14 +130,14 @@ def forget_job(name: str) -> None:
 
 
 def write_end(name: str, **known: object) -> None:
-    """Write what the launcher knows about the end of a job into the job's folder, if there is one."""
+    """Write what the launcher knows about the end of a job into the job's folder, if the folder exists."""
     with suppress(OSError):
         if is_ours(jobs_folder() / name):
             write(jobs_folder() / name, END_FILE, json.dumps(known))
 
 
 def write_hosts(name: str, text: str) -> None:
-    """Write the hosts of a job, and how to reach them, for tools that run on the host of its launcher."""
+    """Write the hosts of a job, and how to reach them, for tools that run on the launcher's host."""
     with suppress(OSError):
         write(make_folder(name), HOSTS_FILE, text)
 
@@ -143,7 +145,7 @@ def write_hosts(name: str, text: str) -> None:
 def read_hosts(folder: Path) -> dict[str, Any]:
     """Return what `write_hosts` has written (`names`, `launcher`, `agent`, `python`, `path`), or {}.
 
-    The file names a program to run, so it counts only in a folder that belongs to this user alone.
+    The file names a program to run, so the file is trusted only in a folder to which only this user has access.
     """
     with suppress(OSError, ValueError):
         if folder.parent == jobs_folder() and is_ours(folder):

@@ -1,7 +1,10 @@
-"""The page of this process: opened when it becomes a rank, removed when it ends well, kept when it fails.
+"""The page of this process, i.e. the file in which it records what it does, so that other processes can read it.
 
-The page lies in the folder of the job (`folders`). On `SIGNAL`, the stacks of all threads are written into a file
-beside it. With `MPIPS_RECORDER=0` no page is opened.
+The page is opened when the process becomes a rank, removed when the process ends well, and kept when the process fails.
+It is in the folder of the job (`folders`). On `SIGNAL`, the process writes the stacks of all threads into a file beside
+the page. With `MPIPS_RECORDER=0` the process has no page.
+
+Each communicator or store has a *lane* of the page: its last call is marked there (`Marks`).
 """
 
 from __future__ import annotations
@@ -33,19 +36,19 @@ VARIABLE = "MPIPS_RECORDER"
 DUMP_VARIABLE = "MPIPS_DUMP_DIR"
 # a signal that no other library uses; on it a rank writes the stacks of its threads into a file
 SIGNAL = int(signal.SIGRTMAX) - 6
-# a wait that lasts this long is written to the page; while it lasts, the page is updated this often
+# A wait that lasts this long is written to the page, and then written again at this interval.
 LASTING_SECONDS = 0.2
-# the longest sentence that says how a rank has ended
+# the length limit of the sentence that says how a rank has ended
 LONGEST_BYTES = 3800
 # indexes of two words of the page's head
 WAITED = pages.AT["waited_ns"]
 WAITED_TIMES = pages.AT["waits"]
-# Packages that may call ours on behalf of the user's program: `user_line` passes over their frames.
+# Packages through which the user's program may call this package. `user_line` skips their frames.
 BETWEEN = ("mpips", "torch", "jax", "threading", "contextlib", "runpy", "mpi4py")
 
 
 class RankState:
-    """The rank, role, generation and training step of this process; the modules that know them set them here.
+    """The rank, role, generation and training step of this process. The modules that know these values set them.
 
     -1 and "" mean unknown. Role, generation and step are written to the page as well.
 
@@ -58,7 +61,7 @@ class RankState:
         self.rank = self._generation = self._step = -1
 
     def take(self, role: str, member: int) -> None:
-        """Take a role as its member number `member`. A rank that replaces a dead one takes that one's number."""
+        """Take a role, as number `member` of that role. A rank that replaces a dead rank takes that rank's number."""
         _identity["member"] = member
         self.role = role
 
@@ -105,14 +108,14 @@ _waits: dict[int, dict[str, Any]] = {}
 _lock = threading.Lock()
 # files to remove at the end: the page, and the file for stacks
 _paths: list[Path] = []
-# identity of a communicator -> its ranks and its place among communicators of the same ranks
+# identity of a communicator -> its ranks, and how many communicators of the same ranks were made before it
 _communicators: dict[int, dict[str, Any]] = {}
-# table name -> its numbers on the page
+# table name -> the words on the page that hold the table's numbers
 _tables: dict[str, memoryview] = {}
 
 
 def is_wanted(environment: Mapping[str, str] = os.environ) -> bool:
-    """True unless `MPIPS_RECORDER` is 0. Raises ValueError if it is neither 0, 1 nor empty."""
+    """True unless `MPIPS_RECORDER` is 0. Raises ValueError if the variable is neither 0, 1 nor empty."""
     word = environment.get(VARIABLE, "").strip()
     if word not in ("", "0", "1"):
         raise ValueError(f"{VARIABLE}={word!r} is unknown: give 0 for no pages, or leave it unset")
@@ -120,10 +123,10 @@ def is_wanted(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def begin(rank: int, size: int) -> None:
-    """Open this rank's page. Only the first call in a process does so.
+    """Open this rank's page. Only the first call in a process does anything.
 
     Raises:
-        OSError: The page cannot be opened. The job can go on without it.
+        OSError: The page cannot be opened. The job can go on without a page.
     """
     global page, ring
     answer_usr2()
@@ -153,7 +156,7 @@ def begin(rank: int, size: int) -> None:
 
 
 def path_beside_page(suffix: str) -> Path | None:
-    """Return the path of the page with another suffix, or None if this process has no page."""
+    """Return the path of this process' page, with another suffix, or None if the process has no page."""
     return _paths[0].with_suffix(suffix) if _paths else None
 
 
@@ -172,7 +175,7 @@ def _write_stacks_on_signal(path: Path) -> None:
 
 
 def answer_usr2() -> None:
-    """From now on, write a dump on SIGUSR2, or print why there is none. A handler that the program has set stays."""
+    """From now on, write a dump on SIGUSR2, or print why not. A handler that the program has set stays."""
     if signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
         # Python allows handlers to be set only in the main thread.
         with suppress(ValueError):
@@ -194,7 +197,7 @@ def _on_usr2(*_: object) -> None:
 
 
 def _print_line(text: str) -> None:
-    # os.write, because a signal handler that prints may interrupt another print, which Python refuses.
+    # Use os.write, because a signal handler that prints may interrupt another print, which Python refuses.
     who = f"rank {_identity['rank']}" if "rank" in _identity else f"process {os.getpid()}"
     with suppress(OSError):
         os.write(2, f"mpips: {who}: {text}\n".encode())
@@ -207,8 +210,8 @@ def write_failure(sentence: str, own: bool = False) -> None:
 
     Args:
         sentence: What went wrong.
-        own: The failure began in this rank's program, and not with another rank's failure. Such a failure is not
-            replaced by later ones that follow from it.
+        own: True if the failure began in this rank's program, False if it follows from another failure. A failure that
+            follows from another one does not replace an earlier failure.
     """
     if not own and any(_failures):
         return
@@ -221,7 +224,7 @@ def write_failure(sentence: str, own: bool = False) -> None:
 
 
 def write_exit_code(code: int) -> None:
-    """Write to the page that the program left with this exit code, unless a failure is written already."""
+    """Write to the page that the program left with this exit code, unless a failure has already been written."""
     if not _failures:
         write_failure(f"exit code {code}", own=True)
 
@@ -247,9 +250,9 @@ def count_checkpoint() -> None:
 
 
 def add_communicator(identity: int, ranks: Sequence[int]) -> None:
-    """Write to the page which ranks of the job a communicator joins.
+    """Write to the page which ranks of the job a communicator connects.
 
-    The page keeps the newest `KNOWN_COMMUNICATORS`, also after they are freed.
+    The page keeps the newest `KNOWN_COMMUNICATORS` communicators, even after they are freed.
     """
     text = ",".join(map(str, ranks))
     place = _last_places[text] = _last_places.get(text, -1) + 1
@@ -260,11 +263,11 @@ def add_communicator(identity: int, ranks: Sequence[int]) -> None:
 
 
 def count_communicators() -> int:
-    """Return the number of communicators that this process has made, including those freed since."""
+    """Return the number of communicators that this process has made, including those that were freed."""
     return sum(1 + last for last in _last_places.values())
 
 
-# ranks -> the number of communicators of these ranks, less 1
+# ranks, as text -> the number of communicators of these ranks that this process has made, minus 1
 _last_places: dict[str, int] = {}
 KNOWN_COMMUNICATORS = 32
 
@@ -278,7 +281,7 @@ def clear_failures() -> None:
 def _remove_page() -> None:
     if _failures:
         return
-    # Other ranks may still begin to wait for this one: this file tells them that it has ended (find_ended).
+    # Other ranks may still begin to wait for this rank. This file tells them that the rank has ended (find_ended).
     if _paths and _identity["size"] > 1:
         with suppress(OSError):
             (_paths[0].parent / f"{_identity['rank']}{folders.PROGRAM_ENDED}").touch(0o600)
@@ -290,7 +293,7 @@ def _remove_page() -> None:
 
 
 def find_ended(ranks: Sequence[int]) -> list[int]:
-    """Return those of the given ranks of the job that have ended well on this host."""
+    """Return which of the given ranks of the job have ended well on this host."""
     ended = []
     for rank in ranks if _paths else ():
         with suppress(OSError):
@@ -303,7 +306,7 @@ def find_ended(ranks: Sequence[int]) -> list[int]:
 
 @cache
 def _process_began() -> float:
-    """Return the Unix time at which this process started. All ranks of its job end later, because MPI starts later."""
+    """Return the Unix time at which this process started. No rank of its job has ended before, as MPI starts later."""
     ticks = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
@@ -324,9 +327,9 @@ def _start_without_page() -> None:
 def note(*unnamed: object, **numbers: float) -> None:
     """Report numbers of this rank's training, such as `step=40, loss=0.3`, to the tools that watch a job.
 
-    The numbers are written into this rank's page; nothing is sent, and no other rank takes part. A number replaces
-    the earlier one of the same name. `mpips why` and `mpips top` also show `step`. A Trainer calls this by itself.
-    If a number is refused, nothing of the call is reported.
+    The numbers are written into this rank's page, a file in memory. Nothing is sent, and no other rank takes part. A
+    number replaces an earlier number of the same name. `mpips why` and `mpips top` also show `step`. A Trainer calls
+    `note` by itself. If one number of a call is refused, none of them is reported.
 
     Args:
         numbers: Values that float() takes, by name. `step` must be at least 0.
@@ -397,9 +400,9 @@ def write_wait(what: str, began: float, late: Sequence[int]) -> None:
     """Write to the page that this thread is waiting.
 
     Args:
-        what: The thing it waits for.
+        what: What the thread waits for.
         began: The start of the wait, in monotonic seconds.
-        late: The ranks that it waits for.
+        late: The ranks that the thread waits for.
     """
     thread, current = threading.get_ident(), threading.current_thread()
     other = "" if current is threading.main_thread() else current.name[:60]
@@ -417,7 +420,7 @@ def write_wait(what: str, began: float, late: Sequence[int]) -> None:
 
 
 def count_wait(seconds: float, written: bool) -> None:
-    """Count a wait that is over. `written`: `write_wait` has put it on the page, so remove it from there."""
+    """Count a wait that is over. If `written`, `write_wait` has put the wait on the page: remove it from the page."""
     words = page.words
     words[WAITED] += int(seconds * 1e9)
     words[WAITED_TIMES] += 1
@@ -444,7 +447,7 @@ def user_line(frame: FrameType | None) -> str:
 
 
 def with_line(what: str, line: str) -> str:
-    """Append a line of the program to a text, in parentheses, or inside the parentheses with which the text ends."""
+    """Append a line of the program to a text, in parentheses. If the text ends with parentheses, use these."""
     if not line:
         return what
     return f"{what[:-1]}; {line})" if what.endswith(")") else f"{what} ({line})"
@@ -454,15 +457,16 @@ def with_line(what: str, line: str) -> str:
 
 
 class Timeable(Protocol):
-    """A plan or a store: it times every call during a trace, and otherwise only the long ones."""
+    """A plan or a store. It times every call during a trace, and otherwise only the long calls."""
 
     def set_timed(self, every: bool) -> None:
-        """From now on, time every call, or only the long ones."""
+        """From now on, time every call if `every`, and otherwise only the long calls."""
 
 
-# Calls of this many bytes or more are always timed. Timing takes about 3 us, more than 1 % of a shorter call.
+# Calls of this many bytes or more are always timed. Timing takes about 3 us, which is more than 1 % of the time of a
+# shorter call.
 LONG_BYTES = 16 << 20
-# where records go: the page's ring, or the ring that trace() was given
+# the ring into which records are written: the page's own, or during a trace the one that trace() was given
 ring = page.ring
 is_traced = False
 _timeable: weakref.WeakSet[Timeable] = weakref.WeakSet()
@@ -471,9 +475,9 @@ _timing = threading.Lock()
 
 
 def trace(into: RecordRing) -> None:
-    """From now on, record every call of this process, short or long, into the given ring instead of the page's.
+    """From now on, record every call of this process, short or long, into the given ring instead of the page's ring.
 
-    Calls that have already begun may be missing. May be called from any thread.
+    Calls that have already begun may be missing. This function may be called from any thread.
     """
     global ring, is_traced
     with _timing:
@@ -483,7 +487,7 @@ def trace(into: RecordRing) -> None:
 
 
 def untrace() -> None:
-    """End `trace`. Calls that have begun still write their ends into its ring; nothing else does."""
+    """End the trace. Calls that have already begun still write their ends into its ring. Later calls do not use it."""
     global ring, is_traced
     with _timing:
         ring, is_traced = page.ring, False
@@ -492,16 +496,16 @@ def untrace() -> None:
 
 
 def add_timeable(timeable: Timeable) -> None:
-    """Call `set_timed` of a plan or store now, and whenever a trace begins or ends. It is held by a weak reference."""
+    """Call `set_timed` of a plan or store now, and whenever a trace begins or ends. Only a weak reference is kept."""
     with _timing:
         _timeable.add(timeable)
         timeable.set_timed(is_traced)
 
 
 def begin_rare(operation: str, subject: str = "") -> tuple[RecordRing, int]:
-    """Begin a record of a rare operation, such as a checkpoint or a recovery, which is recorded without a trace too.
+    """Begin a record of a rare operation, such as a checkpoint or a recovery. It is recorded even without a trace.
 
-    Return the ring and the sequence number to pass to its `end`.
+    Return the ring, and the sequence number to pass to the ring's `end`.
     """
     into = ring
     return into, into.begin(form(0, operation, subject, line=user_line(sys._getframe(1))))
@@ -511,9 +515,10 @@ def begin_rare(operation: str, subject: str = "") -> tuple[RecordRing, int]:
 
 
 class Marks:
-    """The lane of one communicator or store on this process' page, in which each call leaves its mark.
+    """The lane of one communicator or store on this process' page.
 
-    If the page has no free lane, marks go into private memory.
+    Each call writes its mark there, a word that shows which call is the last one. If the page has no free lane, marks
+    go into private memory, which other processes cannot read.
     """
 
     def __init__(self, identity: int) -> None:
@@ -521,7 +526,7 @@ class Marks:
         self.identity = identity
         self._lane = page.take_lane(identity)
         at = Page.mark_at(max(self._lane, 0))
-        # the mark, which a call sets to 2^32 * its number + its token
+        # The mark. A call sets it to 2^32 * the call's number + the call's token, which stands for a text.
         self.word = page.words[at : at + 1] if self._lane >= 0 else memoryview(bytearray(8)).cast(WORD)
 
     def name(self, token: int, text: str) -> None:
@@ -530,7 +535,7 @@ class Marks:
             self._page.name(self._lane, token, text)
 
     def new_token(self, text: str) -> int:
-        """Return a new token for a text. Tokens from here are unique within the page, not only within the lane."""
+        """Return a new token for a text. The token is unique within the page, not only within its lane."""
         return self._page.new_token(text)
 
     def close(self) -> None:

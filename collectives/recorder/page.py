@@ -1,28 +1,30 @@
 """The page of a rank: a small file in the machine's memory that says what the rank does. It outlives its process.
 
-A tool that can read the file learns the rank's identity, its step, the things it waits for and the calls that it began
-last, and the rank need not answer. `Page` is the rank's side; `read` is the reader's side.
+A tool reads from the file the rank's identity, its step, what it waits for and the calls that it began last. The rank
+itself need not answer. The rank writes with `Page`, and the tool reads with `read`.
 
 Layout, in this order:
 
     head        8-byte words, named in `HEAD`; then one byte for each 4 KiB of texts: 1 if memory is allocated for them
     identity    JSON: rank, role, host, program
-    waits       JSON: what each thread waits for, since when, and for which ranks; only waits that last
+    waits       JSON: what each thread waits for, since when, and for which ranks; short waits are left out
     end         JSON: how the rank has ended
     notes       JSON: numbers that the program reports, such as the loss
-    lanes       JSON: the ranks of each of the newest communicators
+    groups      JSON: the ranks of each of the newest communicators
     load        JSON: for a server, the bytes received from each worker, and the number of waiting requests
     tables      JSON: the names of the embedding tables that have numbers
     marks       one word for each *lane* (a communicator or a store): 2^32 * number of the last call + its token
     numbers     for each table, the words named in `TABLE`
     ring        records with times (`ring`) of the calls that take long enough
     tokens      for each lane, the texts of its last `TOKENS` tokens
-    names       texts of the tokens from `POOL` on; stores take their tokens here, one for each key
+    names       texts of the tokens from `POOL` on; a store takes one of these tokens for each of its keys
 
-A call of a microsecond can afford a single 8-byte write, and that is what a mark is. The text of a call is written only
-when the call is made for the first time. JSON is guarded by a sequence number that is odd while it is being written.
+A call that takes a microsecond can afford only a single 8-byte write, so a mark is one word. A *token* is a number that
+stands for the text of a call, which is written only when the call is made for the first time. A sequence number guards
+each JSON area: it is odd while the area is being written.
 
-A page takes 112 KiB, and further memory for texts as they are written. MPI needs the same memory: see `allocate`.
+A page takes 112 KiB, and further memory for texts as they are written. MPI allocates from the same memory file system,
+so a page must leave room for MPI (`allocate`).
 """
 
 from __future__ import annotations
@@ -44,10 +46,10 @@ MAGIC, VERSION = 0x6D70697073_52, 5
 #   generation, step        1 more than the value; 0 means unknown
 #   waited_ns, waits        total time and number of the waits that are over
 #   signal                  the signal on which the rank writes the stacks of its threads
-#   calls                   calls of lanes that were given back
-#   failures                how often a generation, or a communicator, has ended with an error
-#   checkpoints             checkpoints that this rank has written
-#   exchanges               exchanges of parameters (a worker trains by itself between two of them)
+#   calls                   the number of calls of lanes that were given back
+#   failures                how often a generation of a store, or a communicator, has ended with an error
+#   checkpoints             the number of checkpoints that this rank has written
+#   exchanges               the number of exchanges of parameters (a worker trains by itself between two exchanges)
 #   exchange_ns             the time at which the last exchange ended
 #   exchanged_bytes         bytes that all exchanges have sent and received
 HEAD = (
@@ -75,14 +77,14 @@ AT = {name: number for number, name in enumerate(HEAD)}
 TEXT_BYTES = 4096
 IDENTITY, WAITS, END, NOTES, COMMUNICATORS, LOAD, TABLES = (TEXT_BYTES * number for number in range(1, 8))
 LANES = 64
-# tokens of a lane whose texts are kept, and the bytes of a text
+# the number of tokens of a lane whose texts are kept, and the bytes of a text
 TOKENS = 64
 TOKEN_BYTES = 256
-# Each lane has a cache line of its own; it holds the mark and the lane's identity.
+# Each lane has a cache line of its own, which holds the mark and the lane's identity.
 LANE_WORDS = 8
 MARKS = TEXT_BYTES * 8
-# Numbers of a table. A server writes the first six (see Table.stats). A worker writes the last four: the rows that it
-# has pushed, asked servers for and read in place, and its pushes for which a server had no memory.
+# The numbers of a table. A server writes the first six (see Table.stats). A worker writes the last four: how many rows
+# it has pushed, asked servers for, and read in place, and how many of its pushes a server refused for lack of memory.
 TABLE = ("rows", "bytes", "updates", "evicted", "refused", "counted", "pushed", "asked", "in_place", "refused_pushes")
 MOST_TABLES = 64
 TABLE_WORDS = 16
@@ -90,16 +92,16 @@ NUMBERS_AT = MARKS + LANES * LANE_WORDS * 8
 RING = NUMBERS_AT + MOST_TABLES * TABLE_WORDS * 8
 RING_RECORDS = 256
 RING_BYTES = HEAD_BYTES + RING_RECORDS * RECORD_BYTES
-# offset of the bytes that tell for each chunk of texts whether it has memory
+# the offset of the bytes that say for each chunk of texts whether memory is allocated for it
 CHUNKS = TEXT_BYTES // 2
 CHUNK_BYTES = 4096
 TEXTS = -(-(RING + RING_BYTES) // CHUNK_BYTES) * CHUNK_BYTES
-# Tokens above POOL are shared by all lanes. The texts of the last POOL_TOKENS of them are kept.
+# All lanes share the tokens above POOL. The texts of the last POOL_TOKENS such tokens are kept.
 POOL = 1 << 31
 POOL_TOKENS = 4096
 NAMES = TEXTS + LANES * TOKENS * TOKEN_BYTES
 PAGE_BYTES = NAMES + POOL_TOKENS * TOKEN_BYTES
-# A page never allocates more than 1 / PART of the free memory at a time.
+# In one step, a page allocates at most 1 / PART of the free memory.
 PART = 64
 TOKEN_MASK = NUMBERS = (1 << 32) - 1
 _TEXT = struct.Struct("=QQ")
@@ -108,12 +110,12 @@ JSON_BYTES = TEXT_BYTES - _TEXT.size
 
 
 def allocate(fd: int, offset: int, nbytes: int, part: int) -> None:
-    """Allocate memory for a range of a file, so that later writes to it through a map are safe.
+    """Allocate memory for a range of a file, so that later writes to the range through a map are safe.
 
-    A write to a part without memory, when the memory file system is full, would kill the process (SIGBUS).
+    If the memory file system is full, a write to a page without memory would kill the process (SIGBUS).
 
     Raises:
-        OSError: The range is larger than 1 / `part` of the free memory. MPI needs the rest.
+        OSError: The range is larger than 1 / `part` of the free memory. The rest is left for MPI.
     """
     held = os.fstatvfs(fd)
     # f_blocks is 0 on a file system without a limit.
@@ -131,7 +133,7 @@ def encode(content: object) -> bytes:
 class LastCall(NamedTuple):
     """The last call of a communicator or store, as another process reads it from the page.
 
-    Calls of a store have number 0: counting them would cost more than all the rest of the mark.
+    Calls of a store have number 0, because counting them would take longer than everything else that a mark needs.
     """
 
     identity: int
@@ -154,10 +156,10 @@ class PageContent(NamedTuple):
 
 
 class Page:
-    """The page of this rank, for writing, in a new file or (without a path) in private memory.
+    """The page of this rank, for writing. It is in a new file, or without a path in private memory.
 
     Raises:
-        OSError: There is no room for the file. It is not left behind.
+        OSError: There is no room for the file. No file is left behind.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -176,11 +178,11 @@ class Page:
         self.words[AT[name]] = value
 
     def write(self, area: int, content: list[Any] | dict[Any, Any]) -> None:
-        """Write JSON into an area. If it is too long, drop the last members of a list, or the first of a dict."""
+        """Write JSON into an area. If it is too long, drop the last items of a list, or the first items of a dict."""
         while len(raw := encode(content)) > JSON_BYTES:
             content = content[:-1] if isinstance(content, list) else dict([*content.items()][1:])
         at = area // 8
-        # The sequence number is odd during the write; readers then ignore the area.
+        # The sequence number is odd during the write, so that readers ignore the area.
         self.words[at] += 1
         self.words[at + 1] = len(raw)
         self._map[area + _TEXT.size : area + _TEXT.size + len(raw)] = raw
@@ -208,7 +210,7 @@ class Page:
         return lane
 
     def give_lane(self, lane: int) -> None:
-        """Free a lane. Its calls are added to the `calls` of the head."""
+        """Free a lane. Add the number of its calls to `calls` in the head."""
         at = self.mark_at(lane)
         self.words[AT["calls"]] += self.words[at] >> 32
         self.words[at + 1] = 0
@@ -220,7 +222,7 @@ class Page:
         return MARKS // 8 + lane * LANE_WORDS
 
     def name(self, lane: int, token: int, text: str) -> None:
-        """Write the text of a token of a lane, over the text of the token `TOKENS` before it.
+        """Write the text of a token of a lane. This overwrites the text of token `token - TOKENS`.
 
         Does nothing if no memory can be allocated for the text.
         """
@@ -228,18 +230,18 @@ class Page:
         at = _token_at(lane, token)
         if not self._has_memory(at):
             return
-        # Token 0 during the write: a reader finds that the text is not the one of the token it looks for.
+        # The token is 0 during the write. So a reader sees that this is not the text of the token that it looks for.
         self._map[at : at + _TOKEN.size] = _TOKEN.pack(0, 0)
         self._map[at + _TOKEN.size : at + _TOKEN.size + len(raw)] = raw
         self._map[at : at + _TOKEN.size] = _TOKEN.pack(token, len(raw))
 
     def _has_memory(self, at: int) -> bool:
-        """True if a text can be written at this offset. Allocates memory for it if necessary."""
+        """True if a text can be written at this offset. Allocates memory for the text if necessary."""
         chunk = (at - TEXTS) // CHUNK_BYTES
         if not self._map[CHUNKS + chunk]:
             if self._path is not None:
                 try:
-                    # Opened each time, because some programs close all file descriptors that they do not know.
+                    # Open the file each time, because some programs close all file descriptors that they do not know.
                     fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
                     try:
                         allocate(fd, TEXTS + chunk * CHUNK_BYTES, CHUNK_BYTES, PART)
@@ -251,7 +253,7 @@ class Page:
         return True
 
     def new_token(self, text: str) -> int:
-        """Return a new token from the shared pool for a text. The text lasts until `POOL_TOKENS` others were made."""
+        """Return a new token for a text, from the pool of all lanes. The text lasts for `POOL_TOKENS` more tokens."""
         self._named += 1
         self.name(0, POOL + self._named, text)
         return POOL + self._named
@@ -307,7 +309,7 @@ def read(path: str | os.PathLike[str]) -> PageContent | None:
 
 
 def read_lanes(raw: bytes | mmap.mmap) -> list[LastCall]:
-    """Return the lanes in the bytes of a page. The page may be in use."""
+    """Return the last call of each lane, from the bytes of a page. The page may be in use."""
     lanes = []
     with memoryview(raw) as whole, whole.cast("Q") as words:
         for lane in range(LANES):
@@ -335,7 +337,8 @@ def _json(raw: bytes, area: int) -> Any:
 
 def _text(raw: bytes | mmap.mmap, lane: int, token: int) -> str:
     at = _token_at(lane, token)
-    # Never touch texts without memory: a read through a map would allocate it, or kill this process if none is free.
+    # Never read texts for which no memory is allocated. A read through a map would allocate memory, or kill this
+    # process if no memory is free.
     if not raw[CHUNKS + (at - TEXTS) // CHUNK_BYTES]:
         return ""
     known, length = _TOKEN.unpack_from(raw, at)

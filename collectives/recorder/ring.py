@@ -1,9 +1,9 @@
 """A ring of fixed-size records, one for each timed call. One process writes it; other processes map and read it.
 
 Each record begins with a sequence number, which is 0 while the record is being written and unique afterwards. A reader
-compares the number before and after it copies the record, and drops a record that changed meanwhile. The fields that
-are the same in every call of a plan (its name, key, bytes) are packed once, as a *form*; a record copies the form and
-adds numbers and times.
+compares the number before and after it copies the record, and drops a record that changed in between. The fields that
+are the same in all calls of a plan, or of a key in a store, are packed once, as a *form* (name, bytes, and so on). A
+record copies the form and adds numbers and times. Each record names its *lane*, i.e. its communicator or store.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from threading import RLock, get_ident
 from typing import Literal, NamedTuple
 
 MAGIC, VERSION = 0x6D7069707352696E, 1
-# format of a memoryview of 8-byte words on 64-bit Linux; with "Q", setting a word takes 1.5 times as long
+# The format of a memoryview of 8-byte words on 64-bit Linux. With "Q", setting a word takes 1.5 times as long.
 WORD: Literal["L"] = "L"
 HEAD_BYTES, RECORD_BYTES = 64, 256
 _NUMBERS = struct.Struct("=QqQQQQ")
@@ -30,14 +30,14 @@ assert _FORM_AT + _FORM.size == RECORD_BYTES
 class CallRecord(NamedTuple):
     """One timed call.
 
-    Times are nanoseconds of the monotonic clock; 0 means that the call has not started, or not ended, yet.
+    Times are nanoseconds of the monotonic clock. `begun_ns` or `ended_ns` is 0 if the call has not started or ended.
 
     Attributes:
         number: The number of the call among the calls of its lane; 0 if they are not counted.
-        round: The round of the key.
+        round: For a call of a store, the round of the key; otherwise 0.
         lane: The identity of the communicator or store.
-        part: For a sum on a server, the first element of the shard within its key; -1 for a push or pull.
-        line: The line of the program that was the first to make this call of this plan or key.
+        part: For a sum on a server, the first element of the shard within its key; otherwise -1.
+        line: The line of the program that made the plan, or the first call of the key.
     """
 
     sequence: int
@@ -113,7 +113,7 @@ class RecordRing:
         with self._lock:
             self._sequence = sequence = self._sequence + 1
             at = HEAD_BYTES + sequence % self.slots * RECORD_BYTES
-            # Sequence number 0 during the write, so that readers drop the record.
+            # The sequence number is 0 during the write, so that readers drop the record.
             self._words[at >> 3] = 0
             self._bytes[at + _FORM_AT : at + RECORD_BYTES] = form
             now = time.monotonic_ns()
@@ -147,7 +147,7 @@ class RecordRing:
 
 
 def read(buffer: bytes | memoryview | mmap.mmap) -> list[CallRecord]:
-    """Return the records of a ring in order. The ring may be in use: a record that is being written is left out.
+    """Return the records of a ring in order. The ring may be in use: records that are being written are left out.
 
     Return [] if the buffer does not hold a ring.
     """
@@ -174,7 +174,7 @@ def _record(sequence: int, raw: bytes) -> CallRecord:
 
 
 def read_file(path: str | os.PathLike[str], offset: int = 0, nbytes: int = 0) -> list[CallRecord]:
-    """Return the records of a ring that lies in a file.
+    """Return the records of a ring that is in a file.
 
     Args:
         path: The file.

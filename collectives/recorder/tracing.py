@@ -1,12 +1,12 @@
 """Traces this rank: records every call with its times in a file beside the rank's page. The file outlives the process.
 
-`mpips run --trace` asks for a trace of the whole job by an environment variable. `mpips trace` asks at any time: it
-puts a request into the job's folder and sends a signal. So tracing costs nothing, not even a check for requests, while
-nobody asks for it.
+A page is the file in which a rank always records what it does (`recorder.page`). `mpips run --trace` sets an
+environment variable to ask for a trace of the whole job. `mpips trace` can ask at any time: it puts a request into the
+job's folder and sends a signal. So without a request tracing costs nothing, not even a check for requests.
 
 Layout of the file:
 
-    head    JSON: the identity of the rank, and the clock that it reads
+    head    JSON: the identity of the rank, and the name of the clock that its times come from
     ring    `ring.RecordRing`
 """
 
@@ -32,9 +32,10 @@ from mpips.collectives.recorder import folders, own, ring
 from mpips.collectives.recorder.page import allocate, read
 from mpips.collectives.recorder.ring import RECORD_BYTES, CallRecord, RecordRing
 
-# environment variable with the bytes of each rank's ring, set by `mpips run`
+# environment variable with the size of each rank's ring in bytes, set by `mpips run`
 VARIABLE = "_MPIPS_TRACE"
-# A rank's ring. It is halved, but not below LEAST_BYTES, while the rings of all ranks exceed half of the free memory.
+# The size of a rank's ring. While the rings of all ranks exceed half of the free memory, the size is halved, but not
+# below LEAST_BYTES.
 RING_BYTES = 32 << 20
 LEAST_BYTES = 1 << 20
 SUFFIX = folders.TRACE
@@ -50,9 +51,9 @@ class RankTrace(NamedTuple):
     """The trace of one process.
 
     Attributes:
-        who: The identity on the page of the process, with its `pid`, the id of its main `thread`, and its `clock`.
+        who: The identity from the page of the process, and its `pid`, the id of its main `thread`, and its `clock`.
         records: The records that are still in the ring.
-        overwritten: The number of older records that newer ones have replaced.
+        overwritten: The number of older records that newer records have replaced.
     """
 
     who: dict[str, Any]
@@ -92,7 +93,7 @@ def begin(rank: int, size: int) -> None:
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    # In a thread of its own, because the code that the signal has interrupted may hold a lock that tracing needs.
+    # Start the trace in a new thread. The code that the signal has interrupted may hold a lock that tracing needs.
     _thread.start_new_thread(_trace_as_asked, ())
 
 
@@ -108,7 +109,7 @@ def _trace_as_asked() -> None:
 
 
 def _start(path: Path, nbytes: int) -> bool:
-    """Begin to trace into a new file. If it cannot be made, log a warning and return False."""
+    """Begin to trace into a new file. If the file cannot be made, log a warning and return False."""
     with suppress(OSError):
         path.unlink()
     try:
@@ -130,12 +131,12 @@ def _start(path: Path, nbytes: int) -> bool:
 
 
 def _allocate(fd: int, nbytes: int) -> int:
-    """Allocate memory for a ring of `nbytes`, or a half of it, a quarter, and so on. Return the length of the file.
+    """Allocate memory for a ring of `nbytes`, or else of a half, a quarter, and so on. Return the length of the file.
 
     Raises:
         OSError: There is no memory even for `LEAST_BYTES`.
     """
-    # All ranks may do this at the same moment, and half of the memory must be left for MPI.
+    # All ranks may allocate at the same moment, and half of the free memory must be left for MPI.
     part = 2 * int(own.copy_identity()["size"])
     while True:
         try:
@@ -167,7 +168,7 @@ def clock() -> str:
 
 
 def read_raw(folder: Path) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Yield the identity and the bytes of the ring of each traced process in a job's folder, killed ones included."""
+    """Yield the identity and the bytes of the ring of each traced process in a job's folder, even of killed ones."""
     for path in sorted(folder.glob(f"*{SUFFIX}")):
         with suppress(OSError, ValueError):
             with open(path, "rb") as file:

@@ -1,21 +1,21 @@
-"""BML on a BCube(n, k) of p = n^k ranks: exchanges along one digit after another, on k lanes that keep k NICs busy.
+"""BML on a BCube(n, k) of p = n^k ranks: exchanges digit by digit, on k lanes that keep all k NICs of a rank busy.
 
 Source: BML paper (Wang et al., "BML: a high-performance, low-cost gradient synchronization algorithm for DML training",
 NeurIPS 2018), section 3.2, Algorithm 1 and figure 4.
 
-A rank is a number of k digits to base n. Its neighbours of level l are the n-1 ranks that differ from it in digit l
-only.
+A rank is a number of k digits to base n. Its neighbours of level l are the n-1 ranks that differ from it only in digit
+l.
 
 Steps: lane t (the paper's thread t) cuts its 1/k of the vector into p chunks and takes the levels t, t+1, ..., t+k-1
-mod k. In step w of the aggregation a rank splits the chunks that it still holds into n parts, gives each of its
-neighbours of that level the part with the neighbour's digit, and receives n-1 times the part with its own digit. That
-leaves it with 1/n of its chunks, summed over n times as many ranks. After k steps it holds one chunk, summed over all
-ranks. The broadcast goes the same way back.
+mod k. In each step of the aggregation, which handles one level, a rank splits the chunks that it still holds into n
+parts. It sends to each of its neighbours of that level the part with the neighbour's digit, and receives the part with
+its own digit from each of them. So it keeps 1/n of its chunks, summed over n times as many ranks. After k steps the
+rank holds one chunk, summed over all ranks. The broadcast sends the chunks back in the reverse order of steps.
 
 Chunks of lane t are numbered by the digits of their owner, digit t first, then t+1, and so on. So the chunks that a
-rank still holds are always one interval, each step cuts it into n, and every message is one contiguous block. In
-reduce_scatter and allgather chunk r must be rank r's block; so they have one lane, which takes the levels from the
-highest down.
+rank still holds are always one interval, each step cuts this interval into n, and every message is one contiguous
+block. In reduce_scatter and allgather chunk r must be rank r's block. So these kinds have one lane, which takes the
+levels from the highest down.
 
 n = 3, k = 2, rank 0 (digits 0,0); (partner, chunks sent), aggregation | broadcast:
 
@@ -23,11 +23,12 @@ n = 3, k = 2, rank 0 (digits 0,0); (partner, chunks sent), aggregation | broadca
     lane 1:  (3,3-5) (6,6-8)   (1,1) (2,2) | (1,0) (2,0)   (3,0-2) (6,0-2)
 
 Cost, on BCube(n, k): 2k(n-1) alpha + 2(p-1)/(kp) n_bytes beta + (p-1)/p n_bytes gamma. Each NIC sends 1/k of the bytes
-that the ring sends. With only one NIC the lanes together send as many bytes as the ring, in k(n-1) instead of p-1
-messages. Limits: p = n^k, or any product of radices through `over`. Memory: (n-1)/n of a lane's share, for each lane.
+that the ring sends. If a rank has only one NIC, all lanes together send as many bytes as the ring, in k(n-1) instead of
+p-1 messages.
+Limits: p = n^k, or any product of radices through `over`. Memory: (n-1)/n of a lane's share, for each lane.
 
 With `depth` d, the share of every thread is cut into d lanes with the same order of levels. While ranks wait for the
-slowest neighbour between two steps of one lane, messages of another lane fill the link.
+slowest neighbour between two steps of one lane, messages of another lane use the link.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def reduce_scatter(radices: tuple[int, ...], order: tuple[int, ...], rank: Index
 
     Args:
         radices: The radix of each digit, the least significant digit first.
-        order: The levels (digits), in the order in which they are taken.
+        order: The levels, i.e. the indexes of the digits, in the order in which the steps handle them.
         rank: A rank, or all ranks.
     """
     for w in range(len(order)):
@@ -63,13 +64,16 @@ def reduce_scatter(radices: tuple[int, ...], order: tuple[int, ...], rank: Index
 
 
 def allgather(radices: tuple[int, ...], order: tuple[int, ...], rank: Index) -> Steps:
-    """Broadcast: send the chunks back, level by level in the reverse order."""
+    """Broadcast: send the chunks back, level by level, in the reverse of `order`."""
     for w in reversed(range(len(order))):
         yield ScheduleStep(radices[order[w]] - 1, partial(_exchange, radices, order, w, rank, False))
 
 
 def _exchange(radices: tuple[int, ...], order: tuple[int, ...], w: int, rank: Index, aggregate: bool, i: int) -> Round:
-    """Return round i of step w: send to the neighbour whose digit is i+1 higher, receive from the one i+1 lower."""
+    """Return round i of step w: send to the neighbour whose digit is i+1 higher, receive from the one i+1 lower.
+
+    Digits are mod n.
+    """
     level = order[w]
     n, stride = radices[level], prod(radices[:level])
     size = prod(radices[later] for later in order[w + 1 :])
@@ -109,7 +113,10 @@ def over(kind: str, radices: tuple[int, ...], lanes: int, name: str) -> Schedule
 
 
 def build(kind: str, p: int, n: int = 0, k: int = 0, depth: int = 1) -> Schedule:
-    """Build BML over n^k = p ranks. `shape` completes n and k. `depth`, 1 to `MOST_LANES`, is for allreduce only."""
+    """Build BML over n^k = p ranks. `shape` computes n or k if it is 0.
+
+    `depth`, from 1 to `MOST_LANES`, has an effect only in allreduce.
+    """
     if not 1 <= depth <= MOST_LANES:
         raise ValueError(f"bcube needs a depth of 1 to {MOST_LANES}, not {depth}")
     n, k = shape(p, n, k)
@@ -118,7 +125,7 @@ def build(kind: str, p: int, n: int = 0, k: int = 0, depth: int = 1) -> Schedule
 
 
 def shape(p: int, n: int = 0, k: int = 0) -> tuple[int, int]:
-    """Return n and k with n^k = p. A value of 0 is computed; if both are 0, k is the smallest of 2, 3, ... that fits.
+    """Return n and k with n^k = p. Compute the one that is 0. If both are 0, k is the smallest of 2, 3, ... that fits.
 
     Raises:
         ValueError: No n and k fit.
@@ -127,7 +134,7 @@ def shape(p: int, n: int = 0, k: int = 0) -> tuple[int, int]:
         return _least_levels(p)
     n = n or round(p ** (1 / k))
     k = k or next(k for k in range(1, p + 1) if n**k >= p or n == 1)
-    # 2^bit_length is above p already; so a huge k is refused, too, without computing a huge power.
+    # 2^bit_length is already above p. So a huge k is refused without computing a huge power.
     if n ** min(k, p.bit_length()) != p:
         raise ValueError(f"bcube(n={n},k={k}) is for {n}^{k} ranks, not for {p}: choose n and k with n^k = {p}")
     return n, k

@@ -3,20 +3,20 @@
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005).
 
 Steps, with ranks counted from the root: in the broadcast the distance d is first the largest power of two below p, then
-d/2, ..., 1. Each rank that is a multiple of 2d sends the vector to the rank d further on. The reduce goes through the
-same tree backwards, with sums. The largest distance comes first for two reasons: the last steps, which have the most
-messages, stay among neighbours, and the ranks below any rank of the tree are an interval. allreduce is a reduce and
-then a broadcast.
+half of it, and so on down to 1. Each rank that is a multiple of 2d sends the vector to the rank d further on. The
+reduce sends along the same tree in the other direction, and adds. The largest distance comes first for two reasons: the
+last steps, which have the most messages, stay among neighbours, and the ranks below any rank of the tree are an
+interval. allreduce is a reduce and then a broadcast.
 
-p = 6, broadcast:   0>4    0>2 (4>6: there is no rank 6)    0>1 2>3 4>5
+p = 6, broadcast; a>b is a message:   0>4    0>2 (rank 4 sends nothing, as rank 6 does not exist)    0>1 2>3 4>5
 
-`scatter` brings chunk r to rank r, down the same tree: each message has the chunks of all ranks at and below the
-receiver. `gather` is its reverse. A broadcast of a long vector is a scatter and an allgather; a reduce of a long vector
-is a reduce-scatter and a gather (`ring`).
+`scatter` brings chunk r to rank r, down the same tree: each message has the chunks of the receiver and of all ranks
+below the receiver. `gather` is the reverse of `scatter`. A broadcast of a long vector is a scatter and an allgather; a
+reduce of a long vector is a reduce-scatter and a gather (`ring`).
 
-Cost, m = ceil(log2 p): broadcast m alpha + m n beta; reduce the same + m n gamma; allreduce both.
+Cost, m = ceil(log2 p): broadcast m alpha + m n beta; reduce m alpha + m n beta + m n gamma; allreduce the sum of these.
 scatter, gather: m alpha + (p-1)/p n beta.
-Limits: any p, any root. Memory: reduce one vector.
+Limits: any p, any root. Memory: reduce and allreduce take one vector.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ def _distances(p: int) -> list[int]:
 
 
 def _tree(p: int, rank: Index, distance: int) -> tuple[Index, Index]:
-    """Return the child and the parent of a rank at this distance; either may be NOBODY."""
+    """Return the child and the parent of a rank at this distance. Each is NOBODY if the rank has none."""
     place = rank % (2 * distance)
     child = where((place == 0) & (rank + distance < p), rank + distance, NOBODY)
     return child, where(place == distance, rank - distance, NOBODY)
 
 
 def _part(p: int, rank: Index, distance: int) -> ChunkInterval:
-    """Return the interval of the ranks at and below a rank in the tree."""
+    """Return the interval of a rank and the ranks below it in the tree."""
     return ChunkInterval(rank, where(rank + distance < p, rank + distance, p))
 
 

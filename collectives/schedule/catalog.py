@@ -1,8 +1,8 @@
-"""All algorithms by name: the collectives that each serves, its parameters, and a call that builds its schedule.
+"""All algorithms by name: the collectives that each serves, its parameters, and the function that builds its schedule.
 
 An algorithm is written as "ring", or with parameters as "multi_ring(rings=4)", "bcube(n=3,k=2)" or
-"hierarchical(local=4,between=ring)". To add one, write a file like `ring`, import it here and give it a line in
-`ALGORITHMS`; docs/how-to/add-an-algorithm.md has an example.
+"hierarchical(local=4,between=ring)". To add an algorithm, write a file like `ring`, import it in this module and give
+it a line in `ALGORITHMS`; docs/how-to/add-an-algorithm.md has an example.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from mpips.collectives.schedule import (
 from mpips.collectives.schedule.model import KINDS, Schedule, parse
 
 # Each module has KINDS, the collectives that it serves, and build(kind, p, **parameters), which raises ValueError if p
-# or a parameter does not fit. Modules do not import each other: `_composed` passes to each what it needs of the rest.
+# or a parameter does not fit. Modules do not import each other: `_composed` passes to each the parts of other modules
+# that it needs.
 ALGORITHMS: dict[str, ModuleType] = {
     "ring": ring,
     "multi_ring": multi_ring,
@@ -37,7 +38,8 @@ ALGORITHMS: dict[str, ModuleType] = {
     "bcube": bcube,
     "hierarchical": hierarchical,
 }
-# arguments of build() by which `_composed` and `_hierarchical` pass parts of other algorithms; users cannot give them
+# The arguments of build() in which `_composed` and `_hierarchical` pass parts of other algorithms. Users cannot give
+# these arguments.
 PARTS = ("single", "exchange", "tree", "inside")
 
 ROOTED = ("broadcast", "reduce")
@@ -62,9 +64,9 @@ def check_serves(kind: str, name: str, others: Sequence[str] = ()) -> None:
 
 
 def check_algorithm(kind: str, algorithm: str) -> None:
-    """Raise ValueError if no algorithm of this name serves `kind`, or it has no such parameters.
+    """Raise ValueError if no algorithm of this name serves `kind`, or if it does not have these parameters.
 
-    Does not check whether the algorithm fits a number of ranks.
+    Whether the algorithm fits a number of ranks is not checked.
     """
     name, given = parse(algorithm)
     check_serves(kind, name)
@@ -99,7 +101,7 @@ def build(kind: str, algorithm: str, p: int, root: int = 0, **parameters: Any) -
 
 
 def _composed(kind: str, name: str, p: int) -> dict[str, Any]:
-    """Return the arguments of an algorithm's build() that are parts of other algorithms."""
+    """Return the parts of other algorithms, as arguments for this algorithm's build()."""
     if name == "multi_ring":
         return {"single": ring.build(kind, p)}
     if name == "halving_doubling":

@@ -1,12 +1,12 @@
 """Direct exchange: every rank is the parameter server of its 1/p of the vector.
 
-Source: BML paper, section 2 ("P2P" parameter server); MPI texts call it the linear or spread-out algorithm.
+Source: BML paper, section 2 ("P2P" parameter server). MPI literature calls it the linear or spread-out algorithm.
 
-Steps: two, of p-1 rounds each, which are all in flight at once. Push: in round i (1..p-1) rank r sends chunk r+i to
-rank r+i, and adds the chunk r that rank r-i sends. Pull: in round i it sends its finished chunk r to rank r+i and
-receives chunk r-i.
-A server adds what comes in the order of the ranks (`model.in_rank_order`), so an element's bits do not depend on
-which server has it.
+Steps: a push and a pull, each with p-1 rounds, which are all in flight at once. Push: in round i (1..p-1) rank r sends
+chunk r+i to rank r+i, and adds the chunk r that rank r-i sends. Pull: in round i rank r sends its finished chunk r to
+rank r+i and receives chunk r-i. All numbers are mod p.
+A server adds the chunks that it receives in the order of the ranks (`model.in_rank_order`), so an element's bits do not
+depend on the server that sums it.
 
 p = 3, (partner, chunk) sent in each round:
 
@@ -14,11 +14,11 @@ p = 3, (partner, chunk) sent in each round:
     rank 1:  (2,2) (0,0) | (2,1) (0,1)
     rank 2:  (0,0) (1,1) | (0,2) (1,2)
 
-Cost, allreduce: 2(p-1) alpha + 2(p-1)/p n beta + (p-1)/p n gamma, in 2 steps. It sends as many messages and bytes as
-the ring, but waits only twice, and each rank receives p-1 flows at a time.
+Cost, allreduce: 2(p-1) alpha + 2(p-1)/p n beta + (p-1)/p n gamma, in 2 steps. A rank sends as many messages and bytes
+as in the ring, but waits only twice, and receives from p-1 ranks at the same time.
 Limits: any p. Memory: p-1 chunks, (p-1)/p n, to receive the chunks before they are added.
 
-alltoall is the same exchange without a sum: in round i rank r sends block r+i and receives block r-i.
+alltoall is a push without sums: in round i rank r sends block r+i and receives block r-i.
 """
 
 from __future__ import annotations

@@ -1,22 +1,25 @@
 """Halving and doubling, also called Rabenseifner's algorithm: as few bytes as the ring, in few steps.
 
 Source: Rabenseifner, "Optimization of collective reduction operations" (2004); Thakur, Rabenseifner and Gropp,
-"Optimization of collective communication operations in MPICH" (2005). Other p than 2^m are served too, and mostly
-without a fold, by the exchange of `bcube` over digits of different sizes.
+"Optimization of collective communication operations in MPICH" (2005). The papers are about p = 2^m. Here the exchange
+of `bcube`, over digits of different sizes, also serves other p, mostly without a fold.
 
 Steps: a rank is written as a number whose digits have the prime factors of p as their radices. The reduce-scatter takes
-one digit after the other: the ranks that differ in this digit only split the chunks that they hold among themselves (in
-halves if the factor is 2). The nearest ranks come first. The allgather goes the same way back. A prime factor above 7
-would cost many messages; then the ranks are first folded to the next smaller number that has no such factor, as in
-`recursive_doubling`.
+one digit after the other: ranks that differ only in this digit split the chunks that they hold among themselves (in
+halves if the factor is 2). The nearest ranks come first. The allgather takes the digits in the reverse order. A prime
+factor above 7 would cost many messages. Then the ranks are first folded to the next smaller number that has no such
+factor, as in `recursive_doubling`.
 
-p = 4, the (partner, chunks) that rank 0 sends:  (1,2-3) (2,1) | (2,0) (1,0-1)
-p = 6, the same:  (1,3-5) | (2,1) (4,2) || (2,0) (4,0) | (1,0-2)
+What rank 0 sends, as (partner, chunks); | separates steps of different digits, || the two halves of the allreduce:
 
-Cost, with q the number of ranks after the fold and s the sum of (factor - 1) over its prime factors (m for q = 2^m):
-2s alpha + 2(q-1)/q n beta + (q-1)/q n gamma; a fold adds 2 alpha + 2 n beta + n gamma. reduce_scatter and allgather
-cost half of alpha and beta.
-Limits: allreduce any p, the others p without a prime factor above 7. Memory: (f-1)/f of a vector, f the first factor.
+    p = 4:  (1,2-3) | (2,1) || (2,0) | (1,0-1)
+    p = 6:  (1,3-5) | (2,1) (4,2) || (2,0) (4,0) | (1,0-2)
+
+Cost, with q the number of ranks after the fold and s the sum of (factor - 1) over the prime factors of q (m for
+q = 2^m): 2s alpha + 2(q-1)/q n beta + (q-1)/q n gamma; a fold adds 2 alpha + 2 n beta + n gamma. reduce_scatter and
+allgather cost half of alpha and beta.
+Limits: allreduce any p, the other kinds p without a prime factor above 7.
+Memory: (f-1)/f of a vector, where f is the first factor.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ def core(p: int) -> int:
 
 
 def build(kind: str, p: int, exchange: Callable[[str, tuple[int, ...], int, str], Schedule]) -> Schedule:
-    """Build allreduce over any p; reduce_scatter or allgather over p without a prime factor above 7.
+    """Build allreduce over any p, or reduce_scatter or allgather over p without a prime factor above 7.
 
     `exchange` is `bcube.over`.
     """

@@ -1,20 +1,21 @@
 """Hierarchical: sum inside each node, then sum each rank's slice between nodes, then gather inside each node.
 
-Source: the two-level scheme of MPI libraries, except that all ranks of a node communicate between nodes, and not only
-one leader.
+Source: the two-level scheme of MPI libraries. In those, one leader of each node communicates between nodes. Here all
+ranks of a node do.
 
 Steps, with ranks numbered node by node and `local` ranks on each node: (1) a reduce-scatter inside the node by
 `direct`, after which local rank i holds slice i of the node's sum; (2) the allreduce `between` of slice i among the
 i-th ranks of all nodes; (3) an allgather inside the node by `direct`. Each lane of `between` with c chunks becomes a
 lane of `local` slices of c chunks each.
 
-p = 4, local = 2, between ring, so slices of 2 chunks; the (partner, chunks) that rank 0 sends:
+p = 4, local = 2, `between` is a ring, so slices have 2 chunks; the (partner, chunks) that rank 0 sends:
 
     (1,2-3) | (2,1) (2,0) | (1,0-1)
 
-Cost: inside, with the node's own alpha and beta, 2(l-1) alpha + 2(l-1)/l n beta + (l-1)/l n gamma, l = local;
-between, the cost of the chosen algorithm over p/l ranks and n/l bytes.
-Limits: `local` divides p, and the ranks of a node have adjacent numbers. Memory: (l-1)/l n, or what `between` needs.
+Cost, l = local: inside the nodes 2(l-1) alpha + 2(l-1)/l n beta + (l-1)/l n gamma, with the alpha and beta of messages
+inside a node; between the nodes, the cost of the chosen algorithm over p/l ranks and n/l bytes.
+Limits: `local` divides p, and the ranks of a node have adjacent numbers.
+Memory: (l-1)/l n, or the memory of `between` if that is more.
 """
 
 from __future__ import annotations

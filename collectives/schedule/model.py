@@ -6,11 +6,11 @@ A schedule has lanes, a lane has steps, a step has rounds, and a round moves chu
     lane      an equal share of the vector, cut into chunks, and a sequence of steps. Lanes touch different elements,
               so they may run at the same time.
     step      a set of rounds that do not depend on each other: all may be in flight at once. A rank starts the next
-              step of the lane when it has finished all rounds of this one. A step sends the values that the chunks
-              held when the step began.
+              step of the lane when it has finished all rounds of the current step. A step sends the values that the
+              chunks held when the step began.
     round     a rank sends one interval of chunks to at most one partner, and receives one interval of chunks from at
-              most one partner, either to add it to its own or to overwrite its own. Round i of step s of lane l on the
-              sender is round i of step s of lane l on the receiver.
+              most one partner. The values received are added to its own chunks, or overwrite them. Sender and receiver
+              of a message have it at the same place: in the same lane, step and round of their programs.
 
 The steps of a lane are computed from the rank by plain arithmetic. The same code takes an int (an executor needs the
 few rounds of one rank) or `numpy.arange(p)` (proof and simulator need all ranks at once).
@@ -18,7 +18,8 @@ few rounds of one rank) or `numpy.arange(p)` (proof and simulator need all ranks
 The sender and the receiver of a round name the same chunks, except in alltoall: there the sender names blocks of its
 input and the receiver blocks of its output. The block that a rank keeps for itself is not a message.
 
-Stages of broadcast and reduce count ranks from the root; `Schedule.steps` turns these numbers into real ranks.
+A *stage* is a function that yields the steps of a rank. Stages of broadcast and reduce number the ranks from the root
+on. `Schedule.steps` turns these numbers into real ranks.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 KINDS = ("allreduce", "reduce_scatter", "allgather", "broadcast", "reduce", "alltoall")
-# busbw / algbw over p ranks, as nccl-tests defines it in doc/PERFORMANCE.md. The `bytes` of algbw are those of the
-# larger buffer.
+# kind -> number of ranks p -> busbw / algbw, as nccl-tests defines this ratio in doc/PERFORMANCE.md. algbw counts the
+# bytes of the larger buffer.
 BUS_FACTOR: dict[str, Callable[[int], float]] = {
     "allreduce": lambda p: 2 * (p - 1) / p,
     "reduce_scatter": lambda p: (p - 1) / p,
@@ -63,11 +64,12 @@ class Round(NamedTuple):
     """One exchange: an interval to send and an interval to receive.
 
     Attributes:
-        send_to: The rank to send to. With NOBODY nothing is sent, and `send` means nothing.
+        send_to: The rank to send to. If it is NOBODY, nothing is sent, and `send` is ignored.
         send: The chunks to send.
-        receive_from: The rank to receive from. With NOBODY nothing is received, and `receive` means nothing.
+        receive_from: The rank to receive from. If it is NOBODY, nothing is received, and `receive` is ignored.
         receive: The chunks to receive.
-        add: True if the values received are added (by the operation of the collective), False if they overwrite.
+        add: True if the received values are added (by the operation of the collective) to the rank's own values, False
+            if they overwrite them.
     """
 
     send_to: Index
@@ -93,7 +95,7 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class ScheduleStep:
-    """A step of `count` rounds. Each is made on request, because p - 1 rounds over all p ranks take much memory."""
+    """A step of `count` rounds. `make` makes each one on demand, because p - 1 rounds of p ranks take much memory."""
 
     count: int
     make: Callable[[int], Round]
@@ -110,7 +112,7 @@ class ScheduleStep:
 
 
 Steps: TypeAlias = Iterator[ScheduleStep]
-# gives the steps of a rank (an int), or of all ranks (an array)
+# a function that yields the steps of a rank (an int), or of all ranks at once (an array)
 Stage: TypeAlias = Callable[[Index], Steps]
 
 
@@ -120,9 +122,9 @@ class Lane:
 
     Attributes:
         chunks: The number of chunks of the share.
-        stage: Gives the steps of a rank.
-        turn: Lanes with the same turn use the wire together. Each step of a lane with turn 1 comes after the same step
-            of the lanes with turn 0, and so on, so that one lane adds while another is on the wire.
+        stage: Yields the steps of a rank.
+        turn: Lanes with the same turn use the wire together. Step s of a lane with turn 1 uses the wire after step s of
+            the lanes with turn 0, and so on, so that one lane adds while another lane is on the wire.
     """
 
     chunks: int
@@ -139,7 +141,7 @@ class RankStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """A collective of `kind` over ranks 0 .. p-1. `name` has the algorithm with its parameters."""
+    """A collective of `kind` over ranks 0 .. p-1. `name` is the algorithm with its parameters."""
 
     kind: str
     name: str
@@ -166,7 +168,7 @@ class Schedule:
         return (step.map(change) for step in stage((rank - self.root) % self.p))
 
     def program(self, rank: int) -> tuple[tuple[RankStep, ...], ...]:
-        """Return for each lane the steps in which a rank takes part, with ints in all fields. Executors compile it."""
+        """Return for each lane the steps in which a rank takes part, with ints in all fields, for executors."""
         return tuple(tuple(self._rank_steps(lane, int(rank))) for lane in range(len(self.lanes)))
 
     def _rank_steps(self, lane: int, rank: int) -> Iterator[RankStep]:
@@ -176,9 +178,9 @@ class Schedule:
                 yield RankStep(index, rounds)
 
     def offsets(self, n: int, lane: int) -> NDArray[np.int64]:
-        """Return the element at which each chunk of a lane begins in a vector of n elements, and the end of the last.
+        """Return the element at which each chunk of a lane begins in a vector of n elements, and then the lane's end.
 
-        These are chunks + 1 numbers. Chunks may be empty.
+        The array has one entry more than the lane has chunks. Chunks may be empty.
         """
         chunks = np.arange(self.lanes[lane].chunks + 1, dtype=np.int64)
         first, last = cut(n, len(self.lanes), lane), cut(n, len(self.lanes), lane + 1)
@@ -201,7 +203,7 @@ def parse(algorithm: str) -> tuple[str, dict[str, Any]]:
 
 
 def extent(offsets: NDArray[np.int64], interval: ChunkInterval) -> tuple[int, int]:
-    """Return the elements [first, stop) of an interval of one rank. `offsets` comes from `Schedule.offsets`."""
+    """Return the first element of an interval of chunks, and its end. `offsets` comes from `Schedule.offsets`."""
     return int(offsets[interval.start]), int(offsets[interval.stop])
 
 
@@ -214,14 +216,16 @@ def in_rank_order(rank: int, terms: Iterable[int]) -> list[tuple[int, int]]:
     """Order the additions on `rank` so that the sum has the same bits as if ranks were added from the lowest up.
 
     So the bits of an element do not depend on the rank that sums it. The vectors of lower ranks are added to each
-    other first, and then to that of `rank`; this is allowed because x + y has the same bits as y + x.
+    other first, and their sum is then added to the vector of `rank`. This order gives the right bits because x + y has
+    the same bits as y + x.
 
     Args:
         rank: The rank that sums; its own vector is part of the sum.
         terms: The other ranks whose vectors are summed.
 
     Returns:
-        Pairs (to, of) of ranks, in order: add the vector of rank `of` to that of rank `to`. The sum ends up in `rank`.
+        Pairs (to, of) of ranks, in order: add the vector of rank `of` to the vector of rank `to`. The vector of `rank`
+        ends up with the sum.
     """
     first, *before = sorted(term for term in terms if term < rank) or [rank]
     own = [] if first == rank else [(rank, first)]
@@ -231,8 +235,8 @@ def in_rank_order(rank: int, terms: Iterable[int]) -> list[tuple[int, int]]:
 def cut(n: int, parts: int, part: Index) -> Index:
     """Return the first element of a part when n elements are cut into `parts` parts; `part == parts` gives n.
 
-    Sizes differ by one at most, larger parts first. Rank r's block in reduce_scatter and allgather is
-    [cut(n,p,r), cut(n,p,r+1)).
+    Sizes of parts differ by at most one element, and the larger parts come first. Rank r's block in reduce_scatter and
+    allgather is [cut(n,p,r), cut(n,p,r+1)).
     """
     size, larger = divmod(n, parts)
     return part * size + where(part < larger, part, larger)
@@ -244,7 +248,7 @@ def where(condition: Index, a: Index, b: Index) -> Index:
 
 
 def chunks_at(index: Index, count: Index = 1) -> ChunkInterval:
-    """Return the interval of `count` chunks from chunk `index` on. By default that is the single chunk `index`."""
+    """Return the interval of `count` chunks that begins with chunk `index`."""
     return ChunkInterval(index, index + count)
 
 
@@ -254,7 +258,7 @@ def one_round(round_: Round) -> ScheduleStep:
 
 
 def in_series(*stages: Stage) -> Stage:
-    """Join stages into one that runs them one after another, such as reduce-scatter and allgather into allreduce."""
+    """Join stages into one stage that runs them in series. For example, reduce-scatter and allgather give allreduce."""
     return lambda rank: chain.from_iterable(stage(rank) for stage in stages)
 
 
@@ -262,10 +266,10 @@ def in_group(stage: Stage, member: Index, name: Callable[[Index], Index], size: 
     """Run a stage within a group of ranks: return its steps with the ranks and chunks of the whole schedule.
 
     Args:
-        stage: A stage over the members of the group, numbered from 0.
+        stage: A stage over the ranks of the group, which it numbers from 0.
         member: The number of this rank within its group.
-        name: Gives the rank of a member.
-        size: Chunks of the whole schedule for each chunk of the stage.
+        name: A function from the number of a rank within the group to its real rank.
+        size: The number of chunks of the whole schedule that one chunk of the stage consists of.
         first: The chunk of the whole schedule at which chunk 0 of the stage begins.
     """
 
@@ -280,10 +284,10 @@ def in_group(stage: Stage, member: Index, name: Callable[[Index], Index], size: 
 
 
 def folded(stage: Stage, p: int, q: int, chunks: int) -> Stage:
-    """Make an allreduce over p ranks of one over q ranks, where q <= p <= 2q.
+    """Make an allreduce over p ranks from an allreduce over q ranks, where q <= p <= 2q.
 
-    The first 2(p - q) ranks form pairs. The even rank of a pair gives its vector to the odd one before the stage, and
-    gets the result after it.
+    The first 2(p - q) ranks form pairs. The even rank of a pair gives its vector to the odd rank before the stage, and
+    gets the result after the stage.
 
     Args:
         stage: The allreduce over q ranks.
@@ -295,7 +299,7 @@ def folded(stage: Stage, p: int, q: int, chunks: int) -> Stage:
 
 
 def _fold(stage: Stage, extra: int, whole: ChunkInterval, rank: Index) -> Steps:
-    # Among the paired ranks, the even ones retire during the stage, and the odd ones take part for both.
+    # Even ranks of pairs are retired during the stage. Odd ranks of pairs are active and take part for both.
     paired = rank < 2 * extra
     retired, active = paired & (rank % 2 == 0), paired & (rank % 2 == 1)
     to_active, to_retired = where(retired, rank + 1, NOBODY), where(active, rank - 1, NOBODY)
@@ -312,7 +316,7 @@ def _skip_retired(retired: Index, r: Round) -> Round:
 
 
 def _rename_partners(name: Callable[[Index], Index], r: Round) -> Round:
-    """Replace the partners of a round by `name` of them. NOBODY stays NOBODY."""
+    """Replace each partner of a round by `name(partner)`. NOBODY stays NOBODY."""
     return r._replace(
         send_to=where(r.send_to == NOBODY, NOBODY, name(r.send_to)),
         receive_from=where(r.receive_from == NOBODY, NOBODY, name(r.receive_from)),

@@ -1,9 +1,9 @@
-"""Multi-ring: r rings in turn, so that a rank adds for one ring while another ring is on the wire.
+"""Multi-ring: r rings that take turns, so that a rank adds for one ring while another ring is on the wire.
 
 Source: MXNET-MPI paper, section 6.3.2 and figure 9.
 
 Steps: each of the r lanes is a `ring` over 1/r of the vector. Step s of lane l+1 uses the wire after step s of lane l,
-and lane l adds meanwhile. A single ring leaves the wire idle while it adds, because it must send the sum on.
+while lane l adds. A single ring leaves the wire idle while it adds, because its next message is the sum.
 
 p = 3, r = 2; time goes to the right; a and b are messages of the two lanes, A and B their sums:
 
@@ -11,8 +11,8 @@ p = 3, r = 2; time goes to the right; a and b are messages of the two lanes, A a
     sums:     A0 B0 A1 B1
 
 Cost, where a step of a lane takes w = alpha + n/(rp) beta for its message and g = n/(rp) gamma for its sum: if g <= w,
-all sums are hidden behind messages of other rings, and the cost is 2(p-1) r w. Otherwise the sums dominate, and it is
-(p-1) r g + ((p-2) r + 2) w.
+all sums are hidden behind messages of other rings, and the cost is 2(p-1) r w. Otherwise the sums dominate, and the
+cost is (p-1) r g + ((p-2) r + 2) w.
 Limits: any p, 1 <= r <= MOST_LANES. Memory: one chunk, n/(r p), for each lane.
 """
 

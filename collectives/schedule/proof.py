@@ -1,21 +1,21 @@
-"""Proves a schedule without running it, or names the fault: an unmatched message, a race, a lost or doubled summand.
+"""Proves that a schedule is correct, or names its fault: an unmatched message, a race, a lost or doubled summand.
 
-Tests prove every schedule of the catalogue; calls do not check theirs. `check` executes the schedule symbolically:
-instead of numbers, every chunk of every rank holds the set of ranks whose contributions are in it. It raises
-ScheduleError, with lane, step, round, rank and chunk, at the first
+Tests prove every schedule of the catalogue. Calls do not check their schedules. `check` executes the schedule
+symbolically: instead of numbers, every chunk of every rank holds the set of ranks whose contributions are in the chunk.
+It raises ScheduleError, with lane, step, round, rank and chunk, at the first
 
 - message without a counterpart: partners that do not name each other, intervals that differ or lie outside the lane;
 - race: a chunk that one round overwrites while another round of the same step sends, adds to or overwrites it;
 - contribution that is added twice, lost by an overwrite, or sent by a rank that holds nothing yet;
 - rank that ends without a result that the kind promises.
 
-The first point implies that there is no deadlock. Every round has both its ends at the same place (lane, step, round)
-of the two ranks' programs, and all rounds of a step are in flight together. Take the unfinished step with the lowest
-number: both ends of each of its rounds are posted, so it finishes.
+A schedule without the first fault has no deadlock. Every message is at the same place (lane, step, round) of the
+programs of its two ranks, and all rounds of a step are in flight together. Take the unfinished step with the lowest
+number: both ranks have begun each of its messages, so the step finishes.
 
-A set is a bit mask of 64 ranks. For more than 64 ranks, the sets are first replaced by sums modulo 2^64 of one random
-number for each rank: the probability that a wrong sum looks right is about 2^-63. Only if a sum is wrong, the masks
-run, 64 ranks at a time, to name the fault.
+A set is a bit mask of 64 ranks. With more than 64 ranks, each rank first gets a random number, and a chunk holds the
+sum of these numbers modulo 2^64 instead of a set: the probability that a wrong sum looks right is about 2^-63. Only if
+a sum is wrong, the schedule is executed again with masks, 64 ranks at a time, to name the fault.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GROUP = 64
 
 
 class ScheduleError(ValueError):
-    """Raised for a schedule that breaks the promise of its kind. The text says where."""
+    """Raised for a schedule whose result is not what its kind promises. The text says where the fault is."""
 
 
 class _Place(NamedTuple):
@@ -48,10 +48,10 @@ class _Place(NamedTuple):
 
 
 def check(schedule: Schedule) -> None:
-    """Prove that a schedule keeps the promise of its kind. Memory grows with p x chunks.
+    """Prove that a schedule gives the result that its kind promises. The memory grows with p x chunks.
 
     Raises:
-        ScheduleError: It does not.
+        ScheduleError: The schedule has a fault.
     """
     if schedule.kind in ("reduce_scatter", "allgather", "alltoall"):
         chunks = tuple(lane.chunks for lane in schedule.lanes)
@@ -90,7 +90,7 @@ def _run_masks(schedule: Schedule, lane: int, first: int) -> None:
 
 
 def _run_sums(schedule: Schedule, lane: int) -> None:
-    """Execute a lane with random sums. If a sum is wrong, run the masks to find the fault."""
+    """Execute a lane with sums of random numbers. If a sum is wrong, execute it with masks to find the fault."""
     weight = np.random.default_rng(0).integers(0, 2**64, schedule.p, dtype=np.uint64)
     state, goal = _initial(schedule, lane, weight), _final(schedule, lane, weight, weight.sum(dtype=np.uint64))
     for _, r, held, received, cells in _walk(schedule, lane, state):
@@ -134,7 +134,7 @@ def _initial(schedule: Schedule, lane: int, weight: Masks) -> Masks:
 
 
 def _final(schedule: Schedule, lane: int, weight: Masks, total: np.uint64) -> list[tuple[int, int, Masks | np.uint64]]:
-    """Return for each rank the chunks [begin, end) that the kind promises to it, and the values they must hold."""
+    """Return for each rank the chunks [begin, end) that it must have at the end, and the values they must hold."""
     p, chunks, root = schedule.p, schedule.lanes[lane].chunks, schedule.root
     if schedule.kind == "allreduce":
         return [(0, chunks, total)] * p
@@ -174,7 +174,7 @@ def _members(mask: np.uint64, first: int) -> list[int]:
 
 
 class _Cells:
-    """An interval of chunks of each of several ranks, all of the same length, as a two-dimensional part of the state.
+    """Intervals of chunks, one for each of several ranks and all of the same length, as a part of the state.
 
     Args:
         state: One row for each rank, one column for each chunk.
@@ -208,16 +208,16 @@ class _Cells:
 
 
 def _walk(schedule: Schedule, lane: int, state: Masks) -> Iterator[tuple[_Place, Round, Masks, Masks, _Cells]]:
-    """Yield the messages of a lane in order, those of one round and one length together.
+    """Yield the messages of a lane in order. An item has all messages of one round that have the same length.
 
-    Each item is (place, round, values that the receivers hold, values that they receive, cells to put the result in).
+    It is (place, round, values that the receivers hold, values that they receive, cells to put the result in).
     """
     p, chunks = state.shape
     for step_index, step in enumerate(schedule.steps(lane, np.arange(p))):
         rounds = [_check_messages(_Place(schedule, lane, step_index, i), r.over(p)) for i, r in enumerate(step)]
         _check_races(schedule, lane, step_index, rounds, chunks)
         moves = []
-        # A step sends the values from before the step: so all sends are read here, before the caller writes anything.
+        # A step sends the values from before the step. So read all sent values now, before the caller writes any.
         for index, r in enumerate(rounds):
             place = _Place(schedule, lane, step_index, index)
             receivers = np.flatnonzero(r.receive_from != NOBODY)
@@ -248,7 +248,7 @@ def _check_messages(place: _Place, r: Round) -> Round:
 
 
 def _check_side(place: _Place, verb: str, word: str, partner: Array, part: ChunkInterval, back: Array) -> None:
-    """Check one side of a round: partners exist and name each other; intervals lie in the lane and are not empty.
+    """Check one side of a round: partners exist and name each other, intervals lie in the lane and are not empty.
 
     Args:
         place: The round.
@@ -256,7 +256,7 @@ def _check_side(place: _Place, verb: str, word: str, partner: Array, part: Chunk
         word: "to" or "from", for the error.
         partner: The partner of each rank.
         part: The interval of each rank.
-        back: The partner of each rank on the other side of the round, which must name it back.
+        back: The partner of each rank on the other side of the round. If `partner[r]` is s, `back[s]` must be r.
     """
     chunks = place.schedule.lanes[place.lane].chunks
     rank = np.flatnonzero(partner != NOBODY)
@@ -279,8 +279,8 @@ def _check_side(place: _Place, verb: str, word: str, partner: Array, part: Chunk
 def _check_races(schedule: Schedule, lane: int, step: int, rounds: list[Round], chunks: int) -> None:
     """Check that no round of a step touches chunks that another round of the step overwrites.
 
-    Each (rank, chunk) is a point on one line, so that the intervals of all ranks can be sorted together. An interval is
-    overlapped if more overwrites begin before its end than end before its begin.
+    Each (rank, chunk) is a point on one line, so that the intervals of all ranks can be sorted together. Some overwrite
+    overlaps an interval if more overwrites begin before the interval's end than end before its start.
     """
     line = np.arange(schedule.p) * (chunks + 1)
 

@@ -1,11 +1,12 @@
-"""Ring, also called the bucket algorithm: each rank passes chunks to its right. Fewest bytes, most steps.
+"""Ring, also called the bucket algorithm: each rank passes chunks to its right. It has the fewest bytes and most steps.
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations" (2009); MXNET-MPI
 paper, section 6.2.
 
-Steps: there are p chunks; every rank sends to its right and receives from its left. In step s of the reduce-scatter
-(s = 0..p-2) rank r sends chunk r-s-1 and adds to chunk r-s-2, both mod p, so that after the last step its chunk r has
-the whole sum. In step s of the allgather it sends chunk r-s and overwrites chunk r-s-1.
+Steps: the vector has p chunks; every rank sends to its right and receives from its left. In step s of the
+reduce-scatter (s = 0..p-2) rank r sends chunk r-s-1 and adds the message to its chunk r-s-2, both mod p. So after the
+last step chunk r of rank r has the whole sum. In step s of the allgather rank r sends chunk r-s and overwrites chunk
+r-s-1.
 
 p = 3, the chunk sent in each step:
 
@@ -16,8 +17,8 @@ p = 3, the chunk sent in each step:
 A broadcast of a long vector is a binomial scatter and then the ring's allgather (van de Geijn); a reduce is the ring's
 reduce-scatter and then a binomial gather.
 
-Cost, allreduce: 2(p-1) alpha + 2(p-1)/p n beta + (p-1)/p n gamma; each half of it costs half the alpha and beta.
-broadcast, m = ceil(log2 p): (m + p-1) alpha + 2(p-1)/p n beta; reduce the same + (p-1)/p n gamma.
+Cost, allreduce: 2(p-1) alpha + 2(p-1)/p n beta + (p-1)/p n gamma; reduce_scatter and allgather each cost half of alpha
+and beta. broadcast, m = ceil(log2 p): (m + p-1) alpha + 2(p-1)/p n beta; reduce costs (p-1)/p n gamma more.
 Limits: any p. Memory: one chunk, n/p, to receive a chunk before it is added.
 """
 
@@ -51,7 +52,7 @@ KINDS = ("reduce_scatter", "allgather", "allreduce", "broadcast", "reduce")
 def build(kind: str, p: int, root: int = 0, tree: Callable[[int, Index], Steps] | None = None) -> Schedule:
     """Build any of `KINDS` over a ring of p ranks.
 
-    `tree` is needed for broadcast, which begins with its scatter, and for reduce, which ends with its gather.
+    broadcast needs `binomial.scatter` as `tree`, and begins with it. reduce needs `binomial.gather`, and ends with it.
     """
     stages: list[Stage] = []
     if kind == "broadcast" and tree:

@@ -171,7 +171,7 @@ def _figure5(nbytes: int, rate: float, json_path: Path | None, plot_path: Path |
     )
     for title in ("simulated", "paper's text", "over BML on BCube"):
         table.add_column(title, justify="right")
-    # The last row of each size is BML on BCube, and overwrites the others.
+    # The last row of each number of ranks is BML on BCube, and overwrites the entries of the other rows.
     best = {row.ranks: row.seconds for row, _ in rows}
     for row, paper_seconds in rows:
         name = {"direct": "parameter server"}.get(row.algorithm, "BML")

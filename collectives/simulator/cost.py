@@ -1,11 +1,11 @@
-"""Predicts the time of each algorithm by a formula: the alpha-beta-gamma model, and the fit of alpha and beta.
+"""Predicts the time of each algorithm by a formula of the alpha-beta-gamma model, and fits alpha and beta to times.
 
-A message of b bytes takes alpha + b beta; to add b bytes takes b gamma. A rank sends and receives at the same time
-(full duplex), and starts the messages of a lane one after the other. It has one wire for all lanes, except in `bcube`,
-where each of the k lanes has its own. `simulate.simulate` computes the same times step by step, on any network; the
-tests compare the two.
+A message of b bytes takes alpha + b beta seconds. An addition of b bytes takes b gamma seconds. A rank sends and
+receives at the same time (full duplex), and starts the messages of a lane one after another. A rank has one wire for
+all lanes, except in `bcube`, where each of the k lanes has a wire of its own. `simulate.simulate` computes the times
+step by step, on any network. The tests compare its times with those of the formulas.
 
-`fit` computes alpha and beta from measured (bytes, seconds). All parts of the project use it.
+`fit` computes alpha and beta from measured (bytes, seconds), for all parts of the project.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Costs(NamedTuple):
 def closed_form(kind: str, algorithm: str, p: int, nbytes: float, costs: Costs, **parameters: Any) -> float:
     """Return the seconds of a collective by its formula.
 
-    Each rank is on a node of its own (costs.far). Only in hierarchical, `local` ranks share a node (costs.near).
+    Each rank is on a node of its own (costs.far), except in hierarchical, where `local` ranks share a node
+    (costs.near).
 
     Args:
         kind: The collective, such as "allreduce".
@@ -66,15 +67,15 @@ def closed_form(kind: str, algorithm: str, p: int, nbytes: float, costs: Costs, 
 
 
 def has_form(kind: str, name: str) -> bool:
-    """True if there is a formula for the algorithm of this name (without parameters) for `kind`."""
+    """True if a formula exists for `kind` by the algorithm of this name (without parameters)."""
     return (kind, name) in TERMS or (kind == "allreduce" and name in ("multi_ring", "hierarchical"))
 
 
 def fit(points: Sequence[tuple[float, float]]) -> LinkCost:
-    """Fit alpha and beta of t = alpha + b beta to measured (bytes, seconds), with t > 0.
+    """Fit alpha and beta of t = alpha + b beta to measured (bytes b, seconds t), with t > 0.
 
-    The fit minimizes the sum of the relative errors |model - t| / t. So 8 bytes count as much as 64 MiB, and a single
-    bad point counts little. Neither alpha nor beta is ever negative.
+    The fit minimizes the sum of the relative errors |model - t| / t. So a point of 8 bytes counts as much as one of 64
+    MiB, and a single bad point counts little. Neither alpha nor beta is ever negative.
 
     Raises:
         ValueError: All measurements are of one size.
@@ -82,7 +83,7 @@ def fit(points: Sequence[tuple[float, float]]) -> LinkCost:
     if len({size for size, _ in points}) < 2:
         raise ValueError(f"a fit needs measurements of at least two sizes, but got {sorted(points)}")
     size, time = np.array(points, dtype=np.float64).T
-    # Divided by the time, so that errors are relative: the aim is design @ (alpha, beta) = 1.
+    # Divide both sides by the time, so that errors are relative. The aim is design @ (alpha, beta) = 1.
     design = np.stack([1 / time, size / time], axis=1)
     weight = np.ones(len(time))
     # Iteratively reweighted least squares, which converges to least absolute errors.
@@ -153,8 +154,8 @@ def _bcube_one_lane(p: int, n: int = 0, k: int = 0, depth: int = 1) -> Terms:
     return Terms(k * (n - 1), _part(p), _part(p))
 
 
-# (kind, algorithm) -> its terms. Two algorithms are missing: multi_ring, whose time is not a sum of such terms, and
-# hierarchical, which uses two kinds of links.
+# (kind, algorithm) -> the terms for p ranks. Two algorithms are missing: multi_ring, whose time is not a sum of such
+# terms, and hierarchical, which uses two kinds of links.
 TERMS: dict[tuple[str, str], Callable[..., Terms]] = {
     ("allreduce", "ring"): lambda p: Terms(2 * (p - 1), 2 * _part(p), _part(p)),
     ("allreduce", "direct"): lambda p: Terms(2 * (p - 1), 2 * _part(p), _part(p)),

@@ -1,17 +1,18 @@
 """Predicts the time of an algorithm on a topology by simulation, for example of a ring on a fat-tree.
 
-The simulation advances the clocks of all ranks step by step. A message starts when its sender and its receiver have
-reached the step that it belongs to. Every message costs both of them alpha, and a rank pays the alphas of the messages
-of a lane one after another. The messages of one step, of all lanes of one turn, share the links: a message takes as
-long as the slowest link l on its way, which takes (bytes of all messages on l) / (rate of l). Switches never block,
-links are full duplex, and relays in a BCube forward messages without delay.
+The simulation advances the clocks of all ranks step by step. (`schedule.model` explains steps, lanes and turns.) A
+message starts when its sender and its receiver have reached the step that the message belongs to. Every message costs
+both of them alpha seconds, and a rank pays the alphas of the messages of a lane one after another. The messages of one
+step, of all lanes with the same turn, share the links. A message takes as long as the slowest link l on its way, and
+that link takes (bytes of all messages on l) / (rate of l). Switches never block, links are full duplex, and relays in a
+BCube forward messages without delay.
 
-Then each rank adds the values received in all those lanes, which takes gamma a byte. Meanwhile, lanes of the next turn
-may use the wire. Ranks on the same host reach each other through memory, where each rank has an input and an output
-with a rate of 1 / near.beta.
+Then each rank adds the values that it has received in these lanes, which takes gamma seconds a byte. At the same time,
+lanes of the next turn may use the wire. Ranks on the same host reach each other through memory, where each rank has an
+input and an output with a rate of 1 / near.beta.
 
-The sharing is exact if the messages of a step start together, as they do in all symmetric algorithms. Otherwise the
-predicted time is too long rather than too short.
+The model of shared links is exact if the messages of a step start together, as they do in all symmetric algorithms.
+Otherwise the predicted time is too long rather than too short.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class Prediction:
     Attributes:
         bytes: The size of the vector.
         seconds: The simulated time.
-        closed_form: The time by formula, in seconds. None if there is no formula, or if it assumes other links than
-            those of the topology.
-        busiest_link_bytes: The bytes over the link that carries most.
+        closed_form: The time by formula, in seconds. None without a formula, or if the formula assumes other links than
+            the topology has.
+        busiest_link_bytes: The number of bytes over the link that carries the most bytes.
     """
 
     topology: str
@@ -60,7 +61,7 @@ class Prediction:
 
 
 def schedule_on(network: Topology, kind: str, algorithm: str, per_host: int = 1) -> Schedule:
-    """Return the schedule of an algorithm, with the parameters that are not given taken from the network.
+    """Return the schedule of an algorithm. Parameters that are not given are taken from the network.
 
     `bcube` without parameters takes n and k from a BCube. On a fat-tree it uses the slot, edge and pod of a host as its
     digits, in one lane, because a host has one NIC (BML paper, section 3.3). `hierarchical` without `local` uses the
@@ -89,7 +90,7 @@ def predict(
     per_host: int = 1,
     progress: Callable[[float], None] | None = None,
 ) -> Prediction:
-    """Simulate one collective, and compute its closed form if that applies to the network.
+    """Simulate one collective. Also compute its time by formula (closed form), if the formula applies to the network.
 
     Args:
         network: The topology.
@@ -108,7 +109,8 @@ def predict(
     schedule = schedule_on(network, kind, algorithm, per_host)
     run = simulate(schedule, network, nbytes, alpha, gamma, near, progress=progress)
     form = None
-    # The closed forms assume a network that never blocks, and one wire for each rank; bcube's, one wire for each level.
+    # Closed forms assume a network that never blocks, and one wire for each rank. The form of bcube assumes that each
+    # rank has a wire for each level.
     name = schedule.name.partition("(")[0]
     if isinstance(network, BCube) and network.k > 1:
         fits = schedule.name == f"bcube(n={network.n},k={network.k})" and kind == "allreduce"
@@ -125,12 +127,13 @@ def figure5(nbytes: int, rate: float) -> list[tuple[Prediction, float]]:
     """Simulate figure 5 of the BML paper, and return each prediction with the seconds that the paper's text gives.
 
     The figure compares the parameter server (`direct`) with BML (`bcube`), on a fat-tree and on a BCube, with 16 and
-    with 1,024 servers. The text gives 2(N-1)/N TF for both on a fat-tree (sections 2 and 3.3), 1/k of that for BML on a
-    BCube (3.2), and twice BML's time for the parameter server on a BCube (3.3: "it will double the GST").
+    with 1,024 servers. TF is the time of all bytes over one link, and N the number of servers. The text gives
+    2(N-1)/N TF for both algorithms on a fat-tree (sections 2 and 3.3), 1/k of this time for BML on a BCube (3.2), and
+    twice BML's time for the parameter server on a BCube (3.3: "it will double the GST").
 
     Args:
         nbytes: The size of the vector in bytes.
-        rate: Bytes a second of every link.
+        rate: The rate of every link, in bytes a second.
     """
     rows = []
     for cube, tree in ((BCube(4, 2, rate), FatTree(4, rate)), (BCube(32, 2, rate), FatTree(16, rate))):
@@ -156,7 +159,7 @@ class SimulatedRun:
     Attributes:
         seconds: The time at which the last rank is done.
         clocks: The time at which each rank is done, in seconds.
-        link_bytes: The bytes over each link of the topology.
+        link_bytes: The number of bytes over each link of the topology.
     """
 
     seconds: float
@@ -178,7 +181,7 @@ def simulate(
 
     Args:
         schedule: The schedule.
-        topology: The network; it gives the rates of the links.
+        topology: The network with the rates of its links.
         nbytes: The size of the vector in bytes.
         alpha: Seconds for a message between hosts.
         gamma: Seconds to add a byte.
@@ -207,7 +210,7 @@ def simulate(
 
 @dataclass
 class _LaneClock:
-    """A lane during the simulation: the byte at which each chunk begins, and the time when each rank is ready."""
+    """The clock of a lane: the byte at which each of its chunks begins, and the time at which each rank is ready."""
 
     index: int
     turn: int
@@ -216,7 +219,7 @@ class _LaneClock:
 
 
 class _Message(NamedTuple):
-    """All messages of one round: rank source[i] sends nbytes[i] to rank target[i]."""
+    """All messages of one round: rank source[i] sends nbytes[i] bytes to rank target[i]."""
 
     source: Places
     target: Places
@@ -232,14 +235,15 @@ class _Cluster:
         self.ranks = np.arange(p)
         self.topology = topology
         self.costs = costs
-        # ranks on each host
+        # the number of ranks on each host
         self.share = p // topology.hosts
-        # Links: those of the topology, then for each rank an output to memory, then for each rank an input from memory.
+        # The rates of all links: the links of the topology, then an output to memory for each rank, then an input from
+        # memory for each rank.
         memory = np.full(2 * p, 1 / costs.near.beta if costs.near.beta else np.inf)
         self.rates = np.concatenate([topology.link_rates, memory])
-        # bytes over each link so far
+        # the number of bytes that each link has carried so far
         self.carried = np.zeros(len(self.rates))
-        # for each rank, the time until which its processor, its output and its input are busy
+        # for each rank, the times until which its processor, its output and its input are busy
         self.processor = np.zeros(p)
         self.wire_out = np.zeros(p)
         self.wire_in = np.zeros(p)
@@ -276,8 +280,8 @@ class _Cluster:
         Args:
             lane: The lane.
             step: The step.
-            busy: For each link, the time that it takes for all messages of this turn.
-            added: The bytes that each rank must add; those of this step are added to it.
+            busy: For each link, the time that it takes to carry all messages of this turn.
+            added: The number of bytes that each rank must add. This method adds the bytes of this step.
         """
         alphas_out, alphas_in = np.zeros(len(self.ranks)), np.zeros(len(self.ranks))
         done = lane.ready.copy()
@@ -309,9 +313,9 @@ class _Cluster:
             yield _Message(source, r.send_to[source], nbytes, r.add)
 
     def _route(self, source: Places, target: Places) -> list[tuple[Places, Any]]:
-        """Return the routes of several messages, hop by hop, as (links, messages) pairs.
+        """Return the routes of several messages, as a pair (links, messages) for each hop.
 
-        `messages` are the indexes of the messages that cross a link in this hop, and `links` the link of each of them.
+        `messages` has the index of each message that crosses a link in this hop, and `links` has that link.
         """
         source_host, target_host = source // self.share, target // self.share
         links = list(self.topology.route(source_host, target_host))
@@ -331,7 +335,7 @@ class _Cluster:
 
 
 class _Routes:
-    """A cache of routes, up to `limit` bytes. It pays because most algorithms repeat a few patterns of partners."""
+    """A cache of routes, up to `limit` bytes. It saves time because most algorithms repeat a few sets of partners."""
 
     def __init__(self, find: Callable[[Places, Places], list[tuple[Places, Any]]], limit: int):
         self.find = find
@@ -351,13 +355,13 @@ class _Routes:
 
 
 def predict_seconds(table: TuningTable, call: Call, nodes: int, way: str = "") -> float | None:
-    """Return the seconds that a call should take, or None if there are no measurements of its algorithm.
+    """Return the seconds that a call should take, or None if the table has no measurements of its algorithm.
 
     Args:
         table: The costs of this machine.
         call: The call.
         nodes: The number of nodes of the job.
-        way: The way of a call through shared memory: "slots", "stages", "cross_memory" or "direct".
+        way: How a call through shared memory moves data: "slots", "stages", "cross_memory" or "direct".
     """
     if call.p == 1:
         return 0.0
@@ -366,22 +370,21 @@ def predict_seconds(table: TuningTable, call: Call, nodes: int, way: str = "") -
         if not known:
             return None
         line = known[min(known, key=lambda ranks: abs(ranks - call.p))]
-        # The table has the cost of an allreduce. The other kinds are taken to read and write half as much.
+        # The table has the cost of an allreduce. All other kinds are assumed to read and write half as much.
         share = 1.0 if call.kind == "allreduce" else 0.5
         return line.alpha + share * line.beta * call.nbytes
     far, near = (LinkCost(line.alpha, line.beta) for line in (table.far, table.near))
     try:
         return simulate_on_job(call.kind, call.algorithm, call.nbytes, call.p, nodes, Costs(far, near, table.gamma))
     except ValueError:
-        # raised for "native", which is not a schedule, and for nodes with different numbers of ranks
+        # The call is "native", which has no schedule, or the nodes have different numbers of ranks.
         return None
 
 
 def simulate_on_job(kind: str, algorithm: str, nbytes: int, p: int, nodes: int, costs: Costs) -> float:
     """Return the simulated seconds of a call in a job of p ranks on `nodes` equal nodes.
 
-    Between the nodes there is one switch, with one wire to each node (costs.far); inside a node there is memory
-    (costs.near).
+    One switch connects the nodes, with one wire to each node (costs.far). Ranks of a node share memory (costs.near).
 
     Raises:
         ValueError: p is not a multiple of `nodes`, or `catalog.build` refuses the algorithm.

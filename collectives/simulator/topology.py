@@ -1,14 +1,15 @@
 """Networks (star, fat-tree, BCube): their hosts, switches and links, and the links that a message crosses.
 
-    star(n)       n hosts on one switch. It also models any network that never blocks.
-    fattree(k)    k^3/4 hosts under k-port switches in three layers: k pods of k/2 edge and k/2 aggregation switches,
-                  (k/2)^2 cores (Al-Fares, Loukissas, Vahdat, 2008).
-    bcube(n, k)   n^k hosts with k NICs each; the NIC of level l joins the n hosts whose addresses differ in digit l
-                  only (Guo et al., 2009; BML paper, section 3.1). star(n) has the links of bcube(n, 1).
+    star(n)       n hosts on one switch. A star also models any network that never blocks.
+    fattree(k)    k^3/4 hosts under k-port switches in three layers: k pods, each with k/2 edge switches and k/2
+                  aggregation switches, and (k/2)^2 core switches (Al-Fares, Loukissas, Vahdat, 2008).
+    bcube(n, k)   n^k hosts with k NICs each. By its NIC of level l, a host shares a switch with the n-1 hosts whose
+                  addresses differ only in digit l (Guo et al., 2009; BML paper, section 3.1). star(n) has the links of
+                  bcube(n, 1).
 
-One object serves the simulator (links and routes), the launcher (the address of a rank) and the emulated cluster (the
-switch of each NIC). Hosts are numbered 0 .. hosts-1, and switches 0 .. len(switches)-1. Links are numbered, too, and
-directed: a cable has one link for each direction. Methods that take an `Index` work on an int and on an array alike.
+The objects serve the simulator (links and routes), the launcher (the address of a rank) and the emulated cluster (the
+switch of each NIC). Hosts have the numbers 0 .. hosts-1, and switches 0 .. len(switches)-1. Links also have numbers,
+and a direction: a cable is two links, one for each direction. Methods that take an `Index` accept an int or an array.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Nic(NamedTuple):
 
 
 class NetworkLink(NamedTuple):
-    """One direction of a cable, with its rate in bytes a second. An end is "h3" for host 3, or the name of a switch."""
+    """One direction of a cable, with its rate in bytes a second. Each end is a host, such as "h3", or a switch."""
 
     source: str
     target: str
@@ -51,9 +52,9 @@ class BCube:
     """BCube(n, k), or a star if `shape` is "star".
 
     Attributes:
-        n: Ports of each switch.
-        k: Levels, which are also the NICs of each host.
-        rate: Bytes a second of every link, or a tuple with the rate of each level.
+        n: The number of ports of each switch.
+        k: The number of levels. Each host has a NIC for each level.
+        rate: The rate of every link in bytes a second, or a tuple with the rate of each level.
         shape: "bcube" or "star".
     """
 
@@ -103,24 +104,24 @@ class BCube:
         return np.tile(np.array(self._rates, dtype=np.float64), 2 * self.hosts)
 
     def switch(self, host: Index, level: int) -> Index:
-        """Return the switch of a host's NIC at a level.
+        """Return the number of the switch of a host's NIC at a level.
 
-        Within a level, switches are numbered by the host's address without the digit of that level. Lower levels come
-        first.
+        Switches of lower levels come first. Within a level, the number is the host's address without the digit of that
+        level.
         """
         above, below = host // self.n ** (level + 1), host % self.n**level
         return level * self.n ** (self.k - 1) + above * self.n**level + below
 
     def neighbours(self, host: int, level: int) -> tuple[int, ...]:
-        """Return the other hosts on a host's switch at a level."""
+        """Return the other hosts that are connected to a host's switch at a level."""
         first = host - self._digit(host, level) * self.n**level
         return tuple(h for h in range(first, first + self.n ** (level + 1), self.n**level) if h != host)
 
     def next_hop(self, host: int, target: int) -> tuple[int, int]:
         """Return the level and the neighbour to which a host sends a message for `target`.
 
-        Each hop corrects one digit of the address, from the highest level down. The neighbour is `target` itself, or a
-        relay.
+        Each hop corrects one digit of the address, from the highest level down. The neighbour is either `target` itself
+        or a relay.
         """
         for level in reversed(range(self.k)):
             own_digit, target_digit = self._digit(host, level), self._digit(target, level)
@@ -156,8 +157,8 @@ class FatTree:
     alike.
 
     Attributes:
-        k: Ports of each switch.
-        rate: Bytes a second of every link.
+        k: The number of ports of each switch.
+        rate: The rate of every link in bytes a second.
     """
 
     k: int
@@ -211,7 +212,7 @@ class FatTree:
     def route(self, source: Index, target: Index) -> tuple[Index, ...]:
         half, hosts = self.k // 2, self.hosts
         pod, slot, edge = target // half // half, target % half, target // half % half
-        # far: the edge switches differ; farther: the pods differ
+        # far: source and target have different edge switches; farther: they are in different pods
         far = source // half != target // half
         farther = source // half // half != pod
         up_edge, down_edge = source // half * half + slot, target // half * half + slot
@@ -227,13 +228,16 @@ class FatTree:
         )
 
 
-# A network. Every class has these members:
-#   name                    as `parse` reads it, for example "bcube:3,2"
-#   hosts, radices          the number of hosts; the radix of each digit of an address, most significant digit first
-#   levels, nics            the number of NICs of each host; all NICs, sorted by host, then by level
+# A network. Both classes have these members:
+#   name                    the name that `parse` reads, for example "bcube:3,2"
+#   hosts                   the number of hosts
+#   radices                 the radix of each digit of an address, most significant digit first
+#   levels                  the number of NICs of each host
+#   nics                    all NICs, sorted by host, then by level
 #   switches                the names of the switches
-#   links, link_rates       the links, in the order of their numbers; their rates in bytes a second
-#   route(source, target)   the links from a host to another, in order; NOBODY fills up routes that are shorter
+#   links                   the links, in the order of their numbers
+#   link_rates              the rate of each link in bytes a second
+#   route(source, target)   the links from one host to another, in order. Shorter routes have NOBODY in place of links.
 Topology: TypeAlias = BCube | FatTree
 
 
@@ -247,7 +251,7 @@ def address(topology: Topology, host: int) -> tuple[int, ...]:
 
 
 def host_at(topology: Topology, digits: tuple[int, ...]) -> int:
-    """Return the host with an address, as `address` returns it."""
+    """Return the host with this address. The inverse of `address`."""
     host = 0
     for radix, digit in zip(topology.radices, digits, strict=True):
         host = host * radix + digit
@@ -283,12 +287,12 @@ def parse(text: str, rate: float = TEN_GIGABIT) -> Topology:
     """Return the network that is written as "star:9", "bcube:3,2" or "fattree:4".
 
     Args:
-        text: The network.
-        rate: Bytes a second of every link.
+        text: The network, as text.
+        rate: The rate of every link in bytes a second.
 
     Raises:
         ValueError: The text is not a network, or the network has more than `MOST_HOSTS` hosts. The error says how to
-            write one.
+            write a network.
     """
     kind, _, rest = text.strip().lower().partition(":")
     numbers = [int(part) if part.strip().isdecimal() else -1 for part in rest.split(",")]

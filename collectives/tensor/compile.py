@@ -1,16 +1,16 @@
-"""Compiles a collective on a list of arrays: checks arguments, chooses an algorithm, makes a fused or staged runner.
+"""Compiles a collective on a list of arrays: checks arguments, chooses an algorithm, makes a fused or staged body.
 
 Fused   A received chunk is added to all vectors of the worker in one pass, while other messages are on the wire.
         Source: MXNET-MPI paper, sections 6.3.1 and 6.3.2 and figure 9. The rings go through host memory only, as on
         the paper's nodes, where the network does not reach the GPUs. A chunk is reduced over the vectors as late as
         possible: before it is sent for the first time, or when the first message for it arrives (message and vectors in
-        one pass). A complete chunk is copied to the vectors while the lanes go on. Lanes (the rings of `multi_ring`)
+        one pass). A complete chunk is copied to the vectors while the lanes continue. Lanes (the rings of `multi_ring`)
         run at the same time: while the vectors of one lane are reduced, messages of another are on the wire. Memory:
         one vector on the host, and the chunks that one step of each lane receives.
-Staged  Reduces the worker's vectors into one host vector, runs any plan between the workers there, and copies the
-        result to the vectors. With a ring it is the paper's omp_ring-IBMGpu (section 7.3 c). The host vector is
-        node-shared, so that ranks of one node need no further copies. Memory: one vector on the host, or two if x and
-        out differ in length.
+Staged  The worker's vectors are reduced into one host vector, any plan runs between the host vectors of the workers,
+        and its result is copied to the vectors. With a ring this is the paper's omp_ring-IBMGpu (section 7.3 c). The
+        host vector is node-shared, so that ranks of one node need no further copies. Memory: one vector on the host, or
+        two if x and out differ in length.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from mpips.collectives.tensor.vectors import (
     wait_for,
 )
 
-# Between nodes, `auto` runs multi_ring on tensors of this size or more. For smaller ones, a single message for each
-# rank and step is cheaper.
+# Between nodes, `auto` runs multi_ring on tensors of this size or more. For smaller tensors, a single message for each
+# rank and step is faster.
 FUSED_BYTES = 64 << 10
 # algorithms of an allreduce that go through one host vector -> the algorithm that runs between host vectors
 THROUGH_HOST = {"shared_memory": "shared_memory", "native": "native", "host_ring": "ring"}
@@ -51,7 +51,7 @@ THROUGH_HOST = {"shared_memory": "shared_memory", "native": "native", "host_ring
 
 @dataclass(frozen=True)
 class TensorCall(Call):
-    """A call on tensors, to which every rank brings `vectors` vectors."""
+    """A call on tensors, in which every rank passes `vectors` vectors."""
 
     vectors: int = 1
 
@@ -62,7 +62,7 @@ class TensorCall(Call):
     def staged(self) -> bool:
         """True if a plan runs between host vectors.
 
-        That plan checks that all ranks are in the same call. Otherwise the caller must check it before a run.
+        That plan checks that all ranks are in the same call. For a fused call, the caller must check this before a run.
         """
         return self.kind != "allreduce" or self.algorithm in THROUGH_HOST
 
@@ -78,7 +78,7 @@ class TensorCall(Call):
         if reduction is not None and reduction.is_mean:
             reduction = find_reduction("sum", self.dtype)
         inner = replace(self, algorithm=name, reduction=reduction)
-        # Ranks compare the text of their calls, and it must be that of the whole call.
+        # Ranks compare the texts of their calls, and should see the text of the whole call.
         object.__setattr__(inner, "text", self.text)
         return inner
 
@@ -98,8 +98,9 @@ def compile_tensor(
 ) -> tuple[TensorCall, Body]:
     """Return a collective on the vectors of `x`, as a call and the body that runs it. Local: nothing is sent.
 
-    The vectors of x and out have one dtype. Those of x have one size, and so have those of out, and there are as many
-    in x as in out. Each may be on a GPU or on the host. The caller must keep the arrays alive while an operation runs.
+    All vectors have the same dtype. All vectors of x have the same size, and so do all vectors of out. x and out have
+    the same number of vectors. Each vector may be on a GPU or on the host. The caller must keep the arrays alive while
+    an operation runs.
 
     Args:
         home: The communicator of the ranks.
@@ -163,7 +164,7 @@ def _call(
 ) -> TensorCall:
     if kind == "alltoall":
         raise ValueError("alltoall of a list of vectors has no meaning: call it for each vector")
-    # All checks depend on shapes, types and options only, and send nothing.
+    # The checks depend only on shapes, types and options, and send nothing.
     types = {v.dtype for v in [*x, *out]}
     if len({v.n for v in x}) > 1 or len({v.n for v in out}) > 1 or len(types) > 1:
         raise ValueError(
@@ -189,7 +190,7 @@ def _call(
 
 
 def _choose_algorithm(home: Communicator, kind: str, nbytes: int) -> str:
-    """Return the algorithm that `auto` stands for. All ranks get the same."""
+    """Return the algorithm that `auto` stands for. The result is the same on all ranks."""
     if home.nodes == 1:
         return "shared_memory"
     return "multi_ring" if kind == "allreduce" and nbytes >= FUSED_BYTES else "host_ring"
@@ -219,11 +220,12 @@ def _flat(vector: Vector) -> Flat:
 class _Landing(NamedTuple):
     """A message that must be added after it has been received."""
 
-    # the element at which the message begins
+    # the element of the host vector at which the message begins
     start: int
-    # receive buffer
+    # the buffer into which the message is received
     beside: Vector
-    # (start, stop, fresh) parts of it; fresh: the worker's vectors are not in the host vector yet, and are added too
+    # Parts (start, stop, fresh) of the message. `fresh`: the worker's vectors have not been reduced into this part of
+    # the host vector yet, so they are added together with the message.
     extents: list[tuple[int, int, bool]]
 
 
@@ -245,9 +247,10 @@ class FusedTensor:
         self._is_mean = call.reduction is not None and call.reduction.is_mean
         self._work = vectors.host(call.n)
         self._lanes: list[list[_FusedStep]] = []
-        # parts that this rank completes itself, not by receiving them; they are copied to the vectors at the end
+        # Parts that this rank completes by its own sums, and does not receive complete. They are copied to the vectors
+        # at the end.
         self._rest: list[tuple[int, int]] = []
-        # parts that are in no message, because there is only one worker; they are reduced at the end
+        # Parts that no message contains, because there is only one worker. They are reduced at the end.
         self._unfilled: list[tuple[int, int]] = []
         taken = tags.take(len(schedule.lanes), call.text)
         for lane, steps in enumerate(schedule.program(comm.rank)):
@@ -259,7 +262,7 @@ class FusedTensor:
             spreads: list[Ticket] = []
             lanes = [self._run_lane(steps, spreads) for steps in self._lanes]
             while lanes:
-                # `self` marks the end of a lane here: lanes themselves never yield it.
+                # next() returns `self` at the end of a lane, because lanes themselves never yield `self`.
                 lanes = [lane for lane in lanes if next(lane, self) is not self]
                 if lanes:
                     yield
@@ -288,8 +291,8 @@ class FusedTensor:
                 yield
             for landing in step.landings:
                 yield from wait_for(*self._add(landing))
-            # For a mean, all parts are divided and copied at the end. A part that arrives here may have to be sent on,
-            # and must not be divided before that.
+            # For a mean, all parts are divided and copied at the end. A part that has arrived now may have to be sent
+            # on, and must not be divided before that.
             if not self._is_mean:
                 spreads += [self._spread(start, stop) for start, stop in step.arrivals]
 
@@ -346,7 +349,7 @@ class FusedTensor:
 
 
 class StagedTensor:
-    """A collective on a tensor by a plan between host vectors.
+    """A collective on a tensor that runs a plan between host vectors.
 
     Args:
         call: The call.
@@ -372,7 +375,8 @@ class StagedTensor:
     def run(self) -> Iterator[None]:
         """Run the operation. It yields whenever it would have to wait.
 
-        The steps of the inner plan are made at once, when this is called, because that counts as the plan's call.
+        The steps of the inner plan are made at once, not at the first yield, because making them counts as the plan's
+        call.
         """
         return self._steps(self._inner.steps())
 
@@ -390,14 +394,14 @@ class StagedTensor:
             yield from inner
             if not self._takes:
                 return
-            # The inner plan has only summed (TensorCall.between).
+            # The inner plan has only summed (see TensorCall.between).
             if reduction is not None and reduction.is_mean:
                 perform(scale(self._out, self._call.p * vectors.count))
             yield from wait_for(vectors.spread(0, self._out.size, self._out))
 
 
 def _element_runs(offsets: NDArray[np.int64], interval: ChunkInterval, wanted: Vector) -> list[tuple[int, int]]:
-    """Return the longest runs of elements, as (start, stop), in wanted chunks of an interval."""
+    """Return the elements of the wanted chunks of an interval, as (start, stop), with adjacent chunks joined."""
     runs: list[tuple[int, int]] = []
     for chunk in range(int(interval.start), int(interval.stop)):
         start, stop = int(offsets[chunk]), int(offsets[chunk + 1])

@@ -2,21 +2,21 @@
 
 One kernel adds a received chunk in host memory and all vectors of the worker in one pass, and writes the sum to host
 memory. The host's pages are pinned and mapped, so the kernel reads and writes them over the bus while other chunks are
-copied (the paper's IBMGpu, section 7.3). If vectors are on several GPUs, each GPU reduces its share of the chunk and
-reads the vectors of the other GPUs over the direct links. So these GPUs need peer access to each other.
+copied (IBMGpu in the MXNET-MPI paper, section 7.3). If vectors are on several GPUs, each GPU reduces its share of the
+chunk and reads the vectors of the other GPUs over the direct links. So these GPUs need peer access to each other.
 
-A list may also contain host arrays. Sources among them are copied to pinned memory when an operation begins, and
-targets among them are written by the host.
+A list of vectors may also contain host arrays. Host arrays that are sources are copied to pinned memory when an
+operation begins. Host arrays that are targets are written by the host.
 
 **Streams.** A kernel on one GPU reads the vectors of the other GPUs. So before an operation *each* of our streams waits
 for the user's streams of *every* device: the current stream of CuPy in this thread, the current stream of torch if
 torch uses CUDA, and the legacy default stream, which itself waits for every blocking stream. Users must synchronize
-other non-blocking streams themselves. At its end an operation waits on the host until its tickets are done. So work
-that the user queues later, on any stream, runs later.
+other non-blocking streams themselves. At its end an operation waits on the host until its tickets (its queued work) are
+done. So work that the user queues later, on any stream, runs later.
 
-**Pinned memory.** Pinning is slow, so memory that is given back is kept for the next use, up to `KEEP_BYTES`. It is
-node-shared, so that the other ranks of the node can read it too. It is pinned on a device that has vectors of the
-caller, because pinning opens a context on the device.
+**Pinned memory.** Pinning is slow, so pinned memory that is given back is kept for the next use, up to `KEEP_BYTES`.
+Pinned memory is node-shared, so that the other ranks of the node can also read it. It is pinned on a device that has
+vectors of the caller, because pinning opens a context on the device.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from mpips.collectives.schedule.model import cut
 from mpips.collectives.tensor import cuda_kernels
 from mpips.collectives.tensor.vectors import Ticket, VectorPlace
 
-# How many seconds an operation that was broken off waits for its kernels. This must be limited: a kernel may wait for
-# work of the user, that work for another rank, and the operation may have been broken off because that rank has failed.
+# How many seconds an operation that was broken off waits for its kernels. The wait must be limited: a kernel may wait
+# for work of the user, and that work may wait for another rank. If that rank has failed, the kernel never ends.
 PATIENCE = 10.0
-# Host memory on which kernels may still work after PATIENCE seconds. It is kept for ever, so that no one else gets it.
+# Host memory on which kernels may still work after PATIENCE seconds. It is kept for ever, so that it is not reused.
 _LEFT: list[list[Vector]] = []
 
 
 class CudaVectors:
-    """The vectors of one worker, at least one of them on a GPU. `operation` is one of `cuda_kernels.OPERATIONS`."""
+    """The vectors of one worker, of which at least one is on a GPU. `operation` is in `cuda_kernels.OPERATIONS`."""
 
     def __init__(self, sources: Sequence[VectorPlace], targets: Sequence[VectorPlace], operation: str):
         self.n = sources[0].n
@@ -60,9 +60,9 @@ class CudaVectors:
         _enable_peer_access(devices)
         self._streams = Streams(devices)
         self._pinned: list[Vector] = []
-        # The GPUs that share the reductions: those that have sources.
+        # the GPUs that share the work of a reduction: the GPUs that have sources
         self._reducing = tuple(dict.fromkeys(s.device for s in sources if s.device is not None)) or tuple(devices)
-        # for each source on the host: its copy in pinned memory, and the source
+        # for each source on the host, (the memory for its pinned copy, the source)
         self._given = [(self.host(s.n), s.vector()) for s in sources if s.device is None]
         pinned = iter([vector.ctypes.data for vector, _ in self._given])
         self._sources = [s if s.device is not None else s.moved(next(pinned)) for s in sources]
@@ -106,7 +106,7 @@ class CudaVectors:
         return self._streams.ticket([_device_of(target) for target in self._targets])
 
     def _reduce(self, device: int, parts: Sequence[int], out: int, n: int) -> None:
-        """Queue a reduction of n elements at each of the addresses `parts` into `out`. For one part it is a copy."""
+        """Queue a reduction of n elements at each of the addresses `parts` into `out`. A single part is copied."""
         if len(parts) == 1:
             self._streams.copy(device, out, parts[0], n * self.dtype.itemsize)
         elif n:
@@ -115,7 +115,7 @@ class CudaVectors:
                 _kernel(self._operation, self.dtype.name, len(parts))((blocks,), (threads,), (*parts, out, n))
 
     def _shares(self, n: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (device, first, last): each GPU and its part of n elements to reduce."""
+        """Yield (device, first, last) for each GPU: it reduces elements [first, last) of n."""
         parts = len(self._reducing)
         for number, device in enumerate(self._reducing):
             yield device, int(cut(n, parts, number)), int(cut(n, parts, number + 1))
@@ -123,7 +123,7 @@ class CudaVectors:
 
 @cache
 def _kernel(operation: str, dtype: str, count: int) -> Any:
-    """Return a kernel. It is built at its first use and kept by the process."""
+    """Return a kernel. CuPy builds it at its first launch. The process keeps it."""
     return cp.RawKernel(cuda_kernels.source(operation, dtype, count), cuda_kernels.name(operation, dtype, count))
 
 
@@ -149,9 +149,9 @@ def _enable_peer_access(devices: Sequence[int]) -> None:
                         raise
 
 
-# seconds between two looks at work that runs
+# the seconds between two checks whether queued work has run
 NAP = 1e-4
-# cudaMemcpyDefault: CUDA finds the direction of a copy by the addresses
+# cudaMemcpyDefault: CUDA finds the direction of a copy from the addresses
 BY_ADDRESS = 4
 
 
@@ -176,7 +176,7 @@ class Streams:
 
     @contextmanager
     def on(self, device: int) -> Iterator[None]:
-        """Make our stream of a device the current stream, within a block."""
+        """A context in which our stream of a device is the current stream."""
         with cp.cuda.Device(device), self._own[device]:
             yield
 
@@ -187,7 +187,7 @@ class Streams:
                 cp.cuda.runtime.memcpyAsync(to, source, nbytes, BY_ADDRESS, self._own[device].ptr)
 
     def ticket(self, devices: Sequence[int]) -> Callable[[], bool]:
-        """Return a ticket for all work that is queued now on our streams of these devices."""
+        """Return a ticket for all work that is now queued on our streams of these devices."""
         left = [_event(device, self._own[device]) for device in devices]
 
         def done() -> bool:
@@ -216,7 +216,7 @@ def _our_stream(device: int) -> Any:
 
 
 def _event(device: int, stream: Any) -> Any:
-    """Return an event that happens when all work that is queued now on a stream has run."""
+    """Return an event that happens when all work that is now queued on a stream has run."""
     with cp.cuda.Device(device):
         event = cp.cuda.Event(disable_timing=True)
         event.record(stream)
@@ -232,7 +232,7 @@ def _user_streams(device: int) -> Iterable[Any]:
     return {stream.ptr: stream for stream in streams}.values()
 
 
-# most unused pinned memory to keep
+# the most unused pinned memory that is kept
 KEEP_BYTES = 256 << 20
 # cudaHostRegisterPortable | cudaHostRegisterMapped
 PORTABLE_MAPPED = 1 | 2
@@ -252,7 +252,7 @@ class Slab(NamedTuple):
 
 
 class PinnedPool:
-    """The pinned memory of one process. The memory of a vector comes back when its last view is gone."""
+    """The pinned memory of one process. The memory of a vector comes back to the pool when its last view is gone."""
 
     def __init__(self, keep_bytes: int = KEEP_BYTES):
         self._keep_bytes = keep_bytes
@@ -276,7 +276,7 @@ class PinnedPool:
             self._sort_returned()
             slab = self._find(n * dtype.itemsize) or _pin(n * dtype.itemsize, device)
         vector = Flat(slab.address, n, dtype).vector()
-        # Do not give memory back at exit: the driver has unpinned all memory by then.
+        # Do not give memory back at exit: by then the driver has already unpinned all memory.
         weakref.finalize(vector, self._take_back, slab).atexit = False
         return vector
 
@@ -289,14 +289,14 @@ class PinnedPool:
                 self._sort_returned()
 
     def _sort_returned(self) -> None:
-        """Keep the slabs that have come back, and unpin the oldest while there are more than `KEEP_BYTES`."""
+        """Keep the slabs that have come back. Unpin the oldest slabs while the idle ones exceed the limit."""
         while self._returned:
             self._idle.append(self._returned.popleft())
         while self._idle and self.idle_bytes > self._keep_bytes:
             _unpin(self._idle.pop(0))
 
     def _find(self, nbytes: int) -> Slab | None:
-        """Take the smallest idle slab that fits, or None. A slab of more than twice the size does not count."""
+        """Take the smallest idle slab that fits, or return None. Slabs of more than twice the size stay idle."""
         fitting = [slab for slab in self._idle if nbytes <= slab.nbytes <= max(PAGE, 2 * nbytes)]
         if not fitting:
             return None

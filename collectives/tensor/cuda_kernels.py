@@ -1,14 +1,16 @@
 """The CUDA kernels that reduce several GPU vectors to one.
 
-`source` writes a kernel for an operation, an element type and a number of vectors. It needs no CUDA header. The result
-has the same bits as that of `collectives.kernels.sums` on the host, so it does not matter where vectors are:
+`source` writes a kernel for an operation, an element type and a number of vectors. The kernel needs no CUDA header. Its
+result has the same bits as that of `collectives.kernels.sums` on the host, so a result does not depend on where the
+vectors are:
 
 - Vectors are combined from the first to the last, and every partial result is rounded to the element type. So a sum of
   float16 or bfloat16 vectors is rounded after every addition, as on the host.
 - minimum and maximum return NaN if either side is NaN, as NumPy does. Of +0 and -0 either may win, as in NumPy.
-- Sums and products of integers wrap, as NumPy's do. They are computed unsigned, because C++ defines only that overflow.
+- Sums and products of integers wrap, as NumPy's do. They are computed in unsigned types, because C++ defines overflow
+  only for those.
 
-NaN payloads are not specified.
+The payload bits of NaNs are not specified.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 THREADS = 256
-# A kernel is started with at most this many blocks. If their threads are fewer than the elements, each thread computes
-# several elements.
+# A kernel is started with at most this many blocks. If a vector has more elements than these blocks have threads, each
+# thread computes several elements.
 MOST_BLOCKS = 2048
 
-# names of NumPy's ufuncs
+# the operations, by the names of NumPy's ufuncs
 OPERATIONS = ("add", "multiply", "minimum", "maximum")
 
 
@@ -30,7 +32,7 @@ class Element(NamedTuple):
     Attributes:
         stored: The type of elements in vectors.
         computed: The type in which sums and products are computed.
-        widen: For types without arithmetic, the source of widen(stored) -> float and narrow(float) -> stored.
+        widen: For types that C++ cannot add, the source code of widen(stored) -> float and narrow(float) -> stored.
     """
 
     stored: str
@@ -98,9 +100,9 @@ def name(operation: str, dtype: str, count: int) -> str:
 
 
 def source(operation: str, dtype: str, count: int) -> str:
-    """Return CUDA C++ of a kernel (v0, ..., out, n) that reduces `count` vectors of n elements to `out` in one pass.
+    """Return the CUDA C++ source of a kernel (v0, ..., out, n).
 
-    `out` may be one of the vectors.
+    The kernel reduces `count` vectors of n elements to `out` in one pass. `out` may be one of the vectors.
 
     Raises:
         ValueError: There is no kernel for the operation or the element type.
@@ -130,12 +132,12 @@ def grid(n: int) -> tuple[int, int]:
 
 
 def _combine(operation: str, element: Element) -> str:
-    """Return the body of combine(a, b)."""
+    """Return the C++ body of combine(a, b)."""
     computed, stored = element.computed, element.stored
     if operation in ("minimum", "maximum"):
         sign = "<" if operation == "minimum" else ">"
         x, y = ("widen(a)", "widen(b)") if element.widen else ("a", "b")
-        # x != x is true for a NaN only
+        # x != x is true only for a NaN
         return f"return {x} {sign} {y} || {x} != {x} ? a : b;"
     sign = "+" if operation == "add" else "*"
     if element.widen:

@@ -1,9 +1,9 @@
-"""The vectors of one worker, and the operations on them that algorithms need: here by NumPy, in `cuda` on GPUs.
+"""The vectors of one worker, and the operations on them that algorithms need, by NumPy. On GPUs `cuda` does the work.
 
 A tensor is a group of vectors of one length and type, one for each GPU of the worker, that is reduced as a single
-object (MXNET-MPI paper, section 6.1). A method may return before its work is done. Then it returns a *ticket*, a
-function that tells without blocking whether the work is done. In figure 9 of the paper the method is GpuStart, and the
-ticket GpuWait.
+object (MXNET-MPI paper, section 6.1). The methods `gather` and `spread` may return before their work is done. They
+return a *ticket*: a function that never blocks, and returns True once the work is done. In figure 9 of the paper these
+methods are GpuStart, and the ticket is GpuWait.
 
 `vector_place` finds the address and type of a user's array on the host or on a GPU. A place does not keep the array
 alive; the caller of a collective must.
@@ -24,14 +24,14 @@ from mpips.collectives.fabric import arena
 from mpips.collectives.kernels import sums
 
 Ticket: TypeAlias = Callable[[], bool]
-# replaces host memory that was given back
+# what a plan refers to after it has given its host memory back
 NO_MEMORY: Vector = np.empty(0)
 
 
 class TensorVectors(Protocol):
     """The `count` source vectors of a worker, with `n` elements of `dtype` each, and its target vectors.
 
-    In an operation in place, the targets are the sources.
+    For an in-place operation, the targets are the sources.
     """
 
     n: int
@@ -41,12 +41,12 @@ class TensorVectors(Protocol):
     def host(self, n: int) -> Vector:
         """Return node-shared host memory for n elements, from which copies to the vectors are fast.
 
-        It lives as long as a view of it.
+        The memory lives as long as any view of it.
         """
         ...
 
     def begin(self) -> None:
-        """Begin an operation. All work that the user has queued on the vectors comes before it."""
+        """Begin an operation. It runs after all work that the user has queued on the vectors."""
         ...
 
     def finish(self) -> None:
@@ -70,7 +70,7 @@ class TensorVectors(Protocol):
 
 
 def done() -> bool:
-    """A ticket for work that is done when the method returns."""
+    """A ticket for work that was done before the method returned."""
     return True
 
 
@@ -83,9 +83,9 @@ def wait_for(*tickets: Ticket) -> Iterator[None]:
 
 @contextmanager
 def running(vectors: TensorVectors) -> Iterator[None]:
-    """Run an operation on the vectors as a block, between begin() and finish().
+    """A context in which an operation on the vectors runs: calls begin() before and finish() after the block.
 
-    However the block ends, none of its work touches memory that another operation gets afterwards.
+    However the block ends, its work does not touch memory that another operation gets afterwards.
     """
     vectors.begin()
     try:
@@ -95,7 +95,7 @@ def running(vectors: TensorVectors) -> Iterator[None]:
 
 
 class HostVectors:
-    """Vectors in host memory. Every method has done its work when it returns. Does not keep the user's arrays alive."""
+    """Vectors in host memory. Every method has done its work when it returns. The user's arrays are not kept alive."""
 
     def __init__(self, sources: Sequence[VectorPlace], targets: Sequence[VectorPlace], combine: Callable[..., Any]):
         self._sources = [s.vector() for s in sources]
@@ -104,7 +104,7 @@ class HostVectors:
         self.n = sources[0].n
         self.count = len(sources)
         self.dtype = sources[0].dtype
-        # gather() reduces the sources without and with an incoming vector.
+        # gather() reduces the sources, either alone or together with an incoming vector.
         for incoming in (0, 1):
             sums.prepare(combine, self.dtype, incoming + self.count, self.n * self.dtype.itemsize)
 
@@ -134,7 +134,7 @@ class HostVectors:
         return done
 
 
-# library -> attribute of its `device` with the number of the GPU: array.device.id, tensor.device.index
+# library -> the attribute of an array's `device` that is the number of the GPU (array.device.id, tensor.device.index)
 _ORDINALS = {"cupy": "id", "torch": "index"}
 # libraries whose arrays must not be written, although their interface does not say so
 _READ_ONLY = ("jax", "jaxlib")
@@ -205,7 +205,7 @@ def _library(x: Array) -> str:
 
 
 def _dtype(x: Array, typestr: str) -> np.dtype[Any]:
-    # The array interface has no letter for bfloat16, so it is recognized by the name of the dtype.
+    # The array interface has no letter for bfloat16, so the type is recognized by the name of the dtype.
     if not str(getattr(x, "dtype", "")).endswith("bfloat16"):
         return np.dtype(typestr)
     try:
@@ -216,7 +216,7 @@ def _dtype(x: Array, typestr: str) -> np.dtype[Any]:
 
 
 def _device(x: Array, address: int) -> int:
-    # The library is asked first, because the question to CUDA may open a context on another GPU.
+    # Ask the array first, if its library is known. A query to CUDA may open a context on another GPU.
     if ordinal := _ORDINALS.get(_library(x)):
         return int(getattr(x.device, ordinal))
     import cupy

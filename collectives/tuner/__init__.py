@@ -1,1 +1,1 @@
-"""Chooses the fastest way for a call on this machine: `table` decides, and the command in `tune` measures the table."""
+"""Chooses the fastest way to run a call on this machine: `table` has the measurements that the command `tune` makes."""

@@ -1,13 +1,19 @@
-"""The tuning table, from which `auto` chooses a way for each call, by kind, bytes and number of ranks.
+"""The tuning table: `auto` looks up how to run a call, by its kind, its bytes and the number of ranks.
 
-`node.executor` uses it on one node, where arrays in node-shared memory always go direct, and `runner` between nodes.
+Between nodes, `runner` looks up an algorithm. On one node, `node.executor` looks up a *way* to move the data:
 
-`mpips tune` (`collectives.tuner.tune`) writes a table to the user's cache folder. Without such a table the values below
-are used. Those for one node were measured on two cores of an AMD EPYC, except the times of the kernel's copies, which
-are guesses. Those for several nodes (SHIPPED_BETWEEN, `far`) are guesses from the closed forms.
+    slots          through small buffers in node-shared memory, for short vectors;
+    stages         through buffers in node-shared memory, block by block, for ordinary arrays;
+    cross_memory   by the kernel, which copies between the processes, for ordinary arrays;
+    direct         without copies, for arrays in node-shared memory that are too long for slots.
 
-All ranks of a communicator use rank 0's table, because they must choose the same way. With its costs,
-`simulator.simulate.predict_seconds` predicts the time of a call.
+`mpips tune` (`collectives.tuner.tune`) writes a table to the user's cache folder. Without such a table the values in
+this module are used. The values for one node were measured on two cores of an AMD EPYC, except the times of the
+kernel's copies, which are guesses. The values for several nodes (SHIPPED_BETWEEN, `far`) are guesses from the closed
+forms.
+
+All ranks of a communicator use rank 0's table, because they must choose the same way.
+`simulator.simulate.predict_seconds` predicts the time of a call from the costs in the table.
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ from mpips.collectives.schedule.model import KINDS
 # check(kind, algorithm): raises ValueError if there is no such algorithm for the kind
 Check: TypeAlias = "Callable[[str, str], None]"
 EVERYTHING = 1 << 62
-# the ways of an allreduce on one node
+# the ways of an allreduce on one node; see the module's docstring
 WAYS = "slots", "stages", "cross_memory", "direct"
 
 
@@ -44,18 +50,18 @@ class Range(msgspec.Struct, frozen=True):
 
 
 class LinearCost(msgspec.Struct, frozen=True):
-    """The cost of b bytes: alpha + beta b seconds."""
+    """The cost of an operation on b bytes: alpha + beta b seconds."""
 
     alpha: float
     beta: float
 
 
 class Slots(msgspec.Struct, frozen=True):
-    """The largest vectors, in bytes, that pass through slots.
+    """The sizes in bytes up to which vectors pass through slots.
 
     Attributes:
         always: The limit for arrays of any kind.
-        ordinary: The limit if all ranks have ordinary arrays. It is at least `always`.
+        ordinary: The limit if the arrays of all ranks are ordinary, not node-shared. It is at least `always`.
     """
 
     always: int
@@ -67,9 +73,10 @@ SHIPPED_SLOTS: dict[int, Slots] = {
     4: Slots(2 << 10, 64 << 10),
     8: Slots(2 << 10, 16 << 10),
 }
-# Limits of slots for ordinary arrays if ranks share cores: bytes of a rank's vector, and of all vectors together. Slots
-# save barriers, and barriers are then so slow that it pays to read that many bytes instead.
+# The limits of slots for ordinary arrays if ranks share cores: the bytes of a rank's vector, and those of all vectors.
+# Slots save barriers. On shared cores, barriers are so slow that reading this many bytes instead is faster.
 CROWDED = 64 << 10, 512 << 10
+# the limit of slots for arrays of any kind if ranks share cores
 CROWDED_ALWAYS = 2 << 10
 # Measured with 2 and 4 ranks on two cores. If other work empties the caches between calls, the kernel's copies are
 # faster from some 256 KiB on.
@@ -99,10 +106,10 @@ class TuningTable(msgspec.Struct, frozen=True):
 
     Attributes:
         slots: On one node: number of ranks -> limits of vectors that pass through slots.
-        cross_memory: On one node: number of ranks -> bytes of the whole vector from which on ordinary arrays are copied
-            between processes by the kernel, and do not pass through stages.
+        cross_memory: On one node: number of ranks -> bytes of the whole vector from which on the kernel copies ordinary
+            arrays between processes. Shorter arrays pass through stages or slots.
         between: Between nodes: "KIND NODESxRANKS" -> algorithms by size.
-        memory: On one node: "WAY RANKS" -> cost of an allreduce by that way (one of `WAYS`).
+        memory: On one node: "WAY RANKS" -> the cost of an allreduce by this way (one of `WAYS`).
         near: The cost of a message inside a node.
         far: The cost of a message between nodes.
         gamma: The seconds to add a byte.
@@ -119,7 +126,7 @@ class TuningTable(msgspec.Struct, frozen=True):
     def slot_limits(self, ranks: int, crowded: bool) -> Slots:
         """Return the limits of vectors that pass through slots.
 
-        `crowded`: ranks share cores. It matters only if this number of ranks was not measured on this machine.
+        `crowded` is True if ranks share cores. It matters only if the table has no result for this number of ranks.
         """
         if ranks in self.slots:
             return self.slots[ranks]
@@ -129,9 +136,9 @@ class TuningTable(msgspec.Struct, frozen=True):
         return SHIPPED_SLOTS[min(SHIPPED_SLOTS, key=lambda known: abs(known - ranks))]
 
     def cross_memory_from(self, ranks: int) -> int:
-        """Return the smallest size, in bytes of the whole vector, at which the kernel copies ordinary arrays.
+        """Return the size, in bytes of the whole vector, from which on the kernel copies ordinary arrays.
 
-        The kernel copies them directly between processes. The limit does not depend on whether ranks share cores.
+        The limit is the same whether or not ranks share cores.
         """
         return self.cross_memory.get(ranks, SHIPPED_CROSS_MEMORY)
 
@@ -150,7 +157,7 @@ def path() -> Path:
 
 
 def load(check: Check) -> TuningTable:
-    """Return the user's table, or the shipped one if `mpips tune` has not run.
+    """Return the user's table, or the shipped table if `mpips tune` has not run.
 
     Args:
         check: `schedule.catalog.check_algorithm`.
@@ -192,7 +199,7 @@ def _check_entries(table: TuningTable, check: Check) -> TuningTable:
 
 
 def load_or_warn(check: Check) -> TuningTable:
-    """Return the user's table. If its file is damaged, warn and return the shipped one: a cache must not stop a job."""
+    """Return the user's table. If its file is damaged, warn and return the shipped table, so that the job can go on."""
     try:
         return load(check)
     except CollectiveError as error:
@@ -235,7 +242,7 @@ def broadcast_table(comm: MPI.Comm, read: Callable[[], TuningTable]) -> TuningTa
         read: Reads the table; called on rank 0 only.
 
     Raises:
-        CollectiveError: `read` has raised it on rank 0. All ranks raise the same error.
+        CollectiveError: `read` has raised this error on rank 0. All ranks raise the same error.
     """
     message = b""
     if comm.rank == 0:

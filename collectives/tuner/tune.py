@@ -1,12 +1,13 @@
-"""`mpips tune`: measures which way is fastest on this machine, and writes the table that `auto` reads.
+"""`mpips tune`: measures the fastest ways to run calls on this machine, and writes the table that `auto` reads.
 
     mpips tune --ranks P        or: mpirun -n P python -m collectives.tuner.tune
 
-On one node it measures three things: the size up to which vectors should pass through slots, the size from which on
-ordinary arrays should be copied between processes by the kernel (process_vm_readv), and the time of each way. Between
-nodes it measures the fastest algorithm for every kind and size. On one node and between nodes it measures the cost of a
-message (alpha, beta) and of an addition (gamma). The results are added to the user's table, which may have results for
-other numbers of ranks (`collectives.tuner.table`).
+A *way* is how a call on one node moves its data, such as through slots (`collectives.tuner.table`). On one node the
+command measures three things: the size up to which vectors should pass through slots, the size from which on the kernel
+should copy ordinary arrays between processes (process_vm_readv), and the time of each way. Between nodes it measures
+the fastest algorithm for every kind and size. On one node and between nodes it measures the cost of a message (alpha,
+beta) and of an addition (gamma). The results are added to the user's table, which may have results for other numbers of
+ranks.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ SLOT_SIZES = tuple(1 << e for e in range(11, 18))
 CROSS_SIZES = tuple(1 << e for e in range(24, 15, -1))
 LINE_SIZES = tuple(1 << e for e in range(16, 25, 2))
 BETWEEN_SIZES = tuple(1 << e for e in range(6, 25, 3))
-# Slots win if they take at most this share of the time of stages, so that noise does not decide.
+# Slots win if they take at most this share of the time that stages take, so that noise does not decide.
 SLOTS_WIN = 0.97
 # The kernel's copies win if they take at most this many times as long as stages. In a benchmark, stages find their
-# arrays in the cache in every call; between other work they would not.
+# arrays in the cache in every call. In a program that works between calls, they would not.
 COPIES_WIN = 1.5
 
 Begin = Callable[[str], None]
@@ -96,10 +97,10 @@ def _errors_as_sentences() -> Iterator[None]:
 
 
 def _starting_table(dry_run: bool) -> TuningTable:
-    """Return the table to start from: the user's table, or the shipped one if the user's file is damaged.
+    """Return the table to start from: the user's table, or the shipped table if the user's file is damaged.
 
     Raises:
-        CollectiveError: The table must be saved, and cannot be.
+        CollectiveError: The new table must be saved, but cannot be saved.
     """
     if not dry_run:
         table.check_writable()
@@ -115,13 +116,13 @@ def measure_table(comm: MPI.Comm, known: TuningTable, seconds: float, begin: Beg
 
     Args:
         comm: The ranks to measure with.
-        known: The table to change.
+        known: The table to which the new results are added.
         seconds: The time to spend on each size.
         begin: Called with the name of each part when it begins.
     """
     # rank -> the lowest rank of its node
     node_of = communicator(comm).node_of
-    # small enough to stay in the cache while they are added again and again
+    # These arrays are small enough to stay in the cache while they are added again and again.
     x, y = np.zeros(1 << 16, np.float32), np.zeros(1 << 16, np.float32)
     changes: dict[str, Any] = {"gamma": measure(MPI.COMM_SELF, [lambda: np.add(x, y, x)], 0.05)[0].median / x.nbytes}
     if len(set(node_of)) == 1:
@@ -140,7 +141,7 @@ def measure_table(comm: MPI.Comm, known: TuningTable, seconds: float, begin: Beg
 
 
 def forced_tables(ranks: int) -> dict[str, TuningTable]:
-    """Return for each way of ordinary arrays on one node a table that sends every vector that way."""
+    """Return way -> a table that makes every vector in an ordinary array on one node take this way."""
     largest, none = Slots(SLOT_SIZES[-1], SLOT_SIZES[-1]), Slots(0, 0)
     return {
         "slots": TuningTable(slots={ranks: largest}, cross_memory={ranks: EVERYTHING}),
@@ -152,12 +153,12 @@ def forced_tables(ranks: int) -> dict[str, TuningTable]:
 def _on_one_node(comm: MPI.Comm, seconds: float, begin: Begin) -> tuple[Slots, int, dict[str, LinearCost]]:
     """Measure on one node.
 
-    Return the limits of slots, the smallest size from which on the kernel's copies are used, and the cost of each way.
+    Return the limits of slots, the size from which on the kernel should copy, and the cost of each way.
     """
     ways = {name: dup_with_table(comm, forced) for name, forced in forced_tables(comm.size).items()}
 
     def wins(way: str, shared: bool, share: float, size: int) -> bool:
-        """True if a way takes at most `share` of the time of stages (or of direct, for node-shared arrays)."""
+        """True if a way takes at most `share` of the time of stages (if `shared`, of direct access) for this size."""
         x = _vector(ways[way], size, shared)
         times = _timed(comm, [compiled("allreduce", x, ways[each]) for each in (way, "stages")], seconds)
         return times[0] <= times[1] * share
@@ -187,9 +188,9 @@ def _on_one_node(comm: MPI.Comm, seconds: float, begin: Begin) -> tuple[Slots, i
 
 
 def last_winning_size(sizes: Iterable[int], wins: Callable[[int], bool], otherwise: int) -> int:
-    """Return the last of `sizes` for which `wins(size)` is true, or `otherwise` if there is none.
+    """Return the last of `sizes` for which `wins(size)` is true, or `otherwise` if it is true for none of them.
 
-    Sizes are tried in order. After two losses in a row the remaining sizes are not measured.
+    Sizes are tried in the given order. After two losses in a row the remaining sizes are not measured.
     """
     last, losses = otherwise, 0
     for size in sizes:
@@ -200,7 +201,7 @@ def last_winning_size(sizes: Iterable[int], wins: Callable[[int], bool], otherwi
 
 
 def _vector(home: MPI.Comm, size: int, shared: bool) -> np.ndarray[Any, Any]:
-    """Return `size` bytes of zeros in memory that the node shares, or in an ordinary array."""
+    """Return `size` bytes of zeros, in node-shared memory if `shared`, and otherwise in an ordinary array."""
     x = empty(size // 4, np.float32, home) if shared else np.empty(size // 4, np.float32)
     x.fill(0)
     return x
@@ -236,7 +237,7 @@ def _between(comm: MPI.Comm, node_of: list[int], seconds: float, begin: Begin) -
 def ranges(winners: Sequence[tuple[int, str]]) -> tuple[Range, ...]:
     """Make ranges of (size, best algorithm) pairs in ascending order.
 
-    Where the algorithm changes, the limit is the geometric mean of the two sizes.
+    If two neighbouring sizes have different algorithms, the limit between them is the geometric mean of the sizes.
     """
     limits = []
     for (size, name), (following, other) in pairwise(winners):
