@@ -76,11 +76,12 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
     Args:
         kind: "local", "dist_sync", "dist_async", "mpi_sync" or "mpi_async".
         comm: The ranks of the store. None: COMM_WORLD. A `local` store always has this process alone.
-        options: See `mpips.store.options`. Each may also be given by an `MPIPS_*` variable; an argument wins.
+        options: See `mpips.store.options`. An option may also be given by its `MPIPS_*` variable. An argument overrides
+            the variable.
 
     Raises:
         TypeError: `kind` is not a string.
-        OptionError: Options are bad or differ between ranks. Every rank raises the same.
+        OptionError: Options are bad or differ between ranks. Every rank raises the same error.
     """
     word, chosen, refusal = _asked(kind, options)
     if word == "local":
@@ -96,7 +97,7 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
         if cause := world.lost(os.environ, MPI.Get_library_version(), comm.Get_size()):
             raise of_caller(RuntimeError(cause))
     before = _serving(comm)
-    # The servers are inside their first `create` and do not run the program, so ask them to join in the new store.
+    # The servers are still inside their first `create`, so ask them to take part in the creation of the new store.
     if before is not None:
         if chosen is not None and not refusal:
             refusal = _unfit(chosen, before.layout)
@@ -117,7 +118,7 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
 
 
 def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str]:
-    """Return the kind, the options, and an error message if they are bad, else "".
+    """Return the kind, the options, and an error message if the options are bad, otherwise "".
 
     The message is not raised here: all ranks raise it together, in `roles.create`.
     """
@@ -298,14 +299,14 @@ def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
         raise raised
 
 
-# The recorder's lane for what a spare does. Its number is above the lanes of workers' stores.
+# The number under which the recorder keeps what a spare does. It is larger than the numbers of stores.
 LANE = 5 << 61
 
 
 class _Spare:
     """This rank while it is a spare.
 
-    If the store saves itself, the constructor waits until worker 0 tells the step from which the store has resumed.
+    If the store saves itself, the constructor waits until worker 0 reports the step from which the store has resumed.
     """
 
     def __init__(self, layout: Layout, generation: Generation, stands_by: StandBy) -> None:

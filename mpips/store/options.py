@@ -1,7 +1,7 @@
 """The options of a job: one frozen record, read once, from the arguments of `mpips.create` and the environment.
 
-Every field may be given as an argument (`create(kind, servers=2)`) or as a variable (`MPIPS_SERVERS=2`); an argument
-wins. The documentation and the options of `mpips run` are made from the table `FIELDS`.
+Every field may be given as an argument (`create(kind, servers=2)`) or as a variable (`MPIPS_SERVERS=2`). An argument
+overrides the variable. The documentation and the options of `mpips run` are made from the table `FIELDS`.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class Options:
 
 
 def _checked(field: Field, value: Any, name: str) -> Any:
-    """Convert a value to the type of the field. If it is not allowed, raise OptionError, which says what is."""
+    """Convert a value to the type of the field. OptionError, which says what is allowed, if the value is not."""
     kind = type(field.default)
     try:
         if kind is bool:
@@ -281,8 +281,8 @@ def read(arguments: Mapping[str, Any] | None = None, environment: Mapping[str, s
     """Read the options from arguments, else from `MPIPS_*` variables, else use defaults. Arguments of None are ignored.
 
     Raises:
-        OptionError: An argument or variable is unknown (the message lists the known ones), or a value is bad. That
-            includes the variables that choose the engine of kernels, the log's level and the recorder.
+        OptionError: An argument or variable is unknown (the message lists the known ones), or a value is bad. This
+            covers also the variables that choose the engine of kernels, the log's level and the recorder.
     """
     env = os.environ if environment is None else environment
     known = {field.name: field for field in FIELDS}

@@ -271,7 +271,7 @@ class Generation:
             return room.exchange(payload, what, self._watch(room, what))
 
     def meeting(self, payload: bytes, what: str) -> Task[list[bytes]]:
-        """Meet the workers in a task, so that other tasks go on. Some workers may need these tasks before they come."""
+        """Meet the workers in a task, so that other tasks go on. Some workers may need those before they can come."""
         room = self._room(False)
         watch = self._watch(room, what)
         clock, due = Clock(), time.monotonic() + LOOK_SECONDS
@@ -319,7 +319,7 @@ class Generation:
         return Watch(self.limits, look, room.missing, self.present.nap_after)
 
     def words(self) -> list[bytes]:
-        """Return each worker's last payload for a meeting that this worker has not completed, or b"". Does not block."""
+        """Return each worker's last payload for a meeting that has not ended on this worker, or b"". Non-blocking."""
         assert self.present.workers is not None
         self.present.workers.missing()
         return self.present.workers.last_words()
@@ -331,7 +331,7 @@ class Generation:
         self.undescribed = ""
 
     def waits_elsewhere(self) -> dict[int, bytes]:
-        """Return the reports of workers that wait in a meeting to which this one has not come. Does not block."""
+        """Return the reports of workers that wait in a meeting to which this worker has not come. Does not block."""
         return {} if self.present.workers is None else self.present.workers.waits_elsewhere()
 
     def _room(self, everybody: bool) -> MeetingRoom:
