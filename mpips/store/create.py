@@ -188,7 +188,7 @@ def _begun(layout: Layout, generation: Generation) -> Server | StandBy | RemoteS
 def _opened(
     comm: MPI.Intracomm, layout: Layout, generation: Generation, member: RemoteStore | ReplicatedStore
 ) -> KVStore:
-    """Return this worker's store, loaded from its checkpoint folder if it has one.
+    """Return this worker's store, loaded from the store's checkpoint folder if it has one.
 
     Collective over the workers, blocking.
     """
@@ -202,8 +202,8 @@ def _opened(
 def _saves(layout: Layout) -> Callable[[WorkerStore], RegularSaves] | None:
     """Return a function that loads a store from its checkpoint folder and begins its regular saves.
 
-    None if the store has no folder, does not span all ranks of the job, or another store of this process has named the
-    same folder before.
+    Return None if the store has no folder, if it does not span all ranks of the job, or if an earlier store of this
+    process uses the same folder.
     """
     folder = layout.options.checkpoint
     if not folder:
@@ -265,9 +265,9 @@ def _unable(options: Options | None) -> str:
 def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
     """Let all ranks agree whether the store that is created in the block was created on all of them.
 
-    Without this, a death during `create` could leave one rank with a store that survives the death, and another with
-    none. If a rank dies inside the block, all ranks raise StoreError. A StallError is raised at once without an
-    agreement, because the missing rank would not take part in that either. Does nothing in a store without spares.
+    Without this agreement, a death during `create` could leave one rank with a store that survives the death, and
+    another rank without a store. If a rank dies inside the block, all ranks raise StoreError. A StallError is raised at
+    once, because the missing rank would not take part in an agreement either. Does nothing in a store without spares.
     """
     if options is None or options.spares < 0 or _unable(options):
         yield
@@ -358,14 +358,14 @@ class _Spare:
 
 
 def _serve(server: Server, opened: Callable[[OpenStore], Server | None] | None = None) -> NoReturn:
-    """Serve until all workers have left, then raise SystemExit(0). See `serve`."""
+    """Serve until all workers have left, then raise SystemExit(0). See `server.loop.serve` for `opened`."""
     serve([server], opened)
     _rise()
     raise SystemExit(0)
 
 
 def _one_more(comm: MPI.Intracomm, first: Layout, asked: OpenStore) -> Server | None:
-    """On a server, join in creating another store that the workers have asked for. Return None if it is refused."""
+    """On a server, help to create another store that the workers have asked for. Return None if it is refused."""
     refusal, chosen = "", None
     try:
         chosen = known_options.read(asked.options, {})
@@ -385,7 +385,7 @@ def _one_more(comm: MPI.Intracomm, first: Layout, asked: OpenStore) -> Server | 
 def workers_of(comm: MPI.Intracomm) -> MPI.Intracomm:
     """Return the workers' communicator of the store with servers that is open on `comm`, or `comm` if there is none.
 
-    Servers do not run the program, so a call that "all ranks" of the program make is made by the workers only.
+    Servers do not run the program, so only the workers make a call that "all ranks" of the program make.
     """
     found = next((other for other in _open if MPI.Comm.Compare(comm, other.comm) == MPI.IDENT), None)
     return comm if found is None or found.layout.workers is None else found.layout.workers
@@ -394,8 +394,9 @@ def workers_of(comm: MPI.Intracomm) -> MPI.Intracomm:
 def _serving(comm: MPI.Intracomm) -> _Open | None:
     """Return the store that is open on `comm`, or None.
 
-    Its servers are serving, so they must be asked to join in a new store. Raise RuntimeError if `comm` contains servers
-    of a store that is open on another communicator, because they could not join in a call on `comm`.
+    The servers of an open store are serving, so they take part in a new store only if they are asked. Raise
+    RuntimeError if `comm` contains servers of a store that is open on another communicator, because these servers could
+    not take part in a call on `comm`.
     """
     for other in _open:
         if MPI.Comm.Compare(comm, other.comm) == MPI.IDENT:
@@ -421,7 +422,7 @@ def _unfit(options: Options, first: Layout) -> str:
 
 
 def _seat(layout: Layout, generation: Generation) -> CorePinning:
-    """Return the core binding of this process, which is made with its first store.
+    """Return the core binding of this process, which is made with the first store that has servers.
 
     Collective over the layout's ranks, blocking.
     """

@@ -19,7 +19,7 @@ from mpips.collectives.kernels import engine
 from mpips.collectives.recorder import own as recorder
 
 PREFIX = "MPIPS_"
-# Variables with this prefix that are not options of a job: ranks may differ in them.
+# Variables with this prefix that are not options of a job. They may differ between ranks.
 OF_PROCESSES = (
     engine.VARIABLE,
     engine.FOLDER_VARIABLE,
@@ -30,7 +30,7 @@ OF_PROCESSES = (
     recorder.DUMP_VARIABLE,
 )
 
-# Kinds have MXNet's names. The aliases are the names of the paper (section 4.2.1).
+# Kinds have MXNet's names. The aliases are the names in the MXNET-MPI paper (section 4.2.1).
 KINDS = ("local", "dist_sync", "dist_async", "mpi_sync", "mpi_async")
 ALIASES = {"synchronous-mpi": "mpi_sync", "asynchronous-mpi": "mpi_async"}
 
@@ -185,7 +185,7 @@ class Options:
     def workers_of(self, world_size: int) -> int:
         """Return the number of workers in a job of `world_size` ranks.
 
-        Raise OptionError if there are too few ranks, or if the number is not the one that `workers` asks for.
+        Raise OptionError if there are too few ranks, or if the option `workers` asks for another number.
         """
         spares = max(self.spares, 0)
         workers = world_size - self.servers - spares
@@ -233,7 +233,7 @@ class Options:
 
 
 def _checked(field: Field, value: Any, name: str) -> Any:
-    """Convert a value to the type of the field. OptionError, which says what is allowed, if the value is not."""
+    """Convert a value to the type of the field. Raise OptionError, which says what is allowed, if the value is bad."""
     kind = type(field.default)
     try:
         if kind is bool:
@@ -349,7 +349,7 @@ def uneven(workers: int, clients: int) -> str:
 def kind_of(name: object) -> str:
     """Return the kind of store for a name or alias. Upper and lower case are the same.
 
-    Raise TypeError if `name` is not a str, and OptionError, which lists the known kinds, if it is unknown.
+    Raise TypeError if `name` is not a str, and OptionError, which lists the known kinds, if the name is unknown.
     """
     if not isinstance(name, str):
         known = ", ".join(KINDS)

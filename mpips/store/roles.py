@@ -55,11 +55,10 @@ class Layout:
     num_workers: int
     num_servers: int
     clients: tuple[Interval, ...]
-    # The node of each rank, given as the lowest rank on that node. As in MPI, a node is a set of ranks that can share
-    # memory.
+    # For each rank the lowest rank on its node. As in MPI, a node is a set of ranks that can share memory.
     nodes: tuple[int, ...]
     world: MPI.Intracomm
-    # number of ranks that wait to replace dead ones: the last ranks of `world`
+    # number of ranks that wait to replace dead ranks; they are the last ranks of `world`
     spares: int = 0
     # all workers, in the order of ranks; None on other ranks
     workers: MPI.Intracomm | None = None
@@ -190,14 +189,14 @@ class Layout:
         return layout
 
     def free(self) -> None:
-        """Free the communicators once all ranks have called this. Does not block."""
+        """Let the communicators be freed once all ranks have called this method. Does not block."""
         for comm in self.communicators():
             close_later(comm)
 
     def part(self) -> None:
         """Free the communicators and drop messages that are still on them.
 
-        Collective over `world`; blocks until all ranks have called it.
+        Collective over `world`; blocks until all ranks have called this method.
         """
         for comm in self.communicators():
             close_collectively(comm)
@@ -259,7 +258,7 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
         raise OptionError(why)
     spares = max(0, options.spares)
     layout = Layout(kind, options, world.Get_rank(), workers, options.servers, clients, nodes, world, spares)
-    # All ranks take rank 0's lane.
+    # All ranks use the number that rank 0 has chosen for the store.
     layout.lane = int(lanes[0])
     layout.begin()
     return layout
@@ -366,6 +365,6 @@ class CorePinning:
 
     def _take(self, cores: Cores) -> None:
         if cores != frozenset(os.sched_getaffinity(0)):
-            # Some containers forbid a change of the binding. Then leave it as it is.
+            # Some containers forbid a change of the binding. In this case leave the binding as it is.
             with suppress(OSError):
                 os.sched_setaffinity(0, cores)

@@ -40,7 +40,7 @@ OF_RANK = (
     "HYDI_",
 )
 SETTINGS = ("PMIX_MCA_", "PMIX_PREFIX")
-# pairs of variables: the number of the job's ranks on this host, and this rank's number among them
+# pairs of variables: the number of the job's ranks on this host, and this rank's number among these ranks
 LOCAL_RANKS = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"), ("MPI_LOCALNRANKS", "MPI_LOCALRANKID"))
 # mpips sets the variables that torchrun would set, so that programs written for torchrun, such as most DDP programs,
 # run unchanged. `mpips run` sets some of these variables, and the rank itself sets the others. The variable PLACE lists
@@ -75,7 +75,9 @@ def implementation(library: str) -> str:
 
 
 def lost(environment: Mapping[str, str], library: str, size: int | None = None) -> str | None:
-    """Return a message with cause and cure if a launcher started several processes but this one is alone, else None.
+    """Return a message with cause and cure if a launcher started several processes but this process is alone.
+
+    Otherwise return None.
 
     For Slurm the cure depends on the MPI: Open MPI understands `srun --mpi=pmix`, MPICH and Intel MPI understand
     `--mpi=pmi2`.

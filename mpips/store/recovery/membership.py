@@ -1,9 +1,10 @@
 """Decide which spare takes the place of a dead rank, and which server mirrors which other server. Pure.
 
-The first ranks of a store are workers, then come servers, then spares. Spares take the places of dead servers first,
-then those of dead workers. But if no server or no worker is left at all, one place of that role comes before all other
-places. A place that no spare takes is dropped. Clients (groups of workers that push together) keep the members that are
-left; a client without members is dropped as well. If the store grows, the remaining spares become workers.
+The first ranks of a store are workers, then come servers, then spares. A place is the position of a worker or server
+before the failure. Spares take the places of dead servers first, then those of dead workers. But if no server or no
+worker is left at all, one place of that role comes before all other places. A place that no spare takes is dropped.
+Clients (groups of workers that push together) keep the members that are left; a client without members is dropped as
+well. If the store grows, the remaining spares become workers.
 
 The servers form a ring for mirrors: a server's mirror is the next server that is on another node.
 """
@@ -21,9 +22,10 @@ NEW = -1
 class Before(NamedTuple):
     """The last generation, and how its ranks became those of this one.
 
+    All ranks in this record are ranks of the last generation, except the indices of `origin` and `places`.
+
     Attributes:
-        origin: For each rank of this generation, its rank in the last one. All other ranks in this record, except the
-            indices of `places`, are ranks of the last generation.
+        origin: For each rank of this generation, its rank in the last one.
         lost: The ranks that have died since.
         nodes: For each rank, its node. A node is named by the lowest rank on it.
         clients: The workers [first, stop) of each client.

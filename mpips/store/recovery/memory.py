@@ -77,7 +77,7 @@ class LedgerText(msgspec.Struct, array_like=True):
 
 
 class Ledger:
-    """A server's own ledger. `file` holds the memory of its services."""
+    """A server's own ledger. `file` holds the memory of the server's services."""
 
     def __init__(self, file: SparseFile | None = None) -> None:
         self._memory = arena.empty(HEADER_WORDS, np.uint64)

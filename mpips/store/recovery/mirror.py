@@ -114,7 +114,7 @@ class MirroredUnit:
 
 
 class MirroredUnits:
-    """All units that one server keeps as the mirror of others. They outlive a generation.
+    """The copies of units that one server keeps as the mirror of others. The copies outlive a generation.
 
     When a generation begins, the copies of the last generation stay until all servers have sent their units again.
     Until then the units that were copied do not change.
@@ -154,7 +154,7 @@ class MirroredUnits:
             copies.drop_before(generation)
 
     def owners(self, before: Before | None, rank: int) -> list[OwnerInventory]:
-        """If a server has died, return the complete copies as one owner. `rank`: this server's rank before."""
+        """If a server has died, return the complete copies as one owner. `rank`: this server's former rank."""
         if before is None or not before.lost_servers:
             return []
         units = []
@@ -232,7 +232,7 @@ class Mirror(UnitMirror):
         return not self._due and not self._under_way
 
     def changed(self, unit: Unit) -> None:
-        """Send a unit that has changed. It must not be written again until it is `mirrored`."""
+        """Send a unit that has changed. The unit must not be written again until it is `mirrored`."""
         if self._mirror is not None and not self._over and self._latest.get(unit.number) != 0:
             unit.mirrored = False
             self._latest[unit.number] = 0

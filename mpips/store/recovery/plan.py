@@ -96,7 +96,7 @@ def copies_of(rank: int) -> int:
 
 
 class KeyCard(msgspec.Struct, array_like=True, frozen=True):
-    """A key as a worker knows it."""
+    """The name, shape and dtype of a key, as a worker knows them."""
 
     name: int | str
     shape: tuple[int, ...]
@@ -143,7 +143,7 @@ def common_keys(inventories: Sequence[Inventory]) -> list[KeyCard]:
 
 
 def dtype_names(arrays: Sequence[Any]) -> list[str]:
-    """Return the names of arrays' dtypes, for messages."""
+    """Return the names of arrays' dtypes, for messages between ranks."""
     return [np.asarray(array).dtype.name for array in arrays]
 
 
@@ -362,7 +362,7 @@ class RecoveryPlan:
 
 
 class ServerReady(msgspec.Struct, array_like=True):
-    """A server's message to all ranks once its units are filled. Ranks that are no servers send an empty message.
+    """A server's message to all ranks once its units are filled. Ranks other than servers send an empty message.
 
     Attributes:
         where: Where the server's units lie in its memory.
@@ -627,7 +627,10 @@ def _plan_unit(
 
 
 def _intervals_by_server(layout: Layout, chosen: KeyChoice) -> list[tuple[int, Interval]]:
-    """Return (server, interval of a key that it had in the last generation). A server's adjacent ones are joined."""
+    """Return (server, interval) for each interval of a key that a server had in the last generation.
+
+    Adjacent intervals of a server are joined.
+    """
     first = layout.num_workers if layout.before is None else layout.before.num_workers
     intervals: list[tuple[int, Interval]] = []
     for piece in chosen.slices:

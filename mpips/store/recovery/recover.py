@@ -19,7 +19,7 @@ of these units, and assigns parts of them to the current servers. In step 5 a se
 its parts itself. The holder sends the parts of the other servers.
 
 If the whole node is lost, the copies of its *mirror* are used instead (`mirror`). In a store without servers every
-worker has everything, and one worker gives it to those that have not (`ReplicaPlan`). A *service*, such as tables,
+worker has everything, and one worker gives it to the workers that lack it (`ReplicaPlan`). A *service*, such as tables,
 takes part in steps 2 to 5 through its `ServiceKind`. This module cannot read what a service holds and plans.
 
 A process may die at any moment. It may die while the others make new communicators, which blocks inside MPI. So a
@@ -375,7 +375,7 @@ class Member(Generic[T]):
         ]
 
         def is_over() -> bool:
-            # a list, because all must be called for all to advance
+            # Make a list, so that every mover is called and advances.
             over = [mover.is_over() for mover in movers]
             return unit_mover.is_over() and all(over)
 
@@ -404,7 +404,7 @@ class Member(Generic[T]):
 class StandBy(Member[None]):
     """The part of a spare in a recovery. It keeps the memory of this node's servers mapped, to read it for other ranks.
 
-    The constructor is collective with those of workers and servers, blocking.
+    The constructor is collective with the constructors of workers and servers, blocking.
     """
 
     def __init__(self, layout: Layout, generation: Generation) -> None:

@@ -167,7 +167,7 @@ class Undo(UndoWords[AvailableRound]):
         self.words[first : first + len(counts)] = words_in.array("L", counts)  # type: ignore[assignment, index]
 
     def keep_old(self, start: int, stop: int) -> None:
-        """Copy elements [start, stop), which are about to be written. All elements before `start` must be copied."""
+        """Copy elements [start, stop), which are about to be written. Those before `start` must have been copied."""
         for array, copy in self._pairs():
             copy[start:stop] = array[start:stop]
         self.words[MARK] = stop
@@ -207,7 +207,7 @@ class Undo(UndoWords[AvailableRound]):
     # ---- other changes
 
     def note_overwrite(self, torn: bool) -> None:
-        """Note that something other than a push begins (`torn`) or has finished (not `torn`) to overwrite values.
+        """Note that values are about to be replaced other than by a push (`torn`), or have been (not `torn`).
 
         After that the round before can no longer be restored.
         """

@@ -50,7 +50,7 @@ QUIET, QUIET_SLEEP, QUIET_DUTY = 0.1, (4e-3, 8e-3), 32
 
 
 class Ending(Protocol):
-    """The part of a store's generation (`runtime.generation`) that the engine needs. Its end ends all operations."""
+    """The part of a store's generation (`runtime.generation`) that the engine needs. All operations end with it."""
 
     limits: Limits
 
@@ -324,7 +324,7 @@ class Engine:
             return {name for handle in self.under_way.values() for name in handle.orders}
 
     def progress(self, wait: bool = True) -> bool:
-        """Advance once each operation that may go on. True if one has ended.
+        """Advance every operation that may go on by one step. True if one has ended.
 
         Args:
             wait: What to do while another thread advances operations. True: wait for it. False: return False at once.

@@ -43,7 +43,7 @@ class StoreStallError(StoreError, StallError):
 
 
 class RoomError(MemoryError):
-    """A server has no memory for a push to a collection. The round of this push does not count; the store goes on."""
+    """A server has no memory for a push to a table. The round of this push does not count; the store goes on."""
 
 
 class ServerMemoryError(ValueError, MemoryError):
@@ -122,8 +122,8 @@ def _close_all() -> None:
     # A forked child has no store.
     if os.getpid() != _pid or not _closing:
         return
-    # First leave all communicators that no store needs. Another rank may wait for this one on such a communicator, for
-    # example in a process group. Without this it would never get to closing its store.
+    # First leave all communicators that no store needs. Another rank may be waiting for this rank on one of them, for
+    # example in a process group. Without this step that rank would wait for ever, and never close its store.
     sys.modules["mpips.collectives.communicator"].leave_all([comm for needs in _closing.values() for comm in needs()])
     in_order(*reversed(_closing))
 

@@ -242,7 +242,7 @@ class Generation:
         collective over `comm`.
 
         Args:
-            names: The ranks of `comm` in the store's world.
+            names: For each rank of `comm`, its rank in `layout.world`.
         """
         self.check()
         home = communicator(comm, names=names or None)
@@ -271,7 +271,7 @@ class Generation:
             return room.exchange(payload, what, self._watch(room, what))
 
     def meeting(self, payload: bytes, what: str) -> Task[list[bytes]]:
-        """Meet the workers in a task, so that other tasks go on. Some workers may need those before they can come."""
+        """Hold a meeting of the workers as a task. Meanwhile other tasks go on, which late workers may depend on."""
         room = self._room(False)
         watch = self._watch(room, what)
         clock, due = Clock(), time.monotonic() + LOOK_SECONDS

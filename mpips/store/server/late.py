@@ -44,7 +44,7 @@ class InRounds(Protocol):
     """Anything that workers push to in rounds: a unit of a key, or a part of a service."""
 
     warned: bool
-    # when the open round began to wait; None: set it at the next look at the clock
+    # when the open round began to wait; None: the next `Late.tick` sets this time
     opened: float | None
 
     @property
@@ -163,9 +163,9 @@ class Late:
 
 
 def find_circle(waits: dict[int, Wait]) -> list[Wait]:
-    """Return the waits of workers that wait in a circle, each for the worker of the next wait, or [].
+    """Find workers that wait in a circle. Return their waits, each for the worker of the next wait.
 
-    The lowest rank comes first.
+    The wait of the lowest rank comes first. [] if no workers wait in a circle.
     """
     # workers that are known to lead to no circle
     free: set[int] = set()

@@ -25,7 +25,10 @@ MOST_LATE = 32
 
 
 class Load:
-    """The load of this process' servers, summed over all stores. A push of a key counts with the size of its values."""
+    """The load of this process' servers, summed over all stores.
+
+    A push to a key counts as many bytes as the key's values have, even if the push was compressed.
+    """
 
     def __init__(self) -> None:
         # when to write next, in seconds of the caller's clock

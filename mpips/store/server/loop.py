@@ -49,7 +49,7 @@ CLOCK = Clock()
 # How often an idle server yields its core before it reads the clock. On busy cores each yield may cost a time slice.
 YIELDS = 8
 SPIN_SECONDS = 1e-3
-# the shortest and the longest sleep between two looks
+# the shortest and the longest sleep of an idle server
 SLEEP_SECONDS = (1e-4, 2e-3)
 # A sleep lasts this share of the idle time so far. So new work is noticed late by at most this share of the idle time.
 SLEEP_SHARE = 0.02
@@ -62,8 +62,8 @@ MOST_THREADS = 4
 # How long a server goes on at the end of a generation. GRACE_SECONDS: for frames that are still being written.
 # END_SECONDS: for a round to which all have pushed, whose data is still being filled in, and which cannot be undone.
 GRACE_SECONDS, END_SECONDS = 0.02, 1.0
-# A server ends when its workers have done nothing for this long after the end of a generation, or for timeout_seconds
-# if that is longer.
+# After the end of a generation a server gives up if its workers do nothing for this long, or for timeout_seconds if that
+# is longer.
 ORPHAN_SECONDS = 300.0
 
 
@@ -123,7 +123,7 @@ class Server(Member[None]):
     """One store on one server rank. `begin` or `rebuild` must be called before the first turn.
 
     Args:
-        memory: The memory of this node's servers, which this rank has mapped while it was a spare.
+        memory: The memory of this node's servers, which this rank mapped while it was a spare.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Server(Member[None]):
         LOG.info("the server has begun, for %d workers", len(lines))
 
     def _serve(self, lines: list[Line], rings: Rings | None, serving: Serving) -> None:
-        """Begin to serve a generation over these lines."""
+        """Begin to serve a generation over these connections."""
         self._now = serving
         self._state, self._requests = serving.state, serving.requests
         self._traffic = WorkerTraffic(self.layout, lines, rings, self._state, self._requests)
@@ -229,7 +229,7 @@ class Server(Member[None]):
         return first
 
     def close(self) -> None:
-        """End together with all ranks of the store, after every worker has left. Blocking."""
+        """Close the store together with all of its ranks, after every worker has left. Blocking."""
         if self._ended is None:
             # If a message cannot be delivered now, it never will be. So ignore the error.
             with suppress(CollectiveError):
@@ -327,7 +327,7 @@ class Server(Member[None]):
     # ---- the next generation: this server as a `recovery.recover.Member`
 
     def take_inventory(self, known: Container[Name] = ()) -> Inventory:
-        """Return what this rank brings into a recovery, including this server's units and its copies of others'."""
+        """Return what this rank brings into a recovery: also its own units, and copies that it keeps as a mirror."""
         layout, number = self.layout, self.generation.number
         old = self._last_serving.get_or_save(number, self._now)
         if self._ledger is not None:
@@ -342,14 +342,20 @@ class Server(Member[None]):
         return inventory
 
     def old_service(self, name: str) -> OldMemory:
-        """Return what this rank can read of a service: also its own and, if a server has died, its copies of others."""
+        """Return what this rank can read of a service's old content.
+
+        This includes the server's own service and, if a server has died, the copies that this server keeps as a mirror.
+        """
         old = super().old_service(name)
         service = self._last_serving.get_or_save(self.generation.number, self._now).requests.services[name]
         copies = self._copies.services.get(name) if old.before.lost_servers else None
         return old._replace(service=service, copies=copies)
 
     def read_old(self, piece: UnitSlice) -> list[Array]:
-        """Return an old unit's arrays: of this server, of one that it mirrors, or of one whose memory is mapped."""
+        """Return the values and state of an old unit, which this rank can read in one of three places.
+
+        The unit was this server's own, or this server has a copy as a mirror, or the unit's server ran on this node.
+        """
         if piece.owner < 0:
             return self._copies.arrays_of(piece.unit, piece.before)
         if piece.owner == former_rank(self.layout):
@@ -524,7 +530,7 @@ class WorkerTraffic:
         logged = ""
         for reply in replies:
             if reply.worker in self._state.gone:
-                # The worker has left, and reads no messages any more.
+                # The worker has left, and no longer reads messages.
                 continue
             line = self._lines[reply.worker]
             if reply.text:

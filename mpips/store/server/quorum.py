@@ -159,7 +159,7 @@ class QuorumState(ServerState):
         self._wakes = math.inf
         # True once the generation has ended
         self._is_over = False
-        # late worker -> (number of its late pushes to the unit with the most, the most rounds that a push was late)
+        # late worker -> (its late pushes to the unit that has the most of them, the most rounds that a push was late)
         self.late_pushes: dict[int, tuple[int, int]] = {}
         # (worker, unit number) -> number of late pushes
         self._late: dict[tuple[int, int], int] = {}
@@ -281,7 +281,7 @@ class QuorumState(ServerState):
         self.late_pushes[worker] = max(pushes, count), max(most, rounds)
 
     def _close(self, unit: Unit, open_round: OpenRound) -> Replies:
-        """Update the unit by the weighted mean of its round."""
+        """Close the open round: update the unit with the weighted mean of the round's pushes."""
         late = self._sources.pop(unit.number, {})
         self._word[0] = unit.token
         if unit.is_timed:

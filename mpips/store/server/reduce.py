@@ -80,7 +80,7 @@ class Reduce:
         """True if blocks should be summed on all threads.
 
         Workers that wait leave their cores to the threads. Workers that still copy need their cores, unless this server
-        is far behind. If processes share cores, workers that wait yield them, so all threads are used.
+        is far behind. If processes share cores, waiting workers yield their cores, so all threads are used.
         """
         threads = self._team.threads
         if threads == 1 or unit.stored.nbytes < SHARED_BYTES:
@@ -298,7 +298,7 @@ class Team:
         """Call `work(item, thread)` for every item. Blocking.
 
         Thread 0 takes items from the front, the others from the back. If a thread raises, the exception is raised here
-        after all threads have ended. The call does not wait for threads that have not woken up when no item is left.
+        after all threads have ended. The call does not wait for threads that wake up after the last item was taken.
         """
         task = _Task(work, items)
         for other in self._others:

@@ -6,6 +6,9 @@ that concern no push are answered at once, because other workers may push only a
 A snapshot holds values and optimizer states of units as they were at one moment, while updates go on. Taking a snapshot
 copies nothing. A unit is copied as a whole just before it is next written, or while the server has nothing else to do.
 So until a snapshot is dropped, it may need as much memory as its units.
+
+The mirror is another server, which keeps copies of this server's units. The ledger is a list of this server's units and
+settings in shared memory, which other ranks read after this server's death.
 """
 
 from __future__ import annotations
@@ -269,7 +272,7 @@ class Requests:
         return refused
 
     def publish(self) -> None:
-        """Write what this server has into the ledger, from which other ranks read it after this server's death."""
+        """Write this server's units, settings and services into the ledger."""
         if self._memory.ledger is not None:
             settings = encode_settings(self._state.optimizers, self._state.compressor)
             entries = {name: entry for name, service in self.services.items() if (entry := service.ledger_entry())}
@@ -300,7 +303,7 @@ class Requests:
 
 
 def _fitting(unit: Unit, part: frames.StatePart) -> list[np.ndarray] | None:
-    """Return the arrays of a unit's new state, or None if it is to have none.
+    """Return the arrays of a unit's new state, or None if the unit gets no state.
 
     ValueError if the arrays do not fit the unit's optimizer.
     """

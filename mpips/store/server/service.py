@@ -1,7 +1,8 @@
 """The protocol of a service: something that a server offers besides keys. Tables are the only service.
 
-A service consists of *collections*. A collection has a name and is pushed to in rounds, as a key is. The store uses
-services only through the classes in this module; `mpips.store.services` lists the services.
+A service consists of *collections*. A collection has a name and is pushed to in rounds, as a key is. A service may also
+have internal collections, which users do not see. The store uses services only through the classes in this module;
+`mpips.store.services` lists the services.
 
 In each generation (the time between two failures) a server has one `Service` of each `ServiceKind`. A service has its
 own types of requests and may answer late: several rounds may pass before it answers a push. The server tells its
@@ -131,7 +132,11 @@ class Service(Protocol):
     # ---- the beginning of a generation
 
     def restore(self, plan: Any, old: OldMemory, rank: int) -> None:
-        """Take over what stays on this server, and make room for what will be moved to it. `rank`: its new rank."""
+        """Take over what stays on this server, and make room for what will be moved to it.
+
+        Args:
+            rank: The server's rank in the new generation.
+        """
 
     def begin(self, plan: Any) -> None:
         """Begin the generation at the rounds of the plan. Called after everything has been moved."""

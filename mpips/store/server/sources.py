@@ -43,7 +43,7 @@ from mpips.store.transport.pending import LOOK_SECONDS, Bytes, pull_tag, push_ta
 if TYPE_CHECKING:
     from mpips.store.server.state import ServerState
 
-# lower bound of the number of workers' memory regions that are kept mapped
+# At least this many memory regions of workers may stay mapped.
 VIEWS = 4096
 # number of buffers that are kept for later blocks
 KEPT = 16
@@ -185,7 +185,7 @@ class Compressed(Contribution):
 
 
 class PushedRows(Contribution):
-    """Rows of a unit that consists of whole rows, or a push of nothing to any unit."""
+    """Rows of a unit that consists of whole rows, or an empty push to any unit."""
 
     coded = True
     sparse = True
@@ -287,7 +287,7 @@ class CodedMessage(MessageBlocks):
         self._read(self._take()).add_to(out)
 
     def rows(self) -> RowSparse:
-        """Return the payload as rows. They are a copy, because they are kept until the round ends."""
+        """Return the payload as rows. The rows are a copy, because they are kept until the round ends."""
         return self._read(self._take().copy()).rows()
 
 
@@ -348,7 +348,7 @@ class _Block(NamedTuple):
 
 
 class _Shipment(NamedTuple):
-    """A unit, or rows of it, on its way to a worker. `blocks`: those that have not been sent yet."""
+    """A unit, or rows of it, on its way to a worker. `blocks`: the blocks that have not been sent yet."""
 
     unit: int
     worker: int
@@ -449,8 +449,8 @@ class Receiver:
     def stop(self, lines: Iterable[Line]) -> None:
         """Give up all receives at the end of a generation.
 
-        First receive for a moment what workers are sending, because the workers wait until they have sent it. What is
-        received there is dropped. Memory that MPI may still touch is kept alive.
+        First receive for a moment what workers are sending, because the workers wait until they have sent it. Drop all
+        of this. Memory that MPI may still touch is kept alive.
         """
         distant = [line for line in lines if isinstance(line, MessageLine)]
         dropped: list[MPI.Request] = []
@@ -458,7 +458,7 @@ class Receiver:
         while heard and clock.seconds() < DRAIN_SECONDS:
             for line in list(heard):
                 try:
-                    # Payloads that follow a frame without a credit are received too, and dropped.
+                    # Also receive, and drop, payloads that follow a frame without a credit.
                     for frame in map(Frame.of, line.read()):
                         unasked = frame.aux if frame.op == Op.SET else int(frame.op == Op.PUSH and frame.flags & ALONG)
                         tag = push_tag(frame.unit)

@@ -1,10 +1,11 @@
-"""Decide when a server applies pushes and lets pulls return: in rounds, or as they come within `staleness`. No MPI.
+"""Decide when a server applies pushes and lets pulls return: in rounds, or one by one within `staleness`. No MPI.
 
-`ServerState` is a state machine for the units of a server, which are independent of each other. A unit is the part of a
-key on one server to which always the same workers, its contributors, push. The server's loop turns messages into events
+`ServerState` is a state machine for the units of a server, which are independent of each other. A unit is a part of a
+key on one server. The same workers, its contributors, always push to it. The server's loop turns messages into events
 (the methods `pushed`, `pulled`, `released`, `waits`, `meets`, `left`), and calls `work` as long as there is something
-to do. It sends the replies that these methods return. An exception ends the generation: `finish` then applies what it
-still can, and `abandon` drops the rest. The next generation has a new state.
+to do. The loop sends the replies that these methods return. An exception ends the generation, which is the life of the
+store between two failures: `finish` then applies what it still can, and `abandon` drops the rest. The next generation
+has a new state.
 
 `SynchronousState` applies rounds. Round r of a unit is complete when every contributor has pushed the unit r times. The
 round is summed in the order of the contributors, block by block. The optimizer updates the stored values by each summed
@@ -116,16 +117,16 @@ class ServerState(ABC):
 
     @abstractmethod
     def pushed(self, unit: Unit, index: int, source: Contribution, priority: int, clock: float) -> None:
-        """Take a contribution of the contributor at `index`. MismatchError if its round can never end."""
+        """Take a push of the contributor at `index`. MismatchError if the round of this push can never end."""
 
     def pulled(self, number: int, worker: int, round_: int, rows: NDArray[Any] | None = None) -> Replies:
-        """Let a worker read a unit, or some rows of it, once `round_` of its own pushes are in it."""
+        """Let a worker read a unit, or some rows of it, once the unit contains `round_` pushes of this worker."""
         unit = self.units[number]
         unit.pulls.append((worker, round_, rows))
         return self._grant(unit)
 
     def hold(self, number: int, worker: int, pushes: int) -> Replies:
-        """Hold a unit unchanged for a worker, once the unit has this many pushes of all workers in it."""
+        """Keep a unit unchanged for a worker, once the unit contains this many pushes of all workers together."""
         unit = self.units[number]
         unit.holds.append((worker, pushes))
         return self._grant(unit)
@@ -158,7 +159,7 @@ class ServerState(ABC):
             unit.met = list(unit.done)
 
     def left(self, worker: int) -> Replies:
-        """Stop waiting for a worker that has closed the store. MismatchError if an open round needs it."""
+        """Stop waiting for a worker that has closed the store. MismatchError if an open round needs this worker."""
         self.gone.add(worker)
         for unit in self.units.values():
             unit.pulls = [pull for pull in unit.pulls if pull[0] != worker]
@@ -276,20 +277,20 @@ class ServerState(ABC):
         return replies
 
     def _written(self, unit: Unit) -> None:
-        """Close the undo copy of a unit and send it to its mirror, after all blocks have been written."""
+        """After all blocks of a unit have been written, close its undo copy and send the unit to the mirror."""
         if unit.undo is not None:
             unit.undo.close(unit.stands_at)
         if self._mirror is not None:
             self._mirror.changed(unit)
 
     def set_timed(self, every: bool) -> None:
-        """Time the rounds of every unit from now on, or (`every` is False) of long ones. See `recorder.own.trace`."""
+        """From now on time the rounds of all units, or only of long units if not `every`. See `recorder.own.trace`."""
         self._every = every
         for unit in list(self.units.values()):
             unit.is_timed = every or unit.is_long
 
     def _begin(self, unit: Unit, number: int) -> None:
-        """Begin the timing record of a round, or in an asynchronous store of a push, that is being applied."""
+        """Begin to time a round that is being applied. In an asynchronous store: a push."""
         into = recorder.ring
         self._begun[unit.number] = into, into.begin(unit.form, 0, number)
 
@@ -599,7 +600,7 @@ class AsynchronousState(ServerState):
         return True, self._end_update(unit) if unit.mirrored else []
 
     def _end_update(self, unit: Unit) -> Replies:
-        """End the update by the push that has been applied."""
+        """End the update that applied one push: workers may read the result, and the next update may begin."""
         index = unit.active
         if self._begun:
             self._end(unit)

@@ -1,7 +1,7 @@
 """A unit on its server: its values and optimizer state, the sum and update of a block, queues of pushes. No I/O.
 
-A unit is the part of a key on one server to which always the same workers push. These workers are its contributors. It
-is summed and updated in blocks, which fit into the cache.
+A unit is a part of a key on one server. The same workers, its contributors, always push to it. A unit is summed and
+updated in blocks, which fit into the cache.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Known(dict[K, V]):
     """A dict of what workers can name in messages, such as units. A missing name raises UnknownError.
 
     Args:
-        noun: What the names name, for the text of the error.
+        noun: What the names are names of, for the text of the error.
     """
 
     def __init__(self, noun: str) -> None:
@@ -149,7 +149,7 @@ class Unit:
         block_elements: Number of elements of a block.
         row_elements: Number of elements of a row of the key.
         start: The first element of the unit in its key.
-        undo: Its values and state with the old values of the open round, if the store survives deaths.
+        undo: The unit's undo copy (`recovery.undo`), if the store survives deaths.
     """
 
     noun = "key"
@@ -202,7 +202,7 @@ class Unit:
         self.pulls: list[tuple[int, int, Array | None]] = []
         # requests to hold the unit unchanged: (worker, number of pushes that must be in the unit)
         self.holds: list[tuple[int, int]] = []
-        # when the open round began to wait; None: set it at the next look at the clock
+        # when the open round began to wait; None: the next `Late.tick` sets this time
         self.opened: float | None = 0.0
         self.warned = False
         # numbers that show other processes that the unit is being summed, or pulled
@@ -245,7 +245,7 @@ class Unit:
         self.rows: list[RowSparse] = []
 
     def uncounted(self, asynchronous: bool) -> list[int]:
-        """Return the number of pushes of each contributor that were applied since the last call. At first all 0."""
+        """Return how many pushes of each contributor were applied since the last call. The first call returns zeros."""
         now = list(self.done) if asynchronous else [self.round] * len(self.contributors)
         before, self._counted = self._counted or now, now
         return [new - old for new, old in zip(now, before)]
@@ -319,7 +319,7 @@ class Unit:
         return self.undo.state
 
     def note_overwrite(self, torn: bool) -> None:
-        """Note that something other than a push begins (`torn`) or has finished (not `torn`) to overwrite values."""
+        """Note that values are about to be replaced other than by a push (`torn`), or have been (not `torn`)."""
         self.torn = torn
         if self.undo is not None:
             self.undo.note_overwrite(torn)
