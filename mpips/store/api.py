@@ -731,7 +731,7 @@ class Generations:
             self._leave()
 
     def _is_open(self) -> bool:
-        """True if this process has yet to close the store. False in a forked child."""
+        """True if this process has not closed the store yet. False in a forked child."""
         return not self._store.operations.closed and not is_fork()
 
     def _exit(self) -> None:
@@ -746,7 +746,7 @@ class Generations:
         store = self._store
         if store.regular is None or not pushes:
             return
-        # If a rank has died, earlier saves are still there.
+        # Ignore the error if a rank has died, because earlier saves still exist.
         with suppress(CollectiveError):
             store.regular.save_last(alike=all(each == pushes[0] for each in pushes))
 

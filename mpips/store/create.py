@@ -203,7 +203,7 @@ def _saves(layout: Layout) -> Callable[[WorkerStore], RegularSaves] | None:
     """Return a function that loads a store from its checkpoint folder and begins its regular saves.
 
     Return None if the store has no folder, if it does not span all ranks of the job, or if an earlier store of this
-    process uses the same folder.
+    process has used the same folder.
     """
     folder = layout.options.checkpoint
     if not folder:

@@ -93,7 +93,7 @@ class MirroredUnit:
         self.torn = False
         # the last generation in which a version has arrived
         self.generation = -1
-        # memory of a version that was dropped, for the next one
+        # memory of a dropped version, to be reused for the next version
         self._spare: list[Array] = []
 
     def allocate(self, sent: VersionSent) -> list[Array]:

@@ -200,7 +200,7 @@ class Choice(NamedTuple):
     """The rounds of all keys, and of all collections of services, in the next generation.
 
     Attributes:
-        step: The common round of all keys and collections; None if their rounds differ.
+        step: The common round of all keys and collections that were ever pushed; None if their rounds differ.
         lost: Keys and collections with a part that no rank has.
         rounds: Name of a key or collection -> its round, for all that can be restored completely. Empty in an
             asynchronous store.
@@ -308,7 +308,7 @@ class RecoveryPlan:
 
     @property
     def best_settings(self) -> OwnerInventory | None:
-        """The owner whose settings count: the owner with the most changes, and among several such owners the lowest."""
+        """The owner whose settings count: the one with the most changes, and if several have as many, the lowest rank."""
         own = [owner for inventory in self.inventories for owner in inventory.owners if not owner.is_mirror]
         return max(own, key=lambda owner: (owner.changes, -owner.owner), default=None)
 
@@ -489,7 +489,10 @@ def _cover(size: int, units: Sequence[OldUnit], round_: int | None) -> list[Unit
 
 
 def _at_round(units: Sequence[OldUnit], round_: int | None) -> Iterable[tuple[UnitSlice, Preference]]:
-    """Yield each unit that can be restored at this round (None: its newest), as a slice, with its preference."""
+    """For each unit that can be restored at this round, yield a slice with the whole unit, and its preference.
+
+    If `round_` is None, take each unit at its newest round.
+    """
     for owner, index, copy in units:
         for number, available in enumerate(copy.rounds[: 1 if round_ is None else None]):
             if round_ is None or available.round == round_:

@@ -140,7 +140,8 @@ def blocks_of(replicas: Sequence[Replica]) -> Blocks:
 def take_from(replicas: Sequence[Replica], outs: Sequence[Array], blocks: Blocks) -> None:
     """Complete a round of each replica, and leave its new value in its array of `outs`.
 
-    A replica's sum is in its array of `outs`. If it has a block, this worker's block of the sum is also in the block.
+    A replica's sum is in its array of `outs`. If `blocks` has memory for this worker's block of the sum, the block is
+    also there, and the replica's value is left spread (see `replica`).
     """
     for number, (replica, out) in enumerate(zip(replicas, outs)):
         if blocks is not None and blocks[number] is not None:

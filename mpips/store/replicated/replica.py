@@ -62,7 +62,7 @@ class Replica:
 
     @property
     def value(self) -> Array:
-        """The whole value, 1-D. If it is spread, the other workers' blocks are copied first."""
+        """The whole value, 1-D. If the value is spread, first copy the other workers' blocks."""
         value = self._arrays[self._turn]
         assert value is not None
         if self._spread:

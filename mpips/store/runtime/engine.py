@@ -198,7 +198,7 @@ class Engine:
 
     def __init__(self, generation: Ending, background: bool = True) -> None:
         self.generation = generation
-        # The lock of `_changed`. Code enters this lock and not the condition: an interrupt while a condition is being
+        # The lock of `_changed`. Always enter this lock, and not the condition: an interrupt while a condition is being
         # entered would leave the condition locked.
         self._lock = threading.RLock()
         # notified when an operation was added or has ended, or a wait is over

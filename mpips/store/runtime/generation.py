@@ -80,7 +80,7 @@ class PresentGeneration:
         # meetings of all ranks, and of the workers
         self.everybody = MeetingRoom(layout.world)
         self.workers = None if layout.workers is None else MeetingRoom(layout.workers)
-        # how the ranks agree after this generation whether to begin the next one
+        # the agreement of the ranks, after this generation, to begin the next one or to leave
         self.barrier = NextGenerationBarrier(layout.world, partial(_gone, layout.world, self.home), layout.survives)
 
 
@@ -125,7 +125,7 @@ class Generation:
 
     @property
     def barrier(self) -> NextGenerationBarrier:
-        """How the ranks agree after this generation whether to begin the next one."""
+        """The agreement of the ranks, after this generation, to begin the next one or to leave."""
         return self.present.barrier
 
     @property
@@ -319,7 +319,10 @@ class Generation:
         return Watch(self.limits, look, room.missing, self.present.nap_after)
 
     def words(self) -> list[bytes]:
-        """Return each worker's last payload for a meeting that has not ended on this worker, or b"". Non-blocking."""
+        """For each worker, return its last payload for a meeting of the workers that this worker has not completed.
+
+        b"" if there is no such payload. Does not block.
+        """
         assert self.present.workers is not None
         self.present.workers.missing()
         return self.present.workers.last_words()

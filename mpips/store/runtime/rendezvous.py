@@ -178,7 +178,7 @@ class MeetingRoom:
         return self.end()
 
     def begin(self, payload: bytes) -> None:
-        """Come to the next meeting."""
+        """Come to the next meeting: send this rank's payload to all other ranks."""
         self._heard[self.rank].append(payload)
         self._tell(COMES, payload)
 

@@ -31,7 +31,7 @@ BEFORE_LEAVING = "give all workers the same number of batches, and close the sto
 
 
 class Wait(msgspec.Struct, array_like=True, frozen=True):
-    """A worker's wait for a round to which the workers `absent` have not pushed. `noun`: what `key` is the name of."""
+    """A worker's wait for a round to which the workers `absent` have not pushed. `noun`: "key" or "table"."""
 
     worker: int
     key: int | str

@@ -54,16 +54,16 @@ SLEEP_SECONDS = (1e-4, 2e-3)
 # A sleep lasts this share of the idle time so far. So new work is noticed late by at most this share of the idle time.
 SLEEP_SHARE = 0.02
 TICK_SECONDS = 0.05
-# A busy server reads the clock every BUSY_TURNS turns. An idle server reads it every IDLE_TURNS turns, because its
-# turns take longer: in most of them it yields its core.
+# A busy server reads the clock every BUSY_TURNS turns. An idle server, which mostly yields its core, reads it at least
+# every IDLE_TURNS turns.
 BUSY_TURNS, IDLE_TURNS = 256, 32
 # Summing is memory-bound: beyond a few cores, extra threads only wait for memory.
 MOST_THREADS = 4
 # How long a server goes on at the end of a generation. GRACE_SECONDS: for frames that are still being written.
 # END_SECONDS: for a round to which all have pushed, whose data is still being filled in, and which cannot be undone.
 GRACE_SECONDS, END_SECONDS = 0.02, 1.0
-# After the end of a generation a server gives up if its workers do nothing for this long, or for timeout_seconds if that
-# is longer.
+# After the end of a generation a server gives up if its workers do nothing for this long, or for timeout_seconds if
+# that is longer.
 ORPHAN_SECONDS = 300.0
 
 

@@ -49,7 +49,7 @@ class Quorum:
 class QuorumContribution(NamedTuple):
     """A push in a round that closes by a quorum."""
 
-    # position of the contributor
+    # the contributor's index in `Unit.contributors`
     position: int
     # number of this push among the contributor's pushes
     push: int
@@ -210,7 +210,7 @@ class QuorumState(ServerState):
         return counted
 
     def _handle_gone(self, unit: Unit) -> None:
-        # The round may close now, without a worker that has left or waits for all others.
+        # A worker has left or waits for all others, so the round may now close without its push.
         if unit.number in self.open:
             self.ready[unit.number] = unit
 

@@ -174,7 +174,7 @@ class ServiceCopies(Protocol):
         """Begin a generation at these rounds, and drop copies of other rounds. None: keep each copy's newest round."""
 
     def drop_before(self, generation: int) -> None:
-        """Drop the copies of earlier generations, because all servers have sent everything again."""
+        """Drop the copies of earlier generations, because all servers have sent everything again in this one."""
 
 
 # ---- recovery

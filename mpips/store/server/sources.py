@@ -43,7 +43,7 @@ from mpips.store.transport.pending import LOOK_SECONDS, Bytes, pull_tag, push_ta
 if TYPE_CHECKING:
     from mpips.store.server.state import ServerState
 
-# At least this many memory regions of workers may stay mapped.
+# the number of workers' memory regions that may stay mapped; a server with many units keeps more
 VIEWS = 4096
 # number of buffers that are kept for later blocks
 KEPT = 16

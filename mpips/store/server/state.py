@@ -144,7 +144,7 @@ class ServerState(ABC):
             self.late.note_wait(unit, worker, round_)
 
     def meets(self, worker: int) -> Replies:
-        """Note that a worker waits in a barrier. Nobody waits for its pushes until `all_met`."""
+        """Note that a worker waits in a barrier. Until `all_met`, no other worker has to wait for its pushes."""
         self.meeting.add(worker)
         return self._handle_absent()
 
@@ -192,7 +192,7 @@ class ServerState(ABC):
         return self.late.tick(clock, [*self.open.values(), *others])
 
     def wake(self, clock: float) -> None:
-        """Note the time. Called more often than `tick`."""
+        """Store the current time. Called more often than `tick`."""
         self._clock = clock
 
     @property
