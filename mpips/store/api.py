@@ -109,7 +109,7 @@ class KVStore(NotCopyable):
             raise of_caller(ValueError(f"unknown capability {capability!r}; known: optimizer"))
         return True
 
-    # ---- collective calls. They block. If arguments are bad or differ between workers, all workers raise the same
+    # ---- Collective calls, which block. If arguments are bad or differ between workers, all workers raise the same
     # error, and nothing has changed.
 
     def init(self, key: object, value: object) -> None:
@@ -133,12 +133,12 @@ class KVStore(NotCopyable):
     def broadcast(self, key: object, value: object, out: object, priority: int = 0) -> None:
         """Create keys with rank 0's values, and write these into `out`. Collective over all workers; blocking.
 
-        It is `init`, then `pull`. If `out` is bad, no key is created.
+        The call does `init`, then `pull`. If `out` is bad, no key is created.
 
         Args:
             key: A new key, or a list of keys.
             value: An array, or for a list of keys a list of arrays. Only rank 0's values are used.
-            out: An array of the same shape and dtype, or for a list of keys a list of arrays. It may be `value`.
+            out: An array of the same shape and dtype, or for a list of keys a list of arrays. May be `value` itself.
             priority: As in `push`.
 
         Example:
@@ -152,7 +152,7 @@ class KVStore(NotCopyable):
     def set_optimizer(self, optimizer: str | Optimizer, keys: object = None, **keywords: Any) -> None:
         """Let the store update keys with an optimizer from now on. Collective over all workers; blocking.
 
-        The servers run the optimizer, or the workers if there are no servers. Its state starts anew.
+        The servers run the optimizer, or the workers if there are no servers. The optimizer begins with new state.
 
         Args:
             optimizer: A name with keywords (`"sgd", learning_rate=0.1`), or an `mpips.optimizers` record.
@@ -397,15 +397,15 @@ class KVStore(NotCopyable):
     def recover(self, grow: bool = False) -> Rounds:
         """Begin the next generation after a StoreError. Collective over all living workers.
 
-        Operations that were under way are abandoned. Values are kept.
+        Operations that have not ended are abandoned. Values are kept.
 
         Args:
             grow: Let waiting ranks (`spares`) become workers, even if no rank has died. Either all workers call
-                `recover(grow=True)` after the same step, or one calls it, and the next calls of the others raise
-                StoreError.
+                `recover(grow=True)` after the same step, or one worker calls it, and the next calls of the other
+                workers raise StoreError.
 
         Returns:
-            The number of complete rounds of each key and table. Its values are now those after that round. In an
+            The number of complete rounds of each key and table. The values are now those after that round. In an
             asynchronous store, the number of this worker's pushes that count (in `mpi_*` kinds, of its client's).
             `.step` is the common round of all keys and tables that were ever pushed, or None if their rounds differ (in
             an asynchronous store, the lowest round). `.torn` names keys and tables to which a round was applied only in
@@ -443,7 +443,7 @@ class KVStore(NotCopyable):
     def ipush(self, key: object, value: object, priority: int = 0, turns: Turns = ()) -> Handle:
         """Begin a `push` and return a handle at once. The arrays must not change until the handle is done.
 
-        Operations on the same key run in program order, and so do those that share a name in `turns`. Otherwise
+        Operations on the same key run in program order, and so do operations that share a name in `turns`. Otherwise
         operations of higher priority run first. Operations that contain collectives (in `mpi_*` kinds, and in stores
         without servers) always run in program order, because all workers must start them in the same order.
 
@@ -519,7 +519,7 @@ class KVStore(NotCopyable):
             out: A writable array of the key's shape and dtype, or a list of arrays that all get the values. For a list
                 of keys, a list of these.
             priority: As in `push`.
-            ignore_sparse: Has no effect. It is there because MXNet's `pull` has it.
+            ignore_sparse: Has no effect. MXNet's `pull` has this argument.
             newer_than: The version that `out` holds, or -1 if it holds none. For a list of keys, a list of versions.
                 Keys that still have this version are skipped without a wait.
 

@@ -233,9 +233,9 @@ def _saves_from(step: int) -> Callable[[WorkerStore], RegularSaves]:
 
 
 def _closer(layout: Layout, generation: Generation) -> Callable[[], None]:
-    """Return the function that is called when a worker's store has been closed. It closes the generation.
+    """Return the function that is called when a worker's store has been closed.
 
-    It also undoes the core binding if this was the last open store with servers.
+    The function closes the generation. If this was the last open store with servers, it also undoes the core binding.
     """
 
     def close() -> None:

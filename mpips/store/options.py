@@ -347,7 +347,7 @@ def uneven(workers: int, clients: int) -> str:
 
 
 def kind_of(name: object) -> str:
-    """Return the kind of store for a name or alias. Upper and lower case are the same.
+    """Return the kind of store for a name or alias. Case does not matter.
 
     Raise TypeError if `name` is not a str, and OptionError, which lists the known kinds, if the name is unknown.
     """

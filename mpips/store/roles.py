@@ -296,7 +296,7 @@ def _nodes(world: MPI.Intracomm, shared_memory: bool) -> tuple[int, ...]:
     return tuple(nodes.tolist())
 
 
-# identifies one boot of a machine; the same in all containers on it
+# The content of this file identifies one boot of a machine. All containers on the machine see the same content.
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 Cores = frozenset[int]
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
-# in `places`: a worker by which the store has grown
+# stands in `places` for a worker by which the store has grown, and which has no former place
 NEW = -1
 
 
@@ -95,8 +95,8 @@ def map_ranks(
 
     Args:
         nodes: The node of each old rank.
-        grow: True if each remaining spare becomes a worker. It becomes the last worker of the smallest client. If
-            several clients are smallest, it joins the last of them.
+        grow: True if each remaining spare becomes a worker. The new worker becomes the last one of the smallest client.
+            If several clients are smallest, it joins the last of these clients.
         alone: True if every worker is a client of its own, including those by which the store grows.
     """
     spares = [rank for rank in range(old.num_workers + old.num_servers, old.size) if rank not in lost]

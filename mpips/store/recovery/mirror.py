@@ -194,7 +194,7 @@ class Coming(NamedTuple):
 
 
 class Mirror(UnitMirror):
-    """The copies that one server sends to its mirror, and those that it keeps for others, in one generation."""
+    """The copies that one server sends to its mirror, and the copies that it keeps for others, in one generation."""
 
     def __init__(self, layout: Layout, copies: MirroredUnits, generation: int) -> None:
         assert layout.servers is not None

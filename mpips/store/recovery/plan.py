@@ -244,7 +244,7 @@ class UnitPlan(NamedTuple):
 
 
 class ReplicaPlan(NamedTuple):
-    """The plan for one key in a store without servers, of which every worker has a replica.
+    """The plan for one key in a store without servers. Every worker has a replica of the key.
 
     Attributes:
         root: The worker that gives the key to the others.
@@ -308,7 +308,7 @@ class RecoveryPlan:
 
     @property
     def best_settings(self) -> OwnerInventory | None:
-        """The owner whose settings count: the one with the most changes, and if several have as many, the lowest rank."""
+        """The owner whose settings count: the one with the most changes; among equals, the one with the lowest rank."""
         own = [owner for inventory in self.inventories for owner in inventory.owners if not owner.is_mirror]
         return max(own, key=lambda owner: (owner.changes, -owner.owner), default=None)
 

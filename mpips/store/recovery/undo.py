@@ -167,7 +167,7 @@ class Undo(UndoWords[AvailableRound]):
         self.words[first : first + len(counts)] = words_in.array("L", counts)  # type: ignore[assignment, index]
 
     def keep_old(self, start: int, stop: int) -> None:
-        """Copy elements [start, stop), which are about to be written. Those before `start` must have been copied."""
+        """Copy elements [start, stop), which are about to be written. Elements before `start` must have been copied."""
         for array, copy in self._pairs():
             copy[start:stop] = array[start:stop]
         self.words[MARK] = stop

@@ -28,7 +28,7 @@ from mpips.store.runtime.generation import Generation
 def flat(array: Array) -> Array:
     """Return a 1-D view of the array, or the array itself if it is 1-D.
 
-    A new view of a 1-D array would have another identity, by which collectives cache their plans.
+    Collectives cache their plans by the identity of arrays, so a 1-D array must not be replaced by a new view.
     """
     return array if array.ndim == 1 else array.reshape(-1)
 

@@ -84,7 +84,7 @@ class Replica:
         return (room, value) if self._turn else (value, room)
 
     def share(self, others: Sequence[tuple[int, int, Arrays]]) -> None:
-        """Give access to the other workers' blocks: for each (start, stop, both arrays of that worker).
+        """Give access to the other workers' blocks: for each block (start, stop, both arrays of its worker).
 
         From now on sums may be left spread.
         """
@@ -203,8 +203,7 @@ class Replica:
         self.state, self.step = state, step
 
     def become(self, round_: int, step: int, dtypes: Sequence[str] | None, gives: bool) -> list[Array]:
-        """Prepare to receive another worker's replica, or to send this one. Return the arrays to receive into or to
-        send.
+        """Prepare to send this replica, or to receive another worker's. Return the arrays to send, or to receive into.
 
         A replica that receives is torn until the caller has filled the arrays and cleared `updating`.
 

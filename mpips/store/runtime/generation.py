@@ -95,7 +95,7 @@ class Generation:
         self.checks: list[Callable[[], None]] = []
         # time.monotonic() of the last checks
         self._checked = 0.0
-        # The call in whose meeting this worker waits. "" once it has told the other workers how far it has pushed.
+        # The call in whose meeting this worker waits. "" once this worker has told the others how far it has pushed.
         self.undescribed = ""
         # True while this rank checks the generation from within a blocking collective of a smaller communicator
         self.inside = False

@@ -1,9 +1,9 @@
 """A rendezvous of ranks: they exchange bytes, or check that all of them make the same call.
 
-It serves calls that all workers (or all ranks) make together and that need not be fast: create, init, set_optimizer,
-barrier, save, load, the beginning of a training. `agree` compares the arguments of all ranks. If two ranks differ, or a
-rank reports a bad argument as a `refusal`, all ranks raise one sentence, nothing has changed, and the generation goes
-on.
+Calls that all workers (or all ranks) make together and that need not be fast use a rendezvous: create, init,
+set_optimizer, barrier, save, load, the beginning of a training. `agree` compares the arguments of all ranks. If two
+ranks differ, or a rank reports a bad argument as a `refusal`, all ranks raise one sentence, nothing has changed, and
+the generation (the life of a store until a failure) goes on.
 
 Ranks meet in a `MeetingRoom` of a communicator. A store's meetings are held by its `Generation`, which ends them after
 a failure. `Gathering` holds meetings on communicators that belong to no store.
@@ -77,7 +77,7 @@ def agree(
 
     Args:
         what: The name of the call.
-        items: (name, argument for this name), such as (key, "float32(3, 4)"). They must be the same on all workers.
+        items: (name, argument for this name), such as (key, "float32(3, 4)"). All workers must pass the same items.
         refusal: The error in this rank's own arguments, if there is one.
         noun: What the names in `items` are names of, for error messages.
         everybody: True if all ranks of the store take part, not only the workers.

@@ -20,7 +20,7 @@ EVERY_SECONDS = 0.2
 SHARE = 500
 # A page shows the bytes of at most this many workers.
 MOST_WORKERS = 128
-# A page shows the missed rounds of at most this many workers: of those that missed the most.
+# A page shows the missed rounds of at most this many workers, namely those that missed the most.
 MOST_LATE = 32
 
 

@@ -119,8 +119,8 @@ class OpenRound:
     def close(self) -> list[tuple[QuorumContribution, float]]:
         """Close this round and begin the next. Return (contribution, factor) for all contributions to the closed round.
 
-        They are ordered by contributor, and then by push. The factor is the contribution's weight divided by the mean
-        of all weights.
+        The contributions are ordered by contributor, and then by push. The factor is the contribution's weight divided
+        by the mean of all weights.
         """
         given = sorted([*self.late, *self.in_time.values()])
         weights = [push.weight / (1 + push.late) for push in given]

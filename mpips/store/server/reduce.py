@@ -30,8 +30,8 @@ PART_BYTES = 1 << 20
 class Reduce:
     """The arithmetic of one server.
 
-    Each method that sums does as much as is possible at present, and counts finished blocks in `unit.block`. It returns
-    True if it has done anything. The round is over when `unit.block` is `unit.blocks`.
+    Each method that sums does as much as is possible at present, and counts finished blocks in `unit.block`. Methods
+    that return a bool return True if they have done anything. The round is over when `unit.block` is `unit.blocks`.
 
     Args:
         threads: Number of threads for a long sum, including the caller's.
@@ -313,7 +313,7 @@ class Team:
 
 
 class _Other:
-    """One of a team's other threads. It starts when it is first needed.
+    """One of a team's other threads. The thread starts when it is first needed.
 
     The thread sleeps on a lock while it waits. If it polled, it would take the GIL from the main thread.
     """

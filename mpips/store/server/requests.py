@@ -29,7 +29,7 @@ from mpips.store.transport import frames
 from mpips.store.transport.frames import Answer, Frame, Op, OpenStore, Request
 from mpips.store.transport.lines import Line
 
-# Requests that concern no push, or only pushes that have already been applied. They are answered at once.
+# requests that are answered at once, because they concern no push, or only pushes that have already been applied
 AT_ONCE = (frames.Create, OpenStore, frames.ReadSnapshot, frames.DropSnapshot, frames.GetVersions)
 # If a request raises one of these, the server answers with its message, and nothing has changed.
 REFUSALS = (ValueError, TypeError, MemoryError)

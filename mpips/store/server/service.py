@@ -160,7 +160,7 @@ class ServiceMirror(Protocol):
 
 
 class ServiceCopies(Protocol):
-    """The copies of other servers' services that a server keeps as their mirror. They outlive a generation."""
+    """The copies of other servers' services that a server keeps as their mirror. The copies outlive a generation."""
 
     def connect(self, comm: MPI.Intracomm, mirror: int | None, generation: int) -> ServiceMirror:
         """Connect this server's service to its mirror, and these copies to the servers that they copy.

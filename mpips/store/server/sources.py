@@ -10,7 +10,8 @@ Memory for payloads is bounded, however many pushes are on their way. Besides we
 keeps at most one copy of the model in sums that wait for other contributors, and one copy in payloads. These payloads
 are those that workers send without being asked (`remote.link.UnreadPayloads`), and blocks that the server asks for
 while there is room (`Buffers`). The block that a sum needs next may be asked for even without room, unless another
-such block is already on its way. Its memory is free again once it has been added. So no sum waits for ever.
+such block is already on its way. The block's memory is free again once the block has been added. So no sum waits for
+ever.
 """
 
 from __future__ import annotations
@@ -492,7 +493,7 @@ class Buffers:
 
         Args:
             due: True if a sum needs this block next.
-            sent: True if the worker has sent the block already. It then gets a buffer even if there is no room.
+            sent: True if the worker has sent the block already. The block then gets a buffer even if there is no room.
         """
         room = self.limit if due else self.limit // 2
         if self.held + nbytes > room and not sent and (not due or self._due):

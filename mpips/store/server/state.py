@@ -58,7 +58,7 @@ Name = int | str
 
 @cache
 def _marks() -> recorder.Marks:
-    """Return the shared words that show other processes what this process' servers do. They are made once."""
+    """Return the shared words that show other processes what this process' servers do. The words are made once."""
     return recorder.Marks(LANE)
 
 
@@ -149,7 +149,7 @@ class ServerState(ABC):
         return self._handle_absent()
 
     def asks(self, worker: int) -> None:
-        """Note that a worker waits until all pushes have been applied, and pushes nothing meanwhile."""
+        """Note that a worker waits until all pushes have been applied, and pushes nothing until then."""
         self.asking.add(worker)
 
     def all_met(self) -> None:

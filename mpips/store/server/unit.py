@@ -124,7 +124,7 @@ class UnitMirror:
 
 
 class FrozenUnit:
-    """Values and state of a unit at one moment. They are the unit's own arrays until its next write, then copies."""
+    """Values and state of a unit at one moment: until the unit's next write its own arrays, afterwards copies."""
 
     def __init__(self, unit: Unit) -> None:
         self.round = unit.round
@@ -302,7 +302,7 @@ class Unit:
             self.undo = with_state(self.undo, state_dtypes(optimizer, self.stored.dtype))
 
     def put_state(self, state: State | None, step: int) -> None:
-        """Replace the optimizer's state. None: the state begins anew."""
+        """Replace the optimizer's state. None: the next update begins with new state."""
         if self.undo is not None:
             # If the server is killed while the state is being copied, the unit must count as having no state.
             self.undo.note_state(None)
