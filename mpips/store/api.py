@@ -766,7 +766,7 @@ class Generations:
             return ()
 
     def _meet_to_close(self) -> Sequence[bytes]:
-        """Wait until every worker closes the store, if it survives deaths. Return what each worker has pushed.
+        """In a store that survives deaths, wait until every worker closes it. Return what each worker has pushed.
 
         Another worker may die before all have closed the store, and the others would then need this worker to recover.
         The result is empty if not all workers closed the store. Raise StoreError if a death undoes pushes of this

@@ -77,7 +77,11 @@ class LedgerText(msgspec.Struct, array_like=True):
 
 
 class Ledger:
-    """A server's own ledger. `file` holds the memory of the server's services."""
+    """A server's own ledger, in which other ranks find the server's units after its death.
+
+    Args:
+        file: The file that holds the memory of the server's services.
+    """
 
     def __init__(self, file: SparseFile | None = None) -> None:
         self._memory = arena.empty(HEADER_WORDS, np.uint64)

@@ -165,7 +165,12 @@ class MirroredUnits:
         return [OwnerInventory(copies_of(rank), False, b"", units)] if units else []
 
     def arrays_of(self, index: int, before: bool) -> list[Array]:
-        """Return values and state of the unit `index` in `owners`. `before`: of the version before the newest."""
+        """Return values and state of one of the units that `owners` lists.
+
+        Args:
+            index: The index of the unit in that list.
+            before: True for the version before the newest.
+        """
         return self._whole()[index][1].versions[int(before)].arrays
 
     def _whole(self) -> list[tuple[UnitPlace, MirroredUnit]]:

@@ -15,8 +15,8 @@ Everything lies in memory that outlives the process. A process that reads the me
 order, because a single process has made them.
 
 `UndoWords` is the part that is common to all undo copies. `Undo` is the undo copy of a unit. Its pieces are blocks,
-from first to last, so MARK is a number of elements. For a round that changes only some rows, it copies these rows and
-their numbers instead. A service may have undo copies of another form.
+from first to last, so MARK is a number of elements. In a round that changes only some rows, `Undo` copies these rows
+and their numbers instead. A service may have undo copies of another form.
 """
 
 from __future__ import annotations

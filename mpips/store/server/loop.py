@@ -416,7 +416,7 @@ class WorkerTraffic:
         self._rings = rings
         self._state = state
         self._requests = requests
-        # lines to workers of other nodes
+        # connections to workers of other nodes
         self.remote = [line for line in lines if isinstance(line, MessageLine)]
         self._receiver = Receiver(layout.world, layout.options.chunks_in_flight)
         # Each server begins with a different worker, so that not all servers use the link of the same worker first.

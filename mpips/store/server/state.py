@@ -249,7 +249,7 @@ class ServerState(ABC):
 
     @abstractmethod
     def _may_read(self, unit: Unit, worker: int, round_: int) -> bool:
-        """True if a worker that has pushed the unit `round_` times may read it now."""
+        """True if a worker that has pushed to the unit `round_` times may read the unit now."""
 
     def _grant(self, unit: Unit) -> Replies:
         """Grant the pulls and holds that are due. The unit is not written until their workers have finished reading.

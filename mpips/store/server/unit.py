@@ -405,7 +405,7 @@ class Unit:
         self.writes += 1
 
     def failed(self, error: Exception) -> CollectiveError:
-        """Return the exception to raise after an update has failed."""
+        """Return the exception to raise after an update has failed with `error`."""
         refused = isinstance(error, (TypeError, ValueError))
         checked = self.state is None or type(self.optimizer).__module__.startswith("mpips.optimizers.")
         # Built-in optimizers check their arguments before they change anything. After any other error the unit is torn.
