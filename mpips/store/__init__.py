@@ -1,1 +1,1 @@
-"""The store: `create` makes it, `api` has what users call; the other modules and folders keep it alive."""
+"""The key-value store: `create` makes a store, `api` has its calls, the other modules and folders implement them."""

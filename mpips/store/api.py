@@ -1,4 +1,4 @@
-"""The key-value store that a training loop uses: the contract of MXNet's KVStore 1.9.1 and the paper's kinds."""
+"""The key-value store that a training loop uses: MXNet's KVStore 1.9.1, with the kinds of the MXNET-MPI paper."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mpips.store.worker.store import WorkerStore
 if TYPE_CHECKING:
     from mpips.tables.make import Chance, Seen, Table, Uniform
 
-# any hashable names; operations that have one in common run in program order (see `KVStore.ipush`)
+# any hashable names; operations that have a name in common run in program order (see `KVStore.ipush`)
 Turns = Sequence[Hashable]
 
 
@@ -45,8 +45,8 @@ class KVStore(NotCopyable):
     Not thread-safe: only one thread of a process may use a store.
 
     A bad argument raises ValueError or TypeError on this worker alone, before anything is sent, and changes nothing. In
-    a call that all workers make together, such as `init`, all of them raise it. Any other failure ends the generation:
-    every call of every worker raises `mpips.StoreError` until all of them call `recover()`.
+    a call that all workers make together, such as `init`, all workers raise the error. Any other failure ends the
+    generation: every call of every worker raises `mpips.StoreError` until all workers call `recover()`.
 
     Attributes:
         layout: The roles of the store's ranks, and its communicators, such as `layout.workers`.
@@ -109,7 +109,7 @@ class KVStore(NotCopyable):
             raise of_caller(ValueError(f"unknown capability {capability!r}; known: optimizer"))
         return True
 
-    # ---- collective calls. They block. If arguments are bad or differ between workers, all workers raise the same
+    # ---- Collective calls, which block. If arguments are bad or differ between workers, all workers raise the same
     # error, and nothing has changed.
 
     def init(self, key: object, value: object) -> None:
@@ -133,12 +133,12 @@ class KVStore(NotCopyable):
     def broadcast(self, key: object, value: object, out: object, priority: int = 0) -> None:
         """Create keys with rank 0's values, and write these into `out`. Collective over all workers; blocking.
 
-        It is `init`, then `pull`. If `out` is bad, no key is created.
+        The call does `init`, then `pull`. If `out` is bad, no key is created.
 
         Args:
             key: A new key, or a list of keys.
             value: An array, or for a list of keys a list of arrays. Only rank 0's values are used.
-            out: An array of the same shape and dtype, or a list of them. It may be `value`.
+            out: An array of the same shape and dtype, or for a list of keys a list of arrays. May be `value` itself.
             priority: As in `push`.
 
         Example:
@@ -152,7 +152,7 @@ class KVStore(NotCopyable):
     def set_optimizer(self, optimizer: str | Optimizer, keys: object = None, **keywords: Any) -> None:
         """Let the store update keys with an optimizer from now on. Collective over all workers; blocking.
 
-        The servers run the optimizer, or the workers if there are no servers. Its state starts anew.
+        The servers run the optimizer, or the workers if there are no servers. The optimizer begins with new state.
 
         Args:
             optimizer: A name with keywords (`"sgd", learning_rate=0.1`), or an `mpips.optimizers` record.
@@ -181,8 +181,8 @@ class KVStore(NotCopyable):
 
         Args:
             keys: The keys whose optimizers to change. None: all keys.
-            numbers: The new values. One may be a schedule (`mpips.optimizers.schedules`), which counts the updates of
-                its key.
+            numbers: The new values. A value may be a schedule (`mpips.optimizers.schedules`), which counts the updates
+                of the key.
 
         Raises:
             ValueError, TypeError: An optimizer has no such hyperparameter, or a value is bad. Nothing has changed.
@@ -201,7 +201,7 @@ class KVStore(NotCopyable):
         What a compressed push leaves out (its residual) is added to the next push of the key.
 
         Args:
-            compression_params: The kind and its numbers, such as `{"type": "2bit", "threshold": 0.5}`.
+            compression_params: The kind and its parameters, such as `{"type": "2bit", "threshold": 0.5}`.
 
         Raises:
             ValueError, TypeError: The kind is unknown, or a number is bad. Nothing has changed.
@@ -244,8 +244,8 @@ class KVStore(NotCopyable):
             evict: Drop rows that none of the last `evict` updates has used. None: keep all rows.
             limit: The maximum number of rows that the table holds after an update. The least recently used rows are
                 dropped first. Each server has an equal share of the limit. None: no limit.
-            options: The optimizer's hyperparameters, such as `learning_rate`. One may be a schedule, which counts
-                updates of the table.
+            options: The optimizer's hyperparameters, such as `learning_rate`. A value may be a schedule, which counts
+                the updates of the table.
 
         Raises:
             ValueError: An argument is bad or differs between workers, or the store has no servers. Nothing has changed.
@@ -375,7 +375,7 @@ class KVStore(NotCopyable):
             save_states(self.worker, fname, dump_optimizer)
 
     def load_optimizer_states(self, fname: str) -> None:
-        """Read a file of `save_optimizer_states`. Collective over all workers, blocking; rank 0 reads.
+        """Read a file that `save_optimizer_states` wrote. Collective over all workers, blocking; rank 0 reads.
 
         The number of servers may differ from that at the time of the save.
 
@@ -397,18 +397,18 @@ class KVStore(NotCopyable):
     def recover(self, grow: bool = False) -> Rounds:
         """Begin the next generation after a StoreError. Collective over all living workers.
 
-        Operations that were under way are abandoned. Values are kept.
+        Operations that have not ended are abandoned. Values are kept.
 
         Args:
             grow: Let waiting ranks (`spares`) become workers, even if no rank has died. Either all workers call
-                `recover(grow=True)` after the same step, or one calls it, and the next calls of the others raise
-                StoreError.
+                `recover(grow=True)` after the same step, or one worker calls it, and the next calls of the other
+                workers raise StoreError.
 
         Returns:
-            The number of complete rounds of each key and table, whose values are those after that round. In an
-            asynchronous store, the number of this worker's pushes that count (of its client's in `mpi_*` kinds).
-            `.step` is the round of all keys and tables that were ever pushed, or None if they are at different rounds
-            (in an asynchronous store, the lowest). `.torn` names keys and tables to which a round was applied only in
+            The number of complete rounds of each key and table. The values are now those after that round. In an
+            asynchronous store, the number of this worker's pushes that count (in `mpi_*` kinds, of its client's).
+            `.step` is the common round of all keys and tables that were ever pushed, or None if their rounds differ (in
+            an asynchronous store, the lowest round). `.torn` names keys and tables to which a round was applied only in
             part: load a checkpoint to repair them.
         """
         with self._route.marked("recover"):
@@ -443,7 +443,7 @@ class KVStore(NotCopyable):
     def ipush(self, key: object, value: object, priority: int = 0, turns: Turns = ()) -> Handle:
         """Begin a `push` and return a handle at once. The arrays must not change until the handle is done.
 
-        Operations on the same key run in program order, and so do those that share a name in `turns`. Otherwise
+        Operations on the same key run in program order, and so do operations that share a name in `turns`. Otherwise
         operations of higher priority run first. Operations that contain collectives (in `mpi_*` kinds, and in stores
         without servers) always run in program order, because all workers must start them in the same order.
 
@@ -473,7 +473,7 @@ class KVStore(NotCopyable):
             push: The handle of the last `ipush` of these keys.
 
         Raises:
-            TypeError: `push` is no handle.
+            TypeError: `push` is not a handle.
 
         Example:
             >>> kv.init("p", np.zeros(2))
@@ -519,7 +519,7 @@ class KVStore(NotCopyable):
             out: A writable array of the key's shape and dtype, or a list of arrays that all get the values. For a list
                 of keys, a list of these.
             priority: As in `push`.
-            ignore_sparse: Has no effect. It is there because MXNet's `pull` has it.
+            ignore_sparse: Has no effect. MXNet's `pull` has this argument.
             newer_than: The version that `out` holds, or -1 if it holds none. For a list of keys, a list of versions.
                 Keys that still have this version are skipped without a wait.
 
@@ -615,7 +615,7 @@ class KVStore(NotCopyable):
             row_ids: Integers of shape (k,), in any order, repeats allowed. For a list of keys, a list of such arrays.
 
         Raises:
-            ValueError, TypeError: An argument is bad, or a number is no row of the key. Nothing has been sent.
+            ValueError, TypeError: An argument is bad, or the key has no row of some number. Nothing has been sent.
 
         Example:
             >>> kv.init("rows", np.arange(8.0).reshape(4, 2))
@@ -633,7 +633,7 @@ class KVStore(NotCopyable):
         """Finish all operations and release the servers. Collective over all workers; blocking.
 
         A process that exits closes its stores by itself, and `with kv:` closes at the end of the block. If a worker
-        closes the store while others wait for it in another call, their generation ends.
+        closes the store while other workers wait for it in another call, the generation ends.
 
         Raises:
             StoreError: A death has undone pushes of this worker (in a store with `spares`). The store is still open:
@@ -686,7 +686,7 @@ class Generations:
         return rounds
 
     def join(self, recovered: Recovered) -> None:
-        """Begin as a worker that has taken a dead worker's place in a running store. `recovered` is its content."""
+        """Begin as a worker that has taken a dead worker's place. `recovered`: the content of the running store."""
         store = self._store
         rounds = self._take(recovered)
         store.resumed, store.fresh = rounds.step, True
@@ -694,7 +694,7 @@ class Generations:
         store.restored = Restored(STORE, store.pushed, store.groups, store.compressor, strict=begun)
 
     def _take(self, recovered: Recovered) -> Rounds:
-        """Replace keys, collections and settings with those of the next generation. Return its rounds."""
+        """Replace keys, tables and settings with those of the next generation. Return the rounds of keys and tables."""
         store = self._store
         store.keys.clear()
         for service in store.backend.services:
@@ -722,7 +722,7 @@ class Generations:
             self._leave()
 
     def give_up(self, error: BaseException) -> None:
-        """End the generation for all workers, because the block of a `with` has raised, and close the store here.
+        """End the generation for all workers, because the block of a `with` has raised. Close the store on this worker.
 
         Blocks for a few seconds at most.
         """
@@ -731,7 +731,7 @@ class Generations:
             self._leave()
 
     def _is_open(self) -> bool:
-        """True if this process has yet to close the store. False in a forked child."""
+        """True if this process has not closed the store yet. False in a forked child."""
         return not self._store.operations.closed and not is_fork()
 
     def _exit(self) -> None:
@@ -746,7 +746,7 @@ class Generations:
         store = self._store
         if store.regular is None or not pushes:
             return
-        # If a rank has died, earlier saves are still there.
+        # Ignore the error if a rank has died, because earlier saves still exist.
         with suppress(CollectiveError):
             store.regular.save_last(alike=all(each == pushes[0] for each in pushes))
 
@@ -761,16 +761,16 @@ class Generations:
         try:
             store.settle()
             return store.agree(waiting.CLOSE, data=waiting.pushes_of(store.pushed))
-        # The other workers are in another call, and learn there that this one closes.
+        # The other workers are in another call, which tells them that this worker closes the store.
         except (CollectiveError, ValueError):
             return ()
 
     def _meet_to_close(self) -> Sequence[bytes]:
-        """Wait until every worker closes the store, if it survives deaths. Return what each worker has pushed.
+        """In a store that survives deaths, wait until every worker closes it. Return what each worker has pushed.
 
-        One of them may die before that, and the rest would need this worker to recover. The result is empty if not all
-        workers closed the store. Raise StoreError if a death undoes pushes of this worker, which all workers have to
-        make again. Other stores call `_meet_to_save`.
+        Another worker may die before all have closed the store, and the others would then need this worker to recover.
+        The result is empty if not all workers closed the store. Raise StoreError if a death undoes pushes of this
+        worker, which all workers have to repeat. In a store that does not survive deaths, do what `_meet_to_save` does.
         """
         store = self._store
         if not store.layout.survives:
@@ -798,7 +798,7 @@ class Generations:
                     f"close: a death has undone round {pushed[undone[0]]} of {name}, and the others make it again: "
                     "call recover(), and go on from its step, with close() inside the same try"
                 )
-            # The ranks are the same, so nobody has died. Workers that push more must not wait for this one.
+            # The ranks are the same, so nobody has died. Workers that push further must not wait for this worker.
             if not store.layout.changed:
                 return ()
 

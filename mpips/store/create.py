@@ -76,11 +76,12 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
     Args:
         kind: "local", "dist_sync", "dist_async", "mpi_sync" or "mpi_async".
         comm: The ranks of the store. None: COMM_WORLD. A `local` store always has this process alone.
-        options: See `mpips.store.options`. Each may also be given by an `MPIPS_*` variable; an argument wins.
+        options: See `mpips.store.options`. An option may also be given by its `MPIPS_*` variable. An argument overrides
+            the variable.
 
     Raises:
         TypeError: `kind` is not a string.
-        OptionError: Options are bad or differ between ranks. Every rank raises the same.
+        OptionError: Options are bad or differ between ranks. Every rank raises the same error.
     """
     word, chosen, refusal = _asked(kind, options)
     if word == "local":
@@ -96,7 +97,7 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
         if cause := world.lost(os.environ, MPI.Get_library_version(), comm.Get_size()):
             raise of_caller(RuntimeError(cause))
     before = _serving(comm)
-    # The servers are inside their first `create` and do not run the program, so ask them to join in the new store.
+    # The servers are still inside their first `create`, so ask them to take part in the creation of the new store.
     if before is not None:
         if chosen is not None and not refusal:
             refusal = _unfit(chosen, before.layout)
@@ -117,7 +118,7 @@ def create(kind: str, comm: MPI.Intracomm | None = None, **options: Any) -> KVSt
 
 
 def _asked(kind: str, options: dict[str, Any]) -> tuple[str, Options | None, str]:
-    """Return the kind, the options, and an error message if they are bad, else "".
+    """Return the kind, the options, and an error message if the options are bad, otherwise "".
 
     The message is not raised here: all ranks raise it together, in `roles.create`.
     """
@@ -187,7 +188,7 @@ def _begun(layout: Layout, generation: Generation) -> Server | StandBy | RemoteS
 def _opened(
     comm: MPI.Intracomm, layout: Layout, generation: Generation, member: RemoteStore | ReplicatedStore
 ) -> KVStore:
-    """Return this worker's store, loaded from its checkpoint folder if it has one.
+    """Return this worker's store, loaded from the store's checkpoint folder if it has one.
 
     Collective over the workers, blocking.
     """
@@ -201,8 +202,8 @@ def _opened(
 def _saves(layout: Layout) -> Callable[[WorkerStore], RegularSaves] | None:
     """Return a function that loads a store from its checkpoint folder and begins its regular saves.
 
-    None if the store has no folder, does not span all ranks of the job, or another store of this process has named the
-    same folder before.
+    Return None if the store has no folder, if it does not span all ranks of the job, or if an earlier store of this
+    process has used the same folder.
     """
     folder = layout.options.checkpoint
     if not folder:
@@ -232,9 +233,9 @@ def _saves_from(step: int) -> Callable[[WorkerStore], RegularSaves]:
 
 
 def _closer(layout: Layout, generation: Generation) -> Callable[[], None]:
-    """Return the function that is called when a worker's store has been closed. It closes the generation.
+    """Return the function that is called when a worker's store has been closed.
 
-    It also undoes the core binding if this was the last open store with servers.
+    The function closes the generation. If this was the last open store with servers, it also undoes the core binding.
     """
 
     def close() -> None:
@@ -264,9 +265,9 @@ def _unable(options: Options | None) -> str:
 def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
     """Let all ranks agree whether the store that is created in the block was created on all of them.
 
-    Without this, a death during `create` could leave one rank with a store that survives the death, and another with
-    none. If a rank dies inside the block, all ranks raise StoreError. A StallError is raised at once without an
-    agreement, because the missing rank would not take part in that either. Does nothing in a store without spares.
+    Without this agreement, a death during `create` could leave one rank with a store that survives the death, and
+    another rank without a store. If a rank dies inside the block, all ranks raise StoreError. A StallError is raised at
+    once, because the missing rank would not take part in an agreement either. Does nothing in a store without spares.
     """
     if options is None or options.spares < 0 or _unable(options):
         yield
@@ -298,14 +299,14 @@ def _all_alive(comm: MPI.Intracomm, options: Options | None) -> Iterator[None]:
         raise raised
 
 
-# The recorder's lane for what a spare does. Its number is above the lanes of workers' stores.
+# The number under which the recorder keeps what a spare does. It is larger than the numbers of stores.
 LANE = 5 << 61
 
 
 class _Spare:
     """This rank while it is a spare.
 
-    If the store saves itself, the constructor waits until worker 0 tells the step from which the store has resumed.
+    If the store saves itself, the constructor waits until worker 0 reports the step from which the store has resumed.
     """
 
     def __init__(self, layout: Layout, generation: Generation, stands_by: StandBy) -> None:
@@ -357,14 +358,14 @@ class _Spare:
 
 
 def _serve(server: Server, opened: Callable[[OpenStore], Server | None] | None = None) -> NoReturn:
-    """Serve until all workers have left, then raise SystemExit(0). See `serve`."""
+    """Serve until all workers have left, then raise SystemExit(0). See `server.loop.serve` for `opened`."""
     serve([server], opened)
     _rise()
     raise SystemExit(0)
 
 
 def _one_more(comm: MPI.Intracomm, first: Layout, asked: OpenStore) -> Server | None:
-    """On a server, join in creating another store that the workers have asked for. Return None if it is refused."""
+    """On a server, help to create another store that the workers have asked for. Return None if it is refused."""
     refusal, chosen = "", None
     try:
         chosen = known_options.read(asked.options, {})
@@ -384,7 +385,7 @@ def _one_more(comm: MPI.Intracomm, first: Layout, asked: OpenStore) -> Server | 
 def workers_of(comm: MPI.Intracomm) -> MPI.Intracomm:
     """Return the workers' communicator of the store with servers that is open on `comm`, or `comm` if there is none.
 
-    Servers do not run the program, so a call that "all ranks" of the program make is made by the workers only.
+    Servers do not run the program, so only the workers make a call that "all ranks" of the program make.
     """
     found = next((other for other in _open if MPI.Comm.Compare(comm, other.comm) == MPI.IDENT), None)
     return comm if found is None or found.layout.workers is None else found.layout.workers
@@ -393,8 +394,9 @@ def workers_of(comm: MPI.Intracomm) -> MPI.Intracomm:
 def _serving(comm: MPI.Intracomm) -> _Open | None:
     """Return the store that is open on `comm`, or None.
 
-    Its servers are serving, so they must be asked to join in a new store. Raise RuntimeError if `comm` contains servers
-    of a store that is open on another communicator, because they could not join in a call on `comm`.
+    The servers of an open store are serving, so they take part in a new store only if they are asked. Raise
+    RuntimeError if `comm` contains servers of a store that is open on another communicator, because these servers could
+    not take part in a call on `comm`.
     """
     for other in _open:
         if MPI.Comm.Compare(comm, other.comm) == MPI.IDENT:
@@ -420,7 +422,7 @@ def _unfit(options: Options, first: Layout) -> str:
 
 
 def _seat(layout: Layout, generation: Generation) -> CorePinning:
-    """Return the core binding of this process, which is made with its first store.
+    """Return the core binding of this process, which is made with the first store that has servers.
 
     Collective over the layout's ranks, blocking.
     """

@@ -1,7 +1,7 @@
 """The options of a job: one frozen record, read once, from the arguments of `mpips.create` and the environment.
 
-Every field may be given as an argument (`create(kind, servers=2)`) or as a variable (`MPIPS_SERVERS=2`); an argument
-wins. The documentation and the options of `mpips run` are made from the table `FIELDS`.
+Every field may be given as an argument (`create(kind, servers=2)`) or as a variable (`MPIPS_SERVERS=2`). An argument
+overrides the variable. The documentation and the options of `mpips run` are made from the table `FIELDS`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mpips.collectives.kernels import engine
 from mpips.collectives.recorder import own as recorder
 
 PREFIX = "MPIPS_"
-# Variables with this prefix that are not options of a job: ranks may differ in them.
+# Variables with this prefix that are not options of a job. They may differ between ranks.
 OF_PROCESSES = (
     engine.VARIABLE,
     engine.FOLDER_VARIABLE,
@@ -30,7 +30,7 @@ OF_PROCESSES = (
     recorder.DUMP_VARIABLE,
 )
 
-# Kinds have MXNet's names. The aliases are the names of the paper (section 4.2.1).
+# Kinds have MXNet's names. The aliases are the names in the MXNET-MPI paper (section 4.2.1).
 KINDS = ("local", "dist_sync", "dist_async", "mpi_sync", "mpi_async")
 ALIASES = {"synchronous-mpi": "mpi_sync", "asynchronous-mpi": "mpi_async"}
 
@@ -185,7 +185,7 @@ class Options:
     def workers_of(self, world_size: int) -> int:
         """Return the number of workers in a job of `world_size` ranks.
 
-        Raise OptionError if there are too few ranks, or if the number is not the one that `workers` asks for.
+        Raise OptionError if there are too few ranks, or if the option `workers` asks for another number.
         """
         spares = max(self.spares, 0)
         workers = world_size - self.servers - spares
@@ -233,7 +233,7 @@ class Options:
 
 
 def _checked(field: Field, value: Any, name: str) -> Any:
-    """Convert a value to the type of the field. If it is not allowed, raise OptionError, which says what is."""
+    """Convert a value to the type of the field. Raise OptionError, which says what is allowed, if the value is bad."""
     kind = type(field.default)
     try:
         if kind is bool:
@@ -281,8 +281,8 @@ def read(arguments: Mapping[str, Any] | None = None, environment: Mapping[str, s
     """Read the options from arguments, else from `MPIPS_*` variables, else use defaults. Arguments of None are ignored.
 
     Raises:
-        OptionError: An argument or variable is unknown (the message lists the known ones), or a value is bad. That
-            includes the variables that choose the engine of kernels, the log's level and the recorder.
+        OptionError: An argument or variable is unknown (the message lists the known ones), or a value is bad. This
+            covers also the variables that choose the engine of kernels, the log's level and the recorder.
     """
     env = os.environ if environment is None else environment
     known = {field.name: field for field in FIELDS}
@@ -347,9 +347,9 @@ def uneven(workers: int, clients: int) -> str:
 
 
 def kind_of(name: object) -> str:
-    """Return the kind of store for a name or alias. Upper and lower case are the same.
+    """Return the kind of store for a name or alias. Case does not matter.
 
-    Raise TypeError if `name` is not a str, and OptionError, which lists the known kinds, if it is unknown.
+    Raise TypeError if `name` is not a str, and OptionError, which lists the known kinds, if the name is unknown.
     """
     if not isinstance(name, str):
         known = ", ".join(KINDS)

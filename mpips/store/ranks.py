@@ -1,4 +1,4 @@
-"""`mpips.rank` and `mpips.size`, with which a program splits its data, with servers or without."""
+"""`mpips.rank` and `mpips.size`: a program splits its data by these numbers, with servers or without."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _given: list[int] = []
 
 
 def rank() -> int:
-    """Return the number of this rank among those that train: 0 up to `mpips.size()` - 1.
+    """Return the number of this rank among the ranks that train: 0 up to `mpips.size()` - 1.
 
     Split data by `mpips.rank()` and `mpips.size()`, never by COMM_WORLD, which also counts servers and spares. In a job
-    without servers and spares they are the rank and size of COMM_WORLD. Local; the first call may start MPI, which
-    waits for all ranks.
+    without servers and spares both numbers are those of COMM_WORLD. Local; the first call may start MPI, which waits
+    for all ranks.
 
     Before the job has created a store, the roles are those that `mpips run` or the `MPIPS_*` variables announce. A
     server or a spare, which runs the program up to `mpips.create` without training anything, gets the number of the
@@ -43,7 +43,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Return the number of ranks that train, which are all but servers and spares. See `mpips.rank`.
+    """Return the number of ranks that train: all ranks except servers and spares. See `mpips.rank`.
 
     If the program later creates a store with servers that neither `mpips run -s` nor MPIPS_SERVERS announced, this
     number was wrong, and `mpips.create` warns.

@@ -1,12 +1,13 @@
-"""Roles of ranks (worker, client, server, spare) and their communicators: at `create`, and anew after each death.
+"""Roles of ranks (worker, client, server, spare) and their communicators: at `create`, and again after each death.
 
-In the order of ranks, a job has W workers, then its servers, then its spares. Client c of C has workers c*W//C up to,
-but not including, (c+1)*W//C. Every communicator of a store is made here, and each generation has its own.
+In the order of ranks, a job has W workers, then its servers, then its spares. Client c of C consists of workers c*W//C
+up to, but not including, (c+1)*W//C. Every communicator of a store is made here. Each generation (the life of a store
+between two failures) has its own communicators.
 
 If a machine has more processes than cores, processes are bound to one core each, round robin (`CorePinning`), unless a
-launcher has bound any of them. A waiting process polls and yields its core after each poll, which the kernel counts as
-work. Without binding the kernel might therefore leave two servers on one core for seconds. In containers and on hosts
-of a lab nothing is bound.
+launcher has bound any of them. The reason: a waiting process polls and yields its core after each poll, which the
+kernel counts as work. Without binding the kernel might therefore leave two servers on one core for seconds. In
+containers and on emulated hosts nothing is bound.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from mpips.store.runtime.errors import LostError
 from mpips.store.runtime.rendezvous import Gathering, MeetingPlace, agree
 
 WHAT = "mpips.create"
-# Lanes of stores in the recorder begin here, above the lanes of communicators.
+# The recorder's numbers for stores (`Layout.lane`) begin here, above those for communicators.
 STORE = 1 << 63
 _stores = itertools.count()
 
@@ -44,8 +45,8 @@ _stores = itertools.count()
 class Layout:
     """One rank's view of a store's ranks. Rank numbers are those of `world`, a duplicate of `create`'s communicator.
 
-    It is the view in the current generation. When the next one begins, `rebuild_after_death` makes another layout, and
-    this one `become`s that as a whole, so that whoever holds it sees the new generation.
+    The view is that of the current generation. When the next generation begins, `rebuild_after_death` makes another
+    layout, and `become` copies it into this object. So everybody who holds this object sees the new generation.
     """
 
     kind: str
@@ -54,25 +55,24 @@ class Layout:
     num_workers: int
     num_servers: int
     clients: tuple[Interval, ...]
-    # The node of each rank, given as the lowest rank on that node. As in MPI, a node is a set of ranks that can share
-    # memory.
+    # For each rank the lowest rank on its node. As in MPI, a node is a set of ranks that can share memory.
     nodes: tuple[int, ...]
     world: MPI.Intracomm
-    # number of ranks that wait to replace dead ones: the last ranks of `world`
+    # number of ranks that wait to replace dead ranks; they are the last ranks of `world`
     spares: int = 0
     # all workers, in the order of ranks; None on other ranks
     workers: MPI.Intracomm | None = None
     # the workers of this worker's client; None on other ranks
     client: MPI.Intracomm | None = None
-    # The ranks among which the store itself sums pushes: all workers if it has no servers, the client in `mpi_*` kinds,
-    # else None. A communicator of its own, because the communication thread uses it while the program may use `workers`
-    # and `client`.
+    # The ranks among which the store itself sums pushes: all workers if the store has no servers, the client in `mpi_*`
+    # kinds, otherwise None. This is a separate communicator, because the communication thread may use it while the
+    # program uses `workers` and `client`.
     sums: MPI.Intracomm | None = None
     # all servers, in the order of ranks; None on other ranks
     servers: MPI.Intracomm | None = None
-    # the roles of the generation before; None in the first
+    # the previous generation; None in the first
     before: Before | None = None
-    # the recorder's number for this store, the same on all its ranks
+    # the number under which the recorder keeps this store, the same on all ranks of the store
     lane: int = STORE
 
     @property
@@ -157,7 +157,7 @@ class Layout:
 
         Args:
             left: The ranks of `world` that are alive, in the same order.
-            grow: If any worker gives True, spares that are not needed to replace dead ranks become workers.
+            grow: If any worker passes True, spares that are not needed to replace dead ranks become workers.
 
         Raises:
             LostError: On all ranks, if the remaining ranks are not enough for the store.
@@ -189,14 +189,14 @@ class Layout:
         return layout
 
     def free(self) -> None:
-        """Free the communicators once all ranks have called this. Does not block."""
+        """Let the communicators be freed once all ranks have called this method. Does not block."""
         for comm in self.communicators():
             close_later(comm)
 
     def part(self) -> None:
         """Free the communicators and drop messages that are still on them.
 
-        Collective over `world`; blocks until all ranks have called it.
+        Collective over `world`; blocks until all ranks have called this method.
         """
         for comm in self.communicators():
             close_collectively(comm)
@@ -226,7 +226,7 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
     """Agree on the roles of a new store. Collective over `comm`, blocking.
 
     Args:
-        options: None if they could not be read.
+        options: None if the options could not be read.
         refusal: The reason why this rank cannot join, or "".
 
     Raises:
@@ -258,7 +258,7 @@ def create(comm: MPI.Intracomm, kind: str, options: Options | None, refusal: str
         raise OptionError(why)
     spares = max(0, options.spares)
     layout = Layout(kind, options, world.Get_rank(), workers, options.servers, clients, nodes, world, spares)
-    # All ranks take rank 0's lane.
+    # All ranks use the number that rank 0 has chosen for the store.
     layout.lane = int(lanes[0])
     layout.begin()
     return layout
@@ -279,7 +279,7 @@ def _come(comm: MPI.Intracomm, limits: Limits) -> None:
 
 
 def _split(comm: MPI.Intracomm, number: int, rank: int) -> MPI.Intracomm:
-    """Return a communicator of the ranks that give the same number, in the order of `rank`. Collective, blocking."""
+    """Return a communicator of the ranks that pass the same number, in the order of `rank`. Collective, blocking."""
     part = guard_comm(comm.Split(number, rank))
     assert isinstance(part, MPI.Intracomm)
     return part
@@ -296,7 +296,7 @@ def _nodes(world: MPI.Intracomm, shared_memory: bool) -> tuple[int, ...]:
     return tuple(nodes.tolist())
 
 
-# identifies one boot of a machine; the same in all containers on it
+# The content of this file identifies one boot of a machine. All containers on the machine see the same content.
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 Cores = frozenset[int]
 
@@ -310,7 +310,7 @@ class Processor(msgspec.Struct, array_like=True, frozen=True):
 
 
 def crowded(allowed: Sequence[Cores], quotas: Sequence[Quota | None] = ()) -> bool:
-    """True if a machine has more processes than cores that these may use within their quotas.
+    """True if a machine has more processes than cores that these processes may use within their quotas.
 
     Args:
         allowed: The cores that each process may use.
@@ -320,10 +320,10 @@ def crowded(allowed: Sequence[Cores], quotas: Sequence[Quota | None] = ()) -> bo
 
 
 def spread(allowed: Sequence[Cores]) -> list[int] | None:
-    """Choose a core for each process of a machine. Return None if they should not be bound.
+    """Choose a core for each process of a machine. Return None if the processes should not be bound.
 
     Args:
-        allowed: The cores that each process may use. If they differ, a launcher has bound processes.
+        allowed: The cores that each process may use. If processes differ in this, a launcher has bound them.
     """
     cores = sorted(allowed[0])
     if len(set(allowed)) > 1 or not 1 < len(cores) < len(allowed):
@@ -365,6 +365,6 @@ class CorePinning:
 
     def _take(self, cores: Cores) -> None:
         if cores != frozenset(os.sched_getaffinity(0)):
-            # Some containers forbid a change of the binding. Then leave it as it is.
+            # Some containers forbid a change of the binding. In this case leave the binding as it is.
             with suppress(OSError):
                 os.sched_setaffinity(0, cores)

@@ -1,4 +1,4 @@
-"""The kinds of services that servers have besides keys. The rest of the store does not know which there are."""
+"""The kinds of services that servers offer besides keys. The rest of the store does not know the individual kinds."""
 
 from mpips.tables.kind import TABLES
 

@@ -40,19 +40,19 @@ OF_RANK = (
     "HYDI_",
 )
 SETTINGS = ("PMIX_MCA_", "PMIX_PREFIX")
-# pairs of variables: the number of the job's ranks on this host, and this rank's number among them
+# pairs of variables: the number of the job's ranks on this host, and this rank's number among these ranks
 LOCAL_RANKS = (("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"), ("MPI_LOCALNRANKS", "MPI_LOCALRANKID"))
-# This variable lists those that mpips has set as torchrun would set them, as NAME=VALUE, separated by commas. `mpips
-# run` sets some and the rank itself the others, so that programs written for torchrun, such as most DDP programs, run
-# unchanged. Child processes inherit the variables, as under torchrun, but mpips does not mistake the child for the
-# rank.
+# mpips sets the variables that torchrun would set, so that programs written for torchrun, such as most DDP programs,
+# run unchanged. `mpips run` sets some of these variables, and the rank itself sets the others. The variable PLACE lists
+# them all, as NAME=VALUE, separated by commas. Child processes inherit them, as under torchrun, but mpips does not
+# mistake a child for the rank.
 PLACE = "_MPIPS_PLACE"
 RANK, SIZE, LOCAL_RANK, MASTER, PORT = "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"
 # Precedes percent-encoded arguments of a `python -m mpips` line, which mpirun would otherwise take for its own options.
 ENCODED = "--encoded"
 # names the socket on which ranks tell the `mpips run` of their machine that they have started, and how they end
 PRESENCE = "_MPIPS_PRESENCE"
-# set if that `mpips run` hands its standard input to rank 0 over the same socket
+# set if `mpips run` hands its standard input to rank 0 over the socket of PRESENCE
 INPUT = "_MPIPS_INPUT"
 PRESENT, STARTED, STEP, ROLE, GOODBYE, FAILING = b"present", b"started", b"step", b"role", b"goodbye", b"failing"
 # a remark from rank 0 about a job that has succeeded, printed when all ranks have ended
@@ -75,14 +75,17 @@ def implementation(library: str) -> str:
 
 
 def lost(environment: Mapping[str, str], library: str, size: int | None = None) -> str | None:
-    """Return a message with cause and cure if a launcher started several processes but this one is alone, else None.
+    """Return a message with cause and cure if a launcher started several processes but this process is alone.
+
+    Otherwise return None.
 
     For Slurm the cure depends on the MPI: Open MPI understands `srun --mpi=pmix`, MPICH and Intel MPI understand
     `--mpi=pmi2`.
 
     Args:
         library: The text of MPI_Get_library_version.
-        size: The size of COMM_WORLD. None before MPI_Init: then only cases that are certain without it give a message.
+        size: The size of COMM_WORLD. None before MPI_Init: then only cases that are certain without the size give a
+            message.
     """
     if size is not None and size > 1:
         return None
@@ -103,7 +106,7 @@ def lost(environment: Mapping[str, str], library: str, size: int | None = None) 
 
 
 def launched_as(environment: Mapping[str, str]) -> tuple[int, int] | None:
-    """Return (rank, size) from the variables of mpirun, before MPI has started. None if mpirun did not start this."""
+    """Return (rank, size) from mpirun's variables, before MPI starts. None if mpirun did not start this process."""
     for size, rank in RANKS:
         if size in environment and rank in environment:
             return _count(environment, rank), _count(environment, size)
@@ -119,7 +122,7 @@ def started_as(environment: Mapping[str, str]) -> tuple[int, int] | None:
 
 
 def variables_of_place(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that this rank must set so that a program finds what torchrun would have set.
+    """Return the variables that this rank must set so that a program finds all variables that torchrun sets.
 
     Empty if `environment` has no `PLACE`. Variables that the user has set on the rank's host are left as they are.
     """
@@ -135,7 +138,7 @@ def variables_of_place(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_place(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables that mpips has set. Those that a program has changed are kept."""
+    """Return the environment without the variables that mpips has set, unless a program has changed their values."""
     ours = _read_place(environment)
     return {name: value for name, value in environment.items() if name != PLACE and ours.get(name) != value}
 

@@ -1,11 +1,12 @@
-"""Decide which rank takes the place of a dead or new one, and which server mirrors which. Pure.
+"""Decide which spare takes the place of a dead rank, and which server mirrors which other server. Pure.
 
-Ranks of a store are workers, then servers, then spares. Spares take the places of dead servers first, then those of
-dead workers. But if no server or no worker is left at all, one place of that role comes before all others. A place that
-nobody takes vanishes: clients keep the members that are left, and clients without members vanish too. If the store
-grows, the spares that are left become workers.
+The first ranks of a store are workers, then come servers, then spares. A place is the position of a worker or server
+before the failure. Spares take the places of dead servers first, then those of dead workers. But if no server or no
+worker is left at all, one place of that role comes before all other places. A place that no spare takes is dropped.
+Clients (groups of workers that push together) keep the members that are left; a client without members is dropped as
+well. If the store grows, the remaining spares become workers.
 
-Servers form a ring for mirrors: the mirror of a server is the next server that is on another node.
+The servers form a ring for mirrors: a server's mirror is the next server that is on another node.
 """
 
 from __future__ import annotations
@@ -14,20 +15,22 @@ from collections.abc import Collection, Sequence
 from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
-# in `places`: the store has grown by this worker
+# stands in `places` for a worker by which the store has grown, and which has no former place
 NEW = -1
 
 
 class Before(NamedTuple):
     """The last generation, and how its ranks became those of this one.
 
+    All ranks in this record are ranks of the last generation, except the indices of `origin` and `places`.
+
     Attributes:
-        origin: For each rank of this generation its rank in the last one.
-        lost: The ranks that have died since, by their numbers in the last generation, as in the rest of this record.
-        nodes: For each rank its node, named by the lowest rank on it.
-        clients: The workers of each client.
-        places: For each worker of this generation the worker whose place it has: itself, or a dead one. NEW if the
-            store has grown by it.
+        origin: For each rank of this generation, its rank in the last one.
+        lost: The ranks that have died since.
+        nodes: For each rank, its node. A node is named by the lowest rank on it.
+        clients: The workers [first, stop) of each client.
+        places: For each worker of this generation, the worker whose place it has: its own former rank, or a dead
+            worker. NEW if the store has grown by this worker.
     """
 
     origin: tuple[int, ...]
@@ -44,9 +47,10 @@ class Before(NamedTuple):
         return [rank for rank in self.lost if 0 <= rank - self.num_workers < self.num_servers]
 
     def in_whose_place(self, worker: int, kind: str) -> range:
-        """Return the old workers whose pushes a worker continues. Empty if the store has grown by it.
+        """Return the workers of the last generation whose pushes a worker continues.
 
-        In `dist_*` stores that is the worker whose place it has, and otherwise all members of that worker's client.
+        In `dist_*` stores this is the worker whose place it has. In other stores these are all members of that worker's
+        client. Empty if the store has grown by this worker.
         """
         place = self.places[worker]
         if place == NEW:
@@ -57,7 +61,7 @@ class Before(NamedTuple):
 
 
 class Roles(NamedTuple):
-    """The numbers of workers, servers and spares, and the workers of each client."""
+    """The numbers of workers, servers and spares, and the workers [first, stop) of each client."""
 
     num_workers: int
     num_servers: int
@@ -73,7 +77,7 @@ class RankMapping(NamedTuple):
     """The ranks that go on, and their new roles.
 
     Attributes:
-        origin: For each new rank its old one.
+        origin: For each new rank, its old rank.
         places: See `Before.places`.
     """
 
@@ -91,9 +95,9 @@ def map_ranks(
 
     Args:
         nodes: The node of each old rank.
-        grow: Each spare that is left becomes a worker: the last one of the smallest client, and among several smallest
-            clients of the last.
-        alone: Every worker is a client of its own; so are the workers by which the store grows.
+        grow: True if each remaining spare becomes a worker. The new worker becomes the last one of the smallest client.
+            If several clients are smallest, it joins the last of these clients.
+        alone: True if every worker is a client of its own, including those by which the store grows.
     """
     spares = [rank for rank in range(old.num_workers + old.num_servers, old.size) if rank not in lost]
     holders = {place: place for place in range(old.num_workers + old.num_servers) if place not in lost}
@@ -130,7 +134,7 @@ def refusal(old: Roles, new: RankMapping) -> str:
 
 
 def mirror_of(server: int, nodes: Sequence[int]) -> int | None:
-    """Return the server that keeps the copies of this one, or None if all servers share a node.
+    """Return the server that keeps copies of this server's units, or None if all servers share a node.
 
     `nodes` is the node of each server.
     """

@@ -1,11 +1,11 @@
-"""The memory of a server's units, which outlives the server, and the ledger by which others find it.
+"""The memory of a server's units, which outlives the server, and the ledger from which others learn what lies where.
 
-A server writes a ledger of its units into its own memory, which the other ranks of its node map while it lives. The
-ledger has two slots for its text, so that a server killed while it writes one leaves the other. Each text says which
-generation it is of. A text of a generation that never began, because somebody died before, does not count.
+A server writes a ledger of its units into its own memory, which the other ranks of its node map while the server lives.
+The ledger has two slots for its text. So if a server is killed while it writes one slot, the other slot is left. Each
+text names its generation. If that generation never began, because a process died before, the text does not count.
 
-`UnitMemory` makes units, with undo copies if the store survives deaths. `Ledger` says where they lie.
-`NodeMemory` is what every rank of a node keeps mapped of them.
+`UnitMemory` makes units, with undo copies if the store survives deaths. `Ledger` says where the units lie. With
+`NodeMemory` every rank of a node keeps the memory of the node's servers mapped.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from mpips.store.transport import frames
 from mpips.store.transport.frames import Created, UnitCard, dtype_of
 
 SLOT_WORDS = 4
-# Words of a slot: the number of the text (0 while it is being written), its generation, and its offset and size in the
-# segment.
+# Words of a slot: the number of the text (0 while it is being written), its generation, its offset in the server's
+# shared memory segment, and its size.
 SEQUENCE, GENERATION, OFFSET, NBYTES = range(SLOT_WORDS)
 SLOTS = 2
 HEADER_WORDS = SLOTS * SLOT_WORDS + 2
-# After the slots: descriptor and inode of the sparse file with the memory of services; zeros if there is none.
+# After the slots: descriptor and inode of the sparse file with the memory of services; zeros if there is no such file.
 FILE_WORDS = slice(SLOTS * SLOT_WORDS, HEADER_WORDS)
 
 
 class LedgerEntry(msgspec.Struct, array_like=True):
-    """One unit: what it is, and where its memory lies. Places are offsets in the server's segment.
+    """One unit in a ledger: its description, and where its memory lies. Places are offsets in the server's segment.
 
     Attributes:
-        words: The unit's progress words. Word 1 + i counts pushes of contributor i.
-        undo: The words of its undo copy.
-        rows: Room for row numbers: its place and how many fit.
-        arrays: For the values and each array of state: dtype, place, place of its copy.
+        words: Place of the unit's progress words. Word 1 + i counts pushes of contributor i.
+        undo: Place of the words of the unit's undo copy.
+        rows: The room for row numbers in the undo copy: its place, and how many row numbers fit.
+        arrays: For the values and each array of state: dtype, place, place of its undo copy.
     """
 
     key: int | str
@@ -64,7 +64,7 @@ class LedgerEntry(msgspec.Struct, array_like=True):
 
 
 class LedgerText(msgspec.Struct, array_like=True):
-    """All that a server has.
+    """The text of a ledger: everything that a server has.
 
     Attributes:
         settings: See `encode_settings`.
@@ -77,7 +77,11 @@ class LedgerText(msgspec.Struct, array_like=True):
 
 
 class Ledger:
-    """A server's own ledger. `file` is where the memory of its services lies."""
+    """A server's own ledger, in which other ranks find the server's units after its death.
+
+    Args:
+        file: The file that holds the memory of the server's services.
+    """
 
     def __init__(self, file: SparseFile | None = None) -> None:
         self._memory = arena.empty(HEADER_WORDS, np.uint64)
@@ -97,7 +101,7 @@ class Ledger:
         return region.offset
 
     def publish(self, ledger: LedgerText, generation: int) -> None:
-        """Write what the server has. It counts once `generation` has begun."""
+        """Write what the server has. The text counts once `generation` has begun."""
         text = msgspec.msgpack.encode(ledger)
         memory = arena.empty(len(text), np.uint8)
         memory[...] = np.frombuffer(text, np.uint8)
@@ -107,21 +111,22 @@ class Ledger:
         # The slot is invalid while it is being written.
         words[at + SEQUENCE] = 0
         words[at + GENERATION], words[at + OFFSET], words[at + NBYTES] = generation, self.offset(memory), len(text)
-        # The text counts from here on. Until then the other slot does.
+        # From now on this text counts. Before this line the text in the other slot counts.
         words[at + SEQUENCE] = self._written
         self._texts[slot] = memory
 
     def attempt(self, generation: int) -> None:
-        """Drop what an earlier attempt to begin this generation has published."""
+        """Drop texts that earlier attempts to begin this generation have published."""
         for at in range(0, SLOTS * SLOT_WORDS, SLOT_WORDS):
             if self._slots[at + GENERATION] >= generation:
                 self._slots[at + SEQUENCE] = 0
 
 
 def read_ledger(segment: NDArray[np.uint8], region: Region, generation: int) -> LedgerText | None:
-    """Return what the owner of a segment had at the end of the last generation before `generation`, or None.
+    """Return the newest ledger text in a server's segment from before `generation`, or None if there is no such text.
 
-    The ledger's header lies in `region`.
+    Args:
+        region: Where the ledger's header lies.
     """
     header = segment[region.offset : region.offset + 8 * SLOTS * SLOT_WORDS].view(np.uint64).reshape(SLOTS, SLOT_WORDS)
     texts = [slot for slot in header.tolist() if slot[SEQUENCE] and slot[GENERATION] < generation]
@@ -133,7 +138,7 @@ def read_ledger(segment: NDArray[np.uint8], region: Region, generation: int) -> 
 
 
 def undo_of(segment: NDArray[np.uint8], entry: LedgerEntry) -> Undo:
-    """Return the undo copy of a unit in a mapped segment."""
+    """Return the undo copy of a unit of another server, whose segment is mapped."""
     size = entry.stop - entry.start
 
     def view(offset: int, count: int, dtype: np.dtype) -> Array:
@@ -147,7 +152,7 @@ def undo_of(segment: NDArray[np.uint8], entry: LedgerEntry) -> Undo:
 
 
 def announced_pushes(segment: NDArray[np.uint8], entry: LedgerEntry) -> Sequence[int]:
-    """Return the number of each contributor's pushes that the server has announced in the unit's words."""
+    """Return the number of each contributor's pushes that the server has announced in the unit's progress words."""
     words = segment[entry.words : entry.words + 8 * (1 + len(entry.contributors))].view(np.uint64)
     return [int(word) for word in words[1:]]
 
@@ -156,7 +161,7 @@ T = TypeVar("T")
 
 
 class LastGeneration(Generic[T]):
-    """A value as it was at the end of the last generation. It is the same in all attempts to begin the next one."""
+    """A value as it was at the end of the last generation. All attempts to begin the next generation see this value."""
 
     def __init__(self) -> None:
         self._value: T | None = None
@@ -174,14 +179,14 @@ class LastGeneration(Generic[T]):
 
 
 class NodeMemory:
-    """The mapped memory of those servers of one generation that share this node and keep a ledger.
+    """The mapped memory of this node's servers in one generation, in a store that survives deaths.
 
     Args:
         regions: Rank of a server -> where its ledger lies.
     """
 
     def __init__(self, regions: Mapping[int, Region] | None = None) -> None:
-        # rank of a server -> its segment, and where its ledger lies in it
+        # rank of a server -> (its segment, where its ledger lies in the segment)
         self._mapped: dict[int, tuple[NDArray[np.uint8], Region]] = {}
         # rank of a server -> the file with the memory of its services
         self._files: dict[int, SparseFile] = {}
@@ -194,7 +199,8 @@ class NodeMemory:
                     self._files[rank] = SparseFile.opened(Region(region.pid, fd, inode, 0, 0))
                 self._mapped[rank] = segment, region
             except CollectiveError:
-                # The server is in another container: MPI can share memory with it, but we cannot map it.
+                # The server is in another container. MPI can share memory with it, but this process cannot map the
+                # server's memory.
                 continue
         # (rank of a server, generation) -> what `read_ledger` has returned
         self._ledgers: dict[tuple[int, int], LedgerText | None] = {}
@@ -205,7 +211,10 @@ class NodeMemory:
         return list(self._mapped)
 
     def described(self, layout: Layout, generation: int) -> list[int]:
-        """Return the dead servers of this node whose memory this rank describes: all if it is the lowest left on it."""
+        """Return the dead servers whose memory this rank describes to all others.
+
+        The lowest rank that is left on a node describes all dead servers of the node. Other ranks describe none.
+        """
         before = layout.before
         assert before is not None
         own = before.origin[layout.rank]
@@ -214,7 +223,7 @@ class NodeMemory:
         return [rank for rank in dead if lowest and self._ledger(rank, generation) is not None]
 
     def owners(self, layout: Layout, generation: int) -> list[OwnerInventory]:
-        """Return what the servers had that this rank describes."""
+        """Return the units of the dead servers that this rank describes."""
         ledgers = [(rank, self._ledger(rank, generation)) for rank in self.described(layout, generation)]
         return [
             OwnerInventory(rank, False, ledger.settings, self._copies(rank, ledger, layout.asynchronous))
@@ -229,7 +238,7 @@ class NodeMemory:
         return self._files[owner], ledger.services.get(service, b"")
 
     def arrays_of(self, owner: int, index: int, before: bool, generation: int) -> list[Array]:
-        """Return values and state of a unit of a mapped server. `before`: as of the round before the newest."""
+        """Return values and state of a unit of a mapped server. `before`: at the round before the newest."""
         ledger = self._ledger(owner, generation)
         assert ledger is not None
         return undo_of(self._mapped[owner][0], ledger.units[index]).arrays_at(before)
@@ -258,7 +267,8 @@ class NodeMemory:
 class UnitMemory:
     """The memory of a server's units.
 
-    If there is a `ledger`, the store survives deaths, and each unit has an undo copy.
+    Args:
+        ledger: The server's ledger if the store survives deaths, otherwise None. With a ledger, units have undo copies.
     """
 
     def __init__(self, ledger: Ledger | None) -> None:
@@ -267,10 +277,12 @@ class UnitMemory:
     def make(
         self, cards: Sequence[UnitCard], groups: Groups, adopted: Mapping[int, Unit] | None = None
     ) -> tuple[list[Unit], Created]:
-        """Make units at round 0 for these cards, in their order. Also return where workers find them.
+        """Make units at round 0 for these cards, in the same order. Also return where workers find the units.
 
         Args:
-            adopted: New number of a unit -> an old unit, whose values and state stay where they are.
+            cards: Descriptions of the units.
+            groups: The optimizers of keys.
+            adopted: Number of a new unit -> the old unit whose memory the new unit takes over.
         """
         adopted = adopted or {}
         fresh = [card for card in cards if card.number not in adopted]
@@ -296,7 +308,7 @@ class UnitMemory:
                     kept = undo.new(stored, card.row_elements, states, own_undo)
             else:
                 stored, was = old.stored, old.undo
-                # It gets words of its own, because the old ones must stay true until the next generation begins.
+                # The new unit gets new words, because the old words must stay valid until the next generation begins.
                 if was is not None:
                     kept = Undo(was.arrays, was.copies, own_undo, was.rows, was.row_elements)
             unit = Unit(
@@ -317,7 +329,7 @@ class UnitMemory:
     def publish(
         self, units: Iterable[Unit], settings: bytes, generation: int, services: Mapping[str, bytes] | None = None
     ) -> None:
-        """Write into the ledger what this server has from `generation` on. For `services` see `LedgerText`."""
+        """Write what this server has from `generation` on into the ledger. For `services` see `LedgerText`."""
         if self.ledger is None:
             return
         offset = self.ledger.offset
@@ -360,7 +372,7 @@ def describe_unit(unit: Unit, asynchronous: bool) -> UnitCopy:
 
 
 def arrays_of_unit(unit: Unit, before: bool) -> list[Array]:
-    """Return values and state of a living server's unit. `before`: as of the round before the newest."""
+    """Return values and state of a living server's unit. `before`: at the round before the newest."""
     if unit.undo is not None:
         return unit.undo.arrays_at(before)
     return [unit.stored, *(unit.state or ())]

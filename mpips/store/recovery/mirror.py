@@ -1,8 +1,8 @@
 """A server's mirror: a second copy of each of its units, on a server of another node.
 
-A unit that has changed is sent to the mirror as a whole, and is not written again before it has arrived there. The
-mirror keeps the last two complete versions of each unit, and receives the next one into the memory of the older. So if
-a version arrives only in part, a complete one is left. Services send their own copies (`ServiceMirror`).
+A unit that has changed is sent to the mirror as a whole, and is not written again before it has arrived at the mirror.
+The mirror keeps the last two complete versions of each unit, and receives the next version into the memory of the older
+one. So if a version arrives only in part, a complete version is left. Services send their own copies (`ServiceMirror`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from mpips.store.server.unit import Unit, UnitMirror
 from mpips.store.transport.frames import dtype_of
 
 VERSIONS = 2
-# on the servers' communicator: of messages between mirrors, and of the arrays of units
+# tags on the servers' communicator: for messages between mirrors, and for the arrays of units
 TAG, DATA_TAG = 2, 3
 MESSAGE_BYTES = 4 << 20
 # A unit of at most this size is sent within the message that announces it.
 SMALL_BYTES = 1 << 14
-# No further unit is sent while this many bytes are under way.
+# No further unit is sent while this many bytes are on their way.
 UNDER_WAY_BYTES = 64 << 20
 # elements [start, stop) of a key
 UnitPlace = tuple[int | str, int, int]
@@ -45,14 +45,14 @@ UnitPlace = tuple[int | str, int, int]
 
 
 class VersionSent(msgspec.Struct, array_like=True, tag=0):
-    """Message: a version of a unit follows, or is in here.
+    """Message: a version of a unit. Its arrays follow in other messages, unless they are small.
 
     Attributes:
-        number: The number of this version, by which the mirror acknowledges it.
-        unit: Its newest round is this version's. If it has another one, the version of the round before can still be
-            used.
+        number: The number of this version, which the mirror repeats in its acknowledgement.
+        unit: The unit. Its first round is the round of this version. If a second round is given, the mirror can still
+            use the previous version.
         dtypes: Dtypes of values and state.
-        data: Values and state if they are small, else empty.
+        data: Values and state if they are small, otherwise empty.
     """
 
     number: int
@@ -74,7 +74,7 @@ class UnitsGone(msgspec.Struct, array_like=True, tag=2):
 
 
 class MirrorFilled(msgspec.Struct, array_like=True, tag=3):
-    """Message: the mirror of the sender has all its units, or the sender needs no mirror."""
+    """Message: the sender's mirror has all of the sender's units, or the sender needs no mirror."""
 
 
 Message = Union[VersionSent, VersionsKept, UnitsGone, MirrorFilled]  # noqa: UP007 (msgspec reads it)
@@ -91,13 +91,13 @@ class MirroredUnit:
         # newest first
         self.versions: list[Version] = []
         self.torn = False
-        # the last generation in which a version has come
+        # the last generation in which a version has arrived
         self.generation = -1
-        # memory of a version that was dropped, for the next one
+        # memory of a dropped version, to be reused for the next version
         self._spare: list[Array] = []
 
     def allocate(self, sent: VersionSent) -> list[Array]:
-        """Return memory for a version that is about to come: that of the older one if it fits."""
+        """Return memory for a version that is about to arrive: that of the older version, if it fits."""
         old, self._spare = self.versions.pop().arrays if len(self.versions) == VERSIONS else self._spare, []
         size = sent.unit.stop - sent.unit.start
         fits = [array.dtype.name for array in old] == sent.dtypes
@@ -114,13 +114,13 @@ class MirroredUnit:
 
 
 class MirroredUnits:
-    """All units that one server keeps as the mirror of others, from generation to generation.
+    """The copies of units that one server keeps as the mirror of others. The copies outlive a generation.
 
-    When a generation begins, the copies of the last one stay until all servers have sent their units again. Until then
-    nothing is changed that they stand for.
+    When a generation begins, the copies of the last generation stay until all servers have sent their units again.
+    Until then the units that were copied do not change.
 
     Args:
-        services: Name of a service -> the copies of it.
+        services: Name of a service -> the copies of the service.
     """
 
     def __init__(self, services: Mapping[str, ServiceCopies] | None = None) -> None:
@@ -128,7 +128,7 @@ class MirroredUnits:
         self.services = services or {}
 
     def of(self, place: UnitPlace) -> MirroredUnit:
-        """Return the copy of a unit, an empty one if it is new."""
+        """Return the copy of a unit, or a new empty copy."""
         return self._copies.setdefault(place, MirroredUnit())
 
     def forget(self, places: Iterable[UnitPlace]) -> None:
@@ -137,10 +137,9 @@ class MirroredUnits:
             self._copies.pop(place, None)
 
     def begin(self, rounds: Mapping[int | str, int] | None) -> None:
-        """Begin a generation in which keys stand at these rounds; None in an asynchronous store.
+        """Begin a generation at these rounds of keys; None in an asynchronous store.
 
-        Versions of other rounds are dropped: the store may have gone back, and then they have pushes that no longer
-        count.
+        Drop versions of other rounds: if the store has gone back, they contain pushes that no longer count.
         """
         for place, copy in list(self._copies.items()):
             if rounds is not None:
@@ -149,13 +148,13 @@ class MirroredUnits:
                 del self._copies[place]
 
     def drop_before(self, generation: int) -> None:
-        """Drop copies of earlier generations, once all servers have sent their units in this one."""
+        """Drop copies of earlier generations, because all servers have sent their units in this generation."""
         self._copies = {place: copy for place, copy in self._copies.items() if copy.generation >= generation}
         for copies in self.services.values():
             copies.drop_before(generation)
 
     def owners(self, before: Before | None, rank: int) -> list[OwnerInventory]:
-        """Return the complete copies, as one owner, if a server has died. `rank` is the rank that this server had."""
+        """If a server has died, return the complete copies as one owner. `rank`: this server's former rank."""
         if before is None or not before.lost_servers:
             return []
         units = []
@@ -166,7 +165,12 @@ class MirroredUnits:
         return [OwnerInventory(copies_of(rank), False, b"", units)] if units else []
 
     def arrays_of(self, index: int, before: bool) -> list[Array]:
-        """Return values and state of a unit of this owner. `before`: as of the round before the newest."""
+        """Return values and state of one of the units that `owners` lists.
+
+        Args:
+            index: The index of the unit in that list.
+            before: True for the version before the newest.
+        """
         return self._whole()[index][1].versions[int(before)].arrays
 
     def _whole(self) -> list[tuple[UnitPlace, MirroredUnit]]:
@@ -177,7 +181,7 @@ class MirroredUnits:
 
 
 class UnderWay(NamedTuple):
-    """A version that the mirror has not acknowledged."""
+    """A version that was sent, and that the mirror has not acknowledged yet."""
 
     unit: Unit
     nbytes: int
@@ -185,7 +189,7 @@ class UnderWay(NamedTuple):
 
 
 class Coming(NamedTuple):
-    """A version that has not arrived completely."""
+    """A version that has not arrived completely yet."""
 
     server: int
     sent: VersionSent
@@ -195,7 +199,7 @@ class Coming(NamedTuple):
 
 
 class Mirror(UnitMirror):
-    """The copies that one server sends to its mirror, and those that it keeps for others, in one generation."""
+    """The copies that one server sends to its mirror, and the copies that it keeps for others, in one generation."""
 
     def __init__(self, layout: Layout, copies: MirroredUnits, generation: int) -> None:
         assert layout.servers is not None
@@ -205,17 +209,17 @@ class Mirror(UnitMirror):
         self._asynchronous = layout.asynchronous
         nodes = [layout.nodes[layout.server_rank(server)] for server in range(layout.num_servers)]
         self._server = layout.rank - layout.num_workers
-        # the server that mirrors this one; None if all share a node
+        # the server that mirrors this one; None if all servers share a node
         self._mirror = mirror_of(self._server, nodes)
-        # servers whose units are not all with their mirror yet
+        # servers whose mirror does not have all of their units yet
         self._unfilled = set(range(layout.num_servers))
-        # True once the other servers know that this one's mirror has everything
+        # True once this server has told the others that its mirror has everything
         self._announced = False
         self._over = False
         self._due: deque[Unit] = deque()
-        # number of a version -> what was sent, in order
+        # number of a version -> the version, in the order of sending
         self._under_way: dict[int, UnderWay] = {}
-        # number of a unit -> the version that the mirror must acknowledge; 0 if it is not sent yet
+        # number of a unit -> the number of the version that the mirror must acknowledge; 0 if it is not sent yet
         self._latest: dict[int, int] = {}
         self._number = 0
         self._nbytes = 0
@@ -229,18 +233,18 @@ class Mirror(UnitMirror):
 
     @property
     def quiet(self) -> bool:
-        """True if the mirror has everything."""
+        """True if the mirror has every unit as it is now."""
         return not self._due and not self._under_way
 
     def changed(self, unit: Unit) -> None:
-        """Send a unit that has changed. It must not be written again until it is `mirrored`."""
+        """Send a unit that has changed. The unit must not be written again until it is `mirrored`."""
         if self._mirror is not None and not self._over and self._latest.get(unit.number) != 0:
             unit.mirrored = False
             self._latest[unit.number] = 0
             self._due.append(unit)
 
     def forget(self, units: Iterable[Unit]) -> None:
-        """Drop units that nobody will use again, here and on the mirror."""
+        """Drop units that nobody will use again, on this server and on its mirror."""
         if self._mirror is None:
             return
         gone = list(units)
@@ -252,11 +256,11 @@ class Mirror(UnitMirror):
         self._post(UnitsGone(places), self._mirror)
 
     def turn(self) -> bool:
-        """Take in what has come, and send what there is room for. Return True if anything was done."""
+        """Receive what has arrived, and send as much as there is room for. Return True if anything was done."""
         worked = self._hear()
         for service in self.services.values():
             worked |= service.turn()
-        # With nothing under way a unit is sent whatever its size.
+        # If no other unit is on its way, a unit of any size is sent.
         while self._due and (not self._nbytes or self._nbytes < UNDER_WAY_BYTES):
             self._send(self._due.popleft())
             worked = True
@@ -267,9 +271,9 @@ class Mirror(UnitMirror):
         return worked
 
     def stop(self) -> None:
-        """End with the generation. Nothing waits for the mirror any more.
+        """Stop at the end of the generation. From now on nothing waits for the mirror.
 
-        Versions that have arrived only in part do not count.
+        Versions that have arrived only in part are dropped.
         """
         self._hear()
         for service in self.services.values():
@@ -286,7 +290,7 @@ class Mirror(UnitMirror):
         self._coming.clear()
 
     def _post(self, message: Message, *servers: int) -> None:
-        """Send a message to servers, without blocking. Dead ones are skipped."""
+        """Send a message to servers, without blocking. Dead servers are skipped."""
         requests.send_to_all(self._comm, msgspec.msgpack.encode(message), servers, TAG)
 
     def _hear(self) -> bool:
@@ -327,20 +331,19 @@ class Mirror(UnitMirror):
         self._nbytes += nbytes
 
     def _note_kept(self, numbers: Iterable[int]) -> None:
-        """Note that the mirror has these versions."""
         for number in numbers:
             sent = self._under_way.pop(number, None)
             if sent is None:
                 continue
             self._nbytes -= sent.nbytes
             requests.keep_until_complete(sent.requests)
-            # If not, the unit has changed again, and waits for a later version.
+            # Otherwise the unit has changed again, and waits until a later version is acknowledged.
             if self._latest.get(sent.unit.number) == number:
                 del self._latest[sent.unit.number]
                 sent.unit.mirrored = True
 
     def _note_filled(self, server: int) -> None:
-        """Note that a server's units are all with its mirror."""
+        """Note that a server's mirror has all of its units."""
         self._unfilled.discard(server)
         if not self._unfilled:
             self._copies.drop_before(self._generation)
@@ -348,7 +351,6 @@ class Mirror(UnitMirror):
     # ---- from servers that this one mirrors
 
     def _receive(self, server: int, sent: VersionSent) -> None:
-        """Begin to receive a version."""
         copy = self._copies.of((sent.unit.key, sent.unit.start, sent.unit.stop))
         arrays = copy.allocate(sent)
         coming: list[MPI.Request] = []
@@ -368,7 +370,7 @@ class Mirror(UnitMirror):
         self._coming.append(Coming(server, sent, copy, arrays, coming))
 
     def _keep_whole(self) -> bool:
-        """Keep the versions that are complete by now, and acknowledge them. Return True if there were any."""
+        """Keep the versions that have arrived completely, and acknowledge them. Return True if there were any."""
         whole: dict[int, list[int]] = {}
         rest = []
         for coming in self._coming:

@@ -1,15 +1,18 @@
-"""Plan a recovery: which pushes count, at which round each key goes on, and which rank gives a unit to which server.
+"""Plan a recovery: which pushes count, from which round each key continues, and which rank gives units to which server.
 
-Pure data and arithmetic. Every rank brings an `Inventory`. From all inventories every rank makes the same plan:
-`choose_rounds`, then `make_plan`.
+Pure data and arithmetic. Every rank brings an `Inventory` of what it holds and can read. From the inventories of all
+ranks every rank computes the same plan: `choose_rounds`, then `make_plan`.
 
-A round may have ended for some keys and not for others. If all keys can be put back to one round, they are: then no
-push is lost and none counts twice, because the training loop makes the pushes after that round again. The last push of
-a killed worker counts if its round was complete when the generation ended (`server.loop` finishes such rounds): then
-that round is chosen.
+When a generation ends, a round may be complete for some keys and not for others. If possible, all keys are put back to
+one round. Then no push is lost and no push counts twice, because the training loop repeats the pushes after that round.
+The last push of a killed worker counts if its round was complete when the generation ended. Servers finish such rounds
+(`server.loop`), so that round is chosen.
 
-Without servers all workers have the same sums. So a worker that has completed a round has the right values and state:
-the lowest rank that has them gives them to the workers that do not. A worker that has just begun takes everything.
+In a store without servers all workers have the same sums. So every worker that has completed a round has the right
+values and state. The lowest such rank gives them to the other workers. A new worker gets everything.
+
+An *owner* is whatever holds units: a server, a worker of a store without servers, or the copies that a server keeps as
+the mirror of others. A unit or key is *torn* if its values belong to no complete round.
 """
 
 from __future__ import annotations
@@ -49,10 +52,10 @@ class UnitCopy(msgspec.Struct, array_like=True):
     """A unit in the memory of one owner: elements [start, stop) of a key, and the rounds at which they can be restored.
 
     Attributes:
-        rounds: Newest first.
-        torn: A change of the values has broken off. The rounds of a torn replica are then what it holds, and not whole.
+        rounds: Newest first. A torn replica lists the rounds that it holds, although they are not complete.
+        torn: True if a change of the values was interrupted.
         states: Dtypes of the optimizer's state.
-        pushes: In an asynchronous store (contributor, number of its pushes in the unit).
+        pushes: In an asynchronous store: (contributor, number of its pushes in the unit).
     """
 
     key: int | str
@@ -68,11 +71,11 @@ class OwnerInventory(msgspec.Struct, array_like=True):
     """All units in the memory of one owner: a server, a worker of a store without servers, or a mirror.
 
     Attributes:
-        owner: The server's or worker's rank in the last generation. What a rank keeps as a mirror is an owner of its
-            own, with the number `copies_of(rank)`.
-        live: The owner itself reports this. False: it is dead, and another rank reads its memory.
+        owner: The rank of the server or worker in the last generation. The copies that a rank keeps as a mirror are an
+            owner of their own, with the number `copies_of(rank)`.
+        live: True if the owner itself reports this. False if it is dead and another rank reads its memory.
         settings: See `encode_settings`.
-        changes: Without servers the number of changes of settings that the owner has made.
+        changes: In a store without servers: the number of changes of settings that the owner has made.
     """
 
     owner: int
@@ -83,17 +86,17 @@ class OwnerInventory(msgspec.Struct, array_like=True):
 
     @property
     def is_mirror(self) -> bool:
-        """True if a mirror keeps these units for others."""
+        """True if these units are copies that a mirror keeps."""
         return self.owner < 0
 
 
 def copies_of(rank: int) -> int:
-    """Return the owner number of what this rank keeps as a mirror."""
+    """Return the owner number of the copies that a rank keeps as a mirror."""
     return -1 - rank
 
 
 class KeyCard(msgspec.Struct, array_like=True, frozen=True):
-    """A key as a worker knows it."""
+    """The name, shape and dtype of a key, as a worker knows them."""
 
     name: int | str
     shape: tuple[int, ...]
@@ -108,15 +111,15 @@ class Inventory(msgspec.Struct, array_like=True):
     """All that one rank brings into a recovery.
 
     Attributes:
-        owners: What it has, and what it can read of dead servers.
-        mapped: Servers of the last generation whose memory it has mapped.
-        keys: The keys it knows; None unless it was a worker before.
-        local: On a worker: all servers are on its node.
-        shared_cores: Processes of its node share cores.
-        known: Name of a service -> what this rank knows of it, if it was a worker before.
-        held: Name of a service -> what it can read of it (`ServiceKind.describe`).
-        changes: On a worker of a store with servers: how many changes of settings it has begun, how many it has made,
-            and the last one.
+        owners: The units that this rank has, and those of dead servers that it can read.
+        mapped: Servers of the last generation whose memory this rank has mapped.
+        keys: The keys that this rank knows; None unless it was a worker in the last generation.
+        local: True unless this rank is a worker and some servers are on other nodes.
+        shared_cores: True if processes of its node share cores.
+        known: Name of a service -> what this rank knows of the service, if it was a worker in the last generation.
+        held: Name of a service -> what this rank can read of the service (`ServiceKind.describe`).
+        changes: On a worker of a store with servers: the number of changes of settings that it has begun, the number of
+            those that are complete, and the last change.
     """
 
     owners: list[OwnerInventory] = []
@@ -130,14 +133,17 @@ class Inventory(msgspec.Struct, array_like=True):
 
 
 def common_keys(inventories: Sequence[Inventory]) -> list[KeyCard]:
-    """Return the keys that all former workers know alike, in the order of the first of these workers."""
+    """Return the keys that all workers of the last generation know, in the order of the first of these workers.
+
+    A key counts only if all these workers know it with the same shape and dtype.
+    """
     lists = [inventory.keys for inventory in inventories if inventory.keys is not None]
     known = [{*cards} for cards in lists]
     return [card for card in lists[0] if all(card in cards for cards in known)] if lists else []
 
 
 def dtype_names(arrays: Sequence[Any]) -> list[str]:
-    """Return the names of arrays' dtypes, for messages."""
+    """Return the names of arrays' dtypes, for messages between ranks."""
     return [np.asarray(array).dtype.name for array in arrays]
 
 
@@ -148,7 +154,7 @@ class _Settings(msgspec.Struct, array_like=True):
 
 
 def encode_settings(groups: Groups, compressor: Compressor | None) -> bytes:
-    """Encode optimizers and compression, for a ledger and for other ranks."""
+    """Encode optimizers and compression, for a server's ledger and for other ranks."""
     own = [(name, encode(optimizer)) for name, optimizer in groups.own.items()]
     default = None if groups.default is None else encode(groups.default)
     options = None if compressor is None else compression.options(compressor)
@@ -163,16 +169,16 @@ def decode_settings(data: bytes) -> tuple[Groups, Compressor | None]:
     return groups, None if settings.compression is None else compression.create(settings.compression)
 
 
-# ---- what is chosen, and what follows
+# ---- the choice of rounds, and the plan that follows from it
 
 
 class UnitSlice(NamedTuple):
-    """Elements [start, stop) of a key, taken from a unit that an owner has.
+    """Elements [start, stop) of a key, taken from a unit of an owner.
 
     Attributes:
         owner: The number of the owner.
-        unit: The index of the unit in its inventory.
-        before: Take them as of the round before the unit's newest.
+        unit: The index of the unit in the owner's inventory.
+        before: True to take the elements of the round before the unit's newest.
     """
 
     owner: int
@@ -183,7 +189,7 @@ class UnitSlice(NamedTuple):
 
 
 class KeyChoice(NamedTuple):
-    """The round of a key in the next generation, and the slices of old units that it is made of."""
+    """The round of a key in the next generation, and the slices of old units that make up the key."""
 
     round: int
     torn: bool
@@ -194,9 +200,10 @@ class Choice(NamedTuple):
     """The rounds of all keys, and of all collections of services, in the next generation.
 
     Attributes:
-        step: The round at which all of them stand; None if they differ.
-        lost: Keys and collections of which nobody has all.
-        rounds: The rounds of those that can be restored whole; empty in an asynchronous store.
+        step: The common round of all keys and collections that were ever pushed; None if their rounds differ.
+        lost: Keys and collections with a part that no rank has.
+        rounds: Name of a key or collection -> its round, for all that can be restored completely. Empty in an
+            asynchronous store.
     """
 
     keys: dict[Name, KeyChoice]
@@ -209,9 +216,9 @@ class UnitSource(NamedTuple):
     """Where elements of a new unit come from.
 
     Attributes:
-        slice: The elements, and the old unit that has them.
+        slice: The elements, and the old unit that they are taken from.
         holder: The rank that can read the old unit.
-        sent: The holder sends them in messages. False: the new server reads them itself.
+        sent: True if the holder sends the elements in messages. False if the new server reads them itself.
     """
 
     slice: UnitSlice
@@ -223,8 +230,8 @@ class UnitPlan(NamedTuple):
     """A new unit, its server's rank, and where its values come from.
 
     Attributes:
-        adopted: The server has the whole unit already, and keeps its memory.
-        pushes: In an asynchronous store the number of each contributor's pushes in it.
+        adopted: True if the server has the whole unit already, so that the unit stays in its old memory.
+        pushes: In an asynchronous store: the number of each contributor's pushes that are in the unit.
     """
 
     server: int
@@ -237,14 +244,14 @@ class UnitPlan(NamedTuple):
 
 
 class ReplicaPlan(NamedTuple):
-    """A key in a store without servers.
+    """The plan for one key in a store without servers. Every worker has a replica of the key.
 
     Attributes:
-        root: The worker that gives it to the others.
+        root: The worker that gives the key to the others.
         step: The optimizer's step; None if there is no state yet.
         states: Dtypes of the optimizer's state.
-        holders: The workers that have it at this round already.
-        everybody: All workers have it, and nothing has to travel.
+        holders: The workers that have the key at this round already.
+        everybody: True if all workers have the key at this round, so that nothing has to be sent.
     """
 
     root: int
@@ -257,13 +264,13 @@ class ReplicaPlan(NamedTuple):
 
 @dataclass
 class RecoveryPlan:
-    """The next generation, as computed from the inventories of all ranks. It is the same on every rank, but for `rank`.
+    """The next generation, as computed from the inventories of all ranks. All ranks have the same plan except `rank`.
 
     Attributes:
         cards: The units of each server; `units` lists them in the same order.
-        replicas: In a store without servers what `units` is in others.
+        replicas: In a store without servers: the plan of each key. There `units` is empty.
         rank: The rank that has made this plan.
-        copies: Number of an owner -> its units.
+        copies: Number of an owner -> the owner's units.
         services: Name of a service -> its plan.
     """
 
@@ -284,9 +291,9 @@ class RecoveryPlan:
 
     @property
     def rounds(self) -> Rounds:
-        """The rounds at which keys, and collections of services, stand.
+        """The rounds of all keys, and of all collections of services.
 
-        In an asynchronous store, the number of this worker's pushes that are in them.
+        In an asynchronous store, these are the numbers of this worker's pushes that count.
         """
         rounds = Rounds({key.name: key.round for key in self.keys})
         torn = [name for name, chosen in self.choice.keys.items() if chosen.torn]
@@ -301,7 +308,7 @@ class RecoveryPlan:
 
     @property
     def best_settings(self) -> OwnerInventory | None:
-        """The owner whose settings count: the one with the most changes, and of several the lowest."""
+        """The owner whose settings count: the one with the most changes; among equals, the one with the lowest rank."""
         own = [owner for inventory in self.inventories for owner in inventory.owners if not owner.is_mirror]
         return max(own, key=lambda owner: (owner.changes, -owner.owner), default=None)
 
@@ -312,9 +319,9 @@ class RecoveryPlan:
 
     @property
     def change(self) -> Change | None:
-        """The last change of settings that was begun, if no worker knows that it is complete, else None.
+        """The last change of settings that was begun, if no worker knows that it is complete; otherwise None.
 
-        Servers make it again.
+        Servers repeat this change.
         """
         begun, _, last = self._last_change()
         if not last or max(inventory.changes[1] for inventory in self.inventories) >= begun:
@@ -322,11 +329,15 @@ class RecoveryPlan:
         return frames.decode_request(last)  # type: ignore[return-value]
 
     def settings_after(self, refusals: Sequence[str]) -> tuple[Groups, Compressor | None, tuple[int, int, bytes]]:
-        """Return optimizers and compression after `change`, unless the servers have refused it.
+        """Return optimizers and compression after `change`, or before it if all servers have refused it.
 
-        Also return the numbers of changes begun and made, and the last one, as in `Inventory.changes`.
+        Also return the numbers of changes begun and made, and the last change, as in `Inventory.changes`.
 
-        Raises CollectiveError if some servers have refused it and others have not.
+        Args:
+            refusals: For each server, why it has refused the change, or "".
+
+        Raises:
+            CollectiveError: Some servers have refused the change and others have not.
         """
         groups, compressor = self.settings()
         begun, made, last = self._last_change()
@@ -351,11 +362,11 @@ class RecoveryPlan:
 
 
 class ServerReady(msgspec.Struct, array_like=True):
-    """A server's message to all once its units are filled. Other ranks send an empty one.
+    """A server's message to all ranks once its units are filled. Ranks other than servers send an empty message.
 
     Attributes:
-        where: Where its units lie.
-        refusal: Why it refuses the change of settings that was interrupted by the end of the generation, or "".
+        where: Where the server's units lie in its memory.
+        refusal: Why the server refuses the change of settings that the end of the last generation interrupted, or "".
     """
 
     where: Created | None = None
@@ -366,7 +377,7 @@ class ServerReady(msgspec.Struct, array_like=True):
 
 
 class OldUnit(NamedTuple):
-    """A unit of a key that can be read, and where it is."""
+    """An old unit of a key that some rank can read, and its owner."""
 
     owner: OwnerInventory
     # its index in the owner's inventory
@@ -382,10 +393,10 @@ def choose_rounds(
 ) -> Choice:
     """Choose the round of each key, and of each collection of a service, and from whose memory each key comes.
 
-    A key is torn if no whole round of it can be restored.
+    A key for which no complete round can be restored is marked as torn.
 
     Args:
-        replicas: The store has no servers. A torn replica is then not whole.
+        replicas: True if the store has no servers. A torn replica then counts for no complete round.
     """
     sizes = {card.name: prod(card.shape) for card in common_keys(inventories)}
     units = _old_units(sizes, [owner for inventory in inventories for owner in inventory.owners])
@@ -415,14 +426,14 @@ def choose_rounds(
 
 
 def common_round(available: Mapping[Name, Collection[int]], synchronous: bool) -> tuple[dict[Name, int], int | None]:
-    """Choose the round of each key. Also return the round of all keys together, or None if they differ.
+    """Choose the round of each key. Also return the common round of all keys, or None if their rounds differ.
 
-    In a synchronous store all keys stand at one round if they can: the lowest of their newest rounds. If keys that were
-    never pushed prevent that, they are left out and stay at round 0. If it is still not possible, and in an
-    asynchronous store, each key stands at its own newest round.
+    In a synchronous store all keys get a common round if possible: the lowest of their newest rounds. If keys that were
+    never pushed prevent this, these keys stay at round 0, and the other keys get a common round. If that is not
+    possible either, or if the store is asynchronous, each key gets its own newest round.
 
     Args:
-        available: For each key the rounds at which it can be restored whole, at least one.
+        available: For each key, the rounds at which the whole key can be restored; at least one round.
     """
     newest = {name: max(rounds) for name, rounds in available.items()}
     for names in (list(newest), [name for name, round_ in newest.items() if round_]):
@@ -433,7 +444,7 @@ def common_round(available: Mapping[Name, Collection[int]], synchronous: bool) -
 
 
 def _old_units(sizes: Mapping[Name, int], owners: Sequence[OwnerInventory]) -> dict[Name, list[OldUnit]]:
-    """Return the units of each key. Those of mirrors are among them only if servers' own memory does not suffice."""
+    """Return the old units of each key. Copies of mirrors are included only if the servers' own memory lacks a part."""
     own: dict[Name, list[OldUnit]] = {name: [] for name in sizes}
     mirrored: dict[Name, list[OldUnit]] = {name: [] for name in sizes}
     for owner in owners:
@@ -447,19 +458,20 @@ def _old_units(sizes: Mapping[Name, int], owners: Sequence[OwnerInventory]) -> d
 
 
 def _whole_rounds(size: int, units: Sequence[OldUnit]) -> list[int]:
-    """Return the rounds at which a key can be restored whole."""
+    """Return the rounds at which the whole key can be restored."""
     rounds = {available.round for unit in units for available in unit.copy.rounds}
     return [round_ for round_ in rounds if _cover(size, units, round_) is not None]
 
 
-# Units with a larger value are preferred: its owner lives, is no mirror, has made more changes of settings; its round.
+# The order of preference between units; larger is better: (the owner lives, the owner is not a mirror, the number of
+# changes of settings that the owner has made, the round)
 Preference = tuple[bool, bool, int, int]
 
 
 def _cover(size: int, units: Sequence[OldUnit], round_: int | None) -> list[UnitSlice] | None:
-    """Choose slices of units that make up a whole key at this round. Return None if they do not.
+    """Choose slices of units that make up a whole key at this round. Return None if that is impossible.
 
-    `round_` None takes each unit at its newest round.
+    If `round_` is None, take each unit at its newest round.
     """
     fit = sorted(_at_round(units, round_), key=lambda each: (each[0].start, each[0].stop))
     if not size:
@@ -477,7 +489,10 @@ def _cover(size: int, units: Sequence[OldUnit], round_: int | None) -> list[Unit
 
 
 def _at_round(units: Sequence[OldUnit], round_: int | None) -> Iterable[tuple[UnitSlice, Preference]]:
-    """Yield each unit that can be restored at this round, as a slice, with its preference."""
+    """For each unit that can be restored at this round, yield a slice with the whole unit, and its preference.
+
+    If `round_` is None, take each unit at its newest round.
+    """
     for owner, index, copy in units:
         for number, available in enumerate(copy.rounds[: 1 if round_ is None else None]):
             if round_ is None or available.round == round_:
@@ -495,11 +510,11 @@ def make_plan(
     lines: Sequence[Any] = (),
     services: Mapping[str, FoundService] | None = None,
 ) -> RecoveryPlan:
-    """Make the plan. Raises LostError if a part of any key or collection is lost.
+    """Make the plan. LostError if a part of any key or collection is lost.
 
     Args:
-        inventories: One for each rank, in order.
-        lines: A worker's lines to the servers. On other ranks None for each server.
+        inventories: The inventories of all ranks, in the order of ranks.
+        lines: A worker's connections to the servers. On other ranks a None for each server.
     """
     if choice.lost:
         names = ", ".join(map(repr, choice.lost[:SHOWN])) + ", ..." * (len(choice.lost) > SHOWN)
@@ -536,9 +551,9 @@ def _plan_replicas(layout: Layout, inventories: Sequence[Inventory], choice: Cho
 
 
 def _replica_version(owner: OwnerInventory, name: Name, chosen: KeyChoice) -> tuple[int, int | None, list[str]] | None:
-    """Return (changes of settings, optimizer's step, dtypes of state) that an owner has of a key at the chosen round.
+    """Return (number of changes of settings, optimizer's step, dtypes of state) of an owner's key at the chosen round.
 
-    None if the owner does not have the key at this round.
+    Return None if the owner does not have the key at this round.
     """
     for copy in owner.units:
         for available in copy.rounds if copy.key == name else ():
@@ -593,10 +608,10 @@ def _plan_unit(
     """Plan one new unit.
 
     Args:
-        rank: Its server.
-        chosen: The choice for its key.
-        holders: Number of an owner -> the rank that can read its memory.
-        counts: In an asynchronous store for each key the number of pushes that count, by worker.
+        rank: The server of the new unit.
+        chosen: The choice for the unit's key.
+        holders: Number of an owner -> the rank that can read the owner's memory.
+        counts: In an asynchronous store: name of a key -> the number of pushes of each worker that count.
     """
     sources: list[UnitSource] = []
     for piece in chosen.slices:
@@ -615,7 +630,10 @@ def _plan_unit(
 
 
 def _intervals_by_server(layout: Layout, chosen: KeyChoice) -> list[tuple[int, Interval]]:
-    """Return which interval of a key each server had before. Adjacent ones on a server are joined."""
+    """Return (server, interval) for each interval of a key that a server had in the last generation.
+
+    Adjacent intervals of a server are joined.
+    """
     first = layout.num_workers if layout.before is None else layout.before.num_workers
     intervals: list[tuple[int, Interval]] = []
     for piece in chosen.slices:
@@ -627,9 +645,9 @@ def _intervals_by_server(layout: Layout, chosen: KeyChoice) -> list[tuple[int, I
 
 
 def _keys_stay(layout: Layout, chosen: Mapping[Name, KeyChoice]) -> bool:
-    """True if each key stays on the servers that had it, by their numbers.
+    """True if each key stays on the servers with the same numbers as in the last generation.
 
-    False if the number of servers has changed, or a mirror's copy is used.
+    False if the number of servers has changed, or if a mirror's copy is used.
     """
     before = layout.before
     if before is None:
@@ -643,10 +661,10 @@ def _keys_stay(layout: Layout, chosen: Mapping[Name, KeyChoice]) -> bool:
 def _count_pushes(
     layout: Layout, chosen: Mapping[Name, KeyChoice], owners: Mapping[int, OwnerInventory]
 ) -> dict[Name, list[int]]:
-    """Return for each key the number of pushes that count of each worker, or of its client, in an asynchronous store.
+    """For each key of an asynchronous store, return how many pushes of each worker, or of its client, count.
 
-    A push that was under way may have reached only some shards. It counts. A worker by which the store has grown begins
-    with the count of the slowest.
+    A push counts even if it has reached only some servers when the generation ended. A worker by which the store has
+    grown begins with the count of the slowest worker.
     """
     before, counts = layout.before, {}
     assert before is not None

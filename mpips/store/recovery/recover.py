@@ -2,27 +2,29 @@
 
 The next generation begins with all ranks that are left, or not at all. An attempt to begin it has seven steps:
 
-    1 agree who is left         `renew`: all ranks that live say that they go on, and get roles (`membership`)
-    2 gather inventories        `Member.take_inventory`: what this rank holds; all ranks exchange that
-    3 choose the round          `plan.choose_rounds`: one for all keys, if it can be restored
+    1 agree who is left         `renew`: all living ranks report that they go on, and get roles (`membership`)
+    2 gather inventories        `Member.take_inventory`: what this rank holds; all ranks exchange their inventories
+    3 choose the round          `plan.choose_rounds`: one round for all keys, if it can be restored
     4 plan                      `plan.make_plan`: pure data, the same on every rank
-    5 move                      `Member.move`: bytes go where the plan says (`UnitMover`)
-    6 rebuild                   `Member.rebuild`: lines, keys and units of the new generation
-    7 begin the generation      all agree that all have finished; if not, all put everything back and try again
+    5 move                      `Member.move`: copy or send the bytes as planned (`UnitMover`)
+    6 rebuild                   `Member.rebuild`: connections, keys and units of the new generation
+    7 begin the generation      all ranks agree that all have finished; otherwise all undo the attempt and try again
 
-A *member* is the part of one rank: of a server, a worker or a spare. How a dead server's units come back: all ranks of
-its node have its memory mapped, and a *ledger* in that memory says what lies where (`memory`). In step 2 the lowest
-rank left on the node brings an *inventory* of the dead server's units, and of the rounds at which their *undo copies*
-can restore them. In step 4 the *plan* names that rank as the holder of these units, and cuts them for the present
-servers. In step 5 a server that has the memory mapped copies them itself; to other servers the holder sends them.
+A *member* is one rank's part in a recovery: that of a server, a worker or a spare.
+
+A dead server's units come back as follows. All ranks of its node have its memory mapped, and a *ledger* in that memory
+says what lies where (`memory`). In step 2 the lowest rank that is left on the node brings an *inventory* of the dead
+server's units, with the rounds that their *undo copies* can restore. In step 4 the *plan* names that rank as the holder
+of these units, and assigns parts of them to the current servers. In step 5 a server that has the memory mapped copies
+its parts itself. The holder sends the parts of the other servers.
 
 If the whole node is lost, the copies of its *mirror* are used instead (`mirror`). In a store without servers every
-worker has everything, and one of them gives it to the others (`ReplicaPlan`). A *service* takes part in steps 2 to 5
-by its `ServiceKind`; what it holds and plans is opaque here.
+worker has everything, and one worker gives it to the workers that lack it (`ReplicaPlan`). A *service*, such as tables,
+takes part in steps 2 to 5 through its `ServiceKind`. This module cannot read what a service holds and plans.
 
-A process may die at any moment, also while the others make new communicators, which blocks in MPI. So a thread watches
-for deaths meanwhile (`collectives.fabric.failure.Making`), and at the end MPI's uniform agreement tells all ranks alike
-whether everybody has finished.
+A process may die at any moment. It may die while the others make new communicators, which blocks inside MPI. So a
+thread watches for deaths during that time (`collectives.fabric.failure.CommCreationGuard`). At the end MPI's uniform
+agreement gives all ranks the same answer to the question whether all ranks have finished.
 """
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ from mpips.store.transport.lines import Connection, Line, connect
 T = TypeVar("T")
 WHAT = "recover"
 SLEEP_SECONDS = 0.01
-# of messages with old values, on the store's communicator
+# tag of messages with old values, on the store's communicator
 TAG = 5
 MESSAGE_BYTES = 64 << 20
 LOG = log.get("mpips.store")
@@ -81,17 +83,17 @@ DONE, DIED, FAILED = 0b11, 0b10, 0b00
 def recover(
     generation: Generation, join: Callable[[], Member[T]], known: Container[Name] = (), grow: bool = False
 ) -> tuple[Member[T], T] | None:
-    """Begin the next generation of a store with what is left.
+    """Begin the next generation of a store with the ranks and data that are left.
 
-    Collective over all ranks of the store that live, blocking.
+    Collective over all living ranks of the store, blocking.
 
     Args:
-        join: Returns this rank's member of the recovery. Called once the rank has its role.
-        known: This worker's keys whose `init` is over.
-        grow: Spares that are left become workers.
+        join: Returns this rank's `Member`. Called once the rank has its role.
+        known: On a worker: the keys whose `init` has finished.
+        grow: True if remaining spares become workers.
 
     Returns:
-        This rank's member, and what its `rebuild` returned. None as in `renew`.
+        This rank's member, and what the member's `rebuild` has returned. None as in `renew`.
 
     Raises:
         StoreError, StoreStallError: As in `renew`.
@@ -130,14 +132,14 @@ def recover(
 
 
 def _gather(generation: Generation, own: T, kind: type[T]) -> list[T]:
-    """Exchange a value between all ranks. Return them in rank order. Collective, blocking."""
+    """Exchange a value between all ranks. Return the values of all ranks in rank order. Collective, blocking."""
     return [
         msgspec.msgpack.decode(data, type=kind) for data in generation.meet(msgspec.msgpack.encode(own), WHAT, True)
     ]
 
 
 def _find_services(layout: Layout, inventories: Sequence[Inventory]) -> dict[str, FoundService]:
-    """For each service that a worker knows anything of, find out what all ranks together hold."""
+    """Find out what all ranks together hold of each service that some worker knows."""
     services = {}
     for kind in KINDS:
         if any(kind.name in inventory.known for inventory in inventories):
@@ -150,7 +152,7 @@ def _find_services(layout: Layout, inventories: Sequence[Inventory]) -> dict[str
 
 
 def former_rank(layout: Layout) -> int:
-    """Return the rank that this one had in the last generation, or -1 if it was neither worker nor server."""
+    """Return this process' rank in the last generation, or -1 if it was neither worker nor server."""
     before = layout.before
     if before is None:
         return layout.rank
@@ -162,23 +164,23 @@ def former_rank(layout: Layout) -> int:
 
 
 def renew(generation: Generation, rebuild: Callable[[], T], grow: bool = False) -> T | None:
-    """Begin the next generation, and return what `rebuild` returns in it.
+    """Begin the next generation, and return the result of `rebuild`.
 
     Collective over all ranks of the store, blocking. The layout gets new communicators
-    (`Layout.rebuild_after_death`); what was sent on the old ones is dropped.
+    (`Layout.rebuild_after_death`). Messages on the old communicators are dropped.
 
-    If the store survives deaths, `rebuild` may be called several times, once in each attempt. What it needs must stay
-    until this function returns.
+    If the store survives deaths, `rebuild` may be called several times, once in each attempt. So it must not change the
+    old state that it needs.
 
     Args:
-        grow: On any worker: spares that are left become workers.
+        grow: True if remaining spares become workers. It is enough if one worker passes True.
 
     Returns:
-        None on a server or spare if the store ends instead.
+        The result of `rebuild`. None on a server or spare if the store ends instead.
 
     Raises:
-        StoreError: On a worker, if another one closes the store, or too few ranks are left.
-        StoreStallError: A rank has not called this within the limits. Calling again waits on for it.
+        StoreError: On a worker, if another worker closes the store, or too few ranks are left.
+        StoreStallError: A rank has not called this function within the limits. Call again to continue waiting.
     """
     if generation.over is None:
         generation.end("recover", CollectiveError(f"rank {generation.layout.rank} calls recover"))
@@ -215,18 +217,18 @@ def _begin_with_all(generation: Generation, rebuild: Callable[[], T]) -> list[T]
 def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow: bool) -> list[T]:
     """Begin the generation with the ranks that live. Return the result of `rebuild` in a list; [] to try again.
 
-    If a process dies meanwhile, every other rank raises sooner or later, and the attempt is to be repeated. If a rank
-    raises although all live, all raise. What was there before stays until all ranks have finished, and is put back if
-    they have not.
+    If a process dies during the attempt, every other rank gets an error sooner or later, and all must try again. If a
+    rank raises although nobody has died, all ranks raise. The old state stays until all ranks have finished the
+    attempt, and is restored if they do not finish.
     """
     layout, barrier = generation.layout, generation.barrier
-    # all that an attempt replaces
+    # everything that an attempt replaces
     old, old_present = replace(layout), generation.present
     left = old.world.Shrink()
     assert isinstance(left, MPI.Intracomm)
     with suppress(MPI.Exception):
-        # When this returns, all ranks have made `left`. Before that `Making` must not revoke it: Open MPI crashes if a
-        # communicator is revoked while others are still making it.
+        # When this call returns, all ranks have made `left`. `CommCreationGuard` must not revoke `left` earlier: Open
+        # MPI crashes if a communicator is revoked while other ranks are still making it.
         old.world.Agree(DONE)
     results: list[T] = []
     verdict, raised = DONE, None
@@ -236,20 +238,20 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
             generation.advance()
             with generation.failing(WHAT):
                 results.append(rebuild())
-        # Somebody died after this rank's last step, but perhaps within the last step of another rank. So nothing of
+        # A process died after this rank's last step, but perhaps during the last step of another rank. So no result of
         # this attempt can be used.
         if making.broken:
             verdict = DIED
     except Exception as error:
         raised = error
         verdict = DIED if not isinstance(error, LostError) and find_deaths(left) else FAILED
-    # Ranks wait for each other outside of MPI first. If they waited long in the agreement, and a rank died there, Open
-    # MPI 5.0.11 might leave another rank in it for ever.
+    # Ranks first wait for each other outside of MPI. If they waited long in the agreement instead, and a rank died
+    # there, Open MPI 5.0.11 might never let another rank out of the agreement.
     barrier.wait_until_all_have_tried()
     try:
         verdict = left.Agree(verdict)
     except MPI.Exception:
-        # raised on all ranks alike: somebody has died
+        # MPI raises this on all ranks if a process has died.
         verdict = DIED
     if verdict == DONE:
         old.abandon() if layout.lost else old.free()
@@ -268,8 +270,8 @@ def _begin_with_survivors(generation: Generation, rebuild: Callable[[], T], grow
 def wait_for_role(generation: Generation, join: Callable[[], Member[T]]) -> tuple[Member[T], T] | None:
     """Wait as a spare until this rank gets a role. Blocking.
 
-    The rank sleeps, looks now and then, and takes part in every recovery. Return its member and what it is then, or
-    None if the store ends.
+    The rank sleeps, checks the generation now and then, and takes part in every recovery. Return the rank's member and
+    what the member's `rebuild` has returned, or None if the store ends.
     """
     while not generation.barrier.is_closing():
         try:
@@ -291,14 +293,14 @@ def wait_for_role(generation: Generation, join: Callable[[], Member[T]]) -> tupl
 class Member(Generic[T]):
     """One rank's part in a recovery: that of a server, a worker or a spare.
 
-    Its methods may be called again in another attempt, so they must leave the old state in place until `commit`.
-    Subclasses add what their role has.
+    The methods may be called again in another attempt, so they must keep the old state until `commit`. A subclass for
+    each role adds what the role holds.
 
     Args:
-        memory: The memory of the servers on this node, which outlives them.
+        memory: The memory of the servers on this node, which outlives the servers.
     """
 
-    # where this rank's own ledger lies, if it is a server that keeps one
+    # where this rank's own ledger lies, if the rank is a server with a ledger
     ledger: Region | None = None
 
     def __init__(self, layout: Layout, generation: Generation, memory: NodeMemory | None = None) -> None:
@@ -311,24 +313,24 @@ class Member(Generic[T]):
 
     @property
     def lines(self) -> Sequence[Line | None]:
-        """A worker's lines to the servers. On other ranks a None for each server."""
+        """A worker's connections to the servers. On other ranks a None for each server."""
         return [None] * self.layout.num_servers
 
     @property
     def old_memory(self) -> NodeMemory:
-        """The memory of the last generation's servers. It is the same in every attempt to begin the next one."""
+        """The memory of the last generation's servers. It is the same in every attempt to begin the next generation."""
         return self._last.get_or_save(self.generation.number, self.memory)
 
     def connect(self) -> Connection:
-        """Connect workers and servers anew, and map the memory of this node's servers. Collective, blocking."""
+        """Connect workers and servers again, and map the memory of this node's servers. Collective, blocking."""
         connection = connect(self.layout, self.generation, self.generation.wait, self.ledger)
         self.new_memory = NodeMemory(connection.ledgers)
         return connection
 
     def take_inventory(self, known: Container[Name]) -> Inventory:
-        """Connect anew, and return what this rank holds. Collective.
+        """Connect again, and return what this rank holds. Collective.
 
-        A worker reports those of its keys that are in `known`.
+        A worker reports only the keys in `known`.
         """
         old = self.old_memory
         if self.layout.num_servers:
@@ -338,7 +340,7 @@ class Member(Generic[T]):
         return Inventory(old.owners(self.layout, self.generation.number), old.ranks, held=held)
 
     def old_service(self, name: str) -> OldMemory:
-        """Return what this rank can read of a service as it was in the last generation."""
+        """Return what this rank can read of a service's content at the end of the last generation."""
         layout, old, number = self.layout, self.old_memory, self.generation.number
         assert layout.before is not None
         described = old.described(layout, number)
@@ -373,7 +375,7 @@ class Member(Generic[T]):
         ]
 
         def is_over() -> bool:
-            # a list, because all must be called for all to advance
+            # Make a list, so that every mover is called and advances.
             over = [mover.is_over() for mover in movers]
             return unit_mover.is_over() and all(over)
 
@@ -385,20 +387,24 @@ class Member(Generic[T]):
         self.nbytes = unit_mover.nbytes + sum(mover.nbytes for mover in movers)
 
     def rebuild(self, plan: RecoveryPlan, ready: Sequence[ServerReady]) -> T:
-        """Become what the plan says, and return that. `ready` has an entry for each server. Local."""
+        """Build this rank's part of the next generation, and return it. Local.
+
+        Args:
+            ready: The message of each server about its new units.
+        """
         raise NotImplementedError
 
     def commit(self) -> None:
-        """Drop what was kept for another attempt, because the generation has begun. Local."""
+        """Drop what was kept for a further attempt, because the generation has begun. Local."""
         if self.layout.num_servers:
             self.memory = self.new_memory
         self._last.forget()
 
 
 class StandBy(Member[None]):
-    """A spare, as long as it is one. It keeps the memory of servers mapped for the others.
+    """The part of a spare in a recovery. It keeps the memory of this node's servers mapped, to read it for other ranks.
 
-    It is made while workers and servers are made: collective with them, blocking.
+    The constructor is collective with the constructors of workers and servers, blocking.
     """
 
     def __init__(self, layout: Layout, generation: Generation) -> None:
@@ -408,18 +414,19 @@ class StandBy(Member[None]):
             self.memory = self.new_memory
 
     def rebuild(self, plan: RecoveryPlan, ready: Sequence[ServerReady]) -> None:
-        """Stay a spare."""
+        """Do nothing, because this rank stays a spare."""
 
 
-# ---- 5: bytes go where the plan says
+# ---- 5: copy or send the bytes as planned
 
 
 def make_units(
     plan: RecoveryPlan, rank: int, memory: UnitMemory, groups: Groups, old_units: Sequence[Unit]
 ) -> tuple[list[Unit], Created]:
-    """Make the units that the server `rank` will have, still to be filled. Also return where workers find them.
+    """Make the units of the server `rank` in the next generation, without values. Also return where workers find them.
 
-    `old_units` are those that it had in the last generation.
+    Args:
+        old_units: The units that this server had in the last generation.
     """
     planned = [unit for unit in plan.units if unit.server == rank]
     adopted = {unit.card.number: old_units[unit.sources[0].slice.unit] for unit in planned if unit.adopted}
@@ -427,7 +434,7 @@ def make_units(
 
 
 class UnitMover:
-    """Sends the units that others need of this rank, and fills its own new units.
+    """Sends the units that other ranks need from this rank, and fills this rank's own new units.
 
     The constructor posts all messages, and copies what this rank can read itself. When `is_over` returns True, call
     `finish`.
@@ -435,7 +442,7 @@ class UnitMover:
     Args:
         read: Returns values and state of an old unit that this rank can read.
         units: The new units of this server, in the order of the plan.
-        old_units: Those that it had in the last generation.
+        old_units: The units that this server had in the last generation.
     """
 
     def __init__(
@@ -452,7 +459,7 @@ class UnitMover:
         self._requests: list[MPI.Request] = []
         # bytes that this rank sends and receives
         self.nbytes = 0
-        # new units, each with the arrays of state from its sources
+        # (plan, new unit, for each source the arrays of the optimizer's state)
         self._filled: list[tuple[UnitPlan, Unit, list[list[Array]]]] = []
         self._send(layout.rank)
         own = [planned for planned in plan.units if planned.server == layout.rank]
@@ -467,19 +474,19 @@ class UnitMover:
         return MPI.Request.Testall(self._requests)
 
     def finish(self) -> None:
-        """Put the new units at their rounds. All messages must have come."""
+        """Let the new units begin at their rounds. All messages must have arrived."""
         for planned, unit, states in self._filled:
             steps = [_step(self._plan, source) for source in planned.sources]
             state, step = _join_states(unit, planned.sources, states, steps)
             unit.begin_at(planned.round, planned.pushes, state, step, planned.torn)
 
     def _old_arrays(self, source: UnitSource) -> list[Array]:
-        """Return the elements of values and state that a source says. The caller must not change them."""
+        """Return the values and the state of the elements that a source names. The caller must not change them."""
         piece, start = source.slice, self._plan.copy_of(source).start
         return [array[piece.start - start : piece.stop - start] for array in self._read(piece)]
 
     def _send(self, rank: int) -> None:
-        """Begin to send what other ranks need of this rank's memory. The messages keep their arrays alive."""
+        """Begin to send what other ranks need from this rank's memory. The messages keep their arrays alive."""
         for planned in self._plan.units:
             for source in planned.sources:
                 if source.sent and source.holder == rank:
@@ -489,9 +496,9 @@ class UnitMover:
                             self._requests.append(send(self._comm, data, planned.server, TAG))
 
     def _fill(self, unit: Unit, source: UnitSource) -> list[Array]:
-        """Copy values into the unit, or begin to receive them.
+        """Copy values from one source into the unit, or begin to receive the values.
 
-        Return the arrays of state; [] if there is no state yet.
+        Return the arrays of the optimizer's state; [] if there is no state yet.
         """
         values = unit.stored[source.slice.start - unit.start : source.slice.stop - unit.start]
         if not source.sent:
@@ -508,9 +515,9 @@ class UnitMover:
 
 
 def _adopt(plan: UnitPlan, old: Unit, unit: Unit) -> None:
-    """Let a new unit take over the arrays of this server's old one.
+    """Let a new unit take over the arrays of this server's old unit.
 
-    If the plan takes the old one as of the round before, it is put back first.
+    If the plan takes the old unit at the round before its newest, first put the old unit back to that round.
     """
     if plan.sources[0].slice.before:
         assert old.undo is not None
@@ -525,9 +532,9 @@ def _adopt(plan: UnitPlan, old: Unit, unit: Unit) -> None:
 def _join_states(
     unit: Unit, sources: Sequence[UnitSource], states: Sequence[list[Array]], steps: Sequence[int | None]
 ) -> tuple[list[Array] | None, int]:
-    """Put the optimizer's state together from all sources. Return it and its step; (None, 0) if there is none.
+    """Join the optimizer's state of all sources. Return the state and its step; (None, 0) if there is no state.
 
-    Slices that have no state yet begin with a fresh one if others have state.
+    If some slices have state and others do not, those without begin with a fresh state.
     """
     known = [step for step in steps if step is not None]
     if not known or unit.optimizer is None:
@@ -538,7 +545,7 @@ def _join_states(
         first, last = source.slice.start - unit.start, source.slice.stop - unit.start
         given = initial(unit.optimizer, unit.stored[first:last]) if step is None else state
         if [array.dtype for array in given] != [array.dtype for array in joined]:
-            # The state belongs to another optimizer, because this server has not heard of the last change.
+            # The state belongs to another optimizer, because the old server had not received the last change.
             return None, 0
         for array, values in zip(joined, given, strict=True):
             array[first:last] = values
@@ -546,5 +553,5 @@ def _join_states(
 
 
 def _step(plan: RecoveryPlan, source: UnitSource) -> int | None:
-    """Return the optimizer's step of a source's old unit at the round at which it is taken."""
+    """Return the optimizer's step of a source's old unit at the round that the plan takes."""
     return plan.copy_of(source).rounds[int(source.slice.before)].step

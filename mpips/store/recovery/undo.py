@@ -1,22 +1,22 @@
-"""Undo copies: memory from which a whole round can be restored, whenever the server that writes it is killed.
+"""Undo copies: memory from which a complete round can be restored, at whatever moment the server is killed.
 
 A server writes a round in pieces:
 
-1. It opens the round: OPENED becomes CLOSED + 1.
-2. For each piece it copies the old bytes, then advances MARK, and only then changes the piece.
+1. It opens the round: the word OPENED becomes CLOSED + 1.
+2. For each piece it copies the old bytes, then advances the word MARK, and only then changes the piece.
 3. It closes the round: CLOSED becomes OPENED.
 
-So a whole round can be restored at any moment. While a round is open, the round before consists of the copies before
-the mark, and of all that was not copied yet as it is. Once the round is closed, both it and the round before can be
-restored, until the next round opens. To undo a closed round, CLOSED is set back by 1, and then it looks like an open
-one.
+So a complete round can be restored at any moment. While a round is open, the previous round consists of the copies up
+to MARK, and of the original elements after MARK, which have not changed yet. Once the round is closed, both this round
+and the previous one can be restored, until the next round is opened. To undo a closed round, decrease CLOSED by 1: the
+round then counts as open.
 
-Everything lies in memory that outlives the process. A process that reads it later sees the stores in their order,
-because one process has made them all.
+Everything lies in memory that outlives the process. A process that reads the memory later sees all writes in their
+order, because a single process has made them.
 
-`UndoWords` holds what is the same wherever this is done. `Undo` is for a unit: its pieces are blocks, from first to
-last, so the mark is a number of elements, and a round that changes only some rows copies these rows and their numbers.
-A service may have undo copies of another form.
+`UndoWords` is the part that is common to all undo copies. `Undo` is the undo copy of a unit. Its pieces are blocks,
+from first to last, so MARK is a number of elements. In a round that changes only some rows, `Undo` copies these rows
+and their numbers instead. A service may have undo copies of another form.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from mpips.store.keys.key import Array
 Words = MutableSequence[int] | memoryview
 # Words of every undo copy:
 # CLOSED: the last complete round.
-# OPENED: the round being written; equal to CLOSED if there is none.
-# WHOLE: the copies are complete, so that the round before CLOSED can be restored.
-# MARK: number of elements or rows copied.
+# OPENED: the round that is being written; equal to CLOSED if no round is open.
+# WHOLE: 1 if the copies are complete, so that the round before CLOSED can be restored.
+# MARK: number of elements or rows that are copied.
 CLOSED, OPENED, WHOLE, MARK = range(4)
-# Further words of a unit's:
-# BY_ROWS: the copy is of single rows.
+# Further words of a unit's undo copy:
+# BY_ROWS: 1 if only single rows are copied.
 # STEP: 1 + the optimizer's step at the last round; 0 if there is no state.
-# STEP_BEFORE: the same at the round before.
-# TORN: values are being overwritten from outside.
-# PUSHES: the first of the words that count each contributor's pushes in that round (asynchronous stores only).
-# There are two sets of these, used by even and odd rounds in turn.
+# STEP_BEFORE: 1 + the optimizer's step at the round before; 0 if there was no state.
+# TORN: 1 while something other than a push overwrites values.
+# PUSHES: the first of the words that count each contributor's pushes (asynchronous stores only). There are two sets of
+# these words: one for even rounds and one for odd rounds.
 BY_ROWS, STEP, STEP_BEFORE, TORN, PUSHES = range(4, 9)
-# Row numbers are kept only for rows of at least this many elements. For shorter ones they take as long to copy as the
-# values.
+# Row numbers are kept only for rows of at least this many elements. For shorter rows, copying the numbers takes as long
+# as copying the values.
 SPARSE_ROW = 4
 ROWS_AT_A_TIME = 4096
 
 
 class AvailableRound(NamedTuple):
-    """A round that can be restored, and the optimizer's step there; None if there is no state yet."""
+    """A round that can be restored, and the optimizer's step at this round; None if there is no state yet."""
 
     round: int
     step: int | None
@@ -79,18 +79,18 @@ class Version(NamedTuple):
 
 
 class UndoWords(Generic[Available]):
-    """Base class of undo copies: which rounds their words say can be restored."""
+    """Base class of undo copies: finds out from their words which rounds can be restored."""
 
     __slots__ = ("words",)
 
     words: Words
 
     def _available(self, round_: int, before: bool) -> Available:
-        """Return the record of the newest round that can be restored, or of the one before."""
+        """Return the record of a round. `before`: it is the round before the one that was opened last."""
         raise NotImplementedError
 
     def undo(self) -> bool:
-        """Undo a round that is not complete. Return True if there was one."""
+        """Undo a round that is not complete. Return True if there was such a round."""
         raise NotImplementedError
 
     @property
@@ -107,7 +107,7 @@ class UndoWords(Generic[Available]):
         return [self._available(last, False), *before]
 
     def go_back(self) -> None:
-        """Go back to the round before the last, which must be restorable."""
+        """Undo the last complete round. The round before it must be restorable."""
         self.words[CLOSED] -= 1
         self.undo()
 
@@ -116,11 +116,11 @@ class Undo(UndoWords[AvailableRound]):
     """The memory of one unit, with its undo copy.
 
     Args:
-        arrays: Its values and the optimizer's state; all 1-D and of the same length.
-        copies: A copy of each.
-        words: See CLOSED and the others above.
-        rows: Room for row numbers, or None if they are not kept.
-        row_elements: Elements of a row.
+        arrays: The unit's values and the arrays of the optimizer's state; all 1-D and of the same length.
+        copies: For each array, the memory for copies of its old elements.
+        words: The words from CLOSED to PUSHES (see above).
+        rows: Room for row numbers, or None if row numbers are not kept.
+        row_elements: Number of elements of a row.
     """
 
     __slots__ = ("arrays", "copies", "row_elements", "rows")
@@ -141,7 +141,7 @@ class Undo(UndoWords[AvailableRound]):
 
     @property
     def torn(self) -> bool:
-        """True if values were being overwritten from outside."""
+        """True if something other than a push was overwriting values."""
         return bool(self.words[TORN])
 
     @property
@@ -152,29 +152,29 @@ class Undo(UndoWords[AvailableRound]):
     # ---- writing a round
 
     def open(self) -> None:
-        """Begin a round. The unit may be changed from here on."""
+        """Open a round. From now on the unit may be changed."""
         words = self.words
         words[WHOLE] = 0
         words[MARK] = 0
         words[BY_ROWS] = 0
         words[STEP_BEFORE] = words[STEP]
-        # Last, so that whoever sees an open round finds the mark at 0 and the step of the round before.
+        # This comes last: a process that sees an open round must find MARK at 0 and the step of the previous round.
         words[OPENED] = words[CLOSED] + 1
 
     def note_pushes(self, counts: Sequence[int]) -> None:
-        """Note the number of each contributor's pushes that are in the update about to be opened."""
+        """Note how many pushes of each contributor will be in the unit after the update that is about to be opened."""
         first = PUSHES + (self.words[CLOSED] + 1) % 2 * len(counts)
         self.words[first : first + len(counts)] = words_in.array("L", counts)  # type: ignore[assignment, index]
 
     def keep_old(self, start: int, stop: int) -> None:
-        """Copy elements [start, stop), which are about to be written. Elements before them must have been copied."""
+        """Copy elements [start, stop), which are about to be written. Elements before `start` must have been copied."""
         for array, copy in self._pairs():
             copy[start:stop] = array[start:stop]
         self.words[MARK] = stop
 
     def keep_old_rows(self, rows: NDArray[np.int64]) -> None:
-        """Copy rows that are about to be written. No row repeats, and nothing else may change in this round."""
-        # Where no row numbers are kept, or many rows change, copy everything.
+        """Copy rows that are about to be written. No row occurs twice, and nothing else may change in this round."""
+        # If row numbers are not kept, or if many rows change, copy everything.
         if self.rows is None or len(rows) > len(self.rows) // 2:
             self.keep_old(0, len(self.arrays[0]))
             return
@@ -184,15 +184,15 @@ class Undo(UndoWords[AvailableRound]):
         self.words[MARK] = len(rows)
 
     def close(self, step: int | None) -> None:
-        """Complete the round. `step` is the optimizer's, None if there is no state."""
+        """Close the round. `step`: the optimizer's step, or None if there is no state."""
         words = self.words
         words[STEP] = 0 if step is None else 1 + step
         words[WHOLE] = 1
-        # Last: with this store the round is complete.
+        # This comes last: it makes the round complete.
         words[CLOSED] = words[OPENED]
 
     def undo(self) -> bool:
-        """Undo a round that is not complete. Return True if there was one."""
+        """Undo a round that is not complete. Return True if there was such a round."""
         words = self.words
         if not self.is_open:
             return False
@@ -200,19 +200,25 @@ class Undo(UndoWords[AvailableRound]):
         words[WHOLE] = 0
         words[MARK] = 0
         words[STEP] = words[STEP_BEFORE]
-        # Last: if this process is killed before, all of the above can be done again.
+        # This comes last: if this process is killed before, another one can repeat all of the above.
         words[OPENED] = words[CLOSED]
         return True
 
     # ---- other changes
 
     def note_overwrite(self, torn: bool) -> None:
-        """Note that values are being overwritten from outside (`torn`), or have been. The round before is lost."""
+        """Note that values are about to be replaced other than by a push (`torn`), or have been (not `torn`).
+
+        After that the round before can no longer be restored.
+        """
         self.words[WHOLE] = 0
         self.words[TORN] = torn
 
     def note_state(self, step: int | None) -> None:
-        """Note that the optimizer's state was replaced from outside. None: there is none, or it is about to change."""
+        """Note that the optimizer's state was replaced. `step` None: there is no state, or it is about to change.
+
+        After that the round before can no longer be restored.
+        """
         self.words[WHOLE] = 0
         self.words[STEP] = 0 if step is None else 1 + step
 
@@ -230,16 +236,16 @@ class Undo(UndoWords[AvailableRound]):
         return AvailableRound(round_, step - 1 if step else None)
 
     def arrays_at(self, before: bool) -> list[Array]:
-        """Return values and state (if there is any) at the newest restorable round or the one before.
+        """Return the values, and the optimizer's state if there is any, at the newest restorable round.
 
-        The caller must not change them.
+        If `before` is True, return those of the round before that. The caller must not change the arrays.
         """
         words = self.words
         before |= self.is_open
         arrays = self.arrays if words[STEP_BEFORE if before else STEP] else self.arrays[:1]
         if not before:
             return arrays
-        # The copies are complete, so they need not be put together with the values.
+        # All elements are copied, so the copies alone are the previous round.
         if not words[BY_ROWS] and words[MARK] == len(self.arrays[0]):
             return self.copies[: len(arrays)]
         made = [array.copy() for array in arrays]
@@ -247,9 +253,9 @@ class Undo(UndoWords[AvailableRound]):
         return made
 
     def pushes(self, done: Sequence[int]) -> list[int]:
-        """Return the number of each contributor's pushes that are in the unit. For asynchronous stores.
+        """Return the number of each contributor's pushes that are in the unit. Only for asynchronous stores.
 
-        `done` are the numbers that the server has announced.
+        `done`: the numbers that the server has announced to workers.
         """
         first = PUSHES + self.words[CLOSED] % 2 * len(done)
         counts = list(self.words[first : first + len(done)])
@@ -281,7 +287,7 @@ def words_of(contributors: int) -> int:
 def new(stored: Array, row_elements: int, states: Sequence[np.dtype], words: Words) -> Undo:
     """Make an undo copy of a unit with these values, at round 0.
 
-    It has memory for a state of these dtypes, but no state yet. `words` must be zeros.
+    The undo copy has memory for an optimizer's state of these dtypes, but no state yet. `words` must be zeros.
     """
     count = stored.size // row_elements if row_elements >= SPARSE_ROW else 0
     rows = arena.empty(count, np.int64) if count else None
@@ -290,7 +296,7 @@ def new(stored: Array, row_elements: int, states: Sequence[np.dtype], words: Wor
 
 
 def with_state(undo: Undo, states: Sequence[np.dtype]) -> Undo:
-    """Return the undo copy of the same unit with new, empty memory for an optimizer's state of these dtypes."""
+    """Return a unit's undo copy with new, empty memory for an optimizer's state of these dtypes."""
     undo.note_state(None)
     values = undo.arrays[0]
     state, copies = ([arena.empty(values.shape, dtype) for dtype in states] for _ in range(2))

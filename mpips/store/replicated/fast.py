@@ -1,8 +1,8 @@
 """The fast paths of a store without servers, for one key and for a list of keys, and the collectives behind all sums.
 
 The fast paths are for plain arrays, and are used while no other operation is in progress and pushes are not compressed.
-Workers on the fast path and workers on the general path can run the same collective together, and the result has the
-same bits on either path.
+One worker may be on the fast path while another is on the general path: they run the same collective together, and the
+result has the same bits on either path.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ from mpips.store.runtime.generation import Generation
 
 
 def flat(array: Array) -> Array:
-    """Return the array as 1-D. A 1-D array is not even viewed anew, because collectives cache plans by its identity."""
+    """Return a 1-D view of the array, or the array itself if it is 1-D.
+
+    Collectives cache their plans by the identity of arrays, so a 1-D array must not be replaced by a new view.
+    """
     return array if array.ndim == 1 else array.reshape(-1)
 
 
 class ReplicaFastPath:
-    """The fast path of one key (`keys.key.Fast`). It always finishes, so it returns no tasks."""
+    """The fast path of one key (`keys.key.Fast`). Each call finishes before it returns, so it returns no task."""
 
     __slots__ = ("_flag", "_generation", "_label", "_replica", "_sums")
     lists = False
@@ -126,18 +129,19 @@ class ReplicaLists:
 
 
 def blocks_of(replicas: Sequence[Replica]) -> Blocks:
-    """Return, for each replica, memory for this worker's block of the sum, or None.
+    """Return a list: for each replica, memory for this worker's block of the sum, or None if it needs no block.
 
-    None if no replica needs a block.
+    Return None instead of a list if no replica needs a block.
     """
     blocks = [replica.block_room() for replica in replicas]
     return blocks if any(block is not None for block in blocks) else None
 
 
 def take_from(replicas: Sequence[Replica], outs: Sequence[Array], blocks: Blocks) -> None:
-    """Complete a round of each replica.
+    """Complete a round of each replica, and leave its new value in its array of `outs`.
 
-    Its sum is in its array of `outs`, or in its block; leave the new value in `outs`.
+    A replica's sum is in its array of `outs`. If `blocks` has memory for this worker's block of the sum, the block is
+    also there, and the replica's value is left spread (see `replica`).
     """
     for number, (replica, out) in enumerate(zip(replicas, outs)):
         if blocks is not None and blocks[number] is not None:
@@ -152,7 +156,8 @@ def take_from(replicas: Sequence[Replica], outs: Sequence[Array], blocks: Blocks
 # The algorithm of all sums. The workers' contributions to an element are added in the same order, however keys are
 # split or grouped into lists.
 SUMS = "reproducible"
-# memory for this worker's block of the sum of each array. None for an array that needs no block, or if none does.
+# For each array, memory for this worker's block of the sum, or None if the array needs no block. None instead of a
+# list: no array needs a block.
 Blocks: TypeAlias = "Sequence[Array | None] | None"
 
 
@@ -166,7 +171,7 @@ def in_steps(plan: Plan) -> Task[None]:
 class Sums:
     """Collectives among the workers. Arrays are C-contiguous, and `outs` may be the arrays themselves.
 
-    One worker may run a collective blocking while another runs the same one in steps, as a task.
+    One worker may run a collective in a blocking call while another runs the same collective in steps, as a task.
 
     Args:
         home: The record that `collectives` keeps for `comm`.
@@ -239,7 +244,7 @@ class Sums:
     def gather(self, x: Array, out: Array | None, text: str, direct: bool) -> Task[None]:
         """A task that gathers the workers' blocks `x` into `out`, on all workers: blocking if `direct`, else in steps.
 
-        If `out` is None, it works in place: `x` has room for all blocks, and holds this worker's.
+        If `out` is None, the task works in place: `x` has room for all blocks, and already holds this worker's block.
         """
         if direct:
             collectives.allgather(x, self.comm, out=out, label=text)

@@ -3,9 +3,9 @@
 A value has two arrays, used in turn. A sum goes into the free one, so that nothing is lost if a round is interrupted.
 An optimizer updates in place.
 
-On one node, a round may leave a long value *spread*: every worker has only its own block of it, and copies the other
-blocks from the other workers' memory when it needs the whole value. These blocks stay valid during the next round,
-because no worker can complete that round before all have begun it.
+On one node, a round may leave a long value *spread*: every worker has only its own block of the value, and copies the
+other blocks from the other workers' memory when it needs the whole value. The blocks stay valid during the next round,
+because no worker can complete the next round before all workers have begun it.
 
 In a store that survives deaths, a `SurvivingReplica` can go back to the round before its last one.
 """
@@ -62,7 +62,7 @@ class Replica:
 
     @property
     def value(self) -> Array:
-        """The whole value, 1-D. If it is spread, the other workers' blocks are copied first."""
+        """The whole value, 1-D. If the value is spread, first copy the other workers' blocks."""
         value = self._arrays[self._turn]
         assert value is not None
         if self._spread:
@@ -84,7 +84,7 @@ class Replica:
         return (room, value) if self._turn else (value, room)
 
     def share(self, others: Sequence[tuple[int, int, Arrays]]) -> None:
-        """Give access to the other workers' blocks: for each (start, stop, both arrays of that worker).
+        """Give access to the other workers' blocks: for each block (start, stop, both arrays of its worker).
 
         From now on sums may be left spread.
         """
@@ -126,7 +126,7 @@ class Replica:
         self.key.round += 1
 
     def take_block(self) -> None:
-        """Complete a round whose sum is spread: every worker has its own block of it in its `block_room()`."""
+        """Complete a round whose sum is spread: every worker has its own block of the sum in its `block_room()`."""
         self._turn, self._spread = 1 - self._turn, True
         self.key.round += 1
 
@@ -165,10 +165,10 @@ class Replica:
         self.step += 1
         self.updating = False
 
-    # ---- versions; a `SurvivingReplica` may have an older one too
+    # ---- versions; a `SurvivingReplica` may also have an older version
 
     def now(self) -> Version:
-        """Return the present version. Its arrays are not copied."""
+        """Return the current version. Its arrays are not copied."""
         step = None if self.state is None else self.step
         return Version(self.key.round, step, [self.value, *(self.state or ())])
 
@@ -184,7 +184,7 @@ class Replica:
     def put_state(self, step: int, arrays: Sequence[Array]) -> None:
         """Set the optimizer's state from a checkpoint.
 
-        If it does not fit the optimizer, raises ValueError and keeps the state.
+        If the saved state does not fit the optimizer, raise ValueError and keep the old state.
         """
         self.changed()
         if not step and not arrays:
@@ -203,15 +203,14 @@ class Replica:
         self.state, self.step = state, step
 
     def become(self, round_: int, step: int, dtypes: Sequence[str] | None, gives: bool) -> list[Array]:
-        """Prepare to receive another worker's replica, or to send this one. Return the arrays to receive into or to
-        send.
+        """Prepare to send this replica, or to receive another worker's. Return the arrays to send, or to receive into.
 
         A replica that receives is torn until the caller has filled the arrays and cleared `updating`.
 
         Args:
             round_: The round of the replica that is sent.
-            step: Its number of updates.
-            dtypes: The dtypes of its state arrays, or None if it has no state.
+            step: The number of updates of that replica.
+            dtypes: The dtypes of its optimizer state, or None if it has no state.
             gives: True if this worker sends its replica, False if it receives.
         """
         if gives and self._turn:
@@ -242,7 +241,7 @@ class SurvivingReplica(Replica):
         self, key: Key, value: Array, optimizer: Optimizer | None, allocate: Callable[[int, np.dtype], Array]
     ) -> None:
         super().__init__(key, value, optimizer, allocate)
-        # the version before the last round, or None if there is none
+        # the version before the last round, or None if it is not kept
         self._before: Version | None = None
         self._copies: list[Array] = []
 
@@ -254,7 +253,7 @@ class SurvivingReplica(Replica):
         return room
 
     def take_rows(self, total: RowSparse) -> None:
-        """Do as in the base class, but first keep a copy of what an optimizer will update in place."""
+        """Complete a round with rows, but first keep a copy of what an optimizer will update in place."""
         if self.optimizer is not None:
             self._copy()
         super().take_rows(total)
@@ -264,9 +263,9 @@ class SurvivingReplica(Replica):
         return super().versions() + ([] if self._before is None else [self._before])
 
     def become_version(self, version: Version) -> None:
-        """Make `version` the present one: the version before, or another worker's.
+        """Go to `version`: the version before the last round, or another worker's version.
 
-        The present one becomes the version before.
+        The current version becomes the version before.
         """
         now = None if self.updating else self.now()
         value, *state = version.arrays
@@ -294,7 +293,7 @@ class SurvivingReplica(Replica):
         super()._update(total)
 
     def _copy(self) -> None:
-        """Keep a copy of the present content, which is about to be updated in place."""
+        """Keep a copy of the current content, which is about to be updated in place."""
         now, self._before = self.now(), None
         if [(array.size, array.dtype) for array in self._copies] != [(one.size, one.dtype) for one in now.arrays]:
             self._copies = [self._allocate(array.size, array.dtype) for array in now.arrays]

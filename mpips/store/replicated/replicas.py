@@ -35,13 +35,14 @@ from mpips.store.replicated.fast import Sums
 from mpips.store.replicated.replica import Replica, SurvivingReplica
 from mpips.store.worker.interface import States
 
-# Only values longer than this are left spread by a sum over a list of keys. Shorter ones are copied as fast.
+# After a sum over a list of keys, each worker of a node may keep only its own block of a value (`replica` calls this
+# spread). This is done only for values longer than LEAST_BYTES: copying a shorter value as a whole is as fast.
 LEAST_BYTES = 64 << 10
 WORDS = 2 * len(Region._fields)
 
 
 class ReplicaSettings:
-    """Optimizers and compression, the same on every worker.
+    """Optimizers and compression. They are the same on every worker.
 
     All workers make the same changes together, after comparing their arguments. `changes` is the number of changes.
     """
@@ -50,7 +51,7 @@ class ReplicaSettings:
         self.changes = 0
         self._rank = rank
         self.groups = Groups()
-        # None if pushes are not compressed
+        # what compression has left out of this worker's pushes; None if pushes are not compressed
         self.residuals: Residuals | None = None
 
     def optimizer_of(self, key: Key) -> Optimizer | None:
@@ -82,7 +83,7 @@ class ReplicaSettings:
         return self.residuals if key.floats else None
 
     def payload(self, key: Key, flat: Array) -> Array:
-        """Return the values that a push adds: `flat`, or with compression what decoding the compressed push gives."""
+        """Return the values that a push adds. They are `flat`, or with compression: `flat` encoded and decoded."""
         residuals = self.compressing(key)
         return flat if residuals is None else residuals.decoded(key.name, flat)
 
@@ -124,7 +125,7 @@ class Replicas:
     """This worker's replicas of all keys.
 
     Args:
-        sums: The collectives of the present generation.
+        sums: The collectives of the current generation.
         survives: True if the store continues after the death of a worker.
     """
 
@@ -146,7 +147,8 @@ class Replicas:
             stored[...] = value.reshape(-1)
             made.append(self._replica(key, stored))
         yield from self.sums.broadcast([replica.value for replica in made], 0, _label("init", keys), direct)
-        # A block that only one worker has in its memory would die with it, so a store that survives deaths shares none.
+        # A block that only one worker has would be lost with this worker. So a store that survives deaths shares no
+        # blocks.
         if self.sums.one_node and not self._survives:
             yield from self._share([replica for replica in made if replica.key.nbytes > LEAST_BYTES], direct)
         self.by_name.update((replica.key.name, replica) for replica in made)
@@ -206,7 +208,7 @@ class Replicas:
         return {replica.key.name: (replica.step, list(replica.state or ())) for replica in self.of(keys)}
 
     def put_states(self, keys: Sequence[Key], states: States) -> None:
-        """Write optimizer states of keys, the same on every worker."""
+        """Set the optimizer states of keys. All workers pass the same states."""
         for replica in self.of(keys):
             replica.put_state(*states[replica.key.name])
 
@@ -217,7 +219,7 @@ class Replicas:
         self.forget([replica.key for name, replica in self.by_name.items() if name not in known])
 
     def inventory(self, rank: int, fresh: bool) -> Inventory:
-        """Return this worker's inventory for a recovery. `fresh`: it has just joined, and has nothing."""
+        """Return this worker's inventory for a recovery. `fresh`: this worker has just joined, and has nothing."""
         if fresh:
             return Inventory()
         keys = [KeyCard.of(replica.key) for replica in self.by_name.values()]
@@ -227,7 +229,7 @@ class Replicas:
         )
 
     def take_over(self, plan: RecoveryPlan) -> None:
-        """Make settings, values and states those of the plan, receiving or sending what is missing.
+        """Change settings, values and states to those of the plan. Send and receive what workers lack.
 
         Collective, blocking.
         """
@@ -256,8 +258,8 @@ class Replicas:
     def _go_to(self, replica: Replica, plan: ReplicaPlan) -> None:
         """Bring a key to the version of the plan, in a store that survives deaths. Collective, blocking.
 
-        The worker keeps its old version until everything has arrived, because another rank may die meanwhile, and then
-        the recovery begins again.
+        The worker keeps its old version until everything has arrived. If another rank dies before that, the recovery
+        begins again with the old versions.
         """
         key = replica.key
         versions = (replica.versions() or [replica.now()]) if self.sums.rank in plan.holders else []
@@ -274,7 +276,7 @@ class Replicas:
 
 
 def _describe(replica: Replica) -> UnitCopy:
-    """Describe the versions of a replica, for an inventory. A torn replica is described by its present content."""
+    """Describe the versions of a replica, for an inventory. A torn replica is described by its current content."""
     whole = replica.versions()
     versions = whole or [replica.now()]
     states = next((dtype_names(version.arrays[1:]) for version in versions if version.step is not None), [])

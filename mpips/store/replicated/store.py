@@ -42,7 +42,7 @@ class ReplicatedStore(Member[Recovered]):
         self._join()
 
     def _joined(self) -> Sums:
-        """Return the collectives of the present generation."""
+        """Return the collectives of the current generation."""
         comm = self.layout.sums
         assert comm is not None
         return Sums(self.generation.within(comm), comm)
@@ -91,7 +91,7 @@ class ReplicatedStore(Member[Recovered]):
         return self._replicas.states(keys)
 
     def put_states(self, keys: Sequence[Key], states: States) -> Task[None]:
-        """Write optimizer states of keys, the same on every worker."""
+        """Set the optimizer states of keys. All workers pass the same states."""
         self._replicas.put_states(keys, states)
         yield from ()
 
@@ -105,7 +105,7 @@ class ReplicatedStore(Member[Recovered]):
         yield from ()
 
     def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[CopiedSnapshot]:
-        """Return a copy of values and states on rank 0, and an empty snapshot elsewhere."""
+        """Return a copy of values and states on rank 0, and an empty snapshot on other ranks."""
         yield from ()
         return CopiedSnapshot(self._replicas.of(keys) if self.layout.rank == 0 else ())
 
@@ -198,7 +198,7 @@ class ReplicatedStore(Member[Recovered]):
     # ---- settings
 
     def check_updated(self, keys: Sequence[Key], what: str) -> None:
-        """Accept every key: in this store a key needs no optimizer, since a push without one replaces the value."""
+        """Accept every key. In this store a key needs no optimizer: without an optimizer a sum replaces the value."""
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
         self._settings.set_optimizer(optimizer, keys)

@@ -1,1 +1,1 @@
-"""What every store is built on: its `generation`, `rendezvous` of ranks, `engine` (calls during compute), `errors`."""
+"""The base of every store: `generation` (until a failure), `rendezvous` of ranks, `engine` (async calls), `errors`."""

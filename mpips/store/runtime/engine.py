@@ -1,17 +1,18 @@
 """Operations of a store during compute: in program order on each key, then by priority. `wait()` raises errors.
 
-An operation is a task (`collectives.fabric.tasks`) with the names on which it takes turns: its keys, its communicators,
-and names that the user gives. (MXNET-MPI, sections 3.1, 4.2.2 and 4.2.3, orders operations by the variables that they
-read and write. Every operation of a store writes its keys.)
+An operation is a task (`collectives.fabric.tasks`) with a set of names: its keys, its communicators, and names that the
+user gives. Operations with a common name run one after the other, in program order. (MXNET-MPI, sections 3.1, 4.2.2 and
+4.2.3, orders operations by the variables that they read and write. Every operation of a store writes its keys.)
 
-At most one thread advances operations at a time: the communication thread, or a thread inside `wait()`, which at first
-looks without sleeping and so answers sooner. That thread also looks at the generation, and no other thread calls MPI
-meanwhile. So MPI_THREAD_SERIALIZED is enough if the program makes its own MPI calls only while nothing is under way.
-With MPI_THREAD_MULTIPLE it may make them at any time.
+At most one thread advances operations at a time: the communication thread, or a thread inside `wait()`. A thread inside
+`wait()` at first polls without sleeping, and so answers sooner. The thread that advances operations also checks whether
+the store's generation has ended (the generation is the life of the store until a failure). No other thread calls MPI at
+that time. So MPI_THREAD_SERIALIZED is enough if the program makes its own MPI calls only while no operation is running.
+With MPI_THREAD_MULTIPLE the program may make MPI calls at any time.
 
-Collectives on one communicator must start in the same order on all ranks. Operations that use a communicator take turns
-on it, so they run in program order, whatever the threads do. An operation that fails ends the generation, and with it
-all other operations.
+Collectives on one communicator must start in the same order on all ranks. The communicator is one of the operation's
+names, so its operations run in program order, whatever the threads do. An operation that fails ends the generation, and
+thus all other operations.
 """
 
 from __future__ import annotations
@@ -31,24 +32,25 @@ from mpips.collectives.fabric.wait import Limits
 from mpips.store.runtime.errors import refused
 from mpips.store.runtime.rendezvous import Watch
 
-# A wait looks by itself for PATIENCE seconds. After that it leaves the work to the communication thread, and wakes
-# every NOTICE seconds to notice stalls.
+# A thread that waits polls operations itself for PATIENCE seconds. Then it leaves them to the communication thread, and
+# wakes up every NOTICE seconds to notice stalls.
 PATIENCE, NOTICE = 0.02, 0.1
 GRACE_SECONDS = 0.5
-# time between two looks at the generation that send and receive; its flag is read at every look
+# seconds between two full checks of the generation, which send and receive; every poll reads the generation's flag
 LOOK_SECONDS = 2e-3
-# The thread sleeps this many times as long as a look took: it uses 1 / (1 + 24) = 4 % of a core.
+# After a poll the communication thread sleeps 24 times as long as the poll took: it uses 1 / (1 + 24) = 4 % of a core.
 DUTY = 24
-# what falling asleep and waking up costs in addition to a look, in seconds
+# seconds of CPU time for falling asleep and waking up, in addition to a poll
 WAKE = 2e-5
-# The longest sleep, however long a look took. A collective of many rounds needs a look for each round.
+# The longest sleep, however long a poll took. A collective of many rounds needs a poll for each round.
 LONGEST_SLEEP = 1e-3
-# When nothing has ended for QUIET seconds the thread sleeps longer: looks and wakes then take 1 / 33 of its time.
+# If no operation has ended for QUIET seconds, the thread sleeps longer: polling and waking up then take 1 / 33 of its
+# time.
 QUIET, QUIET_SLEEP, QUIET_DUTY = 0.1, (4e-3, 8e-3), 32
 
 
 class Ending(Protocol):
-    """What can end all operations at once, as they see it: a store's generation (`runtime.generation`)."""
+    """The part of a store's generation (`runtime.generation`) that the engine needs. All operations end with it."""
 
     limits: Limits
 
@@ -60,10 +62,10 @@ class Ending(Protocol):
 
 
 class Handle(NotCopyable):
-    """An operation under way, as `ipush`, `ipull` and `ipushpull` return it.
+    """An operation that runs during compute, as `ipush`, `ipull` and `ipushpull` return it.
 
-    `wait()` blocks until it has ended and returns its result. `test()` returns True once it has ended. Both raise the
-    error that made it fail.
+    `wait()` blocks until the operation has ended, and returns its result. `test()` returns True once the operation has
+    ended. Both raise its error if it has failed.
     """
 
     def __init__(
@@ -73,13 +75,13 @@ class Handle(NotCopyable):
         self._task = task
         self.orders = orders
         self.what = what
-        # True if only `close` waits for it
+        # True if only `close` waits for the operation
         self.detached = detached
-        # True once it has ended and operations after it may go on
+        # True once the operation has ended and later operations may go on
         self.done = False
         # True once its task has ended (for the engine)
         self.over = False
-        # time.perf_counter() when it was first looked at, and when it ended
+        # time.perf_counter() when the operation was first advanced, and when it ended
         self.started = self.ended = 0.0
         self.error: BaseException | None = None
         self._result: object = None
@@ -88,9 +90,9 @@ class Handle(NotCopyable):
         return f"<{self.what}, {'done' if self.done else 'under way'}>"
 
     def test(self) -> bool:
-        """Advance all operations a little.
+        """Advance all operations a little, without blocking. Return True if this operation has ended.
 
-        True if this one has ended. Does not block. Raises its error if it has failed.
+        Raises the error of this operation if it has failed.
         """
         if not self.done:
             self._engine.progress(wait=False)
@@ -99,14 +101,14 @@ class Handle(NotCopyable):
         return self.done
 
     def wait(self) -> Any:
-        """Block until the operation has ended, and return its result. Raises its error if it has failed."""
+        """Block until this operation has ended, and return its result. Raises its error if it has failed."""
         if not self.done:
             self._engine.drive(self)
         self._engine.raise_failure(self)
         return self._result
 
     def step(self) -> None:
-        """Advance the task to its next wait (for the engine). An interrupt that comes meanwhile is raised here too."""
+        """Advance the task to its next wait (for the engine). KeyboardInterrupt fails the operation and is raised."""
         self.started = self.started or time.perf_counter()
         try:
             next(self._task)
@@ -119,7 +121,7 @@ class Handle(NotCopyable):
                 raise
 
     def stop(self, error: BaseException | None) -> None:
-        """End the operation, with this error or none (for the engine). Closing the task frees its arrays."""
+        """End the operation, with an error or None (for the engine). Closing the task frees its arrays."""
         self._task.close()
         self._task, self.error = empty_task(), error
         self.ended = time.perf_counter()
@@ -127,17 +129,17 @@ class Handle(NotCopyable):
 
 
 class Turns:
-    """The queues of operations. An operation may go on if it is the first on each of its names.
+    """The queues of operations, one for each name. An operation may go on if it is the first in all of its queues.
 
-    Of these, higher priority goes first. Priority never lets an operation overtake an earlier one on the same name. Not
-    thread-safe.
+    Of the operations that may go on, those of higher priority go first. Priority never lets an operation overtake an
+    earlier one with a common name. Not thread-safe.
     """
 
     def __init__(self) -> None:
         # all operations that were added and not removed, in program order
         self.under_way: dict[int, Handle] = {}
         self._queues: dict[Hashable, deque[Handle]] = {}
-        # id of an operation -> the number of its names on which another one is first
+        # id of an operation -> the number of its queues in which another operation is first
         self._held: dict[int, int] = {}
         self._places: dict[int, tuple[int, int]] = {}
         self._ready: list[Handle] = []
@@ -161,7 +163,7 @@ class Turns:
         return self._ready[:]
 
     def remove(self, handle: Handle) -> None:
-        """Remove an operation that has ended. The next ones on its names may then go on."""
+        """Remove an operation that has ended. The next operations in its queues may then go on."""
         name = id(handle)
         del self.under_way[name], self._held[name], self._places[name]
         self._ready.remove(handle)
@@ -186,23 +188,23 @@ class Turns:
 
 
 class Engine:
-    """All operations under way on this process. Its methods may be called from any thread.
+    """All operations of one store on this process that have not ended. Methods may be called from any thread.
 
     Args:
-        generation: The store's generation. Waits warn and raise StallError by its limits.
-        background: A communication thread advances operations. Without it they advance inside `test`, `wait` and
-            `progress`.
+        generation: The store's generation. Its limits say when a wait warns and when it raises StallError.
+        background: True if a communication thread advances operations. Otherwise operations advance only inside `test`,
+            `wait` and `progress`.
     """
 
     def __init__(self, generation: Ending, background: bool = True) -> None:
         self.generation = generation
-        # The lock of `_changed`, to be entered itself: an interrupt while a condition is being entered would leave it
-        # locked.
+        # The lock of `_changed`. Always enter this lock, and not the condition: an interrupt while a condition is being
+        # entered would leave the condition locked.
         self._lock = threading.RLock()
         # notified when an operation was added or has ended, or a wait is over
         self._changed = threading.Condition(self._lock)
         self._turns = Turns()
-        # empty while nothing is under way
+        # the operations that have not ended
         self.under_way = self._turns.under_way
         # operations whose failure nobody has seen
         self._failed: list[Handle] = []
@@ -211,9 +213,9 @@ class Engine:
         self._driver = threading.Lock()
         # identity of the thread that may advance operations
         self._owner = 0
-        # what the program waits for: the names on which it takes turns, and a function that returns its text
+        # what the program waits for: the names of the operation, and a function that returns its text; None: no wait
         self.blocked: tuple[Collection[Hashable], Callable[[], str]] | None = None
-        # time.monotonic() of the next look at the generation
+        # time.monotonic() of the next full check of the generation
         self._due = 0.0
         self._background = background
         self._thread: threading.Thread | None = None
@@ -225,14 +227,14 @@ class Engine:
     def submit(
         self, orders: Sequence[Hashable], task: Task[Any], priority: int, what: str, detached: bool = False
     ) -> Handle:
-        """Add an operation, and return at once. It runs after the earlier ones on the same names.
+        """Add an operation, and return at once. It runs after all earlier operations with a common name.
 
-        If it fails it ends the generation.
+        If the operation fails, it ends the generation.
 
         Args:
-            orders: The names on which it takes turns.
-            what: Its name in errors.
-            detached: `finish` waits for it only if asked to.
+            orders: The names of the operation.
+            what: What error messages call the operation.
+            detached: True if `finish` waits for the operation only with `detached=True`.
         """
         handle = Handle(self, task, dict.fromkeys(orders), what, detached)
         with self._lock:
@@ -242,17 +244,17 @@ class Engine:
             self._changed.notify_all()
         if not self._background:
             self.progress()
-        # The thread has no identity if an interrupt came before it began.
+        # The thread has no identity if an interrupt came before the thread began.
         elif self._thread is None or self._thread.ident is None:
-            # A daemon thread: the owner of the engine closes it before MPI is finalised.
+            # A daemon thread, because the owner of the engine stops it (`close`) before MPI is finalised.
             self._thread = threading.Thread(target=self._run, name="mpips communication", daemon=True)
             self._thread.start()
         return handle
 
     def run(self, orders: Sequence[Hashable], task: Task[Any], priority: int, what: Callable[[], str]) -> None:
-        """Run a task, blocking, and directly if nothing else is under way.
+        """Run a task, blocking. If no other operation is running, run the task directly in this thread.
 
-        Raises the task's or the generation's error.
+        Raises the error of the task or of the generation.
         """
         if self.under_way:
             self.submit(orders, task, priority, what()).wait()
@@ -268,7 +270,7 @@ class Engine:
             over = False
 
             def stretch() -> Iterator[None]:
-                """Step the task until it makes progress. The next wait is timed from there."""
+                """Advance the task until it makes progress. The time limit of the next wait starts there."""
                 nonlocal over
                 for moved in task:
                     if moved:
@@ -280,14 +282,14 @@ class Engine:
                 wait.drive(stretch(), self._watch(self.generation.look), what())
         finally:
             self.blocked = None
-            # Close it now, and not when the last reference to the error is dropped.
+            # Close the task now. Otherwise it would keep its arrays until the last reference to the error is dropped.
             task.close()
 
     def finish(self, detached: bool = False) -> None:
-        """Wait for all operations under way. Then raise the first failure that nobody has seen.
+        """Wait for all operations that have not ended. Then raise the first failure that nobody has seen.
 
         Args:
-            detached: Wait for detached operations too.
+            detached: True to wait also for detached operations.
         """
         while True:
             with self._lock:
@@ -307,7 +309,7 @@ class Engine:
             self._failed = []
 
     def close(self) -> None:
-        """Stop the communication thread. Operations under way stay, and advance only inside `wait`."""
+        """Stop the communication thread. Operations that have not ended then advance only inside `wait`."""
         with self._lock:
             self._background = False
             self._changed.notify_all()
@@ -317,15 +319,15 @@ class Engine:
     # ---- going on
 
     def names_in_use(self) -> set[Hashable]:
-        """Return the names on which operations under way take turns."""
+        """Return the names of all operations that have not ended."""
         with self._lock:
             return {name for handle in self.under_way.values() for name in handle.orders}
 
     def progress(self, wait: bool = True) -> bool:
-        """Look once at all operations that may go on. True if one has ended.
+        """Advance every operation that may go on by one step. True if one has ended.
 
         Args:
-            wait: Wait until another thread's look is over. Otherwise return False at once if there is one.
+            wait: What to do while another thread advances operations. True: wait for it. False: return False at once.
         """
         if not wait and self._driver.locked():
             return False
@@ -337,7 +339,7 @@ class Engine:
                 self._owner = 0
 
     def drive(self, handle: Handle) -> None:
-        """Advance all operations until this one has ended. At first the communication thread stands aside."""
+        """Advance all operations until this one has ended. At first this thread does so itself (see PATIENCE)."""
         steps = self._steps(handle)
         self.blocked = handle.orders, lambda: handle.what
         try:
@@ -371,23 +373,23 @@ class Engine:
     def _watch(self, look: Callable[[float], None]) -> Watch:
         """Return the rule of this engine's waits.
 
-        Their time limit is a little longer than the store's. So servers and collectives, which know which rank is late,
-        end a wait first.
+        Its time limit is a little longer than the store's. So servers and collectives, which know the late ranks, end a
+        wait before the engine does.
         """
         stall, timeout = self.generation.limits
         return Watch(Limits(stall, timeout and 1.1 * timeout + GRACE_SECONDS), look)
 
     def _look_around(self, waited: float) -> None:
-        """Look at the generation from a wait, unless the thread that advances operations does."""
+        """Check the generation from a wait, unless another thread, which advances operations, does so."""
         if self._owner == threading.get_ident():
             self.generation.look(waited)
         elif not self._driver.locked():
-            # Not `acquire(blocking=False)`, which is not safe from interrupts.
+            # Do not use `acquire(blocking=False)`: an interrupt just after it would leave the lock held.
             with self._driver:
                 self.generation.look(waited)
 
     def _look(self) -> bool:
-        """Step the operations that may go on, by priority, until one ends: that may free one of higher priority."""
+        """Advance operations that may go on, by priority, until one ends. This may free one of higher priority."""
         now = time.monotonic()
         try:
             if now < self._due:
@@ -417,7 +419,7 @@ class Engine:
         return handle.over
 
     def _give_up(self, error: BaseException) -> None:
-        """End all operations under way with this error."""
+        """End all operations with this error."""
         with self._lock:
             handles = list(self.under_way.values())
         for handle in handles:
@@ -431,7 +433,7 @@ class Engine:
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Let no other thread advance operations inside the block. The communication thread begins no look."""
+        """Let no other thread advance operations inside the block, and keep the communication thread from trying."""
         with self._lock:
             self._waiting.add(threading.get_ident())
         try:
@@ -447,8 +449,8 @@ class Engine:
                 self._changed.notify_all()
 
     def _run(self) -> None:
-        """Body of the communication thread: advance operations, and sleep between two looks."""
-        # when an operation was added or ended last, and this thread's CPU seconds
+        """Run the communication thread: advance operations, and sleep in between."""
+        # when an operation was last added or ended, and this thread's CPU seconds at the last look
         last, used = 0.0, time.thread_time()
         while True:
             with self._lock:

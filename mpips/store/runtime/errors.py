@@ -1,7 +1,8 @@
 """Errors of a store whose generation has ended, and steps that are taken in spite of errors and interrupts.
 
-`in_order` is the only place that catches every kind of error, interrupts included, and goes on. Stores that are still
-open at exit are closed in one order, newest first, while threads and MPI still run.
+A generation is the life of a store between two failures. `in_order` is the only function that catches every kind of
+error, interrupts included, and goes on. Stores that are still open at exit are closed newest first, while threads and
+MPI still run.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from mpips.ending.process import before_mpi_ends
 
 
 class StoreError(CollectiveError):
-    """The generation of a store has ended: every rank raises the same sentence, now and at every later call.
+    """The generation of a store has ended. Every rank raises the same sentence, now and at every later call.
 
     `kv.recover()` begins the next generation.
     """
 
 
 class LostError(StoreError):
-    """The store, or the training, cannot go on with what is left of it.
+    """The store, or the training, cannot go on with the ranks and data that are left.
 
-    All ranks raise it, and nothing is tried again.
+    All ranks raise this error, and the recovery is not tried again.
     """
 
 
@@ -42,15 +43,15 @@ class StoreStallError(StoreError, StallError):
 
 
 class RoomError(MemoryError):
-    """A server has no memory for a push to a collection: its round does not count, and the store goes on."""
+    """A server has no memory for a push to a table. The round of this push does not count; the store goes on."""
 
 
 class ServerMemoryError(ValueError, MemoryError):
-    """A server has no memory for what it is asked, and has changed nothing. Like all refusals it is a ValueError."""
+    """A server has no memory for a request, and has changed nothing. Like all refused requests, a ValueError."""
 
 
 def refused(error: BaseException) -> bool:
-    """True for an error after which nothing has changed: a bad request, or one that a server has no room for."""
+    """True for an error after which nothing has changed: a bad request, or a request that needs too much memory."""
     callers = isinstance(error, (ValueError, TypeError)) and not isinstance(error, CollectiveError)
     return isinstance(error, RoomError) or (callers and getattr(error, "of_caller", False))
 
@@ -60,23 +61,23 @@ assert len(_GENERATION_KINDS) == len(KINDS), "one for each kind that travels bet
 
 
 def of_kind(error: BaseException, text: str = "") -> StoreError:
-    """Return the StoreError for an error of `collectives` or of the store, with `text` or else its own sentence."""
+    """Return the StoreError for an error of `collectives` or of the store. Its text is `text`, or that of the error."""
     return _GENERATION_KINDS[kind_index(error)](text or str(error))
 
 
 Step = Callable[[], None]
-# function to call at exit -> function that returns the communicators it still needs
+# function to call at exit -> function that returns the communicators that the first function still needs
 _closing: dict[Step, Callable[[], Sequence[Any]]] = {}
 _pid = os.getpid()
 
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Defer Ctrl-C until the block ends, because others count on what is done in it. For a few seconds at most."""
+    """Defer Ctrl-C until the block ends. For blocks that take a few seconds at most, and that other ranks rely on."""
     came: list[FrameType | None] = []
     main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGINT) if main else None
-    # In this thread there is no Ctrl-C, it is ignored, or Python does not handle it.
+    # This thread receives no Ctrl-C, Ctrl-C is ignored, or Python does not handle it.
     if before is None or before is signal.SIG_IGN:
         yield
         return
@@ -97,7 +98,7 @@ def in_order(*steps: Step) -> None:
     for step in steps:
         try:
             step()
-        # The steps after it must be taken all the same.
+        # The remaining steps must be called nevertheless.
         except BaseException as error:
             first = first or error
     if first is not None:
@@ -121,8 +122,8 @@ def _close_all() -> None:
     # A forked child has no store.
     if os.getpid() != _pid or not _closing:
         return
-    # Leave all communicators that no store needs. A rank that waits for this one there, as in a process group, would
-    # never come to close its store.
+    # First leave all communicators that no store needs. Another rank may be waiting for this rank on one of them, for
+    # example in a process group. Without this step that rank would wait for ever, and never close its store.
     sys.modules["mpips.collectives.communicator"].leave_all([comm for needs in _closing.values() for comm in needs()])
     in_order(*reversed(_closing))
 

@@ -1,9 +1,10 @@
-"""One generation of a store: it ends once, for all ranks, with one sentence; then all begin the next one, or leave.
+"""A generation: the life of a store from its creation, or from a recovery, to the next failure.
 
-A generation uses what `collectives` keeps for the store's communicator: a flag and a sentence in memory that the ranks
-of a node share, and notes between nodes. The rank that finds a failure calls `end`. Every wait looks at the flag, and
-raises the same sentence. After the end the ranks tell each other whether they go on (`NextGenerationBarrier`).
-`recovery.recover` makes the next generation.
+A generation ends for all ranks together, with one sentence that all raise. Then all ranks begin the next generation, or
+all leave. For this a generation uses what `collectives` keeps for the store's communicator: a flag and a sentence in
+memory that the ranks of a node share, and messages (notes) between nodes. The rank that finds a failure calls `end`.
+Every wait looks at the flag, and raises the sentence. After the end the ranks tell each other whether they go on
+(`NextGenerationBarrier`). `recovery.recover` makes the next generation.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ LOG = log.get("mpips.store")
 
 
 class PresentGeneration:
-    """What belongs to one generation alone. Each attempt to begin the next one makes another.
+    """Everything that belongs to a single generation. Each attempt to begin the next generation makes a new object.
 
     The constructor is collective over `layout.world`.
 
     Args:
-        number: The number of generations that have ended before.
+        number: The number of generations of this store that have ended before.
         on_end: See `Generation.on_end`.
     """
 
@@ -66,11 +67,11 @@ class PresentGeneration:
         # True if all ranks of the store share memory
         one_node = len(set(layout.nodes)) == 1
         self.nap_after = NAP_AFTER_ON_NODE if one_node else NAP_AFTER_BETWEEN_NODES
-        # what `collectives` keeps for the store's communicator
+        # the record that `collectives` keeps for the store's communicator
         self.home = communicator(layout.world)
         self.home.set_limits(*limits)
         self.flag: memoryview = self.home.board.poison.flag
-        # the same for smaller communicators of the store, see `Generation.within`
+        # the records for smaller communicators of the store, see `Generation.within`
         self.inner: list[Communicator] = []
         # the error that every call raises once the generation is over
         self.over: StoreError | None = None
@@ -79,36 +80,37 @@ class PresentGeneration:
         # meetings of all ranks, and of the workers
         self.everybody = MeetingRoom(layout.world)
         self.workers = None if layout.workers is None else MeetingRoom(layout.workers)
-        # what the ranks tell each other about the time after this generation
+        # the agreement of the ranks, after this generation, to begin the next one or to leave
         self.barrier = NextGenerationBarrier(layout.world, partial(_gone, layout.world, self.home), layout.survives)
 
 
 class Generation:
-    """The present generation of one store, as one rank sees it. The constructor is collective over `layout.world`."""
+    """The current generation of one store, as one rank sees it. The constructor is collective over `layout.world`."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         # stall_seconds and timeout_seconds of the store's options
         self.limits = layout.limits
-        # Called in long waits. Each raises CollectiveError if this rank waits for something that can no longer come.
+        # Called in long waits. Each raises CollectiveError if this rank waits for something that can no longer happen.
         self.checks: list[Callable[[], None]] = []
         # time.monotonic() of the last checks
         self._checked = 0.0
-        # the call of the meeting in which this worker waits, until it has told the others how far it has pushed
+        # The call in whose meeting this worker waits. "" once this worker has told the others how far it has pushed.
         self.undescribed = ""
-        # True while this rank looks from within a blocking collective of a smaller communicator
+        # True while this rank checks the generation from within a blocking collective of a smaller communicator
         self.inside = False
-        # held by the thread that listens to other nodes, and by the one that ends the generation
+        # held by the thread that receives notes from other nodes
         self._hearing = threading.Lock()
+        # held by the thread that ends the generation
         self._ending = threading.RLock()
         self._closed = False
-        # all that the next generation replaces
+        # everything that the next generation replaces
         self.present = PresentGeneration(layout, self.limits, 0)
         self._log_begin()
 
     @property
     def number(self) -> int:
-        """The number of generations that have ended before."""
+        """The number of generations of this store that have ended before."""
         return self.present.number
 
     @property
@@ -123,39 +125,42 @@ class Generation:
 
     @property
     def barrier(self) -> NextGenerationBarrier:
-        """What the ranks tell each other about the time after this generation."""
+        """The agreement of the ranks, after this generation, to begin the next one or to leave."""
         return self.present.barrier
 
     @property
     def on_end(self) -> list[Callable[[], None]]:
         """Functions that are called once when this rank learns that the generation is over, before it raises.
 
-        They make sure that nobody reads arrays that this rank has lent, and that everything is in place that others
-        count on.
+        They make sure that no other rank reads this rank's arrays any more, and that everything is in place on which
+        other ranks rely.
         """
         return self.present.on_end
 
     # ---- its end
 
     def check(self) -> None:
-        """Raise StoreError if the generation has ended on this node. Cheap; sends and receives nothing."""
+        """Raise StoreError if the generation has ended on this node. Cheap: sends and receives nothing."""
         present = self.present
         if (present.over is not None or present.flag[0]) and not present.meeting:
             raise self._error()
 
     def look(self, waited: float = 0.0) -> None:
-        """Raise StoreError if the generation has ended, after a wait of `waited` seconds so far.
+        """Raise StoreError if the generation has ended.
 
-        It also receives notes from other nodes, and notices processes that have ended.
+        Also receive notes from other nodes, and notice processes that have ended.
+
+        Args:
+            waited: Seconds that the caller has waited so far.
         """
         if not self.present.meeting:
             self._look(waited)
 
     def _look(self, waited: float) -> None:
-        """Do the same within a meeting too, which may still be completed after the generation has ended."""
+        """Do what `look` does, also within a meeting. (A meeting may be completed after the generation has ended.)"""
         if self.over is not None or self.flag[0]:
             raise self._error()
-        # If it is locked, another thread is listening.
+        # If the lock is held, another thread is receiving notes.
         if not self._hearing.locked():
             with self._hearing:
                 try:
@@ -168,20 +173,22 @@ class Generation:
                     raise of_kind(error) from None
 
     def end(self, what: str, error: BaseException) -> BaseException:
-        """End the generation for all ranks, because `what` has raised `error` on this one.
+        """End the generation for all ranks, because the call `what` has raised `error` on this rank.
 
-        Returns the exception to raise. That is a StoreError with the sentence that all ranks raise, if the error comes
-        from `collectives`, MPI or the generation. Otherwise it is `error` itself. Idempotent. Blocks for some seconds
-        at most, until nobody touches arrays that this rank has lent.
+        Idempotent. Blocks for some seconds at most, until no other rank touches this rank's arrays.
+
+        Returns:
+            The exception to raise. If the error comes from `collectives`, MPI or the generation, this is a StoreError
+            with the sentence that all ranks raise. Otherwise it is `error` itself.
         """
-        # Another thread may end it too.
+        # Another thread may end the generation at the same time.
         with self._ending:
             if self.over is not None and isinstance(error, StoreError):
                 return error
             if self.over is None:
                 with uninterrupted():
                     self._end(what, error)
-        # All ranks raise a LostError alike, and know by its class that nothing is tried again.
+        # All ranks raise the same LostError. Its class tells them not to try again.
         if isinstance(error, LostError):
             return error
         return self._error() if isinstance(error, (CollectiveError, MPI.Exception)) else error
@@ -215,7 +222,7 @@ class Generation:
             raise self.end(what, error) from None
 
     def gone(self) -> dict[int, str]:
-        """Return the ranks of the store that have closed it or ended, and how, as far as this rank knows."""
+        """Return the ranks that have closed the store or ended, and how, as far as this rank knows."""
         return _gone(self.layout.world, self.present.home)
 
     # ---- waits
@@ -223,19 +230,19 @@ class Generation:
     def wait(self, ready: Callable[[], object], what: str, late: Callable[[], Sequence[int]] = tuple) -> None:
         """Wait until `ready()` is true. Blocking.
 
-        Looks at the generation meanwhile. After the limits it warns, and then raises StallError, with the ranks of
-        `late()`.
+        Meanwhile check the generation. After `stall_seconds` warn, and after `timeout_seconds` raise StallError, which
+        names the ranks of `late()`.
         """
         drive(wait_until(ready), Watch(self.limits, self.look, late, self.present.nap_after), what)
 
     def within(self, comm: MPI.Intracomm, names: Sequence[int] = ()) -> Communicator:
-        """Return what `collectives` keeps for a smaller communicator of the store, such as that of the workers.
+        """Return the record that `collectives` keeps for a smaller communicator of the store, such as the workers'.
 
-        It has the store's limits. Waits on it look at the generation too, so they end with it. The first call is
+        Waits on this communicator have the store's limits, and also end with the generation. The first call is
         collective over `comm`.
 
         Args:
-            names: The ranks of `comm` in the store's world.
+            names: For each rank of `comm`, its rank in `layout.world`.
         """
         self.check()
         home = communicator(comm, names=names or None)
@@ -256,20 +263,20 @@ class Generation:
         """Return each worker's payload (`everybody`: each rank's), in the order of ranks. Collective, blocking.
 
         Raises:
-            StoreError: The generation ends meanwhile.
-            StallError: Ranks have not come within the limit. It names them.
+            StoreError: The generation has ended.
+            StallError: Some ranks have not come within the limit. The error names these ranks.
         """
         room = self._room(everybody)
         with self._in_meeting(room, what):
             return room.exchange(payload, what, self._watch(room, what))
 
     def meeting(self, payload: bytes, what: str) -> Task[list[bytes]]:
-        """Meet the workers in a task, so that other tasks go on. The others may need those before they come."""
+        """Hold a meeting of the workers as a task. Meanwhile other tasks go on, which late workers may depend on."""
         room = self._room(False)
         watch = self._watch(room, what)
         clock, due = Clock(), time.monotonic() + LOOK_SECONDS
         room.begin(payload)
-        # The thread that runs the task must not look at the generation: the meeting itself does.
+        # The thread that runs the task must not check the generation, because the meeting itself does.
         self.present.meeting = True
         try:
             with self._in_meeting(room, what):
@@ -292,15 +299,15 @@ class Generation:
             self.undescribed = ""
 
     def _watch(self, room: MeetingRoom, what: str) -> Watch:
-        """Return the rule of a wait in a meeting: look at the generation, and notice ranks that can no longer come."""
+        """Return the rule of a wait in a meeting: check the generation, and notice ranks that can no longer come."""
         presence = LeftRanks(what)
 
         def look(waited: float) -> None:
             try:
                 self._look(waited)
             except StoreError:
-                # The rank that has ended the generation may have been through this meeting before. Then all payloads
-                # are here or on their way: wait for them a moment.
+                # The rank that has ended the generation may have completed this meeting before. In this case all
+                # payloads have arrived or are on their way, so wait a moment for them.
                 clock = Clock()
                 while room.missing():
                     if clock.seconds() > LAST_WORD_SECONDS:
@@ -312,22 +319,22 @@ class Generation:
         return Watch(self.limits, look, room.missing, self.present.nap_after)
 
     def words(self) -> list[bytes]:
-        """Return what each worker has brought last to a meeting of the workers that is not over here. b"" if nothing.
+        """For each worker, return its last payload for a meeting of the workers that this worker has not completed.
 
-        Does not block.
+        b"" if there is no such payload. Does not block.
         """
         assert self.present.workers is not None
         self.present.workers.missing()
         return self.present.workers.last_words()
 
     def describe_wait(self, word: bytes) -> None:
-        """Tell the workers that this one waits for in a meeting how far it has pushed. Does not block."""
+        """Tell the other workers how far this worker, which waits in a meeting, has pushed. Does not block."""
         assert self.present.workers is not None
         self.present.workers.describe_wait(word)
         self.undescribed = ""
 
     def waits_elsewhere(self) -> dict[int, bytes]:
-        """Return the descriptions of workers that wait in a meeting to which this one has not come. Does not block."""
+        """Return the reports of workers that wait in a meeting to which this worker has not come. Does not block."""
         return {} if self.present.workers is None else self.present.workers.waits_elsewhere()
 
     def _room(self, everybody: bool) -> MeetingRoom:
@@ -339,7 +346,7 @@ class Generation:
     # ---- from generation to generation, see `recovery.recover`
 
     def advance(self) -> None:
-        """Become the next generation, on the layout's new communicators. Collective, blocking."""
+        """Begin the next generation on the layout's new communicators. Collective, blocking."""
         now = self.present
         self.present = PresentGeneration(self.layout, self.limits, now.number + 1, now.on_end)
         self._log_begin()
@@ -359,9 +366,9 @@ class Generation:
         )
 
     def close(self) -> None:
-        """Close the store on this rank: wait for the others, and give all communicators back.
+        """Close the store on this rank: wait for the other ranks, and free all communicators.
 
-        Collective over all ranks of the store. Once the generation is over it waits for some seconds at most.
+        Collective over all ranks of the store. If the generation is over, wait for some seconds at most.
         """
         if self._closed:
             return
@@ -373,7 +380,7 @@ class Generation:
             if self.over is None:
                 with self.failing("close"):
                     self.barrier.wait_until_all_left(math.inf, self.look)
-        # The generation has ended meanwhile.
+        # The generation has ended during the wait.
         except CollectiveError:
             pass
         all_left = self.barrier.wait_until_all_left(CLOSING_SECONDS)
@@ -387,18 +394,19 @@ def _gone(world: MPI.Comm, home: Communicator) -> dict[int, str]:
 
 
 class NextGenerationBarrier:
-    """The agreement of the ranks after a generation: all begin the next one together, or each leaves.
+    """The agreement of the ranks after a generation: all begin the next generation together, or all leave.
 
-    Making new communicators blocks in MPI until all ranks have come. So no rank may begin before it knows that all will
-    come:
+    Making new communicators blocks in MPI until all ranks take part. So a rank must not begin before it knows that all
+    others will take part:
 
     1. Each rank tells the others that it would go on.
-    2. When it has heard that from all, it tells them that it goes on, and may not stay away any more.
-    3. When it has heard that from all, it begins to make communicators.
+    2. When all ranks have told a rank that they would go on, it tells them that it goes on. From now on it must not
+       leave.
+    3. When all ranks have told a rank that they go on, it begins to make communicators.
 
     Args:
         gone: Returns the ranks that have left, and how.
-        survives: The store goes on after a death. "All ranks" are then those that live.
+        survives: True if the store goes on after a death. "All ranks" then means all living ranks.
     """
 
     def __init__(self, comm: MPI.Comm, gone: Callable[[], dict[int, str]], survives: bool) -> None:
@@ -419,16 +427,16 @@ class NextGenerationBarrier:
         return LEAVES in self._room.last_words() or DEPARTURES[CLOSED] in self._gone().values()
 
     def wait_until_all_would(self, limits: Limits) -> str:
-        """Wait until all ranks would go on. Return "", or why they cannot.
+        """Wait until all ranks would go on. Return "", or the reason why they cannot.
 
         StallError after the limits. A later call continues the wait.
         """
         return self._wait(limits, WOULD, WOULD, GOES)
 
     def wait_until_all_go(self, limits: Limits) -> str:
-        """Wait until all ranks go on. Return "", or why they cannot.
+        """Wait until all ranks go on. Return "", or the reason why they cannot.
 
-        A rank that has told that it goes on must not stay away. If the attempt fails, another one may follow.
+        After this call a rank must take part in the attempt. If the attempt fails, another one may follow.
         """
         why = self._why_not() or self._wait(limits, GOES, GOES)
         self._attempt += not why
@@ -443,9 +451,10 @@ class NextGenerationBarrier:
         self._say(LEAVES)
 
     def wait_until_all_left(self, seconds: float, look: Callable[[float], None] = lambda waited: None) -> bool:
-        """Wait until all ranks have left, for `seconds` at most. True if all have closed the store, and none has died.
+        """Wait until all ranks have left, for `seconds` at most. True if all ranks have closed the store.
 
-        `look` is called as in a generation's waits.
+        Args:
+            look: Called now and then with the seconds waited so far.
         """
         clock = Clock()
 
@@ -457,14 +466,14 @@ class NextGenerationBarrier:
         return all(gone.get(rank) == DEPARTURES[CLOSED] for rank in self._others(LEAVES))
 
     def _wait(self, limits: Limits, word: bytes, *words: bytes) -> str:
-        """Send a word of this attempt, and wait until all have sent one of `words`.
+        """Send `word` with the number of this attempt, and wait until all ranks have sent one of `words` with it.
 
-        Return "", or why they cannot go on.
+        Return "", or the reason why the ranks cannot go on.
         """
         present = [each + b" %d" % self._attempt for each in words]
 
         def late() -> list[int]:
-            """Return the living ranks, as far as known, that have not sent one of the expected words last."""
+            """Return the ranks, except those known to be dead, whose last word is not one of the expected words."""
             others = self._others(*present)
             return [rank for rank in others if rank not in self._dead()] if others and self._survives else others
 
@@ -478,7 +487,7 @@ class NextGenerationBarrier:
             self._room.begin(word)
 
     def _others(self, *words: bytes) -> list[int]:
-        """Return the ranks that have not sent one of these words last. Does not block."""
+        """Return the ranks whose last word is not one of these words. Does not block."""
         self._room.missing()
         return [rank for rank, word in enumerate(self._room.last_words()) if word not in words]
 

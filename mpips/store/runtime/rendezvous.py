@@ -1,11 +1,12 @@
-"""A rendezvous of ranks: they exchange bytes, or check that all of them ask for the same.
+"""A rendezvous of ranks: they exchange bytes, or check that all of them make the same call.
 
-It serves calls that all workers (or all ranks) make together and that need not be fast: create, init, set_optimizer,
-barrier, save, load, the beginning of a training. `agree` compares what ranks ask for. If they differ, or one brings a
-bad argument as a `refusal`, all ranks raise one sentence, nothing has changed, and the generation goes on.
+Calls that all workers (or all ranks) make together and that need not be fast use a rendezvous: create, init,
+set_optimizer, barrier, save, load, the beginning of a training. `agree` compares the arguments of all ranks. If two
+ranks differ, or a rank reports a bad argument as a `refusal`, all ranks raise one sentence, nothing has changed, and
+the generation (the life of a store until a failure) goes on.
 
-Ranks meet in a `MeetingRoom` of a communicator. In a store's meetings its `Generation` looks at what may end them.
-`Gathering` is for communicators that belong to no store.
+Ranks meet in a `MeetingRoom` of a communicator. A store's meetings are held by its `Generation`, which ends them after
+a failure. `Gathering` holds meetings on communicators that belong to no store.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from mpips.collectives.errors import CollectiveError, of_caller
 from mpips.collectives.fabric.requests import receive_next, send_to_all
 from mpips.collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, wait_until
 
-# tag of messages on the store's communicators, which other modules do not use
+# tag of messages on the store's communicators; no other module may use this tag
 TAG = 3
-# tag of a `Gathering`, perhaps on a communicator of the user's
+# tag of messages of a `Gathering`, which may use a communicator that belongs to the user
 GATHERING_TAG = 1017
-# first byte of a message: a rank comes to a meeting, or describes how far it is while it waits there
+# The first byte of a message. COMES: the sender comes to a meeting. STANDS: the sender waits in a meeting, and reports
+# how far it has pushed.
 COMES, STANDS = b"c", b"s"
 # Messages of a rank that has left may still arrive for this long.
 LAST_WORD_SECONDS = 0.2
@@ -44,11 +46,11 @@ class MeetingPlace(Protocol):
         """Return each worker's payload (`everybody`: each rank's), in the order of ranks. Collective, blocking."""
 
 
-# ---- compare what all ask for
+# ---- compare the arguments of all ranks
 
 
 class _Word(msgspec.Struct, array_like=True):
-    """What a rank brings to `agree`: the call, its arguments, and in `refusal` why it cannot make it."""
+    """What a rank brings to `agree`. `refusal`: the reason why the rank cannot make the call, or ""."""
 
     what: str
     items: list[tuple[str, str]]
@@ -70,22 +72,22 @@ def agree(
 ) -> list[bytes]:
     """Check that all workers make the same call, and return each worker's `data` in the order of ranks.
 
-    Collective, blocking. An error that all ranks raise is such as
+    Collective, blocking. If the calls differ, all ranks raise the same error, for example
     "mpips.create: option 'servers' is 1 on rank 0 and 2 on rank 1: give all ranks the same".
 
     Args:
-        what: The call.
-        items: (name, what is asked for it), such as (key, "float32(3, 4)"). They must be the same on all workers.
-        refusal: The error of this rank's own arguments.
-        noun: What the names are, for error messages.
-        everybody: All ranks of the store take part, not only the workers.
-        alike: Calls that give the same word here, and not "", may meet although they are different.
+        what: The name of the call.
+        items: (name, argument for this name), such as (key, "float32(3, 4)"). All workers must pass the same items.
+        refusal: The error in this rank's own arguments, if there is one.
+        noun: What the names in `items` are names of, for error messages.
+        everybody: True if all ranks of the store take part, not only the workers.
+        alike: Different calls may meet if all of them pass the same word here. "": only equal calls may meet.
 
     Raises:
-        ValueError: A rank refuses, or two differ. All ranks raise the same sentence, and nothing has changed. It is a
-            TypeError if all refusals are.
-        StoreError: The generation ends meanwhile.
-        StallError: Ranks have not come within the limit.
+        ValueError: A rank has passed a `refusal`, or two ranks differ. All ranks raise the same sentence, and nothing
+            has changed. The error is a TypeError if all refusals are TypeErrors.
+        StoreError: The generation has ended.
+        StallError: Some ranks have not come within the limit.
     """
     named = [(f"{noun} {name!r}", text) for name, text in items]
     why = "" if refusal is None else str(refusal) or type(refusal).__name__
@@ -106,7 +108,7 @@ def agree(
 
 
 def attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Call `make`. Return its result, and the ValueError or TypeError that it has raised, to be given as `refusal`."""
+    """Call `make`. Return (its result, None), or (None, its ValueError or TypeError), a `refusal` for `agree`."""
     try:
         return make(), None
     # The generation is over, so no rendezvous could carry this error.
@@ -117,13 +119,13 @@ def attempt(make: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 
 def data_of(word: bytes, what: str) -> bytes:
-    """Return the data that a rank has brought to an `agree` of this call. b"" if it was another call, or none."""
+    """Return the `data` that a rank has brought to an `agree` of the call `what`. b"" for any other meeting."""
     said = _decoded(word)
     return said.data if said is not None and said.what == what else b""
 
 
 def call_of(word: bytes) -> str:
-    """Return the call that a rank has brought to an `agree`. "" if it was another kind of meeting, or none."""
+    """Return the name of the call that a rank has brought to an `agree`. "" for any other meeting."""
     said = _decoded(word)
     return "" if said is None else said.what
 
@@ -131,7 +133,7 @@ def call_of(word: bytes) -> str:
 def _decoded(word: bytes) -> _Word | None:
     try:
         return msgspec.msgpack.decode(word, type=_Word)
-    # It comes from another kind of meeting.
+    # The word comes from another kind of meeting.
     except msgspec.DecodeError:
         return None
 
@@ -141,7 +143,7 @@ def _decoded(word: bytes) -> _Word | None:
 
 @dataclass
 class Watch:
-    """The rule of one wait: how long it may last, what else may end it, and which ranks are late."""
+    """The rule of one wait: how long it may last, what else may end it (`look`), and which ranks are late."""
 
     limits: Limits
     look: Callable[[float], None] = lambda waited: None
@@ -150,9 +152,10 @@ class Watch:
 
 
 class MeetingRoom:
-    """Meetings of the ranks of one communicator, one after another. A rank that gives up a meeting comes to no other.
+    """Meetings of the ranks of one communicator, one after another.
 
-    Each rank sends its bytes to every other rank, so that each knows which ranks it waits for. Only `exchange` blocks.
+    Each rank sends its bytes to every other rank, so that each rank knows which ranks have not come. A rank that gives
+    up a meeting comes to no later meeting. Only `exchange` blocks.
     """
 
     def __init__(self, comm: MPI.Comm, tag: int = TAG) -> None:
@@ -160,11 +163,11 @@ class MeetingRoom:
         self.rank = comm.Get_rank()
         self.size = comm.Get_size()
         self._tag = tag
-        # by rank: what it has brought to meetings that are not over here
+        # for each rank: what it has brought to meetings that this rank has not completed
         self._heard: list[deque[bytes]] = [deque() for _ in range(self.size)]
-        # rank -> what it has told while it waited in a meeting, after the number of that meeting
+        # rank -> the number of the meeting in which it waits, and its report of how far it has pushed
         self._waits: dict[int, bytes] = {}
-        # number of meetings that are over here
+        # number of meetings that this rank has completed
         self._over = 0
         self._receiving = threading.Lock()
 
@@ -175,12 +178,12 @@ class MeetingRoom:
         return self.end()
 
     def begin(self, payload: bytes) -> None:
-        """Come to the next meeting."""
+        """Come to the next meeting: send this rank's payload to all other ranks."""
         self._heard[self.rank].append(payload)
         self._tell(COMES, payload)
 
     def missing(self) -> list[int]:
-        """Return the ranks that have not come to the present meeting."""
+        """Receive messages. Return the ranks that have not come to the current meeting."""
         # Two threads that receive at once could mix up the order of messages.
         with self._receiving:
             while (message := receive_next(self.comm, self._tag)) is not None:
@@ -192,20 +195,20 @@ class MeetingRoom:
         return [rank for rank, heard in enumerate(self._heard) if not heard]
 
     def end(self) -> list[bytes]:
-        """End the present meeting, and return what all ranks have brought to it."""
+        """Complete the current meeting, and return what all ranks have brought to it."""
         self._over += 1
         return [heard.popleft() for heard in self._heard]
 
     def last_words(self) -> list[bytes]:
-        """Return what each rank has brought last to meetings that are not over here. b"" if nothing."""
+        """Return what each rank has last brought to a meeting that this rank has not completed, or b""."""
         return [heard[-1] if heard else b"" for heard in self._heard]
 
     def describe_wait(self, word: bytes) -> None:
-        """Tell the others how far this rank is, which waits in the present meeting."""
+        """Report to the other ranks how far this rank, which waits in the current meeting, has pushed."""
         self._tell(STANDS, b"%d " % self._over + word)
 
     def waits_elsewhere(self) -> dict[int, bytes]:
-        """Return the descriptions of ranks that wait in the meeting to which this one has not come."""
+        """Return the reports of ranks that wait in a meeting to which this rank has not come."""
         self.missing()
         if self._heard[self.rank]:
             return {}
@@ -218,7 +221,7 @@ class MeetingRoom:
 
 
 class Gathering:
-    """A meeting place of a communicator that belongs to no generation. The communicator keeps its `MeetingRoom`."""
+    """A meeting place on a communicator that belongs to no store. The communicator keeps the `MeetingRoom`."""
 
     def __init__(self, comm: MPI.Comm, limits: Limits | None = None) -> None:
         found = comm.Get_attr(_room_key())
@@ -233,26 +236,28 @@ class Gathering:
 
 @cache
 def _room_key() -> int:
-    """Return the attribute key of a communicator's room.
+    """Return the attribute key of a communicator's `MeetingRoom`.
 
-    Made at first use, as this module is imported without MPI too.
+    The key is made at first use, because this module is also imported without MPI.
     """
     return MPI.Comm.Create_keyval()
 
 
 class LeftRanks:
-    """Finds out whether the ranks that `what` waits for have left."""
+    """Detects that a rank has left for which the call `what` waits."""
 
     def __init__(self, what: str) -> None:
         self._what = what
-        # runs since a missing rank was first seen to have left
+        # started when a missing rank was first seen to have left
         self._clock: Clock | None = None
 
     def see(self, missing: Sequence[int], gone: Mapping[int, str]) -> None:
-        """Raise CollectiveError if a missing rank has left a while ago.
+        """Raise CollectiveError if a missing rank left at least LAST_WORD_SECONDS ago.
 
-        Not at once, because its last message may arrive after the news that it has left. `gone`: rank -> how it has
-        left.
+        A rank's last message may arrive after the news that the rank has left, so do not raise at once.
+
+        Args:
+            gone: rank -> how it has left
         """
         late = [rank for rank in missing if rank in gone]
         self._clock = (self._clock or Clock()) if late else None

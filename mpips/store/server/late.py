@@ -1,9 +1,9 @@
 """Long waits at a server: warnings, the end of a wait that is too long, and workers that wait in a circle.
 
-A worker whose program has waited long for a round tells the servers so. It does nothing else until that round is
-complete. From this a server detects workers that wait for one another's pushes in a circle, which happens if they use
-keys in different orders. `Late` is a state machine without MPI. Through `Gossip` the first server learns which workers
-wait at the other servers.
+A worker whose program has waited long for a round reports this to the servers. The worker does nothing else until that
+round is complete. From the reports a server detects workers that wait for one another's pushes in a circle. This
+happens if workers use keys in different orders. `Late` is a state machine without MPI. Through `Gossip` the first
+server learns which workers wait at the other servers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ WAITS_TAG = 1
 # how long a circle must have been seen before it ends the generation
 CIRCLE_SECONDS = 0.5
 
-# the cure when a worker has left while others push on
+# the advice in errors if a worker has left while others still push
 BEFORE_LEAVING = "give all workers the same number of batches, and close the store after the last one"
 
 
 class Wait(msgspec.Struct, array_like=True, frozen=True):
-    """A worker's wait for a round to which the workers `absent` have not pushed. `noun`: what `key` names."""
+    """A worker's wait for a round to which the workers `absent` have not pushed. `noun`: "key" or "table"."""
 
     worker: int
     key: int | str
@@ -44,7 +44,7 @@ class InRounds(Protocol):
     """Anything that workers push to in rounds: a unit of a key, or a part of a service."""
 
     warned: bool
-    # when the open round began to wait; None: set it at the next look at the clock
+    # when the open round began to wait; None: the next `Late.tick` sets this time
     opened: float | None
 
     @property
@@ -74,21 +74,21 @@ class Late:
         self.timeout_seconds = timeout_seconds
         # worker -> (unit, round) that its program waits for at this server
         self._waits: dict[int, tuple[InRounds, int]] = {}
-        # server -> the waits at it
+        # server -> the waits at that server
         self._waits_elsewhere: dict[int, list[Wait]] = {}
-        # a circle that was seen at the last look, and since when
+        # the circle that was seen at the last look, and when it was first seen
         self._suspected: list[Wait] = []
         self._since = 0.0
 
     # ---- rounds that wait
 
     def tick(self, clock: float, units: Iterable[InRounds]) -> Replies:
-        """Look at open rounds. Called now and then while idle.
+        """Check how long open rounds have waited. Called now and then.
 
         Return warnings for workers that wait, once for each round. StallError if a round has waited longer than
         `timeout_seconds`.
         """
-        # (noun, which workers are late, which wait) -> (how long the first unit has waited, units to warn of now)
+        # (noun, late workers, all contributors) -> (how long the first unit has waited, units to warn about now)
         long: dict[Hashable, tuple[float, list[InRounds]]] = {}
         for unit in units:
             if not unit.waits or not unit.missing:
@@ -116,7 +116,7 @@ class Late:
         self._waits[worker] = unit, round_
 
     def waits_here(self) -> list[Wait]:
-        """Return the waits at this server, as of now."""
+        """Return the current waits at this server."""
         waits = []
         for worker, (unit, round_) in list(self._waits.items()):
             if unit.round >= round_:
@@ -130,7 +130,9 @@ class Late:
         self._waits_elsewhere[server] = waits
 
     def check_circles(self, clock: float, more: Iterable[Wait] = ()) -> None:
-        """Raise MismatchError if workers have waited in a circle for CIRCLE_SECONDS. News of other servers may be old.
+        """Raise MismatchError if workers have waited in a circle for CIRCLE_SECONDS.
+
+        A circle must be seen for this time because reports of other servers may be out of date.
 
         Args:
             more: Further waits at this server.
@@ -161,8 +163,11 @@ class Late:
 
 
 def find_circle(waits: dict[int, Wait]) -> list[Wait]:
-    """Return waits in a circle, each for the next one's worker, beginning at the lowest rank. [] if there is none."""
-    # workers from which no circle can be reached
+    """Find workers that wait in a circle. Return their waits, each for the worker of the next wait.
+
+    The wait of the lowest rank comes first. [] if no workers wait in a circle.
+    """
+    # workers that are known to lead to no circle
     free: set[int] = set()
     for start in sorted(waits):
         way: list[int] = []
@@ -190,7 +195,7 @@ def _absent(unit: InRounds, round_: int, but: int) -> tuple[int, ...]:
 
 
 def _sentence(units: Sequence[InRounds], waited: float) -> str:
-    """Return a message about units that wait for the same workers. The first unit has waited for `waited` seconds."""
+    """Return a message about units that wait for the same workers. `waited`: seconds that the first unit has waited."""
     first, others = units[0], {unit.key for unit in units} - {units[0].key}
     more = f" (and {len(others)} more {first.noun}{'s' * (len(others) > 1)})" if others else ""
     what = f"{first.noun} {first.key!r}{more}: round {first.round + 1}"
@@ -198,7 +203,7 @@ def _sentence(units: Sequence[InRounds], waited: float) -> str:
 
 
 class Gossip:
-    """Tells the first server of a generation which workers wait at the others. `comm`: all servers."""
+    """Tells the first server which workers wait at the other servers. `comm`: the communicator of all servers."""
 
     def __init__(self, comm: MPI.Comm, late: Late) -> None:
         self._comm = comm
@@ -208,7 +213,7 @@ class Gossip:
         self._sent: list[Wait] = []
 
     def tick(self) -> None:
-        """Send this server's waits to the first one if they have changed. On the first server, receive them."""
+        """Send this server's waits to the first server if they have changed. On the first server, receive waits."""
         if self._alone:
             return
         from mpips.collectives.fabric.requests import receive_next

@@ -1,7 +1,7 @@
-"""Write on a server's page how many bytes it has taken in, and how many pushes wait, so that others can see it.
+"""Show a server's load to other processes: how many bytes workers have pushed to it, and how many pushes wait.
 
-The path of a push counts nothing for this. The numbers of rounds, which units have anyway, are read while there is
-time.
+The figures go to the server's page, a file that other processes read. Code that handles a push does no extra work for
+them: they are computed now and then from the round numbers that units have anyway.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ from mpips.store.server.quorum import QuorumState
 from mpips.store.server.service import Service
 from mpips.store.server.state import ServerState
 
-# time between two looks; longer if a look takes more than 1 / SHARE of it
+# Seconds between two writes of the page. If a write takes more than 1 / SHARE of this time, the next comes later.
 EVERY_SECONDS = 0.2
 SHARE = 500
-# how many workers' bytes a page shows at most
+# A page shows the bytes of at most this many workers.
 MOST_WORKERS = 128
-# how many workers' missed rounds a page shows at most, those with the most
+# A page shows the missed rounds of at most this many workers, namely those that missed the most.
 MOST_LATE = 32
 
 
 class Load:
-    """The load of this process' server, over all its stores. Bytes are counted as pushed, before any decoding."""
+    """The load of this process' servers, summed over all stores.
+
+    A push to a key counts as many bytes as the key's values have, even if the push was compressed.
+    """
 
     def __init__(self) -> None:
-        # when to look again, in seconds of the caller's clock
+        # when to write next, in seconds of the caller's clock
         self.due = 0.0
         self._pushed = Counter[int]()
         self._missed = Counter[int]()
@@ -37,7 +40,7 @@ class Load:
     def write(self, now: float, states: list[tuple[ServerState, Collection[Service]]]) -> None:
         """Write the figures to the page. `now`: seconds of the caller's clock."""
         began, queued = time.monotonic(), 0
-        # name -> its figures by position, summed over all stores
+        # name of a service's figures -> position -> figure, summed over all stores
         sums: dict[str, Counter[int]] = {}
         more: dict[str, object] = {}
         for state, services in states:

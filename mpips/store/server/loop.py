@@ -1,7 +1,8 @@
-"""The loop of a server: frames in and out (`WorkerTraffic`), `ServerState` between them, until every worker has left.
+"""The loop of a server: it reads frames (small messages) from workers, lets `ServerState` work, and sends replies.
 
-`serve` gives each store of this process its turns. An exception in a turn ends that store's generation. The server then
-waits until the workers begin the next generation, or close the store.
+`serve` calls `Server.turn` of each store of this process again and again, until every worker has left. An exception in
+a turn ends that store's generation. The server then waits until the workers begin the next generation, or close the
+store.
 """
 
 from __future__ import annotations
@@ -43,40 +44,41 @@ from mpips.store.transport.lines import Line, MessageLine, Rings, any_waiting
 
 LOG = log.get("mpips.store")
 PUSH = int(Op.PUSH)
-# the clock for all time limits of this process' servers, which one loop turns
+# the clock for all time limits of this process' servers, all of which run in one loop
 CLOCK = Clock()
 # How often an idle server yields its core before it reads the clock. On busy cores each yield may cost a time slice.
 YIELDS = 8
 SPIN_SECONDS = 1e-3
-# the shortest and the longest sleep between two looks
+# the shortest and the longest sleep of an idle server
 SLEEP_SECONDS = (1e-4, 2e-3)
-# A sleep lasts this share of the idle time before it, so what ends the idle time is noticed at most that much later.
+# A sleep lasts this share of the idle time so far. So new work is noticed late by at most this share of the idle time.
 SLEEP_SHARE = 0.02
 TICK_SECONDS = 0.05
-# number of turns after which a busy server looks at the clock, and an idle one, which mostly yields its core
+# A busy server reads the clock every BUSY_TURNS turns. An idle server, which mostly yields its core, reads it at least
+# every IDLE_TURNS turns.
 BUSY_TURNS, IDLE_TURNS = 256, 32
 # Summing is memory-bound: beyond a few cores, extra threads only wait for memory.
 MOST_THREADS = 4
-# How long a server goes on at the end of a generation: for frames that are being written, and for a round that is
-# complete but still being filled and cannot be undone.
+# How long a server goes on at the end of a generation. GRACE_SECONDS: for frames that are still being written.
+# END_SECONDS: for a round to which all have pushed, whose data is still being filled in, and which cannot be undone.
 GRACE_SECONDS, END_SECONDS = 0.02, 1.0
-# A server ends when its workers have done nothing for this long after the end of a generation, or for timeout_seconds
-# if that is longer.
+# After the end of a generation a server gives up if its workers do nothing for this long, or for timeout_seconds if
+# that is longer.
 ORPHAN_SECONDS = 300.0
 
 
 def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None] | None = None) -> None:
     """Serve these stores, and others that their workers open, until all workers of all stores have left. Blocking.
 
-    A server that has nothing to do yields its core, and then sleeps, the longer the longer it has been idle. Errors
-    that are neither a worker's fault nor the network's are raised.
+    An idle server first yields its core. Later it sleeps, for longer the longer it has been idle. Errors that are
+    neither a worker's fault nor the network's are raised.
 
     Args:
-        opened: Makes another store that all workers have asked for, collectively with them. Returns None if it is
-            refused.
+        opened: Makes another store that all workers have asked for. Collective with these workers. Returns None if the
+            store is refused.
     """
     serving, turns, load = list(servers), 0, Load()
-    # when the server began to be idle, and how often it has looked since
+    # when the server became idle, and the number of turns since then
     since, spins = 0.0, 0
     while serving:
         worked = False
@@ -104,8 +106,8 @@ def serve(servers: Sequence[Server], opened: Callable[[OpenStore], Server | None
             if server.finished:
                 serving.remove(server)
                 server.close()
-        # Do not sleep if a worker of this node may complete a block of a sum at any moment: a sleep is longer than that
-        # wait.
+        # Do not sleep if a worker of this node may complete a block of a sum at any moment: a sleep would take longer
+        # than the worker.
         if since and now - since > SPIN_SECONDS and not any(server.is_summing for server in serving):
             time.sleep(min(max(SLEEP_SHARE * (now - since), SLEEP_SECONDS[0]), SLEEP_SECONDS[1]))
 
@@ -118,9 +120,10 @@ class Serving(NamedTuple):
 
 
 class Server(Member[None]):
-    """One store on one server rank. It serves after `begin` or `rebuild`.
+    """One store on one server rank. `begin` or `rebuild` must be called before the first turn.
 
-    `memory` is what this rank kept of other ranks' memory while it was a spare.
+    Args:
+        memory: The memory of this node's servers, which this rank mapped while it was a spare.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class Server(Member[None]):
     def _serving(
         self, lines: Sequence[Line], groups: Groups | None = None, compressor: Compressor | None = None
     ) -> Serving:
-        """Make this server's part in the present generation, without units."""
+        """Make this server's part in the current generation, without units."""
         layout, number = self.layout, self.generation.number
         options = layout.options
         self._mirror = Mirror(layout, self._copies, number) if options.mirrors and lines else None
@@ -192,7 +195,7 @@ class Server(Member[None]):
         LOG.info("the server has begun, for %d workers", len(lines))
 
     def _serve(self, lines: list[Line], rings: Rings | None, serving: Serving) -> None:
-        """Begin to serve a generation over these lines."""
+        """Begin to serve a generation over these connections."""
         self._now = serving
         self._state, self._requests = serving.state, serving.requests
         self._traffic = WorkerTraffic(self.layout, lines, rings, self._state, self._requests)
@@ -208,7 +211,7 @@ class Server(Member[None]):
 
     @property
     def counted(self) -> tuple[ServerState, Collection[Service]]:
-        """The state and services that count the pushes of the present generation, for the server's page."""
+        """The state and services of the current generation, whose pushes `Load` counts."""
         return self._state, self._requests.services.values()
 
     @property
@@ -217,7 +220,7 @@ class Server(Member[None]):
         return bool(self._state.ready) and not self._traffic.remote
 
     def take_opening(self) -> OpenStore | None:
-        """Return a store that all workers have asked to open since the last such call, or None."""
+        """Return the store that all workers have asked to open since the last call, or None."""
         asked = self._requests.opening
         if len(asked) < self.layout.num_workers:
             return None
@@ -226,9 +229,9 @@ class Server(Member[None]):
         return first
 
     def close(self) -> None:
-        """End together with all ranks of the store, after every worker has left. Blocking."""
+        """Close the store together with all of its ranks, after every worker has left. Blocking."""
         if self._ended is None:
-            # A message that fails to arrive now never will: there is nothing to wait for.
+            # If a message cannot be delivered now, it never will be. So ignore the error.
             with suppress(CollectiveError):
                 self.generation.wait(self._traffic.done, "close")
         self.generation.close()
@@ -236,7 +239,7 @@ class Server(Member[None]):
     # ---- turns
 
     def turn(self) -> bool:
-        """Look at everything once. True if anything was done. An exception ends the generation."""
+        """Read messages, work, and send replies once. True if anything was done. An exception ends the generation."""
         if self._ended is not None:
             return not self._closed and self._next_generation()
         try:
@@ -263,7 +266,7 @@ class Server(Member[None]):
         return heard or worked
 
     def tick(self, now: float) -> None:
-        """Do periodic work, called while there is time: look for long waits and at the generation. `now`: seconds."""
+        """Do periodic work: check for long waits, and whether the generation has ended. `now`: seconds of `CLOCK`."""
         if self._ended is not None or self.finished:
             return
         try:
@@ -280,7 +283,7 @@ class Server(Member[None]):
     # ---- the end of a generation
 
     def _end(self, error: Exception) -> None:
-        """End the generation for all ranks because of an error of this one, or learn that another rank has ended it."""
+        """End the generation for all ranks because of an error on this rank, or because another rank has ended it."""
         raised = self.generation.end(f"server rank {self.layout.rank}", error)
         if not isinstance(raised, CollectiveError):
             raise raised
@@ -289,8 +292,8 @@ class Server(Member[None]):
     def at_end(self) -> None:
         """End this server's part in a generation that is over. Blocks for a moment.
 
-        Rounds to which all have contributed are finished, and everything else is dropped. Then the workers are told
-        that this server no longer reads their memory.
+        Finish rounds to which all have contributed, and drop everything else. Then tell the workers that this server no
+        longer reads their memory.
         """
         if self._mirror is not None:
             self._mirror.stop()
@@ -308,9 +311,9 @@ class Server(Member[None]):
         self._ended = now
 
     def _next_generation(self) -> bool:
-        """Begin the next generation once the workers do. True if they have begun it or closed the store.
+        """Begin the next generation once the workers do. True if the workers have begun it or closed the store.
 
-        StallError if no worker comes for long.
+        StallError if no worker has called recover() or close() for long.
         """
         assert self._ended is not None
         if not self.generation.barrier.is_due():
@@ -324,7 +327,7 @@ class Server(Member[None]):
     # ---- the next generation: this server as a `recovery.recover.Member`
 
     def take_inventory(self, known: Container[Name] = ()) -> Inventory:
-        """Add the units that this server holds, and its copies of other servers' units."""
+        """Return what this rank brings into a recovery: also its own units, and copies that it keeps as a mirror."""
         layout, number = self.layout, self.generation.number
         old = self._last_serving.get_or_save(number, self._now)
         if self._ledger is not None:
@@ -339,14 +342,20 @@ class Server(Member[None]):
         return inventory
 
     def old_service(self, name: str) -> OldMemory:
-        """Add the service of this server, and the copies that it keeps of others if a server has died."""
+        """Return what this rank can read of a service's old content.
+
+        This includes the server's own service and, if a server has died, the copies that this server keeps as a mirror.
+        """
         old = super().old_service(name)
         service = self._last_serving.get_or_save(self.generation.number, self._now).requests.services[name]
         copies = self._copies.services.get(name) if old.before.lost_servers else None
         return old._replace(service=service, copies=copies)
 
     def read_old(self, piece: UnitSlice) -> list[Array]:
-        """Return an old unit of this server, of one that it mirrors, or of one whose memory is mapped."""
+        """Return the values and state of an old unit, which this rank can read in one of three places.
+
+        The unit was this server's own, or this server has a copy as a mirror, or the unit's server ran on this node.
+        """
         if piece.owner < 0:
             return self._copies.arrays_of(piece.unit, piece.before)
         if piece.owner == former_rank(self.layout):
@@ -354,7 +363,7 @@ class Server(Member[None]):
         return super().read_old(piece)
 
     def move(self, plan: RecoveryPlan) -> ServerReady:
-        """Make this server's units, fill them from old memory on this and other ranks, and send what others need."""
+        """Make this server's units, fill them from old memory of this and other ranks, and send what others need."""
         layout, number = self.layout, self.generation.number
         groups, compressor = plan.settings()
         self._next = serving = self._serving(self.connection.lines, groups, compressor)
@@ -374,7 +383,7 @@ class Server(Member[None]):
         return ServerReady(where, serving.requests.repeat_change(plan.change))
 
     def rebuild(self, plan: RecoveryPlan, ready: Sequence[ServerReady]) -> None:
-        """Serve the new units over the new lines."""
+        """Begin to serve the new units to the newly connected workers."""
         lines, rings, _ = self.connection
         self._serve(lines, rings, self._next)
 
@@ -391,9 +400,13 @@ class Server(Member[None]):
 
 
 class WorkerTraffic:
-    """The lines of one server in one generation. Frames become events of its state, and replies go out.
+    """The messages between one server and its workers in one generation.
 
-    `lines` and `rings` are those that `connect` returned.
+    Frames from workers become calls of the server's `state` and `requests`, and their replies are sent.
+
+    Args:
+        lines: The connection to each worker, as `connect` has returned it.
+        rings: The queues in shared memory that the workers of this node write to, also from `connect`.
     """
 
     def __init__(
@@ -403,13 +416,13 @@ class WorkerTraffic:
         self._rings = rings
         self._state = state
         self._requests = requests
-        # lines to workers of other nodes
+        # connections to workers of other nodes
         self.remote = [line for line in lines if isinstance(line, MessageLine)]
         self._receiver = Receiver(layout.world, layout.options.chunks_in_flight)
-        # Each server begins with another worker, so that they do not all use the link of the same worker first.
+        # Each server begins with a different worker, so that not all servers use the link of the same worker first.
         first = (layout.rank - layout.num_workers) * len(lines) // layout.num_servers
         self._callers = [*enumerate(lines)][first:] + [*enumerate(lines)][:first]
-        # first values on their way: (a test whether all have arrived, unit, the line of their worker)
+        # first values that are arriving: (function that returns True once all have arrived, unit, line of the sender)
         self._firsts: list[tuple[Callable[[], bool], int, Line]] = []
         self._pushes = Pushes(state, self._receiver, layout.options.quorum >= 0)
         assert layout.servers is not None
@@ -424,7 +437,7 @@ class WorkerTraffic:
     # ---- in
 
     def read_frames(self) -> bool:
-        """Take in frames from workers. True if there were any."""
+        """Read and handle frames from workers. True if there were any."""
         if not ((self._rings is not None and self._rings.any_written()) or (self.remote and any_waiting(self.remote))):
             return False
         heard, now = False, 0.0
@@ -434,7 +447,7 @@ class WorkerTraffic:
                 heard = True
                 try:
                     self._read(worker, line, now)
-                # A frame has no answer that could carry the error, so end the generation, which tells all workers.
+                # A frame has no answer that could carry the error. So end the generation: all workers see its error.
                 except UnknownError as error:
                     raise CollectiveError(
                         f"{error}, and rank {worker} names it: make keys on all workers, and use none that was "
@@ -443,7 +456,7 @@ class WorkerTraffic:
         return heard
 
     def _read(self, worker: int, line: Line, now: float) -> None:
-        """Take in the frames of one worker. `now`: seconds."""
+        """Read and handle the frames of one worker. `now`: seconds of `CLOCK`."""
         known, new, pushed = self._pushes.known, self._pushes.new, self._state.pushed
         for data in line.read():
             if data[0] == PUSH:
@@ -488,7 +501,7 @@ class WorkerTraffic:
                 raise UnknownError(f"there is no operation {frame.op} of a server")
 
     def read_last_frames(self) -> None:
-        """Take in what workers of this node pushed before they knew that the generation is over."""
+        """Read what workers of this node pushed before they knew that the generation was over."""
         known = self._pushes.known
         for worker, line in self._callers:
             for data in line.read() if line.local else ():
@@ -502,7 +515,7 @@ class WorkerTraffic:
                     self._state.pushed(unit, index, source, 0, CLOCK.seconds())
 
     def note_arrivals(self) -> None:
-        """Handle messages from and to other nodes that have arrived. Called only if there are `remote` lines."""
+        """Handle transfers from and to other nodes that have completed. Called only if there are `remote` lines."""
         for unit, worker in self._receiver.delivered():
             self._state.released(unit, worker)
         for first in self._firsts[:]:
@@ -517,11 +530,11 @@ class WorkerTraffic:
         logged = ""
         for reply in replies:
             if reply.worker in self._state.gone:
-                # The worker has left, and reads no messages any more.
+                # The worker has left, and no longer reads messages.
                 continue
             line = self._lines[reply.worker]
             if reply.text:
-                # Log a warning once, however many workers it is sent to.
+                # Log a warning only once, even if it is sent to several workers.
                 if reply.text != logged:
                     logged = reply.text
                     LOG.warning("%s", logged)
@@ -532,7 +545,7 @@ class WorkerTraffic:
                 line.post(Op[reply.what], reply.unit, reply.round)
 
     def answer_waiting(self) -> None:
-        """Answer requests that had to wait until all pushes were applied. Called once they are."""
+        """Answer requests that had to wait until all pushes were applied. Called once all pushes are applied."""
         if len(self._state.meeting | self._state.gone) == len(self._lines):
             self._state.all_met()
             self._requests.all_met()
@@ -540,14 +553,14 @@ class WorkerTraffic:
             self._units_changed()
 
     def flush(self) -> None:
-        """Send frames that found no room in a ring before. Workers do not signal when a ring has room again."""
+        """Send frames for which a ring had no room before. Workers do not signal when there is room again."""
         for _, line in self._callers:
             line.flush()
 
     def tick(self, now: float) -> None:
-        """Look for waits that are too long, at this server and through others.
+        """Check for waits that are too long, at this server and at others.
 
-        StallError or MismatchError if one will not end.
+        StallError or MismatchError if a wait will not end.
         """
         self._gossip.tick()
         self.send(self._requests.tick(now))
@@ -564,9 +577,9 @@ class WorkerTraffic:
         return self._receiver.done(self._lines)
 
     def stop(self) -> None:
-        """Stop reading workers' memory at the end of a generation, and tell them.
+        """Stop reading workers' memory at the end of a generation, and tell the workers.
 
-        Between nodes it blocks for a moment.
+        Blocks for a moment if there are workers on other nodes.
         """
         if self._rings is not None:
             self._rings.stop()

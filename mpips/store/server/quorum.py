@@ -1,13 +1,13 @@
 """Rounds of an asynchronous store that close by a quorum: when they close, and what a late push weighs.
 
-A client is in time if it has read the value of the last round, or has contributed to it. Such a client waits until the
-open round closes. A client that has missed rounds since then is that many rounds late. Its push is in the open round
-too, with less weight, and the client reads at once. After that it is in time again, so a client has at most one late
-push in a round. `OpenRound` is this rule without arithmetic, clock or MPI. `QuorumState` applies it to the units of a
-server.
+A client is one worker or a group of workers that push together. A client is in time if it has contributed to the last
+round or has read its result. After its push such a client waits until the open round closes. A client that has missed n
+rounds is n rounds late. Its push counts in the open round with less weight, and the client may read at once. After
+that the client is in time again. So a client has at most one late push in a round. `OpenRound` implements this rule
+without arrays, clock or MPI. `QuorumState` applies it to the units of a server.
 
-Sources: the least number of learners, the time of grace and weights by tokens are those of Decoupled DiLoCo
-(2604.21428). The weight 1 / (1 + rounds late) is the polynomial of FedAsync (1903.03934) with exponent 1.
+Sources: the minimum number of learners, the grace time and weights by tokens are those of Decoupled DiLoCo (arXiv
+2604.21428). The weight 1 / (1 + rounds late) is the polynomial of FedAsync (arXiv 1903.03934) with exponent 1.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mpips.store.server.state import ServerState
 from mpips.store.server.unit import Contribution, Replies, Reply, Unit, UnitMirror
 
 LOG = log.get("mpips.store")
-# time between two lines of the log about late workers
+# seconds between two lines of the log about late workers
 SAY_SECONDS = 10.0
 
 
@@ -39,7 +39,7 @@ SAY_SECONDS = 10.0
 class Quorum:
     """The rule of a quorum: a round closes `grace_seconds` after `least` clients have contributed in time.
 
-    It closes at once when all have.
+    A round closes at once when all clients have contributed in time.
     """
 
     least: int
@@ -47,20 +47,23 @@ class Quorum:
 
 
 class QuorumContribution(NamedTuple):
-    """A push in a round that a quorum closes."""
+    """A push in a round that closes by a quorum."""
 
-    # position of the contributor
+    # the contributor's index in `Unit.contributors`
     position: int
     # number of this push among the contributor's pushes
     push: int
-    # its tokens or steps
+    # the tokens or steps that the push stands for
     weight: float
-    # number of rounds that it is late
+    # number of rounds that the push is late; 0: in time
     late: int
 
 
 class OpenRound:
-    """The open round of one unit. `taken`: number of pushes of each contributor that were taken before."""
+    """The open round of one unit.
+
+    `taken` is the number of pushes that were taken from each contributor, in all rounds.
+    """
 
     def __init__(self, quorum: Quorum, taken: Iterable[int]) -> None:
         self.quorum = quorum
@@ -70,7 +73,7 @@ class OpenRound:
         self._seen = [0] * len(self.taken)
         self.in_time: dict[int, QuorumContribution] = {}
         self.late: list[QuorumContribution] = []
-        # when the quorum was reached
+        # when the quorum was reached; None: it is not reached yet
         self._reached: float | None = None
 
     def give(self, position: int, weight: float) -> QuorumContribution:
@@ -91,7 +94,7 @@ class OpenRound:
     def answered(self, position: int) -> int:
         """Return the number of a contributor's pushes after which it may read.
 
-        A contributor waits for its push that is in time, but not for its late ones.
+        A contributor waits until the round with its push in time has closed, but does not wait for its late pushes.
         """
         return self.taken[position] - (position in self.in_time)
 
@@ -110,14 +113,14 @@ class OpenRound:
 
     @property
     def closes_at(self) -> float:
-        """When the grace is over. Infinity before the quorum is reached."""
+        """When the grace time is over. Infinity before the quorum is reached."""
         return math.inf if self._reached is None else self._reached + self.quorum.grace_seconds
 
     def close(self) -> list[tuple[QuorumContribution, float]]:
-        """Close this round and begin the next. Return (contribution, factor) of all in it.
+        """Close this round and begin the next. Return (contribution, factor) for all contributions to the closed round.
 
-        They are in the order of contributors and of their pushes. The factor is the weight over the mean of all
-        weights.
+        The contributions are ordered by contributor, and then by push. The factor is the contribution's weight divided
+        by the mean of all weights.
         """
         given = sorted([*self.late, *self.in_time.values()])
         weights = [push.weight / (1 + push.late) for push in given]
@@ -128,11 +131,11 @@ class OpenRound:
 
 
 class QuorumState(ServerState):
-    """Units of an asynchronous store whose rounds close by a quorum. All workers talk to it by messages.
+    """Units of an asynchronous store whose rounds close by a quorum. All workers communicate with it by messages.
 
-    The optimizer gets the weighted mean of a round. A contribution counts when all of it has come, so a worker that
-    stands still in the middle of one holds nobody up. Workers read a copy of the value, so that a slow link does not
-    delay the writing of the next round.
+    The optimizer gets the weighted mean of a round. A push counts once it has arrived completely. So a worker that
+    stops in the middle of a push delays nobody. Workers read a copy of the values, so that a slow link does not delay
+    the next round.
     """
 
     asynchronous = True
@@ -152,10 +155,11 @@ class QuorumState(ServerState):
         self._rounds: dict[int, OpenRound] = {}
         # unit number -> late contributions to its open round, which are no longer in the queues
         self._sources: dict[int, dict[QuorumContribution, Contribution]] = {}
-        # time of the next look at rounds whose grace is over, and True once the generation has ended
+        # when the next grace time is over
         self._wakes = math.inf
+        # True once the generation has ended
         self._is_over = False
-        # late worker -> (the most late pushes of any key, the most rounds that any was late)
+        # late worker -> (its late pushes to the unit that has the most of them, the most rounds that a push was late)
         self.late_pushes: dict[int, tuple[int, int]] = {}
         # (worker, unit number) -> number of late pushes
         self._late: dict[tuple[int, int], int] = {}
@@ -172,14 +176,14 @@ class QuorumState(ServerState):
         self.ready[unit.number] = unit
 
     def wake(self, clock: float) -> None:
-        """Take note of the time, and look at rounds whose grace is over."""
+        """Note the time, and close rounds whose grace time is over at the next turn."""
         super().wake(clock)
         if clock >= self._wakes:
             self._wakes = math.inf
             self.ready.update(self.open)
 
     def tick(self, clock: float, others: Iterable[InRounds] = (), waits: Iterable[Wait] = ()) -> Replies:
-        """Look for waits that are too long, and log which workers have come late."""
+        """Check for waits that are too long, and log which workers have pushed late."""
         if clock >= self._says_at:
             self._say_late()
         return super().tick(clock, others, waits)
@@ -198,15 +202,15 @@ class QuorumState(ServerState):
             LOG.warning("%s", late_sentence(self.late_pushes))
 
     def take_rounds(self) -> tuple[int, Counter[int]]:
-        """Return counts since the last such call: closed rounds of units, and for each worker the rounds it missed.
+        """Return counts since the last call: closed rounds of units, and for each worker the rounds that it missed.
 
-        A round counts as missed if the worker was expected, and its push was not there or late.
+        A worker has missed a round if a push was expected from it, and this push was late or did not arrive.
         """
         counted, self._closed, self._missed = (self._closed, self._missed), 0, Counter()
         return counted
 
     def _handle_gone(self, unit: Unit) -> None:
-        # The round may close now, without a worker that has left or waits for all others.
+        # A worker has left or waits for all others, so the round may now close without its push.
         if unit.number in self.open:
             self.ready[unit.number] = unit
 
@@ -218,7 +222,7 @@ class QuorumState(ServerState):
         replies = super()._grant(unit)
         for reply in replies:
             if reply.what == "GRANT":
-                # The worker reads a copy, so it holds no update back.
+                # The worker reads a copy, so updates need not wait for it.
                 unit.readers.remove(reply.worker)
                 if unit.copy is None:
                     unit.copy = unit.stored.copy()
@@ -235,7 +239,7 @@ class QuorumState(ServerState):
         if unit.readers or not unit.mirrored:
             return False, []
         if unit.block == unit.blocks:
-            # The round is written, and its mirror has it by now.
+            # The round was written at an earlier turn, and has now arrived at the mirror.
             return True, self._end_round(unit)
         replies, coming = self._take(unit)
         open_round, absent = self._round(unit), self.gone | self.meeting | self.asking
@@ -248,9 +252,9 @@ class QuorumState(ServerState):
         return bool(replies), replies
 
     def _take(self, unit: Unit) -> tuple[Replies, set[int]]:
-        """Take the contributions that have come.
+        """Take the contributions that have arrived.
 
-        Return replies, and the contributors whose pushes are still on their way.
+        Return replies, and the positions of contributors whose pushes have begun to arrive.
         """
         open_round, replies, coming = self._round(unit), list[Reply](), set[int]()
         for index, queue in enumerate(unit.queues):
@@ -277,7 +281,7 @@ class QuorumState(ServerState):
         self.late_pushes[worker] = max(pushes, count), max(most, rounds)
 
     def _close(self, unit: Unit, open_round: OpenRound) -> Replies:
-        """Update the unit by the weighted mean of its round."""
+        """Close the open round: update the unit with the weighted mean of the round's pushes."""
         late = self._sources.pop(unit.number, {})
         self._word[0] = unit.token
         if unit.is_timed:
@@ -319,12 +323,12 @@ class QuorumState(ServerState):
         for index, count in enumerate(unit.done):
             unit.words[1 + index] = count
         self.open.pop(unit.number, None)
-        # Contributions to the next round may be there already.
+        # Contributions to the next round may have arrived already.
         self.ready[unit.number] = unit
         return self._grant(unit)
 
     def finish(self) -> bool:
-        """Close rounds with what is there, at the end of a generation."""
+        """Close rounds with the contributions that have arrived, at the end of a generation."""
         self._is_over = True
         self.ready.update(self.open)
         return super().finish()
@@ -336,7 +340,7 @@ class QuorumState(ServerState):
 
 
 def late_sentence(pushes: dict[int, tuple[int, int]]) -> str:
-    """Return the warning of late workers. `pushes`: worker -> (number of its late pushes, most rounds late)."""
+    """Return the warning about late workers. `pushes`: worker -> (number of its late pushes, most rounds late)."""
     words = [
         f"rank {worker} with {count} push{'es' * (count > 1)} of a key, by at most {most} round{'s' * (most > 1)}"
         for worker, (count, most) in sorted(pushes.items())
@@ -345,7 +349,7 @@ def late_sentence(pushes: dict[int, tuple[int, int]]) -> str:
 
 
 def _weighed(array: NDArray[Any], factor: float) -> NDArray[Any]:
-    """Multiply an array by a factor, in place. A factor of 0 gives zeros also for NaN and infinity."""
+    """Multiply an array by a factor, in place. A factor of 0 gives zeros even for NaN and infinity."""
     if not factor:
         array[...] = 0
     return array if factor in (0.0, 1.0) else quietly(np.multiply, array, factor, out=array)

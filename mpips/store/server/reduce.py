@@ -1,7 +1,8 @@
 """Add workers' gradients for a unit, block by block, on the server's threads; `unit` adds and updates one block.
 
-Parts are always added in the order of the contributors. So results are the same bit for bit, however many threads share
-a sum. A share of a long sum takes some 50 us, so starting threads must take much less than that (`Team`).
+A contributor is a worker that pushes to the unit. Gradients are always added in the order of the contributors. So the
+results are bit-identical, however many threads share a sum. One thread's share of a long sum takes some 50 us, so
+starting the threads must take much less time (`Team`).
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from mpips.store.keys.key import Array
 from mpips.store.keys.row_sparse import sum_of
 from mpips.store.server.unit import Contribution, Unit
 
-# how many blocks each thread does before the server listens again
+# number of blocks that each thread sums before the server reads messages again
 BURST = 4
 # Sums shorter than this are not worth another thread.
 SHARED_BYTES = 1 << 21
-# how much a thread sums at a time when several share a sum
+# number of bytes that a thread sums at a time when several threads share a sum
 PART_BYTES = 1 << 20
 
 
 class Reduce:
     """The arithmetic of one server.
 
-    Each call does what can be done now, and counts finished blocks in `unit.block`. It returns True if it has done
-    anything. The round is over when `unit.block` is `unit.blocks`.
+    Each method that sums does as much as is possible at present, and counts finished blocks in `unit.block`. Methods
+    that return a bool return True if they have done anything. The round is over when `unit.block` is `unit.blocks`.
 
     Args:
-        threads: Number of cores that it may use at once for a long sum.
+        threads: Number of threads for a long sum, including the caller's.
         begin_thread: Called first in each thread other than the caller's.
-        cores_shared: The node has more processes than cores.
+        cores_shared: True if the node has more processes than cores.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Reduce:
         unit.block = 1
 
     def sum_blocks(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
-        """Sum and write the next blocks that are there, on all threads if that is worth it."""
+        """Sum and write the next blocks that all contributors have filled, on all threads if that is worth it."""
         first = stop = unit.block
         limit = min(stop + BURST * self._team.threads, unit.blocks)
         while stop < limit and all(source.ready(stop) for source in sources):
@@ -79,7 +80,7 @@ class Reduce:
         """True if blocks should be summed on all threads.
 
         Workers that wait leave their cores to the threads. Workers that still copy need their cores, unless this server
-        is far behind. If processes share cores, workers that wait yield them, so all threads are used.
+        is far behind. If processes share cores, waiting workers yield their cores, so all threads are used.
         """
         threads = self._team.threads
         if threads == 1 or unit.stored.nbytes < SHARED_BYTES:
@@ -94,7 +95,7 @@ class Reduce:
     def _share(self, unit: Unit, sources: Sequence[Contribution], first: int, stop: int) -> None:
         """Sum and write blocks on all threads.
 
-        Thread 0, which takes parts from the front, tells readers of each block.
+        Thread 0, which takes parts from the front, announces finished blocks to readers.
         """
         step = max(1, PART_BYTES // unit.stored.itemsize)
         parts = []
@@ -121,7 +122,10 @@ class Reduce:
     # ---- sums in which some payloads come as messages
 
     def sum_arriving(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
-        """Add what is there of the next block, contributor by contributor. Write it when all have been added."""
+        """Add the parts of the next block that have arrived, in the order of contributors.
+
+        Write the block once the parts of all contributors have been added.
+        """
         number, first, last = unit.block, unit.part, len(sources) - 1
         start, stop = unit.bounds(number)
         while sources[unit.part].ready(number):
@@ -137,13 +141,13 @@ class Reduce:
                 add_parts([unit.total, part], unit.total)
             unit.part += 1
         for source in sources[unit.part + 1 :]:
-            # `ready` may start to fetch the block. If only the next contributor's block were fetched, all servers would
-            # wait for the link of the same worker.
+            # `ready` may start to fetch the block. Call it for every contributor: if each server fetched only the next
+            # contributor's block, all servers would wait for the link of the same worker.
             source.ready(number)
         return unit.part > first
 
     def _write_next(self, unit: Unit, parts: Sequence[Array]) -> None:
-        """Write the next block: the sum of these parts."""
+        """Write the sum of these parts as the next block."""
         start, stop = unit.bounds(unit.block)
         if unit.block == 0:
             unit.open_write()
@@ -155,9 +159,9 @@ class Reduce:
     # ---- sums in which some payloads are compressed or row-sparse
 
     def sum_coded(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
-        """Add the next contributor. When all have been added, write the sum.
+        """Add the next contribution. When all have been added, write the next block of the sum.
 
-        If all contributions were rows, only the rows that they name are written.
+        If all contributions are row-sparse, only the rows that they name are written.
         """
         if unit.part < len(sources):
             return _add_next(unit, sources[unit.part])
@@ -168,14 +172,14 @@ class Reduce:
         self._write_next(unit, [unit.total[start:stop]])
         return True
 
-    # ---- one contribution by itself
+    # ---- asynchronous stores: one contribution by itself
 
     def apply_single(self, unit: Unit, source: Contribution) -> bool:
-        """Write the next block of one contribution."""
+        """Apply the next block of a single contribution, or all of it if it is coded."""
         if not source.ready(unit.block):
             return False
         if source.sparse:
-            # To read an empty payload frees its buffer.
+            # Read the payload even if it is empty: this frees its buffer.
             unit.rows = [source.rows()]
             _write_rows(unit, source.empty)
             return True
@@ -194,12 +198,15 @@ class Reduce:
 
 
 def _add_next(unit: Unit, source: Contribution) -> bool:
-    """Add the next contributor, or one block of it, to the sum of the round. It stays rows while all give rows."""
+    """Add the next contribution, or one block of it, to the sum of the round.
+
+    The sum is kept as rows as long as all contributions are rows.
+    """
     if not source.ready(unit.part_block):
         return False
     if source.sparse and unit.total is None:
         unit.rows.append(source.rows())
-        # Its memory is a copy of a message: add it at once, so that at most one such copy is kept.
+        # These rows are a copy of a message. Add them at once, so that at most one such copy is kept.
         if not source.local:
             unit.rows = [sum_of(unit.rows)]
         unit.part += 1
@@ -224,7 +231,7 @@ def _add_next(unit: Unit, source: Contribution) -> bool:
 
 
 def _write_rows(unit: Unit, empty: bool) -> None:
-    """Write the sum of a round to which all have contributed rows, or (`empty`) nothing at all."""
+    """Write the sum of a round whose contributions are all rows. `empty`: all of them are empty."""
     if empty:
         unit.pass_round()
     else:
@@ -243,7 +250,7 @@ Work = Callable[[int, int], None]
 
 
 class _Task:
-    """Work for all threads: `work(item, thread)` for each item that is left."""
+    """Work for all threads: a call of `work(item, thread)` for each item that no thread has taken yet."""
 
     def __init__(self, work: Work, items: Iterable[int]) -> None:
         self._work = work
@@ -276,9 +283,9 @@ class _Task:
 
 
 class Team:
-    """The calling thread, which is number 0, and `threads - 1` others. They end with this object.
+    """A team of threads: the calling thread, which is number 0, and `threads - 1` others.
 
-    `begin` is called first in each of the other threads.
+    The other threads call `begin` first, and end when this object is deleted.
     """
 
     def __init__(self, threads: int, begin: Callable[[], None] | None = None) -> None:
@@ -290,8 +297,8 @@ class Team:
     def share(self, work: Work, items: Iterable[int]) -> None:
         """Call `work(item, thread)` for every item. Blocking.
 
-        Thread 0 takes items from the front, the others from the back. An exception of any thread is raised after all
-        have ended. A thread that wakes up when no item is left is not waited for.
+        Thread 0 takes items from the front, the others from the back. If a thread raises, the exception is raised here
+        after all threads have ended. The call does not wait for threads that wake up after the last item was taken.
         """
         task = _Task(work, items)
         for other in self._others:
@@ -306,7 +313,7 @@ class Team:
 
 
 class _Other:
-    """One of the other threads. It starts when it is first needed.
+    """One of a team's other threads. The thread starts when it is first needed.
 
     The thread sleeps on a lock while it waits. If it polled, it would take the GIL from the main thread.
     """
@@ -316,7 +323,7 @@ class _Other:
         self._begin = begin
         # released to wake the thread
         self._gate = threading.Lock()
-        # held while it works
+        # held while the thread works
         self._busy = threading.Lock()
         self._gate.acquire()
         self._tasks: deque[_Task | None] = deque(maxlen=1)
@@ -334,7 +341,7 @@ class _Other:
             self._gate.release()
 
     def settle(self) -> None:
-        """Withdraw the task if the thread has not begun it. Otherwise wait until the thread has ended its part."""
+        """Withdraw the task if the thread has not begun it. Otherwise wait until the thread has finished its part."""
         self._tasks.clear()
         with self._busy:
             pass

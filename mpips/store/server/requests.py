@@ -1,11 +1,14 @@
 """Rare requests of workers to a server: new units, settings, states and snapshots.
 
-Settings count from the next push on, so they wait until everything pushed before has been applied. Requests that
-concern no push are answered at once, because other workers may push only after the answer.
+A new setting counts from the next push on, so its request waits until all earlier pushes have been applied. Requests
+that concern no push are answered at once, because other workers may push only after the answer.
 
-A snapshot holds values and states of units as they were at one moment, while updates go on. Nothing is copied when it
-is taken. A unit is copied as a whole just before it is written. While the server has nothing else to do, it copies the
-others. So until a snapshot is dropped it may need as much memory as the units in it.
+A snapshot holds values and optimizer states of units as they were at one moment, while updates go on. Taking a snapshot
+copies nothing. A unit is copied as a whole just before it is next written, or while the server has nothing else to do.
+So until a snapshot is dropped, it may need as much memory as its units.
+
+The mirror is another server, which keeps copies of this server's units. The ledger is a list of this server's units and
+settings in shared memory, which other ranks read after this server's death.
 """
 
 from __future__ import annotations
@@ -26,14 +29,20 @@ from mpips.store.transport import frames
 from mpips.store.transport.frames import Answer, Frame, Op, OpenStore, Request
 from mpips.store.transport.lines import Line
 
-# requests that concern no push, or only pushes that have been applied by now
+# requests that are answered at once, because they concern no push, or only pushes that have already been applied
 AT_ONCE = (frames.Create, OpenStore, frames.ReadSnapshot, frames.DropSnapshot, frames.GetVersions)
 # If a request raises one of these, the server answers with its message, and nothing has changed.
 REFUSALS = (ValueError, TypeError, MemoryError)
 
 
 class Requests:
-    """The requests to one server in one generation. `name` names the server in messages; `generation` is a number."""
+    """The rare requests to one server in one generation.
+
+    Args:
+        name: How error messages call the server.
+        generation: The number of the generation.
+        services: name -> service
+    """
 
     def __init__(
         self,
@@ -43,7 +52,7 @@ class Requests:
         generation: int = 0,
         services: Mapping[str, Service] | None = None,
     ) -> None:
-        # by name
+        # name -> service
         self.services = services or {}
         self._decode = frames.request_decoder(service.requests for service in self.services.values())
         self._state = state
@@ -52,21 +61,21 @@ class Requests:
         self._generation = generation
         # snapshot number -> unit number -> (unit, its frozen content)
         self.snapshots: Known[int, Known[int, tuple[Unit, FrozenUnit]]] = Known("snapshot")
-        # frozen units, to be copied while there is time
+        # units of snapshots, to be copied while the server has nothing else to do
         self._due: list[Unit] = []
-        # (worker, line, token, request) that wait until everything pushed has been applied
+        # (worker, line, token, request): requests that wait until everything pushed has been applied
         self.waiting: list[tuple[int, Line, int, Request]] = []
         # (line, token, answer, units): answers that are sent once the mirror has these units
         self._unsaid: list[tuple[Line, int, bytes, list[Unit]]] = []
-        # (service, worker, asker, request, payload) that wait until the mirror has what they need
+        # (service, worker, asker, request, payload): requests that wait until the mirror has what they need
         self._deferred: list[tuple[Service, int, Asker, Request, Payload]] = []
-        # worker -> the store that it has asked to open
+        # worker -> the store that this worker has asked to open
         self.opening: dict[int, OpenStore] = {}
 
     # ---- questions and answers
 
     def answer(self, worker: int, line: Line, frame: Frame) -> bool:
-        """Answer a request, or keep it for `answer_all`. True if units were made or forgotten."""
+        """Answer a request, or keep it for `answer_all`. Return True if units were made or forgotten."""
         body = line.body(frame)
         try:
             request = self._decode(body[frame.aux :].data)
@@ -89,7 +98,7 @@ class Requests:
         return False
 
     def _ask(self, service: Service, worker: int, asker: Asker, request: Request, payload: Payload) -> None:
-        """Give a request to its service, and send the answers that it can give by now."""
+        """Give a request to its service, and send the answers that the service can give now."""
         if service.waits(request):
             self._deferred.append((service, worker, asker, request, payload))
             return
@@ -109,7 +118,7 @@ class Requests:
         line.post_body(f"{self._name}: {error}".encode(), Op.ANSWER, token=token, flags=flags)
 
     def left(self, worker: int) -> None:
-        """Tell services that a worker has left, and send their answers."""
+        """Tell the services that a worker has left, and send their answers."""
         for service in self.services.values():
             self._post(service.left(worker))
 
@@ -124,25 +133,24 @@ class Requests:
             service.all_met()
 
     def tick(self, clock: float) -> Replies:
-        """Look for waits that have become too long, of keys and services. See `ServerState.tick`."""
+        """Check for waits that have become too long, for keys and for services. See `ServerState.tick`."""
         services = self.services.values()
         rounds = [part for service in services for part in service.open]
         return self._state.tick(clock, rounds, [wait for service in services for wait in service.waits_to_hear()])
 
     def _post(self, answers: Answers) -> None:
-        """Send answers of a service."""
         for (line, token), answer in answers:
             line.post_body(frames.encode(answer), Op.ANSWER, token=token)
 
     def answer_all(self) -> bool:
-        """Answer the requests that have waited until all pushes were applied. True if units were made or forgotten."""
+        """Answer requests that waited until all pushes were applied. Return True if units were made or forgotten."""
         waiting, self.waiting = self.waiting, []
         self._state.asking.clear()
         changed = [self._reply(*question) for question in waiting]
         return any(changed)
 
     def post_mirrored(self) -> None:
-        """Send answers and handle requests that have waited for the mirror. Called after each look at the mirror."""
+        """Send the answers and handle the requests that waited for the mirror. Called after each look at the mirror."""
         for service in self.services.values():
             self._post(service.take_mirrored())
         deferred, self._deferred = self._deferred, []
@@ -156,7 +164,7 @@ class Requests:
                 line.post_body(answer, Op.ANSWER, token=token)
 
     def drop(self) -> None:
-        """Drop everything at the end of a generation. Nobody waits for an answer any more."""
+        """Drop everything at the end of a generation, when nobody waits for an answer any more."""
         self.waiting.clear()
         self._unsaid.clear()
         self._deferred.clear()
@@ -165,7 +173,10 @@ class Requests:
             self._drop_snapshot(number)
 
     def _reply(self, worker: int, line: Line, token: int, request: Request) -> bool:
-        """Answer a request. If it cannot be served, nothing has changed, and the worker is told why."""
+        """Answer a request. If the request is refused, nothing has changed, and the worker gets the reason.
+
+        Return True if units were made or forgotten.
+        """
         try:
             answer = frames.encode(self._answer(worker, request))
         except REFUSALS as error:
@@ -225,7 +236,7 @@ class Requests:
                 self._drop_snapshot(request.number)
             case OpenStore():
                 self.opening[worker] = request
-            case frames.Flush():  # it was due when all before it was applied
+            case frames.Flush():  # The worker only waits until all earlier pushes have been applied, and they have.
                 pass
             case _:
                 raise UnknownError(f"nothing here answers {type(request).__name__}")
@@ -234,7 +245,7 @@ class Requests:
     # ---- settings
 
     def change(self, request: frames.Change) -> None:
-        """Change settings. Raises one of `REFUSALS` if that is not possible."""
+        """Change settings. Raises one of `REFUSALS` if the change is impossible."""
         before = [unit.undo for unit in self._state.units.values()]
         if isinstance(request, frames.SetOptimizer):
             self._state.set_optimizer(optimizers.decode(request.optimizer), request.keys)
@@ -247,9 +258,9 @@ class Requests:
         del before
 
     def repeat_change(self, change: frames.Change | None) -> str:
-        """Make the change that the end of the last generation has interrupted. Return "", or why it is impossible.
+        """Repeat the change of settings that the end of the last generation has interrupted.
 
-        It also writes the ledger, for the ranks that need it if this server dies next.
+        Return "", or the reason why the change is impossible. In any case also write the ledger (see `publish`).
         """
         refused = ""
         if change is not None:
@@ -261,7 +272,7 @@ class Requests:
         return refused
 
     def publish(self) -> None:
-        """Write into the ledger what this server has, for ranks that outlive it."""
+        """Write this server's units, settings and services into the ledger."""
         if self._memory.ledger is not None:
             settings = encode_settings(self._state.optimizers, self._state.compressor)
             entries = {name: entry for name, service in self.services.items() if (entry := service.ledger_entry())}
@@ -270,7 +281,7 @@ class Requests:
     # ---- snapshots
 
     def _take_snapshot(self, number: int, units: list[Unit]) -> frames.Snapshotted:
-        """Freeze units. None of them is being written."""
+        """Take a snapshot of units, none of which is being written."""
         taken = self.snapshots[number] = Known("unit of the snapshot")
         for unit in units:
             frozen = FrozenUnit(unit)
@@ -281,18 +292,21 @@ class Requests:
         return frames.Snapshotted([(it.round, it.step, [array.dtype.name for array in it.arrays[1:]]) for it in every])
 
     def copy_next(self) -> None:
-        """Copy one frozen unit. Called when there is nothing else to do."""
+        """Copy one unit of a snapshot. Called when the server has nothing else to do."""
         if self._due:
             self._due.pop().thaw()
 
     def _drop_snapshot(self, number: int) -> None:
-        """Drop a snapshot, if it is still there."""
+        """Drop a snapshot, if it exists."""
         for unit, frozen in self.snapshots.pop(number, {}).values():
             unit.frozen = [other for other in unit.frozen if other is not frozen]
 
 
 def _fitting(unit: Unit, part: frames.StatePart) -> list[np.ndarray] | None:
-    """Return the arrays of a unit's new state, or None for no state. ValueError if they do not fit its optimizer."""
+    """Return the arrays of a unit's new state, or None if the unit gets no state.
+
+    ValueError if the arrays do not fit the unit's optimizer.
+    """
     if unit.optimizer is None:
         raise ValueError(f"key {unit.key!r} has no optimizer, so it takes no state: call set_optimizer first")
     if not part.arrays and not part.step:

@@ -1,14 +1,17 @@
-"""The protocol of a service, which is anything that a server serves besides keys.
+"""The protocol of a service: something that a server offers besides keys. Tables are the only service.
 
-A service has *collections*, which have names and rounds as keys have. The store knows services by the classes here
-alone; `mpips.store.services` lists them.
+A service consists of *collections*. A collection has a name and is pushed to in rounds, as a key is. A service may also
+have internal collections, which users do not see. The store uses services only through the classes in this module;
+`mpips.store.services` lists the services.
 
-In a generation a server has one `Service` of each `ServiceKind`. The service has requests of its own and answers them
-when it likes: a push may be answered rounds later. It is told which workers have left or wait for all others. It says
-which of its rounds wait, so that long waits end in the same way as those of keys.
+In each generation (the time between two failures) a server has one `Service` of each `ServiceKind`. A service has its
+own types of requests and may answer late: several rounds may pass before it answers a push. The server tells its
+services which workers have left and which wait for all others. A service reports which of its rounds are waiting, so
+that a long wait for a service ends in the same way as one for a key.
 
-In a recovery each kind says what every rank holds (`describe`), finds from that which rounds can be restored (`find`),
-plans them (`FoundService.plan`), and moves its bytes (`move`). What it says is bytes to everybody else.
+In a recovery each kind of service describes what a rank holds (`describe`), computes from the descriptions of all ranks
+which rounds can be restored (`find`), plans them (`FoundService.plan`), and moves the bytes (`move`). Only the service
+itself can read its descriptions.
 """
 
 from __future__ import annotations
@@ -32,65 +35,72 @@ if TYPE_CHECKING:
     from mpips.store.roles import Layout
     from mpips.store.server.late import InRounds, Late, Wait
 
-# the line of the worker that has asked, and the token of its request
+# (the line to the worker that has sent a request, the token of the request); a line is a connection to one worker
 Asker = tuple[Line, int]
 Answers = Sequence[tuple[Asker, msgspec.Struct]]
 Payload = NDArray[np.uint8]
 
 
 class Surroundings(NamedTuple):
-    """What a service may use of its server in one generation."""
+    """What a server gives to a service in one generation."""
 
     workers: int
     # the number of this server, from 0
     server: int
-    # how many servers the store has
+    # number of servers of the store
     servers: int
-    # None: rounds are synchronous; -1: a worker may be any number of pushes ahead of others
+    # number of pushes that a worker may be ahead of the others; -1: any number; None: rounds are synchronous
     staleness: int | None
-    # memory of the server; if the store survives deaths, other ranks find it after the server's death
+    # memory for the service; if the store survives deaths, other ranks can read this memory after the server's death
     file: SparseFile
     survives: bool
     # the service's connection to the mirror of this server, as `ServiceCopies.connect` has made it
     mirror: Any
     late: Late
-    # the store's lane in records
+    # the number that stands for the store in timing records
     lane: int
 
 
 class Service(Protocol):
     """One service of one server in one generation."""
 
-    # the name of its kind
+    # the name of its `ServiceKind`
     name: str
-    # the types of its requests, as `isinstance` takes them
+    # the types of its requests, in the form of the second argument of `isinstance`
     requests: Any
 
     def waits(self, request: Any) -> bool:
-        """True if a request has to wait until the mirror has everything that it needs."""
+        """True if a request must wait until the server's mirror has all data that the request concerns."""
 
     def answer(self, worker: int, asker: Asker, request: Any, payload: Payload) -> Answers:
-        """Take a worker's request. Return the answers that can be given by now, to any workers.
+        """Handle a worker's request. Return all answers that can be given now, to this worker or others.
 
         Args:
-            payload: The bytes that came in front of the request. They lie in the worker's memory.
+            payload: The bytes that precede the request in its message. They lie in the worker's memory.
 
         Raises:
-            ValueError, TypeError, MemoryError: The worker is sent the message, and nothing has changed.
-            CollectiveError: The generation ends.
+            ValueError, TypeError, MemoryError: The request is refused, and nothing has changed. The server sends the
+                text of the exception to the worker.
+            CollectiveError: A failure that ends the generation.
         """
 
     def take_changed(self) -> bool:
-        """True if something has changed since the last such call that ranks must know if this server dies."""
+        """True if, since the last call, something has changed that other ranks need after this server's death."""
 
     def ledger_entry(self) -> bytes:
-        """Return what other ranks need to find the service's memory after this server's death. b"" if it is empty."""
+        """Return what other ranks need to find the service's memory after this server's death.
+
+        Return b"" while the service is empty.
+        """
 
     def take_mirrored(self) -> Answers:
-        """Return answers that have waited for the mirror. Called after each look at it."""
+        """Return the answers that no longer have to wait for the mirror. Called after each look at the mirror."""
 
     def left(self, worker: int) -> Answers:
-        """Note that a worker has left. Return answers that waited for it. Raise MismatchError if a round needs it."""
+        """Note that a worker has left. Return answers that waited for this worker.
+
+        MismatchError if a round needs a push of this worker.
+        """
 
     def meets(self, worker: int) -> Answers:
         """Note that a worker waits in a barrier and pushes nothing. Return answers that waited for its pushes."""
@@ -100,31 +110,36 @@ class Service(Protocol):
 
     @property
     def open(self) -> Sequence[InRounds]:
-        """The parts of the service with open rounds, which workers may wait for."""
+        """The parts of the service that have an open round, for which workers may be waiting."""
 
     def waits_to_hear(self) -> Sequence[Wait]:
-        """Return the workers that wait for anything but a push, and the workers that they wait for."""
+        """Return which workers wait for something other than a push, and for which workers they wait."""
 
     @property
     def queued(self) -> int:
         """Number of pushes and pulls that wait."""
 
     def take_counts(self) -> Mapping[int, int]:
-        """Return the number of bytes that each worker has pushed since the last such call."""
+        """Return the number of bytes that each worker has pushed since the last call."""
 
     def figures(self) -> tuple[Mapping[str, Sequence[int]], Mapping[str, object]]:
-        """Return what the server's page shows of the service.
+        """Return the service's figures for the server's page, the file that other processes read.
 
-        These are numbers by name, which are added up over the stores of a process, and values that all stores share.
+        The first mapping has numbers by name, which are summed over all stores of the process. The values of the second
+        mapping are common to all stores.
         """
 
     # ---- the beginning of a generation
 
     def restore(self, plan: Any, old: OldMemory, rank: int) -> None:
-        """Take over what stays on this server, which has this rank now. Make room for what will be moved to it."""
+        """Take over what stays on this server, and make room for what will be moved to it.
+
+        Args:
+            rank: The server's rank in the new generation.
+        """
 
     def begin(self, plan: Any) -> None:
-        """Begin the generation at the rounds of the plan. Everything has been moved."""
+        """Begin the generation at the rounds of the plan. Called after everything has been moved."""
 
 
 # ---- mirrors
@@ -135,61 +150,69 @@ class ServiceMirror(Protocol):
 
     @property
     def quiet(self) -> bool:
-        """True if the mirror has everything."""
+        """True if the mirror has received everything."""
 
     def turn(self) -> bool:
-        """Take in what has come, and send what there is room for. Return True if anything was done."""
+        """Receive what has arrived, and send as much as there is room for. Return True if anything was done."""
 
     def stop(self) -> None:
-        """End with the generation. Nothing waits for the mirror any more."""
+        """Stop at the end of the generation. From now on nothing waits for the mirror."""
 
 
 class ServiceCopies(Protocol):
-    """The copies that one server keeps of other servers' services as their mirror, from generation to generation."""
+    """The copies of other servers' services that a server keeps as their mirror. The copies outlive a generation."""
 
     def connect(self, comm: MPI.Intracomm, mirror: int | None, generation: int) -> ServiceMirror:
-        """Connect this server's service to its mirror (None: it has none), and these copies to their servers."""
+        """Connect this server's service to its mirror, and these copies to the servers that they copy.
+
+        Args:
+            comm: All servers.
+            mirror: The rank of the mirror in `comm`, or None if this server has no mirror.
+        """
 
     def begin(self, rounds: Mapping[Name, int] | None) -> None:
-        """Begin a generation at these rounds, and drop copies that cannot go there. None: stay at the newest."""
+        """Begin a generation at these rounds, and drop copies of other rounds. None: keep each copy's newest round."""
 
     def drop_before(self, generation: int) -> None:
-        """Drop the copies of earlier generations, because all servers have sent everything again."""
+        """Drop the copies of earlier generations, because all servers have sent everything again in this one."""
 
 
 # ---- recovery
 
 
 class OldMemory(NamedTuple):
-    """What one rank can read of a service as it was in the last generation."""
+    """What one rank can read of a service's content at the end of the last generation."""
 
     # the ranks of the last generation
     before: Before
-    # the rank that this one had then; -1 if it was neither worker nor server
+    # this process' rank in the last generation; -1 if it was neither worker nor server
     rank: int
-    # rank of a server whose memory is mapped here -> its sparse file, and its service's `ledger_entry`
+    # rank of a server whose memory this process has mapped -> its sparse file, and its service's `ledger_entry`
     read: Callable[[int], tuple[SparseFile, bytes]]
     # the dead servers whose memory this rank describes for all others
     described: Collection[int]
     # the service, if this rank was a server
     service: Any = None
-    # what it keeps as a mirror, if a server has died
+    # the copies that this rank keeps as a mirror, if a server has died
     copies: Any = None
 
 
 class ServicePlan(Protocol):
-    """What becomes of a service in the next generation. The same on every rank."""
+    """The plan for a service in the next generation. Every rank has the same plan."""
 
     @property
     def rounds(self) -> Mapping[Name, int]:
-        """The round of each collection that the service has on servers."""
+        """The round of each collection, including internal ones."""
 
     def rounds_of(self, rank: int) -> Mapping[Name, int]:
-        """Return the round of each collection that users know; of a worker the number of its pushes that count."""
+        """Return the round of each collection except internal ones.
+
+        If `rank` is a worker, the round is the number of its pushes that count.
+        """
 
     @property
     def torn(self) -> Sequence[Name]:
-        """The collections of which no whole round can be restored."""
+        """The collections for which no complete round can be restored."""
 
 
 class FoundService(Protocol):
@@ -197,42 +220,42 @@ class FoundService(Protocol):
 
     @property
     def rounds(self) -> Mapping[Name, Sequence[int]]:
-        """For each collection the rounds at which it can be restored; none if it is lost."""
+        """For each collection, the rounds that can be restored. Empty if the collection is lost."""
 
     @property
     def lost(self) -> Sequence[Name]:
-        """The lost collections that users know."""
+        """The lost collections, except internal ones."""
 
     def plan(self, rounds: Mapping[Name, int]) -> ServicePlan:
-        """Plan the next generation at these rounds. Other collections stay at each server's newest round."""
+        """Plan the next generation. Collections that `rounds` does not name keep the newest round of each server."""
 
 
 class ServiceMover(Protocol):
     """The bytes of a service that one rank sends, copies and receives in a recovery."""
 
-    # what has been sent and received
+    # number of bytes sent and received
     nbytes: int
     # sends that are not complete
     under_way: list[MPI.Request]
 
     def is_over(self) -> bool:
-        """Work for a moment. True when everything has been sent and received."""
+        """Advance the transfers for a moment. True once everything has been sent and received."""
 
 
 class ServiceKind(NamedTuple):
-    """A kind of service: how its objects are made, and its part in a recovery.
+    """A kind of service: functions that make its objects, and its part in a recovery.
 
     Attributes:
         make_worker: Makes a worker's part in the service (`WorkerService`), which lasts as long as its store.
-        decode_records: Decodes what the header of a checkpoint says of the service, in JSON, to `CollectionRecord`s.
-            MsgspecError if it is damaged.
-        make: Makes the service of a server for one generation, empty.
-        make_copies: Makes what a server keeps of others as their mirror, empty. It lies in the file.
-        describe: Returns what a rank can read, for all ranks: b"" if that is nothing.
-        find: Finds out what all ranks hold together. Its arguments after the layout have an entry for each rank: what
-            the rank knows as a worker of the last generation (None if it was none), what `describe` has returned there,
+        decode_records: Decodes the service's JSON in the header of a checkpoint to `CollectionRecord`s. MsgspecError if
+            the JSON is damaged.
+        make: Makes an empty service of one server for one generation.
+        make_copies: Makes the empty container for copies that a server keeps as a mirror. The copies lie in the file.
+        describe: Describes, for all ranks, what this rank can read. Returns b"" if it can read nothing.
+        find: Combines the descriptions of all ranks. Each argument after the layout has one entry per rank: what the
+            rank knows as a worker of the last generation (None if it was not a worker), what `describe` returned on it,
             and the servers of the last generation whose memory it has mapped.
-        move: Begins to move what a plan says. The last argument is the new service of this rank, if it is a server.
+        move: Starts the transfers of a plan. The last argument is the new service of this rank, if it is a server.
     """
 
     name: str

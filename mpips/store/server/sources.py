@@ -1,16 +1,17 @@
 """What workers push, as a server reads it: in memory of this node, or in messages from other nodes.
 
-A push is a frame (a small message) that says where the payload is. `Pushes` makes a `Contribution` of each.
+A push is a frame (a small message) that says where the payload is. `Pushes` makes a `Contribution` from each frame.
 
-A worker of another node sends a block of its payload when the server has a buffer for it and says so (CREDIT). A
-payload of one block comes right behind its frame instead: a credit for it would wait in the server's link behind the
-answers that fill it. First values are received directly into the unit's memory. Only the end of a generation blocks.
+A worker of another node sends a block of its payload when the server has a buffer for the block and says so (CREDIT).
+A payload of one block follows its frame without a credit, because a credit would wait in the server's link behind
+answers to workers. First values are received directly into the unit's memory. Only the end of a generation blocks.
 
-Memory for payloads is bounded, however many pushes are under way. Besides weights and optimizer state, a server keeps
-at most one copy of the model in sums that wait for other contributors, and a second one in payloads. The latter are
-what workers send without being asked (`remote.link.UnreadPayloads`), and blocks that the server asks for while there is
-room (`Buffers`). A block whose turn it is in the sum may be asked for without room if no other such block is on its
-way. It comes, is added and is gone, so nothing waits for ever.
+Memory for payloads is bounded, however many pushes are on their way. Besides weights and optimizer state, a server
+keeps at most one copy of the model in sums that wait for other contributors, and one copy in payloads. These payloads
+are those that workers send without being asked (`remote.link.UnreadPayloads`), and blocks that the server asks for
+while there is room (`Buffers`). The block that a sum needs next may be asked for even without room, unless another
+such block is already on its way. The block's memory is free again once the block has been added. So no sum waits for
+ever.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ from mpips.store.transport.pending import LOOK_SECONDS, Bytes, pull_tag, push_ta
 if TYPE_CHECKING:
     from mpips.store.server.state import ServerState
 
-# least number of regions that are kept mapped
+# the number of workers' memory regions that may stay mapped; a server with many units keeps more
 VIEWS = 4096
 # number of buffers that are kept for later blocks
 KEPT = 16
-# number of messages with rows that are under way to a worker at a time
+# number of messages with rows that may be on their way to a worker at a time
 ROW_MESSAGES = 2
-# At the end of a generation a server receives for this long what workers are sending, because those workers wait until
-# it has been received.
+# At the end of a generation a server receives for this long what workers are sending, because the workers wait until
+# they have sent it.
 DRAIN_SECONDS = 0.2
 # unit, position of the contributor, its contribution, priority
 Push = tuple[Unit, int, Contribution, int]
@@ -62,7 +63,7 @@ class Pushes:
     """Turns push frames into contributions.
 
     Args:
-        wholly: A payload that comes in messages counts only when all of it has come.
+        wholly: True if a payload that comes in messages counts only once it has arrived completely.
     """
 
     def __init__(self, state: ServerState, receiver: Receiver, wholly: bool = False) -> None:
@@ -72,7 +73,7 @@ class Pushes:
         # region of a payload -> its bytes
         self._views: dict[tuple[int, ...], Array] = {}
         self._most = VIEWS
-        # frame without its round -> its push, if the payload is in memory that may be pushed again
+        # frame without its round number -> its push, for payloads in memory that a worker may push again
         self.known: dict[bytes, Push] = {}
 
     def new(self, worker: int, line: Line, data: bytes) -> Push:
@@ -89,7 +90,7 @@ class Pushes:
         return push
 
     def forget_others(self) -> None:
-        """Forget pushes of units that no longer exist, and make room for those of new ones."""
+        """Forget pushes to units that no longer exist, and make room for pushes to new ones."""
         units = self._state.units
         self._most = max(VIEWS, 2 * sum(len(unit.contributors) for unit in units.values()))
         for frame in [frame for frame, push in self.known.items() if push[0].number not in units]:
@@ -111,7 +112,7 @@ class Pushes:
         return self._reader(frame, unit)(payload)
 
     def _reader(self, frame: Frame, unit: Unit) -> Read:
-        """Return a function that decodes a payload, with the compressor in use at the time of the push."""
+        """Return a function that decodes a payload with the compressor that was in use at the time of the push."""
         row = unit.row_elements if unit.stored.size % unit.row_elements == 0 else 1
         shape, dtype = (unit.stored.size // row, row), unit.stored.dtype
         if frame.coding == Coding.NOTHING:
@@ -148,10 +149,7 @@ class Elements(Contribution):
 
 
 class FillingOutbox(Contribution):
-    """A worker's `outbox`, perhaps still being filled.
-
-    It provides one round at a time. `begin` selects the round.
-    """
+    """A worker's outbox: memory into which the worker may still be copying. `begin` selects the round to read."""
 
     def __init__(self, outbox: Array, blocks: int, block_elements: int, dtype: np.dtype) -> None:
         header = header_bytes(blocks)
@@ -159,7 +157,7 @@ class FillingOutbox(Contribution):
         self._slots = outbox[header:].view(dtype)
         self._blocks = blocks
         self._step = block_elements
-        # number of blocks in all rounds before the present one
+        # number of blocks in all rounds before the selected one
         self._first = 0
 
     def begin(self, round_: int) -> None:
@@ -188,7 +186,7 @@ class Compressed(Contribution):
 
 
 class PushedRows(Contribution):
-    """Rows of a unit that consists of whole rows, or a push of nothing to any unit."""
+    """Rows of a unit that consists of whole rows, or an empty push to any unit."""
 
     coded = True
     sparse = True
@@ -219,9 +217,9 @@ class MessageBlocks(Contribution):
         self._unit = unit
         self._round = frame.round
         self._blocks = unit.blocks if frame.coding == Coding.PLAIN else 1
-        # how many blocks to ask for, counted from the one that is needed
+        # number of blocks to ask for at a time, including the one that is needed next
         self._early = max(2, receiver.in_flight // len(unit.contributors))
-        # the blocks from `_asked - len(_coming)` up to `_asked`
+        # blocks that were asked for and not taken; the last has the number `_asked - 1`
         self._coming: deque[_Block] = deque()
         self._asked = 0
         if frame.flags & ALONG:
@@ -231,13 +229,13 @@ class MessageBlocks(Contribution):
             self._asked = 1
 
     def ready(self, block: int) -> bool:
-        """True if this block has come. Asks for it, and for some of the next ones if there is room."""
+        """True if this block has arrived. Asks for the block, and for some of the next ones if there is room."""
         while self._asked < min(self._blocks, block + self._early) and self._ask(self._asked == block):
             self._asked += 1
         return block < self._asked and self._receiver.came(self._coming[0])
 
     def _ask(self, next_one: bool) -> bool:
-        """Ask for the next block. False if there is no room for it."""
+        """Ask for the next block. False if there is no room for it. `next_one`: the sum needs this block now."""
         unit, receiver = self._unit, self._receiver
         due = next_one and unit.position.get(self._worker, unit.turn) == unit.turn
         data = receiver.buffers.borrow(self._nbytes(self._asked), due)
@@ -252,17 +250,17 @@ class MessageBlocks(Contribution):
         return int((stop - start) * self._unit.stored.itemsize)
 
     def _take(self) -> Bytes:
-        """Return the next block that has come. Its memory is used again for the next block that is asked for."""
+        """Return the next block that has arrived. Its memory is reused for the next block that is asked for."""
         came = self._coming.popleft()
         self._receiver.buffers.give_back(came.data, came.due)
         return came.data
 
     def part(self, block: int, start: int, stop: int) -> Array:
-        """Return the elements of this block, which must be ready. Valid until the next look at any payload."""
+        """Return the elements of this block, which must be ready. They are valid until the next look at any payload."""
         return self._take().view(self._unit.stored.dtype)
 
     def drop(self) -> None:
-        """Forget the blocks at the end of a generation. `Receiver.stop` handles those on their way."""
+        """Forget the blocks at the end of a generation. `Receiver.stop` handles blocks that are on their way."""
         self._coming.clear()
 
 
@@ -290,14 +288,14 @@ class CodedMessage(MessageBlocks):
         self._read(self._take()).add_to(out)
 
     def rows(self) -> RowSparse:
-        """Return the payload as rows, in memory of its own, because it is kept until the round ends."""
+        """Return the payload as rows. The rows are a copy, because they are kept until the round ends."""
         return self._read(self._take().copy()).rows()
 
 
 class WholeMessage(Contribution):
-    """A payload that comes from another process into memory of its own, even before its turn.
+    """A payload that is received from another process into memory of its own, even before its turn.
 
-    However slowly it comes, it keeps no buffer that others need. `read` decodes a coded payload.
+    So a payload that arrives slowly occupies no buffer that others need. `read` decodes a coded payload.
     """
 
     local = False
@@ -326,7 +324,7 @@ class WholeMessage(Contribution):
         self._asked += 1
 
     def ready(self, block: int) -> bool:
-        """True if all of it has come. Asks for more."""
+        """True if the whole payload has arrived. Otherwise asks for more of it."""
         while self._coming and self._receiver.came(self._coming[0]):
             self._coming.popleft()
         while self._rest and len(self._coming) < self._receiver.in_flight:
@@ -351,7 +349,7 @@ class _Block(NamedTuple):
 
 
 class _Shipment(NamedTuple):
-    """An answer under way to a worker. `blocks` are those not sent yet."""
+    """A unit, or rows of it, on its way to a worker. `blocks`: the blocks that have not been sent yet."""
 
     unit: int
     worker: int
@@ -376,7 +374,7 @@ class Receiver:
     # ---- in
 
     def first(self, unit: Unit, worker: int) -> Callable[[], bool]:
-        """Receive the payload of a SET into the unit's memory. Return a function that is True once all has come."""
+        """Receive first values (SET) into the unit's memory. Return a function that is True once all have arrived."""
         slices = cut_bytes(unit.stored, unit.block_elements * unit.stored.itemsize)
         blocks = deque(self.receive(data, worker, unit.number, False) for data in slices)
 
@@ -394,7 +392,7 @@ class Receiver:
         return _Block(request, data, due)
 
     def came(self, block: _Block) -> bool:
-        """True if a block has come. Never true if its worker died before."""
+        """True if a block has arrived. Never True if its worker has died before the block arrived."""
         name = id(block.request)
         # A request is null once it has completed.
         if block.request:
@@ -418,8 +416,7 @@ class Receiver:
         else:
             whole, step = stored.reshape(-1, unit.row_elements), max(1, unit.block_elements // unit.row_elements)
             blocks = (whole[rows[at : at + step]].reshape(-1).view(np.uint8) for at in range(0, len(rows), step))
-        # The unit's own memory is sent at once. Rows are copied, so only a few messages of them are under way at a
-        # time.
+        # The unit's own memory is sent at once. Rows are copied, so only a few messages with rows are sent at a time.
         shipment = _Shipment(unit.number, worker, blocks, sys.maxsize if rows is None else ROW_MESSAGES, deque())
         self._post(shipment)
         self._shipping.append(shipment)
@@ -430,7 +427,7 @@ class Receiver:
             shipment.requests.append(send(self.comm, block, shipment.worker, tag))
 
     def delivered(self) -> list[tuple[int, int]]:
-        """Return (unit, worker) of all answers that have been sent since the last call."""
+        """Return (unit, worker) for each shipment that has been sent completely since the last call."""
         gone, rest = [], []
         for shipment in self._shipping:
             while shipment.requests and shipment.requests[0].Test():
@@ -453,8 +450,8 @@ class Receiver:
     def stop(self, lines: Iterable[Line]) -> None:
         """Give up all receives at the end of a generation.
 
-        For a moment, first take in what workers are sending, because they wait until that is done. Nothing of it counts
-        as a contribution. Memory that MPI may still touch is kept alive.
+        First receive for a moment what workers are sending, because the workers wait until they have sent it. Drop all
+        of this. Memory that MPI may still touch is kept alive.
         """
         distant = [line for line in lines if isinstance(line, MessageLine)]
         dropped: list[MPI.Request] = []
@@ -462,7 +459,7 @@ class Receiver:
         while heard and clock.seconds() < DRAIN_SECONDS:
             for line in list(heard):
                 try:
-                    # Payloads that follow a frame without a credit are received too, and dropped.
+                    # Also receive, and drop, payloads that follow a frame without a credit.
                     for frame in map(Frame.of, line.read()):
                         unasked = frame.aux if frame.op == Op.SET else int(frame.op == Op.PUSH and frame.flags & ALONG)
                         tag = push_tag(frame.unit)
@@ -484,7 +481,7 @@ class Receiver:
 
 
 class Buffers:
-    """Buffers for the blocks of a server. `limit` is the number of bytes that they may fill: the size of all units."""
+    """Buffers for the blocks that a server receives. `limit`: the bytes that they may fill, the size of all units."""
 
     def __init__(self) -> None:
         self.limit = self.held = 0
@@ -495,8 +492,8 @@ class Buffers:
         """Return a buffer, or None if there is no room.
 
         Args:
-            due: It is the turn of this block in its sum.
-            sent: The worker has sent the block already, so it gets a buffer even if there is no room.
+            due: True if a sum needs this block next.
+            sent: True if the worker has sent the block already. The block then gets a buffer even if there is no room.
         """
         room = self.limit if due else self.limit // 2
         if self.held + nbytes > room and not sent and (not due or self._due):
@@ -509,7 +506,7 @@ class Buffers:
         return np.empty(nbytes, np.uint8)
 
     def give_back(self, buffer: Bytes, due: bool) -> None:
-        """Give back a buffer. Its bytes stay until the next `borrow`."""
+        """Give back a buffer. Its content stays valid until the next `borrow`."""
         self.held -= buffer.size
         self._due -= due
         if len(self._spare) < KEPT:

@@ -1,23 +1,26 @@
-"""Decide when a server applies pushes and lets pulls return: in rounds, or as they come within `staleness`. No MPI.
+"""Decide when a server applies pushes and lets pulls return: in rounds, or one by one within `staleness`. No MPI.
 
-A state machine. The loop turns frames into events (`pushed`, `pulled`, `released`, `waits`, `meets`, `left`), and calls
-`work` as long as that does anything. Each of these returns the replies to send. Units are independent of each other. An
-exception ends the generation: `finish` then applies what it still can, and `abandon` drops the rest. The next
-generation has a new state.
+`ServerState` is a state machine for the units of a server, which are independent of each other. A unit is a part of a
+key on one server. The same workers, its contributors, always push to it. The server's loop turns messages into events
+(the methods `pushed`, `pulled`, `released`, `waits`, `meets`, `left`), and calls `work` as long as there is something
+to do. The loop sends the replies that these methods return. An exception ends the generation, which is the life of the
+store between two failures: `finish` then applies what it still can, and `abandon` drops the rest. The next generation
+has a new state.
 
-`SynchronousState` applies rounds. Round r of a unit is complete when every contributor has pushed the unit r times. It
-is summed in the order of the contributors, block by block. Each block is updated by the optimizer, or replaces the
-stored one without an optimizer. The unit's progress word tells readers how many blocks are done. A worker may be any
-number of rounds ahead.
+`SynchronousState` applies rounds. Round r of a unit is complete when every contributor has pushed the unit r times. The
+round is summed in the order of the contributors, block by block. The optimizer updates the stored values by each summed
+block. Without an optimizer the sum replaces the values. The unit's progress word tells readers how many blocks are
+done. A worker may be any number of rounds ahead.
 
-`AsynchronousState` applies every contribution as an update of its own, in the order of arrival. Pushes and pulls of a
-worker that is too far ahead of the slowest one are held back. A worker that waits for all others, in a barrier or to
-close, pushes nothing until all have come. So it holds nobody back, and pushes are counted anew from there.
+`AsynchronousState` applies every push as an update of its own, in the order of arrival. Pushes and pulls of a worker
+that is too far ahead of the slowest worker are held back. A worker that waits for all others, in a barrier or to close
+the store, pushes nothing until all others have come. So others need not wait for its pushes. Once all have come, the
+server counts from 0 again how far workers are ahead.
 
-Reading: in a synchronous store workers of this node read without asking, behind the progress word. In an asynchronous
-store they may read a unit of one block without asking, between two updates: `words[0]` is odd while one is written, and
-grows with each. If updates follow each other too closely for that, they ask. A reader that has asked, and was granted,
-holds updates back until it has finished.
+Reading: in a synchronous store, workers of this node read without asking, as far as the progress word allows. In an
+asynchronous store they may read a unit of one block without asking, between two updates: `words[0]` is odd while an
+update is being written, and grows with each update. If updates follow each other too closely for that, a worker asks
+the server. While a worker reads a unit with the server's permission (GRANT), the unit is not updated.
 """
 
 from __future__ import annotations
@@ -44,17 +47,18 @@ from mpips.store.server.late import BEFORE_LEAVING, InRounds, Late, Wait
 from mpips.store.server.reduce import Reduce
 from mpips.store.server.unit import Contribution, Known, Replies, Reply, Unit, UnitMirror
 
-# How much a server does before it listens again: turns of units of at most SHORT_BYTES, or one turn of a longer unit.
+# The work of a server between two looks for messages: TURNS turns of units of at most SHORT_BYTES, or one turn of a
+# longer unit.
 TURNS, SHORT_BYTES = 8, 1 << 14
 PRIORITY = attrgetter("priority")
-# the recorder's lane for what this process' servers do, above the lanes of stores
+# The number under which the recorder keeps what this process' servers do. It is larger than the numbers of stores.
 LANE = 3 << 62
 Name = int | str
 
 
 @cache
 def _marks() -> recorder.Marks:
-    """Return the marks of this process' servers, made once."""
+    """Return the shared words that show other processes what this process' servers do. The words are made once."""
     return recorder.Marks(LANE)
 
 
@@ -78,15 +82,15 @@ class ServerState(ABC):
         compressor: Compressor | None = None,
     ) -> None:
         self.units: Known[int, Unit] = Known("unit")
-        # the store's lane in records, set once it is known
+        # the number that stands for the store in timing records; set once it is known
         self.lane = LANE
         self.optimizers = optimizers or Groups()
         self.compressor = compressor
         self.late = late or Late()
         # units that have something to apply
         self.ready: dict[int, Unit] = {}
-        # Units to whose open round some worker has contributed. Always empty if no worker waits for another's
-        # contribution.
+        # Units to whose open round some workers have pushed. Always empty in a store in which no worker waits for the
+        # pushes of others.
         self.open: dict[int, Unit] = {}
         # workers that have left
         self.gone: set[int] = set()
@@ -98,14 +102,14 @@ class ServerState(ABC):
         self._remote = frozenset(remote)
         self._reduce = reduce or Reduce()
         self._mirror = mirror
-        # shows other processes which unit this server has summed, or let a worker read, last
+        # shows other processes which unit this server has last summed, or let a worker read
         self._word = _marks().word
         # unit number -> (ring, record id) of the round that is being summed
         self._begun: dict[int, tuple[RecordRing, int]] = {}
-        # record the rounds of every unit, not only of long ones
+        # time the rounds of every unit, not only of long ones
         self._every = False
         recorder.add_timeable(self)
-        # True once any unit has a priority. Without one nothing is sorted: sorting hundreds of units at every step
+        # True once any unit has a priority. Until then units are not sorted: sorting hundreds of units at every step
         # takes as long as summing them.
         self._ranked = False
 
@@ -113,22 +117,22 @@ class ServerState(ABC):
 
     @abstractmethod
     def pushed(self, unit: Unit, index: int, source: Contribution, priority: int, clock: float) -> None:
-        """Take a contribution of the contributor at `index`. MismatchError if its round can never end."""
+        """Take a push of the contributor at `index`. MismatchError if the round of this push can never end."""
 
     def pulled(self, number: int, worker: int, round_: int, rows: NDArray[Any] | None = None) -> Replies:
-        """Let a worker read a unit, or some rows of it, once `round_` of its own pushes are in it."""
+        """Let a worker read a unit, or some rows of it, once the unit contains `round_` pushes of this worker."""
         unit = self.units[number]
         unit.pulls.append((worker, round_, rows))
         return self._grant(unit)
 
     def hold(self, number: int, worker: int, pushes: int) -> Replies:
-        """Hold a unit unchanged for a worker, once the unit has this many pushes of all workers in it."""
+        """Keep a unit unchanged for a worker, once the unit contains this many pushes of all workers together."""
         unit = self.units[number]
         unit.holds.append((worker, pushes))
         return self._grant(unit)
 
     def released(self, number: int, worker: int) -> None:
-        """Note that a reader has finished."""
+        """Note that a worker has finished reading a unit."""
         unit = self.units.get(number)
         if unit is not None and worker in unit.readers:
             unit.readers.remove(worker)
@@ -140,33 +144,33 @@ class ServerState(ABC):
             self.late.note_wait(unit, worker, round_)
 
     def meets(self, worker: int) -> Replies:
-        """Note that a worker waits in a barrier. It holds nobody back until `all_met`."""
+        """Note that a worker waits in a barrier. Until `all_met`, no other worker has to wait for its pushes."""
         self.meeting.add(worker)
         return self._handle_absent()
 
     def asks(self, worker: int) -> None:
-        """Note that a worker waits until all pushes have been applied, and pushes nothing meanwhile."""
+        """Note that a worker waits until all pushes have been applied, and pushes nothing until then."""
         self.asking.add(worker)
 
     def all_met(self) -> None:
-        """Count anew how far workers are ahead: all have waited for all others, and everything pushed is applied."""
+        """Count from 0 again how far workers are ahead. All workers have met, and everything pushed is applied."""
         self.meeting.clear()
         for unit in self.units.values():
             unit.met = list(unit.done)
 
     def left(self, worker: int) -> Replies:
-        """Stop waiting for a worker that has closed the store. MismatchError if an open round needs it."""
+        """Stop waiting for a worker that has closed the store. MismatchError if an open round needs this worker."""
         self.gone.add(worker)
         for unit in self.units.values():
             unit.pulls = [pull for pull in unit.pulls if pull[0] != worker]
             unit.holds = [hold for hold in unit.holds if hold[0] != worker]
-            # What is being sent to a worker of another node ends by itself.
+            # A worker of another node reads until the messages to it are sent, which ends by itself.
             if worker not in self._remote:
                 unit.readers = [reader for reader in unit.readers if reader != worker]
         return self._handle_absent()
 
     def _handle_absent(self) -> Replies:
-        """Stop waiting for workers that have left or wait in a barrier. Return replies to readers that may read now."""
+        """Stop waiting for workers that have left or wait in a barrier. Return replies to workers that may read now."""
         replies: Replies = []
         for unit in self.units.values():
             self._handle_gone(unit)
@@ -174,7 +178,7 @@ class ServerState(ABC):
         return replies
 
     def tick(self, clock: float, others: Iterable[InRounds] = (), waits: Iterable[Wait] = ()) -> Replies:
-        """Look for waits that have become too long. Called now and then while idle.
+        """Check for waits that have become too long. Called now and then.
 
         Args:
             others: Parts of services that have rounds.
@@ -188,14 +192,14 @@ class ServerState(ABC):
         return self.late.tick(clock, [*self.open.values(), *others])
 
     def wake(self, clock: float) -> None:
-        """Take note of the time. Called often while idle."""
+        """Store the current time. Called more often than `tick`."""
         self._clock = clock
 
     @property
     def quiet(self) -> bool:
-        """True if everything pushed has been applied, and the mirror, if any, has it.
+        """True if everything pushed has been applied and, if there is a mirror, has arrived at the mirror.
 
-        Pushes that are too far ahead to be applied do not count.
+        Pushes that cannot be applied yet, because their worker is too far ahead, do not count.
         """
         return not self.ready and not self.open and (self._mirror is None or self._mirror.quiet)
 
@@ -222,9 +226,9 @@ class ServerState(ABC):
         return turns > 0, every
 
     def _as_they_came(self) -> Iterator[Unit]:
-        """Yield the units that are ready.
+        """Yield the units that are ready, in the order in which they became ready.
 
-        Lists are made late: the first unit is mostly enough, and there may be thousands.
+        There may be thousands of units, and the caller mostly needs only the first. So build lists only when needed.
         """
         first = next(iter(self.ready.values()))
         yield first
@@ -241,16 +245,16 @@ class ServerState(ABC):
 
     @abstractmethod
     def _handle_gone(self, unit: Unit) -> None:
-        """Handle the absence of workers for one unit. MismatchError if its open round waits for one that has left."""
+        """Handle the absence of workers for one unit. MismatchError if the open round needs a worker that has left."""
 
     @abstractmethod
     def _may_read(self, unit: Unit, worker: int, round_: int) -> bool:
-        """True if a worker may read the unit after `round_` of its own pushes."""
+        """True if a worker that has pushed to the unit `round_` times may read the unit now."""
 
     def _grant(self, unit: Unit) -> Replies:
-        """Grant waiting pulls and holds that are due. The unit is not written until these readers have finished.
+        """Grant the pulls and holds that are due. The unit is not written until their workers have finished reading.
 
-        A pull is due once the worker's own pushes are in the unit.
+        A pull is due once the worker's own pushes are in the unit. A hold is due once enough pushes of all workers are.
         """
         if unit.block or not (unit.pulls or unit.holds):
             return []
@@ -273,20 +277,20 @@ class ServerState(ABC):
         return replies
 
     def _written(self, unit: Unit) -> None:
-        """Close the undo copy of a unit and send it to its mirror, after all blocks have been written."""
+        """After all blocks of a unit have been written, close its undo copy and send the unit to the mirror."""
         if unit.undo is not None:
             unit.undo.close(unit.stands_at)
         if self._mirror is not None:
             self._mirror.changed(unit)
 
     def set_timed(self, every: bool) -> None:
-        """Record the rounds of every unit from now on, or only of long ones. See `recorder.own.trace`."""
+        """From now on time the rounds of all units, or only of long units if not `every`. See `recorder.own.trace`."""
         self._every = every
         for unit in list(self.units.values()):
             unit.is_timed = every or unit.is_long
 
     def _begin(self, unit: Unit, number: int) -> None:
-        """Begin the record of a round, or of a single contribution, that is being applied."""
+        """Begin to time a round that is being applied. In an asynchronous store: a push."""
         into = recorder.ring
         self._begun[unit.number] = into, into.begin(unit.form, 0, number)
 
@@ -317,7 +321,7 @@ class ServerState(ABC):
         self._prepare(unit)
 
     def _prepare(self, unit: Unit) -> None:
-        """Request the compiled loops that will sum and update a unit, so that they are ready in time."""
+        """Request the compiled loops that will sum and update a unit, so that they are ready when they are needed."""
         if self.compressor is not None:
             self.compressor.prepare(unit.stored.dtype)
         nbytes, size, dtype = unit.stored.nbytes, unit.stored.size, unit.stored.dtype.name
@@ -328,8 +332,7 @@ class ServerState(ABC):
             parts = 1
         elif self._remote.isdisjoint(unit.contributors):
             parts = count
-        # Contributions from other nodes are added one by one as they come; the last one is added and written in one
-        # loop.
+        # Pushes from other nodes are added one by one as they come. One loop adds the last push and writes the result.
         else:
             parts = min(2, count)
         if unit.optimizer is None:
@@ -343,10 +346,7 @@ class ServerState(ABC):
             self._mirror.changed(unit)
 
     def forget(self, numbers: Iterable[int]) -> None:
-        """Forget units that no worker will use again.
-
-        Some may be unknown, and workers may still say that they have read.
-        """
+        """Forget units that no worker will use again. Unknown numbers are ignored."""
         gone = [self.units.pop(number) for number in numbers if number in self.units]
         if self._mirror is not None:
             self._mirror.forget(gone)
@@ -362,7 +362,7 @@ class ServerState(ABC):
         return not any(number in self.ready or number in self.open for number in numbers)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None = None) -> None:
-        """Update keys (None: all keys) with an optimizer from now on. Its state starts anew."""
+        """Update keys (None: all keys) with this optimizer from now on, with new state."""
         self.optimizers.set(optimizer, keys)
         chosen = None if keys is None else set(keys)
         for unit in self.units.values():
@@ -379,7 +379,7 @@ class ServerState(ABC):
             self._prepare(unit)
 
     def set_compressor(self, compressor: Compressor) -> None:
-        """Decode compressed pushes by this compressor from now on."""
+        """Decode compressed pushes with this compressor from now on."""
         self.compressor = compressor
         for unit in self.units.values():
             self._prepare(unit)
@@ -387,9 +387,9 @@ class ServerState(ABC):
     # ---- the end of a generation
 
     def finish(self) -> bool:
-        """Apply rounds to which all have contributed, at the end of a generation. True if anything was done.
+        """Apply rounds to which all have pushed, at the end of a generation. True if anything was done.
 
-        A unit that fails is left as it is.
+        If an update fails, its unit is left as it is.
         """
         worked = False
         for unit in list(self.ready.values()):
@@ -399,9 +399,9 @@ class ServerState(ABC):
         return worked
 
     def abandon(self) -> None:
-        """Drop every contribution that is left, at the end of a generation.
+        """Drop all pushes that have not been applied, at the end of a generation.
 
-        A unit to which a round has been applied in part goes back a round, or is torn (`Unit.give_up`).
+        A unit with a partly applied round goes back to the round before, or is marked as torn (`Unit.give_up`).
         """
         self.late.clear()
         self._begun.clear()
@@ -446,7 +446,7 @@ class SynchronousState(ServerState):
         if unit.readers or not unit.mirrored:
             return False, []
         if unit.block == unit.blocks:
-            # The round is written, and its mirror has it by now.
+            # The round was written at an earlier turn, and has now arrived at the mirror.
             return True, self._end_round(unit)
         if not unit.block:
             self._word[0] = unit.token
@@ -463,7 +463,7 @@ class SynchronousState(ServerState):
         return worked, self._end_round(unit) if unit.mirrored else []
 
     def _sum(self, unit: Unit, sources: Sequence[Contribution]) -> bool:
-        """Sum the blocks whose contributions are there. True if there were any."""
+        """Sum the blocks whose contributions have arrived. True if there were any."""
         reduce = self._reduce
         if unit.blocks == 1 and not reduce.worth_sharing(unit, sources, 0, 1):
             steady = [array for source in sources if (array := source.steady) is not None]
@@ -477,12 +477,12 @@ class SynchronousState(ServerState):
         return reduce.sum_arriving(unit, sources)
 
     def _end_round(self, unit: Unit) -> Replies:
-        """End a round: readers may read it, and contributors may go on. The next round may be complete already."""
+        """End a round: workers may read it, and contributors may go on. The next round may be complete already."""
         if self._begun:
             self._end(unit)
         unit.round = round_ = unit.round + 1
         if unit.optimizer is None:
-            # The sum has replaced every value, so nothing is left of a round that was torn.
+            # The sum has replaced every value, so nothing is left of a torn round.
             unit.torn = False
         unit.begin()
         missing = 0
@@ -517,8 +517,8 @@ class AsynchronousState(ServerState):
     """Units to which every contribution is applied by itself.
 
     Args:
-        staleness: How many steps of a unit a worker may be ahead of the slowest one, counted since all met. -1: any
-            number.
+        staleness: Number of pushes of a unit by which a worker may be ahead of the slowest worker, counted from the
+            last time that all workers met. -1: any number.
     """
 
     asynchronous = True
@@ -546,7 +546,7 @@ class AsynchronousState(ServerState):
         self.ready[unit.number] = unit
 
     def _handle_gone(self, unit: Unit) -> None:
-        # Contributions that the absent worker held back may be applied now.
+        # Pushes that had to wait for the absent worker may be applied now.
         if unit.waits:
             self.ready[unit.number] = unit
 
@@ -567,7 +567,7 @@ class AsynchronousState(ServerState):
         if unit.readers or not unit.mirrored:
             return False, []
         if unit.block == unit.blocks:
-            # The update is written, and its mirror has it by now.
+            # The update was written at an earlier turn, and has now arrived at the mirror.
             return True, self._end_update(unit)
         if unit.active < 0:
             unit.active = next((i for i in unit.arrivals if not self._too_far(unit, i, unit.done[i])), -1)
@@ -583,8 +583,8 @@ class AsynchronousState(ServerState):
             self._word[0] = unit.token
             if unit.is_timed and unit.number not in self._begun:
                 self._begin(unit, unit.done[index] + 1)
-        # An odd word tells readers that an update is being written. Only in units of one block: in longer units
-        # outboxes read this word as the number of summed blocks, and would use slots again too early.
+        # An odd word tells readers that an update is being written. Do this only in units of one block. In longer units
+        # a worker's outbox reads this word as the number of summed blocks, and would reuse its slots too early.
         if unit.blocks == 1:
             unit.words[0] |= 1
         if unit.block == 0 and unit.undo is not None:
@@ -600,7 +600,7 @@ class AsynchronousState(ServerState):
         return True, self._end_update(unit) if unit.mirrored else []
 
     def _end_update(self, unit: Unit) -> Replies:
-        """End the update by the contribution that is being applied."""
+        """End the update that applied one push: workers may read the result, and the next update may begin."""
         index = unit.active
         if self._begun:
             self._end(unit)

@@ -1,4 +1,8 @@
-"""A unit on its server: its values and optimizer state, the sum and update of a block, queues of pushes. No I/O."""
+"""A unit on its server: its values and optimizer state, the sum and update of a block, queues of pushes. No I/O.
+
+A unit is a part of a key on one server. The same workers, its contributors, always push to it. A unit is summed and
+updated in blocks, which fit into the cache.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,15 @@ SHOWN = 8
 
 
 class UnknownError(ValueError):
-    """A worker's message names something that this server does not have. The sender is told."""
+    """A worker's message names something that this server does not have. The server reports it to the worker."""
 
 
 class Known(dict[K, V]):
-    """Units and the like, by number or name. UnknownError for a name that is not among them."""
+    """A dict of what workers can name in messages, such as units. A missing name raises UnknownError.
+
+    Args:
+        noun: What the names are names of, for the text of the error.
+    """
 
     def __init__(self, noun: str) -> None:
         super().__init__()
@@ -39,20 +47,21 @@ class Known(dict[K, V]):
 class Contribution:
     """Base class of pushes to a unit. Subclasses (`server.sources`) know where the payload lies and how it is coded.
 
-    The defaults here are those of a payload that is complete, and in memory of this node.
+    The defaults are those of a payload that is complete and lies in memory of this node.
     """
 
-    # True if it lies in memory of this node
+    # True if the payload lies in memory of this node
     local = True
-    # True if it is compressed or row-sparse. It is then taken as a whole once `ready(0)`, and else block by block.
+    # True if the payload is compressed or row-sparse. A coded payload is read as a whole, once `ready(0)` is True. Any
+    # other payload is read block by block.
     coded = False
-    # True if it is row-sparse
+    # True if the payload is row-sparse
     sparse = False
-    # True if it holds nothing and only counts as a round
+    # True if the push has no values and only counts as a round
     empty = False
-    # all elements of the unit, if they are complete and in memory of this node
+    # all elements of the unit, if they are complete and in memory of this node; otherwise None
     steady: Array | None = None
-    # its weight in a round that a quorum closes
+    # the weight of the push in a round that a quorum closes
     weight = 1
 
     def ready(self, block: int) -> bool:
@@ -62,7 +71,7 @@ class Contribution:
     def part(self, block: int, start: int, stop: int) -> Array:
         """Return elements [start, stop) of the unit, which belong to this block. Plain payloads only.
 
-        They must be used at once: a block that came as a message is forgotten when the next one is looked for.
+        Use the elements at once: the memory of a block that came as a message is reused when the next one is asked for.
         """
         raise TypeError("the payload has no plain elements")
 
@@ -75,7 +84,7 @@ class Contribution:
         raise TypeError("the payload is not row-sparse")
 
     def whole(self) -> Array:
-        """Return all elements, in memory of their own. Only in stores with a quorum, once all of it has arrived."""
+        """Return all elements, in memory of their own. Only in stores with a quorum, after `ready(0)` was True."""
         raise TypeError("the payload is taken block by block")
 
     def drop(self) -> None:
@@ -90,7 +99,7 @@ class Reply(NamedTuple):
     unit: int
     round: int = 0
     text: str = ""
-    # of a GRANT: the rows that were asked for; None: all
+    # in a GRANT: the rows that the worker has asked for; None: all rows
     rows: Array | None = None
 
 
@@ -98,11 +107,11 @@ Replies = list[Reply]
 
 
 class UnitMirror:
-    """Interface that sends changed units to another server, which keeps copies of them (`recovery.mirror`)."""
+    """Interface for sending changed units to the mirror: another server, which keeps copies (`recovery.mirror`)."""
 
     @property
     def quiet(self) -> bool:
-        """True if the other server has everything that was sent."""
+        """True if the mirror has everything that was sent."""
         raise NotImplementedError
 
     def changed(self, unit: Unit) -> None:
@@ -110,12 +119,12 @@ class UnitMirror:
         raise NotImplementedError
 
     def forget(self, units: Iterable[Unit]) -> None:
-        """Let the other server forget units that no longer exist."""
+        """Let the mirror forget units that no longer exist."""
         raise NotImplementedError
 
 
 class FrozenUnit:
-    """Values and state of a unit at one moment: the unit's own arrays until it is about to be written, then copies."""
+    """Values and state of a unit at one moment: until the unit's next write its own arrays, afterwards copies."""
 
     def __init__(self, unit: Unit) -> None:
         self.round = unit.round
@@ -129,8 +138,18 @@ class FrozenUnit:
 class Unit:
     """One unit on its server.
 
-    Readers on the same node see its progress in `words`. `words[0]` counts finished blocks over all rounds (in an
-    asynchronous store, see `state`). `words[1 + i]` is the number of rounds of contributor i that have been read.
+    Workers on the same node read the unit's progress in `words`, which lie in shared memory. `words[0]` counts finished
+    blocks over all rounds (for asynchronous stores, see `state`). `words[1 + i]` is the number of rounds of contributor
+    i that the server has read.
+
+    Args:
+        number: The unit's number on its server.
+        stored: Its values.
+        contributors: The workers that push to it.
+        block_elements: Number of elements of a block.
+        row_elements: Number of elements of a row of the key.
+        start: The first element of the unit in its key.
+        undo: The unit's undo copy (`recovery.undo`), if the store survives deaths.
     """
 
     noun = "key"
@@ -156,50 +175,48 @@ class Unit:
         self.block_elements = max(1, block_elements)
         self.blocks = max(1, -(-stored.size // self.block_elements))
         self.row_elements = row_elements
-        # its first element in the key
         self.start = start
-        # the old values of the open round, if the store survives deaths
         self.undo = undo
         self.optimizer: Optimizer | None = None
         self.state: State | None = None
         self.step = 0
-        # snapshots of it that have to be copied before the next write
+        # snapshots of the unit, which must be copied before its next write
         self.frozen: list[FrozenUnit] = []
-        # with a quorum: a copy of the stored values, which workers read
+        # with a quorum: the copy of the stored values that workers read
         self.copy: Array | None = None
-        # True if some blocks are of a round that was never finished
+        # True if some blocks belong to a round that was never finished
         self.torn = False
-        # False while its mirror has yet to receive the stored values. Until then they must not change, and workers must
-        # not hear of them.
+        # False while the mirror has not received the stored values yet. Meanwhile the values must not change, and
+        # workers must not be told that the round is complete.
         self.mirrored = True
         # synchronous: number of complete rounds
         self.round = 0
-        # asynchronous: for each contributor, the number of its rounds that are applied
+        # asynchronous: for each contributor, the number of its pushes that are applied
         self.done = [0] * len(self.contributors)
-        # the same numbers when all workers met last
+        # the value of `done` when all workers last waited for one another
         self.met = [0] * len(self.contributors)
         self.priority = 0
         # workers that are reading
         self.readers: list[int] = []
-        # (worker, its rounds, rows) of pulls that wait for a grant
+        # pulls that wait for a grant: (worker, number of its pushes that must be in the unit, rows)
         self.pulls: list[tuple[int, int, Array | None]] = []
-        # (worker, pushes) of workers that want to hold it once it has this many pushes in it
+        # requests to hold the unit unchanged: (worker, number of pushes that must be in the unit)
         self.holds: list[tuple[int, int]] = []
-        # when the open round began to wait; None: set it at the next look at the clock
+        # when the open round began to wait; None: the next `Late.tick` sets this time
         self.opened: float | None = 0.0
         self.warned = False
-        # the marks by which other processes see that it is being summed, or read
+        # numbers that show other processes that the unit is being summed, or pulled
         self.token = self.token_of_pulls = 0
-        # the form of records of its rounds
+        # the part that all timing records of its rounds have in common
         self.form = b""
-        # is_long: its rounds are always recorded; is_timed: they are recorded at present
+        # is_long: its rounds are always timed; is_timed: its rounds are timed at present
         self.is_long = self.is_timed = False
-        # number of pushes of each contributor at the last `uncounted`
+        # the number of pushes of each contributor at the last call of `uncounted`
         self._counted: list[int] = []
         self.reset()
 
     def reset(self) -> None:
-        """Begin without contributions, and with no block of a round applied."""
+        """Start with empty queues and a new round."""
         self.queues: list[deque[Contribution]] = [deque() for _ in self.contributors]
         # number of contributors whose queue is empty
         self.missing = len(self.contributors)
@@ -213,21 +230,22 @@ class Unit:
         """Begin the next round."""
         # number of writes to the stored values in the open round
         self.writes = 0
-        # True if the optimizer's step has been counted for the open round
+        # True if the optimizer's step has been increased for the open round
         self.stepped = False
         # number of blocks that are applied
         self.block = 0
-        # Number of contributors whose payload, or whose part of the present block, has been added to `total` or `rows`.
-        # Of the next contributor `part_block` blocks have been added.
+        # Number of contributors that have been added to `total` or `rows`: with their whole payload if any payload is
+        # coded, otherwise with their part of the current block.
         self.part = 0
+        # if any payload is coded: number of blocks of the next contributor that have been added
         self.part_block = 0
-        # the running sum of the present block, or of all blocks
+        # the running sum: of all blocks if any payload is coded, otherwise of the current block
         self.total: Array | None = None
-        # used instead of `total` as long as all contributions are rows
+        # the rows that have been added, kept instead of `total` as long as all contributions are rows
         self.rows: list[RowSparse] = []
 
     def uncounted(self, asynchronous: bool) -> list[int]:
-        """Return the number of pushes of each contributor that were applied since the last such call. At first 0."""
+        """Return how many pushes of each contributor were applied since the last call. The first call returns zeros."""
         now = list(self.done) if asynchronous else [self.round] * len(self.contributors)
         before, self._counted = self._counted or now, now
         return [new - old for new, old in zip(now, before)]
@@ -270,7 +288,7 @@ class Unit:
         self.readers, self.pulls, self.holds = [], [], []
         self.reset()
 
-    # ---- what is stored. With an undo copy (`recovery.undo`) the round before can be restored after a death.
+    # ---- the stored values. With an undo copy (`recovery.undo`) the previous round can be restored after a death.
 
     @property
     def stands_at(self) -> int | None:
@@ -278,15 +296,15 @@ class Unit:
         return None if self.state is None else self.step
 
     def set_optimizer(self, optimizer: Optimizer | None) -> None:
-        """Update by this optimizer from now on, with new state."""
+        """Use this optimizer from now on, with new state."""
         self.optimizer, self.state, self.step = optimizer, None, 0
         if self.undo is not None:
             self.undo = with_state(self.undo, state_dtypes(optimizer, self.stored.dtype))
 
     def put_state(self, state: State | None, step: int) -> None:
-        """Set the optimizer's state from outside. None: it begins anew."""
+        """Replace the optimizer's state. None: the next update begins with new state."""
         if self.undo is not None:
-            # If the server is killed meanwhile, the unit has no state.
+            # If the server is killed while the state is being copied, the unit must count as having no state.
             self.undo.note_state(None)
         self.state, self.step = None if state is None else self._in_undo_memory(state), step
         if self.undo is not None:
@@ -301,7 +319,7 @@ class Unit:
         return self.undo.state
 
     def note_overwrite(self, torn: bool) -> None:
-        """Note that values are being overwritten from outside (`torn`), or that all of them have been (not `torn`)."""
+        """Note that values are about to be replaced other than by a push (`torn`), or have been (not `torn`)."""
         self.torn = torn
         if self.undo is not None:
             self.undo.note_overwrite(torn)
@@ -317,7 +335,7 @@ class Unit:
             self.step -= 1
 
     def go_to_undo_copy(self) -> None:
-        """Set the optimizer's step and state to those of the stored values, after the undo copy has changed these."""
+        """Set the optimizer's step and state to match the stored values, after the undo copy has restored these."""
         assert self.undo is not None
         step = self.undo.available_rounds()[0].step
         self.state, self.step = (None, 0) if step is None else (self.undo.state, step)
@@ -340,15 +358,15 @@ class Unit:
             self.undo.open()
 
     def keep_old(self, start: int, stop: int) -> None:
-        """Keep what `write` is about to overwrite in elements [start, stop). Those before them must have been kept."""
+        """Copy elements [start, stop), which `write` is about to overwrite, to the undo copy, if there is one.
+
+        All elements before `start` must have been copied in this round.
+        """
         if self.undo is not None:
             self.undo.keep_old(start, stop)
 
     def thaw(self) -> None:
-        """Copy the arrays of snapshots, so that they stay while this unit is written.
-
-        Drop the copy that workers read.
-        """
+        """Prepare for a write: copy the arrays of snapshots, and drop the copy that workers read."""
         self.copy = None
         for frozen in self.frozen:
             frozen.copy()
@@ -370,9 +388,9 @@ class Unit:
             self.writes += 1
 
     def write_rows(self, total: RowSparse) -> None:
-        """Update the rows of a sum, in which none repeats, as part of the current optimizer step.
+        """Update the rows that a sum names, as part of the current optimizer step. No row occurs twice in the sum.
 
-        Without an optimizer the sum replaces all elements, and rows that it does not name become 0.
+        Without an optimizer the sum replaces all elements, and rows that the sum does not name become 0.
         """
         rows = self.stored.reshape(total.shape)
         if self.optimizer is None:
@@ -387,7 +405,7 @@ class Unit:
         self.writes += 1
 
     def failed(self, error: Exception) -> CollectiveError:
-        """Return the exception to raise after an update has failed."""
+        """Return the exception to raise after an update has failed with `error`."""
         refused = isinstance(error, (TypeError, ValueError))
         checked = self.state is None or type(self.optimizer).__module__.startswith("mpips.optimizers.")
         # Built-in optimizers check their arguments before they change anything. After any other error the unit is torn.
@@ -400,8 +418,8 @@ class Unit:
         """Begin a generation with this content.
 
         Args:
-            round_: The number of complete rounds, which is also the number of rounds read of each contributor.
-            pushes: In an asynchronous store, the number of pushes of each contributor instead.
+            round_: The number of complete rounds.
+            pushes: In an asynchronous store, the number of applied pushes of each contributor; otherwise None.
         """
         self.round, self.done = round_, [round_] * len(self.contributors) if pushes is None else list(pushes)
         self.met = [0] * len(self.contributors)
