@@ -57,7 +57,7 @@ class Compressor:
         raise NotImplementedError
 
     def init(self, gradient: np.ndarray) -> np.ndarray:
-        """Return the first residual for gradients like this one: 1-D zeros of its dtype, or float32 if that has 16 bits."""
+        """Return the first residual for gradients like this one: 1-D zeros. For 16-bit gradients it is float32."""
         wide = np.float32 if gradient.dtype.itemsize < 4 else gradient.dtype
         return np.zeros(gradient.size, wide)
 
@@ -474,7 +474,7 @@ class Integers(Compressor):
 
 @dataclass(frozen=True)
 class TopK(Compressor):
-    """Sends the elements with the largest absolute values, as float32 with their indices: 8 bytes for each element sent.
+    """Sends the elements with the largest absolute values, as float32 with their indices: 8 bytes for each of them.
 
     `ratio` is the share of elements to send. Among equal absolute values, those at the lowest indices are sent. Error
     feedback works as in Stich, Cordonnier, Jaggi 2018 (Mem-SGD). The payload is the indices (uint32, ascending), then
@@ -557,8 +557,7 @@ def _find_largest(values: np.ndarray, k: int) -> np.ndarray:
     Among equal absolute values, those at the lowest indices are taken. (`numpy.argpartition` may choose others,
     depending on the processor.)
     """
-    # The bit patterns of positive floats, read as integers, have the same order as the floats, and comparing integers is
-    # faster.
+    # The bit patterns of positive floats, read as integers, have the same order as the floats. Integers compare faster.
     sizes = np.abs(values).view(f"u{values.itemsize}")
     least = np.partition(sizes, sizes.size - k)[sizes.size - k]
     chosen = sizes > least

@@ -38,7 +38,7 @@ from mpips.torch.tensors import sparse_parameters
 BITS = 24
 # the hyperparameters of an optimizer's parameter groups that ranks compare
 NUMBERS = ("lr", "weight_decay", "momentum", "betas", "alpha")
-# After an exchange, the hyperparameters of the first steps, up to this many, are compared. Later steps are only counted.
+# The hyperparameters of at most this many steps after an exchange are compared. Later steps are only counted.
 MOST_STEPS = 16
 # The norms of a parameter on two ranks may differ by this, relative to the larger norm: processors round differently.
 NORM_TOLERANCE = 1e-3

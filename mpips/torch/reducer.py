@@ -223,8 +223,8 @@ class SharedGradients:
         # The compared numbers lie after the gradients of the last parameter's dtype, and have the same dtype.
         self._words = self._flats[last][ends[last] :]
         self._used, self._compared = self._words.split((len(self.parameters), COMPARED))
-        # A copy of the compared numbers that were written last, and the (token, late) that they encode. Most steps write
-        # equal numbers, and then copy these.
+        # A copy of the compared numbers that were written last, and the (token, late) that they encode. Most steps
+        # write equal numbers, and then copy these.
         self._written = self._compared.clone()
         self._last: tuple[int | None, bool] = (None, False)
         self._kinds = [(parameter.dtype, parameter.stride()) for parameter in self.parameters]

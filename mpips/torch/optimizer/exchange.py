@@ -350,8 +350,8 @@ class WorkerExchange(GradientExchange):
         self._passes = passes
         self._parameters = parameters
         self._keys = keys
-        # Separate memory for the sums, only for a store that survives deaths. After a death the same gradients are pushed
-        # again, so the sums must not overwrite them.
+        # Separate memory for the sums, only for a store that survives deaths. After a death the same gradients are
+        # pushed again, so the sums must not overwrite them.
         self._sums: list[Tensor] = []
         if store.layout.survives:
             self._sums = [torch.empty_like(p, memory_format=torch.contiguous_format) for p in parameters]

@@ -65,7 +65,7 @@ class LiveState(MutableMapping[Tensor, Any]):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, records: Callable[[], Mapping[Tensor, Optimizer]]) -> None:
-        """`records` returns the servers' optimizers by parameter. Its result is empty if the optimizer runs on workers."""
+        """`records` returns the servers' optimizers by parameter. It is empty if the optimizer runs on this worker."""
         self._optimizer = optimizer
         self._records = records
         # the initial state, which is shown until the optimizer has a state of its own
@@ -208,7 +208,7 @@ def pack(
 
 
 def states_by_key(state_dict: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """Return the states in an optimizer's `state_dict` by key. `keys[i]` is the key of the optimizer's i-th parameter."""
+    """Return the states in an optimizer's `state_dict` by key. `keys[i]` is the key of its i-th parameter."""
     ids = [each for group in state_dict["param_groups"] for each in group["params"]]
     return {key: state_dict["state"][each] for each, key in zip(ids, keys) if each in state_dict["state"]}
 
