@@ -7,8 +7,8 @@ function that is differentiated:
 - "identity": a single loss, which every rank computes from the result in the same way. Each rank uses its own cotangent
   unchanged.
 
-With p ranks, `allgather` puts an axis of length p in front of a leaf's shape, and `reduce_scatter` removes this axis, as
-in `jax.lax`.
+As in `jax.lax`, with p ranks `allgather` puts an axis of length p in front of a leaf's shape, and `reduce_scatter`
+removes such an axis.
 """
 
 from __future__ import annotations
@@ -272,7 +272,8 @@ def alltoall(tree: Tree, comm: MPI.Comm | None = None) -> Tree:
 def barrier(comm: MPI.Comm | None = None) -> None:
     """Wait for all ranks. Collective.
 
-    Outside of `jit` this call blocks. Inside of `jit`, later calls of mpips run when all ranks have reached the barrier.
+    Outside of `jit` this call blocks. Inside of `jit`, later calls of mpips wait until all ranks have reached the
+    barrier.
 
     Args:
         comm: As in `allreduce`.
@@ -304,7 +305,7 @@ def _checked(gradient: str) -> str:
 
 
 def _encode(leaf: jax.Array, op: str) -> list[jax.Array]:
-    """Return a leaf as real arrays for the reduction, because `collectives` supports neither bool nor complex numbers."""
+    """Return a leaf as real arrays for the reduction: `collectives` supports neither bool nor complex numbers."""
     if leaf.dtype.kind == "b" and op in ("min", "max", "prod"):
         return [leaf.astype(np.uint8)]
     return [leaf.real, leaf.imag] if leaf.dtype.kind == "c" and op in LINEAR else [leaf]

@@ -31,8 +31,8 @@ METADATA = 1
 ABORTED = 10
 # A site (`Site`) caches its arrays for at most this many combinations of addresses.
 MOST_PLACES = 64
-# If the arrays of a call have at most this many bytes in all, they are copied into arrays of our own. The reason is that
-# XLA moves small buffers at every call, but `collectives` can reuse a plan only for arrays at the same addresses.
+# If the arrays of a call have at most this many bytes in all, they are copied into arrays of our own. XLA moves small
+# buffers at every call, but `collectives` can reuse a plan only for arrays at the same addresses.
 SMALL = 32 << 10
 # A function that runs a call on its inputs and outputs. An output that reuses the memory of an input is the same array.
 Run: TypeAlias = Callable[[list[NDArray[Any]], list[NDArray[Any]]], None]
@@ -73,7 +73,7 @@ class MetadataExtension(ctypes.Structure):
 
 
 class Buffer(ctypes.Structure):
-    """An array. We do not read its shape here, because dtype and shape are known since the call was traced."""
+    """An array. Only `data` is read, because dtype and shape are already known from tracing."""
 
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
