@@ -396,8 +396,8 @@ def _check_update(path: str, header: TrainerHeader, update: Update) -> None:
 
 def _check_arrays(path: str, tensors: Mapping[str, file.Tensor], header: TrainerHeader, update: Update) -> None:
     """Raise ValueError if the names, shapes or dtypes in the file differ from those of this Trainer."""
-    # Do not trust `header.clients`, which may be huge. To find a missing tensor, it is enough to look for one client more
-    # than the file has tensors.
+    # Do not trust `header.clients`, which may be huge. To find a missing tensor, it is enough to look for one client
+    # more than the file has tensors.
     numbers = range(min(max(header.clients, 1), len(tensors) + 1))
     saved = {name: str(tensor) for name, tensor in tensors.items()}
     wanted = {

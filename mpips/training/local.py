@@ -176,7 +176,7 @@ class CenterExchange:
         self._copies = not self._elastic and keep == 0.0
 
     def _bytes_of(self, place: int) -> int:
-        """Return how many bytes of a parameter go to the store and back in total. Pushes to servers may be compressed."""
+        """Return how many bytes an exchange of a parameter sends and receives. Pushes to servers may be compressed."""
         worker, nbytes = self._kv.worker, self.centers[place].nbytes
         key, compressor = worker.keys[self._keys[place]], worker.compressor
         if compressor is not None and self._kv.layout.num_servers and key.floats:
@@ -361,7 +361,7 @@ class LocalRounds:
         self.in_flight = InFlight(number, self.steps + self._rule.delay)
 
     def _send(self, number: int, places: Sequence[int], wait: bool = True) -> Handle | None:
-        """Push the prepared values of some parameters of a fragment, and pull the centre. Blocking if `wait` is True."""
+        """Push the prepared values of some parameters of a fragment, and pull the centre. Blocking if `wait`."""
         for place in places if self._quorum else ():
             self._kv.worker.keys[self._keys[place]].weight = self._weights[number]
         return self._exchange.send(places, wait)

@@ -68,8 +68,7 @@ class Recovery:
 
         Raises:
             CollectiveError: `error` itself, if a repeated call would only fail again: no process has died, and no
-                worker has completed a round since the last recovery. If the workers' calls do not match, `error` is
-                raised at once.
+                worker has pushed a round since the last recovery. A MismatchError is raised again at once.
             LostError: A part of a key is lost. Only a checkpoint helps.
         """
         kv = self._kv
@@ -81,7 +80,7 @@ class Recovery:
             if broken:
                 raise LostError(f"key {broken[0]!r} is not whole after a death: go on from a checkpoint") from error
             try:
-                # In an asynchronous store only some workers may have pushed since then, so they report it to each other.
+                # In an asynchronous store only some workers may have pushed, so they report this to each other.
                 if error is not None and not kv.layout.changed:
                     advanced = b"" if self._rounds == before else b"advanced"
                     if not any(kv.worker.agree("recovery without a death", data=advanced)):
