@@ -41,7 +41,7 @@ class Compressor:
         raise NotImplementedError
 
     def fill(self, residual: np.ndarray, payload: np.ndarray) -> None:
-        """Encode `residual` into `payload` as closely as possible, and subtract what was encoded from `residual`.
+        """Encode `residual` into `payload` as closely as possible, and subtract the encoded values from `residual`.
 
         Args:
             residual: (n,), float32 or float64, changed in place. The gradient has been added to it.

@@ -33,7 +33,7 @@ def wide(values: np.ndarray) -> np.ndarray:
 
 @compiled("const stored[], const wide[]", constants=CONSTANTS)
 def fit(gradient: Array, residual: Array) -> bool:
-    """True if a payload can hold all sums, because they are finite in float32."""
+    """True if all sums are finite in float32, so that a payload can hold them."""
     bad = False
     for i in range(residual.size):
         x = np.float32(residual[i] + widen(gradient[i]))

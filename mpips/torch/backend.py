@@ -142,7 +142,7 @@ def _has_set_place() -> bool:
 
 
 def _check_place(rank: int, size: int) -> None:
-    """Raise ArgumentError on all ranks if one of them gives a rank or size that differs from MPI's. Collective.
+    """Raise ArgumentError on all ranks if any rank passes a rank or size that differs from MPI's. Collective.
 
     A `rank` or `size` of -1 means that the program gave none.
     """

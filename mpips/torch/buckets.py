@@ -31,7 +31,7 @@ DRIFT = 0.3
 
 
 class Bucket(NamedTuple):
-    """The parameters [first, last) in the order in which their gradients become ready."""
+    """The parameters at positions [first, last) in the order in which their gradients become ready."""
 
     first: int
     last: int
@@ -139,7 +139,7 @@ class BackwardProfile:
         return order, ready
 
     def has_drifted(self) -> bool:
-        """True if backward now takes much longer or much shorter than at the last `average`. Collective."""
+        """True if backward now takes much longer or much shorter than when `average` was last called. Collective."""
         span = self._average_span()
         return bool(self._usual_span) and abs(span - self._usual_span) > DRIFT * self._usual_span
 

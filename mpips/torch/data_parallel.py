@@ -40,7 +40,7 @@ NAME = "DataParallel"
 UNPLANNED = ("", "single")
 # Buckets are planned after this many backward passes, because the very first passes are slower than later ones.
 PROFILE_STEPS = 3
-# Each time this many backward passes have been made, their duration is compared with the one that the plan is based on.
+# After each multiple of this many backward passes, their duration is compared with the duration at the last planning.
 REVIEW_STEPS = 200
 
 LOG = log.get("mpips.torch")
@@ -258,7 +258,7 @@ class DataParallel(torch.nn.Module):
     def _before_forward(self) -> None:
         if torch.is_grad_enabled():
             self._lockstep.weights.note_forward()
-            # No backward pass is running, although the last one was never finished: it must have raised.
+            # No backward pass is running now, and the last one has not finished, so it must have raised.
             if self._in_backward and torch._C._current_graph_task_id() < 0:
                 self._end_raised()
             unfrozen = any(parameter.requires_grad for parameter in self._frozen)
@@ -294,7 +294,7 @@ class DataParallel(torch.nn.Module):
             tensor.register_hook(begin)
 
     def _refuse_compiled_backward(self) -> None:
-        """Raise RuntimeError: compiled autograd does not call back at the end of a backward pass."""
+        """Raise RuntimeError, because compiled autograd would not call `_finish_backward`."""
         raise RuntimeError(
             "DataParallel: backward runs in compiled autograd, which leaves out the exchange of "
             "gradients: set torch._dynamo.config.compiled_autograd = False, and call backward() outside "
@@ -341,7 +341,7 @@ class DataParallel(torch.nn.Module):
             self._profile.note_ready(place)
 
     def _finish_backward(self) -> None:
-        """Reduce the remaining buckets, give the parameters their gradients, and check that all ranks did the same."""
+        """Reduce the remaining buckets, give parameters their gradients, and check that all ranks made the same steps."""
         self._in_backward = self._lockstep.in_backward = False
         self._profile.end()
         what = f"{NAME}, backward pass {self._step + 1}"

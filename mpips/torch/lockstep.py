@@ -135,7 +135,7 @@ def agree(items: Items, comm: MPI.Intracomm, what: str, cure: str = SAME_VALUES,
 def gather_difference(items: Items, comm: MPI.Intracomm, what: str, first: int = 0) -> str:
     """Gather all ranks' items and return a description of the first difference, or "". Collective, blocking.
 
-    The description calls the first rank of `comm` rank `first`.
+    The description numbers the ranks of `comm` from `first`.
     """
     word = np.frombuffer(msgspec.msgpack.encode(items), np.uint8)
     sizes = gather_rows(np.array([word.size]), comm, what)[:, 0]
@@ -427,7 +427,7 @@ class WeightWatch:
             self._after_step, self._before_forward = self._norms(), []
 
     def note_forward(self) -> None:
-        """Take the norms before the first forward pass that follows this step, if a comparison is due."""
+        """Take the norms before the first forward pass that follows an optimizer step, if a comparison is due."""
         if self.due and not self._before_forward and (self._after_step or not self.has_stepped):
             self._before_forward = self._norms()
 

@@ -31,7 +31,7 @@ class GradientWatch:
         self._groups = 0
         # number of elements that went through any of the groups
         self._moved = 0
-        # number of elements that the largest optimizer trains, of those that have made a step
+        # number of elements that an optimizer trains: the largest number among the optimizers that have made a step
         self._trained = 0
         self._known: set[int] = set()
         self._hook: Any = None
@@ -67,7 +67,8 @@ class GradientWatch:
         self._known.add(id(optimizer))
         parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         self._trained = max(self._trained, sum(tensor.numel() for tensor in parameters))
-        # Gradients of tensors on GPUs go through another backend. A DTensor is a part of a model that ranks share.
+        # Gradients of tensors on GPUs go through another backend. A DTensor is one rank's part of a tensor that is
+        # split between ranks.
         others = any(tensor.device.type != "cpu" or hasattr(tensor, "placements") for tensor in parameters)
         if others or self._moved >= self._trained:
             # The hook is not removed: PyTorch is iterating over the hooks now.

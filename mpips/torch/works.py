@@ -90,9 +90,9 @@ class Work(torch._C._distributed_c10d.Work):
             torch._C._distributed_c10d._register_work(tensor, self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the operation has ended, and raise its error.
+        """Wait until the operation has ended. If it has failed, raise its error. Blocking.
 
-        Blocking. `timeout` is ignored: the group's own timeout applies.
+        `timeout` is ignored, and the group's own timeout applies.
         """
         self._future.wait()
         if self._results:
@@ -178,7 +178,7 @@ class GroupJob:
             self._after()
 
     def steps(self) -> Iterator[None]:
-        """Run the operation as an iterator, beside other jobs."""
+        """Run the operation as an iterator, so that other jobs can run at the same time."""
         yield from self._steps()
         if self._after is not None:
             self._after()
@@ -285,8 +285,8 @@ class Communication:
     def _run_side_by_side(self, until: Callable[[], bool] = lambda: False) -> None:
         """Run jobs until none is left, or until `until()` is true.
 
-        All jobs that have begun advance in turn. It could deadlock to run one job alone to its end, because another
-        rank may be waiting in another of these jobs.
+        All jobs that have begun advance in turn. Running one job alone to its end could deadlock, because another rank
+        may be waiting in a different job.
         """
         moved = time.monotonic()
         while not until() and ((job := self._next_job()) or self._under_way):
@@ -412,7 +412,7 @@ def listen(steps: Iterator[None], home: Communicator) -> Iterator[None]:
 
 
 def watch(steps: Iterator[None], home: Communicator, what: str) -> Iterator[None]:
-    """Run the steps of one operation, which other operations may run beside.
+    """Run the steps of one operation, while other operations may also be running.
 
     Raises an error if the generation of `home` has ended, or if the steps exceed the timeout. If the steps fail, the
     generation ends on all ranks.

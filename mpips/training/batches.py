@@ -104,7 +104,7 @@ class Batches:
     uneven: ClassVar[bool] = True
 
     def order(self, workers: int) -> str:
-        """Return a text that describes which samples come in which step, as far as we know that of an iterable."""
+        """Return a text that describes which samples come in which step. For an iterable it only names the workers."""
         return f"batches of an iterable on each of {workers} workers"
 
     def steps(self, workers: int) -> int | None:
@@ -275,7 +275,7 @@ def check_samples(model: object, source: Source | None) -> None:
 
 
 def samples_shown(*sources: Source | None) -> np.ndarray:
-    """Return a few numbers of each array, float64 (numbers,). Workers compare these, because arrays must be equal."""
+    """Return a few numbers of each array, float64 (numbers,). Workers compare them to check their arrays are equal."""
     shown = [np.empty(0)]
     for source in sources:
         if isinstance(source, Arrays) and len(source.x):

@@ -204,7 +204,10 @@ class Fit:
         self._count_step()
 
     def _train_uneven(self, batches: Iterator[Batch], blocking: Blocking) -> None:
-        """Train one epoch in which workers may have different numbers of batches, until every worker has used its own."""
+        """Train one epoch in which workers may have different numbers of batches.
+
+        The epoch ends when every worker has used all its batches.
+        """
         position = self._position
         # number of steps of this epoch in which every worker had a batch
         together = 0

@@ -41,7 +41,7 @@ BEGIN, COUNTED, CALLED, OVER, ENDED = range(-1, 4)
 # A worker remembers the moments of this many last steps.
 KEPT = 2
 
-# of one worker: the sum of its losses in the epoch, the number of its batches, and the loss of its last batch
+# the losses of one worker: their sum in the epoch, the number of batches, and the loss of the last batch
 Losses = tuple[float, int, float]
 
 
@@ -144,7 +144,7 @@ class SurvivingFit:
         kv = self._kv
         table = np.zeros((kv.num_workers, 3))
         table[kv.rank] = position.loss_sum, position.batches, position.last_loss
-        # Sum the numbers as integers. As floats, a NaN of one worker would spread when zeros of other workers are added.
+        # Sum the numbers as integers, so that all bits stay as they are, even those of a NaN.
         if kv.num_workers > 1:
             collectives.allreduce(table.view(np.int64), kv.layout.workers, label="fit: losses of all workers")
         return [(total, int(batches), last) for total, batches, last in table.tolist()]

@@ -240,8 +240,8 @@ class Trainer(NotCopyable):
             self._position = begin(self._parts, arguments, resume, own)
             if self._position.step != before and self.kv.rank == 0:
                 print(f"mpips: fit goes on from step {self._position.step}, saved in {resume}", file=sys.stderr)
-        # A spare begins with its first fit. If the other workers are in a later fit, the numbers of the fits differ, and
-        # all workers raise an error.
+        # A spare begins with its first fit. If the other workers are in a later fit, the numbers of the fits differ,
+        # and all workers raise an error.
         self._fits += 1
         survival = survival_of(self._parts, arguments.source, self._fits, [*self._compared, *compared], self._grow)
         return Fit(self._parts, arguments, self._position, survival).run()
@@ -265,8 +265,8 @@ class Trainer(NotCopyable):
             result = trainer.evaluate(test_x, test_y)  # {"loss": 0.31, "accuracy": 0.91}
 
         Sums are in float64 and added in rank order, so they are exact up to rounding, however unevenly the samples are
-        shared out. In an asynchronous store all workers first take the servers' parameters, except with `elastic`,
-        `local` or `overlap`, where each worker measures with its own parameters.
+        shared out. In an asynchronous store all workers first take the servers' parameters. With `elastic`, `local` or
+        `overlap` they do not: each worker measures with its own parameters.
 
         Args:
             x: Inputs (samples, ...), the same on every worker. Each worker computes a share. Or, without y, this

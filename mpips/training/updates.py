@@ -186,7 +186,7 @@ class StoreUpdate:
         return []
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return this worker's arrays that the store does not hold, by name. They may be copies, or the arrays in use."""
+        """Return this worker's arrays that the store does not hold, by name. Some may be copies."""
         return {}
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
@@ -393,5 +393,5 @@ class ClientUpdate(WorkerUpdate):
             self._rounds.rejoin(self._model.parameters)
 
 
-# any way from gradients to the next parameters
+# any of the three updates
 Update = StoreUpdate | WorkerUpdate

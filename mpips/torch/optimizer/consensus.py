@@ -153,7 +153,10 @@ class Consensus:
     def _compare(
         self, comm: MPI.Intracomm, call: str, steps: int, brought: Brought, changes: int = 0
     ) -> NDArray[np.uint8]:
-        """Gather the rows of all workers of `comm`, in rank order. They all raise an error if the rows do not fit."""
+        """Gather the rows of all workers of `comm`, in rank order.
+
+        All these workers raise an error if the rows do not fit together.
+        """
         is_step, counts = call == CALLS[0], not self._store.layout.asynchronous
         items: Items = []
         # Hyperparameters are compared only in steps and at the start. In other calls they may differ, because the call
@@ -199,7 +202,10 @@ class Consensus:
         return self._rows
 
     def _compare_parameters(self, comm: MPI.Intracomm, what: str) -> None:
-        """Raise ValueError if parameters differ by more than rounding. Some workers have changed their parameters."""
+        """Raise ValueError if parameters differ between workers by more than rounding.
+
+        This is called when some of the workers have changed their parameters.
+        """
         with self._within(what, comm):
             every = gather_rows(np.array(self._digest_each()), comm, what)
             if (every == every[0]).all():

@@ -191,7 +191,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
-            # as PyTorch's optimizers do
+            # PyTorch's own optimizers also enable gradients here.
             with torch.enable_grad():
                 loss = closure()
         self._check_groups()
@@ -308,7 +308,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._change("load_state_dict", load)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise RuntimeError: an optimizer gets no more groups after it was wrapped."""
+        """Raise RuntimeError, because groups cannot be added to an optimizer that is already wrapped."""
         if hasattr(self, "_exchange"):
             raise RuntimeError(f"add_param_group: {WRAP_LATER}")
         super().add_param_group(param_group)
@@ -423,7 +423,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
 
     def _check_groups(self) -> None:
-        """Raise RuntimeError if the wrapped optimizer has other parameters than the store has keys for."""
+        """Raise RuntimeError if the wrapped optimizer's parameters are not those that the store has keys for."""
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         if len(held) != len(self._parameters) or any(p is not known for p, known in zip(held, self._parameters)):
             raise of_caller(
@@ -469,7 +469,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def _check_optimizer(optimizer: object) -> None:
-    """Raise TypeError or ValueError unless this is a torch optimizer that makes one step for each call."""
+    """Raise TypeError or ValueError unless this is a torch optimizer whose `step` evaluates the loss at most once."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"DistributedOptimizer wraps an optimizer of torch.optim, not a {type(optimizer).__name__}")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -481,7 +481,10 @@ def _check_optimizer(optimizer: object) -> None:
 
 
 def _name_keys(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> dict[Tensor, str]:
-    """Return the key of each parameter. Raise ValueError if a parameter has no name, TypeError if one is complex."""
+    """Return the key of each parameter.
+
+    Raises ValueError if a parameter has no name, and TypeError if a parameter is complex.
+    """
     names = {parameter: name for name, parameter in named}
     missing = sum(p not in names for group in optimizer.param_groups for p in group["params"])
     if missing:

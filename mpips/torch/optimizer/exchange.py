@@ -58,7 +58,7 @@ class GradientExchange:
 
     # True if gradients of this step may have been pushed
     sent = False
-    # True if the program has loaded an optimizer state, and the model's parameters have not been put to the servers yet
+    # True if the program has loaded an optimizer state, and the servers have not got the model's parameters yet
     is_loaded = False
 
     def begin(self, new: bool) -> None:
@@ -81,7 +81,7 @@ class GradientExchange:
         raise NotImplementedError
 
     def put_loaded(self) -> None:
-        """If `is_loaded`, put the model's parameters to the servers. Collective and blocking in that case."""
+        """If `is_loaded`, copy the model's parameters to the servers. Collective and blocking in that case."""
 
     def renew(self) -> None:
         """Continue with a store that has loaded a file, or that has recovered and may have fewer workers."""
@@ -418,7 +418,7 @@ class WorkerExchange(GradientExchange):
             self._given = [parameter.detach().clone() for parameter in self._parameters]
 
 
-# ---- elastically
+# ---- elastic averaging
 
 
 class ElasticExchange(WorkerExchange):
@@ -468,11 +468,11 @@ class ElasticExchange(WorkerExchange):
         self._steps += 1
 
 
-# ---- what they share
+# ---- shared functions
 
 
 def gradient(parameter: Tensor, used: bool) -> Tensor:
-    """Return this rank's gradient, contiguous and dense, or zeros if it has none or the step does not use it."""
+    """Return this rank's gradient, contiguous and dense, or zeros if the rank has no gradient or `used` is False."""
     grad = parameter.grad
     if grad is None or not used:
         return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
@@ -556,7 +556,7 @@ def gradient_share(layout: Layout, passes: int) -> float:
 
 @contextmanager
 def warn_soon(generation: Generation) -> Iterator[None]:
-    """Within this context, warn early about workers that have not joined a collective call.
+    """A context that warns early about workers that have not joined a collective call.
 
     In an asynchronous store workers do not run in step, and some of them may never make the call.
     """
@@ -572,7 +572,7 @@ def warn_soon(generation: Generation) -> Iterator[None]:
 
 
 def group_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group by name, as plain data that ranks can compare."""
+    """Return the hyperparameters of a parameter group by name, as plain data that ranks can compare."""
     numbers: dict[str, Any] = content({k: v for k, v in group.items() if k not in ("params", "param_names")})
     return numbers
 

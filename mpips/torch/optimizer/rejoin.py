@@ -143,7 +143,7 @@ class SurvivingSteps:
     # ---- inside
 
     def _round(self) -> int:
-        """Return the store's current round. During a step this is the round that this worker has begun."""
+        """Return the round of the store's keys, which counts their pushes, including one that this worker has begun."""
         return self._store.worker.keys[self._names[0]].round
 
     def _note_recovery(self) -> None:
