@@ -1,4 +1,4 @@
-"""Horovod's DistributedOptimizer: starts an allreduce of each gradient during backward; `step` waits for them."""
+"""Horovod's DistributedOptimizer: an allreduce of each gradient starts during backward, and `step` waits for all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A JAX primitive that makes every call of mpips. A `JaxCall` defines how a call runs, differentiates and batches.
+"""A JAX primitive that makes every call of mpips. A `JaxCall` defines how it is run, differentiated and batched.
 
 XLA starts every operation whose inputs are ready, on several threads, in an order that differs from rank to rank.
 Collectives would then deadlock. To prevent this, the primitive has an ordered JAX effect. Each call takes a token and

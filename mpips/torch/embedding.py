@@ -8,8 +8,8 @@
     optimizer.step()
 
 The rows of a table are on servers. A forward pass pulls each row that it needs once, and the pulled rows are a leaf of
-autograd's graph. Backward leaves their gradient in that leaf, where it stays until `step` pushes it to the servers. So
-everything that PyTorch does with gradients (accumulate, checkpoint, retain) also works for rows.
+autograd's graph. Backward leaves the gradient of the rows in this leaf, until `step` pushes the gradient to the
+servers. So everything that PyTorch does with gradients (accumulate, checkpoint, retain) also works for rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Broadcast parameters and optimizer state from one rank to all, like Horovod's functions of the same names.
 
-`store_bytes` and `load_bytes` turn the state of a store into bytes, which all workers get, and back.
+`store_bytes` gives all workers the state of a store as bytes, and `load_bytes` loads such bytes into a store.
 """
 
 from __future__ import annotations

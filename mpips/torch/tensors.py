@@ -1,4 +1,4 @@
-"""Convert PyTorch's tensors to flat arrays on the host for `mpips.collectives` and back, and PyTorch's reductions."""
+"""Convert PyTorch's tensors to flat host arrays for `mpips.collectives` and back, and convert PyTorch's reductions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`Recovery`: repeat a call that the death of a process has interrupted. Every training loop that survives uses it."""
+"""`Recovery`: repeat a call that the death of a process has interrupted.
+
+A Trainer, a DistributedOptimizer and a LocalSGD all use it to survive deaths.
+"""
 
 from __future__ import annotations
 
