@@ -7,6 +7,7 @@ Arrays with ``__cuda_array_interface__`` are in the memory of a GPU; `collective
 from __future__ import annotations
 
 import ctypes
+import functools
 import sys
 from typing import Any, NamedTuple, TypeAlias
 
@@ -123,13 +124,32 @@ def _host_torch(x: Array, name: str) -> Vector:
     if x.layout is not torch.strided:
         raise TypeError(f"{name} is a tensor of layout {x.layout}: pass a dense one, as tensor.to_dense()")
     values = x.detach()
-    if values.dtype != torch.bfloat16:
+    if values.is_conj() or values.is_neg():
+        # PyTorch says what to do: the values in memory are not those of the tensor.
         return values.numpy()
+    dtype = _numpy_dtype(values.dtype, name)
+    if not values.numel():
+        return np.empty(tuple(values.shape), dtype)
+    nbytes = values.untyped_storage().nbytes() - values.storage_offset() * dtype.itemsize
+    # Not `values.numpy()`: it marks the tensor's storage as not resizable, and FSDP, for one, resizes storages.
+    memory = (ctypes.c_char * nbytes).from_address(values.data_ptr())
+    # keeps the memory alive as long as the array
+    memory.tensor = values
+    strides = [stride * dtype.itemsize for stride in values.stride()]
+    return np.ndarray(tuple(values.shape), dtype, buffer=memory, strides=strides)
+
+
+@functools.cache
+def _numpy_dtype(dtype: Any, name: str) -> np.dtype[Any]:
+    """Return NumPy's dtype for a dtype of PyTorch. bfloat16 is that of the ml_dtypes package."""
+    torch = sys.modules["torch"]
+    if dtype != torch.bfloat16:
+        return torch.empty(0, dtype=dtype).numpy().dtype  # type: ignore[no-any-return]
     try:
         import ml_dtypes
     except ImportError:
         raise TypeError(f"{name} holds bfloat16, which needs the package ml_dtypes: pip install ml_dtypes") from None
-    return values.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return np.dtype(ml_dtypes.bfloat16)
 
 
 def flat(array: Vector, name: str, written: bool) -> Flat:

@@ -1,6 +1,6 @@
 """A collective call as data, which must be the same on all ranks, and the reductions that a call may use.
 
-A `Reduction` combines two arrays element by element; it has a counterpart in NumPy and one in MPI. float16 sums round
+A `ReduceOp` combines two arrays element by element; it has a counterpart in NumPy and one in MPI. float16 sums round
 after every addition, as MPI's own sums do. bfloat16 is the NumPy element type of the ml_dtypes package. MPI has no
 bfloat16, so this package always computes bfloat16 sums itself.
 """
@@ -69,7 +69,7 @@ class Call:
     n: int
     dtype: np.dtype[Any]
     # None if the kind does not reduce
-    reduction: Reduction | None
+    reduction: ReduceOp | None
     # 0 if the kind has no root
     root: int
     # the name that the user gave, or the one for which "auto" or "reproducible" stands in this call
@@ -154,7 +154,7 @@ def check_root(root: object, ranks: int) -> None:
 
 
 @dataclass(frozen=True)
-class Reduction:
+class ReduceOp:
     """An elementwise reduction of two arrays. "mean" is a sum that is divided by the number of ranks at the end."""
 
     name: str
@@ -180,16 +180,16 @@ def _maximum(first: NDArray[Any], second: NDArray[Any], result: NDArray[Any]) ->
 REDUCTIONS = {
     reduction.name: reduction
     for reduction in (
-        Reduction("sum", np.add, MPI.SUM),
-        Reduction("min", np.minimum, MPI.MIN),
-        Reduction("max", np.maximum, MPI.MAX),
-        Reduction("prod", np.multiply, MPI.PROD),
-        Reduction("mean", np.add, MPI.SUM, is_mean=True),
+        ReduceOp("sum", np.add, MPI.SUM),
+        ReduceOp("min", np.minimum, MPI.MIN),
+        ReduceOp("max", np.maximum, MPI.MAX),
+        ReduceOp("prod", np.multiply, MPI.PROD),
+        ReduceOp("mean", np.add, MPI.SUM, is_mean=True),
     )
 }
 
 
-def find_reduction(name: str, dtype: np.dtype[Any]) -> Reduction:
+def find_reduction(name: str, dtype: np.dtype[Any]) -> ReduceOp:
     """Return the reduction with this name. Raise ValueError or TypeError if it does not exist for this dtype."""
     if not isinstance(name, str):
         raise TypeError(f"op {name!r} is of type {type(name).__name__}: pass one of {', '.join(REDUCTIONS)}, as a word")

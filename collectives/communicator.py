@@ -256,7 +256,7 @@ class Communicator:
 
     def run(self, steps: Iterator[None], what: str) -> None:
         """Run the steps of an operation to their end. Blocking. `what` names the operation in errors."""
-        drive(steps, self.generation, what, min(self.board.spins, 16))
+        drive(steps, self.generation, what, self.board.spins)
 
     def look(self, waited: float) -> None:
         """Raise if the communicator has ended, or if a rank for which this one waits has died or left.

@@ -18,9 +18,9 @@ from mpips.collectives.call import Call, Runner, find_reduction
 from mpips.collectives.communicator import Communicator
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.requests import Tags
-from mpips.collectives.kernels.sums import Step, perform
+from mpips.collectives.kernels.sums import perform
 from mpips.collectives.node.executor import DONE, NodeExecutor, call_array, not_begun
-from mpips.collectives.node.program import copy
+from mpips.collectives.node.program import Copy, copy, steps_of
 from mpips.collectives.runner import make_runner, resolve_algorithm, way_limits
 from mpips.collectives.schedule.model import cut
 
@@ -50,10 +50,10 @@ class PackedRunner:
 
     holds = True
 
-    def __init__(self, runners: Sequence[Runner], into: Sequence[Step], back: Sequence[Step]) -> None:
+    def __init__(self, runners: Sequence[Runner], into: Sequence[Copy], back: Sequence[Copy]) -> None:
         self._runners = runners
-        self._into = into
-        self._back = back
+        self._into = steps_of(into)
+        self._back = steps_of(back)
         self.fast: Callable[[], int] = self._fast if len(runners) == 1 else not_begun
 
     def steps(self) -> Iterator[None]:
@@ -225,9 +225,9 @@ def _over_messages(home: Communicator, call: GroupCall, op: str, pairs: Sequence
     return _packed(runners, packs)
 
 
-def _packed(runners: Sequence[Runner], packs: Sequence[tuple[Flat, list[Step], list[Step]]]) -> PackedRunner:
-    into = [step for _, steps, _ in packs for step in steps]
-    back = [step for _, _, steps in packs for step in steps]
+def _packed(runners: Sequence[Runner], packs: Sequence[tuple[Flat, list[Copy], list[Copy]]]) -> PackedRunner:
+    into = [copy for _, copies, _ in packs for copy in copies]
+    back = [copy for _, _, copies in packs for copy in copies]
     return PackedRunner(runners, into, back)
 
 
@@ -240,14 +240,14 @@ def _call(home: Communicator, flat: Flat, op: str, algorithm: str, label: str) -
 
 def _pack(
     home: Communicator, pairs: Sequence[_Pair], allocate: Callable[[int, Any], Vector]
-) -> list[tuple[Flat, list[Step], list[Step]]]:
+) -> list[tuple[Flat, list[Copy], list[Copy]]]:
     """Return a vector for each element type, which holds all arrays of the type, and the copies into it and out."""
     packs = []
     for dtype in dict.fromkeys(pair.source.dtype for pair in pairs):
         alike = [pair for pair in pairs if pair.source.dtype == dtype]
         vector = allocate(sum(pair.source.n for pair in alike), dtype)
-        into: list[Step] = []
-        back: list[Step] = []
+        into: list[Copy] = []
+        back: list[Copy] = []
         at = 0
         for source, target, block_copies in alike:
             beside = vector[at : at + source.n]

@@ -46,7 +46,9 @@ def number_parser(kind: type, least: float) -> Callable[[str], float]:
         except ValueError:
             value = float("nan")
         if not least <= value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text!r} is no {'whole ' * (kind is int)}number of at least {least:g}")
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a {'whole ' * (kind is int)}number of at least {least:g}"
+            )
         return value
 
     return read

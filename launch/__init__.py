@@ -1,7 +1,7 @@
 """Start jobs: the `mpips` command with `mpips run`, batch scripts, `mpips doctor`, and an emulated cluster.
 
-Other packages use the names below and `launch.lab`. Each name is imported at its first use, so that the command starts
-quickly.
+Other packages use only the names in `__all__`, and the package `launch.lab`. Each name is imported at its first use, so
+that the command starts quickly.
 """
 
 import sys

@@ -1,13 +1,13 @@
 """`mpips script slurm|lsf|pbs`: print a batch script that runs a job of workers and servers.
 
-Each scheduler has a pure function that turns a request into the text of the script. Under srun the processes of Open
-MPI find each other by PMIx (`--mpi=pmix`), those of MPICH and Intel MPI by PMI-2 (`--mpi=pmi2`). With the wrong option
+For each scheduler, a pure function turns a request into the text of the script. Under srun, processes of Open MPI find
+each other by PMIx (`--mpi=pmix`), and processes of MPICH and Intel MPI by PMI-2 (`--mpi=pmi2`). With the wrong option
 each process starts as a world of size 1, or aborts. Ranks fill the nodes in order. Servers have the highest ranks, so
 they are on the last nodes.
 
-With --restarts or --spares the script starts `mpips run` instead of srun, in an allocation that stays when a node
-fails. With --requeue, Slurm starts the job again after preemption or the loss of a node, but not at the time limit. So
-Slurm sends SIGUSR1 to the script before the limit, and the script then requeues its own job.
+With --restarts or --spares, a script for Slurm starts `mpips run` instead of srun, and its allocation stays when a node
+fails. With --requeue, Slurm starts the job again after preemption or the loss of a node, but not after the time limit.
+So Slurm sends SIGUSR1 to the script before the limit, and the script then requeues its own job.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ COUNT: dict[str, Any] = {"type": Whole(1), "default": 1, "show_default": True}
 SECONDS_BEFORE_THE_LIMIT = 60
 # the name of the host file that a script for Slurm writes, quoted for the shell
 SLURM_HOSTS = '"hosts-$SLURM_JOB_ID"'
-# lines of the script
+# lines of a script for Slurm
 REQUEUE = """trap 'scontrol requeue "$SLURM_JOB_ID"; wait; exit 1' USR1"""
 INTEL = ': "${I_MPI_PMI_LIBRARY:?must be the path of the libpmi2.so of Slurm, through which Intel MPI talks to srun}"'
 
 
 def request_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorator that adds the options of a batch script. They are the same for all schedulers."""
+    """Decorator that adds the options of a batch script. All schedulers have the same options."""
     for option in (
         click.option(
             "--requeue",
@@ -99,12 +99,12 @@ def command(context: click.Context, **options: Any) -> None:
         for name, value in options.items()
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
-    # These become the defaults of the scheduler's own command.
+    # Options before the scheduler's name become the defaults of the scheduler's own command.
     context.default_map = dict.fromkeys(WRITERS, set_by_user)
 
 
 def _add_scheduler(scheduler: str) -> None:
-    """Add the command for one scheduler to the group."""
+    """Add the command for one scheduler to the group `mpips script`."""
 
     @command.command(
         scheduler,
@@ -203,12 +203,12 @@ def write_slurm(request: BatchRequest) -> str:
         "gpus-per-node": request.gpus_per_node or None,
     }
     directives = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
-    # "B:" sends the signal to the shell that runs the script. With "append" a later run keeps the output of earlier
-    # ones.
+    # "B:" sends the signal to the shell that runs the script. With "append", a run that starts again keeps the output
+    # of earlier runs.
     if request.requeue:
         directives += ["#SBATCH --requeue", "#SBATCH --open-mode=append"]
         directives.append(f"#SBATCH --signal=B:USR1@{SECONDS_BEFORE_THE_LIMIT}")
-    # --no-kill keeps the allocation when a node fails.
+    # With --no-kill, Slurm keeps the allocation when a node fails.
     if request.restarts or request.options.spares >= 0:
         directives.append("#SBATCH --no-kill")
         slots = f"sed 's/$/ slots={request.ranks_per_node}/'"
@@ -219,8 +219,8 @@ def write_slurm(request: BatchRequest) -> str:
         lines = [INTEL] if request.flavour == "intel" else []
         lines += [*(f"export {name}={shlex.quote(value)}" for name, value in exports)]
         lines.append(shlex.join(build_srun(request)))
-    # The last line starts the job. It must run in the background: a shell runs a trap at once during `wait`, but during
-    # any other command only after the command has ended.
+    # The last line starts the job, and must do so in the background. A shell runs a trap at once during `wait`, but
+    # during any other command only after the command has ended.
     if request.requeue:
         lines = [*lines[:-1], REQUEUE, f"{lines[-1]} &", "wait $!"]
     return _join_script(request, directives, lines)
@@ -246,7 +246,8 @@ def write_lsf(request: BatchRequest) -> str:
     """
     _check_request(request)
     resources = f"span[ptile={request.ranks_per_node}]"
-    # Ask for affinity only if it is needed: on hosts that are not set up for affinity, LSF would never start the job.
+    # Ask for affinity only if ranks need several cores. LSF would never start the job on hosts that are not set up for
+    # affinity.
     if request.cores_per_rank > 1:
         resources += f" affinity[core({request.cores_per_rank})]"
     directives = [
@@ -278,7 +279,7 @@ def write_pbs(request: BatchRequest) -> str:
         chunk += f":ngpus={request.gpus_per_node}"
     directives = [
         f"#PBS -N {request.name}",
-        # Pass on the submitter's environment. Without it the shell would not find mpips.
+        # Pass on the submitter's environment. Without this option the shell would not find mpips.
         "#PBS -V",
         f"#PBS -l select={request.nodes}:{chunk}",
         "#PBS -l place=scatter",

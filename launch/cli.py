@@ -1,7 +1,7 @@
-"""The `mpips` command. Each subcommand is a module of its own, which is imported only when the subcommand is called.
+"""The `mpips` command. Each subcommand has its own module, which is imported only when the subcommand is called.
 
-For subcommands that can run on several ranks, this module handles `-n/--ranks P`: it starts P processes of the
-subcommand's module under mpirun.
+Some subcommands can run on several ranks. For these, this module handles the option `-n/--ranks P`: it starts P
+processes of the subcommand's module under mpirun.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from mpips.launch.run import make_options, start
 class Subcommand(NamedTuple):
     """A subcommand of `mpips` or `mpips bench`."""
 
-    # the module that defines it, as a click command named `command`
+    # the module that defines the subcommand, as a click command named `command`
     module: str
-    # the line of help in the list of commands
+    # the line about the subcommand in the list of commands that `mpips --help` shows
     summary: str
-    # command lines to show below its help
+    # example command lines to show below the subcommand's help
     examples: tuple[str, ...]
-    # True: it takes --ranks
+    # True if the subcommand takes --ranks
     ranked: bool = False
-    # if `command` is a group, the name of the subcommand in this group
+    # If the module's `command` is a click group, the name of the subcommand in this group. Otherwise "".
     case: str = ""
 
     @property
     def python_arguments(self) -> list[str]:
-        """The arguments with which Python runs the subcommand."""
+        """The arguments that make Python run the subcommand."""
         return ["-m", self.module.removesuffix(".__main__"), *filter(None, [self.case])]
 
 
@@ -198,7 +198,8 @@ class ForwardingCommand(click.Command):
     ) -> click.Context:
         if not extra.get("resilient_parsing"):
             return super().make_context(info_name, args, parent, **extra)
-        # With resilient_parsing a shell asks how the arguments can be completed. Only the subcommand's module knows.
+        # With resilient_parsing, a shell asks how the arguments can be completed. Only the module of the subcommand
+        # knows its options, so load it.
         line = self._parse(args, parent)
         return _load(self._subcommand).make_context(line.name, line.arguments, parent, **extra)
 
@@ -219,7 +220,7 @@ class ForwardingCommand(click.Command):
         ranks = group_options.get("ranks")
         if self._subcommand.ranked:
             ranks = _take_ranks(arguments) or ranks
-        # Only some commands of the group take --ranks, and this one does not.
+        # The user has given --ranks to a command of the group that does not take it.
         elif ranks is not None or ("ranks" in group_options and _take_ranks(arguments)):
             raise click.UsageError(f"{self._full_name} is a single process and takes no --ranks")
         return CommandLine(self._full_name, arguments, ranks)
@@ -256,10 +257,11 @@ def _take_ranks(arguments: list[str]) -> int | None:
 def _load(subcommand: Subcommand, starts_mpi: bool = False) -> click.Command:
     """Import the module of a subcommand and return its command. With `starts_mpi` the module may start MPI.
 
-    Adds the examples to the help and, for a ranked command, `--ranks`, which this module has already handled.
+    Adds the examples to the help. For a subcommand that takes --ranks, this also adds the option `--ranks` to the help,
+    although this module has already handled it.
     """
     if not starts_mpi:
-        # If mpi4py is missing, the import below fails with a message.
+        # If mpi4py is missing, ignore that here: the import below fails with a message.
         with suppress(ImportError):
             import mpi4py
 
@@ -285,9 +287,10 @@ def _ranks_option(**settings: Any) -> click.Option:
 
 
 def _check_before_start(subcommand: Subcommand, line: CommandLine, ranks: int) -> None:
-    """Print once what otherwise every rank would print: `--help`, and errors in arguments and MPIPS_* variables.
+    """Print once what every rank would otherwise print: `--help`, and errors in arguments and MPIPS_* variables.
 
-    If the subcommand's module has a function `check(ranks, **options)`, it is called. It raises click.UsageError.
+    If the subcommand's module has a function `check(ranks, **options)`, call this function. It raises click.UsageError
+    if the options do not fit the number of ranks.
     """
     with _load(subcommand).make_context(line.name, list(line.arguments)) as context:
         make_options({})

@@ -18,7 +18,7 @@ class HostError(ValueError):
 
 
 class Host(NamedTuple):
-    """A machine and the number of ranks it may hold. `slots` is None if the host file does not say."""
+    """A machine and the number of ranks it may hold. `slots` is None if the host file gives no number."""
 
     name: str
     slots: int | None = None
@@ -36,14 +36,14 @@ def parse(text: str, source: str = "host file") -> tuple[Host, ...]:
     """Return the hosts of a host file in either spelling: `node1 slots=4` (Open MPI) or `node1:4` (MPICH, Intel MPI).
 
     Blank lines and `#` comments are skipped. A host that appears twice gets the sum of its slots. If a host is repeated
-    without slots, every line of the file counts as one slot, as PBS and LSF write it.
+    without slots, every line of the file without slots counts as one slot: PBS and LSF write such files.
 
     Args:
         text: The content of the file.
         source: The name of the file for error messages.
 
     Raises:
-        HostError: A line cannot be read, or there is no host. The message names the line.
+        HostError: A line cannot be read, or the file names no host. The message names the line.
     """
     slots: dict[str, int | None] = {}
     one_slot_per_line = False
@@ -90,7 +90,7 @@ def _parse_line(fields: Sequence[str], where: str) -> Host:
 def read(path: str | Path) -> tuple[Host, ...]:
     """Return the hosts of the file `path`. Raises HostError if it cannot be read or parsed."""
     try:
-        # "-sig", because some editors write a byte order mark at the beginning.
+        # "utf-8-sig", because some editors write a byte order mark at the beginning.
         text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise HostError(f"there is no host file {str(path)!r} here ({os.getcwd()})") from error
@@ -102,15 +102,15 @@ def read(path: str | Path) -> tuple[Host, ...]:
 
 
 def place(hosts: Sequence[Host], workers: int, servers: int, spares: int = 0) -> tuple[RankBlock, ...]:
-    """Place the ranks of a job on hosts: workers have the lowest numbers, then servers, then spares.
+    """Place the ranks of a job on hosts. Workers have the lowest ranks, then come servers, then spares.
 
-    If possible, each server gets one of the last hosts for itself. If the remaining hosts cannot hold the workers,
+    If possible, each server gets one of the last hosts for itself. If the other hosts then cannot hold the workers,
     several servers share a host. If this is not enough either, servers take the slots that the workers leave free.
     Workers fill the slots in the order of the hosts. Hosts without a number of slots share the remaining ranks evenly.
-    Spares go, one at a time, to the host that has the fewest of them and a slot left.
+    Spares are placed one at a time, each on the host that has the fewest spares and a free slot.
 
     Returns:
-        Blocks of consecutive ranks.
+        Blocks of consecutive ranks, in the order of the ranks.
 
     Raises:
         HostError: There are not enough slots.
@@ -137,9 +137,9 @@ def _place_without_spares(hosts: Sequence[Host], workers: int, servers: int) -> 
 
 
 def _subtract(hosts: Sequence[Host], placed: Iterable[str]) -> list[Host]:
-    """Return the hosts with the numbers of slots that are still free.
+    """Return the hosts, each with the number of its slots that are still free.
 
-    `placed` has the name of a host for each rank that is placed already.
+    `placed` holds, for each rank that has already been placed, the name of the rank's host.
     """
     used = Counter(placed)
     return [Host(h.name, None if h.slots is None else h.slots - used[h.name]) for h in hosts]
@@ -150,9 +150,9 @@ def _can_hold(hosts: Sequence[Host], ranks: int) -> bool:
 
 
 def _fill(hosts: Sequence[Host], ranks: int) -> list[str]:
-    """Return the host of each rank. Slots are filled in the order of the hosts.
+    """Return the name of each rank's host. Slots are filled in the order of the hosts.
 
-    Hosts without a number of slots share the ranks for which the other hosts have no slots. Each gets an equal block.
+    Hosts without a number of slots share the ranks for which the other hosts have no room, in blocks of equal size.
     """
     sharing = sum(h.slots is None for h in hosts)
     rest = max(0, ranks - sum(h.slots or 0 for h in hosts))
@@ -165,7 +165,7 @@ def _fill(hosts: Sequence[Host], ranks: int) -> list[str]:
 
 
 def _spread(hosts: Sequence[Host], ranks: int) -> list[str]:
-    """Place ranks one at a time on the host that has the fewest of them and still has a slot.
+    """Place ranks one at a time, each on the host that has the fewest of these ranks and still has a free slot.
 
     Returns the name of each rank's host, in the order of the hosts.
     """

@@ -1,12 +1,13 @@
 """Examine the machine that starts a job: room for ranks, settings that make ranks fast, problems, leftovers of jobs.
 
-The number of ranks is limited by processes and memory, not by cores, because ranks may share a core.
-`check_surroundings` is called before a job starts, and refuses a job that is certain to fail. A problem with which the
-job may succeed is printed only if the job fails.
+Limits on processes and memory limit the number of ranks. Cores do not, because ranks may share a core. Before a job
+starts, `check_surroundings` refuses it if it is certain to fail. If there is a problem, but the job may still succeed,
+the problem is printed only if the job fails.
 
-A job that was killed leaves shared memory and session folders behind. `find_leftovers` counts them, and
-`remove_leftovers` removes those of one job. They lie in folders to which all users can write (/dev/shm, /tmp). So both
-functions touch only files that this user owns, that are not links, and whose names an MPI would give.
+A job that was killed leaves shared memory and session folders behind. `find_leftovers` counts these leftovers, and
+`remove_leftovers` removes the leftovers of one job. The leftovers are in folders to which all users can write
+(/dev/shm, /tmp). So both functions touch only files that this user owns, that are not links, and that have names such
+as an MPI gives.
 """
 
 from __future__ import annotations
@@ -38,16 +39,17 @@ ON_LOOPBACK: dict[Flavour, dict[str, str]] = {
     "mpich": {"UCX_NET_DEVICES": "lo", "FI_TCP_IFACE": "lo"},
     "intel": {"FI_TCP_IFACE": "lo"},
 }
-# Open MPI accepts this or btl_tcp_if_include, not both. If the user has set it, mpips does not set the other.
+# Open MPI accepts either this variable or OMPI_MCA_btl_tcp_if_include, but not both. If the user has set this variable,
+# mpips does not set the other.
 EXCLUDES = "OMPI_MCA_btl_tcp_if_exclude"
-# seconds that one core needs to start Python, NumPy and MPI on a rank
+# seconds of one core that a rank needs to start Python, NumPy and MPI
 START_SECONDS = 0.6
-# If the ranks take longer than this to start, print a warning: the user could think that the job hangs.
+# If the ranks will take longer than this to start, print a warning, because the user could think that the job hangs.
 LONG_SECONDS = 20.0
 
 
 class Capacity(NamedTuple):
-    """How many ranks fit on a machine."""
+    """The number of ranks that fit on a machine."""
 
     ranks: int
     # why no more ranks fit
@@ -65,9 +67,9 @@ def this_machine() -> Machine:
 def choose_settings(ranks: int, machine: Machine, environment: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables that make the ranks of a host compute and copy fast.
 
-    `ranks` is the number of ranks on the host. Each rank gets its share of the cores as compute threads. Otherwise
-    NumPy's BLAS would start a thread for every core on every rank. Variables that the user has set in `environment`
-    keep their values.
+    `ranks` is the number of ranks on the host. Each rank gets as many compute threads as its share of the cores.
+    Without this setting, NumPy's BLAS on every rank would start a thread for every core. Variables that the user has
+    set in `environment` keep their values.
     """
     threads = {name: environment[name] for name in THREADS if name in environment}
     threads = threads or {"OMP_NUM_THREADS": str(max(1, machine.cores // ranks))}
@@ -75,10 +77,10 @@ def choose_settings(ranks: int, machine: Machine, environment: Mapping[str, str]
 
 
 def choose_loopback(job: Job, launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables with which MPI listens on the loopback interface only.
+    """Return environment variables that make MPI listen only on the loopback interface.
 
-    Then other machines cannot connect to the ranks of a job that runs on this machine alone. Returns no variables if
-    ranks may start on another machine, or if the user has set one of the variables.
+    With these variables, other machines cannot connect to the ranks of a job that runs on this machine alone. Returns
+    no variables if ranks may start on another machine, or if the user has set one of the variables.
     """
     settings = ON_LOOPBACK[launcher.flavour]
     names = (*settings, EXCLUDES)
@@ -88,7 +90,7 @@ def choose_loopback(job: Job, launcher: Launcher, environment: Mapping[str, str]
 
 
 def measure_room() -> Capacity:
-    """Return how many ranks fit on this machine, as its memory and its limits on processes allow."""
+    """Return how many ranks the memory of this machine and its limits on processes allow."""
     memory = total_memory()
     each = f"each takes {RANK_BYTES >> 20} MiB of memory and more"
     capacities = [Capacity(memory // RANK_BYTES, f"{each}, and there are {memory / 2**30:.1f} GiB")]
@@ -107,8 +109,8 @@ def check_room(job: Job, environment: Mapping[str, str] = os.environ, room: Capa
 
     Args:
         job: The job.
-        environment: The variables that tell whether a scheduler chooses the hosts.
-        room: What `measure_room` has returned, if it was called already.
+        environment: The environment variables. They tell whether a scheduler chooses the hosts.
+        room: The result of `measure_room`, if the caller already has it.
 
     Raises:
         LauncherError: There are too many ranks. The message says how many fit.
@@ -119,7 +121,7 @@ def check_room(job: Job, environment: Mapping[str, str] = os.environ, room: Capa
 
 
 def describe_crowd(job: Job, machine: Machine, environment: Mapping[str, str]) -> str | None:
-    """Return a warning if so many ranks start on this machine that it takes long; otherwise None."""
+    """Return a warning if the start takes long because many ranks start on this machine. Otherwise return None."""
     ranks = job.ranks_here(environment)
     seconds = ranks * START_SECONDS / machine.cores
     if seconds < LONG_SECONDS:
@@ -133,19 +135,20 @@ def describe_crowd(job: Job, machine: Machine, environment: Mapping[str, str]) -
 
 SHARED = Path("/dev/shm")
 MIB = 1 << 20
-# A rank of MPICH takes this much of /dev/shm, or less if less is free.
+# A rank of MPICH takes this many bytes of /dev/shm, or fewer if fewer are free.
 SHARED_OF_RANK = 5.2 * MIB
-# Open MPI warns if less than this is free in /dev/shm.
+# Open MPI warns if fewer bytes than this are free in /dev/shm.
 SHARED_OF_OPEN_MPI = 16 * MIB
-# Files of shared memory have up to this size, and `ulimit -f` limits them like files on disks.
+# The largest size of a file of shared memory. `ulimit -f` limits such files like files on disks.
 LARGEST_FILE = 16 * MIB
-# If /dev/shm has less than this for each rank, a rank of MPICH ends by SIGBUS.
+# If /dev/shm has fewer bytes than this for each rank, SIGBUS ends a rank of MPICH.
 LEAST_SHARED = 1.0 * MIB
-# MPI -> (open files of a process, further open files of a process for each rank of the job)
+# MPI -> (open files that a process needs, open files that it needs in addition for each rank of the job)
 FILES = {"openmpi": (24, 4), "mpich": (36, 4), "intel": (36, 4)}
-# MPI -> (processes and threads of mpirun, processes and threads for each rank of the job)
+# MPI -> (processes and threads of mpirun, further processes and threads for each rank of the job)
 PROCESSES = {"openmpi": (4, 2), "mpich": (3, 2), "intel": (3, 2)}
-# For ioctl(2) on a network interface, see netdevice(7): the number of the request, a flag in the answer, struct ifreq.
+# For ioctl(2) on a network interface, see netdevice(7): the number of the request, a flag in the answer, and the format
+# of struct ifreq.
 SIOCGIFFLAGS = 0x8913
 IFF_UP = 1
 REQUEST = struct.Struct("16sH22x")
@@ -154,13 +157,13 @@ REQUEST = struct.Struct("16sH22x")
 class Hindrance(NamedTuple):
     """A problem of this machine that makes a job fail, or that may make it fail."""
 
-    # the thing of which there is too little, such as "open files"
+    # what this machine lacks or limits, such as "open files"
     name: str
     # what is wrong
     problem: str
     # what the user can do
     cure: str
-    # True: the job is certain to fail. False: it may fail
+    # True: the job is certain to fail. False: the job may fail
     certain: bool = True
 
     def __str__(self) -> str:
@@ -168,7 +171,10 @@ class Hindrance(NamedTuple):
 
 
 def find_hindrances(launcher: Launcher, ranks: int, environment: Mapping[str, str] = os.environ) -> list[Hindrance]:
-    """Return the problems of this machine for a job with `ranks` ranks on it. Those that are certain come first."""
+    """Return the problems of this machine for a job that has `ranks` ranks on it.
+
+    Problems with which the job is certain to fail come first.
+    """
     hindrances: list[Hindrance] = []
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     fixed, per_rank = FILES[launcher.flavour]
@@ -195,10 +201,10 @@ def find_hindrances(launcher: Launcher, ranks: int, environment: Mapping[str, st
 
 
 def check_surroundings(launcher: Launcher, ranks: int) -> str:
-    """Check that this machine has what a job with `ranks` ranks on it needs.
+    """Check that this machine has what a job with `ranks` ranks on this machine needs.
 
     Returns:
-        A problem that may make the job fail, to be printed if the job fails; or "".
+        A sentence about a problem that may make the job fail, or "". The caller prints the sentence if the job fails.
 
     Raises:
         LauncherError: The job is certain to fail.
@@ -222,9 +228,10 @@ def list_interfaces() -> list[str]:
 
 
 def _check_shared_memory(launcher: Launcher, ranks: int) -> Iterator[Hindrance]:
-    """Check that /dev/shm has room for the memory that ranks share. If it has not, SIGBUS ends a rank of MPICH.
+    """Check that /dev/shm has room for the memory that ranks share.
 
-    Ranks of Open MPI look first how much is free, and use temporary files if they cannot write to /dev/shm.
+    Without enough room, SIGBUS ends a rank of MPICH. Ranks of Open MPI first look how much is free. If they cannot
+    write to /dev/shm at all, they use temporary files.
     """
     open_mpi = launcher.flavour == "openmpi"
     cure = "give it more (docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm)"
@@ -241,7 +248,7 @@ def _check_shared_memory(launcher: Launcher, ranks: int) -> Iterator[Hindrance]:
     status = os.statvfs(SHARED)
     free = status.f_bavail * status.f_frsize
     needed = SHARED_OF_OPEN_MPI if open_mpi else ranks * SHARED_OF_RANK
-    # A file system that reports 0 blocks has no limit.
+    # A file system that reports a size of 0 blocks has no size limit.
     if status.f_blocks and free < needed:
         problem = (
             f"{SHARED} has {free / MIB:.1f} MiB free, and {ranks} ranks of {mpi} want {needed / MIB:.0f} MiB there"
@@ -264,7 +271,7 @@ def _check_session_folder(environment: Mapping[str, str]) -> Iterator[Hindrance]
 
 
 def _check_processes(launcher: Launcher, ranks: int) -> Iterator[Hindrance]:
-    """Check that the limit on this user's processes and threads leaves room for the job. Root has no such limit."""
+    """Check that the limit on this user's processes and threads leaves room for the job. Root has no limit."""
     limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     fixed, per_rank = PROCESSES[launcher.flavour]
     if limit == resource.RLIM_INFINITY or not os.geteuid():
@@ -281,28 +288,28 @@ def _check_processes(launcher: Launcher, ranks: int) -> Iterator[Hindrance]:
         yield Hindrance("processes", problem, "raise it, or end some")
 
 
-# bytes of a block, the unit of st_blocks
+# the bytes of one block; st_blocks counts such blocks
 BLOCK = 512
-# Names of leftovers are printed as part of a shell command, and other users can make files with any name in these
-# folders. So take only names without characters that a shell or a terminal would interpret.
+# Names of leftovers are printed as part of a shell command, and other users can make files with any name in /dev/shm
+# and /tmp. So accept only names without characters that a shell or a terminal would interpret.
 LEFTOVER_NAME = re.compile(r"[A-Za-z0-9._@+-]+")
 
 
 class LeftoverKind(NamedTuple):
     """A kind of files or folders that a killed job leaves behind."""
 
-    # name of the MPI that makes them
+    # the name of the MPI whose jobs leave them
     mpi: str
     # "files" or "session folders"
     what: str
-    # the folder they lie in
+    # the folder that contains them
     folder: Path
-    # glob pattern of their names
+    # a glob pattern that their names match
     pattern: str
 
 
 def list_leftover_kinds() -> tuple[LeftoverKind, ...]:
-    """Return the kinds of leftovers to look for. The names of Open MPI's session folders contain mpirun's pid."""
+    """Return the kinds of leftovers to look for."""
     sessions = _session_folder()
     return (
         LeftoverKind("MPICH", "files", SHARED, "mpich_shm_*"),
@@ -313,9 +320,10 @@ def list_leftover_kinds() -> tuple[LeftoverKind, ...]:
 
 
 def find_leftovers(searched: tuple[LeftoverKind, ...]) -> list[dict[str, object]]:
-    """Return a record for each kind of leftover: the number, the total size, and the command that removes them.
+    """Return a record for each kind of leftover: the number, the total size, and the shell command that removes them.
 
-    Files that a process has open do not count. Kinds without leftovers are left out. The result can be written as JSON.
+    Files that a process has open are not leftovers. Kinds without leftovers have no record. The result can be written
+    as JSON.
     """
     unused = _measure_unused(searched)
     return [
@@ -335,12 +343,12 @@ def find_leftovers(searched: tuple[LeftoverKind, ...]) -> list[dict[str, object]
 def remove_leftovers(mpirun: int, began: float) -> None:
     """Remove the session folder and the shared memory of a job that has ended.
 
-    Names of files do not tell to which job they belong. So this removes all leftovers of this user that were made since
-    the job began and that no process has open.
+    The name of a file in shared memory does not tell which job it belongs to. So this removes all such files of this
+    user that have changed since the job began and that no process has open.
 
     Args:
         mpirun: The pid of the job's mpirun.
-        began: When the job began, in Unix time.
+        began: The time at which the job began, in Unix time.
     """
     remove_session(mpirun)
     files = [kind for kind in list_leftover_kinds() if kind.folder == SHARED]
@@ -353,7 +361,7 @@ def remove_leftovers(mpirun: int, began: float) -> None:
 def remove_session(mpirun: int) -> None:
     """Remove the session folder that an mpirun of Open MPI with this pid has left.
 
-    If the folder stayed, a later mpirun that gets the same pid would not start.
+    If the folder stayed, a later mpirun with the same pid would not start.
     """
     folder = _session_folder() / f"ompi.{mpirun}"
     if _is_own(folder):
@@ -361,12 +369,12 @@ def remove_session(mpirun: int) -> None:
 
 
 def _session_folder() -> Path:
-    """Return the folder in which Open MPI makes its session folders. It may not be writable."""
+    """Return the folder in which Open MPI makes its session folders. This user may lack the right to write to it."""
     return Path(os.environ.get("TMPDIR") or "/tmp")
 
 
 def _measure_unused(searched: Iterable[LeftoverKind]) -> dict[LeftoverKind, dict[Path, int]]:
-    """Return kind -> (path -> bytes), for the paths that no process has open."""
+    """Return the leftovers that no process has open, as a dict: kind -> (path -> size in bytes)."""
     unused = {kind: _measure(kind) for kind in searched}
     if any(unused.values()):
         folders = tuple(f"{kind.folder.resolve()}/" for kind in unused)
@@ -379,9 +387,9 @@ def _measure_unused(searched: Iterable[LeftoverKind]) -> dict[LeftoverKind, dict
 
 
 def _measure(kind: LeftoverKind) -> dict[Path, int]:
-    """Return path -> the bytes of memory or disk that it takes, for each leftover of a kind.
+    """Return a dict of all leftovers of a kind: path -> the bytes of memory or disk that the path takes.
 
-    Counts blocks and not lengths, because Open MPI's files are sparse.
+    Sizes are counted in blocks and not by file lengths, because Open MPI's files are sparse.
     """
     sizes = {}
     for path in kind.folder.resolve().glob(kind.pattern):
@@ -393,7 +401,7 @@ def _measure(kind: LeftoverKind) -> dict[Path, int]:
 
 
 def _is_own(path: Path) -> bool:
-    """True if the path is a file or a folder, not a link, and this user owns it."""
+    """True if the path is a file or a folder that this user owns, and not a link."""
     try:
         status = path.lstat()
     except OSError:
@@ -404,7 +412,7 @@ def _is_own(path: Path) -> bool:
 def _write_removal(kind: LeftoverKind, paths: list[Path]) -> str:
     """Return the shell command that removes the paths.
 
-    Up to three paths are named one by one. More are found by the pattern, which also matches files of running jobs.
+    The command names up to three paths. For more paths it uses the pattern, which also matches files of running jobs.
     """
     if len(paths) <= 3:
         return shlex.join(["rm", *["-r"][: paths[0].is_dir()], *map(str, paths)])
@@ -417,7 +425,7 @@ def _list_open_files() -> Iterator[str]:
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             # A process that makes shared memory opens the file, maps it, and then closes it. So look at open files
-            # before mapped ones: a file that is closed between the two looks is mapped by then.
+            # first, and then at mapped files: a file that is closed between the two looks is mapped by then.
             for link in (process / "fd").iterdir():
                 with suppress(OSError):
                     yield os.readlink(link)

@@ -1,8 +1,8 @@
 """Find an mpirun of Open MPI, MPICH or Intel MPI, and build its command line.
 
-A setting is added only if the job needs it; docs/reference/launching.md says what each one gains. Only `find` and
-`find_obstacle_to_survival` start processes. The latter asks Open MPI whether it is built with ULFM, the extension of
-MPI with which the remaining ranks survive the death of a rank.
+A setting is added only if the job needs it. docs/reference/launching.md says what each setting gains. Only `find` and
+`find_obstacle_to_survival` start processes. `find_obstacle_to_survival` asks Open MPI whether it is built with ULFM, an
+extension of MPI that lets the remaining ranks go on when a rank dies.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ VERSIONS: tuple[tuple[Flavour, str], ...] = (
     ("intel", r"Intel\(R\) MPI Library.*?Version\s+(\S+)"),
     ("mpich", r"HYDRA build details:\s*\n\s*Version:\s*(\S+)"),
 )
-# the value of srun --mpi with which processes of each MPI find each other
+# MPI -> the value of `srun --mpi` that lets processes of this MPI find each other
 PMI: dict[Flavour, str] = {"openmpi": "pmix", "mpich": "pmi2", "intel": "pmi2"}
-# Messages up to this size are sent at once. With Open MPI's default limits the two directions of a TCP connection take
-# turns: the permission to send the next chunk waits behind the chunk that arrives from the other side.
+# Messages up to this size are sent without asking the receiver first. With Open MPI's smaller default limits, the two
+# directions of a TCP connection do not send at the same time: the permission to send the next chunk waits behind the
+# chunk that arrives from the other side.
 EAGER_BYTES = 8 << 20
 FULL_DUPLEX = tuple(
     ("--mca", name, str(EAGER_BYTES))
@@ -44,15 +45,15 @@ FULL_DUPLEX = tuple(
 ALLOCATIONS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "PE_HOSTFILE")
 # variable with the path of a scheduler's host file -> name of the scheduler
 HOST_FILES = {"PBS_NODEFILE": "PBS", "PE_HOSTFILE": "Grid Engine"}
-# settings with which Open MPI ignores all schedulers
+# settings that make Open MPI ignore all schedulers
 NO_SCHEDULERS = (("ras", "^slurm,pbs,tm,lsf,gridengine"), ("plm", "^slurm,tm,lsf,pals"))
 NO_PROCESS = "you may start no further process here (ulimit -u): raise it, or end some"
-# options, of any of the three mpiruns, that may start ranks on other hosts
+# options of the three mpiruns that may make ranks start on other hosts
 HOST_OPTIONS = ("host", "hosts", "hostfile", "machinefile", "f", "rankfile", "configfile", "app")
 
 
 class LauncherError(RuntimeError):
-    """There is no usable mpirun, or it cannot start the job that was asked for."""
+    """There is no usable mpirun, or mpirun cannot start this job."""
 
 
 class Launcher(NamedTuple):
@@ -67,16 +68,16 @@ class Launcher(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """The properties of the machine that starts a job, as far as mpirun's settings depend on them."""
+    """The machine that starts a job, with the properties on which mpirun's settings depend."""
 
     # cores that this process may use
     cores: int
     root: bool = False
     infiniband: bool = False
-    # The command (setarch -R) before mpirun with which all ranks load their code at the same addresses; () if there is
-    # none
+    # The command (setarch -R) to put before mpirun, so that all ranks load their code at the same addresses. () if this
+    # machine has no such command.
     fixed_addresses: tuple[str, ...] = ()
-    # why mpirun cannot use the scheduler's allocation (see `describe_missing_scheduler`); "" if it can
+    # why mpirun cannot use the scheduler's allocation, or "" (see `describe_missing_scheduler`)
     missing_scheduler: str = ""
 
 
@@ -87,12 +88,12 @@ class Job(NamedTuple):
         ranks: Number of processes.
         program: The command that each rank runs.
         environment: Variables to set for all ranks.
-        hosts: Blocks of consecutive ranks on hosts. Empty: a scheduler or the options in `extra` choose the hosts, or
-            else all ranks start on this machine.
+        hosts: Blocks of consecutive ranks on hosts. If this is empty, a scheduler or the options in `extra` may choose
+            the hosts. Otherwise all ranks start on this machine.
         interface: The network interface or subnet for MPI's TCP traffic.
         extra: Further arguments for mpirun.
-        exported: Names of variables that all ranks get with the values from mpirun's own environment.
-        survives: True if the remaining ranks go on when a rank dies (Open MPI with ULFM).
+        exported: Names of environment variables that mpirun passes on from its own environment to all ranks.
+        survives: True if the remaining ranks must go on when a rank dies. This needs Open MPI with ULFM.
     """
 
     ranks: int
@@ -112,7 +113,7 @@ class Job(NamedTuple):
     def ranks_here(self, environment: Mapping[str, str]) -> int:
         """Return how many ranks are certain to start on this machine.
 
-        This is 0 if mpirun chooses the hosts itself, inside an allocation or by its options.
+        This is 0 if mpirun takes the hosts from a scheduler's allocation or from its own options.
         """
         if self.hosts:
             return sum(block.ranks for block in self.hosts if block.host in ("localhost", socket.gethostname()))
@@ -121,9 +122,10 @@ class Job(NamedTuple):
 
 
 def describe_missing_scheduler(environment: Mapping[str, str]) -> str:
-    """Return why no mpirun can use the allocation that these variables name; "" if there is no such reason.
+    """Return why no mpirun can use the scheduler's allocation that these environment variables name, or "".
 
-    Containers have such a reason: they inherit the variables of a scheduler, but not its commands and files.
+    In a container mpirun often cannot use the allocation: the container inherits the scheduler's variables, but lacks
+    the scheduler's commands and files.
     """
     slurm = "SLURM_JOB_ID" in environment or "SLURM_NODELIST" in environment
     if slurm and not shutil.which("srun", path=environment.get("PATH")):
@@ -137,8 +139,8 @@ def describe_missing_scheduler(environment: Mapping[str, str]) -> str:
 def make_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for an mpirun: `environment` without the variables that tell a process its rank.
 
-    Open MPI does not start without HOME. If it is not set, it is taken from the user database. A user who is not in the
-    database gets a folder that does not exist.
+    Open MPI does not start without HOME. If HOME is not set, its value comes from the user database. For a user who is
+    not in the database, HOME is a folder that does not exist.
     """
     home = {} if environment.get("HOME") else {"HOME": _home()}
     inherited = without_place(environment)
@@ -155,7 +157,7 @@ def _home() -> str:
 def run_tool(argv: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
     """Run an mpirun or another tool of an MPI, and return its output and exit code. Blocks for at most `seconds`.
 
-    Raises OSError if it cannot be run, and subprocess.TimeoutExpired if it takes longer.
+    Raises OSError if the tool cannot be run, and subprocess.TimeoutExpired if it takes longer.
     """
     return subprocess.run(
         argv,
@@ -172,10 +174,10 @@ def run_tool(argv: Sequence[str], seconds: float) -> subprocess.CompletedProcess
 def find(path: str | None = None, python: str = sys.executable) -> Launcher:
     """Return the mpirun to use: `path`, or the mpirun in the folder of `python`, or the first one on the PATH.
 
-    Runs `mpirun --version` to learn which MPI it belongs to.
+    Runs `mpirun --version` to learn which MPI the mpirun belongs to.
 
     Raises:
-        LauncherError: There is no mpirun, it cannot be run, or it belongs to an MPI that mpips does not support.
+        LauncherError: No mpirun was found, it cannot be run, or it belongs to an MPI that mpips does not support.
     """
     names = ("mpirun", "mpiexec")
     beside = [str(Path(python).parent / name) for name in names]
@@ -210,7 +212,7 @@ def _describe_missing(path: str | None) -> str:
 
 
 def parse_version(text: str) -> tuple[Flavour, str] | None:
-    """Return the MPI and the version that the output of `mpirun --version` tells. None if it is another MPI."""
+    """Return the MPI and its version, from the output of `mpirun --version`. Return None for an unknown MPI."""
     matches = ((flavour, re.search(pattern, text)) for flavour, pattern in VERSIONS)
     return next(((flavour, match.group(1)) for flavour, match in matches if match), None)
 
@@ -219,9 +221,9 @@ def build_rank_command(script: Sequence[str], python: str = sys.executable) -> t
     """Return the command that each rank runs for `script ARGS` or `-m module ARGS`.
 
     The command is the runner `python -m mpips`, which runs the script and ends the job if the script raises an
-    exception. Option -P keeps Python from importing the runner's modules from the current folder; the runner then sets
-    `sys.path` as Python does for a script. mpirun takes an argument ":" for the beginning of another program. If the
-    script has such an argument, all arguments are percent-encoded, and the runner decodes them.
+    exception. The option -P keeps Python from importing the runner's modules from the current folder. The runner itself
+    then sets `sys.path` as Python does for a script. mpirun would take an argument ":" as the beginning of another
+    program. So if the script has such an argument, all arguments are percent-encoded, and the runner decodes them.
     """
     arguments = (ENCODED, *(quote_from_bytes(os.fsencode(word)) for word in script)) if ":" in script else script
     return (python, "-P", "-m", "mpips", *arguments)
@@ -235,14 +237,15 @@ def build(launcher: Launcher, job: Job, machine: Machine) -> list[str]:
     placed = sum(block.ranks for block in job.hosts)
     if job.hosts and placed != job.ranks:
         raise LauncherError(f"{placed} ranks are placed on hosts, but the job has {job.ranks}")
-    # Assumes that the other hosts have as many cores as this one.
+    # This assumes that the other hosts have as many cores as this machine.
     crowded = job.busiest > machine.cores
     if launcher.flavour == "openmpi":
         argv = _build_open_mpi(launcher, job, machine, crowded)
     else:
         argv = _build_hydra(launcher, job, machine)
-    # A core predicts branches by their addresses. With address space randomization the ranks that share a core have
-    # their code at different addresses. At its turn, each rank would find a core that predicts the branches of another.
+    # A core predicts branches by their addresses. With address space randomization, ranks that share a core have their
+    # code at different addresses. Then, whenever a rank gets the core, the core's predictions are those for the code of
+    # another rank.
     return [*machine.fixed_addresses, *argv] if crowded and not job.hosts else argv
 
 
@@ -250,11 +253,11 @@ def _build_open_mpi(launcher: Launcher, job: Job, machine: Machine, crowded: boo
     argv = [launcher.path]
     if machine.root:
         argv.append("--allow-run-as-root")
-    # By default each rank is bound to one core, and its communication thread would share this core with the
-    # computation.
+    # By default Open MPI binds each rank to one core. The rank's communication thread would then share this core with
+    # the computation.
     if not _has_option(job.extra, "bind-to", "cpu-set", "rankfile"):
         argv += ["--bind-to", "none"]
-    # With these options a rank that waits in MPI gives its core to a rank that computes.
+    # With these options, a rank that waits in MPI yields its core to a rank that computes.
     if crowded:
         argv += ["--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
     # Without InfiniBand, the component osc/ucx prints an error on each rank when a shared window is made.
@@ -284,7 +287,8 @@ def _build_open_mpi(launcher: Launcher, job: Job, machine: Machine, crowded: boo
 def _build_hydra(launcher: Launcher, job: Job, machine: Machine) -> list[str]:
     """Build the command line of the hydra launcher, which MPICH and Intel MPI share.
 
-    Unlike Open MPI it needs no options to run as root, to start more ranks than cores, or for full-duplex TCP.
+    Unlike Open MPI's mpirun, hydra needs no options to run as root, to start more ranks than cores, or to send and
+    receive over TCP at the same time.
     """
     argv, environment = [launcher.path, *job.extra], dict(job.environment)
     if machine.missing_scheduler and not _has_option(job.extra, "launcher", "bootstrap", "rmk"):
@@ -302,7 +306,7 @@ def _build_hydra(launcher: Launcher, job: Job, machine: Machine) -> list[str]:
 
 
 def _join_programs(programs: Sequence[Sequence[str]]) -> list[str]:
-    """Join the command lines of several programs of one job, with the ":" that mpirun expects between them."""
+    """Join the command lines of a job's programs, with the ":" between them that mpirun expects."""
     return [word for i, program in enumerate(programs) for word in ([":"] if i else []) + list(program)]
 
 
@@ -316,9 +320,9 @@ ULFM_LINE = "options:ft_mpi_support:yes"
 
 
 def find_obstacle_to_survival(launcher: Launcher) -> str:
-    """Return why the death of a rank ends a job of this mpirun; "" if the remaining ranks can go on.
+    """Return why the death of a rank ends every job of this mpirun, or "" if the remaining ranks can go on.
 
-    For Open MPI it blocks while `ompi_info` runs, for 30 seconds at most.
+    For Open MPI, this blocks while `ompi_info` runs, for 30 seconds at most.
     """
     if launcher.flavour != "openmpi":
         return describe_end_by_death(launcher.flavour)
@@ -351,9 +355,10 @@ def describe_refused_spares(spares: int, launcher: str, why: str) -> str:
 
 
 def find_agent(launcher: Launcher, extra: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Return the command with which this mpirun starts processes on another host. The host's name must be appended.
+    """Return the command that this mpirun uses to start processes on another host. The caller appends the host's name.
 
-    The command is ssh, or the replacement of ssh that mpirun's options or variables name, or srun under Slurm.
+    If mpirun's options or environment variables name a replacement for ssh, the command is this replacement. Otherwise
+    it is srun inside an allocation of Slurm, and ssh elsewhere.
     """
     options = {
         "openmpi": ("plm_ssh_agent", "plm_rsh_agent"),

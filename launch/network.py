@@ -1,13 +1,14 @@
 """Examine the networks of a job's hosts, for the options `--interface` and `--topology` of `mpips run`.
 
 BCube(n, k) gives each host an address of k digits, each below n. Two hosts share a switch of level l if and only if
-their addresses differ in digit l alone. `--topology` finds the addresses from the subnets: without the subnets of level
-l, the hosts fall into n groups that are not connected with each other, and each group has one value of digit l. Ranks
-are then given out in the order of the addresses.
+their addresses differ only in digit l. `--topology` finds the digits from the subnets. Without the subnets of level l,
+the hosts fall into n groups that are not connected with each other, and all hosts of a group have the same digit l.
+Ranks are then numbered in the order of the hosts' addresses.
 
     mpirun -n 1 --host h0 python -m launch.network : -n 1 --host h1 ...
 
-prints the network of each host as a line of JSON. Hosts need the command `ip` (iproute2), but no MPI.
+prints the network of each host as a line of JSON. The hosts need the command `ip` (iproute2), and the program that they
+run does not start MPI.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ def place_in_topology(
 ) -> tuple[RankBlock, ...]:
     """Place the workers of a job on hosts, in the order of the hosts' addresses in a topology.
 
-    Starts a process on each host that reports its network, and blocks until all hosts have answered.
+    Starts a process on each host. The process reports the host's network. Blocks until all hosts have answered.
 
     Args:
         text: The topology, such as "bcube:3,2".
         nics: The NIC of each level, level 0 first.
-        interface: The interface with the address that MPI uses. A BCube with more than one level needs it.
-        options: The options of the job. It must not have servers or spares.
+        interface: The interface with the address that MPI uses. Required for a BCube with more than one level.
+        options: The options of the job. The job must not have servers or spares.
         hosts: The hosts, in any order.
         launcher: The mpirun that starts the processes.
         machine: The properties of this machine.
@@ -61,7 +62,7 @@ def place_in_topology(
 
     Raises:
         MappingError: The job, the hosts or their networks do not fit the topology. If routes are missing, the message
-            has the commands that add them.
+            lists the commands that add the routes.
         LauncherError: A host does not answer.
         ValueError: `text` is not a topology.
     """
@@ -90,8 +91,9 @@ def place_in_topology(
 def order_hosts(topology: BCube | FatTree, reports: Sequence[HostReport], nics: Sequence[str]) -> list[HostReport]:
     """Sort the reports of hosts by the hosts' addresses in the topology.
 
-    The first host gets address 0. All switches of a fat-tree are in one subnet, so subnets tell nothing about its
-    hosts. They keep the order in which they are given, which must be: pod, then edge switch, then slot.
+    The first host gets address 0. In a fat-tree all switches are in one subnet, so the subnets do not tell the hosts'
+    places. The hosts of a fat-tree keep their order, so the caller must give them sorted by pod, then by edge switch,
+    then by slot.
 
     Args:
         topology: The topology.
@@ -145,7 +147,8 @@ def _find_digits(
 ) -> list[int]:
     """Return digit `level` of each host's address.
 
-    The digit is the number of the host's group: the hosts that are still connected without the subnets of this level.
+    Without the subnets of this level, the hosts fall into groups of connected hosts. The digit of a host is the number
+    of its group.
     """
     group = list(range(len(reports)))
     for other, networks in enumerate(subnets):
@@ -166,15 +169,15 @@ def find_missing_routes(
 ) -> list[str]:
     """Return the commands that add the routes which BCube needs and the hosts do not have.
 
-    Each command begins with the name of the host on which it must run. The route from a host to another one uses the
-    NIC of the highest level in which the addresses of the two differ. It goes through the neighbour that has the
-    target's digit at this level.
+    Each command begins with the name of the host on which it must run. A route to a target host uses the NIC of the
+    highest level in which the addresses of the two hosts differ. It goes through the neighbour that has the target's
+    digit at this level.
 
     Args:
         topology: The topology.
         ordered: The reports of the hosts, in the order of their addresses.
         nics: The NIC of each level, level 0 first.
-        interface: The interface with the address that MPI uses, to which the routes lead.
+        interface: The interface with the address that MPI uses. The routes lead to these addresses.
 
     Raises:
         MappingError: A host has no address on `interface`.
@@ -192,7 +195,7 @@ def find_missing_routes(
     return commands
 
 
-# the beginning of the line of JSON, which tells it from other lines that mpirun and ssh may print
+# How a report line begins. This tells reports from other lines that mpirun and ssh may print.
 MARK = "mpips-network "
 # seconds that the hosts may take to answer
 LIMIT = 60.0
@@ -203,7 +206,7 @@ class IpRoute(NamedTuple):
 
     # the subnet to which the route leads
     to: IPv4Network
-    # address of the gateway; None: the target is in the subnet of the NIC
+    # the address of the gateway; None if the target is in the subnet of the NIC
     via: str | None
     # the NIC through which packets leave
     nic: str
@@ -218,9 +221,10 @@ class HostReport(NamedTuple):
     routes: tuple[IpRoute, ...]
 
     def find_route(self, address: str) -> tuple[str, str | None] | None:
-        """Return the NIC and the gateway (or None) by which this host reaches `address`. Return None without a route.
+        """Return the NIC and the gateway through which this host reaches `address`, or None if no route leads there.
 
-        As in the kernel, the route with the longest prefix counts.
+        The gateway is None if the address is in the subnet of the NIC. As in the kernel, the route with the longest
+        prefix counts.
         """
         matching = [route for route in self.routes if IPv4Network(address).subnet_of(route.to)]
         best = max(matching, key=lambda route: route.to.prefixlen, default=None)
@@ -233,7 +237,7 @@ class HostReport(NamedTuple):
         return any(address.ip in interface for addresses in self.nics.values() for address in addresses)
 
     def describe_missing(self, interface: str | IPv4Network) -> str:
-        """Return the error message for a NIC or subnet that the host does not have. It names those that it has."""
+        """Return the error message for a NIC or subnet that the host lacks. The message lists what the host has."""
         if isinstance(interface, str):
             return f"{self.host} has no interface {interface!r} with an IPv4 address: it has {', '.join(self.nics)}"
         own = ", ".join(f"{address} ({name})" for name, addresses in self.nics.items() for address in addresses)
@@ -258,7 +262,7 @@ def parse_report(host: str, addresses: Sequence[Mapping[str, Any]], routes: Sequ
 def ask_hosts(
     launcher: Launcher, hosts: Sequence[str], machine: Machine, extra: Sequence[str] = ()
 ) -> list[HostReport]:
-    """Start a process on each host that reports its network, and return the reports in the order of `hosts`.
+    """Start a process on each host to report the host's network. Return the reports in the order of `hosts`.
 
     Blocks for at most `LIMIT` seconds. Raises LauncherError if a host does not answer.
     """
@@ -293,19 +297,19 @@ def check_interface(
 ) -> None:
     """Check that the machines of the job have the network interfaces that --interface names.
 
-    An interface that this machine has is taken to exist on all hosts. To look for any other interface, this asks the
-    hosts, which blocks (see `ask_hosts`).
+    If this machine has an interface, the check assumes that all hosts have it. For any other interface this function
+    asks the hosts, and blocks until they have answered (see `ask_hosts`).
 
     Args:
-        interface: Interfaces, separated by commas. A subnet, such as 10.0.0.0/8, stands for those with an address in
-            it.
+        interface: The value of --interface: names of interfaces, or subnets such as 10.0.0.0/8, separated by commas. A
+            subnet stands for the interfaces with an address in the subnet.
         launcher: The mpirun that starts a process on each host.
-        hosts: The hosts of the job. Empty: the job runs on this machine.
+        hosts: The hosts of the job. If this is empty, the job runs on this machine.
         machine: The properties of this machine.
         extra: Further arguments for mpirun.
 
     Raises:
-        LauncherError: An interface is missing. The message lists those that the machine has.
+        LauncherError: An interface is missing. The message lists the interfaces that the machine has.
     """
     names = [name for _, name in socket.if_nameindex()]
     interfaces: list[str | IPv4Network] = []
@@ -328,7 +332,7 @@ def check_interface(
 
 
 def main() -> None:
-    """Print this host's report. The arguments are the names of all hosts. The one at the index of this rank is used."""
+    """Print this host's report. The arguments are the names of all hosts, and the rank's number selects its own."""
     rank, _ = launched_as(os.environ) or (0, 1)
     name = sys.argv[1 + rank] if len(sys.argv) > 1 + rank else socket.gethostname()
     report = {"host": name, "addresses": _run_ip("address"), "routes": _run_ip("route")}

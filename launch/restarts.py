@@ -1,9 +1,9 @@
 """`mpips run --restarts`: start a job again after a death, from its newest checkpoint.
 
-A *death* means that a signal has ended a rank or mpirun, or that a host no longer answers. Two other ends are no
-deaths, and the job is not started again: its program raised an exception or exited with a code of its own, which it
-would do again, or a signal to `mpips run` ended the job. With spares the remaining ranks first go on without the dead
-one, and the job starts again only if they cannot.
+A *death* means that a signal has ended a rank or mpirun, or that a host no longer answers. After two other kinds of end
+the job is not started again. Either the program raised an exception or exited with a code of its own, and would do so
+again. Or a signal to `mpips run` ended the job. With spares the remaining ranks first try to go on without the dead
+rank, and the job starts again only if they cannot.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ LOG = log.get("mpips.launch")
 
 # seconds that a host may take to answer
 LIMIT = 20.0
-# The program that tests whether a host answers. It must run for a moment: Open MPI's mpirun may wait for ever for a
-# program on another host that ends at once.
+# The program that tests whether a host answers. It must run for a moment: if a program on another host ends at once,
+# Open MPI's mpirun may wait for it forever.
 PROBE = ("sleep", "1")
-# Exit codes of mpirun after a signal has ended a rank on another host, in addition to those that tell the signal's
-# number. With Open MPI, 14 means that another rank noticed the death first and ended the job with MPI_ERR_UNKNOWN.
+# Exit codes of mpirun after a signal has ended a rank on another host. Exit codes that contain the signal's number are
+# not listed. With Open MPI, 14 means that another rank noticed the death first and ended the job with MPI_ERR_UNKNOWN.
 CODES_AFTER_REMOTE_DEATH: dict[Flavour, tuple[int, ...]] = {"openmpi": (14,), "mpich": (), "intel": (255,)}
 
 
 def check(options: Options, restarts: int) -> None:
-    """Raise LauncherError if --restarts lacks --checkpoint and --every, or if one of these two lacks the other."""
+    """Raise LauncherError if the options --restarts, --checkpoint and --every do not fit together.
+
+    --restarts needs the other two, and these two need each other.
+    """
     for name, value in (("checkpoint", options.checkpoint), ("every", options.every)):
         if restarts and not value:
             raise LauncherError(
@@ -60,19 +63,19 @@ def run_with_restarts(
     """Run a job, and start it again after deaths. Blocks until the last run has ended, and returns its exit code.
 
     Args:
-        start: Runs the job once, with the options that it is given.
-        fit_to_hosts: Called with `options`. Returns the options with which the job fits on the hosts that answer now,
-            or raises LauncherError if the job cannot run on them. Called only if `remote`.
+        start: Runs the job once with the given options.
+        fit_to_hosts: Takes `options` and returns options with which the job fits on the hosts that answer now. Raises
+            LauncherError if the job cannot run on these hosts. Called only if `remote` is True.
         options: The options of the first start.
-        restarts: Start again at most this many times.
+        restarts: The number of times that the job may start again.
         remote: True if some ranks are, or may be, on other hosts.
-        flavour: The MPI. It decides what an exit code of mpirun means.
+        flavour: The MPI. The meaning of mpirun's exit codes depends on it.
     """
     wanted, left = options, restarts
     end = start(options)
     while end.code and not end.signal and left:
-        # A host that has stopped answering counts as a death, even if mpirun's exit code does not tell of one. It shows
-        # in the roles, which must change, or in the error of `fit_to_hosts`.
+        # A host that has stopped answering counts as a death, whatever mpirun's exit code is. In that case
+        # `fit_to_hosts` returns other roles, or raises an error.
         changed, failure = options, ""
         if remote:
             try:
@@ -111,9 +114,9 @@ def run_with_restarts(
 
 
 def describe_death(end: JobEnd, remote: bool, flavour: Flavour) -> str:
-    """Return a description of the death that has ended a job, or "" if there was none.
+    """Return a description of the death that has ended a job, or "" if no death has ended the job.
 
-    With `remote`, some ranks were on other hosts, and only mpirun's exit code tells of their deaths.
+    If `remote` is True, some ranks were on other hosts, and only mpirun's exit code reports the deaths of these ranks.
     """
     if not end.code or end.signal:
         return ""
@@ -152,7 +155,7 @@ def reduce_roles(options: Options, hosts: Sequence[Host]) -> Options:
     """Return the options with the numbers of ranks reduced until the job fits on these hosts.
 
     Spares are given up first, then workers, then servers. At least one worker stays, and at least one server if the job
-    has any. Raises LauncherError if the hosts cannot hold even that.
+    has servers. Raises LauncherError if the hosts cannot hold even these.
     """
     if not hosts:
         raise LauncherError("no host answers")

@@ -1,7 +1,7 @@
 """`mpips run`: start a script as one MPI job of workers and servers.
 
-An error that every rank would report, such as a syntax error in the script, is reported once, before any rank starts.
-The function `start` is for the `--ranks` option of other commands.
+If every rank would report the same error, such as a syntax error in the script, `mpips run` reports it once, before any
+rank starts. Other commands call the function `start` for their option `--ranks`.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ from mpips.store.options import read as read_options
 Arguments = tuple[str, ...]
 PYTHON = re.compile(r"python[\d.]*")
 ELF = b"\x7fELF"
-# The first line of a shell script, but not of a Python script that pip has written: if the path of Python is too long
-# for a first line, pip names a shell there, and the second line runs Python.
+# Matches the first line of a shell script, but not of a Python script that pip has written. If the path of Python is
+# too long for the first line, pip names a shell in the first line, and the second line runs Python.
 SHELL = re.compile(rb"#!.*\b(ba|da|k|z)?sh\b(?!.*\n.*python)")
-# A script that reads its command line contains one of these words, whichever library it uses for that.
+# A script that reads its command line contains one of these words, whatever library it uses to parse the arguments.
 READS_ARGUMENTS = re.compile(rb"arg|pars|option|flag|click|typer|fire|hydra|tyro|absl|cli", re.IGNORECASE)
-# The ports to choose from. From 32768 on the kernel gives ports to outgoing connections.
+# The ports to choose from. The kernel uses ports from 32768 on for outgoing connections.
 PORTS = range(20000, 32768)
 # Variables of torchrun that differ from rank to rank. If the user sets one, all ranks get the same value.
 PER_RANK_VARIABLES = (world.RANK, world.SIZE, world.LOCAL_RANK)
@@ -76,9 +76,9 @@ ROLES = ("servers", "clients", "workers", "masters")
 
 
 def _parse_script(ctx: click.Context, parameter: click.Parameter, words: Sequence[str]) -> tuple[str, ...]:
-    """Return `SCRIPT.py ARGS`, `-m MODULE ARGS` or `-c LINE`, without a `--` before it.
+    """Check the words `SCRIPT.py ARGS`, `-m MODULE ARGS` or `-c LINE`, and return them without a leading `--`.
 
-    Raises UsageError for anything else.
+    Raises UsageError for any other words.
     """
     script = tuple(words[1:] if words[:1] == ("--",) else words)
     if not script:
@@ -89,7 +89,7 @@ def _parse_script(ctx: click.Context, parameter: click.Parameter, words: Sequenc
         if len(script) < 2:
             raise click.UsageError(f"{script[0]} needs an argument")
     elif (option := script[0].partition("=")[0]).startswith("-"):
-        # An unknown option before the script. Because of ignore_unknown_options, click has not refused it.
+        # This is an unknown option before the script. Because of ignore_unknown_options, click has not refused it.
         known = [name for each in ctx.command.params for name in each.opts if name.startswith("--")]
         raise click.NoSuchOption(option, possibilities=difflib.get_close_matches(option, known, cutoff=0.7))
     elif PYTHON.fullmatch(os.path.basename(script[0])):
@@ -97,7 +97,8 @@ def _parse_script(ctx: click.Context, parameter: click.Parameter, words: Sequenc
     return script
 
 
-# The click settings of a command that takes `script_argument`: options after the script belong to the script.
+# The click settings of a command that takes `script_argument`. With these settings, options after the script's name
+# belong to the script.
 BEFORE_A_SCRIPT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 script_argument = click.argument(
     "script",
@@ -110,7 +111,10 @@ script_argument = click.argument(
 
 
 def role_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorator that adds the options for the roles of ranks. Give three of them to `count_workers`."""
+    """Decorator that adds the options for the roles of ranks.
+
+    `count_workers` computes the number of workers from three of them: --ranks, --workers and --servers.
+    """
     for option in (
         click.option(
             "--masters",
@@ -150,7 +154,7 @@ def role_options(command: Callable[..., None]) -> Callable[..., None]:
 def count_workers(ranks: int | None, workers: int | None, servers: int) -> int:
     """Return the number of workers of a job, from the values of --ranks, --workers and --servers.
 
-    Raises click.UsageError if they leave no worker or contradict each other.
+    Raises click.UsageError if these options leave no worker or contradict each other.
     """
     if ranks is None:
         if workers is None:
@@ -198,7 +202,7 @@ def save_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def log_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorator that adds the options of the log."""
+    """Decorator that adds the options for logging: --log, --log-dir and --log-format."""
     for option in (
         click.option("--log-format", type=click.Choice(log.FORMATS), help="Lines for people, or JSON objects."),
         click.option(
@@ -257,9 +261,9 @@ def command(
 ) -> None:
     """Start SCRIPT.py ARGS as one MPI job of workers and servers.
 
-    The workers are the first ranks. Give the numbers of workers and servers by -w and -s, or the number of all ranks by
-    -n and that of the servers by -s. `mpips.create` reads the roles from MPIPS_* variables. An uncaught exception of
-    one rank ends the job. The exit code is the job's, or 2 if no job is started.
+    The workers are the first ranks. Give the number of servers by -s, and either the number of workers by -w or the
+    number of all ranks by -n. `mpips.create` reads the roles from MPIPS_* variables. An uncaught exception of one rank
+    ends the job. The exit code is the exit code of the job, or 2 if no job is started.
     """
     begin_log(log_level, log_dir, log_format)
     observed = {name: others.pop(name) for name in OBSERVED}
@@ -302,7 +306,7 @@ def command(
 
 
 def begin_log(level: str | None, folder: str | None, form: str | None) -> None:
-    """Start the log of this process, and set the environment variables with which every rank logs in the same way.
+    """Start the log of this process, and set the environment variables that make every rank log in the same way.
 
     Raises UsageError if the options contradict each other or the folder cannot be made.
     """
@@ -334,7 +338,7 @@ def begin_log(level: str | None, folder: str | None, form: str | None) -> None:
 
 
 def merge_log() -> None:
-    """Merge the log files of all ranks into one. If that fails, print a line and go on."""
+    """Merge the log files of all ranks into one file. If the merge fails, print a line and go on."""
     _, folder, form = log.read_variables()
     try:
         if folder:
@@ -345,26 +349,26 @@ def merge_log() -> None:
 
 @dataclass
 class JobStarter:
-    """Starts the job of one command line. A restart may call it again with other roles."""
+    """Starts the job of one `mpips run` command. A restart calls this object again, perhaps with other roles."""
 
     launcher: Launcher
     machine: Machine
     # the script or module and its arguments
     script: Arguments
-    # The variables of --env. None: the ranks get the value that the variable has in this process.
+    # The variables of --env. If the value is None, the ranks get the value that the variable has in this process.
     variables: Mapping[str, str | None]
     interface: str | None
     extra: Arguments
     hostfile: str | None
     topology: str | None
     nics: str | None
-    # A problem of this machine that may make the job fail, or "". It is printed only if the job fails.
+    # A problem of this machine that may make the job fail, or "". The problem is printed only if the job fails.
     possible_cause: str = ""
-    # the hosts that answered after the last death; None before the first restart
+    # the hosts that answered after the last failed run; None if the hosts were not asked yet
     answering: tuple[Host, ...] | None = None
 
     def __call__(self, options: Options) -> process.JobEnd:
-        """Run the job once, with these roles. Blocks until it has ended."""
+        """Run the job once, with the roles in `options`. Blocks until the job has ended."""
         hosts = self.read_hosts() if self.answering is None else self.answering
         job = self._record_hosts(self.build_job(options, hosts))
         argv, ranks_here = build(self.launcher, job, self.machine), job.ranks_here(os.environ)
@@ -373,9 +377,9 @@ class JobStarter:
         return end._replace(sentence=_add_cause(end, self.possible_cause))
 
     def _record_hosts(self, job: Job) -> Job:
-        """Record the hosts of a job, so that `mpips why` and similar commands find its ranks from any of these hosts.
+        """Record the hosts of a job. `mpips why` and similar commands can then find its ranks from any of these hosts.
 
-        The record is a file on this host, and an environment variable of the ranks on other hosts.
+        The record is written to a file on this host. The ranks on other hosts get it in an environment variable.
         """
         names = list(dict.fromkeys(block.host for block in job.hosts))
         if not names or not recorder.is_wanted():
@@ -395,7 +399,7 @@ class JobStarter:
     def check(self, job: Job, options: Options) -> None:
         """Check, before the first start, that this machine and the hosts have what the job needs.
 
-        Makes the folder of the checkpoints, and sets `possible_cause`. Raises LauncherError or ValueError if the job
+        Also makes the folder for checkpoints, and sets `possible_cause`. Raises LauncherError or ValueError if the job
         cannot run.
         """
         check_room(job)
@@ -413,7 +417,7 @@ class JobStarter:
         return read(self.hostfile) if self.hostfile else ()
 
     def build_job(self, options: Options, hosts: tuple[Host, ...]) -> Job:
-        """Build the job with these roles. Without `hosts`, mpirun chooses the hosts.
+        """Build the job with the roles in `options`. If `hosts` is empty, mpirun chooses the hosts.
 
         Raises LauncherError or ValueError if the hosts cannot hold the job.
         """
@@ -440,7 +444,7 @@ class JobStarter:
             survives=options.spares >= 0,
             exported=tuple(name for name, value in self.variables.items() if value is None),
         )
-        # Later values replace earlier ones, so the variables of --env come last.
+        # Later settings replace earlier settings, so the variables of --env come last.
         environment = choose_loopback(job, self.launcher, os.environ) | options.environment()
         environment |= {PREFIX + name.upper(): str(getattr(options, name)) for name in ROLES}
         environment |= {name: os.environ[name] for name in OF_PROCESSES if name in os.environ}
@@ -453,10 +457,10 @@ class JobStarter:
         return job._replace(environment=environment)
 
     def _torchrun_variables(self, job: Job, options: Options) -> dict[str, str]:
-        """Return the variables from which each rank sets those of torchrun, such as MASTER_ADDR (see `world.PLACE`).
+        """Return variables from which each rank derives the variables of torchrun, such as MASTER_ADDR (`world.PLACE`).
 
-        Empty for a job with servers or spares, because its workers are numbered in another way than its ranks. Also
-        empty if the user has set RANK or a similar variable; `warn_of_rank_variables` warns of that.
+        Returns none for a job with servers or spares, because the numbers of its workers differ from their ranks. Also
+        returns none if the user has set RANK or a similar variable. `warn_of_rank_variables` warns of such a variable.
         """
         inherited = world.without_place(os.environ)
         set_by_user = {**inherited, **self.variables}
@@ -468,7 +472,7 @@ class JobStarter:
         elif address == "localhost":
             address = socket.gethostname()
         place = {}
-        # There is no address if a scheduler chooses the hosts: the first host is then unknown.
+        # The address is "" if a scheduler chooses the hosts, because the first host is then unknown.
         if world.MASTER not in set_by_user and address:
             place[world.MASTER] = address
         if world.PORT not in set_by_user and (address or world.MASTER in set_by_user):
@@ -477,9 +481,9 @@ class JobStarter:
         return {**exported, world.PLACE: world.write_place(place)}
 
     def fit_to_hosts(self, options: Options) -> Options:
-        """Return the options with the roles that fit on the hosts that answer now. Later starts use only these hosts.
+        """Find the hosts that answer now, and return the options with the numbers of ranks that fit on these hosts.
 
-        Raises LauncherError if the job cannot run on them.
+        Later starts use only these hosts. Raises LauncherError if the job cannot run on them.
         """
         hosts = self.read_hosts()
         self.answering = restarts.find_answering_hosts(hosts, self.launcher, self.machine, self.extra)
@@ -489,7 +493,7 @@ class JobStarter:
 
 
 def find_free_port() -> int:
-    """Return a TCP port of this machine that is free now. Raises LauncherError if there is none in `PORTS`."""
+    """Return a TCP port of this machine that is free now. Raises LauncherError if it finds no free port in `PORTS`."""
     for _ in range(PORTS.stop - PORTS.start):
         port = random.choice(PORTS)
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener, suppress(OSError):
@@ -499,7 +503,7 @@ def find_free_port() -> int:
 
 
 def make_options(roles: Mapping[str, int | str | None]) -> Options:
-    """Return the options of a job with these roles. All other options come from MPIPS_* variables.
+    """Return the options of a job with these roles. All other options come from the MPIPS_* environment variables.
 
     Raises click.UsageError if an option has a wrong value.
     """
@@ -510,13 +514,13 @@ def make_options(roles: Mapping[str, int | str | None]) -> Options:
 
 
 def parse_variables(arguments: Sequence[str], environment: Mapping[str, str]) -> dict[str, str | None]:
-    """Parse the arguments `NAME[=VALUE]` of `--env`. Return name -> value.
+    """Parse the arguments `NAME[=VALUE]` of `--env`. Return a dict: name -> value.
 
-    The value of `--env NAME` is None: mpirun passes on the value from its own environment, so that it does not stand in
-    mpirun's command line, which all users can read.
+    For `--env NAME` the value in the dict is None. mpirun then passes on the value from its own environment. So the
+    value does not appear in mpirun's command line, which all users can read.
 
     Raises:
-        LauncherError: A name is not valid, is not set here, or is an option of mpips (MPIPS_*).
+        LauncherError: A name is not valid, has no value and is not set in `environment`, or begins with MPIPS_.
     """
     variables: dict[str, str | None] = {}
     for argument in arguments:
@@ -538,15 +542,15 @@ def parse_variables(arguments: Sequence[str], environment: Mapping[str, str]) ->
 def start(ranks: int, script: Sequence[str], mpirun: str | None = None, name: str = "") -> NoReturn:
     """Run a script as an MPI job on this machine, and exit with the exit code of the job.
 
-    If the job ends with 0, the exit code is the one that its ranks have set by `collectives.terminal.leave`.
+    If mpirun ends with 0, the exit code is the code that the ranks have set by `collectives.terminal.leave`.
 
     Args:
         ranks: Number of processes.
         script: The script or module and its arguments, as for `mpips run`.
-        mpirun: Path of the mpirun; by default `find` chooses it.
-        name: The command to name in "interrupted" after a signal.
+        mpirun: Path of the mpirun. By default `find` chooses it.
+        name: The name of the command, for the message after a signal has interrupted the job.
     """
-    # Imported late: `mpips --help` does not need it.
+    # Imported late, because `mpips --help` does not need this module.
     from mpips.collectives.terminal import CODE_FILE
 
     machine = this_machine()
@@ -575,14 +579,14 @@ def start(ranks: int, script: Sequence[str], mpirun: str | None = None, name: st
 
 
 def _list_roles(options: Options) -> list[str]:
-    """Return a description of each rank's role, such as "worker of client 1", for messages about deaths."""
+    """Return a description of each rank's role, such as "worker of client 1". Messages about deaths use it."""
     per_client = options.workers / options.clients
     clients = [f" of client {int(rank / per_client)}" if options.clients > 1 else "" for rank in range(options.workers)]
     return [f"worker{client}" for client in clients] + ["server"] * options.servers + ["spare"] * options.spares
 
 
 def check_alone() -> None:
-    """Raise LauncherError if this process is a rank of a job already, because each rank would start a whole job."""
+    """Raise LauncherError if this process is already a rank of a job. Otherwise each rank would start a whole job."""
     if job := world.started_as(os.environ):
         rank, size = job
         name = click.get_current_context().command_path
@@ -593,7 +597,7 @@ def check_alone() -> None:
 
 
 def _add_cause(end: process.JobEnd, possible_cause: str) -> str:
-    """Return the sentence about the end of a job, with the possible cause if the job has failed by itself."""
+    """Return the sentence about the end of a job. If the job has failed without a signal, append the possible cause."""
     if not possible_cause or not end.code or end.signal:
         return end.sentence
     return f"{end.sentence}; {possible_cause}" if end.sentence else f"mpips: {possible_cause}"
@@ -608,9 +612,9 @@ def _print_warnings(job: Job, machine: Machine) -> None:
 
 
 def warn_of_rank_variables(options: Options, variables: Mapping[str, str | None]) -> None:
-    """Warn on standard error if the user has set RANK or a similar variable: every rank then gets the same value.
+    """Warn on standard error if the user has set RANK or a similar variable, because every rank then gets this value.
 
-    `variables` are those of --env.
+    `variables` are the variables of --env.
     """
     assigned = {name: value for name, value in variables.items() if value is not None}
     set_by_user = {**world.without_place(os.environ), **assigned}
@@ -626,8 +630,8 @@ def warn_of_rank_variables(options: Options, variables: Mapping[str, str | None]
 def warn_of_late_options(script: Sequence[str], parameters: Sequence[click.Parameter]) -> None:
     """Warn on standard error if options of `mpips run` stand after a script that seems to read no options.
 
-    Arguments after the script belong to the script, so such options have no effect. `parameters` are those of
-    `mpips run`.
+    Arguments after the script's name belong to the script, so `mpips run` does not see such options. `parameters` are
+    the parameters of `mpips run`.
     """
     if script[0] in ("-m", "-c") or not script[0].endswith(".py"):
         return
@@ -652,12 +656,13 @@ class NotPythonError(click.ClickException):
 def check_script(script: Sequence[str]) -> None:
     """Check that the script or module exists and can be compiled.
 
-    Raises UsageError if it is missing, and NotPythonError with the line of a syntax error.
+    Raises UsageError if the script or module is missing or is not Python. Raises NotPythonError, with the line, for a
+    syntax error.
     """
     path = script[0]
     if path == "-m":
-        # Ranks look for modules in the current folder first. This process must not import its own modules from there,
-        # so the folder is removed from sys.path again.
+        # Ranks look for modules in the current folder first. This process must not import its own modules from the
+        # current folder, so the folder is removed from sys.path again.
         sys.path.insert(0, os.getcwd())
         try:
             exists = _module_exists(script[1])
@@ -689,7 +694,7 @@ def warn_of_missing_script(script: Sequence[str]) -> None:
 def _compile(source: str | bytes, name: str) -> None:
     try:
         with warnings.catch_warnings():
-            # The ranks will show the warnings.
+            # The ranks will show the script's warnings.
             warnings.simplefilter("ignore")
             compile(source, name, "exec", dont_inherit=True)
     # compile() raises ValueError if the source contains a NUL byte.
@@ -699,7 +704,7 @@ def _compile(source: str | bytes, name: str) -> None:
 
 
 def _module_exists(module: str) -> bool:
-    """True if Python finds a module of this name. Unlike find_spec, this does not run the packages that contain it."""
+    """True if Python finds a module of this name. Unlike find_spec, this does not run the module's parent packages."""
     top, *names = module.split(".")
     spec = importlib.util.find_spec(top) if top else None
     for i, name in enumerate(names):

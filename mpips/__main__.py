@@ -1,7 +1,7 @@
 """One rank of a job: `python -m mpips SCRIPT.py ARGS` or `python -m mpips -m MODULE ARGS`, under any launcher.
 
-It builds on `python -m mpi4py` and works like it. In addition, an uncaught exception or an exit code other than 0 is
-printed with the rank, and ends the whole job at once.
+This runner builds on `python -m mpi4py` and works like it. In addition, an uncaught exception or an exit code other
+than 0 is printed with the rank, and ends the whole job at once.
 """
 
 import difflib
@@ -21,7 +21,7 @@ from mpips.ending.process import StatusLine, is_fork, is_started, leave_fork, sa
 from mpips.ending.uncaught import INTERRUPTED, end, end_after_hook, end_unstarted, is_alone, show
 from mpips.store.world import ENCODED, launched_as, variables_of_place
 
-# words of the `mpips` command. A user who gives one to `python -m mpips` meant that command.
+# The subcommands of the `mpips` command. A user who types `python -m mpips SUBCOMMAND` meant `mpips SUBCOMMAND`.
 COMMANDS = (
     "run",
     "doctor",
@@ -51,16 +51,17 @@ def whole_lines() -> None:
 
 
 def decode_words(words: list[str]) -> list[str]:
-    """Return the words of a command line. Those after `ENCODED` are percent-encoded."""
+    """Return the words of a command line. If the first word is `ENCODED`, decode the others from percent-encoding."""
     encoded = words[1:] if words[:1] == [ENCODED] else []
     return [os.fsdecode(unquote_to_bytes(word)) for word in encoded] or words
 
 
 def search_as_python(script: str) -> None:
-    """Put first on `sys.path` the entry that Python puts there for a script, a module or a command.
+    """Set the first entry of `sys.path` as Python does for a script, a module or a command.
 
-    Without -P Python has put the current folder there, for this runner. When one of our own modules is run, it is not
-    searched in the current folder.
+    Unless Python was started with -P, the first entry is now the current folder, which Python has put there for this
+    runner. This entry is removed first. When `python -m mpips -m MODULE` runs a module of mpips, the current folder is
+    not searched for the module.
     """
     if not sys.flags.safe_path:
         del sys.path[0]
@@ -70,7 +71,7 @@ def search_as_python(script: str) -> None:
     elif script in ("-c", "-"):
         first = [""]
     else:
-        # mpi4py's run puts this entry there in any case.
+        # This entry is added even with -P or PYTHONSAFEPATH, because mpi4py.run adds it in any case.
         sys.path.insert(0, os.path.realpath(os.path.dirname(script)))
         return
     if sys.flags.ignore_environment or not os.environ.get("PYTHONSAFEPATH"):
@@ -78,7 +79,7 @@ def search_as_python(script: str) -> None:
 
 
 def exit_of(left: SystemExit) -> tuple[int, str]:
-    """Return the exit code, and the text on standard error, with which Python alone would exit."""
+    """Return the exit code that Python itself would use for this SystemExit, and the text that it would print."""
     if left.code is None or isinstance(left.code, int):
         code = int(left.code or 0)
         return (code & 255 if -(1 << 63) <= code < 1 << 63 else 255), ""
@@ -86,15 +87,15 @@ def exit_of(left: SystemExit) -> tuple[int, str]:
 
 
 def _set_abort_status(status: object, set_status: Callable[[object], None] = run.set_abort_status) -> None:
-    """Give mpi4py, which aborts MPI with it, the exit code that Python would use.
+    """Give mpi4py the exit code that Python would use. mpi4py then aborts MPI with this code.
 
-    mpi4py's own conversion fails for codes from 2**40 on.
+    mpi4py's own conversion of the status fails for codes of 2**40 or more.
     """
     set_status(exit_of(status)[0] if isinstance(status, SystemExit) else status)
 
 
 def run_program() -> None:
-    """Run the program of the command line. Processes that it forks end here, too."""
+    """Run the program of the command line. A process that the program forks also ends in this function."""
     code = 0
     try:
         run.main()
@@ -112,7 +113,10 @@ def run_program() -> None:
 
 
 def name_threads_that_stay() -> None:
-    """Print which threads keep this process alive, if they still do a stall's time after its program has ended."""
+    """Wait for the time limit of a stall. If threads still keep this process alive by then, print their names.
+
+    Called after the program has ended. The wait runs in a timer thread, so this call returns at once.
+    """
 
     def staying() -> list[str]:
         main = threading.main_thread()
@@ -163,7 +167,7 @@ if __name__ == "__main__":
         name_threads_that_stay()
     except SystemExit as left:
         code, why = exit_of(left)
-        # Now and not at exit, because there an open store would wait for ranks that wait for this one.
+        # End the job now and not in an atexit handler: there an open store would wait for ranks that wait for this one.
         if code:
             status.fails(code)
             if is_started() or launched_as(os.environ) is None:
@@ -181,10 +185,10 @@ if __name__ == "__main__":
         code, what = (INTERRUPTED, "interrupted") if interrupted else (1, type(error).__name__)
         status.fails(code)
         if interrupted and is_started() and is_alone():
-            # Python then ends by the signal, as a loop in a shell needs it to stop.
+            # Python then ends by the signal SIGINT. A loop in a shell stops only if its command ends by the signal.
             raise
         if is_started() or not interrupted:
-            # In a job of several ranks our hook does not return.
+            # In a job of several ranks our own hook does not return, because it ends the job.
             hooks_code = show(error)
             code = code if hooks_code is None else exit_of(hooks_code)[0] or code
         if is_started():

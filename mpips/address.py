@@ -13,7 +13,7 @@ from mpi4py import MPI
 from mpips.collectives.errors import format_ranks, of_caller
 from mpips.store.world import MASTER
 
-# most bytes of rank 0's addresses
+# the most bytes that rank 0's port and addresses may take in the broadcast
 WORDS = 2048
 # number of the ioctl SIOCGIFADDR
 ADDRESS_OF_NIC = 0x8915
@@ -23,7 +23,8 @@ CONNECT_SECONDS = 3.0
 def find_address(who: str, world: MPI.Intracomm = MPI.COMM_WORLD) -> str:
     """Return rank 0's first address to which all ranks can connect. Collective, blocking.
 
-    `who` is the call that needs it, for the error. All ranks raise RuntimeError if there is no such address.
+    `who` is the name of the call that needs the address, for the error message. If not all ranks can connect to any
+    address, every rank raises RuntimeError.
     """
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
     # All ranks are on one host.
@@ -41,7 +42,7 @@ def find_address(who: str, world: MPI.Intracomm = MPI.COMM_WORLD) -> str:
         port, *addresses = told.rstrip(b"\0").decode().split()
         lacking: list[int] = []
         for address in addresses:
-            # One rank of each host tries to connect, for all ranks of its host.
+            # One rank of each host tries to connect on behalf of all ranks of its host.
             fine = np.empty(world.size, np.int8)
             world.Allgather(np.array([not first or _can_connect(address, int(port))], np.int8), fine)
             lacking = np.flatnonzero(fine == 0).tolist()
@@ -57,7 +58,10 @@ def find_address(who: str, world: MPI.Intracomm = MPI.COMM_WORLD) -> str:
 
 
 def _addresses() -> list[str]:
-    """Return names and addresses of this host, the likeliest first: the given one, its name, those of its NICs."""
+    """Return names and addresses of this host, the likeliest first.
+
+    First comes the address that the user has set, then the host's name, then the addresses of its NICs.
+    """
     names = [os.environ.get(MASTER, ""), socket.gethostname()]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, nic in socket.if_nameindex():

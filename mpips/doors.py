@@ -1,8 +1,9 @@
-"""Make `collectives` and `launch` other names of `mpips.collectives` and `mpips.launch`.
+"""Make `collectives` and `launch` short names of the packages `mpips.collectives` and `mpips.launch`.
 
 Our own modules import one another only as `mpips.collectives...` and `mpips.launch...`. The short names are common
-words, and a program may have a file `collectives` or a folder `launch` of its own. Then its imports find its own, and
-ours still find ours. `mpips/collectives` and `mpips/launch` are links in a clone, and folders in an installed package.
+words, and a user's program may have a file `collectives.py` or a folder `launch` of its own. In that case the program's
+imports find the program's file, and our imports still find our modules. In a clone `mpips/collectives` and
+`mpips/launch` are symbolic links, and in an installed package they are folders.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class _Alias(Loader):
         return importlib.import_module(self._inner.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system has just replaced it by that of the short name.
+        # The import system has just replaced the module's own spec with the spec of the short name. Undo that.
         module.__spec__ = self._inner
 
     def get_code(self, name: str) -> CodeType | None:
@@ -37,7 +38,7 @@ class _Alias(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules below a short name that is ours."""
+    """Finds modules such as `collectives.x`, if the short name `collectives` refers to our package."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -54,10 +55,11 @@ class _Finder(MetaPathFinder):
 
 
 def open_door(outer: str) -> None:
-    """Make `outer` a name of `mpips.outer`. Called by a package that is being imported under its short name.
+    """Make the short name `outer` a name of the package `mpips.OUTER`.
 
-    Python prefers a package, as ours, to a folder without `__init__.py` that comes earlier on `sys.path`. If such a
-    folder has Python files, it is the user's, and `outer` becomes that folder.
+    A package calls this while it is imported under its short name. Python prefers our package to a user's folder of
+    that name without `__init__.py`, even if the folder comes earlier on `sys.path`. If such a folder has Python files,
+    `outer` becomes the user's folder instead.
     """
     own = os.path.realpath(importlib.import_module(f"mpips.{outer}").__path__[0])
     for entry in sys.path:

@@ -1,7 +1,7 @@
-"""Rows of users' arrays and tables, taken by position: of NumPy, pandas, SciPy, h5py and PyTorch.
+"""Take rows by position from users' arrays and tables: those of NumPy, pandas, SciPy, h5py and PyTorch.
 
-Labels are ignored: a data frame becomes a NumPy array. Sparse matrices, and arrays on disk, are read a few rows at a
-time. Anything else is refused with an error that says what to pass instead.
+Row labels are ignored: a data frame becomes a NumPy array. Sparse matrices and arrays on disk are read a few rows at a
+time. Any other object is refused with an error that says what to pass instead.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class SampleRows:
         return int(self.shape[0])
 
     def __getitem__(self, rows: Positions) -> np.ndarray:
-        """Return the rows of a slice, or those of an int array in its order.
+        """Return the rows at the positions in a slice or an int array, in the order of these positions.
 
-        Libraries for files need ascending positions, so rows are read in that order.
+        Libraries for files accept only ascending positions. So the rows are read in ascending order and then reordered.
         """
         if isinstance(rows, slice):
             return self._read(rows)
@@ -56,13 +56,14 @@ class SampleRows:
 
 
 def table(name: str, given: Any) -> Any:
-    """Return `given` as a table with `shape`, whose rows are taken by position with a slice or an int array. Local.
+    """Return `given` as a table with a `shape`, whose rows `table[...]` takes by position. Local.
 
-    Arrays of NumPy, PyTorch and JAX, and those on GPUs, are returned as they are. Of tables that are not in memory two
-    rows are read.
+    The rows are taken with a slice or with an int array. Arrays of NumPy, PyTorch and JAX, and arrays on GPUs, are
+    returned as they are. If the table is not in memory, two of its rows are read as a test.
 
     Args:
-        name: The name of the argument, for errors.
+        name: The name of the caller's argument, for errors.
+        given: What the caller has passed.
 
     Raises:
         TypeError: Rows cannot be taken by position, or elements are not numbers.
@@ -79,7 +80,7 @@ def table(name: str, given: Any) -> Any:
         raise TypeError(f"{name} is a {type(given).__name__}, whose rows cannot be taken by position: {CURE}")
     lazy = SampleRows(name, given)
     check_numbers(name, lazy, type(given).__name__)
-    # Read the first and the last row by slices and by their positions. A library that finds rows by labels returns
+    # Read the first and the last row twice: by slices and by positions. A library that finds rows by labels returns
     # other rows for the positions.
     try:
         ends = [lazy[part] for part in (slice(0, 1), slice(len(lazy) - 1, None))] if len(lazy) else []
@@ -96,7 +97,7 @@ def table(name: str, given: Any) -> Any:
 
 
 def in_memory(name: str, given: object) -> np.ndarray:
-    """Return rows as a NumPy array. Raises TypeError if they are not an array of numbers."""
+    """Return `given` as a NumPy array. Raises TypeError if it is not an array or table of numbers."""
     if type(given) is np.ndarray and given.dtype.kind in NUMBERS:
         return given
     if not hasattr(given, "shape"):
@@ -106,7 +107,7 @@ def in_memory(name: str, given: object) -> np.ndarray:
 
 
 def check_numbers(name: str, given: Any, kind: str = "") -> Any:
-    """Return an array, matrix or tensor as it is. Raises TypeError if elements are masked or not numbers."""
+    """Return an array, matrix or tensor as it is. Raises TypeError if its elements are masked or not numbers."""
     arrays.check_unmasked(given, name)
     dtype = given.dtype
     if isinstance(dtype, np.dtype) and dtype.kind not in NUMBERS and dtype.name != "bfloat16":
@@ -116,17 +117,20 @@ def check_numbers(name: str, given: Any, kind: str = "") -> Any:
 
 
 def _is_array(given: object) -> bool:
-    """True if its rows are taken by position, whatever its library is."""
+    """True for an array of NumPy, PyTorch or JAX, or an array on a GPU. Indexing these takes rows by position."""
     module = type(given).__module__.partition(".")[0]
     return isinstance(given, np.ndarray) or arrays.is_torch(given) or arrays.is_device(given) or module == "jaxlib"
 
 
 def _of_frame(name: str, frame: Any) -> np.ndarray:
-    """Return a frame or a series as an array. Raises TypeError that names a column without numbers."""
+    """Return a frame or a series as an array.
+
+    Raises TypeError if a column holds anything but numbers. The message names the column.
+    """
     array = np.asarray(frame.to_numpy())
     if array.dtype.kind in NUMBERS or not hasattr(frame, "columns"):
         return array
-    # A frame with float and bool columns becomes an array of Python objects, so convert each column by itself.
+    # to_numpy() turns a frame with both float and bool columns into Python objects, so convert each column by itself.
     parts = []
     for column in frame.columns:
         part = np.asarray(frame[column].to_numpy())

@@ -72,18 +72,18 @@ TORCH = ((2, TORCH_PLACE), (3, TORCH_PLACE), (1, TORCH_PLACE))
 LAUNCH = ((0, "tests/unit/launch"), (1, "tests/mpi/launch"))
 MUTATIONS = (
     Mutation(
-        "the third rank's number is left out of a sum of scalars",
-        "collectives/node/executor.py",
-        "            out[0] = out[0] + part[0]\n",
-        "            out[0] = out[0]\n",
-        COLLECTIVES,
+        "a compiled sum leaves the third rank's vector out",
+        "collectives/node/short_cut.py",
+        "for part in range(2, instruction):",
+        "for part in range(3, instruction):",
+        ((0, "tests/unit/collectives"), *COLLECTIVES),
     ),
     Mutation(
-        "a mean of scalars is divided by one rank less",
-        "collectives/node/executor.py",
-        "out[i] = out[i] / ranks",
-        "out[i] = out[i] / (ranks - 1)",
-        COLLECTIVES,
+        "a compiled call counts a phase twice",
+        "collectives/node/short_cut.py",
+        "            if instruction == FOLLOW:\n                phase += 1\n",
+        "            if instruction == FOLLOW:\n                phase += 2\n",
+        ((0, "tests/unit/collectives"), *COLLECTIVES),
     ),
     Mutation(
         "a rank follows others that have not finished their phase",

@@ -21,9 +21,10 @@ import llvmlite.ir
 import numba
 import numpy as np
 from llvmlite.ir import IRBuilder, Value
-from numba import njit, types
+from numba import carray, njit, types
 from numba.core import caching, errors
 from numba.core.base import BaseContext
+from numba.core.cgutils import raw_memmove
 from numba.core.compiler import CompileResult
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
@@ -38,7 +39,7 @@ _HALF, _FLOAT = llvmlite.ir.HalfType(), llvmlite.ir.FloatType()
 _DIGEST = hashlib.sha256().digest_size
 # Identifies this version of the functions below, whose code is part of kernels. Part of the name of a kernel's file.
 _OWN = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-_INT16, _INT32 = llvmlite.ir.IntType(16), llvmlite.ir.IntType(32)
+_INT8, _INT16, _INT32, _INT64 = (llvmlite.ir.IntType(bits) for bits in (8, 16, 32, 64))
 # An intrinsic: the types of its result and arguments, and the function that writes its code.
 Typed: TypeAlias = "tuple[Signature, Callable[..., Value]]"
 
@@ -73,7 +74,9 @@ def load_or_compile(kernel: Source, path: Path | None) -> Callable[..., Any]:
         raise RuntimeError("this processor does not convert float16")
     space: dict[str, Any] = {"__name__": __name__, "np": np, **CONVERSIONS}
     exec(compile(kernel.text, f"<{kernel.name}>", "exec"), space)
-    dispatcher = njit(error_model="numpy", nogil=True, fastmath=False, boundscheck=False)(space["kernel"])
+    # Kernels that look at words of other processes are short, and would wait for the GIL afterwards.
+    nogil = "load_word(" not in kernel.text
+    dispatcher = njit(error_model="numpy", nogil=nogil, fastmath=False, boundscheck=False)(space["kernel"])
     if path is not None:
         dispatcher._cache = _File(kernel.name, path)
     dispatcher.compile(tuple(map(_type, kernel.types)))
@@ -240,6 +243,76 @@ def prefetch(typingctx: Context, array: types.Type, index: types.Type) -> Typed:
     return types.none(array, types.intp), code
 
 
+@intrinsic
+def load_word(typingctx: Context, address: types.Type) -> Typed:
+    """Read the word at an address. Later reads see all that its writer wrote before it."""
+
+    def code(context: BaseContext, builder: IRBuilder, signature: Signature, args: Sequence[Value]) -> Value:
+        return builder.load_atomic(builder.inttoptr(args[0], _INT64.as_pointer()), "acquire", 8)
+
+    return types.int64(types.int64), code
+
+
+@intrinsic
+def store_word(typingctx: Context, address: types.Type, word: types.Type) -> Typed:
+    """Write the word at an address, after all that was written before."""
+
+    def code(context: BaseContext, builder: IRBuilder, signature: Signature, args: Sequence[Value]) -> Value:
+        builder.store_atomic(args[1], builder.inttoptr(args[0], _INT64.as_pointer()), "release", 8)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64), code
+
+
+@intrinsic
+def move_bytes(typingctx: Context, to: types.Type, source: types.Type, count: types.Type) -> Typed:
+    """Copy bytes between addresses."""
+
+    def code(context: BaseContext, builder: IRBuilder, signature: Signature, args: Sequence[Value]) -> Value:
+        target, origin = (builder.inttoptr(address, _INT8.as_pointer()) for address in args[:2])
+        raw_memmove(builder, target, origin, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64, types.int64), code
+
+
+@intrinsic
+def pause(typingctx: Context) -> Typed:
+    """Tell the processor that this thread waits, so that the other thread of its core runs faster."""
+
+    def code(context: BaseContext, builder: IRBuilder, signature: Signature, args: Sequence[Value]) -> Value:
+        if llvmlite.binding.get_process_triple().startswith(("x86_64", "i686")):
+            function = llvmlite.ir.FunctionType(llvmlite.ir.VoidType(), [])
+            builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", [], function), [])
+        return context.get_dummy_value()
+
+    return types.none(), code
+
+
+def _pointer_to(element: types.Type) -> Callable[..., Any]:
+    """Return a function that turns an address into a pointer to elements of this type."""
+
+    @intrinsic
+    def pointer(typingctx: Context, address: types.Type) -> Typed:
+        def code(context: BaseContext, builder: IRBuilder, signature: Signature, args: Sequence[Value]) -> Value:
+            return builder.inttoptr(args[0], context.get_value_type(types.CPointer(element)))
+
+        return types.CPointer(element)(types.int64), code
+
+    return pointer  # type: ignore[no-any-return]
+
+
+def _array_at(element: types.Type) -> Callable[..., Any]:
+    """Return a function that views the memory at an address as an array of elements of this type."""
+    pointer = _pointer_to(element)
+
+    @njit(inline="always")
+    def array_at(address: int, count: int = 1) -> Any:
+        return carray(pointer(address), count)
+
+    return array_at  # type: ignore[no-any-return]
+
+
 # the functions that the source of a kernel may call
 CONVERSIONS: dict[str, Any] = {
     "widen_float16": widen_float16,
@@ -251,4 +324,13 @@ CONVERSIONS: dict[str, Any] = {
     "sum_of_128": sum_of_128,
     "mixed64": mixed64,
     "prefetch": prefetch,
+    "load_word": load_word,
+    "store_word": store_word,
+    "move_bytes": move_bytes,
+    "pause": pause,
+    "yield_core": types.ExternalFunction("sched_yield", types.int32()),
+    "words_at": _array_at(types.int64),
+    "uint16_at": _array_at(types.uint16),
+    "float32_at": _array_at(types.float32),
+    "float64_at": _array_at(types.float64),
 }

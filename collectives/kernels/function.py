@@ -10,6 +10,7 @@ if the kernel cannot run, and then nothing has been changed. A kernel that runs 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +29,8 @@ class Compiled:
     def __init__(
         self, function: Callable[..., Any], types: str, dtypes: tuple[str, ...], constants: Mapping[str, int]
     ) -> None:
+        # the function as Python runs it
+        self.function = function
         self._name = function.__name__
         self._types = types
         self._dtypes = dtypes
@@ -38,7 +41,7 @@ class Compiled:
             text, self._dtypes = "", ()
         text = text[text.find("def ") :].replace(f"def {self._name}(", "def kernel(", 1)
         for constant, value in constants.items():
-            text = text.replace(constant, str(value))
+            text = re.sub(rf"\b{constant}\b", str(value), text)
         self._text = text
         self._kernels: dict[np.dtype, engine.Kernel | None] = {}
 
@@ -53,6 +56,7 @@ class Compiled:
         text, stored = self._text, "uint16" if "16" in dtype else dtype
         for word in ("widen", "narrow"):
             text = text.replace(f"{word}(", f"{word}_{dtype}(" if "16" in dtype else "(")
+        text = text.replace("values_at(", f"{stored}_at(")
         types = self._types.replace("stored", stored).replace("wide", WIDE.get(dtype, dtype)).split(", ")
         return engine.kernel(f"{self._name} of {dtype}", text, types)
 

@@ -11,17 +11,15 @@ All of them add in the order of the ranks. So the bits of a sum depend neither o
 vector, nor on the place of the element in it.
 
 `api` finds the plan by the identity of the array, and the plan runs its executor. The first run reads the descriptors
-of the other ranks and compiles a program for the arrays of all ranks. After that `fast` runs the call in one
-straight-line function, as long as the other ranks pass the same arrays again. Otherwise it returns how far it came, and
-`steps` or `rest` does the remaining work.
+of the other ranks and makes a program for the arrays of all ranks, which `steps` runs. If Numba is installed and the
+call is short, `fast` runs later calls as one compiled function (`short_cut`), as long as the other ranks pass the same
+arrays again. Otherwise it returns how far it came, and `steps` or `rest` does the remaining work.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterator, Sequence
-from os import sched_yield
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,7 +27,7 @@ from mpips.collectives.arrays import Flat, Vector, same_address
 from mpips.collectives.call import Call
 from mpips.collectives.errors import CollectiveError
 from mpips.collectives.fabric import arena
-from mpips.collectives.fabric.board import NUMBERS, ORDER, Board
+from mpips.collectives.fabric.board import Board
 from mpips.collectives.fabric.layout import DESCRIPTORS, PLACE_WORDS, ArrayPlace, Descriptor
 from mpips.collectives.fabric.process_memory import reachable_address
 from mpips.collectives.kernels import sums
@@ -37,20 +35,21 @@ from mpips.collectives.kernels.sums import perform
 from mpips.collectives.node.program import (
     NOTHING,
     NodeProgram,
-    Scalars,
     StagePipeline,
+    StepProgram,
     Turns,
     Window,
     crossing_program,
     merge,
     shared_program,
     slot_puts,
-    slot_scalars,
     slot_takes,
+    steps_of,
+    with_steps,
 )
+from mpips.collectives.node.short_cut import DONE, MET, MOST_BYTES, NOT_BEGUN, Record, record_of, short_cut
 
-# Results of `fast`. DONE: the call is complete. NOT_BEGUN: run `steps`. MET: all ranks have entered; run `rest`.
-DONE, NOT_BEGUN, MET = 0, 1, 2
+__all__ = ["DONE", "MET", "NOT_BEGUN", "CallArray", "NodeExecutor", "WayLimits", "call_array", "not_begun"]
 # The mode of an array is the kind of program that it takes. WAYS has the modes' names in the tuning table.
 SLOTS, SHARED, CROSS, STAGES = range(4)
 WAYS = ("slots", "direct", "cross_memory", "stages")
@@ -121,8 +120,11 @@ class NodeExecutor:
                 sums.prepare(call.reduction.combine, call.dtype, vectors, call.nbytes, call.reduction.is_mean)
         # True if other ranks may touch this rank's arrays (they do so in the first phase only)
         self._lends = any(mode in (SHARED, CROSS) for mode in self.modes)
-        self._program = NodeProgram()
+        self._program = StepProgram()
         self._puts = self._compile_puts()
+        self._put_steps = tuple(map(steps_of, self._puts))
+        # what `fast` reads by its address
+        self._record: Record | None = None
         self.fast: Callable[[], int] = not_begun
 
     def steps(self) -> Iterator[None]:
@@ -130,7 +132,7 @@ class NodeExecutor:
         board = self._board
         if not board.descriptors.readable(self._put):
             self._publish()
-        perform(self._puts[board.number + 1 & 1])
+        perform(self._put_steps[board.number + 1 & 1])
         board.enter(self._token, self._lends)
         yield from board.met()
         yield from self.rest()
@@ -142,10 +144,10 @@ class NodeExecutor:
         if tokens != self._tokens:
             self._bind(tokens)
         program = self._program
-        for phase in program.phases:
-            perform(phase.before)
+        for before, after in program.phases:
+            perform(before)
             board.signal()
-            perform(phase.after)
+            perform(after)
             yield from board.followed()
         perform(program.last[board.number & 1])
 
@@ -176,7 +178,7 @@ class NodeExecutor:
         return self._memory.reachable and call.nbytes >= self._ways.cross_memory
 
     def _compile_puts(self) -> Turns:
-        """Return the steps that this rank takes before it enters. They do not depend on the other ranks' arrays."""
+        """Return the actions that this rank takes before it enters. They do not depend on the other ranks' arrays."""
         call, x, out, _ = self._parts[0]
         if self.modes == [SLOTS]:
             return slot_puts(self._memory, call, x, 0), slot_puts(self._memory, call, x, 1)
@@ -217,11 +219,39 @@ class NodeExecutor:
         self.fast = not_begun
         descriptors = self._board.read(tokens)
         programs = [self._compile(number, descriptors) for number in range(len(self._parts))]
-        self._program = programs[0] if len(programs) == 1 else merge(programs)
+        program = programs[0] if len(programs) == 1 else merge(programs)
+        self._program = with_steps(program)
         self._tokens = tokens
-        # The fast path has no fences: it relies on a processor that keeps stores in order.
-        if self._board.fence is None:
-            self.fast = self._fast(tokens)
+        self._bind_short_cut(tokens, program)
+
+    def _bind_short_cut(self, tokens: tuple[int, ...], program: NodeProgram) -> None:
+        """Let later calls run as one compiled function (`short_cut`), if they are short and it can carry them out."""
+        board = self._board
+        is_short = sum(part.call.nbytes for part in self._parts) <= MOST_BYTES
+        record = self._record = record_of(board, tokens, self._puts, program) if is_short else None
+        if record is None:
+            return
+
+        def fast() -> int:
+            call = record.kernel.call_for(0)
+            if call is None:
+                return NOT_BEGUN
+            address = record.words.ctypes.data
+            self.fast = short_cut(board, self._text, self._put, record.phases, address, call, self._go_on_after)
+            return self.fast()
+
+        self.fast = fast
+
+    def _go_on_after(self, phase: int) -> None:
+        """Finish a call after this rank has finished the phase with this index. Blocking."""
+        board = self._board
+        board.follow(board.progress[board.phase & 1], board.phase * board.ones, self._text)
+        for before, after in self._program.phases[phase + 1 :]:
+            perform(before)
+            board.signal()
+            perform(after)
+            board.follow(board.progress[board.phase & 1], board.phase * board.ones, self._text)
+        perform(self._program.last[board.number & 1])
 
     def _compile(self, number: int, descriptors: Sequence[Descriptor]) -> NodeProgram:
         """Compile the program of one array. All ranks come to the same kind, because they see the same descriptors."""
@@ -239,19 +269,6 @@ class NodeExecutor:
         unlike = any(x.shared or x.address for x, _ in places) or self.modes[number] == SLOTS
         return StagePipeline(memory, *part[:3]).program(restage=unlike)
 
-    def _fast(self, tokens: tuple[int, ...]) -> Callable[[], int]:
-        """Return the call as one straight-line function. It is valid as long as the ranks enter with these tokens."""
-        others = int.from_bytes(array("Q", tokens), ORDER)
-        bound, program = _FastPathValues(self._board, self._text, self._put, self._token, others), self._program
-        if self.modes == [SLOTS] and not self._program.phases:
-            scalars = slot_scalars(self._memory, *self._parts[0][:3])
-            if scalars is not None:
-                summed = _sum_of_scalars(bound, scalars)
-                return _mean_of_scalars(summed, scalars, self._board.size) if scalars.mean else summed
-        if not program.phases:
-            return _one_meeting(bound, self._puts, program.last, self._lends)
-        return _in_phases(bound, _one_meeting(bound, self._puts, NOTHING, self._lends), program)
-
 
 def _region(vector: Vector) -> ArrayPlace:
     region = arena.locate(vector)
@@ -261,182 +278,3 @@ def _region(vector: Vector) -> ArrayPlace:
 def not_begun() -> int:
     """The `fast` of runners without a fast path."""
     return NOT_BEGUN
-
-
-class _FastPathValues(NamedTuple):
-    """The values for which a fast path is compiled."""
-
-    board: Board
-    text: str
-    # this rank's descriptor: its running number on the board, and its token
-    put: int
-    token: int
-    # the tokens of all ranks, as a row of the board read as one integer
-    others: int
-
-
-# The functions below return a `fast`. They bind everything to local variables and repeat the same lines of code,
-# because attribute look-ups and calls would cost what the fast path saves. Each begins by returning NOT_BEGUN in three
-# rare cases: this rank's descriptor has been overwritten, fast paths are held (both: `board.spent`), or the number of
-# the operation wraps around.
-
-
-def _sum_of_scalars(bound: _FastPathValues, scalars: Scalars) -> Callable[[], int]:
-    """Return a fast path that sums one or two floats through slots."""
-    board, text, put, token, others = bound
-    rank = board.rank
-    ones = board.ones << 32
-    order = ORDER
-    read = int.from_bytes
-    meet = board.meet
-    even, odd = zip(board.entries, scalars.own, scalars.first, scalars.second, scalars.more)
-    spins = board.spins
-    looks = board.looks
-    numbers = board.numbers
-    turns = even, odd
-    x = scalars.x
-    two = len(scalars.x) == 2
-    mark = board.marks.word
-    # typed as Any, because a type checker does not know that these memoryviews hold floats
-    out: Any = scalars.out
-
-    def fast() -> int:
-        number = board.number + 1
-        if put <= board.spent or number > NUMBERS:
-            return NOT_BEGUN
-        row, own, first, second, more = turns[number & 1]
-        own[0] = x[0]
-        if two:
-            own[1] = x[1]
-        board.number = number
-        # Enter the operation. Other ranks read this rank's slot from here on.
-        row[rank] = mark[0] = number << 32 | token
-        # Wait until all words of the row have this number and the known tokens. One read takes in the whole row.
-        entered = number * ones
-        wanted = entered + others
-        if read(row, order) != wanted:
-            for look in looks:
-                row_now = read(row, order)
-                if row_now == wanted:
-                    break
-                if look >= spins:
-                    # All ranks have entered, but some with another token.
-                    if row_now & numbers == entered:
-                        return MET
-                    sched_yield()
-            else:
-                if not meet(row, wanted, text):
-                    return MET
-        out[0] = first[0] + second[0]
-        if two:
-            out[1] = first[1] + second[1]
-        for part in more:
-            out[0] = out[0] + part[0]
-            if two:
-                out[1] = out[1] + part[1]
-        return DONE
-
-    return fast
-
-
-def _mean_of_scalars(summed: Callable[[], int], scalars: Scalars, ranks: int) -> Callable[[], int]:
-    """Return a fast path that runs `summed`, a sum of one or two floats, and divides the result."""
-    out: Any = scalars.out
-
-    def fast() -> int:
-        code = summed()
-        if code == DONE:
-            for i in range(len(out)):
-                out[i] = out[i] / ranks
-        return code
-
-    return fast
-
-
-def _one_meeting(bound: _FastPathValues, puts: Turns, last: Turns, lends: bool) -> Callable[[], int]:
-    """Return a fast path that puts, enters, waits until all ranks have entered, and takes."""
-    board, text, put, token, others = bound
-    rank = board.rank
-    ones = board.ones << 32
-    order = ORDER
-    read = int.from_bytes
-    meet = board.meet
-    turns = tuple(zip(board.entries, puts, last))
-    spins = board.spins
-    looks = board.looks
-    numbers = board.numbers
-    mark = board.marks.word
-
-    def fast() -> int:
-        # The same lines as in `_sum_of_scalars`.
-        number = board.number + 1
-        if put <= board.spent or number > NUMBERS:
-            return NOT_BEGUN
-        row, brought, taken = turns[number & 1]
-        for function, arguments in brought:
-            function(*arguments)
-        board.number = number
-        if lends:
-            board.last_phase, board.lent = board.phase + 1, number
-        row[rank] = mark[0] = number << 32 | token
-        entered = number * ones
-        wanted = entered + others
-        if read(row, order) != wanted:
-            for look in looks:
-                row_now = read(row, order)
-                if row_now == wanted:
-                    break
-                if look >= spins:
-                    if row_now & numbers == entered:
-                        return MET
-                    sched_yield()
-            else:
-                if not meet(row, wanted, text):
-                    return MET
-        for function, arguments in taken:
-            function(*arguments)
-        return DONE
-
-    return fast
-
-
-def _in_phases(bound: _FastPathValues, enter: Callable[[], int], program: NodeProgram) -> Callable[[], int]:
-    """Return a fast path that runs the phases of a program, each with a meeting, after `enter`."""
-    board = bound.board
-    text = bound.text
-    rank = board.rank
-    order = ORDER
-    read = int.from_bytes
-    progress = board.progress
-    finished = board.ones
-    follow = board.follow
-    spins = board.spins
-    looks = board.looks
-    phases, (even, odd) = program.phases, program.last
-
-    def fast() -> int:
-        code = enter()
-        if code:
-            return code
-        for before, after in phases:
-            for function, arguments in before:
-                function(*arguments)
-            phase = board.phase = board.phase + 1
-            row = progress[phase & 1]
-            row[rank] = phase
-            for function, arguments in after:
-                function(*arguments)
-            wanted = phase * finished
-            if read(row, order) != wanted:
-                for look in looks:
-                    if read(row, order) == wanted:
-                        break
-                    if look >= spins:
-                        sched_yield()
-                else:
-                    follow(row, wanted, text)
-        for function, arguments in odd if board.number & 1 else even:
-            function(*arguments)
-        return DONE
-
-    return fast

@@ -1,9 +1,10 @@
-"""Programs over a node's shared memory: steps between meetings, of four kinds, which `executor` chooses and runs.
+"""Programs over a node's shared memory: actions between meetings, of four kinds, which `executor` chooses and runs.
+
+An action copies a vector (`Copy`), reduces several to one (`Reduce`), or is a step that only Python can take. So a
+program is data: `steps_of` turns actions into calls of NumPy, and `short_cut` into a record for one compiled function.
 
 **Slots.** Every rank copies its small vector into its slot, all ranks meet once, and each reads what it needs from the
-slots. One or two floats are added as Python floats, because a call of NumPy takes longer to start than the additions
-take. The result has NumPy's bits: Python adds in double precision, storing a sum rounds it to float32, and a double has
-more than twice the digits of a float32 plus two, so rounding twice equals rounding once.
+slots.
 
 **Stages.** Blocks of arrays in private memory pass through shared buffers that are small enough for the cache. It is a
 pipeline with one meeting for each block: while block k is reduced, block k + 1 is copied in and block k - 1 copied out.
@@ -22,7 +23,7 @@ the sum; in exchange the kernel spends time on every page here. In alltoall ever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -31,14 +32,11 @@ from mpips.collectives.arrays import Vector, same_address
 from mpips.collectives.call import Call
 from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.arena import Region
-from mpips.collectives.fabric.layout import SLOT_BYTES, ArrayPlace, NodeAreas
+from mpips.collectives.fabric.layout import ArrayPlace, NodeAreas
 from mpips.collectives.fabric.process_memory import KernelCopy, deliver, fetch
 from mpips.collectives.kernels import sums
 from mpips.collectives.kernels.sums import Step
 
-# Steps of even operations, and of odd ones. They differ because slots are used in turn.
-Turns: TypeAlias = "tuple[Sequence[Step], Sequence[Step]]"
-NOTHING: Turns = ((), ())
 # the size of the pieces that are reduced in place
 BLOCK_BYTES = 256 << 10
 # Up to this size a memoryview copies, and above it `numpy.copyto`, which takes longer to start but releases the GIL.
@@ -55,17 +53,63 @@ class Window(NamedTuple):
         return self.vector[start - self.first : stop - self.first]
 
 
+class Copy(NamedTuple):
+    """An action: copy `source` to `to`. The two do not overlap."""
+
+    to: Vector
+    source: Vector
+
+
+class Reduce(NamedTuple):
+    """An action: set `total` to the reduction of all parts, in their order.
+
+    One of the parts may be `total` itself. `scratch` has the size of a part.
+    """
+
+    call: Call
+    parts: tuple[Vector, ...]
+    total: Vector
+    scratch: Vector
+
+
+Action: TypeAlias = "Copy | Reduce | Step"
+# Actions of even operations, and of odd ones. They differ because slots are used in turn.
+Turns: TypeAlias = "tuple[Sequence[Action], Sequence[Action]]"
+NOTHING: Turns = ((), ())
+
+
+def steps_of(actions: Iterable[Action]) -> tuple[Step, ...]:
+    """Return the calls of Python that carry out these actions."""
+    steps: list[Step] = []
+    for action in actions:
+        if isinstance(action, Copy):
+            if action.to.nbytes <= SHORT_BYTES:
+                target, source = action.to.view(np.uint8).data, action.source.view(np.uint8).data
+                steps.append((target.__setitem__, (slice(None), source)))
+            else:
+                steps.append((np.copyto, tuple(action)))
+        elif isinstance(action, Reduce):
+            call = action.call
+            assert call.reduction is not None
+            divisor = call.p if call.reduction.is_mean else 1
+            combine = call.reduction.combine
+            steps += sums.steps(combine, action.parts, action.total, action.scratch, divisor, call.nbytes)
+        else:
+            steps.append(action)
+    return tuple(steps)
+
+
 class Phase(NamedTuple):
     """The work of a rank between two meetings."""
 
-    # steps before this rank signals that it has finished the phase
-    before: tuple[Step, ...]
-    # steps after the signal, which other ranks need not wait for
-    after: tuple[Step, ...] = ()
+    # actions before this rank signals that it has finished the phase
+    before: tuple[Action, ...]
+    # actions after the signal, which other ranks need not wait for
+    after: tuple[Action, ...] = ()
 
 
 class NodeProgram(NamedTuple):
-    """The steps of a rank in one operation, bound to its own arrays and those of the other ranks."""
+    """The actions of a rank in one operation, bound to its own arrays and those of the other ranks."""
 
     # Run after all ranks have entered. Each phase ends with a meeting. Ranks touch the arrays of other ranks only in
     # the first phase.
@@ -83,52 +127,36 @@ def merge(programs: Sequence[NodeProgram]) -> NodeProgram:
     return NodeProgram(phases)
 
 
-def copy(to: Vector, source: Vector) -> Iterator[Step]:
-    """Yield the step that copies `source` to `to`, or nothing if that would change nothing."""
-    if not to.size or same_address(to, source):
-        return
-    if to.nbytes <= SHORT_BYTES:
-        yield to.view(np.uint8).data.__setitem__, (slice(None), source.view(np.uint8).data)
-    else:
-        yield np.copyto, (to, source)
+class StepProgram(NamedTuple):
+    """A program as calls of Python: (before, after) the signal of each phase, and the last steps by parity."""
+
+    phases: tuple[tuple[Sequence[Step], Sequence[Step]], ...] = ()
+    last: tuple[Sequence[Step], Sequence[Step]] = ((), ())
 
 
-def combine(call: Call, parts: Sequence[Vector], total: Vector, scratch: Vector) -> Iterator[Step]:
-    """Yield the steps that set `total` to the reduction of all parts, in their order.
+def with_steps(program: NodeProgram) -> StepProgram:
+    """Return the program as calls of Python."""
+    even, odd = program.last
+    phases = tuple((steps_of(phase.before), steps_of(phase.after)) for phase in program.phases)
+    return StepProgram(phases, (steps_of(even), steps_of(odd)))
 
-    One of the parts may be `total` itself. `scratch` has the size of a part.
-    """
-    if not total.size:
-        return
+
+def copy(to: Vector, source: Vector) -> Iterator[Copy]:
+    """Yield the action that copies `source` to `to`, or nothing if that would change nothing."""
+    if to.size and not same_address(to, source):
+        yield Copy(to, source)
+
+
+def combine(call: Call, parts: Sequence[Vector], total: Vector, scratch: Vector) -> Iterator[Action]:
+    """Yield the action that sets `total` to the reduction of all parts; see `Reduce`."""
     if len(parts) == 1:
         yield from copy(total, parts[0])
-    else:
-        assert call.reduction is not None
-        divisor = call.p if call.reduction.is_mean else 1
-        yield from sums.steps(call.reduction.combine, parts, total, scratch, divisor, call.nbytes)
+    elif total.size:
+        yield Reduce(call, tuple(parts), total, scratch)
 
 
-# the largest number of elements that are added as Python floats
-MOST_SCALARS = 2
-MOST_BYTES = SLOT_BYTES
-
-
-class Scalars(NamedTuple):
-    """The memory of a sum of one or two floats. Pairs are for even and odd operations."""
-
-    x: memoryview
-    out: memoryview
-    # this rank's slots
-    own: tuple[memoryview, memoryview]
-    # the slots of rank 0, of rank 1, and of each further rank
-    first: tuple[memoryview, memoryview]
-    second: tuple[memoryview, memoryview]
-    more: tuple[tuple[memoryview, ...], tuple[memoryview, ...]]
-    mean: bool
-
-
-def slot_puts(memory: NodeAreas, call: Call, x: Window, parity: int) -> tuple[Step, ...]:
-    """Return the steps that copy this rank's input into its slot. `parity`: 0 for even operations, 1 for odd ones."""
+def slot_puts(memory: NodeAreas, call: Call, x: Window, parity: int) -> tuple[Action, ...]:
+    """Return the actions that copy this rank's input into its slot. `parity`: 0 for even operations, 1 for odd ones."""
     start, stop = 0, call.n
     if call.kind == "broadcast" and memory.rank != call.root:
         return ()
@@ -137,43 +165,24 @@ def slot_puts(memory: NodeAreas, call: Call, x: Window, parity: int) -> tuple[St
     return tuple(copy(_slot(memory, call, memory.rank, parity).part(start, stop), x.part(start, stop)))
 
 
-def slot_takes(memory: NodeAreas, call: Call, x: Window, out: Window, parity: int) -> tuple[Step, ...]:
-    """Return the steps that set `out` from the slots of all ranks."""
+def slot_takes(memory: NodeAreas, call: Call, x: Window, out: Window, parity: int) -> tuple[Action, ...]:
+    """Return the actions that set `out` from the slots of all ranks."""
     slots = [_slot(memory, call, rank, parity) for rank in range(memory.size)]
-    steps: list[Step] = []
+    actions: list[Action] = []
     if call.reduction is not None:
         start, stop = _result_interval(memory, call)
         total = out.part(start, stop)
-        steps += combine(call, [slot.part(start, stop) for slot in slots], total, total)
+        actions += combine(call, [slot.part(start, stop) for slot in slots], total, total)
     elif call.kind == "broadcast":
-        steps += copy(out.part(0, call.n), (x if memory.rank == call.root else slots[call.root]).part(0, call.n))
+        actions += copy(out.part(0, call.n), (x if memory.rank == call.root else slots[call.root]).part(0, call.n))
     else:
         own_block = call.block(memory.rank)
         for rank in [memory.rank, *memory.turn()]:
             block = call.block(rank)
             source = slots[rank].part(*(own_block if call.kind == "alltoall" else block))
             to = call.arrival(memory.rank, rank) if call.kind == "alltoall" else block
-            steps += copy(out.part(*to), x.part(*block) if rank == memory.rank else source)
-    return tuple(steps)
-
-
-def slot_scalars(memory: NodeAreas, call: Call, x: Window, out: Window) -> Scalars | None:
-    """Return the memory of a sum of one or two floats, or None if the call is anything else."""
-    adds = call.reduction is not None and call.reduction.name in ("sum", "mean")
-    known = call.dtype.char in "fd" and call.dtype.isnative and x.vector.flags.aligned and out.vector.flags.aligned
-    if call.kind != "allreduce" or not adds or not known or not 0 < call.n <= MOST_SCALARS or call.p == 1:
-        return None
-    assert call.reduction is not None
-    even, odd = ([_slot(memory, call, rank, parity).vector.data for rank in range(memory.size)] for parity in (0, 1))
-    return Scalars(
-        x.vector.data,
-        out.vector.data,
-        (even[memory.rank], odd[memory.rank]),
-        (even[0], odd[0]),
-        (even[1], odd[1]),
-        (tuple(even[2:]), tuple(odd[2:])),
-        call.reduction.is_mean,
-    )
+            actions += copy(out.part(*to), x.part(*block) if rank == memory.rank else source)
+    return tuple(actions)
 
 
 def _slot(memory: NodeAreas, call: Call, rank: int, parity: int) -> Window:
@@ -221,18 +230,18 @@ class StagePipeline:
         last = () if alltoall else self._takes(self._count - 1)
         return NodeProgram(tuple(phases), (last, last))
 
-    def puts(self, k: int) -> tuple[Step, ...]:
-        """Return the steps that copy this rank's input for block k of every other owner into its stages."""
+    def puts(self, k: int) -> tuple[Action, ...]:
+        """Return the actions that copy this rank's input for block k of every other owner into its stages."""
         call, memory = self._call, self._memory
-        steps: list[Step] = []
+        actions: list[Action] = []
         for owner in memory.turn():
             if call.kind == "alltoall" or memory.rank in call.sources(owner):
                 part = self._x.part(*self._range(owner, k))
-                steps += copy(self._stage(memory.stage_in(memory.rank, k % 2, owner), part.size), part)
-        return tuple(steps)
+                actions += copy(self._stage(memory.stage_in(memory.rank, k % 2, owner), part.size), part)
+        return tuple(actions)
 
-    def _reduces(self, k: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        """Return the steps that reduce block k of this rank, and those that copy the result to its own out."""
+    def _reduces(self, k: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
+        """Return the actions that reduce block k of this rank, and those that copy the result to its own out."""
         call, memory = self._call, self._memory
         start, stop = self._range(memory.rank, k)
         wanted = call.readers(memory.rank)
@@ -252,10 +261,10 @@ class StagePipeline:
             home = ()
         return tuple(combine(call, parts, total, total)), home
 
-    def _takes(self, k: int) -> tuple[Step, ...]:
-        """Return the steps that copy block k of every other owner to this rank's out."""
+    def _takes(self, k: int) -> tuple[Action, ...]:
+        """Return the actions that copy block k of every other owner to this rank's out."""
         call, memory = self._call, self._memory
-        steps: list[Step] = []
+        actions: list[Action] = []
         if k < 0:
             return ()
         if call.kind == "alltoall":
@@ -264,11 +273,11 @@ class StagePipeline:
             start, stop = self._range(owner, k)
             if memory.rank in call.readers(owner):
                 stage = self._stage(memory.stage_out(owner, k % 3), stop - start)
-                steps += copy(self._out.part(start, stop), stage)
-        return tuple(steps)
+                actions += copy(self._out.part(start, stop), stage)
+        return tuple(actions)
 
-    def _arrivals(self, k: int) -> Iterator[Step]:
-        """Yield the steps of alltoall that copy block k from every rank, including this one, to out."""
+    def _arrivals(self, k: int) -> Iterator[Action]:
+        """Yield the actions of alltoall that copy block k from every rank, including this one, to out."""
         memory, (begin, _) = self._memory, self._call.block(self._memory.rank)
         start, stop = self._range(memory.rank, k)
         for source in [memory.rank, *memory.turn()]:
@@ -320,7 +329,7 @@ def shared_program(
         return NodeProgram((Phase(tuple(step for to, source in blocks for step in copy(to, source))),))
     sources = [xs[rank] for rank in call.sources(memory.rank)]
     readers = [outs[rank] for rank in order if rank in call.readers(memory.rank)]
-    steps: list[Step] = []
+    actions: list[Action] = []
     start, end = call.block(memory.rank)
     block = max(1, BLOCK_BYTES // call.dtype.itemsize)
     scratch = np.empty(min(block, end - start), call.dtype)
@@ -328,12 +337,12 @@ def shared_program(
         last = min(first + block, end)
         parts = [source.part(first, last) for source in sources]
         total = parts[0] if len(parts) == 1 else readers[0].part(first, last)
-        steps += combine(call, parts, total, scratch)
+        actions += combine(call, parts, total, scratch)
         for reader in readers:
-            steps += copy(reader.part(first, last), total)
+            actions += copy(reader.part(first, last), total)
         for vector in block_copies:
-            steps += copy(vector[first:last], total)
-    return NodeProgram((Phase(tuple(steps)),))
+            actions += copy(vector[first:last], total)
+    return NodeProgram((Phase(tuple(actions)),))
 
 
 def _attach(place: ArrayPlace) -> Vector:
@@ -388,8 +397,8 @@ class _CrossingArrays:
             self._xs[rank] = _RemoteWindow(pid, x_place.address, call.extent_of_x(rank, in_place)[0], size)
             self._outs[rank] = _RemoteWindow(pid, out_place.address, call.extent_of_out(rank, in_place)[0], size)
 
-    def steps(self, block_copies: Sequence[Vector]) -> Iterator[Step]:
-        """Yield the steps that make this rank's block of the result and deliver it."""
+    def steps(self, block_copies: Sequence[Vector]) -> Iterator[Action]:
+        """Yield the actions that make this rank's block of the result and deliver it."""
         call, rank = self._call, self._rank
         start, end = call.block(rank)
         block = max(1, BLOCK_BYTES // call.dtype.itemsize)
@@ -420,8 +429,8 @@ class _CrossingArrays:
             return self._x.part(first, last)
         return self._out.part(first, last) if self._rank in self._call.readers(self._rank) else buffer[: last - first]
 
-    def _combined(self, first: int, last: int, total: Vector, buffers: Sequence[Vector]) -> Iterator[Step]:
-        """Yield the steps that set `total` to the reduction of the sources' parts, in the order of the ranks.
+    def _combined(self, first: int, last: int, total: Vector, buffers: Sequence[Vector]) -> Iterator[Action]:
+        """Yield the actions that set `total` to the reduction of the sources' parts, in the order of the ranks.
 
         This rank's own part may be `total` itself, so only the last step writes to `total`.
         """
@@ -440,28 +449,28 @@ class _CrossingArrays:
                 yield from sums.steps(reduction.combine, (so_far, part), to, None, divisor, self._call.nbytes)
                 so_far = to
 
-    def _part(self, source: int, first: int, last: int, buffer: Vector) -> Generator[Step, None, Vector]:
-        """Yield the step that fetches the source's part into the buffer, if it is another rank's. Return the part."""
+    def _part(self, source: int, first: int, last: int, buffer: Vector) -> Generator[Action, None, Vector]:
+        """Yield the action that fetches the source's part into the buffer, if it is another rank's. Return the part."""
         if source == self._rank:
             return self._x.part(first, last)
         yield from _kernel_copy(fetch, buffer, *self._xs[source].at(first))
         return buffer
 
-    def arrivals(self) -> Iterator[Step]:
-        """Yield the steps of alltoall that fetch the blocks of all other ranks for this one."""
+    def arrivals(self) -> Iterator[Action]:
+        """Yield the actions of alltoall that fetch the blocks of all other ranks for this one."""
         start, _ = self._call.block(self._rank)
         for source in self._order[1:]:
             to = self._out.part(*self._call.arrival(self._rank, source))
             yield from _kernel_copy(fetch, to, *self._xs[source].at(start))
 
-    def own(self) -> Iterator[Step]:
-        """Yield the step of alltoall that copies this rank's block for itself."""
+    def own(self) -> Iterator[Action]:
+        """Yield the action of alltoall that copies this rank's block for itself."""
         to = self._call.arrival(self._rank, self._rank)
         return copy(self._out.part(*to), self._x.part(*self._call.block(self._rank)))
 
 
 def _kernel_copy(
     copy: Callable[[Vector, int, int], KernelCopy], vector: Vector, pid: int, address: int
-) -> Iterator[Step]:
+) -> Iterator[Action]:
     if vector.nbytes:
         yield copy(vector, pid, address), ()

@@ -63,13 +63,14 @@ class Slots(msgspec.Struct, frozen=True):
 
 
 SHIPPED_SLOTS: dict[int, Slots] = {
-    2: Slots(16 << 10, 64 << 10),
-    4: Slots(16 << 10, 64 << 10),
-    8: Slots(8 << 10, 16 << 10),
+    2: Slots(2 << 10, 64 << 10),
+    4: Slots(2 << 10, 64 << 10),
+    8: Slots(2 << 10, 16 << 10),
 }
-# Limits of slots if ranks share cores: bytes of a rank's vector, and of all vectors together. Slots save barriers, and
-# barriers are then so slow that it pays to read that many bytes instead.
+# Limits of slots for ordinary arrays if ranks share cores: bytes of a rank's vector, and of all vectors together. Slots
+# save barriers, and barriers are then so slow that it pays to read that many bytes instead.
 CROWDED = 64 << 10, 512 << 10
+CROWDED_ALWAYS = 2 << 10
 # Measured with 2 and 4 ranks on two cores. If other work empties the caches between calls, the kernel's copies are
 # faster from some 256 KiB on.
 SHIPPED_CROSS_MEMORY = 4 << 20
@@ -124,7 +125,7 @@ class TuningTable(msgspec.Struct, frozen=True):
             return self.slots[ranks]
         if crowded:
             limit = min(CROWDED[0], CROWDED[1] // ranks)
-            return Slots(limit, limit)
+            return Slots(min(limit, CROWDED_ALWAYS), limit)
         return SHIPPED_SLOTS[min(SHIPPED_SLOTS, key=lambda known: abs(known - ranks))]
 
     def cross_memory_from(self, ranks: int) -> int:

@@ -1,1 +1,1 @@
-"""`mpips doctor`: `survey` examines the machine, `probe` tries out MPI on ranks, and `__main__` judges the results."""
+"""`mpips doctor`: `survey` examines the machine, `probe` tries MPI on some ranks, and `__main__` judges the results."""

@@ -1,7 +1,7 @@
-"""`mpips doctor`: check whether this machine can run jobs. Each check is a line: [ok], or what to do.
+"""`mpips doctor`: check whether this machine can run jobs. Each check prints a line: [ok], or what the user must do.
 
-Under a launcher (`srun -n 4 mpips doctor`) the command examines the ranks that the launcher has started. Otherwise it
-starts two ranks itself.
+Under a launcher (`srun -n 4 mpips doctor`) the command examines the ranks that the launcher has started. Without a
+launcher it starts two ranks itself.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ RESTARTS = "`mpips run --restarts` starts such a job again"
 SPARES = "`mpips run --spares` survives it"
 SEEN = "two ranks saw each other's bytes"
 BROUGHT = "Numba would make servers' updates up to three times as fast"
-# machines and the newest Python for which Numba 0.68 has wheels
+# the processors, and the newest Python, for which Numba 0.68 has wheels
 WHEELS_FOR = ("x86_64", "aarch64")
 NEWEST_WHEEL = (3, 14)
-# processors that keep stores in order
+# processors that never reorder their writes to memory
 STRONG_ORDER = ("x86_64", "AMD64", "i686")
 
 
@@ -74,9 +74,9 @@ class Check(NamedTuple):
     """One line of the report."""
 
     name: str
-    # True: all is well. False: the user must do something. None: a thing is missing, but jobs run without it
+    # True: all is well. False: the user must do something. None: something is missing, but jobs run without it
     ok: bool | None
-    # what this machine has
+    # a text about what was found on this machine
     found: str
     # what to do if `ok` is False
     advice: str = ""
@@ -187,7 +187,10 @@ def _memory_order(survey: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def _leftovers(survey: Mapping[str, Any]) -> Iterator[Check]:
-    """Yield a check for each kind of leftover. Leftovers only take memory, so `ok` is None and not False."""
+    """Yield a check for each kind of file or folder that aborted jobs have left behind.
+
+    Leftovers only take memory, so `ok` is None and not False.
+    """
     for leftover in survey["leftovers"]:
         noun = leftover["what"] if leftover["count"] != 1 else leftover["what"].removesuffix("s")
         text = f"{leftover['count']:,} {noun} in {leftover['place']}, {leftover['bytes'] / (1 << 20):,.1f} MiB"
@@ -206,7 +209,10 @@ def _cores(survey: Mapping[str, Any]) -> Check:
 
 
 def _kernels(survey: Mapping[str, Any]) -> Check:
-    """Check whether Numba or NumPy computes the servers' updates. Both give the same bits, so NumPy is no failure."""
+    """Report whether Numba or NumPy computes the servers' updates.
+
+    Both compute the same bits, and Numba is only faster. So a machine without Numba does not fail the check.
+    """
     kernels = survey["kernels"]
     if "refused" in kernels:
         return Check("kernels", False, "no store can be made", kernels["refused"])

@@ -3,9 +3,9 @@
     mpirun -n 2 python -m launch.doctor.probe [cuda]
     mpirun -n 3 --with-ft ulfm python -m launch.doctor.probe death
 
-Rank 0 prints the result as one line of JSON. Without an argument, ranks write to shared memory and read it, among other
-things. With `cuda`, a device buffer is sent to the other rank and back. With `death`, a rank is killed. These two are
-jobs of their own, because an MPI that cannot do them may crash.
+Rank 0 prints the result as one line of JSON. Without an argument the ranks try, among other things, to write and read
+shared memory. With `cuda`, a device buffer is sent to the other rank and back. With `death`, a rank is killed. The
+tests `cuda` and `death` run as separate jobs, because an MPI that does not support them may crash.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ ALONE = "not tried: one rank on this node"
 def examine() -> dict[str, Any]:
     """Examine MPI on COMM_WORLD. The result can be written as JSON.
 
-    Collective. All ranks get the same values, except for "rank", the number of the caller. "window", "memfd" and
-    "reach" are three ways to share memory: "" means that the way works, any other text is the reason why it does not.
+    Collective. All ranks get the same values, except for "rank", the caller's own rank. "window", "memfd" and "reach"
+    stand for three ways in which ranks can share memory. The value "" means that this way works, and any other text is
+    the reason why it does not.
     """
     from mpi4py import MPI
 
@@ -74,7 +75,7 @@ def _check_window(node: MPI.Comm) -> str:
 
 
 def _check_memfd(node: MPI.Comm) -> str:
-    """Return "" if other ranks can map, through /proc, the memory that rank 0 makes by memfd_create.
+    """Return "" if rank 0 can make memory by memfd_create, and other ranks can map it through /proc.
 
     Otherwise return the reason why not.
     """
@@ -102,9 +103,9 @@ def _check_memfd(node: MPI.Comm) -> str:
 
 
 def _substitute_folder() -> str:
-    """Return the folder in which `open_memory` makes files because memfd_create is denied.
+    """Return the folder in which `open_memory` makes files when memfd_create is denied.
 
-    Returns "" if memfd_create works, or if files cannot be made either.
+    Returns "" if memfd_create works, or if `open_memory` cannot make files either.
     """
     from mpips.collectives.machine import open_memory
 
@@ -119,7 +120,7 @@ def _substitute_folder() -> str:
 
 
 def _first_problem(comm: MPI.Comm, problem: str) -> str:
-    """Return the problem of the first rank that has one, on every rank."""
+    """Return, on every rank, the problem of the lowest rank that has a problem. Return "" if no rank has one."""
     return next(filter(None, comm.allgather(problem)), "")
 
 
@@ -150,7 +151,8 @@ def cuda() -> dict[str, Any]:
 def death() -> dict[str, Any]:
     """Kill the last rank, and let the other two form a new communicator. Collective over three ranks.
 
-    Returns the size of the new communicator as "left", and the "seconds" from the death until it was made.
+    In the result, "left" is the size of the new communicator, and "seconds" is the time from the death until the
+    communicator was made.
     """
     from mpi4py import MPI
 
@@ -168,7 +170,7 @@ def death() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run the probe that the arguments name, and print its result on rank 0."""
+    """Run the test that the arguments name, and print its result on rank 0."""
     result = {"cuda": cuda, "death": death}.get(" ".join(sys.argv[1:]), examine)()
     if result["rank"] == 0:
         print(json.dumps(result), flush=True)

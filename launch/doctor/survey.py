@@ -1,4 +1,7 @@
-"""Collect what `mpips doctor` checks: packages, cores, network interfaces, GPUs, and MPI, tried out on real ranks."""
+"""Collect what `mpips doctor` checks: packages, cores, network interfaces, GPUs, and MPI.
+
+MPI is tried on real ranks, by the program `launch.doctor.probe`.
+"""
 
 from __future__ import annotations
 
@@ -40,16 +43,16 @@ from mpips.store import world
 # seconds that a probe may take
 LIMIT = 60.0
 LIMIT_OF_SRUN = 30.0
-# after this many seconds the command prints what the user is waiting for
+# after this many seconds the command prints on standard error what it is waiting for
 SILENT = 3.0
-# numbers of ranks of the probes
+# the number of ranks in an ordinary probe, and in the probe in which a rank is killed
 RANKS = 2
 RANKS_OF_A_DEATH = 3
 # shown as the name of the launcher, if one has started this process as a rank
 OURS = "the one that started this"
 # variables in which launchers put the number of processes
 SIZE_VARIABLES = (world.OPEN_MPI, world.HYDRA, world.SLURM, world.JSRUN)
-# name -> (its submit command, the variable that it sets in a job)
+# name of a scheduler -> (its submit command, an environment variable that it sets in a job)
 SCHEDULERS = {"Slurm": ("sbatch", "SLURM_JOB_ID"), "LSF": ("bsub", "LSB_JOBID"), "PBS": ("qsub", "PBS_JOBID")}
 PACKAGES = ("numpy", "mpi4py", "msgspec", "click", "rich", "threadpoolctl")
 # optional package -> the extra of mpips that installs it
@@ -63,10 +66,10 @@ DEVICES = (
 
 
 def look() -> dict[str, Any]:
-    """Collect the data from which `doctor.__main__.judge` makes checks. They can be written as JSON.
+    """Collect the data from which `doctor.__main__.judge` makes checks. The data can be written as JSON.
 
-    Collective if a launcher has started several ranks. Otherwise this starts ranks by mpirun, and blocks until they
-    have ended, for at most `LIMIT` seconds for each probe.
+    Collective if a launcher has started this process as a rank. Otherwise this starts ranks by mpirun, and blocks until
+    the ranks have ended. Each probe may take `LIMIT` seconds.
     """
     survey: dict[str, Any] = {
         "python": sys.version.split()[0],
@@ -115,14 +118,17 @@ def look() -> dict[str, Any]:
 
 
 class ProbeProgress:
-    """Prints on standard error which probe is running, from `SILENT` seconds on. A fast run prints nothing."""
+    """Prints on standard error which probe is running.
+
+    Nothing is printed in the first `SILENT` seconds of the command, so a fast command prints nothing.
+    """
 
     def __init__(self) -> None:
         self._first_time = time.monotonic() + SILENT
 
     @contextmanager
     def at(self, what: str, limit: float) -> Iterator[None]:
-        """Context manager for a probe. `what` describes it, and `limit` is the number of seconds that it may take."""
+        """Context manager around a probe. `what` describes the probe, and `limit` is the seconds that it may take."""
         line = f"mpips doctor: {what}, for at most {limit:g} s"
         timer = threading.Timer(max(0.0, self._first_time - time.monotonic()), click.echo, (line,), {"err": True})
         timer.daemon = True
@@ -136,7 +142,8 @@ class ProbeProgress:
 def _under_launcher() -> dict[str, Any]:
     """Run the probe on the ranks that a launcher has started.
 
-    If they cannot form one world, return the reason as "lost". This is checked before MPI_Init, which might abort.
+    If these ranks cannot form one MPI world, return the reason as "lost". This is checked before MPI_Init, which might
+    abort in that case.
     """
     import mpi4py
 
@@ -155,14 +162,14 @@ def _under_launcher() -> dict[str, Any]:
 
 
 class TimeLimit:
-    """Context manager that limits the time of a block. After that a child prints a sentence and kills this process.
+    """Context manager that limits the time of a block. After that time a child process kills this process.
 
-    It takes a child process, because this process may be inside an MPI call, in which no Python code runs: neither a
-    signal handler nor another thread.
+    A signal handler or a thread of this process could not do that. This process may be inside an MPI call, and then
+    none of its Python code runs.
 
     Args:
         seconds: The limit.
-        sentence: What to print. "{}" in it stands for the limit.
+        sentence: What the child prints before it kills this process. "{}" in it stands for the limit.
     """
 
     def __init__(self, seconds: float, sentence: str) -> None:
@@ -203,7 +210,10 @@ def _text(path: Path) -> str:
 
 
 def _gpu() -> dict[str, Any]:
-    """Return the GPUs that CuPy finds. A child process asks CuPy, because a broken driver may crash the process."""
+    """Return the GPUs that CuPy finds.
+
+    A child process imports CuPy and looks for them, because a broken driver may crash the process.
+    """
     present = bool(shutil.which("nvidia-smi")) or Path("/dev/nvidia0").exists()
     version = next((v for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if (v := _version(name))), None)
     if version is None:
@@ -214,7 +224,7 @@ def _gpu() -> dict[str, Any]:
 
 
 def look_for_kernels() -> dict[str, Any]:
-    """Return whether Numba or NumPy will compute the servers' updates, or what is wrong.
+    """Return whether Numba or NumPy will compute the servers' updates, or a problem that was found.
 
     A child process imports Numba, because Numba is large and its installation may be broken.
     """
@@ -228,7 +238,10 @@ def look_for_kernels() -> dict[str, Any]:
 
 
 def _run_probe(progress: ProbeProgress, launcher: Launcher, ranks: int, kind: str = "") -> dict[str, Any]:
-    """Run the probe on `ranks` ranks, and return its result, or {"problem": why}. `kind`: "", "death" or "cuda"."""
+    """Run the probe on `ranks` ranks, and return its result. If the probe fails, return {"problem": why}.
+
+    `kind` is the argument of the probe: "death", "cuda", or "" for the basic test.
+    """
     arguments = [kind] if kind else []
     job = Job(ranks, build_rank_command(["-m", "mpips.launch.doctor.probe", *arguments]), survives=kind == "death")
     what = {"death": ", one of which is killed", "cuda": " with device buffers"}.get(kind, "")
@@ -238,9 +251,9 @@ def _run_probe(progress: ProbeProgress, launcher: Launcher, ranks: int, kind: st
 
 
 def _probe_by_srun(progress: ProbeProgress, pmi: str) -> dict[str, Any]:
-    """Run the probe on two ranks that srun starts in this allocation, and return its result, or the problem.
+    """Run the probe on two ranks that srun starts in this allocation. Return its result, or the problem.
 
-    With --time=1 Slurm ends the ranks after a minute, even if this process has given up by then.
+    This process gives up after `LIMIT_OF_SRUN` seconds. With --time=1 Slurm then ends the ranks after a minute.
     """
     options = [f"--mpi={pmi}", f"--ntasks={RANKS}", "--nodes=1", "--overlap", "--overcommit", "--time=1"]
     with progress.at(f"tries {RANKS} ranks by srun --mpi={pmi}", LIMIT_OF_SRUN):
@@ -250,7 +263,10 @@ def _probe_by_srun(progress: ProbeProgress, pmi: str) -> dict[str, Any]:
 
 
 def _run_child(argv: list[str], limit: float) -> Any:
-    """Run a command, and return the JSON that it prints on a line. If it prints none, return the reason as a string."""
+    """Run a command, and return the value of the last line of JSON that it prints.
+
+    If the command fails or prints no JSON, return the reason as a string.
+    """
     try:
         done = run_tool(argv, limit)
     except subprocess.TimeoutExpired:

@@ -46,8 +46,8 @@ def _without_dashes(program: Arguments) -> Arguments:
 def command() -> None:
     """Emulate a cluster on this machine: network namespaces as hosts, bridges as switches, every link at a given rate.
 
-    The machine's own network is not touched, and the lab ends when one process ends. The page "The lab" of the
-    documentation says what a lab needs.
+    The machine's own network is not touched. A single process, the keeper, owns the lab, and the lab ends when the
+    keeper ends. The page "The lab" of the documentation says what a lab needs.
     """
 
 
@@ -110,18 +110,18 @@ def run(
     patience: float,
     program: Arguments,
 ) -> None:
-    """Run PROGRAM as one MPI job across the lab's hosts; the exit code is the job's."""
+    """Run PROGRAM as one MPI job across the lab's hosts. The exit code is the exit code of the job."""
     with reported_errors():
         argv = client.job_command(name, ranks, _without_dashes(program), per_host=per_host, mpirun=mpirun, extra=extra)
         watch = NetworkWatch(name, -(-ranks // per_host), patience or math.inf)
     os.environ[job.MARK_VARIABLE] = mark = uuid.uuid4().hex
     end = process.run(argv, watch)
     process.print_error(end.sentence)
-    # An error means that the lab has ended. Then the processes of the job have ended with it.
+    # An error means that the lab has ended, and that the processes of the job have ended with the lab.
     with contextlib.suppress(client.LabError, OSError):
         client.ask(name, {"do": "clear", "job": mark})
-    # Look once more, because a host may have died after the last look. Open MPI does not notice it if all processes of
-    # a host were killed: it takes them for ranks that have ended well.
+    # Look once more, because a host may have died after the last look. If all processes of a host were killed, Open MPI
+    # does not notice the death: it takes the processes for ranks that have ended well.
     watch()
     if watch.dead or (end.code and watch.reason):
         raise click.ClickException(watch.reason)
@@ -133,7 +133,7 @@ def run(
 @click.argument("host")
 @program_argument
 def execute_on_host(name: str, host: str, program: Arguments) -> None:
-    """Run PROGRAM on HOST alone. The host `launcher` has the bridges and runs mpirun."""
+    """Run PROGRAM only on HOST. The host `launcher` has the bridges and runs mpirun."""
     with reported_errors():
         argv = client.host_command(name, host, _without_dashes(program))
     os.execvp(argv[0], argv)
@@ -174,7 +174,7 @@ def status(name: str, path: Path | None) -> None:
 @command.command(epilog=format_examples("mpips lab reset"))
 @name_option
 def reset(name: str) -> None:
-    """Count bytes from zero again."""
+    """Set the byte counters of all NICs to zero."""
     with reported_errors():
         client.ask(name, {"do": "reset"})
 
@@ -192,7 +192,7 @@ def reset(name: str) -> None:
 @click.argument("nic")
 @click.argument("state", type=click.Choice(["up", "down"]))
 def link(name: str, host: str, nic: str, state: str, share: float) -> None:
-    """Set a NIC of a host, or all its NICs, down, or up again, with its full rate or a share of it."""
+    """Set a NIC of HOST up or down, and set the share of its rate that it has. NIC `all` stands for all its NICs."""
     with reported_errors():
         client.ask(name, {"do": "link", "host": host, "nic": nic, "up": state == "up", "share": share})
 
@@ -203,7 +203,7 @@ def list_labs() -> None:
     with reported_errors():
         names = client.list_labs()
     if not names:
-        # On standard error, because scripts read the names of labs from standard output.
+        # Print this on standard error, because scripts read the names of labs from standard output.
         click.echo("no lab is up: mpips lab up makes one", err=True)
     for name in names:
         try:

@@ -1,9 +1,10 @@
-"""Find, make, ask and end labs, and watch the network of a job in a lab.
+"""Find, make, query and end labs, and watch the network of a job in a lab.
 
-The *keeper* is the process that owns a lab. Its socket is in a folder that only its user can open. A client may be
-root, and enters the namespaces of the process that answers at the socket. So clients accept only a keeper of their own
-user. The keeper holds the lock file of the lab as long as it lives, and the kernel releases it however the keeper ends.
-A socket whose lock file nobody holds is left over from a lab that has ended, and is removed.
+The *keeper* is the process that owns a lab. Its socket is in a folder that only the keeper's user can open. A client
+enters the namespaces of the process that answers at the socket, and may do so as root. So clients accept only a keeper
+that belongs to their own user. The keeper locks the lab's lock file as long as it lives. However the keeper ends, the
+kernel then releases the lock. A socket whose lock file is not locked is left over from a lab that has ended, and is
+removed.
 """
 
 from __future__ import annotations
@@ -39,25 +40,25 @@ LOG = log.get("mpips.lab")
 END_SECONDS = 10.0
 LOCK = ".lock"
 SOCKET = ".socket"
-# Try this often to take a lock: a process that only checks whether the lab is up holds it for a moment.
+# Try this many times to take a lock. A process that only checks whether the lab is up holds the lock for a moment.
 LOOKS = 20
 LOOK_SECONDS = 0.01
-# Seconds that a network may be broken before the job in it is ended. TCP gives up earlier, so a program that notices
-# the loss by itself, through its MPI or a time limit of its own, can report it first.
+# Seconds that a network may be broken before the job in it is ended. TCP gives up a connection earlier. So a program
+# that notices the loss itself, through its MPI or a time limit of its own, can report the loss first.
 PATIENCE = 20.0
-# seconds after which TCP gives up a connection, with the retries in `launch.lab.links.SETTINGS`
+# seconds without an answer after which TCP gives up a connection, with the retries in `launch.lab.links.SETTINGS`
 TCP_SECONDS = 13.0
 
 
 class LabError(RuntimeError):
-    """A lab cannot be made or used, or there is no lab of that name."""
+    """A lab cannot be made or used, or no lab with the given name is up."""
 
 
 def ask(name: str, request: dict[str, Any]) -> dict[str, Any]:
     """Send a request to the keeper of a lab, and return the reply. Blocks for at most 30 seconds.
 
-    `launch.lab.keeper.Keeper.answer` lists the requests. Raises LabError if there is no such lab, or if the keeper
-    refuses the request.
+    `launch.lab.keeper.Keeper.answer` lists the requests. Raises LabError if no lab `name` is up, or if the keeper
+    cannot carry out the request.
     """
     with _connect(name) as connection:
         connection.sendall(json.dumps(request).encode() + b"\n")
@@ -71,29 +72,30 @@ def up(name: str, plan: LabPlan) -> socket.socket:
     """Make the lab `name`, and block until it can be used. Raises LabError if it cannot be made.
 
     Returns:
-        A socket. The lab ends when the socket is closed, or when this process ends. After `detach` the lab ends only by
-        `down`.
+        A socket that holds the lab. The lab ends when the socket is closed, or when this process ends. After
+        `detach(socket)` only `down` ends the lab.
     """
     listener, lock = claim_name(name)
-    # The keeper inherits both files, so closing them here does not release the lock.
+    # The keeper inherits the socket and the lock file, so closing them in this process does not release the lock.
     with listener, open(lock):
         owner, keeper_end = socket.socketpair()
         inherited = (listener.fileno(), keeper_end.fileno())
         command = [sys.executable, "-P", "-m", "mpips.launch.lab.keeper", name, *map(str, inherited)]
         with keeper_end, tempfile.TemporaryFile("w+") as errors:
-            # The keeper may outlive this process. It must not inherit an output that a reader waits to see closed.
+            # The keeper may outlive this process, so it must not inherit this process's output. A reader of that output
+            # would wait until the keeper ends.
             silent = subprocess.DEVNULL
             process = subprocess.Popen(
                 command, pass_fds=(*inherited, lock), start_new_session=True, stdin=silent, stdout=silent, stderr=errors
             )
             keeper_end.close()
             reply = None
-            # A ConnectionError means that the keeper has ended. Its error message is read from `errors` below.
+            # A ConnectionError means that the keeper has ended. The keeper's error message is read from `errors` below.
             with suppress(ConnectionError):
                 owner.sendall(msgspec.json.encode(plan) + b"\n")
                 if line := owner.makefile("r").readline():
                     reply = dict(json.loads(line))
-            # The process that was started has forked the keeper and ended. Collect its exit status.
+            # The process that was started above has forked the keeper and then ended. Collect its exit status.
             process.wait()
             if reply is None:
                 errors.seek(0)
@@ -126,13 +128,13 @@ def _connect(name: str) -> socket.socket:
 
 
 def detach(owner: socket.socket) -> None:
-    """Let the lab go on when this process ends."""
+    """Let a lab go on when this process ends. `owner` is the socket that `up` has returned."""
     owner.sendall(b"detach")
     owner.close()
 
 
 def down(name: str) -> None:
-    """End the lab `name` and every process in it. Blocks until they have ended."""
+    """End the lab `name` and every process in it. Blocks until all of these processes have ended."""
     handle = os.pidfd_open(find_keeper(name))
     try:
         ask(name, {"do": "down"})
@@ -152,7 +154,7 @@ def _wait_for_end(handle: int) -> None:
 def find_keeper(name: str) -> int:
     """Return the pid of the keeper of lab `name`.
 
-    Raises LabError if there is no such lab, or if the keeper is in a PID namespace that this process cannot see.
+    Raises LabError if no lab `name` is up, or if the keeper is in a PID namespace that this process cannot see.
     """
     with _connect(name) as connection:
         if not (keeper := find_peer(connection).pid):
@@ -169,20 +171,20 @@ def job_command(
     mpirun: str | None = None,
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """Return the command that runs `program` as an MPI job in lab `name`, to be run outside the lab.
+    """Return the command that runs `program` as an MPI job in lab `name`.
 
-    The job ends when the process that has run the command ends.
+    Run the command outside the lab. The job ends when the process that runs the command ends.
 
     Args:
-        name: The lab.
+        name: The name of the lab.
         ranks: Number of ranks.
         program: The command that each rank runs.
-        per_host: Ranks on each host.
-        mpirun: Path of the mpirun; by default `launch.find` chooses it.
+        per_host: Number of ranks on each host.
+        mpirun: Path of the mpirun. By default `launch.find` chooses it.
         extra: Further arguments for mpirun.
 
     Raises:
-        LabError: There is no such lab, or a host that the job needs is dead.
+        LabError: No lab `name` is up, or a host that the job needs is dead.
         LauncherError: There is no usable mpirun.
         ValueError: The lab has too few hosts.
     """
@@ -205,9 +207,10 @@ def job_command(
 
 
 def host_command(name: str, host: str, program: Sequence[str]) -> list[str]:
-    """Return the command that runs `program` on one host of lab `name`, to be run outside the lab.
+    """Return the command that runs `program` on one host of lab `name`. Run the command outside the lab.
 
-    The host "launcher" has the bridges and runs mpirun. Raises LabError if there is no such host, or if it is dead.
+    The host "launcher" has the bridges and runs mpirun. Raises LabError if the lab has no host `host`, or if that host
+    is dead.
     """
     described = ask(name, {"do": "describe"})
     if host not in [*described["hosts"], "launcher"]:
@@ -220,7 +223,7 @@ def host_command(name: str, host: str, program: Sequence[str]) -> list[str]:
 
 @contextmanager
 def lab(name: str, plan: LabPlan) -> Iterator[str]:
-    """Context manager that makes a lab. The lab ends with the block, or when this process ends."""
+    """Context manager that makes a lab. The lab ends at the end of the block, or when this process ends."""
     with up(name, plan) as owner:
         handle = os.pidfd_open(find_keeper(name))
         try:
@@ -239,11 +242,11 @@ def list_labs() -> list[str]:
 
 
 def claim_name(name: str) -> tuple[socket.socket, int]:
-    """Take the name of a lab, and raise LabError if a lab of that name is up.
+    """Reserve the name of a new lab. Raises LabError if a lab of that name is up.
 
     Returns:
-        The bound socket of the lab, and a file descriptor of its lock file, which must stay open as long as the lab is
-        up.
+        The lab's bound socket, and a file descriptor of the lab's lock file. The file must stay open as long as the lab
+        is up.
     """
     with _open_folder() as folder:
         lock = _take_lock(folder, name)
@@ -259,18 +262,18 @@ def claim_name(name: str) -> tuple[socket.socket, int]:
 def _socket_path(folder: int, name: str) -> str:
     """Return a path to a lab's socket through the file descriptor of the open folder.
 
-    Such a path leads to the folder that was checked, even if somebody puts another one in its place. And it is short
-    enough for a socket address.
+    Such a path leads to the folder that was checked, even if somebody puts another folder in its place. The path is
+    also short enough for a socket address.
     """
     return f"/proc/self/fd/{folder}/{name}{SOCKET}"
 
 
 @contextmanager
 def _open_folder() -> Iterator[int]:
-    """Context manager for a file descriptor of this user's folder of labs. Makes the folder if it is missing.
+    """Context manager that opens this user's folder of labs, and yields its file descriptor.
 
-    The folder of root is in /run, if /run can be written to. All other folders are in /tmp. Raises LabError if another
-    user owns the folder or can open it.
+    Makes the folder if it is missing: for root in /run if /run is writable, otherwise in /tmp. Raises LabError if
+    another user owns the folder or can open it.
     """
     user = os.geteuid()
     path = Path(f"/tmp/mpips-{user}")
@@ -297,7 +300,10 @@ def _open_folder() -> Iterator[int]:
 
 
 def _take_lock(folder: int, name: str) -> int | None:
-    """Lock the lock file of lab `name`, and return its file descriptor; None if another process has locked it."""
+    """Lock the lock file of lab `name`, and return its file descriptor.
+
+    Return None if another process has locked the file.
+    """
     for _ in range(LOOKS):
         lock = os.open(name + LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
         if _try_lock(lock) and _has_name(lock, folder, name):
@@ -308,7 +314,7 @@ def _take_lock(folder: int, name: str) -> int | None:
 
 
 def _remove_if_ended(folder: int, name: str) -> bool:
-    """True if nobody has locked the lock file of lab `name`. Then the lock file and the socket are removed."""
+    """If no process has locked the lock file of lab `name`, remove the lock file and the socket, and return True."""
     try:
         lock = os.open(name + LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except OSError:
@@ -335,7 +341,10 @@ def _try_lock(lock: int) -> bool:
 
 
 def _has_name(lock: int, folder: int, name: str) -> bool:
-    """True if the open lock file still has its name. False if it was removed, even if a new one has the name now."""
+    """True if the open lock file still has its name.
+
+    False if the file was removed, even if a new lock file has the name now.
+    """
     try:
         return os.fstat(lock).st_ino == os.stat(name + LOCK, dir_fd=folder).st_ino
     except FileNotFoundError:
@@ -345,19 +354,19 @@ def _has_name(lock: int, folder: int, name: str) -> bool:
 class NetworkWatch:
     """Watches the hosts and the network of a job in a lab. A call checks both, and returns True if the job must end.
 
-    Some MPIs never notice a broken network, and would wait for ever. The job must end if a host that it needs is dead,
-    or if the network has been broken for `patience` seconds. A network is broken if a NIC is down, or if TCP has given
-    up a connection since this object was made.
+    Some MPIs never notice a broken network, and would wait forever. The job must end if a host that it needs is dead,
+    or if the network has been broken for `patience` seconds. A network counts as broken if a NIC is down, or if TCP has
+    given up a connection since this object was made.
 
     Args:
-        name: The lab.
-        hosts: The job uses this many hosts, the first ones.
+        name: The name of the lab.
+        hosts: How many hosts the job uses. These are the first hosts of the lab.
         patience: Seconds that the network may be broken.
-        clock: Returns the time in seconds.
+        clock: A function that returns the time in seconds.
 
     Attributes:
         reason: A sentence about what is broken, or "".
-        dead: Names of the hosts that the job needs and that are dead.
+        dead: Names of the dead hosts that the job needs.
     """
 
     def __init__(
@@ -371,17 +380,17 @@ class NetworkWatch:
         self._clock = clock
         # (host, NIC) -> the time at which the NIC was first seen down
         self._down: dict[tuple[str, str], float] = {}
-        # host -> the time since which one of its connections has had no answer
+        # host -> the time since when one of its TCP connections has had no answer
         self._given_up: dict[str, float] = {}
-        # host -> number of connections that its TCP had given up before this object was made
+        # host -> how many connections TCP on this host had given up before this object was made
         self._before = ask(name, {"do": "health", "hosts": hosts})["given_up"]
 
     def __call__(self) -> bool:
-        """Look once. True if the job must end."""
+        """Look at the hosts and the network once. Return True if the job must end."""
         try:
             health = ask(self._name, {"do": "health", "hosts": self._hosts})
         except (LabError, OSError):
-            # The lab has ended, and its jobs have ended with it.
+            # The lab has ended, and its jobs have ended with it. There is nothing left to end.
             return False
         now, self.dead = self._clock(), health["dead"]
         self._down = {(host, nic): self._down.get((host, nic), now) for host, nic in health["down"]}

@@ -1,7 +1,7 @@
-"""Start an MPI job across the hosts of a lab, and kill the processes that it leaves.
+"""Start an MPI job across the hosts of a lab, and kill the processes that the job leaves behind.
 
-The job needs two small files in the keeper's private /dev/shm: an /etc/hosts for all hosts, and the launch agent, a
-script that mpirun calls in place of ssh.
+The job needs two small files, which are in the private /dev/shm of the keeper, the process that owns the lab. One is
+mounted as /etc/hosts on all hosts. The other is the launch agent, a script that mpirun calls in place of ssh.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MPICH_TIMEOUT = "60"
 MOST_LOOKS = 100
 LOOK_SECONDS = 0.01
 # The environment variable that marks the processes of a job. Its name must not begin with MPIPS_, because a store
-# refuses unknown variables that do.
+# refuses unknown variables whose names begin with MPIPS_.
 MARK_VARIABLE = "LAB_JOB_OF_MPIPS"
 
 
@@ -50,9 +50,10 @@ def build_job(
     environment: Mapping[str, str] | None = None,
     extra: Sequence[str] = (),
 ) -> list[str]:
-    """Return the command that starts an MPI job in a lab. It must be run in the namespaces of the keeper.
+    """Return the command that starts an MPI job in a lab. The command must run in the namespaces of the keeper.
 
-    The data of MPI go to the vips of the hosts (see `layout`), and mpirun's own traffic over the management network.
+    MPI sends its data to the hosts' virtual addresses (`vip`, see `layout`). mpirun's own traffic uses the management
+    network.
 
     Args:
         launcher: The mpirun.
@@ -60,7 +61,7 @@ def build_job(
         ranks: Number of ranks.
         program: The command that each rank runs.
         per_host: Ranks on each host.
-        cores: Number of cores of this machine, which all hosts share.
+        cores: Number of cores of this machine. All hosts share them.
         environment: Variables to set for all ranks.
         extra: Further arguments for mpirun.
 
@@ -79,29 +80,29 @@ def build_job(
 
 
 def choose_variables(launcher: Launcher, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables to set for a job, except those that `environment` has already.
+    """Return the environment variables to set for a job, except variables that `environment` already has.
 
-    MPICH does not notice that a host has died. So with MPICH the waits of mpips end after `MPICH_TIMEOUT` seconds.
+    MPICH does not notice that a host has died. So with MPICH, mpips stops waiting after `MPICH_TIMEOUT` seconds.
     """
     return {} if launcher.flavour == "openmpi" or TIMEOUT in environment else {TIMEOUT: MPICH_TIMEOUT}
 
 
 def launcher_options(flavour: Flavour) -> tuple[str, ...]:
-    """Return the options with which mpirun starts a job on the hosts of a lab."""
+    """Return the options that mpirun needs to start a job on the hosts of a lab."""
     return open_mpi_options() if flavour == "openmpi" else _hydra_options()
 
 
 def open_mpi_options() -> tuple[str, ...]:
-    """Return the options with which Open MPI starts its daemons through the agent, and does not write to /tmp."""
+    """Return the options that make Open MPI start its daemons through the agent, and keep it from writing to /tmp."""
     values = {"plm_ssh_agent": AGENT, "prte_if_include": MANAGEMENT_NETWORK, "prte_tmpdir_base": SHARED_FOLDER}
     return tuple(word for name, value in values.items() for word in ("--prtemca", name, value))
 
 
 def _hydra_options() -> tuple[str, ...]:
-    """Return the options with which MPICH starts its daemons through the agent and sends data over the vips.
+    """Return the options that make MPICH start its daemons through the agent, and send data to virtual addresses.
 
-    The data use the tcp provider of libfabric. Without these options an MPICH that is built with UCX would send them
-    over the management network.
+    The data go through the tcp provider of libfabric. Without these options an MPICH that is built with UCX would send
+    the data over the management network.
     """
     launcher = ("-launcher", "ssh", "-launcher-exec", AGENT, "-iface", "m0")
     values = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "vip0"}
@@ -109,15 +110,15 @@ def _hydra_options() -> tuple[str, ...]:
 
 
 def build_entry(keeper: int, argv: Sequence[str], *, folder: str, user: int) -> list[str]:
-    """Return the command that runs `argv` in the namespaces of a lab's keeper.
+    """Return a command that enters the namespaces of a lab's keeper and runs `argv` in them.
 
-    `argv` gets SIGTERM when the process that runs the command ends.
+    When the process that runs the returned command ends, the program in `argv` gets SIGTERM.
 
     Args:
         keeper: The pid of the keeper.
-        argv: The command.
+        argv: The program to run and its arguments.
         folder: The working directory.
-        user: The caller's user id. The lab of an ordinary user has a user namespace, which must be entered too.
+        user: The caller's user id. An ordinary user's lab also has a user namespace to enter.
     """
     user_namespace = [] if user == 0 else ["--user", "--preserve-credentials"]
     namespaces = [*user_namespace, "--pid", "--net", "--uts", "--mount"]
@@ -126,10 +127,10 @@ def build_entry(keeper: int, argv: Sequence[str], *, folder: str, user: int) -> 
 
 
 def end_all(job: str) -> int:
-    """Kill every process that has `job` in its `MARK_VARIABLE`. Return how many there were.
+    """Kill every process whose environment variable `MARK_VARIABLE` is `job`. Return the number of killed processes.
 
-    A process in the middle of exec has no environment for a moment, and is not found. So this ends only when two
-    searches in a row have found no process.
+    A process in the middle of exec has no environment for a moment, and a search does not find it. So this function
+    searches until two searches in a row have found no process, `MOST_LOOKS` times at most.
     """
     ended: set[int] = set()
     quiet = 0
@@ -148,7 +149,7 @@ def end_all(job: str) -> int:
     return len(ended)
 
 
-# The keeper and each host mount their own file system here, because real hosts do not share memory.
+# The keeper and each host mount a file system of their own at this path, because real hosts do not share memory.
 SHARED_FOLDER = "/dev/shm"
 HOSTS_FILE = f"{SHARED_FOLDER}/hosts"
 AGENT = f"{SHARED_FOLDER}/agent"
@@ -157,7 +158,7 @@ AGENT = f"{SHARED_FOLDER}/agent"
 def format_hosts(plan: LabPlan) -> str:
     """Return the text of /etc/hosts for all hosts.
 
-    The names of hosts stand for their management addresses, as on a cluster with a separate network for data.
+    The name of a host stands for its management address, as on a cluster with a separate network for data.
     """
     lines = ["127.0.0.1 localhost", f"{LAUNCHER_ADDRESS} launcher"]
     return "\n".join(lines + [f"{host.management} {host.name}" for host in plan.hosts]) + "\n"
@@ -166,7 +167,8 @@ def format_hosts(plan: LabPlan) -> str:
 def format_agent(plan: LabPlan, processes: list[int]) -> str:
     """Return a shell script that mpirun calls as it would call ssh: `agent [options] HOST COMMAND...`.
 
-    The script runs COMMAND in the namespaces of HOST. `processes[i]` is the pid of the process of host i.
+    The script runs COMMAND in the namespaces of HOST. `processes[i]` is the pid of the process that holds the
+    namespaces of host i.
     """
     cases = "\n".join(
         f"    {host.name}|{host.management}) process={process} ;;" for host, process in zip(plan.hosts, processes)
@@ -194,7 +196,8 @@ exec nsenter --target "$process" --net --uts --mount sh -c 'cd "$0" && eval "$1"
 def write_hosts(plan: LabPlan) -> None:
     """Write `HOSTS_FILE` and mount it as /etc/hosts. Make an empty `AGENT`, which `write_agent` fills later.
 
-    The agent is written in two steps, because the hosts mount the file when they start, and its text needs their pids.
+    The agent is written in two steps: the hosts mount the file when they start, and the text of the script contains the
+    pids of the started hosts.
     """
     with open(HOSTS_FILE, "w") as file:
         file.write(format_hosts(plan))
@@ -204,13 +207,13 @@ def write_hosts(plan: LabPlan) -> None:
 
 
 def write_agent(plan: LabPlan, processes: list[int]) -> None:
-    """Write the script of `AGENT`. All hosts see it, because they have mounted the same file."""
+    """Write the agent script to the file `AGENT`. All hosts see the script, because they have mounted this file."""
     with open(AGENT, "w") as file:
         file.write(format_agent(plan, processes))
 
 
 def make_own_folder() -> None:
-    """Give this host its own `SHARED_FOLDER`, with `AGENT` in it.
+    """Give this host its own `SHARED_FOLDER`, and mount the file `AGENT` in it.
 
     The host needs the agent, because its MPI daemon may start the daemons of other hosts.
     """

@@ -1,9 +1,9 @@
 """The keeper: the process that owns a lab, and that answers requests about it.
 
-The namespaces of a lab have no names. So when the keeper ends, in any way, the kernel removes the lab. The keeper is
-process 1 of its own PID namespace, so the kernel then also kills the jobs in the lab. Clients find the keeper by a
-socket in a folder of its user (see `launch.lab.client`). As long as the keeper lives it holds the lock file of the lab.
-Each request is a line of JSON, and so is each reply.
+The namespaces of a lab have no names. So however the keeper ends, the kernel then removes the lab. The keeper is
+process 1 of its own PID namespace, so the kernel also kills the jobs in the lab. Clients find the keeper by a socket in
+a folder of the keeper's user (see `launch.lab.client`). The keeper locks the lab's lock file as long as it lives. Each
+request is a line of JSON, and each reply is a line of JSON.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from mpips.launch.lab.links import add_neighbours_and_routes, apply_settings, bu
 
 
 def start_host(name: str, window: int) -> int:
-    """Start the process of a host, and return its pid once its namespaces are ready.
+    """Start the process that holds the namespaces of a host, and return its pid once the namespaces are ready.
 
     The process makes its own network, mount and UTS namespaces, and then sleeps until it is killed.
 
     Args:
         name: The host's name.
-        window: The bytes that a TCP connection of the host may have under way.
+        window: How many bytes a TCP connection of the host may have in flight.
 
     Raises:
         RuntimeError: The namespaces cannot be made.
@@ -73,7 +73,7 @@ def _be_host(name: str, window: int, done: int) -> None:
 
 
 class Keeper:
-    """Makes a lab, and answers requests about it."""
+    """Makes a lab when it is constructed, and answers requests about the lab."""
 
     def __init__(self, name: str, plan: LabPlan) -> None:
         self.name = name
@@ -82,19 +82,19 @@ class Keeper:
         self._processes = [start_host(host.name, choose_window(plan)) for host in plan.hosts]
         self._outer, self._links = build(plan, self._processes)
         job.write_agent(plan, self._processes)
-        # the counters of all hosts at the last reset
+        # the counters of each host's interfaces at the last reset
         self._baseline = self._counters()
-        # number of hosts that a job uses -> the (host, NIC) pairs that its traffic passes
+        # number of hosts that a job uses -> the (host, NIC) pairs that the job's traffic passes
         self._crossed: dict[int, list[tuple[str, LabNic]]] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Return the reply to a request. The request's field "do" is one of:
 
-        - "describe": the names of all hosts, and of the dead ones.
-        - "status": hosts and NICs with their rates, states, and bytes since the last reset.
+        - "describe": return the names of all hosts, and of the dead hosts.
+        - "status": return the hosts, and their NICs with rates, states, and bytes since the last reset.
         - "reset": count bytes from zero again.
         - "link" with "host", "nic", "up" and "share": set a NIC ("all": all NICs) up or down, with a share of its rate.
-        - "health" with "hosts": what is broken between the first "hosts" hosts (see `_check_health`).
+        - "health" with "hosts": return what is broken between the first "hosts" hosts (see `_check_health`).
         - "clear" with "job": kill all processes of a job.
 
         If the request cannot be carried out, the reply has the field "error".
@@ -140,8 +140,8 @@ class Keeper:
         for host, links in zip(self._plan.hosts, self._links):
             if host.name == name and (nics := [n for n in host.nics if nic in (n.name, "all")]):
                 for each in nics:
-                    # A rate limit applies to what an interface sends. So the NIC has one for the bytes that the host
-                    # sends, and the switch's port one for the bytes that the host receives.
+                    # A rate limit applies only to what an interface sends. So the limit of the NIC is for the bytes
+                    # that the host sends, and the limit of the switch's port for the bytes that the host receives.
                     links.set(each.name, state="up" if up else "down")
                     links.shape(each.name, round(each.rate * share))
                     self._outer.shape(each.port, round(each.rate * share))
@@ -155,8 +155,9 @@ class Keeper:
     def _check_health(self, hosts: int) -> dict[str, Any]:
         """Return what is broken between the first `hosts` hosts.
 
-        "down" is a list of the NICs that are down. "dead" is a list of the dead hosts, including hosts that only relay
-        the traffic of others. "given_up" is, for each host, the number of connections that its TCP has ever given up.
+        "down" is a list of the NICs that are down. "dead" is a list of the dead hosts among these hosts and among the
+        hosts that relay traffic between them. "given_up" maps each host to the number of connections that TCP on this
+        host has ever given up.
         """
         if hosts not in self._crossed:
             self._crossed[hosts] = find_crossed_nics(self._plan, hosts)
@@ -168,9 +169,9 @@ class Keeper:
 
 
 def serve(keeper: Keeper, listener: socket.socket, owner: socket.socket | None) -> None:
-    """Answer requests until one is "down", or until the other end of `owner` is closed.
+    """Answer requests until a request is "down", or until the other end of `owner` is closed.
 
-    After the message "detach" from `owner`, the lab goes on when `owner` is closed.
+    After the message "detach" has arrived over `owner`, only the request "down" ends the lab.
     """
     while True:
         waiting = [listener] if owner is None else [listener, owner]
@@ -190,9 +191,10 @@ def serve(keeper: Keeper, listener: socket.socket, owner: socket.socket | None) 
 
 
 def _serve_one(keeper: Keeper, connection: socket.socket) -> bool:
-    """Answer one request. False if it was "down".
+    """Answer one request. Return False if the request was "down".
 
-    An exception must not end the keeper, because the lab would end with it. So it becomes an error reply.
+    An exception must not end the keeper, because the lab would end with the keeper. So the exception is sent as an
+    error reply.
     """
     line = connection.makefile("rb").readline()
     if not line:
@@ -238,8 +240,8 @@ def ending_with(owner: socket.socket) -> Iterator[None]:
 def main() -> None:
     """Run `python -m launch.lab.keeper NAME LISTENER OWNER`.
 
-    LISTENER and OWNER are file descriptors of inherited sockets. The plan arrives as a line over OWNER. The answer is
-    "{}" or an error.
+    LISTENER and OWNER are file descriptors of inherited sockets. The plan of the lab arrives as a line over OWNER. The
+    keeper answers with "{}" once the lab is ready, or with an error.
     """
     name = sys.argv[1]
     listener, owner = (socket.socket(fileno=int(number)) for number in sys.argv[2:4])
@@ -247,7 +249,7 @@ def main() -> None:
         plan = msgspec.json.decode(lines.readline(), type=LabPlan)
     try:
         kernel.new_machine(os.getuid(), os.getgid())
-        # The child goes on as process 1 of the new PID namespace.
+        # Only the child goes on. It is process 1 of the new PID namespace.
         if os.fork():
             os._exit(0)
         kernel.keep_mounts_private()

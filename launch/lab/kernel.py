@@ -1,8 +1,8 @@
 """The Linux calls that a lab needs (unshare, setns, mount and others), and a check whether this machine has them.
 
-Python has some of these calls only since 3.12. `python -m launch.lab.kernel` tries all of them, and prints a line for
-each one that is refused. This module must not import NumPy, which starts threads: a process with threads cannot make a
-user namespace.
+Python itself has some of these calls only since 3.12. `python -m launch.lab.kernel` tries all calls, and prints a line
+for each call that fails. This module must not import NumPy, because NumPy starts threads, and a process with threads
+cannot make a user namespace.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MS_NOSUID = 2
 MS_NODEV = 4
 MS_NOEXEC = 8
 MS_SAFE = MS_NOSUID | MS_NODEV | MS_NOEXEC
-# file system -> flags to mount it with
+# kind of file system -> the flags to mount it with
 VIRTUAL = {"proc": MS_SAFE, "sysfs": MS_SAFE, "tmpfs": MS_NOSUID | MS_NODEV}
 MS_BIND = 4096
 MS_RECURSIVE = 16384
@@ -43,7 +43,10 @@ def _checked(result: int, what: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Give this process new namespaces of the kinds in `flags`. Only its later children get a new PID namespace."""
+    """Give this process new namespaces of the kinds in `flags`.
+
+    With `NEW_PID`, this process stays in its PID namespace, and its later children are in the new one.
+    """
     _checked(_libc.unshare(flags), f"unshare(0x{flags:08x})")
 
 
@@ -71,8 +74,8 @@ def keep_mounts_private() -> None:
 def new_machine(user: int, group: int) -> None:
     """Give this process new network, mount and UTS namespaces, and its later children a new PID namespace.
 
-    Unless `user` is root, the process first gets a user namespace. Inside this namespace the process is root. Outside
-    it is still `user` and `group`.
+    Unless `user` is root, the process first gets a user namespace. Inside this namespace the process is root. Seen from
+    outside, the process still belongs to `user` and `group`.
     """
     if user != 0:
         unshare(NEW_USER)
@@ -89,11 +92,12 @@ def set_hostname(name: str) -> None:
 
 
 def set_process_name(name: str) -> None:
-    """Set the name that `ps -o comm` shows, at most 15 characters."""
+    """Set the name that `ps -o comm` shows. Only the first 15 characters count."""
     _checked(_libc.prctl(PR_SET_NAME, name.encode()[:15], 0, 0, 0), "prctl(PR_SET_NAME)")
 
 
-# The exit code of `python -m launch.lab.kernel` if something is missing. A Python program that crashes exits with 1.
+# The exit code of `python -m launch.lab.kernel` if something is missing. It is not 1, the code of a Python program that
+# crashes.
 MISSING = 3
 USER_NAMESPACES = (
     "an ordinary user needs user namespaces, and this machine refuses them ({error}): run as root, or let the "
@@ -117,7 +121,7 @@ KERNEL = (
 def find_missing() -> list[str]:
     """Return a sentence for each thing that a lab needs and this machine does not have. Empty if a lab can be made.
 
-    Tries the kernel's calls in a child process, and blocks until it has ended.
+    Tries the kernel's calls in a child process, and blocks until the child has ended.
     """
     if not sys.platform.startswith("linux"):
         return [f"a lab is made of Linux namespaces, and this is {sys.platform}"]
@@ -136,9 +140,9 @@ def find_missing() -> list[str]:
 
 
 def _try_kernel() -> list[str]:
-    """Try each kernel call once, in namespaces that end with this process. Return a sentence for each that fails.
+    """Try each kernel call once, in namespaces that end with this process. Return a sentence for each failed call.
 
-    Only failures of mounts are not returned: a child process prints them.
+    The mounts are tried in a child process. If a mount fails, the child itself prints the sentence.
     """
     user = os.getuid()
     try:
@@ -153,7 +157,7 @@ def _try_kernel() -> list[str]:
 
 
 def _try_mounts() -> NoReturn:
-    """Try the mounts as process 1 of the new PID namespace, which the keeper will be."""
+    """Try the mounts in this process, which is process 1 of the new PID namespace, as a keeper is. Then exit."""
     try:
         keep_mounts_private()
         for filesystem, target in (("proc", "/proc"), ("sysfs", "/sys"), ("tmpfs", "/dev/shm")):
@@ -187,16 +191,16 @@ GIVEN_UP = "TCPAbortOnTimeout"
 
 
 def is_unplugged(port: str, links: Path = Path("/sys/class/net")) -> bool:
-    """True if a switch port passes no frames: it is down, or the NIC at the other end of its cable is down or gone."""
+    """True if a switch port passes no frames: the port is down, or the NIC at the other end of its cable is."""
     try:
         return (links / port / "carrier").read_text().strip() != "1"
     except OSError:
-        # If the port itself is down, this file cannot be read.
+        # If the port itself is down, the file `carrier` cannot be read.
         return True
 
 
 def count_given_up(process: int, processes: Path = Path("/proc")) -> int:
-    """Return how many connections TCP has given up for lack of an answer, in the network namespace of `process`.
+    """Return how many TCP connections were given up for lack of an answer, in the network namespace of `process`.
 
     Returns 0 if the process has ended.
     """
@@ -209,7 +213,7 @@ def count_given_up(process: int, processes: Path = Path("/proc")) -> int:
 
 
 def is_alive(process: int) -> bool:
-    """True if the process of a host has not ended."""
+    """True if `process`, the process that holds a host's namespaces, has not ended."""
     return Path(f"/proc/{process}/ns/net").exists()
 
 

@@ -1,16 +1,17 @@
 """Turn a topology into the plan of a lab: hosts, NICs, addresses, routes, switches and rates. All functions are pure.
 
-Each host has a data NIC for each of the k levels of the topology, `d0` to `d(k-1)`, in the subnet of its switch. It
-also has a management NIC `m0`, whose rate is not limited, and on `vip0` an address that belongs to no NIC, the *vip*
-(virtual IP address). MPI uses the vips. Each host has a /32 route to the vip of each other host. The route chooses the
-NIC and, if the two hosts share no switch, the neighbour that relays the packets, as hosts do in BCube.
+In a topology with k levels each host is connected to k switches, one of each level. So each host has k data NICs, `d0`
+to `d(k-1)`, each in the subnet of its switch. Each host also has a management NIC `m0` without a rate limit. On its
+interface `vip0` the host has a *vip* (virtual IP address), which belongs to no NIC. MPI uses the vips. Each host has a
+/32 route to the vip of every other host. The route chooses the NIC. If the two hosts share no switch, the route also
+chooses the neighbour that relays the packets, because in BCube hosts relay packets.
 
-Switches are bridges that neither learn addresses nor flood frames. Instead the plan has their forwarding tables, and
-the MAC addresses of each host's neighbours. So only frames of the job travel, and the byte counters can be compared
-with theory.
+Switches are bridges that neither learn addresses nor flood frames. Instead the plan has the switches' forwarding
+tables, and the MAC addresses of each host's neighbours. So only frames of the job travel, and the byte counters can be
+compared with theory.
 
-The keeper imports this module, so it must not import NumPy, which starts threads: a process with threads cannot make a
-user namespace.
+The keeper, the process that owns a lab, imports this module. So the module must not import NumPy: NumPy starts threads,
+and a process with threads cannot make a user namespace.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ if TYPE_CHECKING:
     from mpips.collectives.simulator.topology import Topology
 
 MOST_HOSTS = 250
-# bytes per second; the rate limiter (tbf) keeps a rate in 32 bits
+# The rate limiter (tbf) stores a rate, in bytes per second, in 32 bits.
 MOST_RATE = 2**32
-# With the usual 1500, the cores would be the bottleneck, and not the links.
+# With the usual 1500 bytes, the cores would be the bottleneck, and not the links.
 MTU = 9000
-# Bytes that a link may send at once. At 100 Mbit/s they take 2.6 ms, so a timer that is late by less costs no
+# Bytes that a link may send at once. At 100 Mbit/s they take 2.6 ms, so a timer that is less than 2.6 ms late costs no
 # throughput.
 BURST = 32 * 1024
 # Bytes that a link may queue. At 100 Mbit/s this is enough for the windows of 30 senders to one host.
 QUEUE = 4 * 1024 * 1024
-# A TCP connection may have as many bytes under way as a link carries in WINDOW_SECONDS, but at least and at most these.
-# With such short queues, senders share a link evenly.
+# A TCP connection may have as many bytes in flight as a link carries in WINDOW_SECONDS, within these two limits. The
+# window keeps queues short, so that senders share a link evenly.
 WINDOW = (128 * 1024, 512 * 1024)
 WINDOW_SECONDS = 0.01
 
@@ -44,10 +45,10 @@ class LabNic(NamedTuple):
 
     name: str
     level: int
-    # IPv4; the subnet is a /24
+    # the IPv4 address; its subnet is a /24
     address: str
     mac: str
-    # bits per second, each direction
+    # bits per second in each direction
     rate: int
     switch: str
     port: str
@@ -57,7 +58,7 @@ class LabRoute(NamedTuple):
     """A host's route to the vip of another host."""
 
     vip: str
-    # address of the next host, in the subnet of `nic`
+    # the IPv4 address of the next host on the way, in the subnet of `nic`
     gateway: str
     # MAC address of the gateway
     mac: str
@@ -83,7 +84,7 @@ class Trunk(NamedTuple):
     first_port: str
     second: str
     second_port: str
-    # bits per second, each direction
+    # bits per second in each direction
     rate: int
 
 
@@ -94,12 +95,12 @@ class LabPlan(NamedTuple):
     hosts: tuple[LabHost, ...]
     switches: tuple[str, ...]
     trunks: tuple[Trunk, ...]
-    # forwarding tables: (switch, port through which frames leave, MAC address of the receiver)
+    # entries of the forwarding tables: (switch, port through which frames leave, MAC address of the receiver)
     forwards: tuple[tuple[str, str, str], ...]
 
 
 def lay_out(topology: Topology) -> LabPlan:
-    """Return the plan for a topology of `collectives.simulator`. Raises ValueError if it is too large or too fast."""
+    """Return the plan of a lab with this topology. Raises ValueError if the topology is too large or too fast."""
     if topology.hosts > MOST_HOSTS:
         raise ValueError(f"{topology.name} has {topology.hosts} hosts: a lab has at most {MOST_HOSTS}")
     if len(topology.switches) > MOST_HOSTS:
@@ -127,7 +128,7 @@ def lay_out(topology: Topology) -> LabPlan:
 
 
 def _nics(topology: Topology) -> dict[tuple[int, int], LabNic]:
-    """Return the data NICs of all hosts: (host, level) -> NIC."""
+    """Return a dict of the data NICs of all hosts: (host number, level) -> NIC."""
     subnets = _subnets(topology)
     rates = {(link.source, link.target): link.rate for link in topology.links}
     lab_nics = {}
@@ -141,7 +142,7 @@ def _nics(topology: Topology) -> dict[tuple[int, int], LabNic]:
 
 
 def _subnets(topology: Topology) -> dict[str, int]:
-    """Return switch -> number of its subnet. Switches that are connected by a cable share a subnet."""
+    """Return a dict: switch -> number of its subnet. Switches that are connected by a cable share a subnet."""
     number = {switch: index for index, switch in enumerate(topology.switches)}
     joined = True
     while joined:
@@ -164,10 +165,10 @@ def _follow_routes(
     """Follow the route between every pair of hosts.
 
     Returns:
-        A dict of the first hops: (source, target) -> (address of the gateway, MAC address of the gateway, NIC). And the
-        forwarding tables of the switches on the routes, as in `LabPlan.forwards`.
+        A dict of the first hops: (source, target) -> (IPv4 address of the gateway, its MAC address, the source's NIC).
+        The second value is `LabPlan.forwards`, the forwarding tables of the switches on the routes.
     """
-    # Imported late because it imports NumPy, and the keeper imports this module.
+    # Imported late, because the simulator imports NumPy (see the docstring of this module).
     from mpips.collectives.simulator.topology import hop_links
 
     hops: dict[tuple[int, int], tuple[str, str, str]] = {}
@@ -188,7 +189,7 @@ def _follow_routes(
 
 
 def choose_window(plan: LabPlan) -> int:
-    """Return how many bytes a TCP connection in the lab may have under way."""
+    """Return how many bytes a TCP connection in the lab may have in flight."""
     fastest = max(nic.rate for host in plan.hosts for nic in host.nics)
     return min(max(WINDOW[0], round(WINDOW_SECONDS * fastest / 8)), WINDOW[1])
 
@@ -196,7 +197,7 @@ def choose_window(plan: LabPlan) -> int:
 def find_crossed_nics(plan: LabPlan, hosts: int) -> list[tuple[str, LabNic]]:
     """Return the (host, NIC) pairs that traffic between the first `hosts` hosts passes.
 
-    Hosts that only relay this traffic are included.
+    NICs of other hosts that only relay this traffic are included.
     """
     owners = {nic.address: (host, nic) for host in plan.hosts for nic in host.nics}
     crossed = {}

@@ -1,7 +1,7 @@
 """Build the emulated network of a lab: bridges, cables, routes, and rate limits (tbf).
 
-Needs pyroute2. Only the keeper calls this module. The bridges are in the keeper's own network namespace, the *outer*
-one. Each host has a process of its own, which holds the namespaces of the host.
+Needs pyroute2. Only the keeper, the process that owns a lab, uses this module. The bridges are in the keeper's own
+network namespace, the *outer* namespace. Each host has its own process, which holds the namespaces of the host.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mpips.launch.lab.layout import BURST, LAUNCHER_ADDRESS, MTU, QUEUE, LabHost
 
 MANAGEMENT_BRIDGE = "m0"
 
-# Settings of the kernel with which measurements are comparable to a real network (docs/reference/lab.md has the
-# reasons), and with which TCP notices a dead peer.
+# Settings of the kernel. They make measurements comparable to a real network (docs/reference/lab.md has the reasons),
+# and make TCP notice a dead peer.
 SETTINGS = {
     "net/ipv4/ip_forward": "1",
     "net/ipv4/conf/all/rp_filter": "0",
@@ -41,7 +41,10 @@ SETTINGS = {
 
 
 class Links:
-    """Configures the network interfaces of one namespace through a netlink socket. Interfaces are given by name."""
+    """Configures the network interfaces of one namespace, through a netlink socket.
+
+    Callers identify an interface by its name.
+    """
 
     def __init__(self) -> None:
         self.netlink = IPRoute()
@@ -64,7 +67,7 @@ class Links:
         self.netlink.addr("add", index=self.index(name), address=address, prefixlen=prefix)
 
     def shape(self, name: str, rate: int) -> None:
-        """Limit what an interface sends to `rate` bits per second."""
+        """Limit the rate at which an interface sends to `rate` bits per second."""
         self.netlink.tc("replace", "tbf", self.index(name), rate=rate // 8, burst=BURST, limit=QUEUE)
 
     def plug(self, port: str, bridge: str, *, quiet: bool) -> None:
@@ -81,7 +84,10 @@ class Links:
 
 
 def read_counters(links: Links) -> dict[str, dict[str, int]]:
-    """Return interface -> its bytes "sent" and "received", packets "dropped", and "up" (0 or 1), for a host."""
+    """Return the counters of a host's interfaces.
+
+    A dict maps each interface to its bytes "sent" and "received", its packets "dropped", and "up" (0 or 1).
+    """
     counters = {}
     for link in links.netlink.get_links():
         stats = link.get_attr("IFLA_STATS64")
@@ -108,7 +114,7 @@ def network_namespace(process: int) -> Iterator[None]:
 
 
 def apply_settings(window: int) -> None:
-    """Apply `SETTINGS` to this process's network namespace. A TCP connection may have `window` bytes under way.
+    """Apply `SETTINGS` to this process's network namespace, and let each TCP connection have `window` bytes in flight.
 
     Settings that this kernel does not have are left out.
     """
@@ -121,10 +127,10 @@ def apply_settings(window: int) -> None:
 
 
 def build(plan: LabPlan, processes: list[int]) -> tuple[Links, list[Links]]:
-    """Build the network of a lab. `processes[i]` is the pid of the process of host i.
+    """Build the network of a lab. `processes[i]` is the pid of the process that holds the namespaces of host i.
 
     Returns:
-        The links of the outer namespace, and those of each host.
+        A `Links` for the outer namespace, and a list with a `Links` for each host.
     """
     outer = Links()
     outer.set("lo", state="up")
@@ -150,7 +156,7 @@ def build(plan: LabPlan, processes: list[int]) -> tuple[Links, list[Links]]:
 def _cable(outer: Links, host: LabHost, process: int) -> None:
     """Connect each NIC of a host with its switch, and limit the rate of the switch's port.
 
-    `_configure` limits the rate of the NIC.
+    `_configure` limits the rate of the NIC itself.
     """
     for nic in host.nics:
         peer = {"ifname": nic.name, "net_ns_pid": process, "address": nic.mac}
@@ -165,8 +171,8 @@ def _cable(outer: Links, host: LabHost, process: int) -> None:
 def _configure(links: Links, host: LabHost) -> None:
     """Set the addresses, neighbours, routes and rates of a host."""
     links.set("lo", state="up")
-    # The vip belongs to a bridge without ports. An interface of kind "dummy" would do, too, but some kernels do not
-    # have it.
+    # The vip belongs to a bridge without ports. An interface of kind "dummy" would serve as well, but some kernels do
+    # not have this kind.
     links.add_bridge("vip0")
     links.add_address("vip0", host.vip, 32)
     links.set("m0", mtu=MTU, state="up")
@@ -180,9 +186,9 @@ def _configure(links: Links, host: LabHost) -> None:
 
 
 def add_neighbours_and_routes(links: Links, host: LabHost, nics: Collection[str]) -> None:
-    """Add the neighbours and routes of some NICs of a host, which must be up.
+    """Add the neighbours and routes that use the given NICs of a host. These NICs must be up.
 
-    The kernel forgets them when a NIC goes down.
+    When a NIC goes down, the kernel forgets the NIC's neighbours and routes.
     """
     routes = [each for each in host.routes if each.nic in nics]
     for gateway, mac, nic in {(each.gateway, each.mac, each.nic) for each in routes}:

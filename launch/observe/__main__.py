@@ -1,4 +1,8 @@
-"""The commands that observe a job from outside: `mpips why`, `top`, `page`, `trace` and `metrics`."""
+"""The commands that observe a job from outside: `mpips why`, `top`, `page`, `trace` and `metrics`.
+
+The commands read the *pages* of the job's ranks: small files in the machine's memory in which the ranks write what they
+do.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +29,9 @@ from mpips.launch.observe.gather import Rank, has_live_ranks, has_pages, jobs, r
 from mpips.launch.observe.hosts import WITHIN_SECONDS, JobView, JobWatch
 
 MEGA = 1e6
-# the file of a dump with the explanation of the job
+# the file of a dump (`mpips why --dump`) that has the explanation of the job
 WHY = "why.json"
-# name at most this many other jobs
+# the most other jobs to name in a message
 MOST_NAMED = 8
 job_argument = click.argument("job", required=False)
 within_option = click.option(
@@ -39,10 +43,10 @@ json_option = click.option("--json", "with_json", is_flag=True, help="Print JSON
 def find(job: str | None) -> Path:
     """Return the folder of a job.
 
-    `job` is the name of the job, the path of its folder, or the number of a scheduler's job in which it runs. None
-    means the newest job. Raises UsageError if there is no such job, or if several jobs run in the scheduler's job.
+    `job` is the name of the job, the path of its folder, or the number of the scheduler's job that contains it. None
+    means the newest job. Raises UsageError if no such job is known, or if the scheduler's job contains several jobs.
     """
-    # isdir is False for a folder that this user may not read.
+    # Unlike Path.is_dir, isdir returns False, and raises nothing, if this user may not read the path.
     if job and os.path.isdir(job):
         return Path(job)
     known = jobs()
@@ -79,7 +83,7 @@ def find(job: str | None) -> Path:
 
 
 def _has_no_pages(job: str) -> bool:
-    """True if `job` is the pid of an `mpips run` with pages switched off."""
+    """True if `job` is the pid of an `mpips run` whose ranks have no pages, because a variable switches pages off."""
     with suppress(OSError):
         return job.isdigit() and f"{own.VARIABLE}=0".encode() in Path(f"/proc/{job}/environ").read_bytes().split(b"\0")
     return False
@@ -125,8 +129,8 @@ def command() -> None:
 def why(job: str | None, with_json: bool, seconds: float, into: Path | None, how: str, within: float) -> None:
     """Explain what JOB does, why it is stuck, or why it has ended: which ranks wait in which call for which ranks.
 
-    JOB is the name that `mpips top` shows, or a folder of pages or of a dump; without it, the newest job. The job goes
-    on meanwhile. If `mpips run` has started the job, ranks on other hosts are asked, too.
+    JOB is the name that `mpips top` shows, or a folder of pages or of a dump. Default: the newest job. The job goes on
+    while it is examined. If `mpips run` has started the job, its ranks on other hosts are included.
     """
     folder = find(job)
     if (folder / WHY).is_file():
@@ -159,7 +163,7 @@ def _read_dump(path: Path, with_json: bool) -> str:
 
 
 def _print_other_jobs(folder: Path, command: str) -> None:
-    """If other jobs run, too, print on standard error that the newest one was chosen."""
+    """If other jobs are running as well, print on standard error that the newest job was chosen."""
     others = [path.name for path in jobs() if path != folder and has_live_ranks(path)]
     if others:
         named = ", ".join(others[-MOST_NAMED:]) + ", ..." * (len(others) > MOST_NAMED)
@@ -168,7 +172,7 @@ def _print_other_jobs(folder: Path, command: str) -> None:
 
 
 def _dump(folder: Path, into: Path, how: str, known: dict[str, Any]) -> None:
-    """Write what is known about a job into the folder `into`. Raises UsageError if it cannot be written.
+    """Write what is known about a job into the folder `into`. Raises UsageError if the files cannot be written.
 
     Args:
         folder: The folder of the job.
@@ -177,7 +181,7 @@ def _dump(folder: Path, into: Path, how: str, known: dict[str, Any]) -> None:
         known: The result of `explain.as_json`.
     """
     pages = (folder / f"{rank['pid']}{folders.PAGE}" for rank in known["ranks"])
-    # Ranks on other hosts have no page on this host. Only `known` has what is known about them.
+    # Ranks on other hosts have no page on this host. Only the dict `known` describes them.
     paths = [path for path in pages if path.exists()]
     try:
         if how == "pytorch":
@@ -201,9 +205,9 @@ def _dump(folder: Path, into: Path, how: str, known: dict[str, Any]) -> None:
 @click.option("--every", type=Seconds(), default=1.0, show_default=True, help="Time between two tables.")
 @within_option
 def top(job: str | None, once: bool, with_json: bool, every: float, within: float) -> None:
-    """Show the ranks of JOB: role, step, steps per second, share of time that they wait, CPU, memory, last call.
+    """Show the ranks of JOB: role, step, steps per second, share of time spent waiting, CPU, memory, last call.
 
-    JOB is a name that this command shows, or a folder of pages; without it, the newest job. Ctrl-C ends the command.
+    JOB is a name that this command shows, or a folder of pages. Default: the newest job. Ctrl-C ends the command.
     """
     folder, terminal = find(job), console()
     with JobWatch(folder, within) as watch:
@@ -229,7 +233,7 @@ def top(job: str | None, once: bool, with_json: bool, every: float, within: floa
                 if live is not None:
                     live.update(Group(*tables, Text(explanation.sentence)), refresh=True)
                 else:
-                    # Not a terminal: print each table below the last one.
+                    # The output is not a terminal, so print each table below the last one.
                     for table in tables:
                         show_table(table)
                     click.echo(f"{explanation.sentence}\n")
@@ -247,7 +251,7 @@ def top(job: str | None, once: bool, with_json: bool, every: float, within: floa
 def page(job: str | None, port: str) -> None:
     """Serve a live page of JOB for a browser, at an address with a token, until Ctrl-C.
 
-    JOB is a name that `mpips top` shows; without it, the newest job. `mpips run --page PORT` serves the page of the job
+    JOB is a name that `mpips top` shows. Default: the newest job. `mpips run --page PORT` serves the page of the job
     that it starts.
     """
     from mpips.launch.observe.live import serving
@@ -265,10 +269,10 @@ def page(job: str | None, port: str) -> None:
 def trace(job: str | None, seconds: float, output: Path) -> None:
     """Write a timeline of what all ranks of JOB do from now on, for Perfetto and chrome://tracing.
 
-    JOB is the name that `mpips top` shows; without it, the newest job. `mpips run --trace` traces a whole job. If
+    JOB is the name that `mpips top` shows. Default: the newest job. `mpips run --trace` traces a whole job. If
     `mpips run` has started the job, the timeline includes ranks on other hosts.
     """
-    # Imported late: the other commands do not need what it imports.
+    # Imported late, because the other commands do not need the modules that `trace` imports.
     from mpips.launch.observe.trace import trace_running, write
 
     job_trace = trace_running(find(job), seconds)
@@ -332,8 +336,8 @@ def _gather(watch: JobWatch, folder: Path, seconds: float) -> JobView:
     return view
 
 
-# The columns of the table of ranks, most useful ones first. If the terminal is too narrow, the last columns are left
-# out.
+# The columns of the table of ranks, the most useful columns first. If the terminal is too narrow, the last columns are
+# left out.
 COLUMNS = (
     "rank",
     "state",
@@ -353,7 +357,7 @@ COLUMNS = (
     "pid",
     "host",
 )
-# the same columns in the order in which they are shown
+# the columns of the table of ranks, in the order in which they are shown
 ORDER = (
     "rank",
     "role",
@@ -373,7 +377,7 @@ ORDER = (
     "MB",
     "where",
 )
-# the columns of the second table, which shows the store's embedding tables, most useful ones first
+# The columns of the second table, the most useful columns first. It shows the store's embedding tables.
 TABLE_COLUMNS = (
     "table",
     "rank",
@@ -393,12 +397,12 @@ TABLE_COLUMNS = (
 RARE_COLUMNS = ("missed", "exchanges", "evicted", "refused", "counted", "no memory")
 # columns that are aligned to the left
 LEFT_COLUMNS = ("role", "host", "state", "where", "for", "table")
-# The column "where" may be cut to this width, but not to less.
+# The column "where" is cut to this width if it is wider.
 WHERE_WIDTH = 30
 
 
 def _make_tables(name: str, ranks: Sequence[Rank], width: int) -> list[Table]:
-    """Return the table of a job's ranks and, if the job has embedding tables, a second table about these."""
+    """Return a table about a job's ranks and, if the job has embedding tables, a second table about them."""
     missed = missed_rounds(ranks)
     rows = [_make_row(rank, missed.get(rank.rank, 0.0)) for rank in ranks]
     tables = [
@@ -413,7 +417,7 @@ def _make_tables(name: str, ranks: Sequence[Rank], width: int) -> list[Table]:
 
 
 def _make_table_row(table: str, rank: Rank) -> dict[str, str]:
-    """Return the row of one embedding table on one rank: column -> text."""
+    """Return a row about one embedding table on one rank, as a dict: column -> text."""
     numbers, rates = rank.tables[table], rank.table_rates.get(table, {})
     row = dict.fromkeys(TABLE_COLUMNS, "") | {"table": table, "rank": str(rank.rank)}
     if rank.role == "server":
@@ -440,12 +444,12 @@ def _format_rate(rates: Mapping[str, float], *fields: str) -> str:
 def _make_table(
     title: str, rows: Sequence[Mapping[str, str]], columns: Sequence[str], order: Sequence[str], width: int
 ) -> Table:
-    """Make a table that is at most `width` wide. Three columns are shown even if they do not fit.
+    """Make a table that is at most `width` wide. At least three columns are shown, even if they do not fit.
 
     Args:
         title: The title of the table.
         rows: For each row, a dict: column -> text.
-        columns: The columns, most useful ones first. The last ones are dropped if they do not fit.
+        columns: The columns, the most useful columns first. Columns at the end are dropped if they do not fit.
         order: The columns in the order in which they are shown.
         width: The width of the terminal.
     """
@@ -469,7 +473,11 @@ def _make_table(
 
 
 def _make_row(rank: Rank, missed: float) -> dict[str, str]:
-    """Return the row of a rank: column -> text. `missed` is the share of the quorum's rounds that closed without it."""
+    """Return a row about one rank, as a dict: column -> text.
+
+    A quorum closes a round when enough workers have pushed. `missed` is the share of these rounds that closed without
+    this rank.
+    """
     state = "gone" if not rank.lives else "stopped" if rank.stopped else "waits" if rank.waits else "runs"
     stepped = rank.step >= 0
     rate = f"{rank.step_rate:.1f}" if rank.step_rate >= 0 else f"<{1 / max(rank.step_seconds, 1e-3):.1g}"

@@ -1,9 +1,9 @@
-"""Convert times of one host's clock to those of another, by measured offsets, with a bound on the error.
+"""Convert times of one host's clock to times of another host's clock, by measured offsets, with a bound on the error.
 
-To measure an offset, a host asks another host for its time. The time in the answer is taken to be the time halfway
-between the question and the answer. The error is at most half of the time between the two, so of many exchanges the
-quickest one counts. Between two measurements the offset is taken to change linearly, and the change is added to the
-error.
+To measure an offset, a host asks another host for its time. The answer is taken to be the time halfway between sending
+the question and receiving the answer. The error is at most half of the time between these two moments. So many
+questions are asked, and the one with the quickest answer counts. Between two measurements the offset is assumed to
+change linearly, and the change is added to the error.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
 
-# A measurement makes this many exchanges, or fewer if they would take longer than LONGEST_SECONDS.
+# A measurement asks this many questions, or fewer if they would take longer than LONGEST_SECONDS.
 EXCHANGES = 100
 LONGEST_SECONDS = 0.5
-# The largest drift of one clock against another. Linux does not let NTP correct a clock by more.
+# The largest drift of one clock against another. Linux lets NTP correct a clock by this share at most.
 MOST_DRIFT = 500e-6
 
 
@@ -36,14 +36,14 @@ class Offset(NamedTuple):
 class HostClock:
     """Converts times of one host's clock to times of the reference clock.
 
-    `offsets` are measurements of the clock. Without any, the clock is the reference itself.
+    `offsets` are measurements of the clock. If there are no measurements, the clock is the reference clock itself.
     """
 
     def __init__(self, offsets: Sequence[Offset] = ()) -> None:
         self.offsets = sorted(offsets)
 
     def to_reference(self, at_ns: int) -> int:
-        """Return the time of the reference clock at time `at_ns` of this clock."""
+        """Return what the reference clock shows when this clock shows `at_ns`."""
         if not self.offsets:
             return at_ns
         index = bisect_left(self.offsets, (at_ns,))
@@ -61,17 +61,17 @@ class HostClock:
             max(before.error_ns, after.error_ns) + abs(before.offset_ns - after.offset_ns)
             for before, after in pairwise(self.offsets)
         ]
-        # how long before the first or after the last measurement a time may be
+        # by how much the times lie before the first measurement, or after the last one
         beyond = max(self.offsets[0].at_ns - first_ns, last_ns - self.offsets[-1].at_ns, 0)
         return max(between, default=self.offsets[0].error_ns) + round(beyond * MOST_DRIFT)
 
 
 def measure(ask: Callable[[], int], clock: Callable[[], int] = time.monotonic_ns) -> Offset:
-    """Measure another clock against this one. Blocks for up to `LONGEST_SECONDS`, plus one exchange.
+    """Measure another host's clock against this host's clock. Blocks for `LONGEST_SECONDS` plus one question at most.
 
     Args:
-        ask: Returns the time of the other clock in nanoseconds. It may block.
-        clock: Returns the time of this clock, the reference.
+        ask: A function that returns the time of the other clock in nanoseconds. The function may block.
+        clock: A function that returns the time of this clock, the reference, in nanoseconds.
     """
     offsets: list[Offset] = []
     start = clock()

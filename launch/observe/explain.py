@@ -1,4 +1,8 @@
-"""Explain in one paragraph what a job does, or why it is stuck: which ranks wait in which call for which ranks."""
+"""Explain in one paragraph what a job does, or why it is stuck: which ranks wait in which call for which ranks.
+
+Two words are used below. The *page* of a rank is the file in which the rank writes what it does. A *lane* is a
+communicator or a store. For each lane, the page identifies the last call that the rank has begun in the lane.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +14,15 @@ from mpips.collectives.errors import format_ranks as name_ranks
 from mpips.collectives.recorder.own import with_line
 from mpips.launch.observe.gather import OngoingWait, Rank, StackFrame
 
-# If a wait lasts this long, the job is stuck: waits within an ordinary step are shorter.
+# If a wait lasts this long, the job counts as stuck, because waits within an ordinary step are shorter.
 STANDS_SECONDS = 1.0
-# A rank slows down the others if each of them waits for more than this share of its time, and the rank itself waits
-# less than half as long as any of them.
+# A rank counts as slow if each other rank waits for more than this share of its time, and the slow rank itself waits
+# less than half as long as any other rank.
 SLOW_SHARE = 0.25
 
 
 class Explanation(NamedTuple):
-    """What a job does."""
+    """The explanation of what a job does."""
 
     # "ended", "stands" (it is stuck), "slow" (a rank slows down the others) or "runs"
     kind: str
@@ -34,9 +38,9 @@ def explain(
 
     Args:
         name: The name of the job.
-        ranks: Its ranks, at least one.
+        ranks: The known ranks of the job, at least one.
         end: What `mpips run` has written about the end of the job (see `gather.read_end`).
-        unreached: Host that did not answer -> why.
+        unreached: A dict of the hosts that did not answer: host -> why.
     """
     explanation = _explain(name, ranks, end, unreached or {})
     silent = "".join(f" Host {host} does not answer: {why.rstrip('.')}." for host, why in (unreached or {}).items())
@@ -67,14 +71,19 @@ def _explain(
 
 
 def is_replaced(rank: Rank, ranks: Iterable[Rank]) -> bool:
-    """True if a rank has died and the job has gone on without it, so that other ranks are in a later generation."""
+    """True if a rank has died and the job has gone on without it.
+
+    The job has gone on if other ranks are in a later generation: a recovery after a death begins a new generation of
+    the store.
+    """
     return not rank.lives and any(each.generation > rank.generation >= 0 for each in ranks)
 
 
 def missed_rounds(ranks: Sequence[Rank]) -> dict[int, float]:
-    """Return rank -> the share of all rounds closed by a quorum for which this worker's push came too late.
+    """Return how often the push of each worker came too late, as a dict: rank -> share of the rounds.
 
-    Workers whose pushes were always in time are left out.
+    Only rounds that a quorum has closed count. A quorum closes a round when enough workers have pushed. Workers whose
+    pushes were always in time are left out.
     """
     closed = sum(max(each.quorum_rounds, 0) for each in ranks)
     missed = {
@@ -102,9 +111,9 @@ def _explain_stuck(
     Args:
         head: The beginning of the sentence, which names the job.
         ranks: The ranks that have a page.
-        waits: Number of a rank -> its longest wait.
+        waits: Number of a rank -> the longest wait of this rank.
         missing: Numbers of the ranks that have no page.
-        unreached: Host that did not answer -> why.
+        unreached: A dict of the hosts that did not answer: host -> why.
     """
     seconds = max(wait.seconds for wait in waits.values())
     groups: dict[tuple[str, str], list[int]] = {}
@@ -147,11 +156,11 @@ def _explain_stuck(
 
 
 def _find_lanes_ahead(ranks: Sequence[Rank], waits: dict[int, OngoingWait]) -> set[int]:
-    """Return the lanes (communicators and stores) in which ranks wait for each other crosswise: a deadlock.
+    """Return the identities of the lanes whose ranks wait for each other crosswise, which is a deadlock.
 
-    A rank is ahead in a lane if it has begun a call there that another rank has not begun. If there is one lane in
-    which all ranks are ahead that are ahead anywhere, this lane explains all waits. Then there is no deadlock, and the
-    result is empty. Otherwise the result has the identities of all lanes in which a waiting rank is ahead.
+    A rank is *ahead* in a lane if it has begun a call in this lane that another rank has not begun. Take the waiting
+    ranks that are ahead in any lane. If all of them are ahead in one common lane, this lane explains all waits, and the
+    result is empty. Otherwise the result is the set of all lanes in which a waiting rank is ahead.
     """
     least: dict[int, int] = {}
     for each in ranks:
@@ -163,7 +172,10 @@ def _find_lanes_ahead(ranks: Sequence[Rank], waits: dict[int, OngoingWait]) -> s
 
 
 def _describe_ahead(ranks: Sequence[Rank], waits: dict[int, OngoingWait], identity: int) -> str:
-    """Describe a call of one communicator that some ranks have begun and others have not, with its line."""
+    """Describe a call of one communicator that some ranks have begun and other ranks have not.
+
+    The description includes the line of the program that made the call.
+    """
     numbers = {each.rank: lane.number for each in ranks for lane in each.lanes if lane.identity == identity}
     most = max(numbers.values())
     ahead = [rank for rank in numbers if numbers[rank] == most and rank in waits]
@@ -171,14 +183,17 @@ def _describe_ahead(ranks: Sequence[Rank], waits: dict[int, OngoingWait], identi
     texts = {lane.text for each in ranks if each.rank in ahead for lane in each.lanes if lane.identity == identity}
     lines = ", ".join(sorted({waits[rank].line for rank in ahead} - {""}))
     has, have = ("have" if len(members) > 1 else "has" for members in (ahead, behind))
-    # The sentence has named the calls in which ranks wait already.
+    # Leave out the calls in which ranks wait, because the sentence has already named them.
     what = ", ".join(sorted(texts - {wait.what for wait in waits.values()}))
     call = with_line(f"call {most} of {_name_communicator(ranks, identity)}{what and f', {what}'}", lines)
     return f"{name_ranks(ahead)} {has} begun {call}, which {name_ranks(behind)} {have} not begun"
 
 
 def _name_communicator(ranks: Sequence[Rank], identity: int) -> str:
-    """Name a communicator by its ranks and, if several have the same ranks, by the order in which they were made."""
+    """Name a communicator by its ranks and by its place among the communicators of the same ranks.
+
+    The communicators are counted in the order in which they were made.
+    """
     known = next((entry for each in ranks if (entry := each.communicators.get(str(identity)))), None)
     if known is None:
         return "a communicator"
@@ -189,11 +204,11 @@ def _name_communicator(ranks: Sequence[Rank], identity: int) -> str:
 def _find_culprits(ranks: Sequence[Rank], waits: dict[int, OngoingWait], missing: set[int]) -> list[int]:
     """Return the ranks that others wait for and that do not wait themselves.
 
-    This is the first of these sets that is not empty:
+    Return the first of these sets that is not empty:
 
-    1. ranks that a wait names and that have ended, are stopped, have no page, or do not wait,
+    1. the ranks that a wait names, if they have ended, are stopped, have no page, or do not wait,
     2. all ranks that have ended or are stopped,
-    3. all ranks that do not wait,
+    3. all ranks that do not wait, except servers and spares that only serve,
     4. all ranks without a page.
     """
     gone = {each.rank for each in ranks if not each.lives}
@@ -215,9 +230,9 @@ def _serves(rank: Rank) -> bool:
 
 
 def _describe_common_wait(ranks: Sequence[Rank], same_line: bool) -> str:
-    """Describe why a job may be stuck if all ranks are in a call of the same name.
+    """Describe why a job may be stuck if all ranks wait in calls of the same name.
 
-    `same_line` is True if they have made the call on the same line of the program.
+    `same_line` is True if all ranks have made the call on the same line of the program.
     """
     by_host: dict[str, list[int]] = {}
     for each in ranks:
@@ -239,13 +254,13 @@ def _describe_common_wait(ranks: Sequence[Rank], same_line: bool) -> str:
 def _describe(
     number: int, rank: Rank | None, with_host: bool = False, unreached: Mapping[str, str] | None = None
 ) -> str:
-    """Describe what a rank does for which others wait.
+    """Describe what a rank does. Other ranks wait for this rank.
 
     Args:
         number: The number of the rank.
-        rank: What is known about it, or None if it has no page.
-        with_host: Name its host, too.
-        unreached: Host that did not answer -> why.
+        rank: What is known about the rank, or None if it has no page.
+        with_host: True to name the rank's host.
+        unreached: A dict of the hosts that did not answer: host -> why.
     """
     if rank is None and unreached:
         hosts = " or ".join(sorted(unreached))
@@ -277,7 +292,7 @@ def _describe(
 
 
 def _quote_line(frame: StackFrame) -> str:
-    """Return the file and number of a line of the program, and its text if the file could be read."""
+    """Return the file and number of a line of the program. If the file could be read, append the text of the line."""
     return f"{frame}: `{frame.text}`" if frame.text else str(frame)
 
 
@@ -285,9 +300,10 @@ def _quote_line(frame: StackFrame) -> str:
 
 
 def _find_finished(ranks: Sequence[Rank], missing: set[int]) -> list[int]:
-    """Return the ranks that have ended their programs: they were in a communicator, and have no page any more.
+    """Return the ranks that have ended their programs: they once joined a communicator, and no longer have a page.
 
-    Empty if some ranks may be on hosts that were not looked at, because a page may then be missing for this reason.
+    Return an empty list if some ranks may be on hosts that were not looked at. The pages of such ranks are missing,
+    although the ranks may not have ended.
     """
     started = {each.host: each.ranks_on_host for each in ranks if each.lives}
     if -1 in started.values() or sum(started.values()) < max(each.size for each in ranks):
@@ -299,7 +315,7 @@ def _find_finished(ranks: Sequence[Rank], missing: set[int]) -> list[int]:
 
 
 def _explain_ending(head: str, ranks: Sequence[Rank], finished: Sequence[int]) -> Explanation:
-    """Explain a job in which some ranks have ended their programs, and no other rank has just called mpips."""
+    """Explain a job in which some ranks have ended their programs, and the other ranks make no calls of mpips."""
     rest = [each for each in ranks if each.lives]
     several_hosts = len({each.host for each in ranks}) > 1
     described = "; and for ".join(_describe(each.rank, each, several_hosts) for each in rest)
@@ -342,7 +358,7 @@ def _explain_running(head: str, ranks: Sequence[Rank]) -> Explanation:
 
 
 def _explain_ended(head: str, ranks: Sequence[Rank], missing: int, end: Mapping[str, Any]) -> Explanation:
-    """Explain a job of which no rank on this machine is alive. `missing` is the number of ranks without a page."""
+    """Explain a job whose ranks on this machine have all ended. `missing` is the number of ranks without a page."""
     if heard := end.get("heard"):
         steps = [each.step for each in ranks if each.step >= 0]
         step = f" in step {max(steps)}" if steps else ""
@@ -350,19 +366,19 @@ def _explain_ended(head: str, ranks: Sequence[Rank], missing: int, end: Mapping[
         return Explanation("ended", f"{head} has ended{step}: its `mpips run` was told to end by {by}.", ())
     death = str(end.get("death", ""))
     dead = [each for each in ranks if death.startswith(f"rank {each.rank} ") and not each.end.get("own")]
-    # The launcher has recorded which rank died first. The other ranks were ended with the job, perhaps by the same
-    # signal.
+    # The launcher has recorded that this rank died first. The other ranks were ended together with the job, perhaps by
+    # the same signal.
     if dead:
         others = [each for each in ranks if each not in dead]
         messages = {str(each.end["failed"]).rstrip(".") for each in others if each.end.get("failed")}
-        # Leave out a message that is part of another one.
+        # Leave out a message that is contained in another message.
         messages = {text for text in messages if not any(text in other for other in messages - {text})}
         last = f", after {dead[0].last_call} had begun" if dead[0].last_call else ""
         rest = f" Others said: {'; '.join(sorted(messages))}." if messages else " The others were ended with the job."
         return Explanation("ended", f"{head} has ended. R{death[1:]}{last}.{rest}", (dead[0].rank,))
     silent = [each for each in ranks if not each.end.get("failed")]
     own = [each for each in ranks if each.end.get("own")]
-    # the end of a sentence -> the ranks for which it is true
+    # text after the name of a rank -> the ranks for which this text is true
     endings: dict[str, list[int]] = {}
     for each in [] if own else silent:
         role = f" ({each.role})" if each.role else ""
@@ -395,7 +411,7 @@ def _format_shares(shares: Iterable[float]) -> str:
 def as_json(
     name: str, explanation: Explanation, ranks: Sequence[Rank], unreached: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return what is known about a job as JSON-serialisable data. Unknown numbers are None."""
+    """Return what is known about a job, as data that can be written as JSON. Unknown rates and counts are None."""
     return {
         "job": name,
         "kind": explanation.kind,

@@ -1,8 +1,12 @@
 """Find out what the ranks of a job on this machine do: from their pages, from the kernel, and from their stacks.
 
-No rank is stopped for this. When a rank gets a certain signal, it writes the stacks of its threads into a file.
-faulthandler does this in C, so it also works if the rank is deep in a library or in an endless loop. `gather` looks
-twice, some time apart, and compares: so it sees whether the rank moves on, and how fast.
+The *page* of a rank is a small file in the machine's memory, in which the rank writes what it does. The page has, for
+each *lane* (a communicator or a store), a *mark*: a word that identifies the last call that the rank has begun in this
+lane.
+
+No rank is stopped. When a rank gets a certain signal, it writes the stacks of its threads into a file. faulthandler
+writes them in C, so a rank can do this even inside a library call or in an endless loop. `gather` looks at each rank
+twice, some time apart. The comparison shows whether the rank moves on, and how fast.
 """
 
 from __future__ import annotations
@@ -22,13 +26,13 @@ from mpips.collectives.recorder import folders
 from mpips.collectives.recorder.dump import bytes_of
 from mpips.collectives.recorder.page import NUMBERS, PAGE_BYTES, LastCall, PageContent, read, read_lanes
 
-# seconds between two readings of the marks of a page
+# seconds between two readings of a page's marks
 MARKS_SECONDS = 0.005
 # seconds that ranks may take to write their stacks
 STACK_SECONDS = 1.0
-# variables in which Open MPI and MPICH put the number of ranks on a host
+# environment variables in which Open MPI and MPICH put the number of ranks on a host
 LOCAL_SIZES = (b"OMPI_COMM_WORLD_LOCAL_SIZE", b"MPI_LOCALNRANKS")
-# If it is unknown which of several calls of a rank was the last one, name at most this many.
+# If it is unknown which of several calls of a rank was the last, name at most this many of these calls.
 MOST_CALLS = 3
 TICKS = os.sysconf("SC_CLK_TCK")
 # the folder that contains the packages of mpips
@@ -36,7 +40,7 @@ OURS = str(Path(__file__).parents[2])
 # patterns of lines that faulthandler writes
 FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 THREAD = re.compile(r"(?:Current t|T)hread 0x([0-9a-f]+)")
-# pattern of the paths of files that belong to a library or to no file at all
+# matches the path of a frame whose code belongs to a library, or is in no file (such as "<string>")
 LIBRARIES = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3\.\d+/|^<")
 
 
@@ -63,12 +67,12 @@ class StackFrame(NamedTuple):
 
 
 class OngoingWait(NamedTuple):
-    """A wait that has not ended, of one thread of a rank."""
+    """An ongoing wait of one thread of a rank."""
 
     # the call that waits
     what: str
     seconds: float
-    # the ranks that the thread waits for, as far as they are known
+    # the known ranks among those that the thread waits for
     late: tuple[int, ...]
     # the line of the program that made the call
     line: str
@@ -79,16 +83,17 @@ class OngoingWait(NamedTuple):
 class Rank(NamedTuple):
     """What is known about one rank. -1 and "" mean unknown.
 
-    Some fields refer to the time between the two looks of `gather`, "between the looks" for short.
+    `gather` looks at each rank twice. Some fields are about the time between these two looks.
     """
 
     rank: int
-    # number of ranks of the job
+    # number of ranks in the job
     size: int
     role: str
     host: str
     pid: int
     program: tuple[str, ...]
+    # The generation of the rank's store. A recovery after a death begins a new generation.
     generation: int
     # the last training step
     step: int
@@ -96,44 +101,46 @@ class Rank(NamedTuple):
     step_seconds: float
     # the waits that have not ended, one for each thread that waits
     waits: tuple[OngoingWait, ...]
-    # its communicators and stores, each with the last call that the rank has begun there
+    # the rank's communicators and stores, each with the last call that the rank has begun in it
     lanes: tuple[LastCall, ...]
     # what the rank has written about its own end
     end: Mapping[str, Any]
     # the kernel's letter for the state of the process; "" if the process has ended
     state: str
-    # the share of the time between the looks that it has used a core
+    # the share of the time between the looks in which the rank used a core
     cpu: float
-    # the share of the time between the looks that it has waited
+    # the share of the time between the looks in which the rank waited
     waiting: float
-    # True if it has begun a call between the looks
+    # True if the rank has begun a call between the looks
     moved: bool
     # the main thread's stack, innermost frame first
     stack: tuple[StackFrame, ...]
     memory_bytes: int
-    # when the rank began, in Unix time
+    # the time at which the rank began, in Unix time
     began: float
     # seconds that the rank has spent in waits that have ended
     waited_seconds: float
     # number of waits that have ended
     wait_count: int
-    # The next three are counts since the rank began.
+    # calls since the rank began
     calls: int
+    # generations and communicators that have ended with an error since the rank began
     failures: int
+    # checkpoints that the rank has written
     checkpoints: int
     cpu_seconds: float
-    # numbers that the program shows, such as its loss
+    # numbers that the program reports, such as its loss
     notes: Mapping[str, float]
     # stacks of the other threads
     threads: tuple[tuple[StackFrame, ...], ...]
-    # the number of the rank among the ranks of its role
+    # the number of the rank among the ranks with its role
     member: int
-    # the command line, if the process now runs another program (by exec); otherwise ""
+    # the command line of the other program, if the process has become one by exec; otherwise ""
     became: str
     # steps per second between the looks; -1 if no step has ended between them
     step_rate: float
-    # Bytes per second between the looks, in collectives on one host and in pushes. For a server, pushes are those that
-    # it has received.
+    # Bytes per second between the looks, in collectives on one host and in pushes. A server counts the pushes that it
+    # has received.
     byte_rate: float = -1.0
     # server only: worker -> bytes per second that this worker has pushed to the server
     taken: Mapping[str, float] = {}
@@ -141,45 +148,44 @@ class Rank(NamedTuple):
     queued: int = -1
     # server only: bytes received from pushes since the server began
     taken_bytes: int = 0
-    # identity of a lane -> "ranks", the ranks of the communicator, and "place", the number of communicators of the same
-    # ranks that were made before
+    # Identity of a communicator -> a dict: "ranks" are its ranks, and "place" is the number of communicators of the
+    # same ranks that were made before it.
     communicators: Mapping[str, Any] = {}
-    # number of ranks of the job that the launcher has started on the rank's host
+    # how many ranks of the job the launcher has started on the rank's host
     ranks_on_host: int = -1
-    # table -> the numbers of `page.TABLE`
+    # embedding table -> the numbers that `page.TABLE` names
     tables: Mapping[str, Mapping[str, int]] = {}
-    # table -> growth of these numbers per second between the looks
+    # embedding table -> the growth of each of these numbers per second between the looks
     table_rates: Mapping[str, Mapping[str, float]] = {}
-    # server with tables only: bytes left for new rows; without room, a push is refused
+    # server with embedding tables only: bytes left for new rows; without them the server refuses a push of new rows
     room_bytes: int = -1
-    # server only: rounds closed by a quorum
+    # server only: rounds closed by a quorum, that is, as soon as enough workers had pushed
     quorum_rounds: int = -1
-    # server only: worker -> number of these rounds that closed before this worker's push arrived
+    # server only: worker -> how many of the quorum's rounds closed before this worker's push arrived
     missed: Mapping[str, int] = {}
-    # The last three are for a worker that trains by itself and exchanges parameters now and then:
-    # number of exchanges,
+    # number of exchanges of parameters, for a worker that trains by itself between two exchanges
     exchanges: int = 0
-    # seconds since the last exchange,
+    # seconds since the last exchange of parameters
     exchange_seconds: float = -1.0
-    # bytes of all exchanges.
+    # bytes that all exchanges of parameters have sent and received
     exchanged_bytes: int = 0
 
     @property
     def lives(self) -> bool:
-        """True if its process has not ended."""
+        """True if the rank's process has not ended."""
         return self.state not in ("", "Z", "X")
 
     @property
     def stopped(self) -> bool:
-        """True if a signal has stopped its process."""
+        """True if a signal has stopped the rank's process."""
         return self.state in ("T", "t")
 
     @property
     def last_call(self) -> str:
-        """The text of the last call that the rank has begun: in a store if it has one, otherwise in a communicator.
+        """The text of the last call that the rank has begun, or "" if the rank has begun none.
 
-        It is "" if there was no call. With several stores or communicators it is unknown which call was the last one.
-        Then the text names the last call in each.
+        If the rank has made calls of a store, only these count, and otherwise the calls of communicators. With several
+        stores or communicators it is unknown which call was the last. The text then names the last call of each.
         """
         kinds = {lane: lane.identity >> 61 if lane.identity >> 63 else 0 for lane in self.lanes if lane.text}
         last = [lane for lane, kind in kinds.items() if kind == max(kinds.values())]
@@ -196,13 +202,13 @@ class Rank(NamedTuple):
 
     @property
     def other_frames(self) -> tuple[StackFrame, ...]:
-        """For each other thread with a frame in the user's program, the innermost such frame."""
+        """For each thread except the main thread, its innermost frame in the user's program, if it has such a frame."""
         frames = (next((frame for frame in stack if frame.is_users), None) for stack in self.threads)
         return tuple(frame for frame in frames if frame is not None)
 
     @property
     def in_mpips(self) -> bool:
-        """True if its main thread is in a call of mpips."""
+        """True if the main thread is in a call of mpips."""
         runner = os.path.join(OURS, "__main__.py")
         for frame in self.stack:
             if frame.is_users:
@@ -213,14 +219,14 @@ class Rank(NamedTuple):
 
     @property
     def is_called_back(self) -> bool:
-        """True if its main thread is in the user's code, and mpips has called this code, such as an optimizer."""
+        """True if the main thread is in code of the user, such as an optimizer, that mpips has called."""
         return not self.in_mpips and any(frame.is_ours for frame in self.stack)
 
 
 class _Sample(NamedTuple):
     """The result of one look at a rank. The fields have the same meaning as in `Rank`."""
 
-    # the content of its page
+    # the content of the rank's page
     page: PageContent
     state: str
     cpu_seconds: float
@@ -231,9 +237,10 @@ class _Sample(NamedTuple):
 
 
 def jobs(top: Path | None = None) -> list[Path]:
-    """Return the folders of this user's jobs: first the jobs without live ranks, then the others, each oldest first.
+    """Return the folders of this user's jobs. Jobs without live ranks come first, then jobs with live ranks.
 
-    `top` is the folder that contains them, if it is not the usual one.
+    Both groups are sorted by age, the oldest job first. `top` is the folder that contains the folders of jobs, if it is
+    not the usual one.
     """
     top = folders.jobs_folder() if top is None else top
     try:
@@ -253,21 +260,21 @@ def has_pages(folder: Path) -> bool:
 
 
 def has_live_ranks(folder: Path) -> bool:
-    """True if a rank of the job or its launcher is running on this host."""
+    """True if a rank of the job, or the job's launcher, is running on this host."""
     pages = folder.glob(f"*{folders.PAGE}")
     return folders.is_launched_here(folder) or any(_owns(int(path.stem), path) for path in pages)
 
 
 def gather(folder: Path, seconds: float = 0.5, stacks: bool = True) -> list[Rank]:
-    """Look twice at the ranks of a job on this host, and return them in order.
+    """Look twice at the ranks of a job on this host. Return the ranks in the order of their numbers.
 
     Between the looks, the marks on the ranks' pages are read every `MARKS_SECONDS`, to count the bytes of collectives.
-    The count is exact for calls that take longer than `MARKS_SECONDS`, and an estimate for others.
+    The count is exact for calls that take longer than `MARKS_SECONDS`, and an estimate for shorter calls.
 
     Args:
         folder: The folder of the job.
-        seconds: The time between the two looks. This function blocks that long, and for up to `STACK_SECONDS` more.
-        stacks: True: ask the ranks for their stacks.
+        seconds: The seconds between the two looks. This function blocks that long, plus up to `STACK_SECONDS`.
+        stacks: True to ask the ranks for their stacks.
     """
     paths = sorted(folder.glob(f"*{folders.PAGE}"))
     requests = _StackRequests()
@@ -283,9 +290,12 @@ def gather(folder: Path, seconds: float = 0.5, stacks: bool = True) -> list[Rank
 
 
 def _watch_marks(paths: Sequence[Path], seconds: float) -> dict[Path, int]:
-    """Read the marks of pages for `seconds`. Return page -> bytes that collectives of its rank have moved."""
+    """Read the marks of pages for `seconds`.
+
+    Return a dict: page -> the bytes that collectives of the page's rank have moved in this time.
+    """
     moved = dict.fromkeys(paths, 0)
-    # (page, lane) -> the number of the last call that was read
+    # (page, lane) -> the number of the lane's last call, when the mark was last read
     known = dict[tuple[Path, int], int]()
     maps = dict[Path, mmap.mmap]()
     for path in paths:
@@ -309,10 +319,10 @@ def _watch_marks(paths: Sequence[Path], seconds: float) -> dict[Path, int]:
 
 
 def join(ranks: Iterable[Rank]) -> list[Rank]:
-    """Return the ranks in order, without duplicates.
+    """Return the ranks in the order of their numbers, without duplicates.
 
-    A spare that has replaced a dead rank has the number of the dead rank. Of two ranks with the same number, the one
-    that is alive is kept, or else the newer one.
+    A spare that has replaced a dead rank has the dead rank's number. If two ranks have the same number, keep the rank
+    that is alive. If both or none of them are alive, keep the newer rank.
     """
     newest: dict[int, Rank] = {}
     for rank in sorted(ranks, key=lambda rank: (rank.lives, rank.began, rank.pid)):
@@ -321,11 +331,11 @@ def join(ranks: Iterable[Rank]) -> list[Rank]:
 
 
 def _owns(pid: int, path: Path) -> bool:
-    """True if process `pid` has mapped the page `path`. False if it is a later process with the same pid."""
+    """True if process `pid` has mapped the page `path`. False if it is a later process that got the same pid."""
     try:
         return str(path) in Path(f"/proc/{pid}/maps").read_text()
     except PermissionError:
-        # A container without ptrace, or a process that is not dumpable, forbids to read the maps. Compare times
+        # In a container without ptrace, or if the process is not dumpable, the maps cannot be read. Compare times
         # instead.
         return _has_begun(pid, folders.modified_at(path))
     except OSError:
@@ -333,7 +343,7 @@ def _owns(pid: int, path: Path) -> bool:
 
 
 def _has_begun(pid: int, by: float) -> bool:
-    """True if there is a process `pid` that began at the Unix time `by` or earlier, give or take a second."""
+    """True if a process `pid` exists and began at the Unix time `by` or earlier, give or take a second."""
     with suppress(OSError, StopIteration):
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         boot = next(int(line.split()[1]) for line in Path("/proc/stat").read_text().splitlines() if line[:5] == "btime")
@@ -342,10 +352,10 @@ def _has_begun(pid: int, by: float) -> bool:
 
 
 def _read_new_program(pid: int, began: float) -> str:
-    """Return the command line of a process that has no page any more because it now runs another program (by exec).
+    """Return the command line of a rank's process that has become another program by exec, and so has no page.
 
-    Returns "" if the rank's process has ended. `began` is the time at which the rank began: a process `pid` that is
-    younger is another process.
+    Returns "" if the rank's process has ended. `began` is the time at which the rank began. A process `pid` that began
+    later is not the rank's process.
     """
     with suppress(OSError):
         if _has_begun(pid, began):
@@ -354,7 +364,10 @@ def _read_new_program(pid: int, began: float) -> str:
 
 
 def _ranks_on_host(pid: int) -> int:
-    """Return how many ranks of its job the launcher has started on the host of a rank; -1 if this is unknown."""
+    """Return how many ranks of a job the launcher has started on this host, or -1 if this is unknown.
+
+    `pid` is the pid of one of these ranks.
+    """
     with suppress(OSError, ValueError):
         pairs = (variable.partition(b"=") for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
         return next((int(number) for name, _, number in pairs if name in LOCAL_SIZES), -1)
@@ -364,7 +377,8 @@ def _ranks_on_host(pid: int) -> int:
 def read_end(folder: Path) -> Mapping[str, Any]:
     """Return what `mpips run` has written about the end of a job.
 
-    The dict has the name of a signal as "heard", or "death" and "sentence". It is empty if nothing was written.
+    If a signal to `mpips run` ended the job, "heard" in the dict is the name of the signal. Otherwise the dict has
+    "death" and "sentence", as in `JobEnd`. The dict is empty if nothing was written.
     """
     with suppress(OSError, ValueError):
         end: dict[str, Any] = json.loads((folder / folders.END_FILE).read_text(encoding="utf-8"))
@@ -388,9 +402,9 @@ def _look(path: Path) -> _Sample | None:
 
 
 def add_pushes(ranks: Sequence[Rank]) -> list[Rank]:
-    """Add the bytes that each worker has pushed to its `byte_rate`.
+    """Return the ranks, with the bytes per second that each worker has pushed added to the worker's `byte_rate`.
 
-    Servers count these bytes, so `ranks` must be the ranks of all hosts.
+    Only servers count the pushed bytes, so `ranks` must contain the ranks of all hosts.
     """
     pushed: dict[str, float] = {}
     for rank in ranks:
@@ -405,14 +419,14 @@ def add_pushes(ranks: Sequence[Rank]) -> list[Rank]:
 
 
 def _make_rank(before: _Sample, after: _Sample, stacks: Sequence[Sequence[StackFrame]], pid: int, moved: int) -> Rank:
-    """Make a `Rank` from two looks.
+    """Make a `Rank` from two looks at the rank.
 
     Args:
         before: The first look.
         after: The second look.
-        stacks: The stacks of its threads, that of the main thread first.
-        pid: The process.
-        moved: The bytes that its collectives have moved between the looks.
+        stacks: The stacks of the rank's threads, the main thread first.
+        pid: The pid of the rank's process.
+        moved: The bytes that the rank's collectives have moved between the looks.
     """
     head, identity, now = after.page.head, after.page.identity, time.monotonic_ns()
     apart = max(after.at - before.at, 1e-9)
@@ -422,12 +436,12 @@ def _make_rank(before: _Sample, after: _Sample, stacks: Sequence[Sequence[StackF
     )
     # seconds of the waits that ended between the looks
     waited = (head["waited_ns"] - before.page.head["waited_ns"]) / 1e9
-    # seconds, between the looks, of the longest wait that has not ended
+    # how many of the seconds between the looks the longest ongoing wait takes up
     ongoing = max((min(wait.seconds, apart) for wait in waits), default=0.0)
     step, steps = head["step"] - 1, head["step"] - before.page.head["step"]
     steps_ns = head["step_ns"] - before.page.head["step_ns"]
-    # A server writes its counts to the page now and then, together with the time. So their rates must be computed with
-    # these times, and not with the times of the looks.
+    # A server writes its counts to the page now and then, together with the current time. So the rates of these counts
+    # must be computed with the written times, and not with the times of the looks.
     load, earlier = after.page.load, before.page.load
     between = (load["at_ns"] - earlier["at_ns"]) / 1e9 if load and earlier else 0.0
     taken = (
@@ -498,18 +512,18 @@ def _make_rank(before: _Sample, after: _Sample, stacks: Sequence[Sequence[StackF
 
 
 class _StackRequests:
-    """Asks ranks for their stacks, and reads what they write.
+    """Asks ranks for their stacks, and reads the stacks that they write.
 
-    The file of a rank may have stacks from an earlier request. So its size before the request is remembered, and
-    reading begins there.
+    A rank's file may contain stacks from an earlier request. So this object notes the size of the file before its own
+    request, and reads only what follows.
     """
 
     def __init__(self) -> None:
-        # page -> (size of the file before the request, identity of the main thread, time of the request)
+        # page -> (size of the rank's file before the request, identity of the main thread, time of the request)
         self._requests: dict[Path, tuple[int, int, float]] = {}
 
     def send(self, looks: Mapping[Path, _Sample]) -> None:
-        """Send the signal to the ranks that handle it."""
+        """Send the signal for a request to each rank that handles this signal."""
         for path, look in looks.items():
             number, file = look.page.head["signal"], path.with_suffix(folders.STACKS)
             with suppress(OSError):
@@ -519,10 +533,10 @@ class _StackRequests:
                     os.kill(int(path.stem), number)
 
     def read(self, path: Path) -> list[list[StackFrame]]:
-        """Return the stacks of a rank, that of the main thread first, each with its innermost frame first.
+        """Return the stacks of a rank's threads, the main thread first. Each stack begins with its innermost frame.
 
-        Waits for them until `STACK_SECONDS` after the request. Returns an empty list if the rank has not written them
-        by then.
+        Waits for the stacks until `STACK_SECONDS` after the request. Returns an empty list if the rank has not written
+        its stacks by then.
         """
         if path not in self._requests:
             return []
@@ -539,9 +553,9 @@ class _StackRequests:
 
 
 def catches(pid: int, number: int) -> bool:
-    """True if a process has a handler for a signal.
+    """True if a process has a handler for the signal `number`.
 
-    If the program has removed the handler, the signal would kill the process.
+    If the program has removed the handler, do not send the signal, because it would kill the process.
     """
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
@@ -555,14 +569,14 @@ def _read_folder(pid: int) -> str:
 
 
 def _parse_stacks(text: str, main: int, folder: str) -> list[list[StackFrame]]:
-    """Parse what faulthandler has written. Return the stacks of all threads, that of the main thread first.
+    """Parse the stacks that faulthandler has written. Return the stacks of all threads, the main thread first.
 
     Returns an empty list if the stack of the main thread has not been written yet.
 
     Args:
-        text: The text.
+        text: The text that faulthandler has written.
         main: The identity of the main thread.
-        folder: The current folder of the process, to which relative file names refer.
+        folder: The current folder of the process. Relative file names in `text` are relative to this folder.
     """
     stacks: dict[int, list[StackFrame]] = {main: []}
     thread = 0

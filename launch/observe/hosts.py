@@ -1,10 +1,11 @@
 """Look at the ranks of a job on all its hosts. Other hosts are reached through ssh.
 
-`mpips run` writes a file `hosts.json` into the folder of the job's pages. It names the hosts and the *agent*: ssh, or
-the replacement of ssh with which mpirun has started the ranks. On each other host the agent runs a module of mpips,
-such as this one. For each line that the module gets, it looks at the pages on its host, and answers with a line of
-JSON. It listens on no port, and ends when the connection is closed. The clocks of hosts differ, so the answers contain
-durations and not points in time.
+`mpips run` writes a file `hosts.json` into the job's folder, which also holds the *pages* of the ranks: files in which
+the ranks write what they do. `hosts.json` names the hosts and the *agent*: ssh, or the replacement of ssh that mpirun
+has used to start the ranks. On each other host the agent runs a module of mpips, such as this module. Each line that
+the module gets is a question. The module looks at the pages on its host, and answers with a line of JSON. It listens on
+no port, and ends when the connection is closed. The clocks of hosts differ, so the answers contain durations and not
+points in time.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from mpips.collectives.machine import find_readable
 from mpips.collectives.recorder import folders
 from mpips.launch.observe.gather import Rank, add_pushes, gather, join
 
-# Seconds for another host to answer, in addition to the time between the two looks. With it `mpips why` takes 2 s at
-# most.
+# Seconds that another host has to answer, in addition to the time between the two looks. With this value `mpips why`
+# takes 2 s at most.
 WITHIN_SECONDS = 1.3
 MODULE = "mpips.launch.observe.hosts"
 READ_BYTES = 1 << 16
@@ -42,16 +43,16 @@ class JobView(NamedTuple):
     """The ranks of a job on all its hosts."""
 
     ranks: list[Rank]
-    # host that did not answer -> why
+    # the hosts that did not answer: host -> why
     unreached: Mapping[str, str]
 
 
 class JobWatch:
-    """Looks at the ranks of a job on all hosts. A context manager, which keeps one connection to each other host.
+    """Looks at the ranks of a job on all hosts. A context manager that keeps one connection to each other host.
 
     Args:
         folder: The folder of the job on this host.
-        within: Seconds for another host to answer, in addition to the time between the two looks.
+        within: Seconds that another host has to answer, in addition to the time between the two looks.
     """
 
     def __init__(self, folder: Path, within: float = WITHIN_SECONDS) -> None:
@@ -69,12 +70,13 @@ class JobWatch:
         self.close()
 
     def look(self, seconds: float = 0.5, stacks: bool = True) -> JobView:
-        """Look at all ranks twice, `seconds` apart. Blocks for that long, and for up to `within` more seconds.
+        """Look at all ranks twice, `seconds` apart. Blocks for `seconds`, plus up to `within` seconds.
 
-        With `stacks`, ranks are also asked for their stacks.
+        If `stacks` is True, also ask the ranks for their stacks.
         """
         self._number += 1
-        # If no other hosts are known, `mpips run` may have written the file of hosts since the last look.
+        # If no other hosts are known, look for the file of hosts again. `mpips run` may have written it since the last
+        # look.
         if not self._connections:
             self._connections = connect(self._folder, MODULE, list[Rank])
         until = time.monotonic() + seconds + self._within
@@ -95,11 +97,13 @@ class JobWatch:
 
 
 def connect(folder: Path, module: str, kind: type[T]) -> dict[str, HostConnection[T]]:
-    """Return host -> connection, for each other host of a job. The agent is started only at the first question.
+    """Return a connection for each other host of a job, as a dict: host -> connection.
+
+    A connection starts the agent only at its first question.
 
     Args:
         folder: The folder of the job on this host.
-        module: The module that runs on the other hosts.
+        module: The module of mpips to run on the other hosts.
         kind: The type of the module's answers.
     """
     record = folders.read_hosts(folder)
@@ -112,12 +116,12 @@ def connect(folder: Path, module: str, kind: type[T]) -> dict[str, HostConnectio
 
 
 def wait(connections: Iterable[HostConnection[T]], until: float, within: float) -> None:
-    """Wait for the answers on all connections.
+    """Wait for the answers on all connections. Connections without an answer in time are closed as failed.
 
     Args:
-        connections: Connections on which a question was sent. Those without an answer in time are closed as failed.
-        until: The latest time to wait for, by `time.monotonic()`.
-        within: The number of seconds to name in the reason of a failure.
+        connections: The connections. A question was sent on each of them.
+        until: The time at which to stop waiting, by `time.monotonic()`.
+        within: The number of seconds to name in the reason for a failure.
     """
     waiting = {connection.output: connection for connection in connections if not connection.failed}
     while waiting and (left := until - time.monotonic()) > 0:
@@ -129,11 +133,15 @@ def wait(connections: Iterable[HostConnection[T]], until: float, within: float) 
 
 
 class HostConnection(Generic[T]):
-    """The connection to one host: a process of the agent, which passes lines to a module on the host and back."""
+    """The connection to one host.
+
+    The connection is a process of the agent (ssh or its replacement). It passes lines between this process and the
+    module that runs on the host.
+    """
 
     def __init__(self, argv: Sequence[str], kind: type[T]) -> None:
         self._argv = argv
-        # an answer is a line of JSON: [number of the question, answer]
+        # the type of a line from the module: (number of the question, answer)
         self._form = tuple[int, kind]  # type: ignore[valid-type]
         self._process: subprocess.Popen[bytes] | None = None
         # the received part of a line that is not complete
@@ -151,11 +159,11 @@ class HostConnection(Generic[T]):
         return self._process.stdout.fileno()
 
     def ask(self, number: int, words: str) -> None:
-        """Send a question without waiting for the answer. Makes the connection if there is none.
+        """Send a question without waiting for the answer. Starts the agent if it does not run yet.
 
         Args:
-            number: A number that no earlier question had. The answer has it, too, so late answers to earlier questions
-                are recognized and ignored.
+            number: A number that no earlier question had. The answer contains this number, so that late answers to
+                earlier questions are recognized and ignored.
             words: The question.
         """
         self.failed = ""
@@ -178,7 +186,7 @@ class HostConnection(Generic[T]):
             self.give_up(f"{self._argv[0]}: {error.strerror}")
 
     def receive(self) -> bool:
-        """Read what has arrived. True if the last question is answered, or if the connection has failed."""
+        """Read what has arrived. Return True if the last question is answered, or if the connection has failed."""
         data = os.read(self.output, READ_BYTES)
         self._received += data
         if b"\n" in data:
@@ -205,7 +213,7 @@ class HostConnection(Generic[T]):
         self.failed = why
 
     def close(self) -> None:
-        """Kill the agent's process on this host. The module on the other host then ends, too."""
+        """Kill the agent's process on this host. The module on the other host then ends as well."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -219,9 +227,10 @@ class HostConnection(Generic[T]):
 
 
 def _build_command(record: Mapping[str, Any], module: str, job: str) -> list[str]:
-    """Return the arguments that make the agent run a module on another host. `record` has the content of `hosts.json`.
+    """Return the arguments that make the agent run a module on another host. `record` is the content of `hosts.json`.
 
-    ssh takes a single argument, which a shell on the other host reads. srun starts programs without a shell.
+    For ssh the command must be a single argument, which a shell on the other host parses. srun starts programs without
+    a shell, so its arguments stay separate.
     """
     path = ["env", f"PYTHONPATH={record['path']}"] if record["path"] else []
     argv = [*path, record["python"], "-P", "-m", module, job]
@@ -229,7 +238,10 @@ def _build_command(record: Mapping[str, Any], module: str, job: str) -> list[str
 
 
 def main(job: str) -> None:
-    """Answer questions about a job's ranks on this host. Each is a line of standard input. Ends with the input."""
+    """Answer questions about a job's ranks on this host. Each line of standard input is a question.
+
+    Ends when standard input ends.
+    """
     folder = folders.jobs_folder() / job
     for line in sys.stdin:
         number, seconds, stacks = line.split()

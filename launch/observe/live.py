@@ -1,7 +1,8 @@
-"""Serve a live page of one job for a browser: its ranks, what they do, the job's loss, and a list of events.
+"""Serve a live web page about one job: its ranks, what they do, the job's loss, and a list of events.
 
-A thread of `mpips run` or `mpips page` looks at the ranks' pages in memory once a second, and keeps a history. The
-browser gets the history as JSON. The server answers only requests with the token, which is part of the address.
+A thread of `mpips run` or `mpips page` looks once a second at the files in memory in which the ranks write what they
+do, and keeps a history. The browser gets the history as JSON. The server answers only requests that contain its secret
+token, which is part of the address that it prints.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from mpips.launch.observe.gather import Rank, read_end
 from mpips.launch.observe.hosts import JobWatch
 
 LOOK_SECONDS = 1.0
-# If the job is stuck, the ranks are asked for their stacks, but not more often than this.
+# If the job is stuck, the ranks are asked for their stacks. At least this many seconds pass between two such requests.
 STACK_SECONDS = 5.0
-# kind of an explanation -> the event to show when the job gets into this state
+# `Explanation.kind` -> the text of the event to show when the job gets into this state
 EVENTS = {
     "stands": "the job is stuck",
     "slow": "one rank slows down the others",
@@ -44,7 +45,7 @@ MOST_EVENTS = 200
 
 
 class History:
-    """The history of a job: samples of its speed and of the numbers that it shows, and events.
+    """The history of a job: events, and samples of the job's speed and of the numbers that its program reports.
 
     One thread calls `look`, and the threads of the server call `to_json`.
     """
@@ -54,7 +55,7 @@ class History:
         self._watch = JobWatch(folder)
         # protects the attributes that `to_json` reads
         self._lock = threading.Lock()
-        # number -> rank, at the last look
+        # the ranks at the last look: number of a rank -> rank
         self._before: dict[int, Rank] = {}
         # `Explanation.kind` at the last look
         self._kind = ""
@@ -62,14 +63,14 @@ class History:
         self._stacks_time = 0.0
         # the time of the last look
         self._look_time = 0.0
-        # the state of the job as in `explain.as_json`
+        # the state of the job, in the form that `explain.as_json` returns
         self._state: dict[str, Any] = {"job": folder.name, "kind": "begins", "sentence": ""}
         self._state |= {"culprits": [], "ranks": []}
         self._samples: deque[dict[str, Any]] = deque(maxlen=MOST_SAMPLES)
         self._events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
 
     def look(self) -> None:
-        """Look at the job once. Blocks for 0.2 s, longer if another host is slow to answer."""
+        """Look at the job once. Blocks for 0.2 s, or longer if another host is slow to answer or the job is stuck."""
         ranks, unreached = self._watch.look(0.2, stacks=False)
         if not ranks:
             return
@@ -83,7 +84,7 @@ class History:
             for text in self._changes(ranks, explanation.kind):
                 self._events.append({"time": now, "text": text})
             self._samples.append(self._sample(ranks, now))
-            # While the job is stuck, keep the state of the last look that had stacks.
+            # While the job is stuck, keep the state from the last look that had stacks.
             if explanation.kind != self._kind or explanation.kind != "stands" or any(rank.stack for rank in ranks):
                 self._state = as_json(self._folder.name, explanation, ranks, unreached)
             self._kind = explanation.kind
@@ -118,7 +119,7 @@ class History:
         }
 
     def _changes(self, ranks: Sequence[Rank], kind: str) -> Iterator[str]:
-        """Yield a sentence for each thing that has happened since the last look."""
+        """Yield a sentence for each event since the last look."""
         if kind != self._kind:
             yield EVENTS[kind]
         for rank in ranks:
@@ -175,7 +176,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing, because the job writes to this terminal."""
+        """Log no requests, because the job writes to the same terminal."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -191,7 +192,7 @@ class _Server(ThreadingHTTPServer):
 def serving(address: str, folder: Path) -> Iterator[str]:
     """Context manager that serves the page of a job at "[HOST:]PORT", and yields the URL with the token.
 
-    Raises UsageError if that address cannot be used.
+    Raises UsageError if the address cannot be used.
     """
     host, port = parse_address(address)
     history, ended = History(folder), threading.Event()

@@ -1,7 +1,7 @@
 """Export metrics of this user's jobs on this machine for Prometheus: in a file for node_exporter, or at a port.
 
-The metrics are computed from the ranks' pages when they are asked for, so ranks do no work for them. Needs
-prometheus_client (extra `metrics`).
+The metrics are computed, whenever Prometheus asks for them, from the ranks' pages: files in memory in which the ranks
+write what they do. So the ranks do no work for metrics. Needs prometheus_client (extra `metrics`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class RankMetric(NamedTuple):
     name: str
     # the help text
     text: str
-    # Returns the value for a rank, or None if the rank has no value. With a `label`: a dict, value of the label ->
-    # value.
+    # Returns the value for a rank, or None if the rank has no value. If the metric has a `label`, returns a dict from
+    # each value of the label to the metric's value.
     value: Callable[[Rank], float | Mapping[str, float] | None]
-    # a third label, "table" or "worker", or ""
+    # the name of a third label beside "job" and "rank": "table", "worker", or "" for none
     label: str = ""
 
 
@@ -49,7 +49,10 @@ GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
 def _of_tables(
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, role: str, fields: Sequence[str]
 ) -> RankMetric:
-    """Define a metric of embedding tables: on ranks of `role`, the sum of the numbers `fields` of `page.TABLE`."""
+    """Define a metric of embedding tables. Only ranks with the role `role` have it.
+
+    The value for a table is the sum of the table's numbers `fields`, which are names from `page.TABLE`.
+    """
 
     def values(rank: Rank) -> Mapping[str, float]:
         tables = rank.tables if rank.role == role and (rank.lives or kind is COUNTER) else {}
@@ -195,7 +198,7 @@ DEFINITIONS = (
 
 
 class JobMetrics(Collector):
-    """The metrics of all jobs of this user on this host, or of one job. Reads the pages at each `collect`."""
+    """The metrics of all jobs of this user on this host, or of one job. Each `collect` reads the ranks' pages."""
 
     def __init__(self, job: str | None = None) -> None:
         self._job = job
@@ -229,7 +232,7 @@ class JobMetrics(Collector):
 def write(folder: Path, job: str | None = None) -> Path:
     """Write all metrics to a file in node_exporter's folder, atomically, and return its path.
 
-    With `job`, write only the metrics of this job, to a file of its own. Raises OSError if the file cannot be written.
+    With `job`, write only the metrics of this job, to a separate file. Raises OSError if the file cannot be written.
     """
     path = folder / (FILE if job is None else f"mpips-{job}.prom")
     write_to_textfile(str(path), _registry(job))
@@ -238,7 +241,7 @@ def write(folder: Path, job: str | None = None) -> Path:
 
 @contextmanager
 def serving(host: str, port: int, job: str | None = None) -> Iterator[int]:
-    """Context manager that serves all metrics, or those of one job, at http://host:port/metrics. Yields the port.
+    """Context manager that serves the metrics of all jobs, or of one job, at http://host:port/metrics. Yields the port.
 
     Raises OSError if the port is taken.
     """
@@ -262,8 +265,8 @@ def exporting(folder: str | None, address: str | None, job: str) -> Iterator[Non
     """Context manager that exports the metrics of a job.
 
     Args:
-        folder: Write them to a file in this folder of node_exporter.
-        address: Serve them at this "[HOST:]PORT".
+        folder: Write the metrics to a file in this folder, which node_exporter reads. None: write no file.
+        address: Serve the metrics at this "[HOST:]PORT". None: do not serve them.
         job: The name of the job.
 
     Raises:
@@ -287,7 +290,7 @@ def exporting(folder: str | None, address: str | None, job: str) -> Iterator[Non
 
 @contextmanager
 def _writing(folder: Path, job: str) -> Iterator[None]:
-    """Context manager that writes the metrics of a job regularly, in a thread, and removes the file at the end."""
+    """Context manager whose thread regularly writes the metrics of a job to a file. Removes the file at the end."""
     ended, written = threading.Event(), write(folder, job)
     thread = threading.Thread(target=_write_regularly, args=(folder, job, ended), daemon=True)
     try:
@@ -304,14 +307,14 @@ def _writing(folder: Path, job: str) -> Iterator[None]:
 def _write_regularly(folder: Path, job: str, ended: threading.Event) -> None:
     """Write the file every `EVERY_SECONDS`, and at once when ranks have begun or ended.
 
-    Otherwise a job that is shorter than `EVERY_SECONDS` would have no metrics.
+    Without the writes at once, a job that is shorter than `EVERY_SECONDS` would have no metrics.
     """
     known, due = 0, time.monotonic() + EVERY_SECONDS
     while not ended.wait(LOOK_SECONDS):
         pages = len(list((folders.jobs_folder() / job).glob(f"*{folders.PAGE}")))
         if pages != known or time.monotonic() >= due:
             known, due = pages, time.monotonic() + EVERY_SECONDS
-            # The disk may be full. Then this file is not written, and the job goes on.
+            # The disk may be full. In that case skip this write, because the job must go on.
             with suppress(OSError):
                 write(folder, job)
 

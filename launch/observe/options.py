@@ -17,7 +17,7 @@ OBSERVED = ("trace", "summary", "summary_json", "metrics", "metrics_port", "page
 
 
 def observe_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorator that adds the options for observing a job. Give their values to `observing`."""
+    """Decorator that adds the options for observing a job. `observing` takes the values of these options."""
     for option in (
         click.option("--summary-json", type=OutFile(), help="Write the table of --summary as JSON."),
         click.option(
@@ -40,10 +40,11 @@ def observe_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_recorder(observed: Mapping[str, object]) -> None:
-    """Check that the ranks' pages are not switched off, which all options of this module need.
+    """Check that the ranks' pages are not switched off, if an option of this module needs them.
 
-    Also makes the folder of dumps, if a variable names one. `observed` has the values of the options in `OBSERVED`.
-    Raises UsageError, or ValueError if a variable has a wrong value.
+    A page is a file in memory in which a rank writes what it does. Also makes the folder for dumps, if an environment
+    variable names one. `observed` maps the options in `OBSERVED` to their values. Raises UsageError if pages are needed
+    but switched off, or if the folder cannot be made. Raises ValueError if a variable has a wrong value.
     """
     folder = os.environ.get(recorder.DUMP_VARIABLE)
     if not recorder.is_wanted():
@@ -71,16 +72,16 @@ def observing(
     page: str | None,
     several: bool,
 ) -> Iterator[None]:
-    """Context manager for running a job, with the trace, summary, metrics and page that the options ask for.
+    """Context manager around the run of a job. It makes the trace, summary, metrics and page that the options ask for.
 
     Args:
         trace: Write the timeline to this file.
-        summary: Print the table of calls at the end.
-        summary_json: Write that table to this file as JSON.
+        summary: True to print the table of calls at the end.
+        summary_json: Write the table of calls to this file as JSON.
         metrics: Write metrics to this folder.
         metrics_port: Serve metrics at this "[HOST:]PORT".
-        page: Serve a live page at this "[HOST:]PORT".
-        several: True if the job has ranks on other hosts.
+        page: Serve a live web page at this "[HOST:]PORT".
+        several: True if some ranks of the job are on other hosts.
     """
     folder = folders.jobs_folder() / folders.job_name({folders.JOB: str(os.getpid())})
     tracing = _tracing(folder, several, trace, summary, summary_json)
@@ -93,14 +94,14 @@ def _tracing(
 ) -> AbstractContextManager[None]:
     if not (trace or summary or as_json):
         return nullcontext()
-    # Imported late because most jobs do not need it.
+    # Imported late, because most jobs are not traced.
     from mpips.launch.observe.trace import tracing_job
 
     return tracing_job(folder, several, trace, summary, as_json)
 
 
 def _exporting(folder: str | None, address: str | None) -> AbstractContextManager[None]:
-    """Return the context manager that exports metrics, or one that does nothing if neither option is given."""
+    """Return a context manager that exports metrics. If neither option is given, it does nothing."""
     if folder is None and address is None:
         return nullcontext()
     try:
@@ -112,7 +113,7 @@ def _exporting(folder: str | None, address: str | None) -> AbstractContextManage
 
 @contextmanager
 def _serving_page(address: str | None, folder: Path) -> Iterator[None]:
-    """Context manager that serves a live page and prints its address. Does nothing if the option is not given."""
+    """Context manager that serves a live web page and prints its address. Does nothing if `address` is None."""
     if address is None:
         yield
         return

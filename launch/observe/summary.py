@@ -1,8 +1,8 @@
-"""Summarize a job: calls of each operation and size, their time and speed, and which ranks made others wait.
+"""Summarize a job: the calls of each operation and size, their time and speed, and which ranks made others wait.
 
-Several ranks make a collective call together. The rank that begins last takes the shortest time for it, and this time
-counts as communication. The other ranks take longer, and the difference counts as waiting for the last rank. A push
-never waits. If a rank pushes late, others wait in their pulls.
+Several ranks make a collective call together. The rank that begins the call last takes the shortest time for it, and
+this time counts as communication. The other ranks take longer, and the difference counts as waiting for the last rank.
+A push never waits. If a rank pushes late, other ranks wait in their pulls.
 """
 
 from __future__ import annotations
@@ -24,51 +24,55 @@ class CallSummary(NamedTuple):
     """A line of the summary: the calls of one operation with one size, or on one embedding table, on all ranks."""
 
     operation: str
-    # the size of a call; for a table, the mean size
+    # the size of a call in bytes; for an embedding table, the mean size of its calls
     nbytes: int
     # number of calls
     calls: int
     # the mean time of a call
     mean_us: float
-    # how much of the mean time is waiting
+    # the part of the mean time that is waiting
     waiting_us: float
-    # the bus bandwidth, in which waiting does not count; 0 if the calls move no bytes
+    # the bus bandwidth without the waiting; 0 if the calls move no bytes
     busbw_GBps: float
-    # The time of these calls as a share of the time from the first to the last call of the ranks that make them.
+    # The time of these calls as a share of the ranks' whole time. A rank's whole time is from its first to its last
+    # call, and only ranks that make these calls count.
     share: float
 
 
 class RankSummary(NamedTuple):
-    """How much a rank makes others wait, and waits itself. Shares refer to the time from its first to its last call."""
+    """How much a rank makes others wait, and how much it waits itself.
+
+    A share is a part of the rank's whole time, from its first to its last call.
+    """
 
     rank: int
-    # number of its calls
+    # number of calls of this rank
     calls: int
-    # seconds that each other rank has waited for it, on average
+    # seconds that each other rank has waited for this rank, on average
     straggles_s: float
-    # these seconds as a share
+    # `straggles_s` as a share
     straggles: float
-    # the share that it has waited itself
+    # the share of its time that this rank has waited itself
     waits: float
 
 
 class Summary(NamedTuple):
-    # the line with the largest share first
+    # the kinds of calls, the largest share first
     lines: list[CallSummary]
-    # in the order of the ranks
+    # the ranks, in the order of their numbers
     scores: list[RankSummary]
-    # number of calls that are missing, because later records have overwritten theirs
+    # how many calls are missing because later records have overwritten their records
     left_out: int
 
 
 def summarize(traces: Sequence[RankTrace]) -> Summary:
     """Summarize what the ranks of a job have recorded."""
-    # rank -> seconds from the beginning of its first call to the end of its last one
+    # rank -> seconds from the beginning of its first call to the end of its last call
     seconds: dict[int, float] = {}
-    # (lane, operation, subject, number, round) identifies a call that ranks make together -> (rank, record) of each
-    # rank
+    # A call that several ranks make together -> (rank, record) for each of these ranks. The key that identifies such a
+    # call is (communicator or store, operation, subject, number, round).
     together: dict[tuple[Any, ...], list[tuple[int, CallRecord]]] = defaultdict(list)
-    # (operation, size) identifies a line of the summary -> (rank, record) of its calls
+    # A line of the summary -> (rank, record) for each of its calls. The key is (operation, size).
     by_size: dict[tuple[str, int], list[tuple[int, CallRecord]]] = defaultdict(list)
     for trace in traces:
         ended = [record for record in trace.records if record.ended_ns and record.operation != STEP]
@@ -77,23 +81,23 @@ def summarize(traces: Sequence[RankTrace]) -> Summary:
             seconds[trace.rank] = seconds.get(trace.rank, 0.0) + spent / 1e9
         for record in ended:
             kind = record.operation, record.nbytes
-            # The calls of a table have many sizes. All of them go into one line.
+            # The calls of an embedding table have many sizes, so put all its calls into one line.
             if record.subject.startswith("table "):
                 kind = f"{record.operation} of {record.subject}", 0
             by_size[kind].append((trace.rank, record))
             if (record.number or record.round) and record.operation not in (*SUMS, "push"):
                 key = (record.lane, record.operation, record.subject, record.number, record.round)
                 together[key].append((trace.rank, record))
-    # id of a record -> the shortest time of all ranks that made the call together
+    # id of a record -> the shortest time that any rank took for the record's call
     least: dict[int, float] = {}
-    # rank -> seconds that each other rank has waited for it, on average
+    # rank -> seconds that each other rank has waited for this rank, on average
     made_wait: dict[int, float] = defaultdict(float)
-    # rank -> seconds that it has waited itself
+    # rank -> seconds that this rank has waited for others
     waited: dict[int, float] = defaultdict(float)
     for calls in together.values():
         ranks = {rank for rank, _ in calls}
-        # Skip calls that only one rank has made, and calls that a rank has made twice: it is unknown which of them
-        # belong together.
+        # Skip a call that only one rank has made. Also skip it if a rank has made it twice, because it is then unknown
+        # which records belong together.
         if len(ranks) < 2 or len(ranks) < len(calls):
             continue
         shortest, last = min((_took(record), rank) for rank, record in calls)
@@ -133,13 +137,13 @@ def _summarize_calls(
     Args:
         operation: The operation.
         nbytes: The size of the calls, or 0 for calls of many sizes.
-        calls: (rank, record) of each call.
-        least: As in `summarize`.
-        together: As in `summarize`.
-        seconds: As in `summarize`.
+        calls: (rank, record) for each call.
+        least: Id of a record -> the shortest time that any rank took for the record's call.
+        together: The calls that several ranks made together, as in `summarize`.
+        seconds: Rank -> seconds from its first to its last call.
     """
     took = [_took(record) for _, record in calls]
-    # times without waiting
+    # the times of the calls without waiting
     moving = [least.get(id(record), _took(record)) for _, record in calls]
     mean, pure = sum(took) / len(took), sum(moving) / len(moving)
     record = calls[0][1]
@@ -189,7 +193,7 @@ def tables(summary: Summary) -> list[Table]:
 
 
 def as_json(summary: Summary) -> dict[str, Any]:
-    """Return the summary as JSON-serialisable data."""
+    """Return the summary as data that can be written as JSON."""
     return {
         "calls": [line._asdict() for line in summary.lines],
         "ranks": [score._asdict() for score in summary.scores],

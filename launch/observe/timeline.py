@@ -1,12 +1,12 @@
 """Merge the records of all ranks into one timeline: bars for calls, compute and steps, and arrows from push to pull.
 
-In the trace each rank is a process. Each of its threads has a row for calls for which the program waits, and another
-row for calls that run during the program's compute. The gaps between the calls of a worker's main thread are shown as
-*compute*.
+The timeline is a trace for Perfetto or chrome://tracing. Each rank is a process of the trace. Each thread of the rank
+has a row for calls for which the program waits, and another row for calls that run while the program computes. The gaps
+between the calls of a worker's main thread are shown as *compute*.
 
 An arrow goes from a push to the sum on a server, and on to the pull that reads this sum. The pull has begun before the
-sum, but viewers draw arrows only to bars that begin later. So the part of the pull after the sum gets its own bar,
-*receive*, and the arrow ends at this bar.
+sum, but viewers draw an arrow only to a bar that begins later than the arrow. So the part of the pull after the sum
+gets its own bar, *receive*, and the arrow ends at this bar.
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ from mpips.collectives.recorder.ring import CallRecord
 from mpips.collectives.recorder.tracing import RankTrace
 from mpips.launch.observe.clocks import HostClock
 
-# Shorter gaps between two calls get no bar: there are many of them, and they are too short for compute.
+# Gaps between two calls that are shorter than this get no bar, because they are many, and too short for compute.
 LEAST_COMPUTE_NS = 5_000
 # names of operations in records
 SUMS = ("sum", "update")
 PUSHES = ("push", "pushpull")
 PULLS = ("pull", "pushpull")
 STEP = "step"
-# The number of a rank's first row. It is larger than any rank: Perfetto labels a row as "main thread" if it has the
-# same number as its process, which is the rank.
+# The number of a rank's first row. It must differ from the rank, which is the number of the process in the trace:
+# Perfetto labels a row as "main thread" if the row has the number of its process.
 FIRST_ROW = 1001
 
 
 class PlacedCall(NamedTuple):
-    """A call and its place in the trace. Times are nanoseconds of the reference clock since the trace begins."""
+    """A call and its place in the trace.
+
+    `begin` and `end` are nanoseconds since the beginning of the trace, by the reference clock: the clock of this host.
+    """
 
     record: CallRecord
-    # the process in the trace, which is the rank
+    # the number of the process in the trace, which is the rank
     pid: int
-    # the row
+    # the number of the row
     tid: int
     begin: int
     end: int
@@ -48,14 +51,14 @@ class PlacedCall(NamedTuple):
 def merge(traces: Sequence[RankTrace], clocks: Mapping[str, HostClock]) -> tuple[list[chrome.Event], dict[str, Any]]:
     """Merge the records of all ranks into one trace.
 
-    If a rank had several processes, as before and after a restart, they become one process of the trace.
+    If a rank had several processes, as before and after a restart, these become one process of the trace.
 
     Args:
-        traces: What each process has recorded.
-        clocks: The name of a clock -> its offsets, for each clock that is not the reference.
+        traces: The records of each process.
+        clocks: Name of a clock -> the clock, for all clocks except the reference clock.
 
     Returns:
-        The events, and facts about the trace: ranks, errors of clocks, numbers of records and arrows.
+        The events of the trace, and facts about it: ranks, errors of clocks, numbers of records and arrows.
     """
     timed = [(clocks.get(trace.who["clock"], HostClock()), trace) for trace in traces if trace.records]
     if not timed:
@@ -82,12 +85,15 @@ def merge(traces: Sequence[RankTrace], clocks: Mapping[str, HostClock]) -> tuple
 
 
 def count_calls(trace: RankTrace) -> int:
-    """Return how many calls a process has recorded. The marks of steps do not count."""
+    """Return how many calls a process has recorded. Records that only mark the end of a step do not count."""
     return sum(record.operation != STEP for record in trace.records)
 
 
 def _describe(traces: Sequence[RankTrace], clocks: Mapping[str, HostClock]) -> dict[str, Any]:
-    """Return facts about a trace. "clock_error_ns" is the largest error in a comparison of times of two ranks."""
+    """Return facts about a trace.
+
+    "clock_error_ns" is the largest possible error when times of two ranks are compared.
+    """
     ranks = [
         {
             "rank": trace.rank,
@@ -109,7 +115,7 @@ def _describe(traces: Sequence[RankTrace], clocks: Mapping[str, HostClock]) -> d
 
 
 def _clock_error(trace: RankTrace, clocks: Mapping[str, HostClock]) -> int:
-    """Return the largest error of the times of a process, compared with the reference clock."""
+    """Return the largest possible error of the times of a process after they are converted to the reference clock."""
     if not trace.records or trace.who["clock"] not in clocks:
         return 0
     first, last = trace.records[0].made_ns, max(max(record[3:6]) for record in trace.records)
@@ -117,18 +123,18 @@ def _clock_error(trace: RankTrace, clocks: Mapping[str, HostClock]) -> int:
 
 
 class _RankRows:
-    """The rows of one process: its records, placed in the trace.
+    """The rows of one rank's process: its records, placed in the trace.
 
     Args:
         trace: The records of the process.
         clock: The clock that the process reads.
         first: The beginning of the whole trace, by the reference clock.
-        last: The end of the whole trace. Calls that have not ended get this end.
-        tids: The rows that the rank has already: number -> name. New rows are added.
+        last: The end of the whole trace, by the reference clock. A call that has not ended gets this time as its end.
+        tids: The rows that the rank already has: number -> name. This object adds its new rows.
 
     Attributes:
         events: The bars of calls, steps and compute.
-        placed: The calls.
+        placed: The calls with their places in the trace.
     """
 
     def __init__(self, trace: RankTrace, clock: HostClock, first: int, last: int, tids: dict[int, str]) -> None:
@@ -136,7 +142,7 @@ class _RankRows:
         self.placed: list[PlacedCall] = []
         self._trace = trace
         self._tids = tids
-        # (True for calls that run during compute, thread) -> (record, begin, end) of each call
+        # (whether the calls run during compute, thread) -> a list with (record, begin, end) of each call
         groups: dict[tuple[bool, int], list[tuple[CallRecord, int, int]]] = defaultdict(list)
         steps = []
         for record in trace.records:
@@ -145,7 +151,8 @@ class _RankRows:
             if record.operation == STEP:
                 steps.append((record.number, begin))
                 continue
-            # A call that runs during compute begins some time after the program has made it.
+            # A call that runs during compute begins some time after the program has made the call. Other calls begin at
+            # once.
             during_compute = record.begun_ns != record.made_ns
             groups[during_compute, record.thread].append((record, begin, max(begin, end)))
         self._add_steps(steps, min(begin for group in groups.values() for _, begin, _ in group) if groups else 0)
@@ -170,7 +177,7 @@ class _RankRows:
             begin = max(begin, end)
 
     def _add_calls(self, name: str, calls: Sequence[tuple[CallRecord, int, int]]) -> int:
-        """Place the calls of a thread, in several rows if they overlap. Return the first row."""
+        """Place the calls of a thread in a row, or in several rows if calls overlap. Return the first row's number."""
         rows = chrome.rows([(begin, end) for _, begin, end in calls])
         tids = [self._new_row(name if not row else f"{name} ({row + 1})") for row in range(max(rows) + 1)]
         for (record, begin, end), row in zip(calls, rows):
@@ -190,7 +197,7 @@ class _RankRows:
         return tids[0]
 
     def _add_compute(self, row: int, calls: Sequence[tuple[CallRecord, int, int]]) -> None:
-        """Add bars of compute in the gaps between the calls of the main thread."""
+        """Add a bar *compute* to the row `row` in each gap between the calls of the main thread."""
         reached = calls[0][1]
         for _, begin, end in sorted(calls, key=lambda call: call[1]):
             if begin - reached >= LEAST_COMPUTE_NS:
@@ -205,7 +212,7 @@ class Flow(NamedTuple):
     push: PlacedCall
     # the sum of the round on a server
     total: PlacedCall
-    # the same worker's pull of the sum, or None if there is none
+    # the pull by which the same worker reads the sum, or None if no such pull was recorded
     pull: PlacedCall | None
 
     def places(self) -> list[tuple[int, int, float]]:
@@ -219,8 +226,9 @@ class Flow(NamedTuple):
 def find_flows(placed: Sequence[PlacedCall], error_ns: int) -> Iterator[Flow]:
     """Find the pushes and pulls that belong to each sum.
 
-    After a recovery a round is run again, so there may be several pushes and pulls of a round. Those that are nearest
-    to the sum belong to it. `error_ns` is the largest error in a comparison of times of two clocks.
+    After a recovery a round is run again, so a worker may have several pushes and pulls of one round. The push and the
+    pull nearest to the sum in time belong to the sum. `error_ns` is the largest possible error when times of two clocks
+    are compared.
     """
     pushes: dict[tuple[int, str, int], list[PlacedCall]] = defaultdict(list)
     pulls: dict[tuple[int, str, int], list[PlacedCall]] = defaultdict(list)
@@ -241,7 +249,7 @@ def find_flows(placed: Sequence[PlacedCall], error_ns: int) -> Iterator[Flow]:
 
 def _make_receive_bars(placed: Sequence[PlacedCall], flows: Sequence[Flow]) -> Iterator[chrome.Event]:
     """For each pull that has waited for sums, yield a bar from the end of the last sum to the end of the pull."""
-    # pull -> the end of its last sum
+    # pull -> the time at which the last of its sums ended
     summed: dict[PlacedCall, int] = defaultdict(int)
     for flow in flows:
         if flow.pull:
@@ -254,17 +262,17 @@ def _make_receive_bars(placed: Sequence[PlacedCall], flows: Sequence[Flow]) -> I
         for pid, tid, other, end in bars[bisect_right(bars, (pull.pid, pull.tid, pull.begin, pull.end)) :]:
             if (pid, tid) != pull[1:3] or other >= begin:
                 break
-            # A call within the pull has a bar of its own. Bars of a row must not cross, so begin after that bar.
+            # A call within the pull has its own bar. Bars of one row must not cross, so begin after that bar.
             begin = max(begin, end)
         if begin < pull.end:
             yield chrome.bar("receive", "receive", pull.pid, pull.tid, begin, pull.end)
 
 
 def _nearest(calls: Sequence[PlacedCall], at: int, last: bool = False) -> dict[int, PlacedCall]:
-    """Return rank -> one of its calls.
+    """Choose one call of each rank, and return a dict: rank -> call.
 
-    This is its first call or, with `last`, the last one that began by the time `at`. With `last`, a rank whose calls
-    all began later still gets its first call.
+    Without `last` this is the rank's first call. With `last` it is the rank's last call that began at the time `at` or
+    earlier. If all calls of the rank began later, this is the rank's first call.
     """
     nearest: dict[int, PlacedCall] = {}
     for call in sorted(calls, key=lambda call: call.begin, reverse=not last):

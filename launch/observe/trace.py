@@ -1,14 +1,14 @@
 """Trace a job from outside: from start to end (`mpips run --trace`, `--summary`), or for some seconds (`mpips trace`).
 
-Ranks write records into files in the memory of their host (see `collectives.recorder.tracing`). At the end these files
-are read, including those of ranks that were killed, and removed. On each other host the agent (see
-`launch.observe.hosts`) runs this module as a program. The module is asked for its time again and again, and at the end
-for the records of its ranks. Questions and answers are lines:
+Ranks write records of their calls into files in the memory of their host (see `collectives.recorder.tracing`). At the
+end these files are read and removed. This includes the files of ranks that were killed. On each other host, ssh or its
+replacement (the agent, see `launch.observe.hosts`) runs this module as a program. This host asks the program for its
+time again and again, and at the end for the records of the ranks there. Questions and answers are lines:
 
     question            answer
     time                the name of the host's clock, and its time in nanoseconds
-    trace SECONDS       "" after this time, or the reason why no rank is traced
-    read                for each process its identity and its compressed records, which are then removed
+    trace SECONDS       "" when SECONDS have passed, or the reason why no rank is traced
+    read                for each process its identity and its compressed records; the files are then removed
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from mpips.launch.observe.hosts import HostConnection, connect, wait
 from mpips.launch.observe.timeline import count_calls, merge
 
 MODULE = "mpips.launch.observe.trace"
-# seconds for another host to answer
+# seconds that another host has to answer
 WITHIN_SECONDS = 10.0
-# seconds for another host to send the records of its ranks
+# seconds that another host has to send the records of its ranks
 READ_SECONDS = 120.0
 # seconds between two measurements of clocks
 MEASURE_SECONDS = 30.0
-# seconds between two checks for the hosts of a job that begins, or for ranks that are alive
+# seconds between two checks whether the hosts of a starting job are known, or whether traced ranks are alive
 LOOK_SECONDS = 0.1
 # zlib's fastest level
 COMPRESSION = 1
@@ -55,16 +55,16 @@ COMPRESSION = 1
 class JobTrace(NamedTuple):
     """The records of the ranks of a job."""
 
-    # one for each process
+    # the records of each process
     traces: list[RankTrace]
-    # name -> clock, for the clocks of other hosts
+    # the clocks of other hosts: name -> clock
     clocks: Mapping[str, HostClock]
-    # "host NAME" or "rank N" -> why its records are missing
+    # "host NAME" or "rank N" -> why the records of this host or rank are missing
     left_out: Mapping[str, str]
 
 
 class OtherHosts:
-    """The other hosts of a job that is traced. A context manager, which keeps a connection to each host.
+    """The other hosts of a job that is traced. A context manager that keeps a connection to each of these hosts.
 
     Measures the clocks of the hosts, and collects the records of all ranks, including those on this host.
     """
@@ -75,11 +75,11 @@ class OtherHosts:
         self._question = 0
         # host -> the connection to this host
         self._connections: dict[str, HostConnection[Any]] = {}
-        # name of a clock -> its measurements
+        # name of a clock -> the measurements of this clock
         self._offsets: dict[str, list[Offset]] = {}
-        # host that did not answer at the last measurement -> why
+        # the hosts that did not answer at the last measurement: host -> why
         self._silent: dict[str, str] = {}
-        # host that did not trace its ranks -> why
+        # the hosts that did not trace their ranks: host -> why
         self._refused: dict[str, str] = {}
 
     def __enter__(self) -> Self:
@@ -90,15 +90,16 @@ class OtherHosts:
             connection.close()
 
     def find(self) -> bool:
-        """Look for hosts of the job that are not known yet. True if the job has other hosts."""
+        """Look for hosts of the job that are not known yet. Return True if any other host of the job is known."""
         for name, connection in connect(self._folder, MODULE, Any).items():
             self._connections.setdefault(name, connection)
         return bool(self._connections)
 
     def measure(self) -> None:
-        """Measure the clock of each host. Blocks for up to `WITHIN_SECONDS` if a host does not answer."""
+        """Measure the clock of each host. If a host does not answer, blocks for up to `WITHIN_SECONDS` for each try."""
         for name, connection in self._connections.items():
-            # Try twice, the second time with a new connection: the first one may have broken since the last question.
+            # Try twice. The second try makes a new connection, because the old connection may have broken since the
+            # last question.
             for _ in range(2):
                 with suppress(ConnectionError):
                     self._measure(connection)
@@ -120,9 +121,9 @@ class OtherHosts:
         return name, now
 
     def trace(self, seconds: float) -> str:
-        """Make all ranks on all hosts record their calls for `seconds`. Blocks for that time.
+        """Make all ranks on all hosts record their calls for `seconds`. Blocks for this time.
 
-        Returns "", or the reason why no rank on this host is traced.
+        Returns "" if ranks on this host were traced, and otherwise the reason why not.
         """
         self._question += 1
         for connection in self._connections.values():
@@ -138,9 +139,10 @@ class OtherHosts:
         return why
 
     def read(self, this_host: bool = True) -> JobTrace:
-        """Read and remove the records of ranks on other hosts and, with `this_host`, on this host.
+        """Read and remove the records of ranks on other hosts and, if `this_host` is True, on this host.
 
-        Hosts that did not answer earlier, or that did not trace, are not asked. They are in `left_out` of the result.
+        Hosts that did not answer earlier, or that did not trace their ranks, are not asked again. The field `left_out`
+        of the result lists these hosts.
         """
         raw = list(tracing.read_raw(self._folder)) if this_host else []
         if this_host:
@@ -175,14 +177,14 @@ class OtherHosts:
 def tracing_job(
     folder: Path, several: bool, trace: Path | None, with_summary: bool, summary_json: Path | None
 ) -> Iterator[None]:
-    """Context manager that traces a job, and writes the results when the job has ended, even by an exception.
+    """Context manager that traces the job in its block. Writes the results at the end, even after an exception.
 
     Args:
         folder: The folder of the job.
-        several: True if the job has ranks on other hosts.
+        several: True if some ranks of the job are on other hosts.
         trace: Write the timeline to this file.
-        with_summary: Print the summary.
-        summary_json: Write the summary to this file.
+        with_summary: True to print the summary.
+        summary_json: Write the summary to this file as JSON.
     """
     os.environ[tracing.VARIABLE] = str(tracing.RING_BYTES)
     ended = threading.Event()
@@ -223,7 +225,7 @@ def _measure_regularly(others: OtherHosts, ended: threading.Event) -> None:
 
 
 def trace_running(folder: Path, seconds: float) -> JobTrace:
-    """Trace a running job for `seconds` from now. Blocks for that time, and until the records are read.
+    """Trace a running job for `seconds` from now. Blocks for this time, and then until the records are read.
 
     Raises ClickException if no rank could be traced.
     """
@@ -240,7 +242,10 @@ def trace_running(folder: Path, seconds: float) -> JobTrace:
 
 
 def write(path: Path, job_trace: JobTrace) -> None:
-    """Write the timeline of all ranks to a file, and print its contents. Raises OSError if it cannot be written."""
+    """Write the timeline of all ranks to a file, and print a line about what it contains.
+
+    Raises OSError if the file cannot be written.
+    """
     if not any(trace.records for trace in job_trace.traces):
         click.echo("mpips: no rank has begun a call during the trace; `mpips why` says where the ranks are", err=True)
     events, about = merge(job_trace.traces, job_trace.clocks)
@@ -257,7 +262,7 @@ def write(path: Path, job_trace: JobTrace) -> None:
 
 
 def _describe_missing(job_trace: JobTrace) -> str:
-    """Return the lines about ranks and records that are missing, or ""."""
+    """Return lines about the ranks and records that are missing from a trace, or "" if none are missing."""
     lines = [f"mpips: {name} is left out: {why}\n" for name, why in job_trace.left_out.items()]
     lost = {trace.rank: trace.overwritten for trace in job_trace.traces if trace.overwritten}
     if lost:
@@ -267,13 +272,13 @@ def _describe_missing(job_trace: JobTrace) -> str:
     return "".join(lines)
 
 
-# ---- on each host: trace its ranks, and answer the launcher's host
+# ---- on each host: trace the host's ranks, and answer questions from the host of the launcher
 
 
 def trace_ranks(folder: Path, seconds: float) -> str:
-    """Make the ranks of a job on this host record their calls for `seconds`, or until they end. Blocks for that time.
+    """Make the ranks of a job on this host record their calls for `seconds`. Blocks until this time is over.
 
-    Returns "", or the reason why no rank is traced.
+    Returns earlier if all traced ranks have ended. Returns "" or, if no rank can be traced, the reason.
     """
     pids = [int(path.stem) for path in folder.glob(f"*{folders.PAGE}")]
     traceable = [pid for pid in pids if folders.is_alive(pid) and _can_be_traced(pid)]
@@ -305,17 +310,20 @@ def _can_be_traced(pid: int) -> bool:
 
 
 def pack(data: bytes) -> str:
-    """Compress a ring, and encode it as text for JSON."""
+    """Compress the bytes of a record file, and encode them as text for JSON."""
     return b64encode(zlib.compress(data, COMPRESSION)).decode()
 
 
 def unpack(text: str) -> bytes:
-    """Return the ring that `pack` was given."""
+    """Return the bytes that `pack` has compressed and encoded."""
     return zlib.decompress(b64decode(text))
 
 
 def main(job: str) -> None:
-    """Answer questions about a job's records on this host. Each is a line of standard input. Ends with the input."""
+    """Answer questions about a job's records on this host. Each line of standard input is a question.
+
+    Ends when standard input ends.
+    """
     folder = folders.jobs_folder() / job
     unread = False
     try:
@@ -336,7 +344,7 @@ def main(job: str) -> None:
             sys.stdout.write(json.dumps([int(number), answer]) + "\n")
             sys.stdout.flush()
     finally:
-        # The host that asked has closed the connection, so nobody will read the records. Free their memory.
+        # The host that asked has closed the connection, so nobody will read the records. Free the memory that they use.
         if unread:
             tracing.forget(folder)
 

@@ -1,1 +1,1 @@
-"""Run a job: watch its ranks, pass signals on to it, return its exit code, and clean up after it."""
+"""Run a job: watch its ranks, pass signals on to the job, return its exit code, and clean up after it."""

@@ -1,15 +1,15 @@
 """Know which ranks of a job are alive and which have died. Each rank on this machine connects to `mpips run`.
 
 A rank that `python -m mpips` runs connects to an abstract Unix socket, which is not in any folder. The rank sends its
-number, a line when MPI has started and, if it is a spare, its role when it gets one. Before it ends it sends "goodbye"
-if all is well, or else its exit code. A rank that ends without sending either has died. All users of the machine can
-connect to the socket. So connections of other users are closed, each rank number is accepted once, and unknown lines
-are ignored.
+number, and later a line when MPI has started. A spare, a rank that waits to replace a dead rank, also sends its new
+role when it gets one. Before a rank ends, it sends "goodbye" if all is well, and otherwise its exit code. A rank that
+ends without sending either has died. All users of the machine can connect to the socket. So connections of other users
+are closed, each rank number is accepted only once, and unknown lines are ignored.
 
-Ranks on other hosts do not connect. If there may be such ranks, `OutputListener` passes on the output of mpirun
-unchanged and searches it. This is needed because Open MPI's mpirun ends with exit code 0 even if it loses a host: only
-one of the `LOST_SENTENCES` in its output tells of the loss. If the remaining ranks end well nevertheless, one of them
-prints `world.WELL_WITHOUT` (see `mpips.ending.process`).
+Ranks on other hosts do not connect. If a job may have such ranks, `OutputListener` passes on the output of mpirun
+unchanged and searches it. The search is needed because Open MPI's mpirun ends with exit code 0 even if it loses a host.
+Only one of the `LOST_SENTENCES` in mpirun's output reports the loss. If the remaining ranks end well nevertheless, one
+of them prints `world.WELL_WITHOUT` (see `mpips.ending.process`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ SENTENCES = (*LOST_SENTENCES, world.WELL_WITHOUT)
 LONGEST_SENTENCE = max(map(len, SENTENCES))
 # bytes of mpirun's output to read at a time
 MOST_PIPED = 1 << 16
-# file descriptors that connections of ranks leave free for the rest of this process
+# how many file descriptors the connections of ranks leave free for the rest of this process
 SPARE_FILES = 64
-# bytes to read from a rank at a time, and the length of the queue of connections
+# the bytes to read from a rank at a time, and also the number of connections that may wait to be accepted
 MOST_BYTES = 4096
 MOST_DIGITS = 9
 LARGEST_CODE = 255
@@ -54,20 +54,20 @@ class Death(NamedTuple):
     """The end of a rank that had not sent "goodbye"."""
 
     rank: int
-    # The exit status, encoded as by wait(2). None if it is unknown: kernels before 6.15 forget the status as soon as
-    # the parent process has collected it.
+    # The exit status, encoded as by wait(2). None if the status is unknown: kernels before 6.15 forget the status as
+    # soon as the parent process has collected it.
     status: int | None
-    # the role that a spare had taken over; "" for other ranks
+    # if the rank was a spare, the role that it had taken over; otherwise ""
     role: str = ""
 
     @property
     def code(self) -> int | None:
-        """The exit code of the rank. None if a signal ended it, or if the status is not known."""
+        """The exit code of the rank. None if a signal ended the rank, or if the status is not known."""
         return os.WEXITSTATUS(self.status) if self.status is not None and os.WIFEXITED(self.status) else None
 
     @property
     def signal(self) -> int:
-        """The signal that ended the rank. 0 if it exited, or if the status is not known."""
+        """The signal that ended the rank. 0 if the rank exited by itself, or if the status is not known."""
         return os.WTERMSIG(self.status) if self.status is not None else 0
 
 
@@ -91,13 +91,13 @@ class RankConnection:
         self.pid = pid
         # a pidfd of the rank's process; -1 until the rank has sent its number
         self.pidfd = -1
-        # For a spare: the role that it has taken over, and the step from which it goes on. "" and -1 before that.
+        # For a spare that has taken over: its role, and the step from which it goes on. Otherwise "" and -1.
         self.role = ""
         self.step = -1
         self.said_goodbye = False
-        # the rank has closed its end of the connection
+        # True once the rank has closed its end of the connection
         self.closed = False
-        # this was the first rank to send a failure; `Presence.code` is its exit code
+        # True if this was the first rank to report a failure; `Presence.code` is then its exit code
         self.failed_first = False
 
     def close(self) -> None:
@@ -111,23 +111,23 @@ class Presence:
 
     Args:
         ranks_here: The number of ranks that are certain to start on this machine.
-        survives: True if the remaining ranks go on when one dies.
-        input_of_rank_0: A file descriptor that rank 0 gets as its standard input. -1: rank 0 keeps the input it has.
+        survives: True if the remaining ranks go on when a rank dies.
+        input_of_rank_0: A file descriptor that rank 0 gets as its standard input. -1: rank 0 keeps its own input.
     """
 
     def __init__(self, ranks_here: int, survives: bool = False, input_of_rank_0: int = -1) -> None:
         self.ranks_here = ranks_here
         self.input_of_rank_0 = input_of_rank_0
-        # in the order in which the ranks died
+        # the deaths, in the order in which the ranks died
         self.deaths: list[Death] = []
-        # in the order in which spares took over
+        # the replacements, in the order in which the spares took over
         self.replacements: list[Replacement] = []
-        # The exit code of the first rank that reported a failure; None if no rank has. Without `survives`, a failure
-        # after a death does not count, because it follows from the death.
+        # The exit code of the first rank that reported a failure. None if no rank has reported one. Without `survives`,
+        # a failure after a death does not count, because the failure follows from the death.
         self.code: int | None = None
-        # what to print if the job ends well, as sent by rank 0
+        # a sentence that rank 0 has sent, to be printed if the job ends well
         self.remark = ""
-        # number of ranks that have sent "goodbye" or exited with 0
+        # how many ranks have ended after they sent "goodbye", or with exit code 0
         self.ended_well = 0
         # True once the process of the rank that failed first has ended
         self.failed = False
@@ -144,13 +144,13 @@ class Presence:
         self._listener.listen(MOST_BYTES)
         self._poll = select.epoll()
         self._poll.register(self._listener, select.EPOLLIN)
-        # descriptor of the connection -> its rank
+        # file descriptor of a connection -> the connection of the rank
         self._connections: dict[int, RankConnection] = {}
-        # pidfd -> the rank that runs in this process
+        # pidfd of a process that has not ended -> the connection of the rank that runs in the process
         self._alive: dict[int, RankConnection] = {}
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that ranks need to connect."""
+        """Return the environment variables that ranks need to connect."""
         return {world.PRESENCE: self._name, **({world.INPUT: "1"} if self.input_of_rank_0 >= 0 else {})}
 
     def fileno(self) -> int:
@@ -183,7 +183,7 @@ class Presence:
         )
 
     def pids(self) -> list[int]:
-        """Return the pids of the ranks that are alive. Empty as long as some rank has not connected."""
+        """Return the pids of the ranks that are alive, or an empty list as long as some rank has not connected."""
         known = len(self._alive) + self.ended_well + len(self.deaths) * self._survives
         return [rank.pid for rank in self._alive.values()] if known == self.ranks_here else []
 
@@ -195,8 +195,8 @@ class Presence:
 
     def _accept(self) -> None:
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # Each rank takes two file descriptors, a socket and a pidfd. When they run out, accept no further rank: the job
-        # itself goes on.
+        # Each rank takes two file descriptors, a socket and a pidfd. When they run out, accept no further rank. The job
+        # goes on, but unaccepted ranks are not watched.
         if 2 * len(self._connections) + SPARE_FILES > limit:
             self._poll.unregister(self._listener)
             return
@@ -214,7 +214,7 @@ class Presence:
         if rank.closed:
             self._poll.unregister(rank.socket)
             del self._connections[rank.socket.fileno()]
-            # The process had already ended when the rank's number arrived, so there is no pidfd that would report it.
+            # The process had already ended when the rank's number arrived, so no pidfd reports its end.
             if rank.pidfd < 0:
                 self._record_end(rank, None)
 
@@ -231,7 +231,7 @@ class Presence:
             word, _, value = line.partition(b" ")
             if word == world.PRESENT:
                 self._accept_number(rank, _parse_number(value))
-            # The sender is not a rank, or it has sent a number that another rank has.
+            # Ignore the line: its sender is not a rank, or has sent the number of another rank.
             elif rank.number < 0:
                 continue
             elif word == world.STARTED:
@@ -251,7 +251,10 @@ class Presence:
                     self.code, rank.failed_first = code, True
 
     def _accept_number(self, rank: RankConnection, number: int) -> None:
-        """Accept the number that a rank has sent, unless another rank has it, and watch the rank's process."""
+        """Accept the number that a rank has sent, and watch the rank's process.
+
+        Ignore the number if another rank has already sent it.
+        """
         if number < 0 or number in self.connected or rank.number >= 0:
             return
         rank.number = number
@@ -262,7 +265,7 @@ class Presence:
         try:
             rank.pidfd = os.pidfd_open(rank.pid)
         except OSError:
-            # The process has ended already, or it is in another PID namespace.
+            # The process has already ended, or it is in another PID namespace.
             return
         self._alive[rank.pidfd] = rank
         self._poll.register(rank.pidfd, select.EPOLLIN)
@@ -281,7 +284,7 @@ class Presence:
             self.deaths.append(Death(rank.number, status, rank.role))
         self._ended.add(rank.number)
         self.failed = self.failed or rank.failed_first
-        # The kernel removes closed descriptors from the epoll.
+        # The kernel removes closed file descriptors from the epoll.
         rank.close()
 
 
@@ -291,9 +294,9 @@ def _parse_number(word: bytes) -> int:
 
 
 def read_status(pid: int, pidfd: int) -> int | None:
-    """Return the exit status of an ended process, encoded as by wait(2); None if the kernel has forgotten it."""
-    # Until the parent has collected the status, the process is a zombie, and /proc shows the status. After that the
-    # process is no longer in /proc.
+    """Return the exit status of an ended process, encoded as by wait(2). None if the kernel has forgotten it."""
+    # Until the parent has collected the status, the process is a zombie, and /proc shows the status. Afterwards the
+    # process is no longer in /proc, and only the pidfd can tell the status.
     with suppress(OSError):
         fields = read_stat(pid)
         if fields[0] == b"Z":
@@ -310,45 +313,47 @@ def read_status(pid: int, pidfd: int) -> int | None:
 class OutputListener:
     """A thread that passes on what mpirun writes, and searches it for `SENTENCES`.
 
-    Give mpirun the pipes `errors` and `output` as standard error and standard output, then call `start`. With
-    `errors_only`, mpirun keeps this process's standard output, and `output` is None.
+    Give mpirun the pipes `errors` and `output` as its standard error and standard output, and then call `start`. With
+    `errors_only`, mpirun uses this process's standard output directly, and `output` is None.
     """
 
     def __init__(self, errors_only: bool = False) -> None:
         self.output: int | None = None
-        # pipe from mpirun -> the file descriptor to which its data is passed on
+        # pipe from mpirun -> the file descriptor to which the pipe's data is passed on
         self._to: dict[int, int] = {}
         if not errors_only:
             end, self.output = os.pipe()
             self._to[end] = 1
         end, self.errors = os.pipe()
         self._to[end] = 2
-        # The last bytes of each stream. They are searched again with the next read, which may bring the rest of a
-        # sentence.
+        # The last bytes of each stream. They are searched again together with the next data, because these may bring
+        # the rest of a sentence.
         self._tails = dict.fromkeys(self._to, b"")
         self._stopped, self._stop = os.pipe()
         # the members of SENTENCES that mpirun has printed
         self._printed: set[bytes] = set()
-        # ssh's message about a host that it could not reach, or "". mpirun's own message only lists possible reasons.
+        # The message of ssh about a host that it could not reach, or "". mpirun's own message only lists possible
+        # reasons.
         self.cause = ""
         self._thread = threading.Thread(target=self._pass_on, daemon=True)
 
     def start(self) -> None:
-        """Start the thread. Call it after mpirun has started: it closes our copies of mpirun's ends of the pipes."""
+        """Start the thread. Call this after mpirun has started, because it closes our copies of mpirun's pipe ends."""
         if self.output is not None:
             os.close(self.output)
         os.close(self.errors)
         self._thread.start()
 
     def finish(self) -> None:
-        """Stop the thread once the pipes are empty. Call it when mpirun has ended. Does not block.
+        """Make the thread stop once the pipes are empty. Call this when mpirun has ended. Does not block.
 
-        Without this call the thread might go on for long: children of mpirun that still run keep the pipes open.
+        Without this call the thread might run on for long, because children of mpirun that still run keep the pipes
+        open.
         """
         os.close(self._stop)
 
     def has_finished(self, seconds: float) -> bool:
-        """Wait for at most `seconds` until all output is passed on. True if it is."""
+        """Wait for at most `seconds` until all output is passed on. Return True if all of it is."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
@@ -386,9 +391,9 @@ class OutputListener:
 
 
 def _write_all(file: int, data: bytes) -> bool:
-    """Write all of `data`, and wait while a pipe is full. False if the reader of the pipe has gone.
+    """Write all of `data`. Block while `file` is a full pipe. Return False if the reader of the pipe has closed it.
 
-    The caller then closes the pipe from mpirun, so that mpirun gets the same error.
+    After False the caller closes its pipe from mpirun, so that mpirun gets the same error.
     """
     while data:
         try:
@@ -400,6 +405,6 @@ def _write_all(file: int, data: bytes) -> bool:
         except BrokenPipeError:
             return False
         except OSError:
-            # The disk may be full. Then the data is lost, and the job goes on.
+            # The disk may be full. In that case the data is lost, but the job goes on.
             return True
     return True

@@ -1,9 +1,10 @@
 """Run mpirun as a child process: pass signals on to the job, return its exit code, and leave no process behind.
 
 The module `verdict` decides what the end of a rank means for the job. Signals are blocked and read one by one, so that
-each is passed on to the job once. At the end all descendants of this process are killed and waited for, even those
-whose parents have ended. While the job starts, its ranks are looked for among these descendants (`UnconnectedRanks`):
-a rank may end before it connects to `Presence`, and then the other ranks would wait for it in MPI_Init for ever.
+each signal is passed on to the job once. At the end this process kills all its descendants and waits until they have
+ended. This includes descendants whose parents have ended. While the job starts, `UnconnectedRanks` looks for its ranks
+among the descendants: a rank may end before it connects to `Presence`, and the other ranks would then wait for it in
+MPI_Init forever.
 """
 
 from __future__ import annotations
@@ -34,19 +35,20 @@ from mpips.launch.running.presence import Death, OutputListener, Presence, read_
 from mpips.launch.running.verdict import MpirunEnd, OrdinaryVerdict, SurvivingVerdict
 from mpips.store.world import launched_as
 
-# The longest wait between two checks of the job, so that they cost the job no time.
+# The longest wait between two checks of the job. It is this long so that the checks cost the job no time.
 LOOK_SECONDS = 1.0
-# the shortest wait between two checks, while the job ends
+# the shortest wait between two checks, which is used while the job ends
 NAP_SECONDS = 0.05
-# If ranks are missing, and no further rank has appeared for this many seconds, a rank has ended unseen.
+# If ranks are missing, and no further rank appears for this many seconds, a rank is taken to have ended unseen.
 MISSING_SECONDS = 4.0
 # If no rank has connected after this many seconds, print that ranks are being started.
 SILENT_SECONDS = 3.0
 # the wait between two checks while ranks are starting
 START_SECONDS = 0.05
-# Seconds that a job may take to end after a signal before its ranks are killed, and that mpirun may take after that.
+# Seconds that a job may take to end after a signal, before its ranks are killed. After that, mpirun may take this many
+# seconds again.
 GRACE = 5.0
-# the same if all ranks have ended already
+# the grace time in place of `GRACE` for a job whose ranks have all ended
 GRACE_WITHOUT_RANKS = 0.4
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (signal.SIGUSR1, signal.SIGUSR2)
@@ -62,7 +64,7 @@ LOG = log.get("mpips.launch")
 
 
 class JobEnd(NamedTuple):
-    """How a job has ended."""
+    """The end of a job."""
 
     # the exit code for the user; after a signal it is 128 plus the signal's number, as in shells
     code: int
@@ -70,7 +72,7 @@ class JobEnd(NamedTuple):
     mpirun_code: int
     # the signal to this process that ended the job, or 0
     signal: int
-    # what to print about the end; may be ""
+    # a sentence to print about the end, or ""
     sentence: str
     # a description of the death that has ended the job, or ""
     death: str
@@ -86,17 +88,17 @@ def run(
 ) -> JobEnd:
     """Run mpirun, and block until the job has ended. A job that has failed leaves no process on this machine.
 
-    A job that does not end within `GRACE` seconds after a signal is killed, with all processes that it has started
-    here.
+    If a job does not end within `GRACE` seconds after a signal, all processes that it has started on this machine are
+    killed.
 
     Args:
         argv: The command line of mpirun.
-        must_end: Called about every `LOOK_SECONDS`. When it returns True, the job is ended.
-        name: The command to name in "interrupted" after a signal.
+        must_end: A function that is called about every `LOOK_SECONDS`. When it returns True, the job is ended.
+        name: The name of the command, for the message after a signal has interrupted the job.
         roles: The role of each rank, for messages about deaths.
-        ranks_here: How many ranks are certain to start on this machine. If there may be ranks on other hosts, the
-            output of mpirun is passed through this process and searched for sentences about lost hosts.
-        spares: How many of the last ranks are spares. With 0 or more, the remaining ranks go on when one dies. With
+        ranks_here: How many ranks are certain to start on this machine. If ranks may be on other hosts, the output of
+            mpirun passes through this process, which searches the output for sentences about lost hosts.
+        spares: How many of the last ranks are spares. With 0 or more, the remaining ranks go on when a rank dies. With
             -1, the first death ends the job.
     """
     all_here = ranks_here >= max(1, len(roles))
@@ -141,12 +143,12 @@ class RunningJob:
 
     Args:
         argv: The command line of mpirun.
-        signals: The signals to this process.
+        signals: The signals that this process gets.
         presence: The ranks on this machine.
         verdict: Decides when the job must end.
         must_end: See `run`.
-        listener: Passes on mpirun's output. None: mpirun writes to this process's standard output and error itself.
-        expected: How many ranks will connect to `presence`; 0 for a program that does not connect.
+        listener: Passes on mpirun's output. None: mpirun writes directly to this process's standard output and error.
+        expected: How many ranks will connect to `presence`. 0 for a program that does not connect.
         ranks: How many ranks the job has.
     """
 
@@ -175,20 +177,20 @@ class RunningJob:
         # True until "starting N ranks" has been printed or a rank has connected
         self._announce_start = expected > 0
         self._clock = Clock()
-        # how many ranks are known while the job starts
+        # while the job starts, the number of ranks that have appeared
         self._known = 0
-        # the time at which the last of them appeared
+        # the time at which `_known` last changed
         self._known_since = 0.0
         # the time of the current check
         self._now = 0.0
-        # the time at which the job is killed if it has not ended by itself; infinite until it is told to end
+        # The time at which the job is killed if it has not ended by itself. Infinite until the job is told to end.
         self._deadline = math.inf
-        # seconds that mpirun may live on after its ranks have been killed
+        # seconds that mpirun may still run after its ranks have been killed
         self._grace = GRACE
         self._poll = select.poll()
         for source in (signals, presence):
             self._poll.register(source, select.POLLIN)
-        # When a descendant ends, its children become children of this process. So they can be found and waited for.
+        # When a descendant ends, its children become children of this process. So this process can find and await them.
         _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._unconnected = UnconnectedRanks(presence.environment())
         self._began = time.time()
@@ -205,7 +207,7 @@ class RunningJob:
             listener.start()
 
     def end(self) -> MpirunEnd:
-        """Return how mpirun has ended. Call it once.
+        """Return how mpirun has ended. Call this once, after `watch`.
 
         Blocks until all output of mpirun is passed on, or until a signal arrives.
         """
@@ -215,8 +217,8 @@ class RunningJob:
             listener.finish()
             while not listener.has_finished(NAP_SECONDS) and not any(n in ENDING for n, _ in self._signals.read()):
                 pass
-            # mpirun's output passes through the listener only if ranks may be on other hosts. A host that is lost after
-            # the job was told to end does not count.
+            # mpirun's standard output passes through the listener only if ranks may be on other hosts. A host that is
+            # lost after the job was told to end does not count.
             if listener.output is not None:
                 lost_host = listener.lost_host and self._deadline == math.inf
                 survivors_ended_well = listener.survivors_ended_well
@@ -230,8 +232,8 @@ class RunningJob:
         while self._mpirun.poll() is None:
             longest_wait = self._longest_wait(end_time)
             events = self._poll.poll(longest_wait)
-            # Without a limit this process may have waited for hours. The old clock would take such a gap for a time in
-            # which the process was stopped.
+            # Without a limit this process may have waited for hours. The old clock would assume that the process was
+            # stopped during such a gap.
             if longest_wait is None:
                 self._clock = Clock()
             self._now = self._clock.seconds()
@@ -241,13 +243,13 @@ class RunningJob:
             self._presence.look()
             self._print_slow_start()
             if self._deadline == math.inf and self._is_rank_missing():
-                # If some ranks are on other hosts, it is not known which one is missing.
+                # If some ranks are on other hosts, it is not known which rank is missing.
                 if self._expected == self._ranks:
                     missing = {*range(self._ranks)} - self._presence.connected - self._unconnected.ranks()
                     self._presence.deaths += [Death(rank, None) for rank in sorted(missing)[:1]]
                 self._ended_for_ranks = True
                 self._end(GRACE_WITHOUT_RANKS)
-            # Ask the verdict only after all code above that reads what ranks have sent. In another order the job could
+            # Ask the verdict only after all code above that reads messages of ranks. In another order the job could
             # hang:
             # 1. The verdict is asked, and no rank has died yet.
             # 2. The last rank connects and dies. `_is_rank_missing` reads both.
@@ -271,7 +273,7 @@ class RunningJob:
             self.clean_up()
 
     def clean_up(self, kill: bool = True) -> None:
-        """Remove the shared memory of the job after it has ended. With `kill`, first kill the processes it has left."""
+        """Remove the shared memory of the job after it has ended. With `kill`, first kill its remaining processes."""
         if kill:
             end_descendants(GRACE)
         remove_leftovers(self._mpirun.pid, self._began)
@@ -282,12 +284,12 @@ class RunningJob:
         This happens as follows:
 
         1. mpirun starts all ranks.
-        2. A signal ends one of them while its Python starts. The rank has not connected to `Presence`, and this process
+        2. A signal ends one rank while its Python starts. The rank has not connected to `Presence`, and this process
            has not seen it among its descendants.
-        3. The other ranks start MPI and wait for this rank for ever.
+        3. The other ranks start MPI and wait for this rank forever.
 
-        The loss is noticed because fewer ranks than expected are known for `MISSING_SECONDS`. A rank whose process was
-        seen before it ended is added to the deaths instead.
+        The loss is noticed because fewer ranks than expected have appeared for `MISSING_SECONDS`. If this process had
+        seen the rank's process before it ended, the rank is added to the deaths instead.
         """
         presence = self._presence
         if not self._is_starting():
@@ -302,7 +304,7 @@ class RunningJob:
         return self._now > self._known_since + MISSING_SECONDS
 
     def _print_slow_start(self) -> None:
-        """Print once that ranks are being started, if none has connected after `SILENT_SECONDS`."""
+        """Print once that ranks are being started, if no rank has connected after `SILENT_SECONDS`."""
         if self._announce_start and not self._presence.connected and time.time() >= self._began + SILENT_SECONDS:
             self._announce_start = False
             all_here = self._expected == self._ranks
@@ -310,11 +312,11 @@ class RunningJob:
             print_error(f"mpips: starting {self._ranks} rank{'s' * (self._ranks > 1)}{where}")
 
     def _is_starting(self) -> bool:
-        """True before MPI has started, as long as some ranks have not connected."""
+        """True if MPI has not started yet and some expected ranks have not connected yet."""
         return not self._presence.started and len(self._presence.connected) < self._expected
 
     def _longest_wait(self, end_time: float) -> float | None:
-        """Return how many milliseconds to wait for an event at most. None: there is no limit."""
+        """Return the longest time to wait for an event, in milliseconds. None means no limit."""
         starting = self._is_starting()
         next_time = min(end_time, self._deadline)
         if not starting and self._must_end is None and next_time == math.inf:
@@ -323,7 +325,7 @@ class RunningJob:
         return 1000 * min(longest, max(NAP_SECONDS, next_time - self._now))
 
     def _pass_on(self, number: int, by_terminal: bool) -> None:
-        # SIGUSR1 and SIGUSR2 go to the ranks directly, because they would kill MPICH's mpirun.
+        # Send SIGUSR1 and SIGUSR2 to the ranks directly, because these signals would kill MPICH's mpirun.
         if number in PASSED_ON:
             for pid in self._presence.pids() or [self._mpirun.pid]:
                 send_signal(pid, number)
@@ -332,12 +334,12 @@ class RunningJob:
             folders.write_end(str(os.getpid()), heard=signal.Signals(number).name)
         self._signal = number
         self._deadline = min(self._deadline, self._now + GRACE)
-        # The terminal has sent its signal to mpirun as well.
+        # If a terminal sent the signal, it has already sent it to mpirun as well.
         if not by_terminal:
             self._mpirun.send_signal(number)
 
     def _end(self, grace: float) -> None:
-        """Tell mpirun to end. Its ranks are killed after `grace` seconds, and mpirun after twice that time."""
+        """Tell mpirun to end. `watch` kills the ranks after `grace` seconds, and mpirun after twice that time."""
         if self._deadline == math.inf:
             self._mpirun.terminate()
             self._grace = grace
@@ -347,9 +349,9 @@ class RunningJob:
 def _choose_input(argv: Sequence[str]) -> int:
     """Return the file descriptor that rank 0 gets as its standard input, or -1 if mpirun passes on its own input.
 
-    mpirun reads its whole input, even lines that are meant for the next command of a shell loop, and Open MPI's mpirun
-    does not pass on the end of the input. So rank 0 gets the file itself. There are two exceptions: ranks may not read
-    from a terminal by themselves, and mpirun's own options may say which rank gets the input.
+    mpirun reads its whole input, even lines that are meant for the next command of a shell loop. Open MPI's mpirun also
+    does not pass on the end of the input. So rank 0 gets the input file itself. There are two exceptions. Ranks may not
+    read from a terminal directly, and mpirun's own options may choose the rank that gets the input.
     """
     options = takewhile(lambda word: word != sys.executable, argv)
     if os.isatty(0) or not {"--stdin", "-stdin", "-s"}.isdisjoint(options):
@@ -361,13 +363,14 @@ def _choose_input(argv: Sequence[str]) -> int:
 def _prepare_child(parent: int, mask: Iterable[int]) -> Callable[[], None]:
     """Return a function that the child process runs between fork and exec.
 
-    The function asks the kernel to send SIGTERM when `parent` ends, and sets the signal mask. It also removes the
-    session folder of an earlier mpirun with the same pid: Open MPI does not start if such a folder exists.
+    The function asks the kernel to send SIGTERM to the child when `parent` ends, and sets the child's signal mask. It
+    also removes the session folder of an earlier mpirun with the child's pid, because Open MPI does not start if such a
+    folder exists.
     """
 
     def prepare() -> None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        # If the parent ended before prctl, no signal will come.
+        # If the parent ended before prctl was called, the kernel will send no signal.
         if os.getppid() != parent:
             os._exit(1)
         remove_session(os.getpid())
@@ -386,7 +389,7 @@ def print_error(text: str) -> None:
 class HeldSignals:
     """Blocks signals and reads them from a signalfd instead.
 
-    These are the signals that end a process (`ENDING`), those that go to the ranks (`PASSED_ON`), and SIGCHLD. Signals
+    The blocked signals are those that end a process (`ENDING`), those for the ranks (`PASSED_ON`), and SIGCHLD. Signals
     that this process ignores, as under nohup, stay ignored. The object can be polled: it is readable when a signal has
     arrived. `close` restores the signal mask.
     """
@@ -394,7 +397,7 @@ class HeldSignals:
     def __init__(self) -> None:
         numbers = [number for number in (*ENDING, *PASSED_ON) if signal.getsignal(number) != signal.SIG_IGN]
         self._blocked = {*numbers, signal.SIGCHLD}
-        # the signal mask before
+        # the signal mask before this object blocked signals
         self.before = signal.pthread_sigmask(signal.SIG_BLOCK, self._blocked)
         bits = sum(1 << (number - 1) for number in self._blocked)
         self._fd = _libc.signalfd(-1, bits.to_bytes(MASK_BYTES, "little"), os.O_CLOEXEC | os.O_NONBLOCK)
@@ -406,9 +409,10 @@ class HeldSignals:
         return self._fd
 
     def read(self) -> Iterator[tuple[int, bool]]:
-        """Yield the number of each signal that has arrived, except SIGCHLD, and True if a terminal sent it.
+        """Yield (number, by_terminal) for each signal that has arrived, except SIGCHLD.
 
-        A terminal sends a signal to all processes of the job. Any other sender sends it to this process alone.
+        `by_terminal` is True if a terminal sent the signal. A terminal sends a signal to all processes of the job, and
+        any other sender only to this process.
         """
         while True:
             try:
@@ -437,7 +441,7 @@ def kill_descendants(spared: int = 0) -> None:
 
 
 def end_descendants(seconds: float) -> None:
-    """Kill all descendants of this process, and wait until they have ended, for at most `seconds`."""
+    """Kill all descendants of this process, and wait for at most `seconds` until they have ended."""
     clock = Clock()
     # waitpid raises ChildProcessError when this process has no children left.
     with suppress(ChildProcessError):
@@ -449,9 +453,9 @@ def end_descendants(seconds: float) -> None:
 
 
 def reap_orphans(spared: int) -> None:
-    """Collect the exit status of orphans that became children of this process and have ended.
+    """Collect the exit status of ended orphans, which became children of this process when their parents ended.
 
-    Stops at `spared`, a child whose status subprocess.Popen still has to collect.
+    Stops at the child `spared`, because subprocess.Popen must collect this child's status itself.
     """
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     while (ended := os.waitid(os.P_ALL, 0, options)) and ended.si_pid != spared:
@@ -462,7 +466,7 @@ def find_descendants() -> list[int]:
     """Return the pids of all descendants of this process that have not ended."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        # A process that has ended in the meantime has no such file any more.
+        # If the process has ended in the meantime, its file no longer exists.
         with suppress(OSError):
             state, parent = read_stat(int(stat.parent.name))[:2]
             if state != b"Z":
@@ -474,10 +478,10 @@ def find_descendants() -> list[int]:
 
 
 class UnconnectedRanks:
-    """The ranks of a job among the descendants of this process that have not connected to `Presence` yet.
+    """Finds, among the descendants of this process, ranks of a job that have not connected to `Presence` yet.
 
-    A process is a rank of the job if its environment has the variables in `environment`, and also those by which a
-    launcher tells a process its rank.
+    A process is a rank of the job if its environment has the variables in `environment`, and also the variables by
+    which a launcher tells a process its rank.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -490,14 +494,14 @@ class UnconnectedRanks:
         return {rank for rank, _ in self._known.values()}
 
     def look(self, connected: Container[int]) -> Iterator[Death]:
-        """Look for new ranks, and yield the deaths of those that have ended since the last call.
+        """Look for new ranks, and yield a death for each rank that has died since the last call.
 
-        Ranks in `connected` are left out, because `Presence` watches them.
+        Ranks in `connected` are left out, because `Presence` watches these ranks.
         """
         for pid in set(find_descendants()) - self._known.keys():
             rank = self._rank(pid)
             if rank >= 0 and rank not in connected:
-                # pidfd_open fails if the process has ended already.
+                # pidfd_open fails if the process has already ended.
                 with suppress(OSError):
                     self._known[pid] = rank, os.pidfd_open(pid)
         for pid, (rank, pidfd) in list(self._known.items()):

@@ -1,7 +1,8 @@
 """Decide what the end of a rank means for its job: when the job must end, its exit code, and the messages about it.
 
-In an ordinary job the first death of a rank ends the job (`OrdinaryVerdict`). With --spares the remaining ranks go on,
-and the job ends when none of them has work left (`SurvivingVerdict`). Both classes have the same methods.
+In an ordinary job the first death of a rank ends the job (`OrdinaryVerdict`). With --spares the remaining ranks go on
+after a death, and the job ends when no rank has work left (`SurvivingVerdict`). A spare is an extra rank that waits to
+take the place of a dead rank. Both classes have the same methods.
 """
 
 from __future__ import annotations
@@ -13,34 +14,36 @@ from typing import NamedTuple
 
 from mpips.launch.running.presence import Death, Presence
 
-# The next four constants say how many seconds mpirun has to end the job by itself, before `mpips run` does it.
-# After the death of a rank:
+# Seconds after the death of a rank until `mpips run` ends the job, unless mpirun has ended it before.
 AFTER_A_DEATH = 4.0
-# After a death before MPI has started. In this case MPICH's mpirun does not end the job.
+# Seconds until `mpips run` ends the job, if a rank has died before MPI has started. The time is short, because MPICH's
+# mpirun does not end such a job.
 BEFORE_THE_START = 1.0
-# After a rank has reported a failure. The rank is then ending the job itself.
+# Seconds until `mpips run` ends the job, after a rank has reported a failure. The time is long, because that rank is
+# itself ending the job.
 AFTER_A_FAILURE = 20.0
-# After deaths that leave no rank with work:
+# seconds after deaths that leave no rank with work until `mpips run` ends the job
 AFTER_THE_LAST = 1.5
 LOST = "mpirun has lost a host"
-# the exit code of a job that has lost a host, if that of mpirun is 0
+# the exit code of a job that has lost a host, if mpirun's exit code is 0
 LOST_CODE = 1
-# MPICH's mpirun exits with the bare number of the signal that ended a rank. Only these numbers are taken for signals.
+# If a signal ends a rank, MPICH's mpirun exits with the bare number of the signal. An exit code with one of these
+# numbers is taken for a signal.
 BARE_CODES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGTERM)
 
 
 class MpirunEnd(NamedTuple):
-    """How mpirun has ended."""
+    """The end of mpirun, and what is known about its cause."""
 
     # mpirun's exit code, or minus the number of the signal that ended mpirun
     mpirun_code: int
     # the signal to `mpips run` that ended the job, or 0
     signal: int = 0
-    # `mpips run` has ended the job because a rank died, failed or never connected
+    # True if `mpips run` has ended the job because a rank died, failed or never connected
     ended_for_ranks: bool = False
-    # mpirun has lost a host while the job was running
+    # True if mpirun has lost a host while the job was running
     lost_host: bool = False
-    # a rank on another host has reported that the job has ended well without the lost ranks
+    # True if a rank on another host has reported that the job has ended well without the lost ranks
     survivors_ended_well: bool = False
     # ssh's message about the lost host, or ""
     cause: str = ""
@@ -65,9 +68,9 @@ class OrdinaryVerdict:
         self._end_time = math.inf
 
     def end_time(self, now: float) -> float:
-        """Return the time at which `mpips run` must end the job. Infinite as long as the job may go on.
+        """Return the time at which `mpips run` must end the job. The time is infinite as long as the job may go on.
 
-        `now` is the current time on the same clock.
+        `now` is the current time by the same clock.
         """
         if self._presence.deaths and self._end_time == math.inf:
             delay = AFTER_A_DEATH if self._presence.started else BEFORE_THE_START
@@ -79,18 +82,18 @@ class OrdinaryVerdict:
         return False
 
     def news(self) -> Iterator[tuple[str, str]]:
-        """Yield the events since the last call in a job that goes on after deaths: a kind and a sentence for each."""
+        """Yield (kind, sentence) for each event since the last call. Only jobs that go on after deaths have events."""
         return iter(())
 
     def code(self, end: MpirunEnd) -> int:
-        """Return the exit code of the job. After a signal it is 128 plus the signal's number, as in shells.
+        """Return the exit code of the job. After a signal the code is 128 plus the signal's number, as in shells.
 
-        Reports of ranks count more than mpirun's exit code, which may be 0 after an interrupt (MPICH).
+        Reports of ranks count more than mpirun's exit code, because MPICH's mpirun may exit with 0 after an interrupt.
         """
         code, presence = end.mpirun_code, self._presence
         if end.signal and (code or not presence.have_all_ended_well()):
             return 128 + end.signal
-        # mpirun may crash while it ends the other ranks. So the code that the failing rank has sent is preferred.
+        # mpirun may crash while it ends the other ranks. So prefer the code that the failing rank has sent.
         if code and presence.code:
             return presence.code
         if presence.deaths and (end.ended_for_ranks or (code and presence.deaths[0].signal == signal.SIGINT)):
@@ -100,7 +103,10 @@ class OrdinaryVerdict:
         return code if code >= 0 else 128 - code
 
     def sentence(self, end: MpirunEnd) -> str:
-        """Return the sentence about the death that ended the job. "" if no death did, or if it was printed already."""
+        """Return the sentence about the death that ended the job.
+
+        Return "" if no death ended the job, or if the cause has already been printed.
+        """
         if end.lost_host:
             return f"{end.loss}: the job has ended"
         death = self._first_death(end)
@@ -109,8 +115,8 @@ class OrdinaryVerdict:
     def death(self, end: MpirunEnd) -> str:
         """Return a description of the death of a rank or the loss of a host that has ended the job, or "".
 
-        `mpips run --restarts` starts the job again after such a death. So a rank that exited with a code of its own
-        does not count: after a restart it would do the same again.
+        `mpips run --restarts` starts the job again after such a death. So the exit of a rank with a code of its own
+        does not count as a death: after a restart the rank would exit again.
         """
         if end.lost_host:
             return end.loss
@@ -118,11 +124,11 @@ class OrdinaryVerdict:
         return _describe(death, self._roles, self.code(end)) if death and death.code is None else ""
 
     def _first_death(self, end: MpirunEnd) -> Death | None:
-        """Return the death that ended the job. None if something else did, or if a rank has reported a failure.
+        """Return the death that ended the job. None if something else ended it, or if a rank has reported a failure.
 
         After a death mpirun ends the other ranks by signals. This process may see the ends of those ranks before the
-        end of the rank that died first, so the order of deaths does not tell which rank it was. If a rank and mpirun
-        have the same exit code, it was this rank.
+        end of the rank that died first. So the order of deaths does not tell which rank died first. If a rank has the
+        same exit code as mpirun, this rank died first.
         """
         deaths, code = self._presence.deaths, end.mpirun_code
         if end.signal or not deaths or self._presence.code:
@@ -136,9 +142,10 @@ class OrdinaryVerdict:
 
 
 class SurvivingVerdict:
-    """The verdict on a job whose remaining ranks go on when one dies. The last `spares` ranks are spares.
+    """The verdict on a job whose remaining ranks go on when a rank dies. The last `spares` ranks are spares.
 
-    The job ends when no rank has work left. If some ranks are on other hosts, only mpirun notices this.
+    The job ends when no rank has work left. If some ranks are on other hosts, only mpirun notices that no rank has work
+    left.
     """
 
     def __init__(self, presence: Presence, roles: Sequence[str], spares: int) -> None:
@@ -165,14 +172,15 @@ class SurvivingVerdict:
     def _first_exit(self) -> Death | None:
         """Return the first death of a rank that exited with a code other than 0, as by os._exit, or None.
 
-        MPI does not notice such an exit, and the other ranks would wait for the rank for ever.
+        MPI does not notice such an exit, and the other ranks would wait for the rank forever.
         """
         return next((death for death in self._presence.deaths if death.code), None)
 
     def is_work_over(self) -> bool:
         """True if it is certain that no rank has work left.
 
-        Also true if a rank has died before MPI has started: the others wait for it in MPI_Init for ever.
+        Also True if a rank has died before MPI has started, because the other ranks would wait for it in MPI_Init
+        forever.
         """
         presence = self._presence
         begun = presence.started or not presence.deaths
@@ -198,9 +206,10 @@ class SurvivingVerdict:
         return len(self._spares - used)
 
     def code(self, end: MpirunEnd) -> int:
-        """Return the exit code of the job: the code of a rank that failed, or else 0 if any rank has ended well.
+        """Return the exit code of the job.
 
-        The job has also failed if its mpirun was killed.
+        This is the exit code of a rank that failed. If no rank failed, it is 0 if any rank has ended well. If a signal
+        ended the job or mpirun, the code is 128 plus the signal's number.
         """
         presence = self._presence
         if end.signal and (end.mpirun_code or presence.deaths):
@@ -238,8 +247,8 @@ class SurvivingVerdict:
     def death(self, end: MpirunEnd) -> str:
         """Return a description of the last death before the job failed, or "".
 
-        If a rank raised an exception after deaths, it could not go on without the dead ranks. So the last death counts
-        as the cause of the exception.
+        If a rank raised an exception after deaths, the reason is that it could not go on without the dead ranks. So the
+        last death counts as the cause of the exception.
         """
         presence = self._presence
         if end.signal or not self.code(end):
@@ -252,7 +261,7 @@ class SurvivingVerdict:
         return _describe(last, self._roles) if last else ""
 
     def _host_loss_ended_job(self, end: MpirunEnd) -> bool:
-        """True if the loss of a host has ended the job. False if any rank has ended well nevertheless."""
+        """True if mpirun has lost a host, and no rank has ended well afterwards: the loss has ended the job."""
         return end.lost_host and not (end.survivors_ended_well or self._presence.ended_well)
 
 
@@ -261,10 +270,11 @@ def _exit_code(death: Death) -> int:
 
 
 def _describe(death: Death, roles: Sequence[str], code: int = 0) -> str:
-    """Return a description of a death: the rank, and how it ended, if that is certain.
+    """Return a description of a death: the rank and, if this is certain, how it ended.
 
-    If the rank's own status is unknown, `code`, the exit code of the job, tells the signal. Only 128 plus a number is
-    taken for a signal: a smaller code could be the number of a signal (MPICH) or the argument of `os._exit`.
+    If the rank's own status is unknown, the signal is taken from `code`, the exit code of the job. Only 128 plus a
+    number counts as a signal. A smaller code could be the bare number of a signal (MPICH) or the argument of
+    `os._exit`.
     """
     role = death.role or (roles[death.rank] if death.rank < len(roles) else "")
     number, how = death.signal or code - 128, "ended without a word"
@@ -276,10 +286,10 @@ def _describe(death: Death, roles: Sequence[str], code: int = 0) -> str:
 
 
 def find_signal(code: int) -> int:
-    """Return the signal that ended a rank, as told by the exit code of mpirun; 0 if the code tells of none.
+    """Return the signal that ended a rank, taken from the exit code of mpirun. Return 0 if the code means no signal.
 
-    The code is 128 plus the signal's number, or with MPICH the number alone. A negative code means that a signal ended
-    mpirun itself, which does not count.
+    The code is 128 plus the signal's number or, with MPICH, only the number. A negative code means that a signal ended
+    mpirun itself. Such a signal is not returned.
     """
     number = code - 128 if code > 128 else code if code in BARE_CODES else 0
     return number if number in set(signal.Signals) else 0

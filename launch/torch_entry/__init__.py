@@ -1,8 +1,9 @@
 """Make the backend "mpips" known to PyTorch, through an entry point, without importing `mpips` before it is used.
 
 PyTorch calls `announce` at the end of every `import torch`, even in processes that never use mpips. So `announce` must
-not import MPI or NumPy. It only adds attributes to `Backend`, the class in torch.distributed (c10d) that lists all
-backends. `init_process_group("mpips")` reads such an attribute before its rendezvous, and this imports `mpips.torch`.
+not import MPI or NumPy. It only adds attributes to `Backend`, the class of torch.distributed (c10d) that lists all
+backends. `init_process_group("mpips")` reads such an attribute before its rendezvous, and the attribute then imports
+`mpips.torch`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ BACKEND_STRINGS = (NAME, f"cpu:{NAME}", f"cpu:{NAME},cuda:nccl", f"cpu:{NAME},cu
 
 
 class _BackendAttribute:
-    """An attribute of c10d's class `Backend`. When it is read for the first time, it registers our backend."""
+    """An attribute of c10d's class `Backend`. Reading the attribute registers our backend."""
 
     # True while our backend is being registered
     loading = False
@@ -26,7 +27,7 @@ class _BackendAttribute:
         self._value = value
 
     def __get__(self, instance: object, owner: type) -> str:
-        # Registering the backend reads this attribute again, which must not register the backend again.
+        # Registering the backend reads this attribute again. That second read must not register the backend again.
         if not _BackendAttribute.loading:
             _BackendAttribute.loading = True
             try:
@@ -47,7 +48,7 @@ def announce() -> None:
 
 
 def load() -> None:
-    """Import the backend and register it. Raises RuntimeError with the cause if it cannot be loaded."""
+    """Import the backend and register it. Raises RuntimeError with the cause if the backend cannot be loaded."""
     try:
         importlib.import_module("mpips.torch.backend").register()
     except (ImportError, OSError, RuntimeError) as error:

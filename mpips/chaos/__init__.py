@@ -1,11 +1,11 @@
-"""Make faults on purpose in a running job, by a seeded plan of kills, stops, full disks and lost links.
+"""Make faults on purpose in a running job, by a plan of kills, stops, full disks and lost links. A seed fixes the plan.
 
     plan = chaos.draw(seed=7, count=3, every=5.0)
     run = chaos.watch(["mpips", "run", "-w", "4", "-s", "2", "--spares", "1", "train.py"], plan, limit=120)
     print(chaos.judge(run))
 
-`judge` reports how long the job took to go on after each fault. For that a program calls `chaos.note(step, loss)` at
-the beginning of each step, which costs nothing in a job that is not watched.
+`judge` reports how long the job took to go on after each fault. To be measured, the job's program calls
+`chaos.note(step, loss)` at the beginning of each step. This call costs nothing in a job that is not watched.
 """
 
 from mpips.chaos.faults import (

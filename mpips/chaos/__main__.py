@@ -103,9 +103,9 @@ def command(
 ) -> None:
     """Run COMMAND, such as `mpips run -w 4 train.py`, and make faults in its ranks, on this machine or a lab's hosts.
 
-    Its program may call `mpips.chaos.note(step, loss)` at the beginning of each step: the report then tells seconds to
-    go on, and whether bits are equal. The exit code is 0 only if the job ended well, nothing is left of it, and no bits
-    differ.
+    If the job's program calls `mpips.chaos.note(step, loss)` at the beginning of each step, the report says how long
+    the job took to go on after each fault, and whether the noted bits differ. The exit code is 0 only if the job ended
+    well and left nothing behind, and no bits differ.
     """
     try:
         plan = chaos.load(replay) if replay else chaos.draw(seed, faults, every, kinds, roles, lasting)
@@ -131,9 +131,9 @@ def command(
 
 
 def watched(command_line: Sequence[str], plan: chaos.FaultPlan, limit: float, lab: str, what: str) -> chaos.WatchedRun:
-    """Run a command under a plan and return the run. Prints a line every `PROGRESS_SECONDS`.
+    """Run a command under a plan of faults and return the run. Prints a line of progress every `PROGRESS_SECONDS`.
 
-    Raises UsageError if the command cannot be run.
+    `what` is "with faults" or "without faults", for this line. Raises UsageError if the command cannot be run.
     """
     printed = time.monotonic()
 
@@ -179,7 +179,7 @@ INCHES = (7.0, 4.0)
 
 
 def draw(path: Path, run: chaos.WatchedRun, reference: chaos.WatchedRun | None = None) -> None:
-    """Draw the values that worker 0 noted, as a picture. Needs matplotlib."""
+    """Draw a picture of the values that worker 0 has noted, with and without faults. Needs matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=INCHES, layout="constrained")
@@ -208,7 +208,10 @@ def draw(path: Path, run: chaos.WatchedRun, reference: chaos.WatchedRun | None =
 
 
 def curve(run: chaos.WatchedRun) -> tuple[list[float], list[float]]:
-    """Return the times and values that worker 0 noted as numbers, whichever process was worker 0 at that time."""
+    """Return the times and the values of the numbers that worker 0 has noted.
+
+    The times count from the first store. After a recovery another process may be worker 0. Its notes are included.
+    """
     began = began_at(run)
     noted = [(note.time, note.value) for note in notes_of(run) if note.worker == 0 and note.value is not None]
     return [time - began for time, _ in noted], [value for _, value in noted]

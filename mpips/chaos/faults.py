@@ -1,4 +1,7 @@
-"""A plan of faults: which fault, to whom, and when. Data, drawn from a seed, that can be saved and replayed. Pure."""
+"""A plan of faults: which fault hits which process, and when. Plans are drawn from a seed, and can be saved and loaded.
+
+Apart from `save` and `load`, all functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,16 @@ import msgspec
 
 from mpips.collectives import files
 
-# kill: SIGKILL to a process
-# stop: SIGSTOP for some seconds
+# kill: the process gets SIGKILL
+# stop: the process is stopped by SIGSTOP for some seconds
 # full: for some seconds no file that the process writes can grow
-# host: SIGKILL to all ranks on the process's host
-# cut: the NICs of its host are down for some seconds
-# slow: the NICs of its host have only a share of their rate for some seconds
+# host: all ranks on the process's host get SIGKILL
+# cut: the NICs of the process's host are down for some seconds
+# slow: the NICs of the process's host have only a share of their rate for some seconds
 KINDS = ("kill", "stop", "full", "host", "cut", "slow")
-# kinds that need a lab
+# Kinds that hit a whole host. They need a lab (`mpips lab`), a cluster that is emulated on this machine.
 OF_HOSTS = ("host", "cut", "slow")
+# kinds that happen at one moment; the others last some seconds
 AT_ONCE = ("kill", "host")
 ROLES = ("any", "worker", "server", "spare")
 CALLS = (
@@ -38,13 +42,13 @@ CALLS = (
     "recover",
     "close",
 )
-# limits of a drawn time between two faults, as multiples of the mean
+# The time between two drawn faults is between these multiples of the mean.
 NEAREST, FARTHEST = 0.5, 1.5
-# least share of a rate
+# the smallest share of its rate that a plan may leave to a NIC
 LEAST_SHARE = 0.001
-# most seconds
+# the longest time in a plan, in seconds
 LONGEST = 1e8
-# limits of a drawn share of a rate
+# A drawn share of a NIC's rate is between these.
 SLOWEST, FASTEST = 0.02, 0.5
 
 
@@ -53,7 +57,10 @@ class PlanError(ValueError):
 
 
 class Point(msgspec.Struct, frozen=True):
-    """A moment in a rank's program: `delay` seconds after the rank begins its `nth` call of `call`, counted from 1."""
+    """A moment in a rank's program: `delay` seconds after the rank begins its call number `nth` of the function `call`.
+
+    `nth` counts from 1.
+    """
 
     rank: int
     call: str
@@ -64,8 +71,8 @@ class Point(msgspec.Struct, frozen=True):
 class Whom(msgspec.Struct, frozen=True):
     """The process that a fault hits.
 
-    With role "rank" it is the rank `number` of the launcher. With another role it is one of the living processes in
-    that role, at place `number` modulo their number.
+    With role "rank" the process is the rank `number` of the launcher. With another role the process is one of the
+    living processes in that role: in the order of their ranks, the one at index `number` modulo their count.
     """
 
     role: Literal["rank", "any", "worker", "server", "spare"]
@@ -76,9 +83,11 @@ class Fault(msgspec.Struct, frozen=True):
     """One fault.
 
     Attributes:
-        at: Seconds since the first store was made, or a point in a rank's program.
-        seconds: How long it lasts, for kinds that last.
-        share: The share of their rate that slow NICs keep.
+        kind: One of `KINDS`.
+        whom: The process to hit.
+        at: When to make the fault: seconds since the first store was made, or a point in a rank's program.
+        seconds: How long the fault lasts. 0 for the kinds that happen at one moment.
+        share: The share of their rate that the NICs keep, for the kind "slow".
     """
 
     kind: Literal["kill", "stop", "full", "host", "cut", "slow"]
@@ -93,7 +102,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class FaultPlan(msgspec.Struct, frozen=True):
-    """The faults to make in a job. `seed` is the one from which they were drawn."""
+    """The faults to make in a job. `seed` is the seed from which they were drawn."""
 
     seed: int = 0
     faults: tuple[Fault, ...] = ()
@@ -112,13 +121,13 @@ def draw(
     Args:
         seed: Determines the plan.
         count: The number of faults.
-        every: Mean of the seconds between two faults.
-        kinds: Kinds of faults, all equally likely.
-        roles: Roles of the processes that are hit, all equally likely.
-        seconds: How long a fault lasts, for kinds that last.
+        every: The mean time between two faults, in seconds.
+        kinds: The kinds of faults to draw from, all equally likely.
+        roles: The roles of the processes to hit, all equally likely.
+        seconds: How long each stop, full disk, cut or slow link lasts.
 
     Raises:
-        PlanError: The arguments make no plan.
+        PlanError: No valid plan can be made from the arguments.
 
     >>> plan = mpips.chaos.draw(seed=7, count=2, every=5.0, kinds=("kill", "stop"))
     >>> [fault.kind for fault in plan.faults]
@@ -147,7 +156,7 @@ def save(plan: FaultPlan, path: str | Path) -> None:
 
 
 def load(path: str | Path) -> FaultPlan:
-    """Return the plan in a file that `save` wrote. Raises PlanError if the file cannot be read or has no plan.
+    """Return the plan from a file that `save` wrote. Raises PlanError if the file cannot be read or has no valid plan.
 
     >>> mpips.chaos.save(mpips.chaos.draw(seed=7, count=1, every=5.0), folder / "plan.json")
     >>> mpips.chaos.load(folder / "plan.json").seed
@@ -162,7 +171,7 @@ def load(path: str | Path) -> FaultPlan:
 
 
 def check_lab(plan: FaultPlan, lab: str) -> None:
-    """Raise PlanError if a plan has faults of hosts and `lab` names no lab.
+    """Raise PlanError if a plan has faults that hit hosts, and `lab` is "".
 
     >>> mpips.chaos.check_lab(mpips.chaos.draw(seed=7, count=1, every=5.0), lab="")  # no fault of a host
     """

@@ -1,7 +1,8 @@
-"""The part of `mpips chaos` inside a rank: messages that tell where the rank is and what its program notes.
+"""The part of `mpips chaos` inside a rank: it sends messages about the rank's calls and about what its program notes.
 
-Faults are made from outside. In a job that is not watched `watched` returns the function itself, and `note` does
-nothing. Each record is one message. Times are of CLOCK_MONOTONIC, which all processes of a machine share.
+The faults themselves are made outside the rank, by the process that watches the job (`chaos.watch`). In a job that is
+not watched, `watched` returns its argument unchanged, and `note` does nothing. Each message is one of the records
+below. Times are of CLOCK_MONOTONIC, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ PLAN, SOCKET = "plan.json", "ranks"
 
 
 class RankUp(msgspec.Struct, tag=True, frozen=True):
-    """A message of a rank that has started, or whose role has changed. `host` is the name of its machine."""
+    """A message from a rank that has started, or whose role has changed. `host` is the name of its machine."""
 
     rank: int
     role: str
@@ -43,7 +44,7 @@ class RankUp(msgspec.Struct, tag=True, frozen=True):
 
 
 class StoreCreated(msgspec.Struct, tag=True, frozen=True):
-    """A message of a rank that has made a store, in which it is worker number `worker` of `workers`."""
+    """A message from a rank that has made a store. The rank is worker number `worker` of the store's `workers`."""
 
     time: float
     rank: int
@@ -52,7 +53,7 @@ class StoreCreated(msgspec.Struct, tag=True, frozen=True):
 
 
 class PointReached(msgspec.Struct, tag=True, frozen=True):
-    """A message of a rank that has reached the point at which fault number `fault` of the plan is due."""
+    """A message from a rank that has reached the point at which fault number `fault` of the plan is due."""
 
     time: float
     rank: int
@@ -60,9 +61,9 @@ class PointReached(msgspec.Struct, tag=True, frozen=True):
 
 
 class StoreRecovered(msgspec.Struct, tag=True, frozen=True):
-    """A message of a rank whose call of `recover` has returned.
+    """A message from a rank whose call of `recover` has returned.
 
-    `step` is the step of all keys, or None if they are not at the same step.
+    `step` is the step that all keys of the store are at, or None if the keys are at different steps.
     """
 
     time: float
@@ -73,9 +74,9 @@ class StoreRecovered(msgspec.Struct, tag=True, frozen=True):
 
 
 class ProgramNote(msgspec.Struct, tag=True, frozen=True):
-    """A message with what the rank's program has noted.
+    """A message with a value that the rank's program has noted.
 
-    `value` is None if that is not a number. `digest` is a hash of its bits.
+    `value` is None if the noted value is not a number. `digest` is a hash of the noted value's bits.
     """
 
     time: float
@@ -87,25 +88,25 @@ class ProgramNote(msgspec.Struct, tag=True, frozen=True):
     digest: str
 
 
-# any message of a rank
+# any message from a rank
 Message = RankUp | StoreCreated | PointReached | StoreRecovered | ProgramNote
 
 
 # On this signal a watched rank writes the stack of every thread to standard error.
 SHOW_STACK = signal.SIGRTMIN + 8
-# seconds that a rank waits to be killed at its own point
+# seconds that a rank waits to be killed at the point where the plan kills it
 TO_BE_KILLED = 5.0
 # the type of `mpips.create`
 Create = TypeVar("Create", bound=Callable[..., Any])
 
 
 class Injector:
-    """A rank's connection to the process that watches the job. If it breaks, messages are dropped."""
+    """A rank's connection to the process that watches the job. If the connection breaks, messages are dropped."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.rank = rank
         self._plan: FaultPlan = load(folder / PLAN)
-        # name of a call -> how often the rank has begun it
+        # name of a call -> how many times the rank has begun that call
         self._counts: Counter[str] = Counter()
         self._store: KVStore | None = None
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -117,7 +118,10 @@ class Injector:
             self._line.send(msgspec.msgpack.encode(message))
 
     def reach(self, call: str) -> None:
-        """Note that the rank begins a call of this name, and report the points of faults that it has reached."""
+        """Count a call that the rank begins, and report each fault whose point is at this call.
+
+        `call` is the name of the called function.
+        """
         self._counts[call] += 1
         reached = self.rank, call, self._counts[call]
         for number, fault in enumerate(self._plan.faults):
@@ -125,18 +129,21 @@ class Injector:
             if isinstance(point, Point) and (point.rank, point.call, point.nth) == reached:
                 self.send(PointReached(time.monotonic(), self.rank, number))
                 own = (fault.whom.role, fault.whom.number) == ("rank", self.rank)
-                # Wait here for the SIGKILL from outside, so that the rank dies exactly at this point.
+                # Wait for the SIGKILL from the watching process, so that the rank dies exactly at this point.
                 if own and not fault.lasts and not point.delay:
                     time.sleep(TO_BE_KILLED)
 
     def place(self) -> tuple[int, int]:
-        """Return this worker's number and the number of workers, or the launcher's numbers if there is no store."""
+        """Return this worker's number in the store, and the number of workers.
+
+        Before a store is made, return this rank's number and the number of ranks.
+        """
         if self._store is None:
             return launched_as(os.environ) or (0, 1)
         return self._store.rank, self._store.num_workers
 
     def take(self, store: KVStore) -> None:
-        """Watch the calls of a store that has been made."""
+        """Begin to watch the calls of a store that has just been made."""
         self._store = store
         for call in CALLS:
             if hasattr(store, call):
@@ -162,7 +169,10 @@ _injectors: list[Injector] = []
 
 
 def watched(create: Create) -> Create:
-    """Return `create` as it is or, in a watched job, one that reports itself and the calls of its stores."""
+    """Return `create` unchanged or, in a watched job, wrapped.
+
+    The wrapper reports its own calls, and watches the calls of the stores that it makes.
+    """
     folder = os.environ.get(WATCHED)
     if not folder:
         return create
@@ -170,7 +180,7 @@ def watched(create: Create) -> Create:
     try:
         injector = Injector(Path(folder), rank)
     except (OSError, ValueError):
-        # The watching process has left.
+        # The watching process has ended.
         return create
     _injectors[:] = [injector]
     injector.send(RankUp(rank, _role(rank, size, {}), socket.gethostname()))
@@ -187,13 +197,14 @@ def watched(create: Create) -> Create:
 
 
 def note(step: int, value: SupportsFloat | bytes | np.ndarray) -> None:
-    """Note that this worker begins a step, and a value, for the report of `mpips chaos`.
+    """Note, for the report of `mpips chaos`, that this worker begins a step, and note a value such as the loss.
 
-    Runs of one program are compared by these values, bit for bit. Local. Does nothing in a job that is not watched.
+    The report compares runs of one program by these values, bit for bit. Local. Does nothing in a job that is not
+    watched.
 
     Args:
-        step: The number of steps that are done.
-        value: A number such as the loss, or an array, of which only a digest is kept.
+        step: The number of steps that have been done before.
+        value: A number, or an array. Only a digest of an array is kept.
 
     >>> for step in range(3):
     ...     mpips.chaos.note(step, 0.5 / (step + 1))
@@ -201,7 +212,7 @@ def note(step: int, value: SupportsFloat | bytes | np.ndarray) -> None:
     if not _injectors:
         return
     injector = _injectors[0]
-    # A tensor of PyTorch may require gradients, and then has no bytes.
+    # A tensor of PyTorch that requires gradients does not give access to its bytes, so detach it.
     if callable(detach := getattr(value, "detach", None)):
         value = detach()
     number = float(value) if isinstance(value, float | int) or getattr(value, "shape", None) == () else None
@@ -213,7 +224,7 @@ def note(step: int, value: SupportsFloat | bytes | np.ndarray) -> None:
         import numpy as np
 
         array: Any = value
-        # Take its bytes, because NumPy has no bfloat16.
+        # View the tensor as bytes, because NumPy has no bfloat16.
         if detach is not None:
             array = array.contiguous().view(-1).view(sys.modules["torch"].uint8).numpy()
         data = np.asarray(array).tobytes()
@@ -222,7 +233,7 @@ def note(step: int, value: SupportsFloat | bytes | np.ndarray) -> None:
 
 
 def _role(rank: int, size: int, options: dict[str, Any]) -> str:
-    """Return the first role of a rank of the launcher: workers come first, then servers, then spares."""
+    """Return the role in which a rank starts. The lowest ranks are workers, then come servers, then spares."""
     servers, spares = (_number(name, options) for name in ("servers", "spares"))
     if rank >= size - spares:
         return "spare"

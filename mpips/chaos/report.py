@@ -1,6 +1,7 @@
-"""Report on a job under faults: seconds until it goes on, rounds done again, bits compared with an undisturbed run.
+"""Report on a job under faults: how fast it went on, how much it did again, and whether its results changed.
 
-Pure functions of what was recorded.
+The report says how many seconds the job took to go on, how many rounds it did again, and whether its results equal the
+results of a run without faults, bit for bit. All functions are pure. They compute the report from the recorded run.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ class Outcome(msgspec.Struct, frozen=True):
     """The outcome of one fault.
 
     Attributes:
-        host: The host of the rank, if the fault hit the host.
-        at: Seconds since the first store was made.
-        seconds: From the fault until every worker that was there and survived has begun a new step, or None if they
-            never did.
+        fault: The number of the fault in the plan.
+        rank: The rank that the fault hit, or whose host it hit. -1 if the job ended before the fault was due.
+        role: The role of this rank.
+        host: The host of this rank, if the fault hit a whole host.
+        at: When the fault was made, in seconds since the first store was made.
+        seconds: The seconds from the fault until every surviving worker has begun a new step. None if the workers did
+            not go on.
         undone: Why the fault was not made, or "".
     """
 
@@ -42,9 +46,13 @@ class ChaosReport(msgspec.Struct, frozen=True):
     """The report of a run.
 
     Attributes:
-        repeated: Rounds that were done again after a recovery.
-        skipped: Steps that no worker noted.
-        bits: "equal", a description of the first difference, or "" if there is no reference and no difference.
+        code: The exit code of the job.
+        hung: True if the job was ended at its time limit.
+        seconds: How long the job ran.
+        repeated: How many rounds were done again after recoveries.
+        skipped: How many steps no worker noted.
+        bits: "equal" if all notes equal the reference's, or a description of the first difference. "" if there is no
+            reference, and steps that were done again gave the same bits.
         left: Processes and files that the job left behind.
     """
 
@@ -60,11 +68,14 @@ class ChaosReport(msgspec.Struct, frozen=True):
 
     @property
     def good(self) -> bool:
-        """True if the job ended well, nothing is left of it, and no bits differ."""
+        """True if the job ended well and left nothing behind, and no bits differ."""
         return not (self.code or self.hung or self.left) and self.bits in ("", EQUAL)
 
     def percentile(self, percent: float) -> float | None:
-        """Return a percentile (nearest rank) of the seconds until the job went on, or None if there are none."""
+        """Return a percentile (nearest rank) of the seconds that the job took to go on after a fault.
+
+        Return None if the job did not go on after any fault.
+        """
         seconds = sorted(fault.seconds for fault in self.faults if fault.seconds is not None)
         return seconds[max(0, math.ceil(percent / 100 * len(seconds)) - 1)] if seconds else None
 
@@ -73,8 +84,8 @@ def judge(run: WatchedRun, reference: WatchedRun | None = None) -> ChaosReport:
     """Report on a run, and compare its notes with those of a run of the same program without faults. Local.
 
     Args:
-        run: What `watch` has returned.
-        reference: A run without faults. Without it, only steps that the run has repeated are compared.
+        run: The run that `watch` has returned.
+        reference: A run without faults. Without a reference, only the steps that the run has repeated are compared.
 
     >>> run = mpips.chaos.watch(["true"], mpips.chaos.FaultPlan(), limit=20)
     >>> mpips.chaos.judge(run).good
@@ -111,12 +122,12 @@ def judge(run: WatchedRun, reference: WatchedRun | None = None) -> ChaosReport:
 
 
 def began_at(run: WatchedRun) -> float:
-    """Return when the first store was made, or when the run began if it made none."""
+    """Return the time at which the first store was made, or the beginning of the run if it made no store."""
     return min((message.time for message in run.messages if isinstance(message, StoreCreated)), default=run.began)
 
 
 def notes_of(run: WatchedRun) -> list[ProgramNote]:
-    """Return the notes of a run's programs, in order of time."""
+    """Return everything that the programs of a run have noted, in order of time."""
     return _notes(run.messages)
 
 
@@ -127,9 +138,10 @@ def _notes(messages: Sequence[Message]) -> list[ProgramNote]:
 def _seconds(
     messages: Sequence[Message], time: float, later: Sequence[float], killed: dict[int, float]
 ) -> float | None:
-    """Return the seconds from a fault at `time` until all workers go on, or None.
+    """Return the seconds from a fault at `time` until all workers go on, or None if they never do.
 
-    If they go on only after the next of the `later` faults, the recovery belongs to both faults.
+    First check whether the workers go on before the next of the `later` faults. If they do not, check whether they go
+    on before the fault after that, and so on. One recovery then counts for several faults.
     """
     for end in [*later, math.inf]:
         went_on = _went_on(messages, time, end, killed)
@@ -139,10 +151,10 @@ def _seconds(
 
 
 def _went_on(messages: Sequence[Message], time: float, end: float, killed: dict[int, float]) -> float | None:
-    """Return when the last of the ranks that worked at `time` began a new step.
+    """Return the time at which all ranks have gone on after a fault at `time`: the last of them began a new step.
 
-    If a rank has recovered before `end`, only steps after its last recovery count. Return None if this is not before
-    `end`.
+    If ranks have recovered between `time` and `end`, all of these ranks must begin a step after their last recovery.
+    Return None if the ranks do not go on before `end`.
     """
     before: dict[int, int] = {}
     recovered: dict[int, float] = {}
@@ -167,7 +179,7 @@ def _went_on(messages: Sequence[Message], time: float, end: float, killed: dict[
 
 
 def _repeated(messages: Sequence[Message]) -> int:
-    """Return the largest number of rounds that a worker did again after its recoveries."""
+    """Return how many rounds the worker that repeated most did again after its recoveries."""
     again: defaultdict[int, int] = defaultdict(int)
     newest: dict[int, int] = {}
     fresh: set[int] = set()
@@ -184,9 +196,10 @@ def _repeated(messages: Sequence[Message]) -> int:
 
 
 def _bits(notes: Sequence[ProgramNote], reference: Sequence[ProgramNote]) -> str:
-    """Compare notes of the same step and worker, in this run and in the reference. Return the first difference.
+    """Compare the notes of each step and worker with the reference. Return a sentence about the first difference.
 
-    A step that is done again must give the same bits. Without a difference, return "equal", or "" without a reference.
+    Notes of a step that was done again are compared with each other, because they must have the same bits. Return
+    "equal" if no notes differ, or "" if no notes differ and there is no reference.
     """
     wanted = {(note.step, note.worker): note for note in reference}
     for note in sorted(notes, key=lambda note: note.step):

@@ -1,7 +1,7 @@
 """Run a command under a plan of faults: listen to its ranks, make faults, end it at a limit, and look for leftovers.
 
-`watch` is the call. `FaultMaker` makes the faults that are due, in ranks and in the hosts of the lab, and ends those
-that last some seconds. `Ranks` are the processes of the job, with a connection and a pidfd for each.
+`watch` does all this. `FaultMaker` makes the faults that are due, in ranks and in the hosts of a lab, and ends the
+faults that last some seconds. `Ranks` holds the processes of the job, with a connection and a pidfd for each.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from mpips.collectives.clock import Clock
 from mpips.collectives.machine import find_peer, find_processes_with, read_stat
 from mpips.collectives.recorder import folders
 
-# seconds for a job's last processes to leave after its command has ended
+# seconds that a job's last processes may take to end after the command has ended
 GRACE = 2.0
-# seconds for a command to end when asked to, before it is killed
+# seconds that a command may take to end after SIGTERM, before it is killed
 END_SECONDS = 8.0
-# seconds for ranks to write their stacks
+# seconds that ranks get to write their stacks
 STACK_SECONDS = 1.0
 LOOK_SECONDS = 0.2
-# beginnings of the names of session folders, which end with the pid of an mpirun
+# How the names of Open MPI's session folders begin. The names end with the pid of an mpirun.
 SESSIONS = "ompi.", "prte."
 
 
@@ -51,7 +51,7 @@ class WatchedRun(msgspec.Struct):
     hung: bool = False
     messages: list[Message] = []
     attempts: list[FaultAttempt] = []
-    # processes that outlived it, and files that it left behind
+    # descriptions of processes that outlived the job, and of files that it left behind
     left: list[str] = []
 
 
@@ -63,23 +63,23 @@ def watch(
     lab: str = "",
     look: Callable[[WatchedRun], None] | None = None,
 ) -> WatchedRun:
-    """Run a command that starts an MPI job of programs that make stores, and make the faults of a plan. Blocking.
+    """Run a command that starts an MPI job whose program makes a store, and make the faults of a plan in it. Blocking.
 
-    Only ranks on this machine, or on the hosts of `lab`, take part.
+    Faults hit only ranks on this machine or on the hosts of `lab`.
 
     Args:
         argv: The command and its arguments.
         plan: The faults. An empty plan only records the job.
-        limit: Seconds after which the job counts as hung. Then each rank writes its stacks, and everything is ended.
+        limit: Seconds after which the job counts as hung. Then each rank writes its stacks, and the job is ended.
         output: A file for the output of the job. Default: the output of this process.
         lab: The name of the lab in which the job runs.
-        look: Called several times a second with the run as it is until then.
+        look: A function that is called several times a second with what has been recorded of the run by then.
 
     Returns:
         The run, for `judge`.
 
     Raises:
-        PlanError: The plan has faults of hosts, and no lab is named.
+        PlanError: The plan has faults that hit hosts, and `lab` is "".
         OSError: The command cannot be run.
 
     >>> run = mpips.chaos.watch(["true"], mpips.chaos.FaultPlan(), limit=20)
@@ -128,9 +128,9 @@ def watch(
 
 
 def _processes(folder: str) -> list[str]:
-    """Kill processes of the job that have not left in time, and return a sentence for each.
+    """Kill processes of the job that have not ended in time, and return a description of each.
 
-    All processes of a watched job have this folder in their environment.
+    All processes of a watched job are found by `folder`, the value of a variable in their environment.
     """
     variable, clock = f"{WATCHED}={folder}", Clock()
     while any(find_processes_with(variable)) and clock.seconds() < GRACE:
@@ -146,9 +146,9 @@ def _processes(folder: str) -> list[str]:
 
 
 def _files(ranks: Ranks) -> list[str]:
-    """Return shared memory of the ranks and session folders of its mpirun that still exist.
+    """Return the files in shared memory and the session folders of mpirun that the job has left behind.
 
-    Pages of ranks that died in a job that died are kept on purpose, and not counted.
+    The status pages of ranks in the folder of jobs are not counted: after a failure they are kept on purpose.
     """
     existing = sorted(path for rank in ranks.all.values() for path in rank.memory if path.exists())
     memory = [path for path in existing if path.parent.parent != folders.jobs_folder()]
@@ -157,7 +157,7 @@ def _files(ranks: Ranks) -> list[str]:
     return [str(path) for path in (*dict.fromkeys(memory), *(path for path in sessions if path.name.endswith(ends)))]
 
 
-# seconds for links to be set
+# seconds that `mpips lab link` may take
 LINK_SECONDS = 20.0
 
 
@@ -165,10 +165,13 @@ class FaultAttempt(msgspec.Struct, frozen=True):
     """A fault of the plan that was due: when it was made and whom it hit, or why it was not made.
 
     Attributes:
-        fault: Its number in the plan.
-        rank: The rank that it hit, or whose host it hit.
-        killed: All ranks that it ended.
-        undone: Why it was not made, or "".
+        fault: The number of the fault in the plan.
+        time: When the fault was made or, if it was not made, when it was due.
+        rank: The rank that the fault hit, or whose host it hit.
+        role: The role of this rank.
+        host: The name of the host, if the fault hit a whole host.
+        killed: All ranks that the fault has killed.
+        undone: Why the fault was not made, or "".
     """
 
     fault: int
@@ -181,9 +184,9 @@ class FaultAttempt(msgspec.Struct, frozen=True):
 
 
 class FaultMaker:
-    """Makes the faults of a plan when they are due, and ends those that last some seconds.
+    """Makes the faults of a plan when they are due, and ends the faults that last some seconds.
 
-    Times are of time.monotonic().
+    All times are values of time.monotonic().
     """
 
     def __init__(self, plan: FaultPlan, ranks: Ranks, lab: str) -> None:
@@ -191,15 +194,19 @@ class FaultMaker:
         self._plan = plan
         self._ranks = ranks
         self._lab = lab
-        # True once the first store was made, from which the times of faults count
+        # True once the first store was made. The times of faults count from that moment.
         self._timed = False
-        # heap of (time, number of the fault) of faults to make
+        # heap of the faults to make, each as (time, number of the fault)
         self._due: list[tuple[float, int]] = []
-        # (time at which it ends, fault, rank) of faults that last now
+        # the faults that last now, each as (time at which it ends, fault, rank)
         self._until: list[tuple[float, Fault, WatchedRank]] = []
 
     def take(self, message: Message) -> None:
-        """Note when faults are due, if the message determines that."""
+        """Schedule the faults whose time this message determines.
+
+        The message about the first store schedules all faults whose `at` is in seconds. A message that a rank has
+        reached a point schedules the fault of that point.
+        """
         if isinstance(message, StoreCreated) and not self._timed:
             self._timed = True
             for number, fault in enumerate(self._plan.faults):
@@ -211,7 +218,7 @@ class FaultMaker:
             heapq.heappush(self._due, (message.time + point.delay, message.fault))
 
     def wait(self) -> float:
-        """Return the seconds until something is due."""
+        """Return the seconds until the next fault must be made or ended."""
         next_ = min([*(at for at, _ in self._due[:1]), *(at for at, _, _ in self._until)], default=math.inf)
         return next_ - time.monotonic()
 
@@ -232,7 +239,7 @@ class FaultMaker:
         self.end(now)
 
     def end(self, now: float = math.inf) -> None:
-        """End the faults that have lasted their time or, without `now`, all of them."""
+        """End the faults whose time is over at `now`. Without `now`, end all faults that still last."""
         over = [(fault, rank) for at, fault, rank in self._until if at <= now]
         self._until = [entry for entry in self._until if entry[0] > now]
         for fault, rank in over:
@@ -244,7 +251,7 @@ class FaultMaker:
                 self._set_links(rank.host)
 
     def _made(self, number: int, fault: Fault, rank: WatchedRank) -> FaultAttempt:
-        """Make a fault, or begin one that lasts."""
+        """Make a fault. If the fault lasts some seconds, begin it."""
         now, host = time.monotonic(), rank.host if fault.kind in OF_HOSTS else ""
         if not fault.lasts:
             hit = self._ranks.beside(rank) if fault.kind == "host" else [rank]
@@ -262,9 +269,9 @@ class FaultMaker:
         return FaultAttempt(number, now, rank.rank, rank.role, host, undone=undone)
 
     def _set_links(self, host: str) -> str:
-        """Set the NICs of a host up, down, or to a share of their rate, as the faults that last now require.
+        """Set the NICs of a host up, down, or to a share of their rate, as the faults that now last require.
 
-        Blocks while the command runs. Return the reason if it fails, else "".
+        Blocks while `mpips lab link` runs. If it fails, return the reason, otherwise "".
         """
         faults = [fault for _, fault, rank in self._until if rank.host == host]
         state = "down" if any(fault.kind == "cut" for fault in faults) else "up"
@@ -286,7 +293,7 @@ def _limit_files(pid: int, full: bool) -> None:
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (0 if full else most, most))
 
 
-# most bytes of a message
+# the most bytes of a message
 MOST_BYTES = 4096
 SHARED = "/dev/shm/"
 
@@ -299,17 +306,17 @@ class WatchedRank:
         self.rank = -1
         self.role = ""
         self.host = ""
-        # named shared memory that the process has been seen with
+        # files of shared memory that the process has mapped at some time
         self.memory: set[Path] = set()
         self.pid = find_peer(line).pid
         try:
             self.process = os.pidfd_open(self.pid)
         except ProcessLookupError:
-            # The process has ended, but its messages can still be read.
+            # The process has already ended, but its messages can still be read.
             self.process = -1
 
     def look(self) -> None:
-        """Note which named shared memory the process has."""
+        """Record which files of shared memory the process has mapped now."""
         with suppress(OSError):
             lines = Path(f"/proc/{self.pid}/maps").read_text(errors="replace").splitlines()
             self.memory |= {Path(line[line.index(SHARED) :]) for line in lines if SHARED in line}
@@ -324,7 +331,7 @@ class WatchedRank:
 
     @property
     def is_elsewhere(self) -> bool:
-        """True if the process is on a host of a lab and not on this machine itself."""
+        """True if the process runs on a host of a lab, and not directly on this machine."""
         with suppress(OSError):
             return os.readlink(f"/proc/{self.pid}/ns/net") != os.readlink("/proc/self/ns/net")
         return False
@@ -355,7 +362,7 @@ class Ranks:
         self._poll.register(self._listener, select.POLLIN)
 
     def hear(self, seconds: float) -> list[Message]:
-        """Return the messages that have arrived, after a wait of at most `seconds`."""
+        """Wait at most `seconds` for messages to arrive, and return them."""
         news: list[Message] = []
         for descriptor, _ in self._poll.poll(max(0.0, 1000 * seconds)):
             if descriptor == self._listener.fileno():
@@ -365,14 +372,14 @@ class Ranks:
         return news
 
     def living(self, whom: Whom) -> WatchedRank | None:
-        """Return the living process that a fault of the plan hits, or None."""
+        """Return the process that a fault on `whom` hits, or None if no such process is alive."""
         if whom.role == "rank":
             return next((rank for rank in self.all.values() if rank.rank == whom.number and rank.alive), None)
         fit = [rank for rank in self.all.values() if whom.role in ("any", rank.role) and rank.alive]
         return sorted(fit, key=lambda rank: rank.rank)[whom.number % len(fit)] if fit else None
 
     def beside(self, rank: WatchedRank) -> list[WatchedRank]:
-        """Return the living ranks on the host of a rank, including itself."""
+        """Return the living ranks on the host of `rank`, including `rank` itself."""
         return [other for other in self.all.values() if other.host == rank.host and other.alive]
 
     def close(self) -> None:
@@ -381,15 +388,16 @@ class Ranks:
         self._listener.close()
 
     def _admit(self) -> list[Message]:
-        """Accept all new connections and return their first messages. A rank may have ended already."""
+        """Accept all new connections, and return the messages that have already arrived on them."""
         news: list[Message] = []
-        # BlockingIOError: there is no further connection.
+        # BlockingIOError: all waiting connections have been accepted.
         with suppress(BlockingIOError):
             while True:
                 line, _ = self._listener.accept()
                 line.setblocking(False)
                 rank = self.all[line.fileno()] = WatchedRank(line)
                 self._poll.register(line, select.POLLIN)
+                # The rank may already have ended.
                 with suppress(OSError):
                     self.parents.add(int(read_stat(rank.pid)[1]))
                 news += self._read(line.fileno())

@@ -1,9 +1,9 @@
 """Notice at the end of a job that its ranks never exchanged anything.
 
-If a program does not find the other ranks, every rank silently trains a model of its own. Rank 0 judges for all, by the
-traces that an exchange leaves in its process; exchanges without rank 0 are rare. An exchange is assumed if MPI was
-started or a group of another library was made. With PyTorch's backend "mpips" a group is not enough: gradients must
-have gone through it.
+If a program does not find the other ranks, every rank silently trains a model of its own. Rank 0 judges for the whole
+job by its own process, because exchanges without rank 0 are rare. Rank 0 assumes an exchange if its process has started
+MPI or has made a process group of another library. With PyTorch's backend "mpips" a process group is not enough:
+gradients must have gone through it.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from mpips.store.world import launched_as
 
 
 def remark() -> str:
-    """Return what rank 0 says at the end of a job that has exchanged nothing.
+    """Return the sentence that rank 0 prints at the end of a job whose ranks have exchanged nothing.
 
-    Return "" on other ranks and in other jobs.
+    Return "" on the other ranks, and if the ranks have exchanged something.
     """
     rank, size = launched_as(os.environ) or (0, 1)
     if rank or size < 2:
@@ -44,7 +44,7 @@ def remark() -> str:
 
 
 def _has_other_group() -> bool:
-    """True if this process has, or had, a group of processes that was made without mpips."""
+    """True if this process has, or had, a process group that another library than mpips has made."""
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is not None and (getattr(c10d, "_default_pg_init_method", None) is not None or c10d.is_initialized()):
         return True
@@ -52,6 +52,6 @@ def _has_other_group() -> bool:
     if jax is not None and jax.global_state.coordinator_address is not None:
         return True
     with suppress(OSError), open("/proc/self/maps") as maps:
-        # This is a library that starts MPI by itself.
+        # A loaded MPI library means that a library other than mpi4py may have started MPI.
         return any("/libmpi" in line for line in maps)
     return False

@@ -2,20 +2,20 @@
 
 MPI starts when the program imports mpi4py. The import returns once all ranks have imported it.
 
-A rank reports to the `mpips run` of its machine, if one listens: that it has started, that MPI has started, its role,
-and how it ends. A process that ends without reporting how counts as dead. The last message is sent after everything
-that closes at exit has closed. If ranks have died and no launcher listens, as on another host, the lowest rank that is
-left reports them on standard error.
+A rank reports to the `mpips run` of its machine, if one listens. It reports that the process has started, that MPI has
+started, its role, and how it ends. A process that ends without such a last message counts as dead. The last message is
+sent after all other atexit handlers have run. If ranks have died and no launcher listens, because `mpips run` is on
+another host, the lowest surviving rank prints the dead ranks on standard error.
 
-A child that starts a new program, as with `subprocess`, inherits the variables by which a launcher tells a rank its
-place. If the child imports MPI, MPI takes it for that rank and hangs. So these variables are hidden from children as
-soon as MPI has started, and a child that imports MPI becomes a world of its own. A forked child inherits MPI's
-memory. So it exits without mpi4py's finalization, which would end MPI or the job.
+A child that runs a new program, as with `subprocess`, inherits the environment variables by which a launcher tells a
+rank its place. If the child imported MPI, MPI would take the child for that rank and hang. So these variables are
+hidden from children as soon as MPI has started, and a child that imports MPI becomes a world of its own. A forked child
+inherits MPI's memory. So it exits without mpi4py's finalization, which would end MPI or the job.
 
-After a death, MPI_Finalize of Open MPI hangs in one of five runs, and mpi4py calls it after the interpreter has ended.
-So it is called earlier, in a thread. If it returns in time, mpi4py sees that MPI has ended and does not call it. If
-not, the thread is abandoned, and an on_exit handler of the C library, which is given the program's exit code, ends the
-process before anything else can hang.
+After the death of a rank, MPI_Finalize of Open MPI hangs in one of five runs, and mpi4py calls MPI_Finalize after the
+interpreter has ended. So this module calls it earlier, in a thread. If the call returns in time, mpi4py sees that MPI
+has ended and does not call it again. Otherwise the thread is abandoned, and an on_exit handler of the C library ends
+the process with the program's exit code before anything else can hang.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ _closers: list[Callable[[], None]] = []
 
 
 def before_mpi_ends(close: Callable[[], None]) -> None:
-    """Call `close` at exit, or earlier if the program ends MPI itself. The last one registered is called first.
+    """Register `close` to be called at exit, and also when the program itself calls `MPI.Finalize()`.
 
-    It may be called twice.
+    So `close` may be called twice. The function that was registered last is called first.
     """
     _closers.append(close)
     atexit.register(close)
 
 
 def _close_before_finalize() -> None:
-    """Let `MPI.Finalize()` first close what is still open. Called when MPI has started.
+    """Make `MPI.Finalize()` first call the functions in `_closers`. Called when MPI has started.
 
-    An open store would otherwise need MPI at exit, when MPI has already ended.
+    Otherwise a store that is still open would need MPI at exit, when MPI has already ended.
     """
     module = sys.modules["mpi4py.MPI"]
     finalize = module.Finalize
@@ -96,13 +96,16 @@ def _close_before_finalize() -> None:
 
 
 def runs() -> bool:
-    """True if MPI has started here, or in the process of which this one is a fork."""
+    """True if MPI has started in this process. In a fork, also True if MPI had started before the fork."""
     module = sys.modules.get("mpi4py.MPI")
     return module is not None and bool(module.Is_initialized())
 
 
 def when_started(call: Callable[[], None]) -> None:
-    """Call `call` when the program imports MPI, if that starts it, or at once if MPI has started already."""
+    """Call `call` as soon as MPI has started: at once, or when the program imports mpi4py.MPI.
+
+    If the import does not start MPI, `call` is never called.
+    """
     if runs():
         call()
     elif "mpi4py.MPI" not in sys.modules:
@@ -112,7 +115,10 @@ def when_started(call: Callable[[], None]) -> None:
 
 
 def open_page() -> None:
-    """Let other processes of this user see what this rank does. Called when MPI has started."""
+    """Create the shared-memory page in which other processes of this user can see what this rank does.
+
+    Called when MPI has started.
+    """
     world = sys.modules["mpi4py.MPI"].COMM_WORLD
     tracing.begin(world.rank, world.size)
 
@@ -123,10 +129,10 @@ class _Importing(MetaPathFinder):
     Ctrl-C is deferred until the import is over. Otherwise:
 
     1. Ctrl-C breaks the import off after MPI has started.
-    2. The program has no module of MPI, but its process is a rank.
-    3. The other ranks wait for this rank for ever.
+    2. The program has no module mpi4py.MPI, but MPI counts its process as a rank.
+    3. The other ranks wait for this rank forever.
 
-    After the import the interrupt counts as an uncaught one, which ends the job.
+    If Ctrl-C came during the import, an uncaught KeyboardInterrupt follows the import and ends the job.
     """
 
     def find_spec(
@@ -162,7 +168,7 @@ class _Importing(MetaPathFinder):
 
 @contextmanager
 def _one_sentence() -> Iterator[None]:
-    """Replace mpi4py's error about a missing library by one sentence, with the same type."""
+    """Replace mpi4py's long error about a missing MPI library with one sentence. The type of the error stays."""
     try:
         yield
     except (ImportError, RuntimeError) as error:
@@ -173,7 +179,10 @@ def _one_sentence() -> Iterator[None]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[list[int]]:
-    """Collect interrupts that arrive in the block, if they would raise KeyboardInterrupt."""
+    """Yield a list that collects the interrupts (Ctrl-C) of the block, instead of raising KeyboardInterrupt.
+
+    If the program has its own handler for SIGINT, or this is not the main thread, nothing is changed.
+    """
     came: list[int] = []
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -188,20 +197,20 @@ def _uninterrupted() -> Iterator[list[int]]:
 
 # the variable by which `mpirun --with-ft ulfm` tells each rank that it may survive deaths
 SURVIVES = "OMPI_MCA_mpi_ft_enable"
-# seconds for MPI_Finalize after a death. It usually takes some milliseconds.
+# Seconds that MPI_Finalize may take after the death of a rank. It usually takes some milliseconds.
 AFTER_A_DEATH = 1.0
-# seconds for MPI_Finalize if no death is known: other ranks may still be busy
+# Seconds that MPI_Finalize may take if no death is known. Longer, because MPI_Finalize waits for ranks that are busy.
 OTHERWISE = 20.0
 
 
 def survives() -> bool:
-    """True if this process was started so that it survives the death of other ranks."""
+    """True if the launcher has started this process so that it survives the death of other ranks."""
     return os.environ.get(SURVIVES, "").lower() in ("1", "true")
 
 
 @cache
 def end_mpi_in_time() -> None:
-    """Ensure that this process ends after everything else at exit has been done, even if MPI_Finalize hangs.
+    """Ensure that this process ends even if MPI_Finalize hangs. Its other atexit handlers still run before the end.
 
     Called when mpips is imported. Does not need MPI.
     """
@@ -218,7 +227,7 @@ def _end_mpi() -> None:
 
 
 def dead() -> list[int] | None:
-    """Return the ranks of the job that are known to have died, or None if MPI does not run or cannot tell."""
+    """Return the ranks of the job that are known to have died, or None if MPI does not run or does not know."""
     if (module := _running()) is None:
         return None
     from mpips.collectives.fabric.failure import dead_ranks
@@ -236,7 +245,7 @@ def _running() -> Any:
 
 
 def finalized(finalize: Callable[[], object], seconds: float) -> bool:
-    """Call `finalize` in a thread. Return True if it returns in time."""
+    """Call `finalize` in a thread. Return True if `finalize` returns within `seconds`."""
     caller = threading.Thread(target=finalize, daemon=True)
     caller.start()
     caller.join(seconds)
@@ -244,7 +253,10 @@ def finalized(finalize: Callable[[], object], seconds: float) -> bool:
 
 
 def leave_at_once() -> None:
-    """End the process at exit with its exit code, without the remaining steps of threads and libraries."""
+    """Register a handler that ends the process with its exit code as soon as the C library's exit() begins.
+
+    The exit handlers of libraries, and threads that still run, can then no longer hang the process.
+    """
     libc = ctypes.CDLL(None)
     libc.fflush(None)
     libc.on_exit(libc["_exit"], None)
@@ -256,9 +268,9 @@ PR_SET_PDEATHSIG = 1
 
 
 class StatusLine:
-    """The connection by which this process reports to its launcher.
+    """The connection through which this process reports to its launcher.
 
-    Messages are dropped if no launcher listens, and in forks.
+    If no launcher listens, messages are dropped. A forked child sends no messages.
     """
 
     def __init__(self) -> None:
@@ -267,11 +279,11 @@ class StatusLine:
         self._well = False
         job = launched_as(os.environ)
         self._rank = job[0] if job else 0
-        # True if a launcher of this user listens
+        # True if a launcher that belongs to this user listens
         self._is_heard = False
         self._line = socket.socket(socket.AF_UNIX)
         self._line.settimeout(SECONDS)
-        # Remove them, so that processes which this one starts do not report.
+        # Remove both variables, so that processes which this one starts do not report to the launcher.
         name, has_input = os.environ.pop(PRESENCE, ""), os.environ.pop(INPUT, "")
         if job and name:
             with suppress(OSError):
@@ -288,9 +300,9 @@ class StatusLine:
         _lines.append(self)
 
     def _take_input(self) -> None:
-        """Read standard input in place of `mpips run`.
+        """Make the standard input of `mpips run` the standard input of this process.
 
-        What the program does not read stays for the caller of `mpips run`.
+        What the program does not read is left for the program that has called `mpips run`.
         """
         with suppress(OSError):
             _, (file, *_), _, _ = socket.recv_fds(self._line, 1, 1)
@@ -338,14 +350,15 @@ class StatusLine:
                 self._line.send(word)
 
 
-# the line of this process, if `python -m mpips` runs its program
+# the StatusLine of this process; empty unless `python -m mpips` runs the program
 _lines: list[StatusLine] = []
 
 
 def say_role(role: str, step: int | None = None) -> None:
-    """Tell the launcher that a spare has got a role, such as "worker of client 1", and its first step if that is known.
+    """Tell the launcher that this rank, a spare until now, has got a role, and its first step if that is known.
 
-    The launcher then names the process by this role, and its end counts for the job.
+    An example of a role is "worker of client 1". The launcher then names the process by this role. From then on the end
+    of this process counts for the job.
     """
     for line in _lines:
         line.has_role(role, step)
@@ -363,7 +376,7 @@ _forks: dict[int, bool] = {}
 
 @cache
 def keep_children_from_being_ranks() -> None:
-    """Ensure that processes which this one starts are not taken for ranks. Called when mpips is imported.
+    """Ensure that MPI does not take the children of this process for ranks. Called when mpips is imported.
 
     Does not need MPI.
     """
@@ -378,21 +391,21 @@ def is_started() -> bool:
 
 
 def is_fork() -> bool:
-    """True if this process is a fork of a rank, and not a rank by an MPI that it has started itself."""
+    """True if this process is a fork, unless it has started MPI itself after the fork."""
     return os.getpid() in _forks and (_forks[os.getpid()] or not runs())
 
 
 def hide_variables() -> None:
-    """Hide from children the variables that make this process a rank. `os.environ[name]` still has them here."""
+    """Hide from children the variables that make this process a rank. Here `os.environ[name]` still returns them."""
     for name in [name for name in os.environ if tells_rank(name)]:
-        # This removes it from what children inherit, and not from `os.environ`.
+        # This removes the variable from the environment that children inherit, but not from `os.environ`.
         os.unsetenv(name)
-    # `subprocess` with env={**os.environ} iterates over it, and must not find them.
+    # `subprocess` with env={**os.environ} iterates over `os.environ`. The iteration must not find the variables.
     os.environ.__class__ = _OfRank
 
 
 def leave_fork(code: int) -> NoReturn:
-    """End this fork of a rank as Python does, but without mpi4py's last step."""
+    """End this fork of a rank as Python would end it, but without mpi4py's finalization."""
     for step in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
         with suppress(Exception):
             step()
@@ -403,7 +416,7 @@ def leave_fork(code: int) -> NoReturn:
 def flush() -> None:
     """Flush what the program has printed.
 
-    Its `sys.stdout` and `sys.stderr` may be replaced by any object, or closed.
+    Errors are ignored: the program may have closed `sys.stdout` or `sys.stderr`, or replaced it with any object.
     """
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
@@ -411,7 +424,10 @@ def flush() -> None:
 
 
 def say(text: str) -> None:
-    """Write to standard error directly, because the program's `sys.stderr` may be replaced by any object, or closed."""
+    """Write `text` directly to standard error.
+
+    The program may have closed `sys.stderr`, or replaced it with any object.
+    """
     with suppress(OSError):
         os.write(2, text.encode(errors="backslashreplace"))
 
@@ -419,7 +435,7 @@ def say(text: str) -> None:
 class _OfRank(os._Environ):  # type: ignore[type-arg]
     """The environment of a rank.
 
-    Copies of it, which are made for children, lack the variables that make this one a rank.
+    A copy, such as a program makes for a child, lacks the variables that make this process a rank.
     """
 
     def __iter__(self) -> Iterator[str]:

@@ -1,11 +1,11 @@
 """An uncaught error ends the job: it is printed once for all ranks that share it, and then all ranks are ended.
 
-A rank other than 0 with an uncaught error waits a moment for another rank to announce the same error. Errors are the
-same if type and sentence (without the rank in front) and the place in the user's program are equal, or, if the sentence
-is ours, if the sentences are equal. If the same error is announced, the rank prints nothing. If another error or none
-is announced, it prints its own, tells the others so, and ends the job. So an error that only one rank has is always
-printed. A rank that has only learnt of another rank's mistake waits longer, because the traceback to show is that of
-the other rank.
+A rank other than 0 with an uncaught error waits a moment for another rank to announce the same error. Two errors count
+as the same if their types, their sentences (without the rank in front) and their places in the user's program are
+equal. If mpips itself wrote the sentence, equal sentences are enough. If another rank announces the same error, this
+rank prints nothing. Otherwise this rank prints its own error, announces it to the other ranks, and ends the job. So an
+error that only one rank has is always printed. A rank whose error is about another rank's mistake waits longer, because
+the traceback of that other rank is the one to show.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ if TYPE_CHECKING:
 
 LOG = log.get("mpips.ending")
 RUNNERS = (os.path.join("mpips", "__main__.py"), os.path.join("mpi4py", "run.py"), "<frozen runpy>", "runpy.py")
-# the exit code after Ctrl-C, as of shells
+# the exit code after Ctrl-C, which shells also use
 INTERRUPTED = 130
-# tags of messages on COMM_WORLD when a job ends: "I print this error", and "I have it, too"
+# tags of messages on COMM_WORLD when a job ends. SAID: "I print this error". SHARED: "I have the error that you print".
 SAID, SHARED = 32101, 32102
 DIGEST_BYTES = 16
-# seconds to wait for another rank to print the error. Rank r waits r * STAGGER longer, at most PATIENCE.
+# Seconds to wait for another rank to announce the error. Rank r waits r * STAGGER longer, but at most PATIENCE longer.
 PATIENCE = 0.4
 STAGGER = 0.01
-# seconds for the launcher to read what was printed; MPICH's launcher drops the rest when a rank aborts
+# Seconds to let the launcher read what a rank has printed. When a rank aborts, MPICH's launcher drops unread output.
 LAST_WORDS = 0.5
-# seconds to wait to be ended by the rank that has printed the error
+# seconds that a rank waits for the rank that has printed the error to end the job
 ABORTED = 10.0
 
 
@@ -60,8 +60,8 @@ _handled: list[BaseException] = []
 def install_hooks() -> None:
     """From now on, print an uncaught exception in any thread with its rank, and end the job.
 
-    Called when mpips is imported. Does not need MPI. A program may set hooks of its own later. They run, and then the
-    job is ended all the same (`end_after_hook`).
+    Called when mpips is imported. Does not need MPI. If the program later sets hooks of its own, its hooks run first,
+    and then `end_after_hook` ends the job.
     """
     before, before_in_threads = sys.excepthook, threading.excepthook
 
@@ -75,8 +75,8 @@ def install_hooks() -> None:
             try:
                 _raised(kind, error, trace)
             except ImportError:
-                # A file beside the program, such as a numpy.py, hides a module that _raised() imports. The program's
-                # own error says so.
+                # A file beside the program, such as numpy.py, hides a module that _raised() imports. The program's own
+                # error is about that file, so show it the usual way.
                 before(kind, error, trace)
 
     def thread_hook(args: threading.ExceptHookArgs) -> None:
@@ -92,7 +92,7 @@ def install_hooks() -> None:
     sys.excepthook = hook
     threading.excepthook = thread_hook
     _see_past_hooks_of_threads()
-    # This must run before the handlers of atexit. There an open store would wait for ranks that wait for this one.
+    # This must run before the atexit handlers, in which an open store would wait for ranks that wait for this one.
     threading._register_atexit(_end_after_program)  # type: ignore[attr-defined]
 
 
@@ -116,10 +116,10 @@ def _see_past_hooks_of_threads() -> None:
 
 
 def _end_after_program() -> None:
-    """End the job if the main program was left by an exception that the program's own hook has shown.
+    """End the job if an exception has ended the main program and the program's own hook has shown it.
 
-    Python keeps the last exception that it has shown, and so do debuggers and test runners. The program's own exception
-    is the one that has left the outermost frame.
+    Python keeps the last exception that it has shown in `sys.last_value`, but debuggers and test runners also set this
+    variable. Only an exception that has left the outermost frame has ended the program.
     """
     error, trace = getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)
     if error is None or trace is None or _is_handled(error) or hasattr(sys, "ps1"):
@@ -135,9 +135,10 @@ def _is_handled(error: BaseException) -> bool:
 
 
 def show(error: BaseException) -> SystemExit | None:
-    """Show an error that has left the program, by `sys.excepthook`. Return the SystemExit that the hook raises, if any.
+    """Show an error that has left the program through `sys.excepthook`. Return the SystemExit that the hook raises.
 
-    If the hook fails, print both errors, as Python does. Returns only if the hook is not ours or this process is alone.
+    Return None if the hook raises none. If the hook fails with another error, print both errors, as Python does. If the
+    hook is ours and the job has several ranks, this function does not return.
     """
     trace = error.__traceback__ = _users(error, _without_runner(error.__traceback__))
     try:
@@ -145,7 +146,7 @@ def show(error: BaseException) -> SystemExit | None:
     except SystemExit as left:
         return left
     except BaseException as failure:
-        # Whatever error this is, the job must end.
+        # The hook may raise any error. It must not keep the job from ending.
         failure.__suppress_context__ = True
         first = failure.__traceback__.tb_next if failure.__traceback__ is not None else None
         flush()
@@ -163,7 +164,10 @@ def show(error: BaseException) -> SystemExit | None:
 
 
 def end_after_hook(error: BaseException, code: int = 1) -> None:
-    """End the job after an uncaught error that the program's own hook got. The hook may or may not have shown it."""
+    """End the job after an uncaught error for which the program's own hook has run.
+
+    The hook may or may not have shown the error, so one line about the error is printed.
+    """
     if not is_alone() and not _is_handled(error):
         _write_down(type(error), error, error.__traceback__)
         say_failure(code)
@@ -171,7 +175,7 @@ def end_after_hook(error: BaseException, code: int = 1) -> None:
 
 
 def is_alone() -> bool:
-    """True if no other process depends on this one: a program without MPI, or a world of size 1."""
+    """True if no other process depends on this one: MPI has not started or has ended, or the world has size 1."""
     if not is_started():
         return True
     module = sys.modules["mpi4py.MPI"]
@@ -179,12 +183,12 @@ def is_alone() -> bool:
 
 
 def end_unstarted(what: str, code: int = 1) -> None:
-    """Print `what` happened, and end a job whose MPI this rank has not started. The rank must then exit with `code`.
+    """Print `what` happened, and end the job. Called on a rank that has not started MPI, which must exit with `code`.
 
-    MPI is not started for that, because its start waits for all other ranks, and they may be busy or have left. With
-    Open MPI's mpirun the exit code is enough. But it may crash if other ranks are just starting MPI, so they get a
-    moment first. MPICH's launcher lets the others wait for a rank that has left, unless its process manager is told to
-    end all.
+    MPI is not started only to abort it, because its start waits for all other ranks, and these may be busy or may have
+    left. With Open MPI's mpirun the exit code is enough to end the job. But mpirun may crash if other ranks are just
+    starting MPI, so this function gives them a moment. With MPICH the other ranks would wait forever for a rank that
+    has left, so this function asks MPICH's process manager to end the job.
     """
     place = launched_as(os.environ)
     if place is None or place[1] == 1:
@@ -200,18 +204,21 @@ def end_unstarted(what: str, code: int = 1) -> None:
             line.sendall(b"cmd=init pmi_version=1 pmi_subversion=1\n")
             line.recv(1024)
             line.sendall(b"cmd=abort exitcode=%d\n" % code)
-            # This returns when the launcher has read the message.
+            # This returns when the process manager has read the message.
             line.recv(1024)
 
 
 def end(what: str, text: str = "", code: int = 1, same: Hashable = None, told: bool = False) -> None:
-    """Print `text` and `what` happened, unless a rank with an equal `same` prints it, and end the job with `code`.
+    """Print `text` and `what` happened, and end the job with `code`. If another rank prints this error, do not print.
 
     Returns only in the main thread of a world of size 1, which ends as any Python program does.
 
     Args:
-        same: Equal on ranks that have the same error. By default `what`.
-        told: Another rank has more to show of this error. It gets more time to do so.
+        what: What happened, for the line that ends with "the job ends".
+        text: The text to print before this line, such as a traceback.
+        code: The exit code of the job.
+        same: A value that is equal on ranks that have the same error. Default: `what`.
+        told: True if the error is about another rank's mistake. That rank then gets more time to print its traceback.
     """
     from mpi4py import MPI
 
@@ -223,7 +230,7 @@ def end(what: str, text: str = "", code: int = 1, same: Hashable = None, told: b
         say(text)
         return
     mark = hashlib.blake2b(repr(same or what).encode(), digest_size=DIGEST_BYTES).digest()
-    # A thread other than the main one may call MPI only with THREAD_MULTIPLE. Without it, no message is sent.
+    # A thread other than the main one may call MPI only with THREAD_MULTIPLE. Otherwise it exchanges no messages.
     shared = threading.current_thread() is threading.main_thread() or MPI.Query_thread() == MPI.THREAD_MULTIPLE
     sayer = _sayer(world, mark, told) if shared else None
     if sayer is None:
@@ -234,7 +241,7 @@ def end(what: str, text: str = "", code: int = 1, same: Hashable = None, told: b
     else:
         with suppress(MPI.Exception):
             message = send(world, bytearray(mark), sayer, SHARED)
-            # The rank that prints the error ends all others.
+            # Wait to be killed: the rank that prints the error ends all others.
             _wait(ABORTED, lambda: message.Test() and False)
     world.Abort(code)
 
@@ -248,7 +255,7 @@ def _raised(
 ) -> None:
     """Print an uncaught error and end the job.
 
-    If `shown`, a hook of the program may have printed it: print one line.
+    If `shown` is True, a hook of the program may have printed the error already. Then print only one line.
     """
     if getattr(error, "everywhere", False):
         _say_once(error)
@@ -263,7 +270,7 @@ def _raised(
 
 
 def _write_down(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
-    """Record the error and its place for the log and for those who look at this process from outside."""
+    """Write the error and its place to the log and to the recorder, which `mpips why` reads from outside."""
     sentence = "interrupted" if issubclass(kind, KeyboardInterrupt) else _sentence(kind, error, trace)
     recorder.write_failure(sentence, own=not isinstance(error, CollectiveError))
     LOG.info("uncaught: %s", sentence)
@@ -277,10 +284,11 @@ def _sentence(kind: type[BaseException], error: BaseException | None, trace: Tra
 
 
 def _identity(error: BaseException | None, trace: TracebackType | None) -> Hashable:
-    """Return a value that is equal for errors that should be printed once.
+    """Return a value that is equal on two ranks if their errors should be printed only once.
 
-    One of our sentences may be a ValueError on the rank with the mistake, and a CollectiveError, raised at other lines,
-    on ranks that wait for it. So for these only the sentence counts.
+    When a caller's mistake breaks a collective call, the rank with the mistake may raise a ValueError. The ranks that
+    wait for it raise a CollectiveError with the same sentence at other lines. So for such errors only the sentence
+    counts.
     """
     sentence = _nameless(str(error))
     if getattr(error, "of_caller", False):
@@ -295,7 +303,7 @@ def _nameless(sentence: str) -> str:
 
 
 def _is_told(error: BaseException | None) -> bool:
-    """True if the sentence is ours and about the mistake of another rank."""
+    """True if mpips wrote the sentence of this error, and the sentence is about the mistake of another rank."""
     from mpi4py import MPI
 
     named = re.match(r"(?:\w+: )?rank (\d+): ", str(error)) if getattr(error, "of_caller", False) else None
@@ -303,28 +311,29 @@ def _is_told(error: BaseException | None) -> bool:
 
 
 def _say_once(error: BaseException | None) -> None:
-    """Let rank 0 print an error which all ranks are known to raise. Each then ends by itself, with code 1."""
+    """Let rank 0 print an error that all ranks are known to raise. Each rank then ends by itself, with code 1."""
     from mpi4py import MPI
 
-    # mpi4py.run has set a status that would abort the job, and cannot take it back.
+    # mpi4py.run has set a status that would abort the job, and has no public call to reset it.
     MPI._set_abort_status(0)  # type: ignore[attr-defined]
     if MPI.COMM_WORLD.rank == 0:
         say(f"{type(error).__name__}: {error}\n")
 
 
 def _without_runner(trace: TracebackType | None) -> TracebackType | None:
-    """Return the user's part of a traceback, without the frames that run the script."""
+    """Return a traceback without its outermost frames, which belong to the runner of the script."""
     while trace is not None and trace.tb_frame.f_code.co_filename.endswith(RUNNERS):
         trace = trace.tb_next
     return trace
 
 
 def _users(error: BaseException, trace: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback that is the user's.
+    """Return the part of a traceback that the user needs to see.
 
-    If we raised the error ourselves, or marked it as the caller's, this is the part down to the user's last line; an
-    error that we caught before it is left out, too. If the error was raised in code that we called, such as the forward
-    pass of a model, only our frames are left out. Any other error may be a mistake of ours, and keeps all its frames.
+    If mpips raised the error on purpose, or marked it as the caller's mistake, this part ends at the last line of the
+    user's code. If mpips had caught another error before and raised this one in its place, the other error is not
+    shown. If the error was raised in user or framework code that mpips called, such as the forward pass of a model,
+    only the frames of mpips are left out. Any other error may be a mistake in mpips, and keeps all its frames.
     """
     whole: list[TracebackType] = []
     inner = trace
@@ -349,7 +358,7 @@ def _users(error: BaseException, trace: TracebackType | None) -> TracebackType |
 
 
 def _is_raised_by_us(error: BaseException, innermost: TracebackType) -> bool:
-    """True if a `raise` statement of ours has made this error, so that its sentence is meant for the user."""
+    """True if a `raise` statement in mpips raised this error, so that its sentence is meant for the user."""
     code = innermost.tb_frame.f_code.co_code
     meant = code[innermost.tb_lasti] == dis.opmap["RAISE_VARARGS"] and not isinstance(error, AssertionError)
     return meant and is_ours(innermost.tb_frame)
@@ -360,7 +369,10 @@ def _is_framework(frame: FrameType) -> bool:
 
 
 def _lines(frames: list[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
-    """Yield files and lines of the user's program. Ours are left out, because ranks of different roles differ there."""
+    """Yield the file and line of each frame, except for frames of mpips.
+
+    Ranks of different roles, such as workers and servers, reach the same error through different lines of mpips.
+    """
     for frame, line in frames:
         if not is_ours(frame):
             yield frame.f_code.co_filename, line
@@ -369,8 +381,8 @@ def _lines(frames: list[tuple[FrameType, int]]) -> Iterator[tuple[str, int]]:
 def _sayer(world: MPI.Comm, mark: bytes, told: bool) -> int | None:
     """Return the rank that has announced this error, or None if this rank must print it.
 
-    It must if another error was announced, or none after a while. Rank 0 does not wait, unless it was told of another
-    rank's mistake.
+    This rank must print its error if another rank has announced a different error, or if no rank has announced an error
+    after a while. Rank 0 does not wait, unless its error is about another rank's mistake (`told`).
     """
     found: list[tuple[int, bytes]] = []
 
@@ -384,7 +396,7 @@ def _sayer(world: MPI.Comm, mark: bytes, told: bool) -> int | None:
 
 
 def _tell(world: MPI.Comm, mark: bytes) -> int:
-    """Tell all others that this rank prints the error. Return the number of ranks that have it, too."""
+    """Tell all other ranks that this rank prints the error. Return the number of other ranks with the same error."""
     from mpi4py import MPI
 
     from mpips.collectives.fabric.requests import send
@@ -409,7 +421,7 @@ def _tell(world: MPI.Comm, mark: bytes) -> int:
 
 
 def _dead(world: MPI.Comm) -> set[int]:
-    """Return the ranks that have died, if others survive deaths. If MPI itself has failed, return all ranks."""
+    """Return the ranks that are known to have died. If MPI itself has failed, return all ranks."""
     from mpi4py import MPI
 
     from mpips.collectives.fabric.failure import dead_ranks
@@ -430,7 +442,7 @@ def _receive(world: MPI.Comm, tag: int) -> Iterator[tuple[int, bytes]]:
             world.Recv(mark, status.source, tag)
             yield status.source, bytes(mark)
     except MPI.Exception:
-        # A rank has died. Ack_failed makes MPI ignore it from the next probe on.
+        # A rank has died. After Ack_failed, later probes no longer fail because of this rank.
         if not survives():
             raise
         with suppress(MPI.Exception):

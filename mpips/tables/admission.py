@@ -54,7 +54,7 @@ def seen(times: int, remember: int = 1 << 20) -> Seen:
             update has named for longest are forgotten.
 
     Raises:
-        ValueError: A number is no whole number or out of range.
+        ValueError: A number is not a whole number or out of range.
     """
     numbers = []
     for word, given in (("times", times), ("remember", remember)):

@@ -494,4 +494,4 @@ def whole(name: str, argument: str, given: Any) -> int:
     try:
         return operator.index(given)
     except TypeError:
-        raise TypeError(f"table {name!r}: {argument}={given!r} is no whole number: give one") from None
+        raise TypeError(f"table {name!r}: {argument}={given!r} is not a whole number: give one") from None

@@ -15,6 +15,7 @@ if find_spec("torch") is None:
 from mpips.ending import end_job_on_error
 from mpips.torch.backend import register
 from mpips.torch.data_parallel import DataParallel
+from mpips.torch.direct import all_reduce
 from mpips.torch.embedding import Embedding, EmbeddingBag, TableOptimizer
 from mpips.torch.local import LocalSGD
 from mpips.torch.optimizer.distributed import DistributedOptimizer
@@ -27,6 +28,7 @@ __all__ = [
     "EmbeddingBag",
     "LocalSGD",
     "TableOptimizer",
+    "all_reduce",
     "broadcast_optimizer_state",
     "broadcast_parameters",
 ]

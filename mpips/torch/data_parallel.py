@@ -341,7 +341,7 @@ class DataParallel(torch.nn.Module):
             self._profile.note_ready(place)
 
     def _finish_backward(self) -> None:
-        """End the pass: reduce the remaining buckets, set the gradients, and check that all ranks made the same steps."""
+        """Reduce the remaining buckets, set the gradients, and check that all ranks made the same steps."""
         self._in_backward = self._lockstep.in_backward = False
         self._profile.end()
         what = f"{NAME}, backward pass {self._step + 1}"

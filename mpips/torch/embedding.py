@@ -160,7 +160,9 @@ class TableModule(nn.Module):
         try:
             index = operator.index(given)  # type: ignore[arg-type]
         except TypeError:
-            raise of_caller(TypeError(f"{self._what}: padding_idx={given!r} is no whole number: give an id")) from None
+            raise of_caller(
+                TypeError(f"{self._what}: padding_idx={given!r} is not a whole number: give an id")
+            ) from None
         if not -(2**63) <= index < 2**63:
             raise of_caller(ValueError(f"{self._what}: padding_idx={index} is no int64: give an id"))
         return index

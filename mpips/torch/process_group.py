@@ -29,9 +29,11 @@ from mpips.collectives.communicator import communicator
 from mpips.collectives.recorder import own as recorder
 from mpips.collectives.recorder.own import Marks
 from mpips.collectives.recorder.ring import form
+from mpips.torch.direct import reduce_at_once
 from mpips.torch.dispatch import listened
 from mpips.torch.lone import watch as gradients
 from mpips.torch.tensors import (
+    NAMES,
     ArgumentError,
     Reduction,
     as_movable,
@@ -122,6 +124,16 @@ class ProcessGroup(dist.ProcessGroup):
             work.register(list(find_tensors(result)))
         return work
 
+    def _finished(self, result: list[Tensor]) -> Work:
+        """Return the work for a collective that this thread has just finished."""
+        if gradients.active:
+            gradients.see(result, between_two=False)
+        self._sequence += 1
+        work = Work(None, None, self._sequence, result)
+        if _allow_inflight_collective_as_graph_input():
+            work.register(result)
+        return work
+
     def _check_rank(self, rank: int, what: str, argument: str) -> None:
         if not 0 <= rank < self.comm.size:
             raise ArgumentError(f"{what}: {argument} is {rank}, and the group has ranks 0 to {self.comm.size - 1}")
@@ -141,6 +153,9 @@ class ProcessGroup(dist.ProcessGroup):
         check_on_host(tensors, "all_reduce")
         if len(tensors) > 1:
             return self.allreduce_coalesced(tensors, opts)
+        name = None if opts.asyncOp else NAMES.get(opts.reduceOp.op)
+        if name is not None and reduce_at_once(tensors[0], self.comm, name):
+            return self._finished(list(tensors))
         target, copy_back = flatten_result(tensors[0])
         how = reduction(opts.reduceOp, target.dtype)
         return self._start(self._jobs.reduce("allreduce", target, target, how, 0, copy_back), opts, list(tensors))

@@ -53,20 +53,32 @@ class Work(torch._C._distributed_c10d.Work):
     It behaves like PyTorch's own Work around a future, except that `wait` raises the operation's error.
 
     Args:
-        future: The future that completes when the operation ends.
+        future: The future that completes when the operation ends. None for an operation that has already ended.
         status: MPI's status of a receive from any rank. None for all other operations.
         sequence: The number of the operation in its group.
+        result: The result of an operation that has already ended.
     """
 
     # PyTorch's registry of works holds only the C++ objects, so the Python objects are kept alive here.
     _registered: ClassVar[set[Work]] = set()
 
-    def __init__(self, future: Future[Any], status: MPI.Status | None = None, sequence: int = 0) -> None:
+    def __init__(
+        self, future: Future[Any] | None, status: MPI.Status | None = None, sequence: int = 0, result: Any = None
+    ) -> None:
         super().__init__()
-        self._future = future
+        self._given_future = future
+        self._result = result
         self._status = status
         self._sequence = sequence
         self._results: list[Tensor] = []
+
+    @property
+    def _future(self) -> Future[Any]:
+        if self._given_future is None:
+            # Most programs never ask for the future of an operation that has ended, and making it takes 2 us.
+            self._given_future = Future()
+            self._given_future.set_result(self._result)
+        return self._given_future
 
     @classmethod
     def of_all(cls, works: Sequence[Work], result: Any) -> Work:
@@ -94,7 +106,8 @@ class Work(torch._C._distributed_c10d.Work):
 
         `timeout` is ignored, and the group's own timeout applies.
         """
-        self._future.wait()
+        if self._given_future is not None:
+            self._given_future.wait()
         if self._results:
             results, self._results = self._results, []
             self._registered.discard(self)
@@ -193,7 +206,8 @@ class Communication:
     def __init__(self) -> None:
         # live threads, other than the main thread, that have called run()
         self._others: set[threading.Thread] = set()
-        self._state = threading.Condition()
+        self._lock = threading.RLock()
+        self._state = threading.Condition(self._lock)
         # jobs that have not begun
         self._jobs: deque[GroupJob] = deque()
         # jobs that have begun, each with its iterator
@@ -240,6 +254,27 @@ class Communication:
                 self._busy = False
                 self._state.notify_all()
         return job.future
+
+    def run_at_once(self, operation: Callable[..., object], *arguments: Any, **keywords: Any) -> bool:
+        """Run an operation in the caller's thread, and return True. Blocking.
+
+        If other jobs are under way, do nothing and return False. The same holds if the caller is not the main thread,
+        or if another thread has made calls (see `_is_main_alone`).
+        """
+        if threading.get_ident() != threading.main_thread().ident or self._others:
+            return False
+        with self._lock:
+            if self._busy or self._jobs:
+                return False
+            self._busy = True
+        try:
+            operation(*arguments, **keywords)
+        finally:
+            with self._lock:
+                self._busy = False
+                if self._jobs:
+                    self._state.notify_all()
+        return True
 
     def _is_main_alone(self) -> bool:
         """True if the caller is the main thread, and no other thread that has called run() is alive.

@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives import communicator as communicators
+from collectives.kernels import engine
 from collectives.schedule import catalog
 from tests.mpi.collectives.support import KINDS, NODES, RANK, TOTAL, WORLD, P, block, fresh, make, polled, started
 from tests.mpi.sizes import core_on, either_mpi, only_on
@@ -88,6 +89,9 @@ def turns(nodes, kind, algorithm, array, n, in_place, way):
     for turn in range(3):
         x[:] = brought + turn
         result = run()
+        if turn == 0:
+            # later turns take the compiled way
+            engine.settle(60)
         added = turn * P if kind in ("allreduce", "reduce", "reduce_scatter") else turn
         right = np.array_equal(result, wanted + added) or (kind == "reduce" and RANK != ROOT)
         right &= in_place or (result is out and np.array_equal(x, brought + turn))
@@ -132,6 +136,8 @@ def test_types_and_operations(dtype):
         for turn in range(3 if n < 5 else 1):  # the same call again takes shorter ways
             x[...] = xs[RANK]
             collectives.allreduce(x, WORLD, op=op, algorithm=algorithm)
+            if turn == 0:
+                engine.settle(60)
             if not np.allclose(x.astype(np.float64), rounded, rtol=2e-2 if dtype.itemsize == 2 else 1e-6):
                 wrong.append((op, algorithm, n, turn))
     assert not wrong
@@ -172,7 +178,7 @@ def test_views_shapes_and_odd_places():
 
 @only_on(3)
 def test_nodes_of_unlike_size_are_refused_on_all_ranks():
-    with pytest.raises(ValueError, match="equal numbers of ranks"):
+    with pytest.raises(ValueError, match="equal numbers of consecutive ranks"):
         collectives.allreduce(np.ones(5), comm_of("nodes of two"), algorithm="hierarchical")
 
 

@@ -103,4 +103,6 @@ def test_threads_that_call_by_turns_are_warned_once():
         words = [str(one.message) for one in said]
     everybody = WORLD.allgather((before, words))
     assert all(before == 0 and len(words) == 1 for before, words in everybody), everybody
-    assert all("threads 'loader' and 'MainThread' make calls" in words[0] for _, words in everybody), everybody
+    assert all("threads 'loader' and 'MainThread' take turns to make calls" in words[0] for _, words in everybody), (
+        everybody
+    )

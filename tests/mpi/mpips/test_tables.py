@@ -333,7 +333,7 @@ def test_bad_arguments_lose_nothing() -> None:
             "admit=3: give mpips.seen(times), mpips.chance(probability) or None": lambda: kv.table("u", 3, admit=3),  # type: ignore[arg-type]
             "seen(times=0): give a whole number from 1 on": lambda: mpips.seen(0),
             "chance(probability=1.5): give a number above 0 and up to 1": lambda: mpips.chance(1.5),
-            "limit=1.5 is no whole number": lambda: kv.table("u", 3, limit=1.5),  # type: ignore[arg-type]
+            "limit=1.5 is not a whole number": lambda: kv.table("u", 3, limit=1.5),  # type: ignore[arg-type]
             "is infinite in float32: give a smaller bound": lambda: kv.table("u", 3, init=mpips.uniform(1e300)),
             "give mpips.uniform(bound)": lambda: kv.table("u", 3, init="ones"),  # type: ignore[arg-type]
             "a table holds float32 or float64": lambda: kv.table("u", 3, "int8"),

@@ -583,7 +583,7 @@ def test_wrong_use_is_said_in_a_sentence() -> None:
             "a tensor is on meta": lambda: net.rows(ids.to("meta")),
             "give the one table": lambda: mpips.torch.Embedding(10, 3),  # type: ignore[arg-type]
             "Embedding(Linear(": lambda: mpips.torch.Embedding(net.last),  # type: ignore[arg-type]
-            "padding_idx='x' is no whole number": lambda: mpips.torch.Embedding(table, padding_idx="x"),  # type: ignore
+            "padding_idx='x' is not a whole number": lambda: mpips.torch.Embedding(table, padding_idx="x"),  # type: ignore
             "mode='max': give 'sum' or 'mean'": lambda: mpips.torch.EmbeddingBag(table, "max"),
             "'t' has a gradient that nobody pushes: make mpips.torch.TableOptimizer": lambda: net(ids).sum().backward(),
             "the model has no mpips.torch.Embedding": lambda: mpips.torch.TableOptimizer(net.last),

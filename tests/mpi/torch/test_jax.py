@@ -112,7 +112,7 @@ def test_an_optax_step() -> None:
     ("op", "dtype", "words"),
     [
         ("foo", "float32", "unknown operation 'foo': choose one of"),
-        ("mean", "int32", "the mean of int32 elements is no int32: use op='sum'"),
+        ("mean", "int32", "the mean of int32 elements is not int32: use op='sum'"),
         ("sum", "bool", "cannot reduce elements of type bool: use"),
         (3, "float32", "op 3 is of type int: pass one of"),
     ],

@@ -6,6 +6,7 @@ Parameters without a gradient, steps that a worker leaves out, numbers, paramete
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -286,9 +287,11 @@ def test_all_hear_of_calls_of_one_worker_alone(tmp_path: Any, options: dict[str,
     everybody = [one for one in WORLD.allgather(said) if one]
     assert all(one == everybody[0] for one in everybody), everybody
     barrier = everybody[0].pop("barrier")
-    assert "rank 0 calls barrier of the store; rank 1 calls step 2 of a DistributedOptimizer: let all" in barrier
+    # On three ranks the sentence may name the second or the third.
+    assert re.search(r"rank 0 calls barrier of the store; rank \d calls step 2 of a DistributedOptimizer: let", barrier)
     for name, sentence in everybody[0].items():
-        assert f"rank 0 calls {name} after step 1; rank 1 calls step after step 1: let all ranks make" in sentence
+        others = r"(rank 1 calls|ranks 1, 2 call) step after step 1: let all ranks make"
+        assert re.search(rf"rank 0 calls {name} after step 1; {others}", sentence)
 
 
 def test_all_hear_of_parameters_that_one_alone_changes() -> None:

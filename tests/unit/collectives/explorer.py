@@ -30,13 +30,13 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from collectives import clock as clocks
 from collectives.fabric import board, layout, wait
-from collectives.node import executor
+from collectives.node import short_cut
 
 FREED = "freed"
 INTERRUPT = object()
 LOAD, GATHER, STORE, STEP, DRAIN, FREE = "load", "gather", "store", "step", "drain", "free"
 ACQUIRE, RELEASE = "acquire", "release"
-BITS = 13
+BITS = 15
 NODES = 1 << BITS  # a rank stands at most at so many places
 
 
@@ -106,6 +106,33 @@ class Bytes:
 
     def _place(self, part: slice) -> int:
         return self._world.layout.place((self._name, part.start), self._owner)
+
+
+class Address(NamedTuple):
+    """The address of a word, for `short_cut.carry_out` as Python runs it."""
+
+    words: Any
+    index: int = 0
+
+    def __add__(self, nbytes: Any) -> Address:  # type: ignore[override]
+        return Address(self.words, self.index + nbytes // 8)
+
+
+def _move_bytes(to: Address, source: Address, count: int) -> None:
+    for i in range(count // 8):
+        to.words[to.index + i] = source.words[source.index + i]
+
+
+PRIMITIVES: dict[str, Any] = {
+    "words_at": lambda record: record,
+    "values_at": lambda address, count: address.words,
+    "load_word": lambda address: address.words[address.index],
+    "store_word": lambda address, word: address.words.__setitem__(address.index, word),
+    "move_bytes": _move_bytes,
+    "widen": lambda value: value,
+    "narrow": lambda value: value,
+}
+"""What stands for the instructions of the compiled function."""
 
 
 class World:
@@ -623,7 +650,7 @@ def hooked() -> Iterator[None]:
     with (
         mock.patch.object(board, "time", SimpleNamespace(sleep=lambda seconds: _now().access(DRAIN), **clock)),
         mock.patch.object(board, "sched_yield", _give_way),
-        mock.patch.object(executor, "sched_yield", _give_way),
+        mock.patch.multiple(short_cut, **PRIMITIVES),
         mock.patch.object(board, "drive", partial(wait.drive, spins=0)),
         mock.patch.object(wait, "time", SimpleNamespace(sleep=lambda seconds: _now().pause("drive"), **clock)),
         mock.patch.object(clocks, "time", seconds),

@@ -24,10 +24,11 @@ from collectives.call import Call
 from collectives.errors import error_for_all
 from collectives.fabric.board import Board, GenerationEnd, Poison
 from collectives.fabric.layout import ArrayPlace
-from collectives.node.executor import MET, SHARED, SLOTS, CallArray, NodeExecutor, _FastPathValues, _sum_of_scalars
-from collectives.node.program import NOTHING, NodeProgram, Phase, Scalars, Turns, Window
+from collectives.node import short_cut
+from collectives.node.executor import MET, SHARED, SLOTS, CallArray, NodeExecutor
+from collectives.node.program import NOTHING, NodeProgram, Phase, Turns, Window
 from tests.unit.collectives import explorer
-from tests.unit.collectives.explorer import Explorer, Fault, Memory, Stepping, World
+from tests.unit.collectives.explorer import Address, Explorer, Fault, Memory, Stepping, World
 
 Make = Callable[[World], Board]
 TEXT = "allreduce of 1 float64"
@@ -63,18 +64,11 @@ class Slots(NodeExecutor):
     def free(self) -> None:
         """Others only read what lies in slots."""
 
-    def few(self) -> Scalars:
-        even, odd = self.slots
-        rank = self.world.rank
-        return Scalars(
-            self.x,
-            self.out,
-            (even[rank], odd[rank]),
-            (even[0], odd[0]),
-            (even[1], odd[1]),  # type: ignore[arg-type]
-            (tuple(even[2:]), tuple(odd[2:])),
-            False,
-        )
+    def actions(self, parity: int) -> tuple[list[Any], list[Any]]:
+        """What this rank does before it meets the others, and then, as a record has it."""
+        slots = self.slots[parity]
+        put = [0, Address(slots[self.world.rank]), 8, Address(self.x)]
+        return put, [self.world.size, Address(self.out), 1, 0, *map(Address, slots)]
 
     def _choose_mode(self, part: Any) -> int:
         return SLOTS
@@ -92,10 +86,20 @@ class Slots(NodeExecutor):
 
         return NodeProgram(last=tuple(((take, (slots,)),) for slots in self.slots))  # type: ignore[arg-type]
 
-    def _fast(self, tokens: tuple[int, ...]) -> Callable[[], int]:
-        others = sum(token << 64 * rank for rank, token in enumerate(tokens))
-        bound = _FastPathValues(self._board, self._text, self._put, self._token, others)
-        return _sum_of_scalars(bound, self.few())
+    def _bind_short_cut(self, tokens: tuple[int, ...], program: NodeProgram) -> None:
+        if any(phase.after for phase in program.phases):
+            return
+        board = self._board
+        rows = [Address(row) for pair in (board.entries, board.progress) for row in pair]
+        record = [board.rank, board.size, 0, 0, Address([0]), 0, 0, *rows, *tokens]
+        for field, parity in ((short_cut.EVEN, 0), (short_cut.ODD, 1)):
+            record[field] = len(record)
+            before, after = self.actions(parity)
+            end = [short_cut.SIGNAL, short_cut.FOLLOW, short_cut.END] if program.phases else [short_cut.END]
+            record += [*before, short_cut.ENTER, *after, *end]
+        call: Any = short_cut.carry_out.function
+        phases = len(program.phases)
+        self.fast = short_cut.short_cut(board, self._text, self._put, phases, record, call, self._go_on_after)  # type: ignore[arg-type]
 
 
 class Touching(Slots):
@@ -105,11 +109,11 @@ class Touching(Slots):
         ranks = range(world.size)
         self.xs = [world.words(("x", rank), owner=rank) for rank in ranks]
         self.outs = [world.words(*(("out", rank, element) for element in ranks)) for rank in ranks]
-        self.mine = 0
+        self.mine = [0]
         super().__init__(world, board)
 
     def bring(self, operation: int) -> None:
-        self.mine = self.xs[self.world.rank][0] = brings(self.world.rank, operation)
+        self.mine[0] = self.xs[self.world.rank][0] = brings(self.world.rank, operation)
 
     def result(self) -> Any:
         rank = self.world.rank
@@ -132,14 +136,23 @@ class Touching(Slots):
     def _compile(self, number: int, descriptors: Any) -> NodeProgram:
         return NodeProgram((Phase(((self.touch, ()),)),))
 
+    def actions(self, parity: int) -> tuple[list[Any], list[Any]]:
+        rank, size = self.world.rank, self.world.size
+        others = [other for other in range(size) if other != rank]
+        copies = [(0, Address(self.outs[other], rank), 8, Address(self.out)) for other in others]
+        return [], [*self.reduction(), *(word for copy in copies for word in copy)]
+
+    def reduction(self) -> list[Any]:
+        rank = self.world.rank
+        parts = [Address(self.mine if other == rank else x) for other, x in enumerate(self.xs)]
+        return [self.world.size, Address(self.out), 1, 0, *parts]
+
     def touch(self) -> None:
         rank = self.world.rank
         others = [other for other in range(self.world.size) if other != rank]
-        self.out[0] = self.mine + sum(self.xs[other][0] for other in others)  # type: ignore[call-overload]
+        self.out[0] = self.mine[0] + sum(self.xs[other][0] for other in others)  # type: ignore[call-overload]
         for other in others:
             self.outs[other][rank] = self.out[0]
-
-    _fast = NodeExecutor._fast
 
 
 def program(
@@ -204,8 +217,9 @@ def bind(call: Any, board: Board) -> None:
     call._put = call._token = board.descriptors.put = 1
     board.hold_fast_paths(False)
     call._tokens = (1,) * size
-    call._program = call._compile(0, [])
-    call.fast = call._fast(call._tokens)
+    program = call._compile(0, [])
+    call._program = program
+    call._bind_short_cut(call._tokens, program)
 
 
 def sound(size: int, interrupted: bool, operations: int = 2) -> Callable[[tuple[Any, ...]], None]:
@@ -243,8 +257,11 @@ class Reading(Touching):
     def free(self) -> None:
         self.world.free(("x", self.world.rank))
 
+    def actions(self, parity: int) -> tuple[list[Any], list[Any]]:
+        return [], self.reduction()
+
     def touch(self) -> None:
-        self.out[0] = sum(x[0] if rank != self.world.rank else self.mine for rank, x in enumerate(self.xs))  # type: ignore[call-overload]
+        self.out[0] = sum(x[0] if rank != self.world.rank else self.mine[0] for rank, x in enumerate(self.xs))  # type: ignore[call-overload]
 
 
 CASES = {
@@ -300,6 +317,9 @@ class Late:
         self._row[rank] = word
         self._put()
 
+    def __getitem__(self, rank: int) -> int:
+        return self._row[rank]
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._row, name)
 
@@ -310,14 +330,16 @@ class Late:
 class LateVector(Slots):
     """A flag that is set before its data."""
 
-    def few(self) -> Scalars:
-        few = super().few()
+    def _bind_short_cut(self, tokens: tuple[int, ...], program: NodeProgram) -> None:
         board, rank = self._board, self.world.rank
         board.entries = tuple(  # type: ignore[assignment]
             Late(row, lambda slots=slots: slots[rank].__setitem__(0, self.x[0]))
             for row, slots in zip(board.entries, self.slots)
         )
-        return few._replace(own=([0], [0]))  # type: ignore[arg-type]
+        super()._bind_short_cut(tokens, program)
+
+    def actions(self, parity: int) -> tuple[list[Any], list[Any]]:
+        return [], super().actions(parity)[1]
 
 
 class LateWork(Touching):

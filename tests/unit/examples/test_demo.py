@@ -145,7 +145,7 @@ def test_without_matplotlib_there_is_no_picture_but_all_else(monkeypatch, tmp_pa
         ("--epochs 0", "'0' is not a whole number of at least 1"),
         ("--workers 0", "at least 1"),
         ("--servers x", "'x' is no"),
-        ("--limit nan", "'nan' is no number"),
+        ("--limit nan", "'nan' is not a number"),
         ("--clients 9 --workers 4", "9 clients need as many workers, not 4"),
         ("--out FILE", "results cannot be written there"),
         (

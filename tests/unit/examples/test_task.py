@@ -115,7 +115,7 @@ def test_seconds_are_of_training_alone(monkeypatch, capsys):
         ("--hidden 1.5", "'1.5' is not a whole number"),
         ("--interval 0", "at least 1"),
         ("--seed -1", "at least 0"),
-        ("--learning-rate nan", "'nan' is no number"),
+        ("--learning-rate nan", "'nan' is not a number"),
         ("--sample-seconds -1", "at least 0"),
         ("--dtype int8", "float32"),
     ],

@@ -143,7 +143,7 @@ def test_a_healthy_machine() -> None:
         ("kernels", NUMPY | {"libc": ""}, "kernels", None, "no wheel for Python 3.11 on x86_64, without glibc."),
         ("kernels", NUMPY | {"reason": "MPIPS_KERNELS=numpy"}, "kernels", None, "NumPy updates: MPIPS_KERNELS=numpy."),
         ("kernels", {"problem": "exit code -11: it printed nothing"}, "kernels", None, "could not be tried: exit code"),
-        ("kernels", {"refused": "MPIPS_KERNELS='x' names no engine"}, "kernels", False, "names no engine"),
+        ("kernels", {"refused": "MPIPS_KERNELS='x' is unknown"}, "kernels", False, "is unknown"),
         ("gpu", {"present": True, "cupy": None}, "GPU", False, "pip install cupy-cuda12x"),
         ("gpu", {"present": True, "cupy": "13", "devices": [], "problem": "x"}, "GPU", False, "nvidia-smi"),
         ("gpu", {"present": False, "cupy": None}, "GPU", None, "none here: NumPy arrays only"),
@@ -170,7 +170,7 @@ def test_kernels_are_looked_for_as_a_rank_would(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("MPIPS_KERNELS", "numpy")
     assert survey.look_for_kernels()["reason"] == "MPIPS_KERNELS=numpy"
     monkeypatch.setenv("MPIPS_KERNELS", "fast")
-    assert survey.look_for_kernels()["refused"].startswith("MPIPS_KERNELS='fast' names no engine")
+    assert survey.look_for_kernels()["refused"].startswith("MPIPS_KERNELS='fast' is unknown")
     monkeypatch.delenv("MPIPS_KERNELS")
     found = survey.look_for_kernels()
     if importlib.util.find_spec("numba") is None:

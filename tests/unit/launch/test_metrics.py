@@ -123,7 +123,7 @@ def test_what_cannot_be_written_or_served_is_one_sentence(tmp_path: Path) -> Non
     none = str(tmp_path / "none")
     with metrics.serving("127.0.0.1", 0) as port:
         for folder, address, said in (
-            (none, None, "is no folder: name the"),
+            (none, None, "is not a folder: name the"),
             (None, str(port), "metrics cannot go to"),
         ):
             with pytest.raises(click.UsageError, match=said), metrics.exporting(folder, address, "1"):

@@ -147,5 +147,5 @@ def test_kernels_are_asked_for_before_anything_is_pushed(caplog, options, dtype,
     caplog.set_level(logging.INFO, "mpips.kernels")
     Machine(workers=4, optimizer=Drift(), dtype=DTYPES[dtype], **options)
     assert engine.settle(100)
-    (text,) = [text for text in caplog.messages if "Drift" in text and "is there" in text]
+    (text,) = [text for text in caplog.messages if "Drift" in text and "is ready" in text]
     assert f"Drift of {parts} {dtype}" in text
