@@ -43,7 +43,7 @@ class HorovodInternalError(CollectiveError):
 
 
 class OperationRequest(msgspec.Struct, array_like=True):
-    """One rank's request for an operation, in the form in which the rank sends it to the others."""
+    """One rank's request for an operation. The rank sends it to the other ranks."""
 
     kind: str
     name: str

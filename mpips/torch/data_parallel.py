@@ -151,7 +151,7 @@ class DataParallel(torch.nn.Module):
         """Return the bytes that each gradient takes in the buckets. A sparse gradient takes none."""
         return [0 if p in self._sparse else p.numel() * p.element_size() for p in order]
 
-    # ---- what training calls
+    # ---- methods for training
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Call the module. In training mode, first copy rank 0's buffers (see `broadcast_buffers`)."""
@@ -224,7 +224,7 @@ class DataParallel(torch.nn.Module):
         Values are copied into the parameters.
 
         Args:
-            state_dict: What `state_dict` has returned, or a state of the plain model.
+            state_dict: A result of `state_dict`, or a state of the plain model.
             strict: As in `torch.nn.Module.load_state_dict`.
             assign: Must be False. True would replace the parameters, and new parameters have no place in the buckets.
 

@@ -237,7 +237,7 @@ class Embedding(TableModule):
     are not parameters, so they are not in `state_dict`. `table.save` writes them to a file.
 
     Args:
-        table: What `kv.table` has returned, on each worker.
+        table: A table from `kv.table`, which must be the same on all workers.
         padding_idx: An id whose row always reads as zeros. Its gradient is never pushed.
 
     Raises:
@@ -262,7 +262,7 @@ class EmbeddingBag(TableModule):
     `per_sample_weights` has the shape of the ids, and needs mode "sum". Everything else works as in `Embedding`.
 
     Args:
-        table: What `kv.table` has returned, on each worker.
+        table: A table from `kv.table`, which must be the same on all workers.
         mode: "sum" or "mean".
         padding_idx: An id that is ignored in all bags. It adds nothing to sums and does not count in means.
         include_last_offset: If True, the last of `offsets` is the end of the last bag, not the start of another bag.

@@ -264,7 +264,7 @@ class LocalSGD:
             self.store.barrier()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this worker needs to resume training, besides the model's own `state_dict()`.
+        """Return the state that this worker needs to resume training, besides the model's own `state_dict()`.
 
         Collective over the workers, blocking: all must call it after the same step. It waits for an exchange in flight,
         and does not change parameters. The entry "store" is a tensor with the state of the outer optimizer. It is the
@@ -287,7 +287,7 @@ class LocalSGD:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned. The model loads its own state. Collective over the workers, blocking.
+        """Load a result of `state_dict`. The model must load its own state. Collective over the workers, blocking.
 
         With as many workers as before, training continues bit for bit as if it had not been interrupted. The numbers of
         servers and workers may also differ from those of the saved run. If the number of workers differs, each worker

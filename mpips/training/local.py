@@ -156,7 +156,7 @@ class CenterExchange:
         kv: The store.
         keys: The keys of the parameters in the store.
         shapes: Arrays with the shapes and dtypes of the parameters.
-        rule: Decides what is pushed, and how far parameters move towards the centre.
+        rule: Decides which values are pushed, and how far parameters move towards the centre.
         members: The number of workers in a client. Their parameters are equal, and their pushes are summed before they
             reach the store.
     """

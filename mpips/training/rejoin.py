@@ -94,7 +94,7 @@ class SurvivingFit:
         """True if waiting spares must become workers at the end of this epoch. The value is the same on all workers."""
         return self._grow and self._kv.spares > 0
 
-    # ---- what is remembered
+    # ---- moments
 
     def begin(self, position: Position) -> None:
         """Begin on all workers. In a synchronous store they exchange their histories. Collective, blocking."""

@@ -96,8 +96,8 @@ class Consensus:
         """Note that the parameters are now the same as on the other workers.
 
         PyTorch counts changes of a tensor (`_version`), except those through `.data`. So now and then a digest of the
-        values is also taken, but not in a store that survives deaths. There a death may come when only some of the
-        parameters have been written, and the step is then repeated.
+        values is also taken, but not in a store that survives deaths. In such a store a death may come when only some
+        of the parameters have been written, and the step is then repeated.
         """
         self._versions = [parameter._version for parameter in self._parameters]
         self._bits = list[int]()

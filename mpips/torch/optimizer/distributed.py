@@ -255,7 +255,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {**state, "store": torch.from_numpy(np.frombuffer(data, np.uint8).copy())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, with any number of servers. Collective over the workers, blocking.
+        """Load a result of `state_dict`, with any number of servers. Collective over the workers, blocking.
 
         If the servers update the parameters, this call also gives the model the parameters that the dict contains.
 

@@ -58,14 +58,14 @@ class GradientExchange:
 
     # True if gradients of this step may have been pushed
     sent = False
-    # True if the program has loaded an optimizer state, and the servers have not got the model's parameters yet
+    # True if the program has loaded an optimizer state, and the servers do not have the model's parameters yet
     is_loaded = False
 
     def begin(self, new: bool) -> None:
         """Take the parameters that the other workers have. Blocking.
 
-        `new` is True if this worker has just replaced a dead worker. Then `give` has already received what the store
-        does not keep.
+        `new` is True if this worker has just replaced a dead worker. Then `give` has already received the values that
+        the store does not keep.
         """
         raise NotImplementedError
 
@@ -87,7 +87,7 @@ class GradientExchange:
         """Continue with a store that has loaded a file, or that has recovered and may have fewer workers."""
 
     def give(self, giver: int, new: bool) -> None:
-        """Broadcast from worker `giver` to new workers what the store does not keep. Collective, blocking.
+        """Broadcast the values that the store does not keep from worker `giver` to new workers. Collective, blocking.
 
         `new` is True if this worker has just replaced a dead worker.
         """
