@@ -1,10 +1,12 @@
-"""Compressors: bytes of fixed size for a gradient, and a residual that keeps the rest for the next gradient.
+"""Compressors: a compressor turns a gradient into a payload of fixed size, and keeps the rest for the next gradient.
 
-Every compressor is pure arithmetic on flat float arrays. `encode` turns gradient and residual into bytes, and `decode`
-adds them to an array (or writes them). At any time the sum of the decoded payloads plus the residual is the sum of the
-gradients, up to rounding. The size of a payload depends only on the number of elements: `max_bytes(n)`. NaN and
-infinity are refused (`unfit`). `fill` and `read` are written with NumPy. Compiled kernels do the same in one pass, with
-the same bits.
+Every compressor is pure arithmetic on flat float arrays. `encode` adds a gradient to the residual (the rest of earlier
+gradients), encodes as much of the sum as it can into the payload, and leaves the new rest in the residual. `decode`
+adds the decoded values to an array, or writes them there. At any time the sum of the decoded payloads plus the residual
+equals the sum of the gradients, up to rounding. The size of a payload depends only on the number of elements:
+`max_bytes(n)`. Gradients with NaN or infinity are refused (`unfit`).
+
+The methods `fill` and `read` use NumPy. For most compressors, compiled kernels compute the same bits in one pass.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ from mpips.compression.kernels import BLOCK
 
 @dataclass(frozen=True)
 class Compressor:
-    """Base class of compressors, with error feedback. A class of your own defines `max_bytes`, `fill` and `read`."""
+    """Base class of compressors, with error feedback.
+
+    To write your own compressor, derive a class that defines `max_bytes`, `fill` and `read`.
+    """
 
     _kernels: ClassVar[tuple[Compiled, ...]] = ()
 
@@ -36,7 +41,7 @@ class Compressor:
         raise NotImplementedError
 
     def fill(self, residual: np.ndarray, payload: np.ndarray) -> None:
-        """Encode `residual` into `payload` as closely as possible, and subtract what was encoded from `residual`.
+        """Encode `residual` into `payload` as closely as possible, and subtract the encoded values from `residual`.
 
         Args:
             residual: (n,), float32 or float64, changed in place. The gradient has been added to it.
@@ -52,22 +57,22 @@ class Compressor:
         raise NotImplementedError
 
     def init(self, gradient: np.ndarray) -> np.ndarray:
-        """Return the first residual for gradients like this one: 1-D zeros, float32 for 16-bit gradients."""
+        """Return the first residual for gradients like this one: 1-D zeros. For 16-bit gradients it is float32."""
         wide = np.float32 if gradient.dtype.itemsize < 4 else gradient.dtype
         return np.zeros(gradient.size, wide)
 
     def encode(self, gradient: np.ndarray, residual: np.ndarray) -> np.ndarray:
-        """Return the payload for a gradient, and keep the rest in `residual`, in place.
+        """Return the payload for the sum of gradient and residual, and keep the rest in `residual`, in place.
 
         Args:
             gradient: (n,), any float dtype.
-            residual: (n,), as `init` makes it.
+            residual: (n,), with the dtype that `init` chooses.
 
         Returns:
             uint8, (max_bytes(n),).
 
         Raises:
-            ValueError: `fill` has raised an error, which is the exception's `__cause__`.
+            ValueError: `fill` has raised an error, which is the `__cause__` of the ValueError.
         """
         payload = self.encode_by_kernels(gradient, residual)
         if payload is not None:
@@ -82,9 +87,10 @@ class Compressor:
         return payload
 
     def encode_by_kernels(self, gradient: np.ndarray, residual: np.ndarray) -> np.ndarray | None:
-        """Return the payload as `encode` does, but by compiled kernels.
+        """Do the work of `encode` with compiled kernels, and return the payload.
 
-        Return None, with nothing changed, if there are no kernels or if they meet a value that `unfit` finds.
+        If no kernels are ready, or if a kernel meets a value that no payload can hold (see `unfit`), change nothing and
+        return None.
         """
         if gradient.ndim != 1 or gradient.shape != residual.shape:
             raise ValueError(f"encode needs 1-D gradient and residual alike, not {gradient.shape} and {residual.shape}")
@@ -94,31 +100,32 @@ class Compressor:
         return payload if quietly(self._pack, gradient, residual, payload) else None
 
     def _pack(self, gradient: np.ndarray, residual: np.ndarray, payload: np.ndarray) -> bool:
-        """Add the gradient to the residual and `fill` the payload, by compiled kernels.
+        """Add the gradient to the residual and fill the payload, with compiled kernels.
 
-        Return False, with only `payload` changed, if there are no kernels or if they meet a value that `unfit` finds.
+        Return False if no kernels are ready, or if a kernel meets a value that no payload can hold (see `unfit`). Then
+        nothing but `payload` has changed.
         """
         return False
 
     def _unpack(self, payload: np.ndarray, out: np.ndarray, add: bool) -> bool:
-        """Do the work of `read` with a compiled kernel. Return False, with nothing changed, if no kernel is ready."""
+        """Do the work of `read` with a compiled kernel. If no kernel is ready, change nothing and return False."""
         return False
 
     def prepare(self, dtype: np.dtype) -> None:
-        """Start to compile the kernels for gradients of this dtype. Does not wait for them."""
+        """Start to compile the kernels for gradients of this dtype, without waiting for the result."""
         for kernel in (kernels.fit, *self._kernels):
             kernel.prepare(dtype)
 
     def decode(self, payload: np.ndarray, out: np.ndarray, add: bool = True) -> None:
-        """Decode a payload and add the result to `out`, or write it to `out` with add=False.
+        """Decode a payload and add the result to `out`. With add=False, write the result to `out` instead.
 
         Args:
             payload: uint8, (max_bytes(n),).
             out: (n,), any float dtype.
 
         Raises:
-            ValueError: The payload has the wrong size, or `read` has raised an error, which is then the exception's
-                `__cause__`.
+            ValueError: The payload has the wrong size, or `read` has raised an error, which is then the `__cause__` of
+                the ValueError.
         """
         if out.ndim != 1 or payload.shape != (self.max_bytes(out.size),):
             raise ValueError(
@@ -134,8 +141,8 @@ class Compressor:
     def _run(self, method: Callable[..., None], *arguments: object) -> None:
         """Call `fill` or `read`.
 
-        NumPy's floating-point errors are silenced in built-in compressors. A user's own method gets the user's
-        settings.
+        In built-in compressors, NumPy's floating-point warnings are silenced. A method of a user's own compressor runs
+        with the settings of the user.
         """
         if type(self).__module__ == __name__:
             quietly(method, *arguments)
@@ -147,15 +154,15 @@ class Compressor:
 
 
 def blocks(n: int) -> Iterator[slice]:
-    """Return slices that cover n elements, BLOCK elements each."""
+    """Return slices of at most BLOCK elements, which together cover n elements."""
     return (slice(start, min(start + BLOCK, n)) for start in range(0, n, BLOCK))
 
 
 @quiet
 def unfit(gradient: np.ndarray, residual: np.ndarray) -> int:
-    """Return the index of the first element that no payload can hold together with its residual, or -1.
+    """Return the index of the first element whose sum with the residual no payload can hold, or -1.
 
-    Such elements are NaN, infinity, and numbers beyond the largest float32, which would stay in the residual for ever.
+    No payload can hold NaN, infinity, or numbers beyond the largest float32. They would stay in the residual for ever.
     """
     if kernels.fit(gradient, residual):
         return -1
@@ -167,7 +174,7 @@ def unfit(gradient: np.ndarray, residual: np.ndarray) -> int:
 
 
 def bit_bytes(n: int) -> int:
-    """Return the size of a bit plane of n bits, in bytes."""
+    """Return the size in bytes of a bit plane: n bits, one for each element, packed into bytes."""
     return (n + 7) // 8
 
 
@@ -183,7 +190,7 @@ def put_bits(payload: np.ndarray, part: slice, bits: np.ndarray) -> None:
 
 
 def put(out: np.ndarray, part: slice, values: ArrayLike, add: bool) -> None:
-    """Add values to `out[part]`, or write them there."""
+    """Add values to `out[part]`, or write them there if `add` is False."""
     if add:
         out[part] += values
     else:
@@ -191,9 +198,9 @@ def put(out: np.ndarray, part: slice, values: ArrayLike, add: bool) -> None:
 
 
 class Residuals:
-    """A compressor with one residual for each name.
+    """A compressor that keeps one residual for each name.
 
-    A residual is created as zeros at its name's first gradient, and takes one array of memory.
+    A residual is created as zeros when its name gets the first gradient. It is an array of the gradient's size.
     """
 
     def __init__(self, compressor: Compressor, rank: int = 0) -> None:
@@ -205,13 +212,13 @@ class Residuals:
     def payload(self, name: Hashable, gradient: np.ndarray, key: Hashable = "", start: int = 0) -> np.ndarray:
         """Return the payload to send for this gradient, uint8. The rest stays in the residual of `name`.
 
-        Raises CollectiveError, with nothing changed, if gradient and residual hold something other than finite float32
-        numbers.
+        Raises CollectiveError, with nothing changed, if a sum of gradient and residual is not a finite float32 number.
 
         Args:
-            gradient: 1-D, the elements of the key from `start` on.
-            key: The key, for the error.
-            start: The index in the key of the gradient's first element, for the error.
+            name: The name of the residual.
+            gradient: 1-D, the elements of the key from index `start` on.
+            key: The key in the store, for the error message.
+            start: The index of the gradient's first element in the key, for the error message.
         """
         kept = self._kept.get(name)
         if kept is None:
@@ -226,18 +233,18 @@ class Residuals:
         return self.compressor.encode(gradient, kept)
 
     def decoded(self, key: Hashable, gradient: np.ndarray) -> np.ndarray:
-        """Return what a receiver decodes from `payload(key, gradient)`: an array like the gradient."""
+        """Return the values that a receiver decodes from `payload(key, gradient)`, in an array like the gradient."""
         payload = self.payload(key, gradient, key)
         out = np.empty_like(gradient)
         self.compressor.decode(payload, out, add=False)
         return out
 
     def get(self, name: Hashable) -> np.ndarray | None:
-        """Return the residual of a name (n,), not copied, or None before its first gradient."""
+        """Return the residual of a name itself, (n,), not a copy. Return None before the name's first gradient."""
         return self._kept.get(name)
 
     def put(self, name: Hashable, values: np.ndarray, dtype: np.dtype) -> None:
-        """Set the residual (n,) of a name, for gradients of that dtype. `values` is copied."""
+        """Set the residual of a name to a copy of `values`, (n,). `dtype` is the dtype of the name's gradients."""
         kept = self._kept[name] = self.compressor.init(np.empty(values.size, dtype))
         quietly(np.copyto, kept, values, casting="same_kind")
 
@@ -248,16 +255,17 @@ class Residuals:
 
 
 BITS = np.array([0, 1], np.int8)
-# the sign of an element, given its two bits: SIGNS[up + 2 * down]
+# SIGNS[up + 2 * down] is the sign of an element, where up and down are its bits in the two planes of `TwoBit`
 SIGNS = np.array([0, 1, -1, 0], np.int8)
 FLOAT16_MAX = float(np.finfo(np.float16).max)
 
 
 @dataclass(frozen=True)
 class TwoBit(Compressor):
-    """Every element becomes +threshold, -threshold or 0: 16 times smaller than float32 (MXNet's `2bit`).
+    """Sends every element as +threshold, -threshold or 0: 16 times smaller than float32 (MXNet's `2bit`).
 
-    Layout: a bit plane of the elements >= threshold, then one of the elements <= -threshold.
+    The payload is two bit planes, with one bit for each element. The first marks the elements >= threshold, the second
+    the elements <= -threshold.
     """
 
     _kernels = kernels.two_bits, kernels.planes
@@ -301,10 +309,10 @@ class TwoBit(Compressor):
 
 @dataclass(frozen=True)
 class OneBit(Compressor):
-    """Every element becomes the mean of the elements with its sign: 32 times smaller than float32 (Seide et al. 2014).
+    """Sends every element as the mean of all elements with its sign: 32 times smaller than float32 (Seide et al. 2014).
 
-    Layout: the mean of the elements >= 0, the mean of the others (float32 each), then the bit plane of the elements >=
-    0.
+    The payload is the mean of the elements >= 0, the mean of the others (float32 each), and a bit plane with one bit
+    for each element, which marks the elements >= 0.
     """
 
     _kernels = kernels.signs, kernels.take_means, kernels.planes
@@ -346,9 +354,9 @@ class OneBit(Compressor):
 
     @staticmethod
     def _values(bits: np.ndarray, payload: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """Return the mean for each element's sign.
+        """Return, for each bit, the mean that it stands for: of the elements >= 0 (bit 1) or of the others (bit 0).
 
-        The means are computed by arithmetic, because choosing them element by element takes three times as long.
+        The values are computed by arithmetic, because choosing a mean for each element takes three times as long.
         """
         above, below = (float(mean) for mean in payload[:8].view(np.float32))
         values = np.multiply(bits, above - below, dtype=dtype)
@@ -358,9 +366,9 @@ class OneBit(Compressor):
 
 @functools.cache
 def _sums_alike(dtype: np.dtype) -> bool:
-    """True if this NumPy adds the elements of a block in the same order as the kernel.
+    """True if this version of NumPy adds the elements of a block in the same order as the kernel `signs`.
 
-    The kernel must have been compiled.
+    The kernel must already have been compiled.
     """
     block, total = np.random.default_rng(1).normal(size=BLOCK).astype(dtype), np.zeros(3)
     wide = kernels.wide(block)
@@ -371,9 +379,9 @@ def _sums_alike(dtype: np.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Half(Compressor):
-    """Every element as float16, at most 65504 in size: 2 times smaller than float32.
+    """Sends every element as float16, with an absolute value of at most 65504: 2 times smaller than float32.
 
-    The residual keeps rounding errors.
+    The residual keeps the rounding errors.
     """
 
     _kernels = kernels.halves, kernels.add_halves
@@ -400,16 +408,17 @@ class Half(Compressor):
         return bool(kernels.add_halves(out, payload.view(np.uint16), add))
 
 
-# elements that share one scale; BLOCK is a multiple of it
+# number of elements that share one scale; BLOCK is a multiple of it
 GROUP = 256
 
 
 @dataclass(frozen=True)
 class Integers(Compressor):
-    """Every element as an 8-bit or 4-bit integer times a scale (float32) that 256 neighbours share.
+    """Sends every element as an 8-bit or 4-bit integer (its code) times a float32 scale that 256 neighbours share.
 
-    The scale is the largest absolute value of the 256, divided by 127 or 7. Rounding errors stay in the residual.
-    Layout: the scales, then the codes. Of two 4-bit codes the first is in the lower half of a byte.
+    The scale is the largest absolute value of the 256 elements, divided by 127 (8 bits) or 7 (4 bits). The residual
+    keeps the rounding errors. The payload is the scales, then the codes. A byte holds two 4-bit codes, the first one in
+    its lower half.
     """
 
     bits: int = 8
@@ -465,10 +474,11 @@ class Integers(Compressor):
 
 @dataclass(frozen=True)
 class TopK(Compressor):
-    """The elements with the largest absolute values, as float32 with their indices: 8 bytes for each element sent.
+    """Sends the elements with the largest absolute values, as float32 with their indices: 8 bytes for each of them.
 
-    `ratio` is the share of elements to send. Among equal values those at the lowest indices are taken. Error feedback
-    as in Stich, Cordonnier, Jaggi 2018 (Mem-SGD). Layout: the indices (uint32, ascending), then the values.
+    `ratio` is the share of elements to send. Among equal absolute values, those at the lowest indices are sent. Error
+    feedback works as in Stich, Cordonnier, Jaggi 2018 (Mem-SGD). The payload is the indices (uint32, ascending), then
+    the values.
     """
 
     _kernels = kernels.sample, kernels.candidates, kernels.scatter
@@ -480,7 +490,7 @@ class TopK(Compressor):
             raise ValueError(f"topk compression needs a ratio in (0, 1], not {self.ratio}")
 
     def count(self, n: int) -> int:
-        """Return the number of elements that are sent for n elements: at least one."""
+        """Return the number of elements that are sent for a gradient of n elements: at least 1, if n is not 0."""
         return min(n, max(1, math.ceil(self.ratio * n)))
 
     def max_bytes(self, n: int) -> int:
@@ -512,13 +522,13 @@ class TopK(Compressor):
         n, k = residual.size, self.count(residual.size)
         if k == 0:
             return True
-        # Estimate from a sample a size that almost surely a few more than k elements reach. One pass finds these
-        # candidates, and only among them the k largest are searched.
+        # From a sample, estimate an absolute value that almost surely somewhat more than k elements reach. One pass
+        # collects these elements, the candidates. Then search the k largest among the candidates only.
         sizes = np.empty(min(n, max(4096, min(n // 256, 65536))), residual.dtype)
         if not kernels.sample(gradient, residual, sizes):
             return False
         share = k * sizes.size / n
-        # Five standard deviations above the expected number: too few candidates are then very unlikely.
+        # Five standard deviations above the expected number make it very unlikely to find too few candidates.
         rank = k if sizes.size == n else int(share + 5 * math.sqrt(share) + 8)
         least = np.partition(sizes, -rank)[-rank:][:1] if rank < sizes.size else np.zeros(1, residual.dtype)
         np.maximum(least, np.finfo(least.dtype).smallest_subnormal, out=least)
@@ -542,12 +552,12 @@ class TopK(Compressor):
 
 
 def _find_largest(values: np.ndarray, k: int) -> np.ndarray:
-    """Return the indices, ascending, of the k >= 1 values with the largest absolute values.
+    """Return the ascending indices of the k values with the largest absolute values. k is at least 1.
 
-    Among equal values those at the lowest indices are taken. (`numpy.argpartition` may choose other ones, depending on
-    the processor.)
+    Among equal absolute values, those at the lowest indices are taken. (`numpy.argpartition` may choose others,
+    depending on the processor.)
     """
-    # The bits of positive floats are ordered as the floats are, and integers are compared faster.
+    # The bit patterns of positive floats, read as integers, have the same order as the floats. Integers compare faster.
     sizes = np.abs(values).view(f"u{values.itemsize}")
     least = np.partition(sizes, sizes.size - k)[sizes.size - k]
     chosen = sizes > least
@@ -555,6 +565,6 @@ def _find_largest(values: np.ndarray, k: int) -> np.ndarray:
     return np.flatnonzero(chosen)
 
 
-# Classes that have kernels. A class derived from one of them does not use them, since it may have its own `fill` and
-# `read`.
+# Classes that have kernels. A class that a user derives from one of these does not use the kernels, because it may
+# have its own `fill` and `read`.
 BUILT_IN = (TwoBit, OneBit, Half, TopK)

@@ -1,7 +1,8 @@
 """Pack and unpack gradients in one pass by compiled kernels, with the same bits as NumPy's passes in `compressors`.
 
-A kernel (`collectives.kernels.function`) that returns 0 has met a value that no payload can hold. It has changed
-nothing but its scratch arrays.
+A kernel is a compiled function (`collectives.kernels.function`). If it meets a value that no payload can hold, it
+returns 0 and has changed nothing but its scratch arrays. The sum of an element means the sum of its gradient and its
+residual. A bit plane holds one bit for each element.
 """
 
 from __future__ import annotations
@@ -16,12 +17,11 @@ if TYPE_CHECKING:
     from mpips.collectives.kernels.compiler import narrow_float16, sum_of_128, widen_float16
 
 Array = np.ndarray
-# elements that NumPy handles at a time, so that temporaries stay in cache; a multiple of 8 (bits of a payload byte)
+# Number of elements that NumPy handles at a time, so that temporary arrays stay in cache. It is a multiple of 8, the
+# number of bits in a byte of a payload.
 BLOCK = 32 * 1024
-# elements that a kernel handles at a time, a multiple of 8: one loop is vectorized over elements, one over bytes of
-# bits
-# elements that a kernel handles at a time, a multiple of 8: one loop is vectorized over elements, one over bytes of a
-# bit plane
+# Number of elements that a kernel handles at a time. It is a multiple of 8, because the compiler vectorizes a loop over
+# elements and a loop over the bytes of a bit plane.
 TILE = 1024
 CONSTANTS = {"TILE": TILE, "BLOCK": BLOCK}
 
@@ -33,7 +33,7 @@ def wide(values: np.ndarray) -> np.ndarray:
 
 @compiled("const stored[], const wide[]", constants=CONSTANTS)
 def fit(gradient: Array, residual: Array) -> bool:
-    """True if a payload can hold all sums, which means that they are finite in float32."""
+    """True if all sums are finite in float32, so that a payload can hold them."""
     bad = False
     for i in range(residual.size):
         x = np.float32(residual[i] + widen(gradient[i]))
@@ -45,9 +45,10 @@ def fit(gradient: Array, residual: Array) -> bool:
 
 @compiled("const stored[], wide[], uint8[], uint8[], const wide[]", constants=CONSTANTS)
 def two_bits(gradient: Array, residual: Array, up: Array, down: Array, values: Array) -> int:
-    """Write the bit planes of sums >= values[1] and of sums <= values[2], and keep the rest in the residual.
+    """Write two bit planes, and keep the rest in the residual.
 
-    values[0], values[1] and values[2] are the numbers that no bit, an up bit and a down bit stand for.
+    `up` marks the sums >= values[1], and `down` marks the sums <= values[2]. A receiver decodes an element as values[0]
+    without a bit, values[1] with an up bit, and values[2] with a down bit.
     """
     nothing, most, least = values[0], values[1], values[2]
     high, low = np.empty(TILE, np.uint8), np.empty(TILE, np.uint8)
@@ -62,7 +63,7 @@ def two_bits(gradient: Array, residual: Array, up: Array, down: Array, values: A
             high[i], low[i] = above, below
             r_[i] = x - ((nothing if below else most) if above else (least if below else nothing))
         up_, down_ = up[start // 8 : (stop + 7) // 8], down[start // 8 : (stop + 7) // 8]
-        # The product gathers the lowest bits of eight bytes in its highest byte.
+        # The product collects the lowest bits of eight bytes in its highest byte.
         for i in range(up_.size):
             up_[i] = (high_words[i] * np.uint64(0x8040201008040201)) >> np.uint64(56)
             down_[i] = (low_words[i] * np.uint64(0x8040201008040201)) >> np.uint64(56)
@@ -71,7 +72,7 @@ def two_bits(gradient: Array, residual: Array, up: Array, down: Array, values: A
 
 @compiled("stored[], const uint8[], const uint8[], const wide[], int64", constants=CONSTANTS)
 def planes(out: Array, up: Array, down: Array, values: Array, add: int) -> int:
-    """Add values[up bit + 2 * down bit] to every element of `out`, or write it there."""
+    """Add values[up bit + 2 * down bit] to every element of `out`, or write it there if `add` is 0."""
     neither, first, second, both = values[0], values[1], values[2], values[3]
     high, low = np.empty(TILE, np.uint8), np.empty(TILE, np.uint8)
     high_words, low_words = high.view(np.uint64), low.view(np.uint64)
@@ -79,7 +80,7 @@ def planes(out: Array, up: Array, down: Array, values: Array, add: int) -> int:
         stop = min(start + TILE, out.size)
         out_ = out[start:stop]
         up_, down_ = up[start // 8 : (stop + 7) // 8], down[start // 8 : (stop + 7) // 8]
-        # Repeat the byte eight times and keep another bit in each copy.
+        # Repeat the byte eight times, and keep a different bit of each copy.
         for i in range(up_.size):
             high_words[i] = (np.uint64(up_[i]) * np.uint64(0x0101010101010101)) & np.uint64(0x0102040810204080)
             low_words[i] = (np.uint64(down_[i]) * np.uint64(0x0101010101010101)) & np.uint64(0x0102040810204080)
@@ -95,13 +96,18 @@ def planes(out: Array, up: Array, down: Array, values: Array, add: int) -> int:
 
 @compiled("const stored[], const wide[], uint8[], wide[], float64[]", constants=CONSTANTS)
 def signs(gradient: Array, residual: Array, plane: Array, rest: Array, total: Array) -> bool:
-    """Write the bit plane of sums >= 0, and compute their number and the total of each sign over all whole blocks.
+    """Write the bit plane of sums >= 0, and add up the sums >= 0 and the other sums.
 
-    A block is summed in the order in which NumPy does it: eight columns of each 128 elements, then neighbours in pairs.
+    The order of the additions within a block of BLOCK elements is that of NumPy: eight columns of each 128 elements,
+    then neighbours in pairs.
 
     Args:
-        rest: Gets the sums after the last whole block.
-        total: Gets the total of the sums >= 0, the total of the others, and the number of sums >= 0.
+        gradient: The gradient.
+        residual: The residual. It is not changed.
+        plane: Gets the bit plane.
+        rest: Gets the sums after the last whole block, which `total` does not include.
+        total: Gets the total of the sums >= 0 and the total of the other sums, both over whole blocks, and the number
+            of all sums >= 0.
     """
     bad, count = False, 0
     bits, tile, parts = np.empty(TILE, np.uint8), np.empty(TILE, residual.dtype), np.empty(BLOCK // 64, residual.dtype)
@@ -156,7 +162,7 @@ def take_means(gradient: Array, residual: Array, values: Array) -> int:
 
 @compiled("const stored[], float32[], uint16[]", ("float16", "bfloat16", "float32"), CONSTANTS)
 def halves(gradient: Array, residual: Array, payload: Array) -> int:
-    """Write all sums as float16, at most 65504 in size, and keep the rest in the residual."""
+    """Write all sums as float16, with absolute values of at most 65504, and keep the rest in the residual."""
     for i in range(residual.size):
         x = residual[i] + widen(gradient[i])
         half = narrow_float16(min(max(x, np.float32(-65504)), np.float32(65504)))
@@ -167,7 +173,7 @@ def halves(gradient: Array, residual: Array, payload: Array) -> int:
 
 @compiled("stored[], const uint16[], int64", ("float16", "float32", "float64"), CONSTANTS)
 def add_halves(out: Array, payload: Array, add: int) -> int:
-    """Add the float16 numbers of a payload to `out`, or write them there."""
+    """Add the float16 numbers of a payload to `out`, or write them there if `add` is 0."""
     if add:
         for i in range(out.size):
             out[i] = narrow(widen(out[i]) + widen_float16(payload[i]))
@@ -179,7 +185,7 @@ def add_halves(out: Array, payload: Array, add: int) -> int:
 
 @compiled("const stored[], const wide[], wide[]", constants=CONSTANTS)
 def sample(gradient: Array, residual: Array, sizes: Array) -> int:
-    """Write the absolute values of some sums: one from each stretch, at a pseudo-random index."""
+    """Write the absolute values of a sample of the sums: one sum at a pseudo-random index in each stretch."""
     stretch = residual.size // sizes.size
     word = np.uint64(1)
     for i in range(sizes.size):
@@ -191,9 +197,9 @@ def sample(gradient: Array, residual: Array, sizes: Array) -> int:
 
 @compiled("const stored[], const wide[], wide[], uint32[], wide[]", constants=CONSTANTS)
 def candidates(gradient: Array, residual: Array, least: Array, places: Array, sums: Array) -> int:
-    """Write indices and sums whose absolute value is at least `least[0]`, and return their number plus 1.
+    """Write the indices and values of all sums whose absolute value is at least `least[0]`. Return their number plus 1.
 
-    Stops writing when there is no room for TILE more. Returns 0 for a value that no payload can hold.
+    Writing stops when less room than for TILE sums is left. If there is a value that no payload can hold, return 0.
     """
     bound, found, bad = least[0], 0, False
     tile, large, some = np.empty(TILE, residual.dtype), np.empty(TILE, np.uint8), np.empty(TILE // 8 + 1, np.int64)
@@ -213,8 +219,8 @@ def candidates(gradient: Array, residual: Array, least: Array, places: Array, su
             for word in range(TILE // 8):
                 some[count] = word
                 count += words[word] != 0
-            # Every element is written, and only large ones advance the index. Without a branch that depends on an
-            # element the processor never mispredicts.
+            # Write every element, and advance the index only after a large one. Without a branch that depends on an
+            # element, the processor never mispredicts.
             for word in some[:count]:
                 for i in range(8 * word, 8 * word + 8):
                     places[found], sums[found] = start + i, tile[i]
@@ -224,9 +230,9 @@ def candidates(gradient: Array, residual: Array, least: Array, places: Array, su
 
 @compiled("stored[], const uint32[], const float32[], int64", constants=CONSTANTS)
 def scatter(out: Array, places: Array, values: Array, add: int) -> int:
-    """Add values at these indices, or write them and zeros elsewhere.
+    """Add values at these indices. If `add` is 0, write the values there, and zeros everywhere else.
 
-    Return 0 unless indices ascend and are all in `out`.
+    Return 0 unless all indices ascend and exist in `out`.
     """
     before = np.int64(-1)
     for i in range(places.size):

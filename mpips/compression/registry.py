@@ -1,4 +1,4 @@
-"""Compressors by name: `register` adds a class, and `create` makes a compressor from options."""
+"""The names of compressors: `register` names a class, and `create` makes a compressor from a name and options."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ K = TypeVar("K", bound=type[Compressor])
 
 
 def register(name: str) -> Callable[[K], K]:
-    """Register a compressor class, to be used as `{"type": name, ...its options}`. A class decorator.
+    """Class decorator that registers a compressor, so that `{"type": name, ...}` with its options selects it.
 
-    Put it above `@dataclass(frozen=True)`, before the call of `mpips.create`: servers run the script only up to that
-    call, and must know the name by then. Options are finite numbers and strings.
+    Put it above `@dataclass(frozen=True)`. The class must stand before the call of `mpips.create`, because servers run
+    the script only up to that call, and must know the name by then. Options are finite numbers and strings.
 
     Raises:
         TypeError: The class is not a frozen dataclass derived from Compressor.
-        ValueError: Another class has the name.
+        ValueError: Another class already has this name.
     """
     if not isinstance(name, str):
         raise TypeError(f'register takes the name of the type, as @mpips.compression.register("sign"), not {name!r}')
@@ -49,7 +49,7 @@ def register(name: str) -> Callable[[K], K]:
 
 
 def create(options: Mapping[str, Any]) -> Compressor:
-    """Return the compressor for `{"type": name, ...its options}`, as `{"type": "2bit", "threshold": 0.5}`.
+    """Return the compressor for a type and its options, for example `{"type": "2bit", "threshold": 0.5}`.
 
     Raises:
         ValueError: The type is unknown, or a value is not allowed.

@@ -1,11 +1,11 @@
 """Negotiation: match the operations of a process set by name, in whatever order ranks begin them.
 
-Each operation is described by an `OperationRequest`. While a rank has operations in flight, its communication thread
-runs rounds with the other ranks. In each round:
+A process set is Horovod's name for a group of ranks. An `OperationRequest` describes each operation. While a rank has
+operations in flight, its communication thread runs rounds with the other ranks. In each round:
 
 1. An allgather collects every rank's new requests, and whether its program is waiting.
-2. Operations that all ranks have requested run, in the same order on all of them. Consecutive allreduces of the same
-   kind run as one.
+2. The operations that all ranks have requested run, in the same order on all ranks. Consecutive allreduces with the
+   same settings run as one.
 
 If the requests of an operation do not fit together, its handles on all ranks get the same error, and the process set
 stays usable. Any other failure ends all operations in flight.
@@ -39,11 +39,11 @@ from mpips.torch.works import GroupJob, communication, wait_for_plan
 
 
 class HorovodInternalError(CollectiveError):
-    """An operation has failed, on all ranks of its process set."""
+    """An operation has failed on all ranks of its process set."""
 
 
 class OperationRequest(msgspec.Struct, array_like=True):
-    """One rank's part in an operation, as it is sent to the others."""
+    """One rank's request for an operation. The rank sends it to the other ranks."""
 
     kind: str
     name: str
@@ -59,8 +59,8 @@ class OperationRequest(msgspec.Struct, array_like=True):
         return f"{self.kind} {self.name!r}"
 
     def items(self) -> Items:
-        """Return what must be the same on all ranks."""
-        # In these two operations tensors may have any number of rows.
+        """Return the properties of the request that must be the same on all ranks."""
+        # In these two operations, ranks may have different numbers of rows.
         free = 1 if self.kind in ("allgather", "alltoall") else 0
         things = {
             "the operation": self.kind,
@@ -84,9 +84,9 @@ class OperationHandle(Generic[T]):
 
     Args:
         request: The description of the operation that is sent to the other ranks.
-        tensors: The tensors that it reads, or changes in place.
-        deliver: Turns the list of results into what the program gets.
-        waiting: A context in which the other ranks know that this rank's program waits.
+        tensors: The tensors that the operation reads, or changes in place.
+        deliver: A function that turns the list of results into the value that the program gets.
+        waiting: A context that tells the other ranks that this rank's program waits.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class OperationHandle(Generic[T]):
         return self._done.is_set()
 
     def end(self, results: list[Tensor] | T, error: BaseException | None = None) -> None:
-        """Set the result or the error, and wake the program."""
+        """Set the result or the error, and wake the threads that wait for it."""
         if error is None and isinstance(results, list):
             results = self._deliver(results)
         self._result, self._error = results, error  # type: ignore[assignment]
@@ -128,7 +128,7 @@ class OperationHandle(Generic[T]):
 
 
 class Op(IntEnum):
-    """Horovod's reductions, with its numbers."""
+    """Horovod's reductions, with Horovod's numbers."""
 
     Average, Sum, Adasum, Min, Max, Product = range(6)
 
@@ -143,7 +143,7 @@ REDUCTIONS = {
 
 
 class OperationRunner:
-    """Runs operations on which all ranks agree, on one communicator."""
+    """Runs operations that all ranks have requested, on one communicator."""
 
     def __init__(self, jobs: GroupJobs, rank: int, names: Sequence[int]) -> None:
         self._jobs = jobs
@@ -160,12 +160,12 @@ class OperationRunner:
     def run(
         self, first: OperationRequest, every: Sequence[OperationRequest], handle: OperationHandle[Any]
     ) -> Generator[None, None, list[Tensor]]:
-        """Run an operation of another kind, and return its results.
+        """Run an operation that is not an allreduce, and return its results.
 
         Args:
             first: The request of the lowest rank.
-            every: The requests of all ranks.
-            handle: This rank's operation.
+            every: The requests of all ranks, by rank.
+            handle: This rank's handle of the operation.
         """
         if first.kind == "broadcast":
             root = self._names.index(first.root)
@@ -192,7 +192,7 @@ class OperationRunner:
     def _alltoall(self, every: Sequence[OperationRequest], place: int, tensor: Tensor) -> Generator[None, None, Tensor]:
         received = [request.splits[self._rank] for request in every]
         result = torch.empty((sum(received), *tensor.shape[1:]), dtype=tensor.dtype)
-        # elements of a row; a rank without rows to send takes it from what it receives
+        # number of elements of a row; a rank that sends no rows takes this number from the rows that it receives
         row = tensor[0].numel() if tensor.shape[0] else result[0].numel() if result.shape[0] else 0
         parts = [[rows * row for rows in each] for each in (received, every[self._rank].splits)]
         steps = self._jobs.messages.alltoall(result.view(-1), parts[0], flatten(tensor), parts[1])
@@ -217,7 +217,7 @@ class OperationRunner:
 def _scale(tensors: Sequence[Tensor], factor: float) -> None:
     """Multiply tensors in place, as Horovod does.
 
-    Integers are multiplied in float64 and truncated, float16 and bfloat16 in float32.
+    Integers are multiplied in float64, and the result is truncated. float16 and bfloat16 are multiplied in float32.
     """
     if factor == 1.0:
         return
@@ -230,14 +230,15 @@ def _scale(tensors: Sequence[Tensor], factor: float) -> None:
             tensor.copy_(tensor.double() * factor)
 
 
-# Size of a rank's row in the first allgather of a round. If any rank's requests need more, a second one follows.
+# Size of a rank's row in the first allgather of a round. If the requests of any rank need more, a second allgather
+# follows.
 ROW_BYTES = 1024
-# pause between two rounds in which no rank brings anything new
+# pause after a round in which no rank had a new request
 PAUSE_SECONDS = 1e-3
 # How long to wait before a round while the program computes and may begin more operations, as in a backward pass. The
-# longer time is for ranks with one core each: there a round takes the core away from the program.
+# longer time is for ranks with one core each, where a round takes the core away from the program.
 CYCLE_SECONDS, CROWDED_CYCLE_SECONDS = 5e-3, 5e-2
-# If this many rounds bring nothing new while the programs of all ranks wait, the operations fail.
+# If this many rounds in a row have no new request while the programs of all ranks wait, the operations fail.
 IDLE_ROUNDS = 1000
 # kind and name of the request of a rank that calls join()
 NOTHING_LEFT = "join"
@@ -261,7 +262,7 @@ class Negotiator:
         roomy = home.nodes > 1 or home.board.memory.roomy
         self._cycle_seconds = CYCLE_SECONDS if roomy else CROWDED_CYCLE_SECONDS
         self._runner = OperationRunner(self.jobs, comm.rank, names)
-        # guards the fields that both the threads of the program and the communication thread change
+        # guards the fields that the threads of the program and the communication thread both change
         self._state = threading.Lock()
         # name -> operation under way on this rank
         self._handles: dict[str, OperationHandle[Any]] = {}
@@ -269,19 +270,22 @@ class Negotiator:
         self._new: list[OperationRequest] = []
         # True while the communication thread makes rounds
         self._runs = False
-        # threads of the program that wait for an operation
+        # number of threads of the program that wait for an operation
         self._waiting = 0
-        # kind -> operations without a name begun so far
+        # kind -> number of operations without a name that have begun so far
         self._unnamed: dict[str, int] = {}
         # name -> {rank: request}, for operations that some ranks have not requested yet
         self._met: dict[str, dict[int, OperationRequest]] = {}
-        # ranks that have called join(), in that order
+        # ranks that have called join(), in the order of their calls
         self._joined: list[int] = []
         self._row = np.zeros(ROW_BYTES, np.uint8)
         self._rows = np.zeros((comm.size, ROW_BYTES), np.uint8)
 
     def begin(self, handle: OperationHandle[T]) -> OperationHandle[T]:
-        """Begin an operation. Does not block. Raises ValueError if one with the same name is under way on this rank."""
+        """Begin an operation. Does not block.
+
+        Raises ValueError if an operation with the same name is under way on this rank.
+        """
         request = handle.request
         with self._state:
             if not request.name:
@@ -310,7 +314,7 @@ class Negotiator:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within this context the other ranks know that this rank's program waits for an operation."""
+        """A context that tells the other ranks that this rank's program waits for an operation."""
         with self._state:
             self._waiting += 1
         try:
@@ -353,10 +357,10 @@ class Negotiator:
                 yield
 
     def _gather(self, word: bytes) -> Generator[None, None, list[bytes]]:
-        """Contribute some bytes, and return those of all ranks in rank order.
+        """Gather some bytes from each rank, and return them in rank order.
 
-        A rank's row is its length in 8 bytes, followed by the data. If any rank's data does not fit, all data is
-        gathered again, in rows of the largest length.
+        A rank's row is the length of its data in 8 bytes, followed by the data. If the data of any rank does not fit
+        into a row, all data is gathered again, in rows of the largest length.
         """
         size = len(word)
         self._row[:8].view(np.int64)[0] = size
@@ -381,12 +385,12 @@ class Negotiator:
                 else:
                     self._met.setdefault(request.name, {})[rank] = request
         ready = []
-        # Every rank has received the requests in the same order, so `ready` is the same on all of them.
+        # Every rank has received the requests in the same order, so `ready` is the same on all ranks.
         for name, requests_of in list(self._met.items()):
             if len(requests_of.keys() | set(self._joined)) == self.comm.size:
                 del self._met[name]
                 first = requests_of[min(requests_of)]
-                # Nearly all requests are equal, and equality is found sooner than the items are made.
+                # Nearly always all requests are equal, and it is faster to compare them than to make their items.
                 differ = any(request != first for request in requests_of.values())
                 unlike = difference({self.names[rank]: each.items() for rank, each in requests_of.items() if differ})
                 if wrong := f"{unlike}: {SAME_VALUES}" if unlike else self._against_joined(first):
@@ -401,7 +405,7 @@ class Negotiator:
             self._end(NOTHING_LEFT, self.names[last])
 
     def _run(self, operations: Sequence[tuple[OperationRequest, dict[int, OperationRequest]]]) -> Iterator[None]:
-        """Run one operation, or several allreduces as one. A rank that has joined contributes zeros."""
+        """Run one operation, or several allreduces as one. A rank that has called join() contributes zeros."""
         first, requests = operations[0]
         if first.kind == "allreduce":
             every = [self._tensors_of(request) for request, _ in operations]
@@ -421,7 +425,7 @@ class Negotiator:
         return [torch.zeros(shape, dtype=getattr(torch, dtype)) for dtype, shape in zip(request.dtypes, request.shapes)]
 
     def _against_joined(self, first: OperationRequest) -> str:
-        """Return why an operation cannot run while some ranks have joined, or "" if it can."""
+        """Return the reason why an operation cannot run while some ranks have called join(), or "" if it can."""
         if not self._joined or first.kind == "barrier" or (first.kind == "allreduce" and first.op in (0, 1)):
             return ""
         joined = format_ranks([self.names[rank] for rank in self._joined])
@@ -464,12 +468,12 @@ class Negotiator:
 
 
 def _fusion(request: OperationRequest) -> tuple[object, ...]:
-    """Return a key that is equal for allreduces that can run as one. Any other operation has a key of its own."""
+    """Return a key that is equal for allreduces that can run as one. For any other operation the key is unique."""
     if request.kind != "allreduce":
         return (request.name,)
     return (request.op, request.prescale, request.postscale, sorted(set(request.dtypes)))
 
 
 def _only_item(value: object) -> object:
-    """Return the item of a list that has only one, for an error message. Anything else is returned as it is."""
+    """Return the item of a list that has only one, for an error message. Return anything else unchanged."""
     return _only_item(value[0]) if isinstance(value, list) and len(value) == 1 else value

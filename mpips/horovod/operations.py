@@ -1,11 +1,16 @@
 """Operations of Horovod's API: allreduce, allgather and so on, blocking, asynchronous and differentiable.
 
-`_begin` starts every operation and returns a handle, and `synchronize` waits for it. A call without `_async` blocks. A
-call without a trailing underscore returns new tensors; if it blocks, it is differentiable.
+`_begin` starts every operation and returns a handle, and `synchronize` waits for the handle. The name of a call tells
+its kind:
 
-All ranks of the process set must begin operations of the same names; the order does not matter. Without a `name` an
-operation gets a number, and then the order of operations of its kind matters. A bad argument raises on this rank and
-nothing is sent. If ranks' arguments do not fit together, the operation raises `HorovodInternalError` on all of them.
+- With `_async` it returns a handle. Without `_async` it blocks.
+- With a trailing underscore it works in place. Without the underscore it returns new tensors, and if it also blocks, it
+  is differentiable.
+
+All ranks of the process set (a group of ranks) must begin operations of the same names, in any order. An operation
+without a `name` gets a number as its name, and then the order of operations of its kind matters. A bad argument raises
+an error on this rank, and nothing is sent. If the arguments of the ranks do not fit together, the operation raises
+`HorovodInternalError` on all ranks.
 
 Gradients are defined as in Horovod: the gradient of an allreduce is the same allreduce of the gradient.
 """
@@ -36,15 +41,15 @@ class TensorCompressor(Protocol):
 
     @staticmethod
     def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """Return the tensor that is sent, and a context for `decompress`."""
+        """Return the tensor to send, and a context for `decompress`."""
 
     @staticmethod
     def decompress(tensor: Tensor, ctx: Any) -> Tensor:
-        """Return the tensor in its original form. `ctx` is what `compress` returned."""
+        """Return the tensor in its original form. `ctx` is the context that `compress` returned."""
 
 
 class Compression:
-    """Compressors of sent tensors: `none` sends tensors unchanged, `fp16` sends floats as float16."""
+    """Horovod's compressors: `none` sends tensors unchanged, and `fp16` sends floats as float16."""
 
     class none:
         @staticmethod
@@ -73,7 +78,7 @@ def poll(handle: OperationHandle[Any]) -> bool:
 def synchronize(handle: OperationHandle[T]) -> T:
     """Wait for an operation and return its result. Blocking.
 
-    Raises `HorovodInternalError` if the operation has failed. It then fails on all ranks.
+    Raises `HorovodInternalError` if the operation has failed. All ranks then raise it.
     """
     return handle.wait()
 
@@ -94,11 +99,11 @@ def allreduce_async(
 
     Args:
         tensor: A host tensor, of the same shape and dtype on all ranks.
-        average: Horovod's old argument. Pass `op`.
-        name: The name by which ranks match the operation.
+        average: Deprecated argument of Horovod. Pass `op` instead.
+        name: The name that ranks match operations by.
         op: Average (the default), Sum, Min, Max or Product.
-        prescale_factor: Multiplies the tensor before the reduction.
-        postscale_factor: Multiplies the result.
+        prescale_factor: The tensor is multiplied by this before the reduction.
+        postscale_factor: The result is multiplied by this.
         process_set: The ranks that take part.
 
     Returns:
@@ -116,12 +121,12 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = WORLD,
 ) -> OperationHandle[Tensor]:
-    """Begin an allreduce in place. Arguments are those of `allreduce_async`."""
+    """Begin an allreduce in place. The arguments are those of `allreduce_async`."""
     return _reduce([tensor], name, _op(op, average), prescale_factor, postscale_factor, process_set, _first)
 
 
 def allreduce_(tensor: Tensor, *args: Any, **keywords: Any) -> Tensor:
-    """Reduce in place. Blocking. Arguments are those of `allreduce_async_`."""
+    """Reduce a tensor over all ranks, in place. Blocking. The arguments are those of `allreduce_async_`."""
     return synchronize(allreduce_async_(tensor, *args, **keywords))
 
 
@@ -135,9 +140,9 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = WORLD,
 ) -> Tensor:
-    """Reduce a tensor over all ranks into a new one, through which gradients flow. Blocking.
+    """Reduce a tensor over all ranks into a new, differentiable tensor. Blocking.
 
-    Arguments are those of `allreduce_async`, and `compression`, which is applied to what is sent.
+    The arguments are those of `allreduce_async`, and `compression`, a class that compresses the tensors to send.
     """
     factors = (prescale_factor, postscale_factor, process_set)
     (result,) = grouped_allreduce([tensor], average, name, compression, op, *factors)
@@ -153,7 +158,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = WORLD,
 ) -> OperationHandle[list[Tensor]]:
-    """Begin one allreduce of several tensors, into new ones. Arguments are those of `allreduce_async`."""
+    """Begin one allreduce of several tensors, into new tensors. The arguments are those of `allreduce_async`."""
     copies = [_copy(tensor) for tensor in tensors]
     return _reduce(copies, name, _op(op, average), prescale_factor, postscale_factor, process_set, list)
 
@@ -167,12 +172,12 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = WORLD,
 ) -> OperationHandle[list[Tensor]]:
-    """Begin one allreduce of several tensors, in place. Arguments are those of `allreduce_async`."""
+    """Begin one allreduce of several tensors, in place. The arguments are those of `allreduce_async`."""
     return _reduce(list(tensors), name, _op(op, average), prescale_factor, postscale_factor, process_set, list)
 
 
 def grouped_allreduce_(tensors: Tensors, *args: Any, **keywords: Any) -> list[Tensor]:
-    """Reduce several tensors in place, as one operation. Blocking. Arguments: see `grouped_allreduce_async_`."""
+    """Reduce several tensors in place, as one operation. Blocking. Arguments as in `grouped_allreduce_async_`."""
     return synchronize(grouped_allreduce_async_(tensors, *args, **keywords))
 
 
@@ -186,9 +191,9 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = WORLD,
 ) -> list[Tensor]:
-    """Reduce several tensors into new ones, as one operation, through which gradients flow. Blocking.
+    """Reduce several tensors into new, differentiable tensors, as one operation. Blocking.
 
-    Arguments are those of `allreduce`.
+    The arguments are those of `allreduce`.
     """
     arguments = _op(op, average), prescale_factor, postscale_factor, process_set
     packed, contexts = zip(*[compression.compress(tensor) for tensor in tensors])
@@ -203,9 +208,9 @@ def grouped_allreduce(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: Op, process_set: ProcessSet = WORLD
 ) -> Callable[[], Tensor]:
-    """Begin an allreduce of a sparse tensor, by an allgather of all ranks' entries.
+    """Begin an allreduce of a sparse tensor. It is made by an allgather of all ranks' entries.
 
-    Call the returned function to wait for the result and get it. The result is not coalesced. `op` is Average or Sum.
+    Return a function that waits for the result and returns it. The result is not coalesced. `op` is Average or Sum.
     """
     if op not in (Op.Average, Op.Sum):
         raise of_caller(NotImplementedError(f"sparse_allreduce_async: op is {op!r}: choose Average or Sum"))
@@ -233,7 +238,7 @@ def allgather_async(
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = WORLD) -> Tensor:
     """Concatenate all ranks' tensors along the first dimension, whose length may differ between ranks. Blocking.
 
-    Gradients flow through the result.
+    The result is differentiable.
     """
     return grouped_allgather([tensor], name, process_set)[0]
 
@@ -241,12 +246,12 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = WORLD
 ) -> OperationHandle[list[Tensor]]:
-    """Begin an `allgather_async` of each of several tensors, as one operation."""
+    """Do `allgather_async` for several tensors, as one operation."""
     return _begin("allgather", [_copy(tensor) for tensor in tensors], name, process_set, list)
 
 
 def grouped_allgather(tensors: Tensors, name: str | None = None, process_set: ProcessSet = WORLD) -> list[Tensor]:
-    """Make an `allgather` of each of several tensors, as one operation. Gradients flow through. Blocking."""
+    """Do `allgather` for several tensors, as one operation. The results are differentiable. Blocking."""
     rows = [tensor.shape[0] for tensor in tensors if tensor.dim()]
 
     def forward(given: Tensors) -> list[Tensor]:
@@ -283,7 +288,7 @@ def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None, process_
 
 
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = WORLD) -> Tensor:
-    """Broadcast the root's tensor into a new tensor, through which gradients flow. Blocking."""
+    """Broadcast the root's tensor into a new, differentiable tensor. Blocking."""
 
     def forward(given: Tensors) -> list[Tensor]:
         return [synchronize(broadcast_async(given[0], root_rank, name, process_set))]
@@ -300,7 +305,7 @@ def alltoall_async(
 ) -> OperationHandle[tuple[Tensor, Tensor]]:
     """Begin to send the first `splits[0]` rows of a tensor to rank 0, the next `splits[1]` rows to rank 1, and so on.
 
-    Without splits every rank gets an equal share.
+    Without `splits` every rank gets an equal share.
 
     Returns:
         A handle. Its result is a pair: the rows received, and the number of rows from each rank.
@@ -336,9 +341,9 @@ def alltoall_async(
 def alltoall(
     tensor: Tensor, splits: Splits | None = None, name: str | None = None, process_set: ProcessSet = WORLD
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exchange rows as `alltoall_async` does. Gradients flow through. Blocking.
+    """Exchange rows as `alltoall_async` does. The result is differentiable. Blocking.
 
-    Return the rows received, and with `splits` also the number of rows from each rank.
+    Return the rows received. If `splits` is given, return a pair: the rows, and the number of rows from each rank.
     """
     received: list[Tensor] = []
 
@@ -364,7 +369,7 @@ def reducescatter_async(
 ) -> OperationHandle[Tensor]:
     """Begin a reduction whose result is split by rows among the ranks.
 
-    If the rows do not divide evenly, the first ranks get one more. Arguments are those of `allreduce_async`.
+    If the rows do not divide evenly, the first ranks get one row more. The arguments are those of `allreduce_async`.
     """
     copies = [_copy(tensor)]
     return _begin("reducescatter", copies, name, process_set, _first, _op(op, None), prescale_factor, postscale_factor)
@@ -378,7 +383,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> OperationHandle[list[Tensor]]:
-    """Begin a `reducescatter_async` of each of several tensors, as one operation."""
+    """Do `reducescatter_async` for several tensors, as one operation."""
     copies = [_copy(tensor) for tensor in tensors]
     return _begin("reducescatter", copies, name, process_set, list, _op(op, None), prescale_factor, postscale_factor)
 
@@ -392,9 +397,9 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """Reduce a tensor over all ranks, and return this rank's part of the rows. Gradients flow through. Blocking.
+    """Reduce a tensor over all ranks, and return this rank's part of the rows, which is differentiable. Blocking.
 
-    If the rows do not divide evenly, the first ranks get one more. Arguments are those of `allreduce`.
+    If the rows do not divide evenly, the first ranks get one row more. The arguments are those of `allreduce`.
     """
     return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
 
@@ -408,7 +413,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """Make a `reducescatter` of each of several tensors, as one operation. Gradients flow through. Blocking."""
+    """Do `reducescatter` for several tensors, as one operation. The results are differentiable. Blocking."""
     factors = (prescale_factor, postscale_factor)
     packed, contexts = zip(*[compression.compress(tensor) for tensor in tensors])
 
@@ -424,14 +429,15 @@ def grouped_reducescatter(
 
 
 def barrier(process_set: ProcessSet = WORLD) -> None:
-    """Wait until all ranks of the set have called `barrier`. Blocking."""
+    """Wait until all ranks of the process set have called `barrier`. Blocking."""
     synchronize(_begin("barrier", [], None, process_set, list))
 
 
 def join(device: int = -1) -> int:
-    """Tell the other ranks that this one has no more batches. Return the rank that joined last.
+    """Tell the other ranks that this rank has no more batches. Return the rank that called `join` last.
 
-    Blocks until all ranks have joined. Until then this rank contributes zeros to their allreduces.
+    Blocks until all ranks have called `join`. Until then this rank contributes zeros to the allreduces of the others.
+    `device` is ignored.
     """
     return synchronize(_begin("join", [], "join", WORLD, int))
 
@@ -477,7 +483,10 @@ def _reduce(
 
 
 def _op(op: Op | None, average: bool | None) -> Op:
-    """Return the reduction. Raise an error if both arguments are given, or if it is unknown or not supported."""
+    """Return the reduction that `op` or the deprecated `average` selects.
+
+    Raises an error if both are given, or if the reduction is unknown or not supported.
+    """
     if average is not None:
         if op is not None:
             raise of_caller(ValueError("op and average are both given: pass op alone"))
@@ -499,7 +508,7 @@ def _first(results: list[Tensor]) -> Tensor:
 
 
 class _Followed(torch.autograd.Function):
-    """Runs an operation on tensors in the forward pass, and another one on their gradients in the backward pass."""
+    """Runs one function on tensors in the forward pass, and another on their gradients in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, forward: Step, backward: Step, *tensors: Tensor) -> tuple[Tensor, ...]:

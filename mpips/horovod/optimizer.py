@@ -1,4 +1,4 @@
-"""Horovod's DistributedOptimizer: starts an allreduce of each gradient during backward; `step` waits for them."""
+"""Horovod's DistributedOptimizer: an allreduce of each gradient starts during backward, and `step` waits for all."""
 
 from __future__ import annotations
 
@@ -40,24 +40,26 @@ def DistributedOptimizer(
 ) -> Any:
     """Wrap an optimizer so that its `step` first reduces the gradients over all ranks.
 
-    The result is an instance of a subclass of the optimizer's own class, and shares its state and groups. Gradients of
-    several backward passes are summed, not averaged. A parameter without a gradient on this rank counts as zero.
+    The result is an instance of a subclass of the optimizer's own class, and shares the optimizer's state and groups.
+    Gradients of several backward passes are summed, not averaged. A parameter without a gradient on this rank counts as
+    zero.
 
     Args:
         optimizer: An optimizer of torch.optim.
-        named_parameters: As from `model.named_parameters()`. Gradients are matched between ranks by these names.
+        named_parameters: Pairs of name and parameter, such as `model.named_parameters()`. Ranks match gradients by
+            these names.
         compression: `hvd.Compression.none` or `fp16`, or the program's own compressor.
-        backward_passes_per_step: Backward passes before each step.
+        backward_passes_per_step: The number of backward passes before each step.
         op: `hvd.Average`, or another reduction of `hvd.allreduce`.
         gradient_predivide_factor: Gradients are divided by this factor before they are averaged, and the average is
-            multiplied by it.
-        num_groups: Horovod's old argument. Pass `groups`.
-        groups: A number of groups, or lists of parameters. Gradients of a group are reduced as one operation.
-        sparse_as_dense: Reduce sparse gradients as dense ones.
+            multiplied by the factor.
+        num_groups: Deprecated argument of Horovod. Pass `groups` instead.
+        groups: A number of groups, or lists of parameters. The gradients of a group are reduced as one operation.
+        sparse_as_dense: True to convert sparse gradients to dense ones before they are reduced.
         process_set: The ranks that take part.
 
     Raises:
-        ValueError: An argument does not fit.
+        ValueError: An argument is invalid.
         NotImplementedError: `op` is Adasum.
     """
     if gradient_predivide_factor != 1.0 and op != Op.Average:
@@ -92,7 +94,7 @@ def DistributedOptimizer(
 
 
 class _Reduction:
-    """The settings with which gradients are reduced."""
+    """The settings for reducing gradients."""
 
     def __init__(
         self,
@@ -109,7 +111,7 @@ class _Reduction:
         self.process_set = process_set
 
     def begin(self, names: Sequence[str], gradients: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Begin to reduce gradients, as one operation. Return a function that waits for the reduced gradients."""
+        """Begin to reduce gradients as one operation. Return a function that waits for the results and returns them."""
         sparse = [gradient.is_sparse for gradient in gradients]
         if any(sparse) and not self._sparse_as_dense:
             if len(names) > 1:
@@ -137,7 +139,7 @@ class _Reduction:
 
 
 class _Distributed(torch.optim.Optimizer):
-    """The methods of the class that `DistributedOptimizer` makes."""
+    """The methods that `DistributedOptimizer` puts into the class of its result."""
 
     _wrapped_class: type[torch.optim.Optimizer]
 
@@ -155,8 +157,8 @@ class _Distributed(torch.optim.Optimizer):
         self._together = _group(list(self._parameter_names), self._parameter_names, groups)
         # parameter -> remaining backward passes of this step
         self._left: dict[Tensor, int] = {}
-        # parameters whose gradients are being reduced; the first of each group has the function that waits for the
-        # group
+        # Parameters whose gradients are being reduced. The first parameter of each group maps to the function that
+        # waits for the group, and the others map to None.
         self._under_way: dict[Tensor, Callable[[], list[Tensor]] | None] = {}
         self._hooked: set[Tensor] = set()
         self._synchronized = False
@@ -164,7 +166,7 @@ class _Distributed(torch.optim.Optimizer):
         self._hook_parameters()
 
     def _hook_parameters(self) -> None:
-        """Hook the parameters that require a gradient and have no hook yet."""
+        """Add the hook `_note_gradient` to the parameters that require a gradient and have no hook yet."""
         if not self._reduction.process_set.included() or len(self._reduction.process_set.ranks) == 1:
             return
         for parameter in self._parameter_names:
@@ -173,9 +175,9 @@ class _Distributed(torch.optim.Optimizer):
                 parameter.register_post_accumulate_grad_hook(self._note_gradient)
 
     def _note_gradient(self, parameter: Tensor) -> None:
-        """The hook that runs when a gradient is accumulated.
+        """The hook that runs when a parameter's gradient has been accumulated.
 
-        After the last backward pass of the step for all parameters of its group, the reduction of the group begins.
+        The reduction of a group begins when all its parameters have had the last backward pass of the step.
         """
         left = self._left.get(parameter, self.backward_passes_per_step) - 1
         if left < 0:
@@ -197,9 +199,9 @@ class _Distributed(torch.optim.Optimizer):
         self._under_way[group[0]] = self._reduction.begin(names, [each.grad for each in group if each.grad is not None])
 
     def synchronize(self) -> None:
-        """Reduce the remaining gradients, and wait until the parameters have the gradients of all ranks. Blocking."""
+        """Reduce the remaining gradients, and wait until all parameters have their reduced gradients. Blocking."""
         self._hook_parameters()
-        # Parameters without a gradient in this step are reduced, too: ranks that have a gradient would wait otherwise.
+        # Also reduce parameters without a gradient in this step. Otherwise ranks that have a gradient would wait.
         for parameter in self._parameter_names:
             if parameter in self._hooked and parameter.requires_grad and parameter not in self._under_way:
                 self._reduce(self._together[parameter])
@@ -216,7 +218,7 @@ class _Distributed(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Within this context `step` uses the gradients as they are. For a step after `synchronize`."""
+        """A context in which `step` does not reduce the gradients again. Use it for a step after `synchronize`."""
         self._should_synchronize = False
         try:
             yield
@@ -226,8 +228,8 @@ class _Distributed(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Wait for the gradients of all ranks, and run the wrapped optimizer's step. Blocking.
 
-        Return the loss of `closure`. The wrapped optimizer calls `closure` as often as it needs, and gradients are
-        reduced after each call.
+        Return the loss that `closure` computes, or None. The wrapped optimizer calls `closure` as often as it needs,
+        and gradients are reduced after each call.
         """
 
         def evaluate() -> Any:
@@ -259,7 +261,7 @@ class _Distributed(torch.optim.Optimizer):
         self._wrapped_class.zero_grad(self, *args, **keywords)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group. All ranks must add it. Its parameters are named by their position."""
+        """Add a parameter group. All ranks must add the same group. Its parameters are named by their position."""
         self._wrapped_class.add_param_group(self, param_group)
         at = len(self.param_groups) - 1
         for place, parameter in enumerate(self.param_groups[at]["params"]):
@@ -274,12 +276,13 @@ class _Distributed(torch.optim.Optimizer):
 
 
 # PyTorch wraps the `step` of an optimizer's class with code that calls hooks, at the latest in load_state_dict. This
-# mark prevents that: our step calls the wrapped class's step, which already calls the hooks, so they would run twice.
+# attribute prevents the wrapping. Our step calls the wrapped class's step, which already calls the hooks, so they would
+# run twice.
 _Distributed.step.hooked = True  # type: ignore[attr-defined]
 
 
 def _names(groups: Sequence[dict[str, Any]], named: Iterable[tuple[str, Tensor]] | None) -> dict[Tensor, str]:
-    """Return the name of each parameter. Raise ValueError if a parameter has none, or if two have the same."""
+    """Return the name of each parameter. Raise ValueError if a parameter has no name, or if a name occurs twice."""
     if named is None:
         return {
             p: f"allreduce.noname.{at}.{place}"
@@ -306,7 +309,7 @@ def _names(groups: Sequence[dict[str, Any]], named: Iterable[tuple[str, Tensor]]
 def _group(
     parameters: Sequence[Tensor], names: dict[Tensor, str], groups: int | Sequence[Sequence[Tensor]] | None
 ) -> dict[Tensor, tuple[Tensor, ...]]:
-    """Return, for each parameter, the parameters whose gradients are reduced with its own."""
+    """Return the group of each parameter: the parameters whose gradients are reduced as one operation."""
     cuts: list[tuple[Tensor, ...]] = [(parameter,) for parameter in parameters]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if isinstance(groups, int):

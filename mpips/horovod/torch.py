@@ -4,8 +4,8 @@
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
-Operations are matched by name, so ranks may begin them in any order. A function of Horovod's that is not supported
-raises NotImplementedError when it is used.
+Ranks match operations by name, so they may begin operations in any order. A function of Horovod that is not supported
+raises NotImplementedError when the program uses it.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ Average, Sum, Adasum, Min, Max, Product = Op
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int = 0) -> None:
-    """Give all ranks the root's values of a `state_dict`, or of parameters, in place. Collective, blocking.
+    """Copy the root's values of a `state_dict`, or of parameters, to all ranks, in place. Collective, blocking.
 
     Raises:
         TypeError: A value is not a tensor.
@@ -173,9 +173,9 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int = 0, model: torch.nn.Module | None = None
 ) -> None:
-    """Load the root's state of an optimizer on all ranks, in place of their own. Collective, blocking.
+    """Replace the state of an optimizer on all ranks by the root's state. Collective, blocking.
 
-    `model` is ignored. Raises ValueError for LBFGS, whose history differs from rank to rank.
+    `model` is ignored. Raises ValueError for LBFGS, because its history differs from rank to rank.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise of_caller(
@@ -187,7 +187,7 @@ def broadcast_optimizer_state(
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the root's object on all ranks. The object is sent pickled. Collective, blocking."""
+    """Return the root's object on all ranks. The object is pickled for sending. Collective, blocking."""
     name = "broadcast_object" if name is None else name
     is_root = rank() == root_rank
     packed = torch.frombuffer(bytearray(pickle.dumps(obj) if is_root else b"\0"), dtype=torch.uint8)
@@ -198,7 +198,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return a list of all ranks' objects, by rank. The objects are sent pickled. Collective, blocking."""
+    """Return a list of all ranks' objects, by rank. The objects are pickled for sending. Collective, blocking."""
     packed = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
     stream = io.BytesIO(allgather(packed, f"{name or 'allgather_object'}.t", process_set).numpy().tobytes())
     return [pickle.load(stream) for _ in range(process_set.size() or 0)]
@@ -224,9 +224,9 @@ gloo_enabled = gloo_built = nccl_built = ddl_built = ccl_built = cuda_built = ro
 
 
 class _Refused:
-    """Stands for a name of Horovod's API that is not supported.
+    """A placeholder for a name of Horovod's API that is not supported.
 
-    Calling it, or reading an attribute of it, raises an error that says what to do instead.
+    Calling it, or reading an attribute of it, raises an error that names an alternative.
     """
 
     def __init__(self, sentence: str) -> None:

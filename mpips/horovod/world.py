@@ -1,4 +1,4 @@
-"""The world of a program that was written for Horovod: init, rank and size, and sets of processes."""
+"""Horovod's `init`, ranks and sizes, and its process sets (groups of ranks)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from mpips.torch.backend import check_joined
 
 
 class ProcessSet:
-    """A set of ranks that run operations among themselves.
+    """A group of ranks that run operations among themselves.
 
     A process set can be used after `init(process_sets=...)` or `add_process_set` has registered it.
 
     Args:
-        ranks_or_comm: Ranks of the world, or an mpi4py communicator of them.
+        ranks_or_comm: Ranks in the communicator of `init`, or an mpi4py communicator whose ranks form the set.
     """
 
     def __init__(self, ranks_or_comm: Iterable[int] | MPI.Comm) -> None:
@@ -31,9 +31,9 @@ class ProcessSet:
         self.ranks = sorted(ranks_or_comm)
         if any(not isinstance(rank, int) for rank in self.ranks):
             raise of_caller(ValueError(f"ProcessSet: {self.ranks}: pass a list of ranks, or an mpi4py communicator"))
-        # None unless the set is registered; 0 is the global set
+        # None unless the set is registered; the global set has 0
         self.process_set_id: int | None = None
-        # None unless this process belongs to the set, and the set is registered
+        # None unless the set is registered and this process belongs to it
         self.negotiator: Negotiator | None = None
 
     def size(self) -> int | None:
@@ -49,7 +49,10 @@ class ProcessSet:
         return rank() in self.ranks
 
     def members(self) -> Negotiator:
-        """Return the set's negotiator. Raise ValueError if the set is not registered, or lacks this process."""
+        """Return the set's negotiator, which runs its operations.
+
+        Raises ValueError if the set is not registered, or lacks this process.
+        """
         _initialized_world()
         if self.process_set_id is None:
             raise of_caller(ValueError(f"{self} is not alive: pass it to hvd.add_process_set() on all ranks first"))
@@ -65,7 +68,7 @@ class ProcessSet:
 global_process_set = ProcessSet([])
 # process_set_id -> registered set
 _sets: dict[int, ProcessSet] = {}
-# number of sets created so far, which gives the next process_set_id; ids are never reused
+# Number of sets registered so far, not counting the global set. It gives the next process_set_id. Ids are never reused.
 _created = 0
 _comm: MPI.Intracomm | None = None
 
@@ -75,11 +78,11 @@ def init(comm: MPI.Intracomm | None = None, process_sets: Sequence[ProcessSet] |
 
     Args:
         comm: An mpi4py communicator. None means COMM_WORLD.
-        process_sets: Sets to register. "dynamic" registers none: `add_process_set` works in any case.
+        process_sets: Sets to register. "dynamic", which Horovod needs for `add_process_set`, registers none.
 
     Raises:
         ValueError: `comm` is not an mpi4py communicator.
-        RuntimeError: A launcher has started processes that MPI has not joined.
+        RuntimeError: A launcher such as torchrun has started processes that MPI has not joined.
     """
     global _comm
     if _comm is not None:
@@ -113,7 +116,7 @@ def shutdown() -> None:
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a process set, given as a `ProcessSet` or as a list of ranks. Collective over all ranks, blocking.
 
-    Raises ValueError if a set of the same ranks is registered already, or if a rank is unknown.
+    Raises ValueError if a set of the same ranks is already registered, or if a rank does not exist.
     """
     global _created
     world = _initialized_world()
@@ -129,7 +132,10 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set. All ranks must call it. Return False if it is not registered, or is the global one."""
+    """Remove a process set. All ranks must call this.
+
+    Return False if the set is not registered or is the global set, which cannot be removed.
+    """
     if not process_set.process_set_id:
         return False
     _end(process_set)
@@ -152,7 +158,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's rank among those on its node."""
+    """Return this process's rank among the ranks on its node."""
     nodes, own = _nodes()
     return nodes[:own].count(nodes[own])
 
@@ -164,13 +170,13 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """Return this node's position among the nodes that have a process with this local rank."""
+    """Return this node's position among the nodes that have a process with the same local rank."""
     nodes, own = _nodes()
     return [node for node in sorted(set(nodes)) if nodes.count(node) > local_rank()].index(nodes[own])
 
 
 def cross_size() -> int:
-    """Return the number of nodes that have a process with this local rank."""
+    """Return the number of nodes that have a process with the same local rank as this process."""
     nodes, _ = _nodes()
     return sum(nodes.count(node) > local_rank() for node in set(nodes))
 
@@ -182,7 +188,7 @@ def is_homogeneous() -> bool:
 
 
 def world_comm() -> MPI.Intracomm:
-    """Return the communicator of all ranks. Background operations use other communicators."""
+    """Return the communicator of all ranks. Operations in the background do not use it."""
     return _initialized_world()
 
 
@@ -193,13 +199,13 @@ def _initialized_world() -> MPI.Intracomm:
 
 
 def _nodes() -> tuple[list[int], int]:
-    """Return the node of each rank, and this rank."""
+    """Return the node number of each rank, and this process's rank."""
     world = _initialized_world()
     return list(communicator(world).node_of), world.rank
 
 
 def _bring_to_life(process_set: ProcessSet, number: int) -> None:
-    """Create what the operations of a set need. Collective over all ranks, blocking."""
+    """Register a set under a number, and create its negotiator. Collective over all ranks, blocking."""
     world = _initialized_world()
     comm = world.Create(world.group.Incl(process_set.ranks))
     process_set.process_set_id = number
@@ -209,7 +215,7 @@ def _bring_to_life(process_set: ProcessSet, number: int) -> None:
 
 
 def _end(process_set: ProcessSet) -> None:
-    """Free what the operations of a set need. Local."""
+    """Unregister a set, and free its negotiator. Local."""
     if process_set.process_set_id is not None:
         del _sets[process_set.process_set_id]
     if process_set.negotiator is not None:

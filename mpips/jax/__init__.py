@@ -1,12 +1,12 @@
-"""JAX on mpips: collectives and pushes and pulls of a store, on pytrees of arrays, inside and outside of `jit`.
+"""JAX on mpips: collectives, and pushes and pulls of a store, on pytrees of arrays, inside and outside of `jit`.
 
     gradients = mpips.jax.allreduce(gradients)              # the mean over all ranks, leaf by leaf
     weights = mpips.jax.pushpull(kv, "w", gradients)        # after mpips.jax.init(kv, "w", weights)
 
-Calls run in the order in which the program makes them, and every rank must make the same calls. On CPUs, with a JAX
-that has `jax.ffi`, XLA calls mpips on its own buffers: arrays above 32 KiB are not copied, and collectives can be used
-inside of `jax.grad`, `jax.vmap`, `lax.scan`, `lax.cond` and `jax.remat`. Elsewhere calls are ordered callbacks, which
-JAX can neither differentiate nor batch.
+Calls run in the order in which the program makes them, and every rank must make the same calls. On CPUs, with a version
+of JAX that has `jax.ffi`, XLA passes its own buffers to mpips. Arrays above 32 KiB are then not copied, and collectives
+work inside of `jax.grad`, `jax.vmap`, `lax.scan`, `lax.cond` and `jax.remat`. Otherwise calls are ordered callbacks,
+which JAX can neither differentiate nor batch.
 
 After `import mpips.jax`, `jax.distributed.initialize()` needs no arguments in processes that MPI has joined.
 """

@@ -22,12 +22,12 @@ WHO = "jax.distributed.initialize"
 
 def register() -> None:
     """Let JAX take its list of processes from MPI. Local."""
-    # In a JAX with other internals nothing is registered, and `initialize()` needs arguments as before.
+    # If the internals of this version of JAX differ, nothing is registered, and `initialize()` still needs arguments.
     with suppress(ImportError, AttributeError):
         from jax._src.clusters import ClusterEnv
 
         class MpipsCluster(ClusterEnv):  # type: ignore[misc]
-            """The processes of MPI's world. Methods that communicate are called on all ranks."""
+            """The processes of MPI's world. JAX calls the methods that communicate on all ranks."""
 
             name = "mpips"
 
@@ -62,7 +62,7 @@ def register() -> None:
 
 
 def _free_port() -> int:
-    """Return a port that is free on rank 0's host. Collective."""
+    """Return a port that is free on rank 0's host, the same port on all ranks. Collective."""
     port = np.empty(1, np.int64)
     with socket.socket() as trial:
         trial.bind(("", 0))

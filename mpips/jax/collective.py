@@ -1,14 +1,14 @@
-"""Differentiable collectives of JAX arrays: `allreduce` and the like, applied to each leaf of a pytree.
+"""Differentiable collectives of JAX arrays: `allreduce` and others, applied to each leaf of a pytree.
 
-Every rank differentiates its own loss. If all ranks get the result, the argument `gradient` says what is
-differentiated:
+Every rank differentiates its own loss. In collectives whose result all ranks get, the argument `gradient` selects the
+function that is differentiated:
 
-- "sum": the sum of all ranks' losses. Cotangents are summed over the ranks, as data parallelism needs it.
-- "identity": a single loss, which every rank computes from the result in the same way. Each rank's cotangent is used as
-  it is.
+- "sum": the sum of all ranks' losses, as in data parallelism. Cotangents are summed over the ranks.
+- "identity": a single loss, which every rank computes from the result in the same way. Each rank uses its own cotangent
+  unchanged.
 
-With p ranks, `allgather` puts an axis of length p in front of a leaf's shape, and `reduce_scatter` removes it, as in
-`jax.lax`.
+As in `jax.lax`, with p ranks `allgather` puts an axis of length p in front of a leaf's shape, and `reduce_scatter`
+removes such an axis.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ LINEAR = ("sum", "mean")
 
 @dataclass(frozen=True)
 class JaxCollective(JaxCall):
-    """A call of one of these collectives. `kind` is the name of the function in `collectives` that runs."""
+    """A call of a collective. `kind` is the name of the function in `mpips.collectives` that runs, or "barrier"."""
 
     kind: str
-    # Communicators are compared by their handles, and cannot be hashed.
+    # not part of the hash, because communicators can be compared but not hashed
     comm: MPI.Comm | None = field(hash=False)
     op: str = "sum"
     algorithm: str = "auto"
@@ -75,8 +75,8 @@ class JaxCollective(JaxCall):
         return outputs
 
     def run(self, inputs: list[NDArray[Any]], outputs: list[NDArray[Any]]) -> None:
-        # XLA runs this in its own thread, while the program may make calls on `self.comm`. So XLA's calls use another
-        # communicator of the same ranks.
+        # XLA runs this method in its own thread, while the program may make calls on `self.comm`. So XLA's calls use
+        # another communicator of the same ranks.
         comm = comm_for_thread(self.comm)
         if self.kind == "barrier":
             communicator(comm).agree("barrier")
@@ -102,7 +102,7 @@ class JaxCollective(JaxCall):
     def batch(self, x: jax.Array, axis: int) -> tuple[jax.Array, int]:
         if self.kind == "allgather":
             return x, axis + 1
-        # The axis of the ranks stays in front, so the batch moves to the second place.
+        # The axis of the ranks must stay in front, so the batch axis moves to the second place.
         if self.kind in ("reduce_scatter", "alltoall"):
             x, axis = (jax.numpy.moveaxis(x, 0, 1), 1) if axis == 0 else (x, axis)
             return x, axis - 1 if self.kind == "reduce_scatter" else axis
@@ -140,26 +140,27 @@ def allreduce(
 ) -> Tree:
     """Reduce every leaf of a pytree over all ranks. Collective.
 
-    All leaves are reduced in a single call. XLA puts a result into the memory of its leaf if nothing reads the leaf
-    afterwards. That is often so for gradients, and for arguments that `jit` may overwrite (`donate_argnums`).
+    All leaves are reduced in a single call. If nothing reads a leaf afterwards, XLA puts the result into the leaf's
+    memory. This is often the case for gradients, and for arguments that `jit` may overwrite (`donate_argnums`).
 
     Args:
         tree: Arrays or numbers of float16, bfloat16, float32, float64 or integers. Complex numbers are allowed for
             "sum" and "mean", and bool for "min" (all), "max" (any) and "prod".
         op: "mean", "sum", "min", "max" or "prod".
-        comm: An mpi4py communicator, all of whose ranks make the call. None means COMM_WORLD.
-        algorithm: As in `collectives.allreduce`.
-        gradient: "sum" differentiates the sum of all ranks' losses, as data parallelism needs it. "identity"
-            differentiates a single loss that every rank computes from the result. With op "mean" cotangents are also
-            divided by the number of ranks.
+        comm: An mpi4py communicator. All its ranks must make the call. None means COMM_WORLD.
+        algorithm: The algorithm, as in `collectives.allreduce`.
+        gradient: "sum" differentiates the sum of all ranks' losses, as in data parallelism. "identity" differentiates a
+            single loss that every rank computes from the result. With op "mean" cotangents are also divided by the
+            number of ranks.
 
     Returns:
         A tree of the same form, shapes and dtypes.
 
     Raises:
-        ValueError: `op`, `gradient` or a shape does not fit. Raised while the call is traced.
-        NotImplementedError: The gradient of "min", "max" or "prod" is needed.
-        jax.errors.JaxRuntimeError: What `collectives.allreduce` raises, with its message, when the call runs.
+        ValueError: `op`, `gradient` or a shape is invalid. Raised while the call is traced.
+        NotImplementedError: The program needs the gradient of "min", "max" or "prod".
+        jax.errors.JaxRuntimeError: `collectives.allreduce` has raised an error when the call ran. It has the same
+            message.
 
     Example:
         >>> mpips.jax.allreduce({"b": jnp.zeros(()), "w": jnp.ones(3)})
@@ -179,7 +180,7 @@ def broadcast(tree: Tree, root: int = 0, comm: MPI.Comm | None = None, *, gradie
 
     Args:
         tree: Arrays of any dtype, with the same shapes and dtypes on all ranks.
-        root: The rank whose leaves are taken.
+        root: The rank whose leaves all ranks get.
         comm: As in `allreduce`.
         gradient: As in `allreduce`.
 
@@ -188,7 +189,7 @@ def broadcast(tree: Tree, root: int = 0, comm: MPI.Comm | None = None, *, gradie
 
     Raises:
         ValueError: `root` is not a rank, or `gradient` is unknown. Raised while the call is traced.
-        jax.errors.JaxRuntimeError: What `collectives.broadcast` raises, when the call runs.
+        jax.errors.JaxRuntimeError: `collectives.broadcast` has raised an error when the call ran.
 
     Example:
         >>> mpips.jax.broadcast(jnp.arange(3), root=0)
@@ -199,7 +200,7 @@ def broadcast(tree: Tree, root: int = 0, comm: MPI.Comm | None = None, *, gradie
 
 
 def allgather(tree: Tree, comm: MPI.Comm | None = None, *, gradient: str = "sum") -> Tree:
-    """Return all ranks' leaves on all ranks. Collective.
+    """Gather the leaves of all ranks on every rank. Collective.
 
     Args:
         tree: Arrays of any dtype, with the same shapes and dtypes on all ranks.
@@ -207,11 +208,11 @@ def allgather(tree: Tree, comm: MPI.Comm | None = None, *, gradient: str = "sum"
         gradient: As in `allreduce`.
 
     Returns:
-        A tree of the same form. A leaf of a shape has become one of (ranks, *shape).
+        A tree of the same form. A leaf of shape `shape` becomes one of shape (ranks, *shape).
 
     Raises:
         ValueError: `gradient` is unknown. Raised while the call is traced.
-        jax.errors.JaxRuntimeError: What `collectives.allgather` raises, when the call runs.
+        jax.errors.JaxRuntimeError: `collectives.allgather` has raised an error when the call ran.
 
     Example:
         >>> mpips.jax.allgather(jnp.full(3, 7))[0]
@@ -226,7 +227,7 @@ def reduce_scatter(tree: Tree, op: str = "sum", comm: MPI.Comm | None = None) ->
     The gradient is an allgather of the cotangents.
 
     Args:
-        tree: Arrays of shape (ranks, *shape), of the dtypes that `allreduce` takes.
+        tree: Arrays of shape (ranks, *shape), with a dtype that `allreduce` accepts.
         op: As in `allreduce`.
         comm: As in `allreduce`.
 
@@ -234,9 +235,9 @@ def reduce_scatter(tree: Tree, op: str = "sum", comm: MPI.Comm | None = None) ->
         A tree of the same form, whose leaves have shape `shape`.
 
     Raises:
-        ValueError: `op` or a shape does not fit. Raised while the call is traced.
-        NotImplementedError: The gradient of "min", "max" or "prod" is needed.
-        jax.errors.JaxRuntimeError: What `collectives.reduce_scatter` raises, when the call runs.
+        ValueError: `op` or a shape is invalid. Raised while the call is traced.
+        NotImplementedError: The program needs the gradient of "min", "max" or "prod".
+        jax.errors.JaxRuntimeError: `collectives.reduce_scatter` has raised an error when the call ran.
 
     Example:
         >>> mpips.jax.reduce_scatter(jnp.ones((mpips.size(), 2)), op="mean")
@@ -251,15 +252,15 @@ def alltoall(tree: Tree, comm: MPI.Comm | None = None) -> Tree:
     """Send row r of every leaf to rank r. Collective.
 
     Args:
-        tree: Arrays of any dtype and shape (ranks, *shape), the same on all ranks.
+        tree: Arrays of shape (ranks, *shape) and any dtype. Shapes and dtypes must be the same on all ranks.
         comm: As in `allreduce`.
 
     Returns:
-        A tree of the same form and shapes: row s of a leaf is what rank s has sent to this rank.
+        A tree of the same form and shapes. Row s of a leaf is the row that rank s has sent to this rank.
 
     Raises:
-        ValueError: A shape does not fit. Raised while the call is traced.
-        jax.errors.JaxRuntimeError: What `collectives.alltoall` raises, when the call runs.
+        ValueError: A shape is invalid. Raised while the call is traced.
+        jax.errors.JaxRuntimeError: `collectives.alltoall` has raised an error when the call ran.
 
     Example:
         >>> mpips.jax.alltoall(jnp.full((mpips.size(), 2), 7))[0]
@@ -269,15 +270,16 @@ def alltoall(tree: Tree, comm: MPI.Comm | None = None) -> Tree:
 
 
 def barrier(comm: MPI.Comm | None = None) -> None:
-    """Wait for all ranks.
+    """Wait for all ranks. Collective.
 
-    Inside of `jit`, later calls run once all ranks have reached the barrier. Collective, blocking outside of `jit`.
+    Outside of `jit` this call blocks. Inside of `jit`, later calls of mpips wait until all ranks have reached the
+    barrier.
 
     Args:
         comm: As in `allreduce`.
 
     Raises:
-        jax.errors.JaxRuntimeError: The ranks make different calls, or one has ended.
+        jax.errors.JaxRuntimeError: The ranks make different calls, or a rank has ended.
 
     Example:
         >>> mpips.jax.barrier()
@@ -303,14 +305,14 @@ def _checked(gradient: str) -> str:
 
 
 def _encode(leaf: jax.Array, op: str) -> list[jax.Array]:
-    """Return a leaf as real arrays for the reduction: `collectives` supports neither bools nor complex numbers."""
+    """Return a leaf as real arrays for the reduction: `collectives` supports neither bool nor complex numbers."""
     if leaf.dtype.kind == "b" and op in ("min", "max", "prod"):
         return [leaf.astype(np.uint8)]
     return [leaf.real, leaf.imag] if leaf.dtype.kind == "c" and op in LINEAR else [leaf]
 
 
 def _decode(leaf: Any, parts: list[jax.Array]) -> jax.Array:
-    """Return the result for a leaf from the results of its arrays."""
+    """Return the result for a leaf, given the results for its real arrays. The inverse of `_encode`."""
     if len(parts) == 2:
         return jax.lax.complex(*parts)
     return parts[0].astype(bool) if jax.numpy.result_type(leaf).kind == "b" else parts[0]

@@ -1,8 +1,8 @@
-"""Let XLA call Python on XLA's own buffers, through one handler of its foreign function interface.
+"""Let XLA call Python on XLA's own buffers, through a handler of XLA's foreign function interface (FFI).
 
-The structures below are the parts that we read of those in XLA's public header `xla/ffi/api/c_api.h`. When a handler is
-registered, XLA asks for its version. At that moment the sizes of XLA's structures are compared with ours. If they do
-not fit, `is_available` is False, and a line in the log "mpips.jax" says why.
+The structures below come from XLA's public header `xla/ffi/api/c_api.h`. They declare only the fields that we read.
+When a handler is registered, XLA asks for its version. At that moment we compare the sizes of XLA's structures with
+ours. If they do not fit, `is_available` is False, and a line in the log "mpips.jax" gives the reason.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from mpips.ending.process import before_mpi_ends
 
 LOG = log.get("mpips.jax")
 TARGET = "mpips_call"
-# The version of the interface for which this module is written. It does not read fields that XLA added later.
+# The version of the interface that this module is written for. It does not read fields that XLA has added later.
 MAJOR, MINOR = 0, 1
-# from the header: the type of an extension that asks for metadata, and the code of the error "aborted"
+# Constants from the header: the type of an extension that asks for metadata, and the error code "aborted".
 METADATA = 1
 ABORTED = 10
-# largest number of address combinations for which a site caches its arrays
+# A site (`Site`) caches its arrays for at most this many combinations of addresses.
 MOST_PLACES = 64
-# Calls whose arrays have at most this many bytes are copied into arrays of our own. XLA moves small buffers at every
-# call, but a plan of `collectives` can be reused only with arrays at the same addresses.
+# If the arrays of a call have at most this many bytes in all, they are copied into arrays of our own. XLA moves small
+# buffers at every call, but `collectives` can reuse a plan only for arrays at the same addresses.
 SMALL = 32 << 10
-# runs a call on its inputs and outputs; an output that reuses the memory of an input is the same array
+# A function that runs a call on its inputs and outputs. An output that reuses the memory of an input is the same array.
 Run: TypeAlias = Callable[[list[NDArray[Any]], list[NDArray[Any]]], None]
 
 
@@ -61,19 +61,19 @@ class Version(ctypes.Structure):
 
 
 class Metadata(ctypes.Structure):
-    """The description of a handler that it gives when it is registered."""
+    """The description that a handler gives of itself when it is registered."""
 
     _fields_ = [("struct_size", ctypes.c_size_t), ("version", Version), ("traits", ctypes.c_uint32)]
 
 
 class MetadataExtension(ctypes.Structure):
-    """XLA's question for a handler's `Metadata`."""
+    """XLA's request for a handler's `Metadata`."""
 
     _fields_ = [("base", Extension), ("metadata", ctypes.POINTER(Metadata))]
 
 
 class Buffer(ctypes.Structure):
-    """An array. We know its dtype and shape from when the call was traced."""
+    """An array. Only `data` is read, because dtype and shape are already known from tracing."""
 
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
@@ -102,7 +102,7 @@ class Scalar(ctypes.Structure):
 
 
 class Attributes(ctypes.Structure):
-    """The non-array arguments of a call. Ours have only one, the number of the site."""
+    """The arguments of a call that are not arrays. Our calls have only one such argument, the number of the site."""
 
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
@@ -115,7 +115,7 @@ class Attributes(ctypes.Structure):
 
 
 class ErrorArguments(ctypes.Structure):
-    """A message from which XLA creates an error."""
+    """The message and the code for an error that XLA creates."""
 
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
@@ -126,7 +126,7 @@ class ErrorArguments(ctypes.Structure):
 
 
 class Api(ctypes.Structure):
-    """XLA's table of functions for handlers, up to the functions that we use."""
+    """XLA's table of functions for handlers, up to the last function that we use."""
 
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
@@ -153,7 +153,14 @@ class CallFrame(ctypes.Structure):
 
 
 class Site:
-    """A call in a program, with the shapes and dtypes for which it was traced."""
+    """A place in a program where a call is made, with the shapes and dtypes that the call was traced with.
+
+    Args:
+        run: The function that runs the call.
+        turn: A lock that is held while the call runs (see `_turns`).
+        inputs: The inputs, as objects with a shape and a dtype.
+        outputs: The outputs, in the same form.
+    """
 
     def __init__(self, run: Run, turn: threading.Lock, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         self._run = run
@@ -162,7 +169,8 @@ class Site:
         self._outputs = _kinds(outputs)
         # addresses of all arrays -> the arrays
         self._views: dict[tuple[int, ...], tuple[list[NDArray[Any]], list[NDArray[Any]]]] = {}
-        # Arrays of our own for a call that is copied. If inputs and outputs are alike, it works in place.
+        # Arrays of our own for a call with little data (SMALL), or None. If the inputs and outputs have the same shapes
+        # and dtypes, the call works in place.
         self._small: tuple[list[NDArray[Any]], list[NDArray[Any]]] | None = None
         if sum(kind.nbytes for kind in (*self._inputs, *self._outputs)) <= SMALL:
             own = [np.empty(kind.shape, kind.dtype) for kind in self._inputs]
@@ -171,7 +179,7 @@ class Site:
             self._copies_in, self._copies_out = _bytes(own), _bytes(self._small[1])
 
     def call(self, frame: CallFrame) -> None:
-        """Run the call on the arrays in a frame. Ignore the ordering tokens that follow the arrays."""
+        """Run the call on the arrays of a frame. The ordering tokens that follow the arrays are ignored."""
         sources, targets = frame.inputs.items, frame.outputs.items
         if self._small is not None:
             for n, own in self._copies_in:
@@ -209,7 +217,7 @@ class _Kind(NamedTuple):
     nbytes: int
 
     def view(self, place: int) -> NDArray[Any]:
-        """Return an array of this kind at an address. It does not keep the memory alive."""
+        """Return an array with this shape and dtype at an address. The array does not keep the memory alive."""
         if not self.nbytes:
             return np.empty(self.shape, self.dtype)
         return Flat(place, self.nbytes // self.dtype.itemsize, self.dtype).vector().reshape(self.shape)
@@ -220,7 +228,7 @@ def _kinds(arrays: Sequence[Any]) -> list[_Kind]:
 
 
 def _bytes(arrays: Sequence[NDArray[Any]]) -> list[tuple[int, Any]]:
-    """Return (index, bytes) for each array that is not empty."""
+    """Return (index, ctypes view of the bytes) for each array that is not empty."""
     return [
         (n, (ctypes.c_char * one.nbytes).from_address(one.__array_interface__["data"][0]))
         for n, one in enumerate(arrays)
@@ -231,16 +239,16 @@ def _bytes(arrays: Sequence[NDArray[Any]]) -> list[tuple[int, Any]]:
 _sites: list[Site] = []
 # (call, shapes and dtypes) -> index in _sites
 _numbers: dict[Any, int] = {}
-# communicator or store -> lock, so that its calls run one after another even if they come from several XLA threads
+# identity of a communicator or store -> lock, so that its calls run one after another, even on several XLA threads
 _turns: dict[Hashable, threading.Lock] = {}
-# differences between this XLA's interface and the expected one
+# differences between the interface of this version of XLA and the interface that we expect
 _misfit: list[str] = []
 
 
 def number_site(call: Hashable, run: Run, order: Hashable, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
     """Return the number of the site for a call with these shapes and dtypes. Equal calls get the same number.
 
-    The number is compiled into the program. Calls of the same `order` run one after another.
+    The number is compiled into the program. Calls with equal `order` run one after another.
     """
     key = (call, *[(one.shape, str(one.dtype)) for one in (*inputs, *outputs)])
     if key not in _numbers:
@@ -251,7 +259,7 @@ def number_site(call: Hashable, run: Run, order: Hashable, inputs: Sequence[Any]
 
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 def _handle(address: int) -> int | None:
-    """Run a call, or answer XLA's question for the version. Return an error of XLA's, or None."""
+    """Run a call, or answer XLA's request for the version. Return the address of an XLA error, or None."""
     frame = CallFrame.from_address(address)
     if frame.extension:
         _tell_version(frame)
@@ -262,7 +270,7 @@ def _handle(address: int) -> int | None:
             site.call(frame)
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
-            # The program sees it when XLA returns.
+            # The main thread raises KeyboardInterrupt when XLA returns.
             _thread.interrupt_main()
         sentence = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
         said = ErrorArguments(ctypes.sizeof(ErrorArguments), None, sentence.encode(), ABORTED)
@@ -272,7 +280,7 @@ def _handle(address: int) -> int | None:
 
 
 def _tell_version(frame: CallFrame) -> None:
-    """Answer XLA's question for the version, and note what does not fit."""
+    """Answer XLA's request for the version, and note how XLA's interface differs from the one that we expect."""
     base = frame.extension.contents
     if base.type != METADATA:
         _misfit.append(f"an extension of type {base.type}")
@@ -289,13 +297,13 @@ def _tell_version(frame: CallFrame) -> None:
 
 @cache
 def is_available() -> bool:
-    """True if calls can go through XLA's foreign function interface: on CPUs, if the interface is as expected."""
+    """True if calls can go through XLA's foreign function interface: on CPUs, if its structures are as we expect."""
     if jax.default_backend() != "cpu":
         return False
     try:
         pointer = ctypes.cast(_handle, ctypes.c_void_p).value
         jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(pointer), platform="cpu")
-    # An older or newer JAX may raise anything.
+    # Another version of JAX may raise any exception.
     except Exception as error:
         _misfit.append(f"{type(error).__name__}: {error}")
     if _misfit:

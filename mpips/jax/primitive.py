@@ -1,9 +1,9 @@
-"""One JAX primitive for every call of mpips: ordered, differentiated and batched as its `JaxCall` says.
+"""A JAX primitive that makes every call of mpips. A `JaxCall` defines how it is run, differentiated and batched.
 
 XLA starts every operation whose inputs are ready, on several threads, in an order that differs from rank to rank.
-Collectives would then deadlock. So the primitive has an ordered JAX effect: each call takes a token and returns a token
-for the next call, also through loops and branches and from one program to the next. So calls run one after another in
-program order, on every rank.
+Collectives would then deadlock. To prevent this, the primitive has an ordered JAX effect. Each call takes a token and
+returns a token for the next call, also through loops and branches and from one program to the next. So calls run one
+after another in program order, on every rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Arrays: TypeAlias = Sequence[jax.Array]
 class JaxCall(ABC):
     """An operation of all ranks on some arrays. `jit` treats calls that compare equal as the same call."""
 
-    # True if XLA may put output n into the memory of input n, when nothing else reads the input
+    # True if XLA may put output n into the memory of input n when nothing else reads input n
     in_place = False
 
     @property
@@ -40,21 +40,21 @@ class JaxCall(ABC):
 
     @abstractmethod
     def shapes(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return the outputs for these inputs, as `jax.ShapeDtypeStruct`s. Inputs have a shape and a dtype."""
+        """Return a `jax.ShapeDtypeStruct` for each output. `inputs` are objects with a shape and a dtype."""
 
     @abstractmethod
     def run(self, inputs: list[NDArray[Any]], outputs: list[NDArray[Any]]) -> None:
         """Read the inputs and write the outputs. Blocking."""
 
     def batch(self, x: jax.Array, axis: int) -> tuple[jax.Array, int]:
-        """Return an input for the call on a whole batch, and the axis of the batch in its output.
+        """Return the input for one call on a whole batch, and the axis of the batch in the output.
 
-        `axis` is that of the batch in `x`.
+        `axis` is the axis of the batch in `x`.
         """
         raise NotImplementedError(f"jax.vmap: {self} has no batched form: call it outside")
 
     def own(self, x: jax.Array) -> jax.Array:
-        """Return what this rank's input `x` contributes to the result: `x`, or its share in a mean. See `bind_own`."""
+        """Return the contribution of this rank's input to the result: `x`, or its share in a mean. See `bind_own`."""
         return x
 
     def tangent(self) -> JaxCall:
@@ -62,7 +62,7 @@ class JaxCall(ABC):
         raise NotImplementedError(f"{self} has no gradient: call it outside of jax.grad, or on jax.lax.stop_gradient")
 
     def transpose(self, cotangents: list[jax.Array]) -> list[jax.Array]:
-        """Return the cotangents of the inputs, given those of the outputs."""
+        """Return the cotangents of the inputs, given the cotangents of the outputs."""
         raise NotImplementedError(f"{self} has no gradient: call it outside of jax.grad, or on jax.lax.stop_gradient")
 
 
@@ -83,7 +83,10 @@ def bind(call: JaxCall, inputs: Arrays) -> list[jax.Array]:
 
 
 def bind_own(call: JaxCall, x: jax.Array) -> jax.Array:
-    """Apply `call.own` to x. This is linear, and its transpose is the call itself. Local, so no rank waits."""
+    """Apply `call.own` to x. Local, so no rank waits.
+
+    This function is linear, and its transpose is the call itself.
+    """
     return _own().bind(x, call=call)
 
 
@@ -102,7 +105,7 @@ def _own() -> Primitive:
 def _primitive() -> Primitive:
     """Create the primitive.
 
-    There is no public way to make a primitive ordered, so this uses some of JAX's internals, and no more than it needs.
+    JAX has no public way to make a primitive ordered, so this function uses some of JAX's internals.
     """
     from jax._src import core, effects
 
@@ -122,7 +125,7 @@ def _primitive() -> Primitive:
 
     def lower(context: mlir.LoweringRuleContext, *operands: mlir.ir.Value, call: JaxCall) -> list[mlir.ir.Value]:
         number = ffi.number_site(call, call.run, call.order, context.avals_in, context.avals_out)
-        # XLA may reuse the memory of inputs, but the token behind them is not among these.
+        # XLA may reuse the memory of the operands. The token, which follows the operands, has no memory to reuse.
         aliases = {n: n for n in range(len(operands))} if call.in_place else None
         rule = jax.ffi.ffi_lowering(ffi.TARGET, has_side_effect=True, operand_output_aliases=aliases)
         with_token = context.replace(
@@ -145,7 +148,7 @@ def _primitive() -> Primitive:
 
 def _differentiate(primals: Arrays, tangents: Arrays, *, call: JaxCall) -> tuple[Arrays, Arrays]:
     outputs = _primitive().bind(*primals, call=call)
-    # Only inputs whose tangent is not zero take part in the second call.
+    # Only inputs whose tangent is not zero take part in the call for the tangents.
     which = [n for n, one in enumerate(tangents) if not isinstance(one, ad.Zero)]
     moved = [one if n in which else ad.Zero(one.aval.update(shape=outputs[n].shape)) for n, one in enumerate(tangents)]
     for n, one in zip(which, _primitive().bind(*[tangents[n] for n in which], call=call.tangent()) if which else ()):
@@ -168,5 +171,5 @@ def _batch(inputs: Arrays, axes: Sequence[int | None], *, call: JaxCall) -> tupl
 
 @cache
 def _compiled(primitive: Primitive, call: JaxCall) -> Callable[..., list[jax.Array]]:
-    """Return the compiled program that consists of this call alone."""
+    """Return a compiled program that consists of only this call."""
     return jax.jit(partial(primitive.bind, call=call))

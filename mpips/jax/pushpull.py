@@ -1,4 +1,4 @@
-"""Pushes and pulls of a store for JAX, inside `jit` and outside: pytrees of arrays, with a key for every leaf."""
+"""Pushes and pulls of a store for JAX, inside and outside of `jit`. Every leaf of a pytree of arrays has a key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoreCall(JaxCall):
-    """A pull, or a push followed by a pull, of all keys of a tree."""
+    """A call on all keys of a tree: a pull, or a push followed by a pull. `kind` is "pull" or "pushpull"."""
 
     kind: str
     kv: KVStore
@@ -49,7 +49,7 @@ def init(kv: KVStore, name: str, tree: Tree) -> None:
 
     Args:
         kv: A store of `mpips.create`.
-        name: The keys are "name/0", "name/1", ... in the order of `jax.tree.leaves`.
+        name: The prefix of the keys. They are "name/0", "name/1" and so on, in the order of `jax.tree.leaves`.
         tree: Arrays with the first values.
 
     Raises:
@@ -65,18 +65,18 @@ def init(kv: KVStore, name: str, tree: Tree) -> None:
 def pushpull(kv: KVStore, name: str, tree: Tree) -> Tree:
     """Push every leaf of a pytree to its key, and pull the values of the keys afterwards.
 
-    Blocking: later calls of the program wait for it.
+    Blocking: later calls of mpips wait until this call has ended.
 
     Args:
         kv: A store of `mpips.create`.
-        name: The name with which `mpips.jax.init` created the keys.
+        name: The name that was passed to `mpips.jax.init`.
         tree: Gradients, with the shapes and dtypes of the keys.
 
     Returns:
         A tree of the same form with the values.
 
     Raises:
-        jax.errors.JaxRuntimeError: What `kv.pushpull` raises, with its message, when the call runs.
+        jax.errors.JaxRuntimeError: `kv.pushpull` has raised an error when the call ran. It has the same message.
 
     Example:
         >>> mpips.jax.init(kv, "weights", [jnp.zeros(2)])  # after kv = mpips.create(...)
@@ -88,18 +88,18 @@ def pushpull(kv: KVStore, name: str, tree: Tree) -> Tree:
 
 
 def pull(kv: KVStore, name: str, tree: Tree) -> Tree:
-    """Pull the values of the keys of a pytree. Blocking: later calls of the program wait for it.
+    """Pull the values of the keys of a pytree. Blocking: later calls of mpips wait until this call has ended.
 
     Args:
         kv: A store of `mpips.create`.
-        name: The name with which `mpips.jax.init` created the keys.
+        name: The name that was passed to `mpips.jax.init`.
         tree: Arrays with the shapes and dtypes of the keys. Their values are ignored.
 
     Returns:
         A tree of the same form with the values.
 
     Raises:
-        jax.errors.JaxRuntimeError: What `kv.pull` raises, with its message, when the call runs.
+        jax.errors.JaxRuntimeError: `kv.pull` has raised an error when the call ran. It has the same message.
 
     Example:
         >>> mpips.jax.init(kv, "bias", [jnp.ones(2)])  # after kv = mpips.create(...)
@@ -110,7 +110,7 @@ def pull(kv: KVStore, name: str, tree: Tree) -> Tree:
 
 
 def keys(name: str, leaves: int) -> list[str]:
-    """Return the keys of a tree with this number of leaves."""
+    """Return the keys of a tree that has `leaves` leaves."""
     return [f"{name}/{number}" for number in range(leaves)]
 
 

@@ -1,4 +1,4 @@
-"""Make "mpips" a backend of torch.distributed: groups over MPI's communicators, and a rendezvous by MPI."""
+"""Register "mpips" as a backend of torch.distributed: process groups on MPI communicators, and a rendezvous by MPI."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mpips.torch.works import communication
 
 LOG = log.get("mpips.torch")
 NAME = "mpips"
-# tag of the messages with which MPI creates a communicator for a subset of the ranks
+# MPI uses this tag for the messages that create a communicator for a subset of the ranks.
 TAG = 7301
 # an environment variable that only torchrun sets
 TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -53,7 +53,7 @@ def register() -> None:
 def check_joined() -> None:
     """Raise RuntimeError if a launcher started more processes than MPI has ranks.
 
-    Otherwise each process would silently train its own model.
+    Without this check, each process would silently train its own model.
     """
     size = MPI.COMM_WORLD.size
     cause = lost(os.environ, MPI.Get_library_version(), size)
@@ -68,10 +68,10 @@ def check_joined() -> None:
 
 
 def _create_group(options: Any, group_options: Any = None) -> ProcessGroup:
-    """Make the process group that c10d asks for. Collective over its ranks.
+    """Create the process group that c10d, the core of torch.distributed, asks for. Collective over the group's ranks.
 
     Raises:
-        RuntimeError: MPI has not joined all processes.
+        RuntimeError: The launcher started processes that MPI has not joined.
         ArgumentError: The given rank or size differs from MPI's.
     """
     check_joined()
@@ -88,17 +88,17 @@ def _create_group(options: Any, group_options: Any = None) -> ProcessGroup:
 def _rendezvous_by_mpi(
     given: Any, url: str, timeout: timedelta = dist.default_pg_timeout, **keywords: Any
 ) -> Iterator[Any]:
-    """Yield the store, rank and size for the rendezvous `env://`. They come from MPI if MPI has joined the processes.
+    """Yield the store, rank and size for the rendezvous `env://`.
 
-    Otherwise, or if the program itself gives a rank and a size, environment variables are used, as PyTorch's own
-    handler `given` does.
+    If MPI has joined the processes, rank and size come from MPI. If it has not, or if the program itself gives a rank
+    and a size, PyTorch's own handler `given` takes them from environment variables.
 
-    Which environment variables count:
-    - Those that were exported before the start have the same values on all ranks, as in the template of a batch script,
-      so they are ignored.
-    - Those that `mpips run` has set agree with MPI.
-    - In a child process of a rank, the variables are those of its parent and are ignored, unless another launcher has
-      set some of them anew.
+    Whether an environment variable counts depends on who set it:
+    - Variables that were exported before the start, as in the template of a batch script, have the same values on all
+      ranks. They are ignored.
+    - Variables that `mpips run` has set agree with MPI.
+    - A child process of a rank inherits the variables of the rank. They are ignored, unless another launcher has set
+      some of them anew.
     """
     world = workers_of(MPI.COMM_WORLD)
     asked = parse_qs(urlsplit(url).query)
@@ -142,9 +142,9 @@ def _has_set_place() -> bool:
 
 
 def _check_place(rank: int, size: int) -> None:
-    """Raise ArgumentError on all ranks if one of them gives a rank or size that differs from MPI's. Collective.
+    """Raise ArgumentError on all ranks if any rank passes a rank or size that differs from MPI's. Collective.
 
-    -1 means that the program gave none.
+    A `rank` or `size` of -1 means that the program gave none.
     """
     world = workers_of(MPI.COMM_WORLD)
     given = np.empty((world.size, 2), np.int64)

@@ -1,8 +1,9 @@
 """Group gradients into buckets, by a strategy of `mpips.overlap` and measured times of backward passes.
 
-A bucket is a run of parameters, in the order in which their gradients become ready. Its allreduce starts when the last
-gradient of the bucket is ready. The strategies solve the partition problem of MG-WFBP (`mpips.overlap.problem`), which
-numbers layers from the front of the model. So the order is reversed before and after a strategy is called.
+A bucket holds parameters that follow each other in the order in which their gradients become ready. Its allreduce
+starts when the last gradient of the bucket is ready. The strategies solve the partition problem of MG-WFBP
+(`mpips.overlap.problem`), which numbers layers from the front of the model, while gradients become ready from its back.
+So the order is reversed before and after a strategy is called.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from mpips.overlap.problem import Problem
 from mpips.overlap.strategies import PARTITIONS
 
 CHOICES = f"auto, {', '.join(PARTITIONS)}, or a number of MiB"
-# sizes of the allreduces that are timed
+# sizes in bytes of the allreduces that `measure_allreduce` times
 PROBE_BYTES = (1 << 12, 1 << 18, 1 << 21)
 # If the duration of backward passes changes by this fraction, buckets are planned again.
 DRIFT = 0.3
 
 
 class Bucket(NamedTuple):
-    """The parameters [first, last) in the order in which their gradients become ready."""
+    """The parameters at positions [first, last) in the order in which their gradients become ready."""
 
     first: int
     last: int
@@ -52,8 +53,8 @@ def cut_by_strategy(nbytes: Sequence[int], ready: Sequence[float], costs: LinkCo
 
     Args:
         nbytes: The bytes of each gradient, in the order of readiness.
-        ready: When each is ready, in seconds since the start of backward.
-        costs: What an allreduce costs.
+        ready: The time at which each gradient is ready, in seconds since the start of backward.
+        costs: The cost of an allreduce, in seconds per call and per byte.
         strategy: A key of `PARTITIONS`.
     """
     if not nbytes:
@@ -65,7 +66,7 @@ def cut_by_strategy(nbytes: Sequence[int], ready: Sequence[float], costs: LinkCo
 
 
 def cut_by_bytes(nbytes: Sequence[int], most: float) -> list[Bucket]:
-    """Cut gradients into buckets of at most `most` bytes. A gradient that is larger gets a bucket of its own."""
+    """Cut gradients into buckets of at most `most` bytes. A larger gradient gets a bucket of its own."""
     cuts: list[Bucket] = []
     first, size = 0, 0
     for index, n in enumerate(nbytes):
@@ -77,7 +78,7 @@ def cut_by_bytes(nbytes: Sequence[int], most: float) -> list[Bucket]:
 
 
 def cut_by_type(buckets: Sequence[Bucket], dtypes: Sequence[object]) -> list[Bucket]:
-    """Cut buckets further, so that each has parameters of one dtype."""
+    """Split buckets, so that all parameters of a bucket have one dtype."""
     cuts = []
     for first, last in buckets:
         inner = [index for index in range(first + 1, last) if dtypes[index] != dtypes[index - 1]]
@@ -86,7 +87,7 @@ def cut_by_type(buckets: Sequence[Bucket], dtypes: Sequence[object]) -> list[Buc
 
 
 def measure_allreduce(comm: MPI.Intracomm, algorithm: str) -> LinkCost:
-    """Measure what an allreduce costs on this communicator: seconds per call and per byte. Collective, blocking."""
+    """Measure the cost of an allreduce on this communicator, in seconds per call and per byte. Collective, blocking."""
     plans = {}
     for nbytes in PROBE_BYTES:
         array = collectives.empty(nbytes // 4, np.float32, comm)
@@ -103,12 +104,12 @@ class BackwardProfile:
 
     def __init__(self, count: int, comm: MPI.Intracomm) -> None:
         self._comm = comm
-        # for each gradient, the time at which it was ready in the last pass
+        # time at which each gradient was ready in the last pass
         self._times = np.zeros(count)
         # duration of each pass since `_average_span` was last called
         self._spans = list[float]()
         self._began = 0.0
-        # mean duration over ranks at the last average
+        # duration of a pass, averaged over ranks, when `average` was last called
         self._usual_span = 0.0
 
     def begin(self) -> None:
@@ -127,8 +128,8 @@ class BackwardProfile:
         """Average the times of the last pass over ranks. Collective.
 
         Returns:
-            The indices of the gradients in the order of readiness, and the time at which each of them is ready. After
-            this call, index i means the i-th gradient of this order.
+            The indices of the gradients in the order of readiness, and the time at which each of them is ready. From
+            this call on, `note_ready(i)` refers to the i-th gradient of the returned order.
         """
         collectives.allreduce(self._times, self._comm, op="mean")
         order = sorted(range(len(self._times)), key=lambda index: (self._times[index], index))
@@ -138,14 +139,14 @@ class BackwardProfile:
         return order, ready
 
     def has_drifted(self) -> bool:
-        """True if backward now takes much longer or much less than at the last `average`. Collective."""
+        """True if backward now takes much longer or much shorter than when `average` was last called. Collective."""
         span = self._average_span()
         return bool(self._usual_span) and abs(span - self._usual_span) > DRIFT * self._usual_span
 
     def _average_span(self) -> float:
         """Return the median duration of the passes since the last call, averaged over ranks. Collective.
 
-        The first of these passes is left out: it warms up if the buckets have just changed.
+        The first of these passes is left out, because it is a warm-up if the buckets have just changed.
         """
         middle = np.array([float(np.median(self._spans[1:] or self._spans or [0.0]))])
         self._spans = []

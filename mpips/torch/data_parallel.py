@@ -36,11 +36,11 @@ from mpips.torch.state import broadcast_tensors, broadcast_values
 from mpips.torch.tensors import check_on_host, find_tensors, sparse_parameters, uncompiled
 
 NAME = "DataParallel"
-# Strategies that need no profile: buckets cut by a limit of bytes (""), and one bucket for everything.
+# Strategies that need no measured times: "" limits the bytes of a bucket, and "single" makes one bucket of everything.
 UNPLANNED = ("", "single")
-# Buckets are planned from the times of backward passes after this many passes: the very first passes are slower.
+# Buckets are planned after this many backward passes, because the very first passes are slower than later ones.
 PROFILE_STEPS = 3
-# After every so many backward passes, their duration is compared with that of the profile.
+# After each multiple of this many backward passes, their duration is compared with the duration at the last planning.
 REVIEW_STEPS = 200
 
 LOG = log.get("mpips.torch")
@@ -50,9 +50,9 @@ LOG = log.get("mpips.torch")
 class DataParallel(torch.nn.Module):
     """Wraps a model so that each backward pass leaves the mean of all ranks' gradients in the parameters.
 
-    Creating a DataParallel is collective and blocking, and so is every backward pass outside of `no_sync`. A parameter
-    that got no gradient on some ranks counts as zero there; one that got a gradient on no rank has `grad` None
-    afterwards.
+    Creating a DataParallel is collective and blocking, and so is every backward pass outside of `no_sync`. If a
+    parameter gets a gradient on only some of the ranks, the other ranks contribute zeros to its mean. If it gets a
+    gradient on no rank, its `grad` is None afterwards.
 
     Every rank must run the same steps. If one rank skips a backward pass or an optimizer step, or if its optimizer has
     a different learning rate, all ranks raise MismatchError.
@@ -60,20 +60,21 @@ class DataParallel(torch.nn.Module):
     Args:
         module: A model on the host, the same on every rank. All ranks start with rank 0's parameters and buffers. The
             gradients of embeddings made with sparse=True are exchanged as rows, and stay sparse.
-        comm: An mpi4py communicator. None means COMM_WORLD or, if a store with servers is open, its workers.
-        buckets: How gradients are grouped into allreduces. The name of a strategy of `mpips.overlap` ("optimal",
-            "merged" (that of MG-WFBP), "layerwise" or "single") plans the buckets from the times of the first steps; a
-            number is the largest size of a bucket in MiB. "auto" is "optimal" if ranks can communicate while they
+        comm: An mpi4py communicator. None means the workers of the open store if that store has servers, and otherwise
+            COMM_WORLD.
+        buckets: How gradients are grouped into allreduces. A number is the largest size of a bucket in MiB. The name of
+            a strategy of `mpips.overlap` plans the buckets from the times of the first steps: "optimal", "merged" (the
+            strategy of MG-WFBP), "layerwise" or "single". "auto" means "optimal" if ranks can communicate while they
             compute (between nodes, or on a node that has two cores for each rank), and otherwise "single".
-        algorithm: The algorithm of the allreduces, as in `collectives.allreduce`: "bcube(n=2,k=2)",
-            "hierarchical(local=4)", ...
+        algorithm: The algorithm of the allreduces, as in `collectives.allreduce`. Examples are "bcube(n=2,k=2)" and
+            "hierarchical(local=4)".
         broadcast_buffers: Copy rank 0's buffers, such as those of BatchNorm, to all ranks at every forward pass in
             training mode.
 
     Raises:
         MismatchError: Models or arguments differ between ranks. All ranks raise it.
         RuntimeError: A launcher such as torchrun has started processes that MPI has not joined.
-        TypeError, ValueError: An argument does not fit, or the model has no parameter that requires a gradient.
+        TypeError, ValueError: An argument is invalid, or the model has no parameter that requires a gradient.
 
     Example:
         >>> model = mpips.torch.DataParallel(torch.nn.Linear(3, 2))
@@ -150,7 +151,7 @@ class DataParallel(torch.nn.Module):
         """Return the bytes that each gradient takes in the buckets. A sparse gradient takes none."""
         return [0 if p in self._sparse else p.numel() * p.element_size() for p in order]
 
-    # ---- what training calls
+    # ---- methods for training
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Call the module. In training mode, first copy rank 0's buffers (see `broadcast_buffers`)."""
@@ -223,9 +224,9 @@ class DataParallel(torch.nn.Module):
         Values are copied into the parameters.
 
         Args:
-            state_dict: What `state_dict` has returned, or a state of the plain model.
-            strict: As for `torch.nn.Module.load_state_dict`.
-            assign: Must be False: other parameters would have no place in the buckets.
+            state_dict: A result of `state_dict`, or a state of the plain model.
+            strict: As in `torch.nn.Module.load_state_dict`.
+            assign: Must be False. True would replace the parameters, and new parameters have no place in the buckets.
 
         Returns:
             The missing and the unexpected names, as PyTorch returns them.
@@ -257,7 +258,7 @@ class DataParallel(torch.nn.Module):
     def _before_forward(self) -> None:
         if torch.is_grad_enabled():
             self._lockstep.weights.note_forward()
-            # No backward pass is running, although the last one was never finished: it must have raised.
+            # No backward pass is running now, and the last one has not finished, so it must have raised.
             if self._in_backward and torch._C._current_graph_task_id() < 0:
                 self._end_raised()
             unfrozen = any(parameter.requires_grad for parameter in self._frozen)
@@ -270,9 +271,9 @@ class DataParallel(torch.nn.Module):
             self._take_buffers()
 
     def _after_forward(self, output: Any) -> None:
-        """Hook the output, so that we learn of the start of its backward pass before any gradient arrives.
+        """Add a hook to the output that runs when its backward pass starts, before any gradient arrives.
 
-        The hook of an output runs before that of any parameter. It does not run in the inner backward passes that
+        The hook of an output runs before the hook of any parameter. It does not run in the inner backward passes that
         checkpointing starts.
         """
         if not torch.is_grad_enabled() or not self.require_backward_grad_sync or not self.training:
@@ -293,7 +294,7 @@ class DataParallel(torch.nn.Module):
             tensor.register_hook(begin)
 
     def _refuse_compiled_backward(self) -> None:
-        """Raise RuntimeError: compiled autograd does not call back at the end of a backward pass."""
+        """Raise RuntimeError, because compiled autograd would not call `_finish_backward`."""
         raise RuntimeError(
             "DataParallel: backward runs in compiled autograd, which leaves out the exchange of "
             "gradients: set torch._dynamo.config.compiled_autograd = False, and call backward() outside "
@@ -332,7 +333,7 @@ class DataParallel(torch.nn.Module):
         """The hook that runs when a parameter's gradient has been accumulated."""
         if not self.require_backward_grad_sync:
             return
-        # No output was hooked: the forward pass was in eval mode, or the program called the inner module itself.
+        # The output has no hook if the forward pass was in eval mode or the program called the inner module itself.
         if not self._in_backward:
             self._begin_backward()
         place = self._reducer.note_arrival(parameter)
@@ -340,7 +341,7 @@ class DataParallel(torch.nn.Module):
             self._profile.note_ready(place)
 
     def _finish_backward(self) -> None:
-        """Reduce the remaining buckets, give the parameters their gradients, and check that all ranks did the same."""
+        """Reduce the remaining buckets, set the gradients, and check that all ranks made the same steps."""
         self._in_backward = self._lockstep.in_backward = False
         self._profile.end()
         what = f"{NAME}, backward pass {self._step + 1}"
@@ -357,7 +358,7 @@ class DataParallel(torch.nn.Module):
         self._end_step()
 
     def _compare_parameters(self, number: int, what: str) -> None:
-        """Check, after some of the backward passes, that parameters are alike on all ranks. Collective, blocking."""
+        """After some of the backward passes, check that all ranks have equal parameters. Collective, blocking."""
         weights = self._lockstep.weights
         if is_due(number):
             check_frozen(self.module.named_parameters(), self._comm, what, self._hooks)
@@ -369,9 +370,9 @@ class DataParallel(torch.nn.Module):
     def _end_raised(self) -> None:
         """Clean up after a backward pass that raised.
 
-        If no bucket was exchanged yet, training can continue, provided that the pass raised on every rank: the next
-        token compares how many passes have raised. If buckets were exchanged, other ranks are in a pass that cannot be
-        finished, so all ranks raise.
+        If no bucket was exchanged yet, training can continue, provided that the pass raised on every rank. Ranks check
+        this in the next pass, because they compare how many passes have raised. If buckets were exchanged, other ranks
+        are in a pass that cannot be finished, so all ranks raise.
         """
         self._in_backward = self._lockstep.in_backward = False
         if self._reducer.has_begun or self._joining:
@@ -411,14 +412,17 @@ class DataParallel(torch.nn.Module):
         )
 
     def _count_active(self, share: float) -> float:
-        """Return the number of ranks still training. They pass 1, and ranks that are done pass 0. Collective."""
+        """Return the number of ranks that are still training. Collective.
+
+        A rank that is still training passes a `share` of 1, and a rank that has finished passes 0.
+        """
         self._active[0] = share
         collectives.allreduce(self._active, self._comm)
         return float(self._active[0])
 
 
 def _check_arguments(module: object, comm: object, others: Mapping[str, object]) -> None:
-    """Raise TypeError or ValueError for an unknown argument, a `module` not on the host, or a bad `comm`."""
+    """Raise TypeError or ValueError for an unknown argument, a `module` that is not on the host, or a bad `comm`."""
     for name in others:
         why = ": mpips works on CPU tensors, leave it out" if "device" in name else ": leave it out"
         raise TypeError(f"DataParallel has no argument {name}{why}")

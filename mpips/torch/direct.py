@@ -1,7 +1,7 @@
-"""The short way of an allreduce of one tensor: in the caller's thread, with an array and a plan that are known already.
+"""A fast allreduce of one tensor, in the caller's thread. It reuses a NumPy view and a plan from an earlier call.
 
-`all_reduce` is for programs that make many small calls, such as inference with tensor parallelism. The process group
-takes the same way for synchronous calls (`ProcessGroup.allreduce`).
+`all_reduce` is for programs that make many small calls, such as inference with tensor parallelism.
+`ProcessGroup.allreduce` also uses this fast path, for synchronous calls.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from mpips.collectives.arrays import Vector
 from mpips.torch.tensors import NAMES
 from mpips.torch.works import communication
 
-# c10d's reduction for each name
+# name of a reduction -> the reduction of torch.distributed
 REDUCTIONS = {name: reduction for reduction, name in NAMES.items()}
 
 
 class TensorViews:
-    """NumPy's views of tensors, each kept as long as its tensor lives and stays where it is."""
+    """Caches NumPy views of tensors. A view is kept as long as its tensor exists and stays at the same address."""
 
     def __init__(self) -> None:
-        # id of a tensor -> the tensor, its address and number of elements, and its view
+        # id of a tensor -> a reference to the tensor, its address, its number of elements, and its view
         self._views: dict[int, tuple[weakref.ref[Tensor], int, int, Vector]] = {}
 
     def find(self, tensor: Tensor) -> Vector | None:
-        """Return the view of a tensor, or None if it needs more than a view: a copy, or a check of its own."""
+        """Return a 1-D view of a tensor, or None if the fast path does not support this tensor."""
         known = self._views.get(id(tensor))
         if known is not None:
             reference, address, count, view = known
-            # The program may have given the tensor other memory or strides. A new tensor may have the id of a dead one.
+            # The program may have given the tensor other memory or strides, or a new tensor may have a dead one's id.
             moved = tensor.data_ptr() != address or tensor.numel() != count or not tensor.is_contiguous()
             if not moved and reference() is tensor:
                 return view
@@ -59,9 +59,10 @@ _views = TensorViews()
 
 
 def reduce_at_once(tensor: Tensor, comm: MPI.Intracomm, op: str) -> bool:
-    """Run an allreduce in this thread. Return False, with nothing done, if it has to take the general way. Blocking.
+    """Run an allreduce in the caller's thread, and return True. Blocking.
 
-    It does so if other operations are under way, if other threads make calls, or if the tensor has no plain view.
+    If the fast path is not possible, do nothing and return False. This is the case if other operations are under way,
+    if other threads make calls, or if the fast path does not support the tensor.
     """
     view = _views.find(tensor)
     if view is None or (op == "mean" and not tensor.is_floating_point()):
@@ -72,21 +73,21 @@ def reduce_at_once(tensor: Tensor, comm: MPI.Intracomm, op: str) -> bool:
 def all_reduce(tensor: Tensor, op: str = "sum", group: dist.ProcessGroup | None = None) -> Tensor:
     """Reduce a tensor over all ranks of a group, in place. Collective, blocking.
 
-    It does what `torch.distributed.all_reduce` does with the backend "mpips", at a fraction of the latency. Under
-    `torch.compile` it is the operator `mpips::all_reduce`. It is not differentiable.
+    The result is that of `torch.distributed.all_reduce` with the backend "mpips", at a fraction of the latency. Under
+    `torch.compile` the call becomes the operator `mpips::all_reduce`. It is not differentiable.
 
     Args:
         tensor: A tensor in host memory.
         op: "sum", "mean" (floats only), "min", "max" or "prod".
-        group: A process group of the backend "mpips". None: all ranks.
+        group: A process group of the backend "mpips". None means all ranks.
 
     Returns:
         `tensor`.
 
     Raises:
-        ValueError: `op` is not one of these words.
+        ValueError: `op` is not one of these names, or no process group has been initialized.
         MismatchError: The ranks make different calls. All ranks raise the same message.
-        CollectiveError: A rank has died, or was interrupted.
+        CollectiveError: A rank has died or was interrupted.
 
     >>> tensor = torch.ones(4)
     >>> mpips.torch.all_reduce(tensor, "mean")
@@ -109,7 +110,7 @@ def _reduce(tensor: Tensor, op: str, group: dist.ProcessGroup | None) -> None:
 
 
 def _comm_of(group: Any) -> MPI.Intracomm | None:
-    """Return the communicator of a group of the backend "mpips", or None if it is another backend's."""
+    """Return the communicator of a group with the backend "mpips", or None for a group of another backend."""
     if group is None:
         raise ValueError('all_reduce: there is no process group yet: call dist.init_process_group("mpips") first')
     comm = getattr(group, "comm", None)

@@ -1,11 +1,12 @@
-"""Wrap the calls of the process group: raise errors as PyTorch's backends do, and let others intercept operators.
+"""Wrap the methods of the process group: raise errors as PyTorch's backends do, and let other code intercept calls.
 
-c10d calls its own backends through PyTorch operators, which allows other code to intercept a collective. A subclass of
-Tensor with `__torch_dispatch__`, such as the result of a functional collective or a quantized weight, replaces itself
-by the tensors that it is made of, and a mode such as `CommDebugMode` counts the call.
+c10d, the core of torch.distributed, calls its own backends through PyTorch operators, and other code can intercept an
+operator. For example, a subclass of Tensor with `__torch_dispatch__` (the result of a functional collective, or a
+quantized weight) replaces itself by the tensors that it is made of, and a mode such as `CommDebugMode` counts the call.
 
-A backend that is written in Python is called directly instead, with the subclass itself, which has no memory of its
-own. So the decorator `listened` sends calls that somebody intercepts through c10d's operators first.
+c10d calls a backend that is written in Python directly, without an operator. The backend then gets the subclass itself,
+which has no memory of its own. So the decorator `listened` sends a call that other code intercepts through c10d's
+operators first.
 """
 
 from __future__ import annotations
@@ -33,10 +34,9 @@ T = TypeVar("T")
 
 
 def listened(*names: str) -> Callable[[type[T]], type[T]]:
-    """Class decorator for a process group.
+    """Class decorator that wraps the methods `names` of a process group.
 
-    Makes the methods `names` raise `ArgumentError` for bad arguments, and lets tensor subclasses and modes intercept
-    them.
+    A wrapped method raises `ArgumentError` for bad arguments, and tensor subclasses and modes can intercept its calls.
     """
 
     def change(cls: type[T]) -> type[T]:
@@ -76,7 +76,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _is_heard(args: Iterable[Any]) -> bool:
-    """True if a subclass of Tensor among the arguments, or a mode, must see this call.
+    """True if a mode, or a subclass of Tensor among the arguments, can intercept this call.
 
     Modes that PyTorch itself uses to trace programs do not count.
     """
@@ -88,7 +88,7 @@ def _is_heard(args: Iterable[Any]) -> bool:
 
 @contextmanager
 def _below_others(mode: TorchDispatchMode) -> Iterator[None]:
-    """Enter `mode` below the modes that the program has entered, so that those see an operator first."""
+    """Enter `mode` below the modes that the program has entered, so that the program's modes see an operator first."""
     count = sum(not other.is_infra_mode() for other in _get_current_dispatch_mode_stack())
     others = [_pop_mode() for _ in range(count)][::-1]
     try:
@@ -106,12 +106,12 @@ def _below_others(mode: TorchDispatchMode) -> Iterator[None]:
 
 
 def _run_inside(method: Callable[..., Work], group: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Work:
-    """Let tensor subclasses replace themselves by the tensors they are made of, and run the method on those.
+    """Let tensor subclasses replace themselves by the tensors that they are made of, and run the method on these.
 
-    A subclass may be made of several tensors. Then the returned work ends when the operations on all of these have
-    ended.
+    If a subclass is made of several tensors, the returned work ends when the operations on all of them have ended.
     """
-    # c10d's operators call the methods of the group they are given. With our group they would call us again, for ever.
+    # c10d's operators call the methods of the group that they get. With our own group they would end up in this
+    # function again, for ever. So they get a plain group.
     plain = dist.ProcessGroup(group.rank(), group.size())
     inside = _Inside(lambda tensors: method(group, *tensors, *args[len(tensors) :], **keywords))
     with _below_others(inside):
@@ -120,7 +120,7 @@ def _run_inside(method: Callable[..., Work], group: Any, args: tuple[Any, ...], 
 
 
 class _Inside(TorchDispatchMode):
-    """A mode that runs c10d's operators when they are called on plain tensors."""
+    """A mode that runs the operation itself when one of c10d's operators is called on plain tensors."""
 
     def __init__(self, run: Callable[[list[Any]], Work]) -> None:
         super().__init__()
@@ -129,7 +129,8 @@ class _Inside(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # The group's methods are never compiled. PyTorch would spend seconds to import its compiler, only to skip them.
+        # The group's methods are never compiled. With True, PyTorch would spend seconds on the import of its compiler,
+        # only to skip the methods.
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""PyTorch modules over tables: `Embedding`, `EmbeddingBag`, and `TableOptimizer`, which pushes their gradients.
+"""PyTorch modules that look up rows of tables, `Embedding` and `EmbeddingBag`, and the `TableOptimizer` for the rows.
 
     table = kv.table("users", dim=32, optimizer="row_adagrad", learning_rate=0.05)
     users = mpips.torch.Embedding(table)                   # in a model, in place of nn.Embedding
@@ -7,9 +7,9 @@
     rows.step()
     optimizer.step()
 
-A forward pass pulls each row once, as a leaf of autograd's graph. The module keeps the gradient that backward leaves in
-that leaf until `step`. So everything that PyTorch does with gradients (accumulate, checkpoint, retain) works for rows,
-too.
+The rows of a table are on servers. A forward pass pulls each row that it needs once, and the pulled rows are a leaf of
+autograd's graph. Backward leaves the gradient of the rows in this leaf, until `step` pushes the gradient to the
+servers. So everything that PyTorch does with gradients (accumulate, checkpoint, retain) also works for rows.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from mpips.torch.tensors import check_on_host, find_overflow, uncompiled
 
 MODES = ("sum", "mean")
 WHERE = "give numbers such as the rate to kv.table or table.update_optimizer"
-# If the gradients of this many forward passes wait for one step, the program has probably forgotten to call it.
+# If the gradients of this many forward passes wait for one step, the program has probably forgotten to call `step`.
 MANY = 1000
 
 
 class _Next(NamedTuple):
-    """A batch that `prefetch` has asked for."""
+    """A batch for which the program has called `prefetch`."""
 
     # the ids of the batch, each once
     ids: Tensor
@@ -45,7 +45,7 @@ class _Next(NamedTuple):
     places: Tensor
     # the handle of the pull, or None if the rows have not been requested yet
     rows: Handle | None
-    # `Table.origin` and `Table.pushes` at the time of the request: if these change, the rows are stale
+    # `Table.origin` and `Table.pushes` at the time of the request. If one of them changes, the rows may be stale.
     origin: tuple[int, int]
     pushes: int
 
@@ -54,7 +54,7 @@ class _Next(NamedTuple):
 class TableModule(nn.Module):
     """Base class of the modules that look up rows of a table.
 
-    Pulls rows, and keeps their gradients until they are pushed.
+    It pulls rows, and keeps their gradients until a `TableOptimizer` pushes the gradients.
     """
 
     def __init__(self, table: Table, *others: object, padding_idx: int | None = None, **options: object) -> None:
@@ -78,16 +78,16 @@ class TableModule(nn.Module):
         self._learns = True
         # True if a TableOptimizer pushes the gradients
         self.is_trained = False
-        # id() of the rows of a forward pass -> (ids, rows); the gradients of these leaves wait to be pushed
+        # id(rows) -> (ids, rows), for each forward pass whose gradient has not been pushed yet
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}
-        # prefetched batches: the one for the coming forward pass, and the one after it
+        # prefetched batches: at most two, for the next forward pass and for the one after it
         self._next: deque[_Next] = deque(maxlen=2)
 
     def prefetch(self, ids: Tensor) -> None:
-        """Pull the rows of the next batch during the current one. The forward pass with the same ids uses them.
+        """Pull the rows of the next batch during the current one, for the forward pass that has the same ids.
 
         Does not block. In an asynchronous store the pull starts at once. In a synchronous store it starts after the
-        next `TableOptimizer.step`, because rows that were read earlier would lack that step. A forward pass with other
+        next `TableOptimizer.step`, because rows that are read earlier would lack that step. A forward pass with other
         ids pulls its own rows.
 
         Args:
@@ -101,7 +101,7 @@ class TableModule(nn.Module):
         self._next.append(_Next(wanted, places, None, (0, 0), 0) if waits else self._ask(wanted, places))
 
     def take_gradients(self) -> list[tuple[Tensor, Tensor]]:
-        """Return the ids and gradients of all backward passes since the last call, and forget them.
+        """Return the ids and gradients of all backward passes since the last call, and remove them from the module.
 
         Returns:
             A pair for each forward pass: ids (k,) and gradients (k, dim).
@@ -117,11 +117,11 @@ class TableModule(nn.Module):
         return taken
 
     def waiting_rows(self) -> list[Tensor]:
-        """Return the rows, (k, dim) for each forward pass, whose `.grad` waits to be taken."""
+        """Return the rows (k, dim) of each forward pass whose gradient, `rows.grad`, has not been taken yet."""
         return [rows for _, rows in self._leaves.values()]
 
     def note_push(self) -> None:
-        """Note a push to the table. In a synchronous store, request the prefetched rows again. Does not block."""
+        """Note a push to the table. In a synchronous store, pull the prefetched rows again. Does not block."""
         if self.table.synchronous:
             self._next = deque((self._ask(each.ids, each.places) for each in self._next), maxlen=2)
 
@@ -148,7 +148,7 @@ class TableModule(nn.Module):
         return f"{self.table.name!r}, dim={self.table.dim}{padding}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Follow `half`, `to` and similar calls: they change the dtype of forward results, not of the table."""
+        """Handle `half`, `to` and similar calls: they change the dtype of forward results, but not of the table."""
         self._dtype = fn(torch.empty(0, dtype=self._dtype)).dtype
         return super()._apply(fn, recurse)
 
@@ -156,7 +156,7 @@ class TableModule(nn.Module):
         return _Next(ids, places, self.table.ipull(ids.numpy()), self.table.origin, self.table.pushes)
 
     def _id_of(self, given: object) -> int:
-        """Convert a NumPy integer or a tensor to an int. Raise TypeError or ValueError if it is not an id."""
+        """Convert a NumPy integer or a tensor to an int. Raise TypeError or ValueError if `given` is no id."""
         try:
             index = operator.index(given)  # type: ignore[arg-type]
         except TypeError:
@@ -177,9 +177,9 @@ class TableModule(nn.Module):
         check_on_host([ids], self._what)
 
     def _find_prefetched(self, ids: Tensor) -> tuple[Tensor, Tensor, Handle | None]:
-        """Return the unique ids, each position's index among them, and the handle of their prefetch or None.
+        """Return the unique ids, the index among them for each position of `ids`, and the handle of a prefetch or None.
 
-        A prefetched batch can be used only once.
+        The handle is None if the rows were not prefetched or are stale. A prefetched batch can be used only once.
         """
         self._check(ids)
         for place, batch in enumerate(self._next):
@@ -191,9 +191,12 @@ class TableModule(nn.Module):
         return (*torch.unique(ids, return_inverse=True), None)
 
     def _pull(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """Return for each id the index of its row, the rows, and the index of the padding's row (zeros), or None.
+        """Pull the rows of these ids.
 
-        The rows are derived from a leaf of autograd's graph if gradients are wanted.
+        Returns:
+            The index of the row for each id, the rows, and the index of the row of `padding_idx`, whose values are
+            zeros (None if it is not among the ids). If gradients are wanted, the rows come from a leaf of autograd's
+            graph.
         """
         if torch.jit.is_tracing() or torch.compiler.is_exporting():
             advice = (
@@ -212,7 +215,7 @@ class TableModule(nn.Module):
     def _keep(self, ids: Tensor, rows: Tensor) -> None:
         """Keep rows whose gradient backward has just computed, until `step` pushes that gradient.
 
-        Raise RuntimeError if no TableOptimizer would push it.
+        Raises RuntimeError if no TableOptimizer would push the gradient.
         """
         if not self.is_trained:
             raise of_caller(
@@ -231,14 +234,14 @@ class Embedding(TableModule):
 
     The forward pass takes int64 ids of any shape on the host, and returns their rows, (*ids.shape, dim). It blocks
     until the rows have arrived. A module may be used several times before a `TableOptimizer` pushes all gradients. Rows
-    are not parameters: they are not in `state_dict`, and `table.save` writes them.
+    are not parameters, so they are not in `state_dict`. `table.save` writes them to a file.
 
     Args:
-        table: What `kv.table` has returned, on each worker.
-        padding_idx: An id whose row is and stays zeros, because its gradient is never pushed.
+        table: A table from `kv.table`, which must be the same on all workers.
+        padding_idx: An id whose row always reads as zeros. Its gradient is never pushed.
 
     Raises:
-        TypeError, ValueError: An argument does not fit. The forward pass raises them for ids that do not fit.
+        TypeError, ValueError: An argument is invalid. The forward pass raises these errors for invalid ids.
         RuntimeError: In a backward pass, if no `TableOptimizer` would push the gradient.
 
     Example:
@@ -256,13 +259,13 @@ class EmbeddingBag(TableModule):
     """Computes sums or means of bags of rows. Replaces `torch.nn.EmbeddingBag`.
 
     With 2-D ids, each row of ids is a bag. With 1-D ids, `offsets` are the positions at which bags begin.
-    `per_sample_weights` has the shape of the ids, and needs mode "sum". The rest is as in `Embedding`.
+    `per_sample_weights` has the shape of the ids, and needs mode "sum". Everything else works as in `Embedding`.
 
     Args:
-        table: What `kv.table` has returned, on each worker.
+        table: A table from `kv.table`, which must be the same on all workers.
         mode: "sum" or "mean".
-        padding_idx: An id that is ignored in all bags: it adds nothing to sums and does not count in means.
-        include_last_offset: The last of `offsets` is the end of the last bag, not the start of another bag.
+        padding_idx: An id that is ignored in all bags. It adds nothing to sums and does not count in means.
+        include_last_offset: If True, the last of `offsets` is the end of the last bag, not the start of another bag.
 
     Raises:
         TypeError, ValueError, RuntimeError: As in `Embedding`.
@@ -305,7 +308,7 @@ class EmbeddingBag(TableModule):
 
 
 class _Group(dict[str, Any]):
-    """A parameter group with `params` only. Other names raise KeyError: hyperparameters belong to the tables."""
+    """A parameter group that has only `params`. Other names raise KeyError, as hyperparameters belong to the tables."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise of_caller(KeyError(f"a group of a TableOptimizer has no {name!r}: {WHERE}"))
@@ -317,10 +320,10 @@ class _Group(dict[str, Any]):
 class TableOptimizer:
     """Pushes the gradients of a model's tables. The servers update the rows with the optimizer of each table.
 
-    In a synchronous store gradients are averaged over the workers, as DDP and `DataParallel` average those of dense
-    parameters. All workers must call `step` equally often. A worker without a batch must also call it, and contributes
-    zeros to the mean. In an asynchronous store each worker's gradients are applied separately, as they arrive. The
-    tables may belong to several stores.
+    In a synchronous store gradients are averaged over the workers, as DDP and `DataParallel` average the gradients of
+    dense parameters. All workers must call `step` equally often. A worker without a batch must also call `step`, and
+    contributes zeros to the mean. In an asynchronous store the servers apply each worker's gradients separately, as
+    they arrive. The tables may belong to several stores.
 
     `GradScaler.step` accepts a TableOptimizer if the store is synchronous or has one worker.
 
@@ -328,7 +331,7 @@ class TableOptimizer:
         model: A module that holds `Embedding` or `EmbeddingBag` modules at any depth, the same on all workers.
 
     Raises:
-        TypeError, ValueError: `model` is not a module, or has no such module.
+        TypeError, ValueError: `model` is not a module, or holds no `Embedding` or `EmbeddingBag`.
 
     Example:
         >>> items = mpips.torch.Embedding(kv.table("items", dim=2, init=mpips.uniform(0), learning_rate=1.0))
@@ -357,8 +360,8 @@ class TableOptimizer:
     def step(self, *, grad_scaler: GradScaler | None = None) -> None:
         """Push the gradients of all backward passes since the last step or `zero_grad`.
 
-        Blocks until the servers have them. Each table is pushed to once. If a gradient has overflowed on one worker,
-        all workers skip the step.
+        Blocks until the servers have the gradients. Each table gets a single push. If a gradient has overflowed on one
+        worker, all workers skip the step.
 
         Args:
             grad_scaler: Passed by `GradScaler.step`.
@@ -378,16 +381,16 @@ class TableOptimizer:
             module.note_push()
 
     def _overflows(self, scaler: GradScaler) -> bool:
-        """Unscale the gradients. Return True if any worker's overflowed, and tell this worker's scaler."""
+        """Unscale the gradients. Return True if a gradient of any worker overflowed, and set this scaler's flag."""
         flag, what = find_overflow(scaler, self), "TableOptimizer.step with a GradScaler"
-        # The tables may belong to several stores, and the workers of each store have to be asked.
+        # The tables may belong to several stores, so ask the workers of each store.
         words = [tables[0].is_any(what, bool(flag)) for tables in by_store(self._of_table)]
         flag.fill_(float(any(words)))
         return bool(flag)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """A single group whose `params` are the rows with gradients to push: for `GradScaler`, or to clip gradients."""
+        """One group, whose `params` are the rows with gradients to push. GradScaler and gradient clipping use it."""
         leaves = [leaf for module in self._modules for leaf in module.waiting_rows()]
         return [_Group(params=leaves)]
 

@@ -1,4 +1,4 @@
-"""`LocalSGD`: local SGD and DiLoCo for PyTorch models, built on `training.local`.
+"""`LocalSGD`: local SGD and DiLoCo for PyTorch models.
 
     inner = torch.optim.AdamW(model.parameters(), 1e-3)
     trainer = mpips.torch.LocalSGD(model, inner, every=500, kind="dist_sync", servers=1)
@@ -7,7 +7,8 @@
         loss_of(model(x), y).backward()
         trainer.step()
 
-Between two exchanges workers train without communication, which suits slow links.
+Between two exchanges workers train without communication, which suits slow links. The exchanges themselves are in
+`training.local`.
 """
 
 from __future__ import annotations
@@ -40,46 +41,48 @@ STATE_ENTRIES = "inner", "steps", "since", "centers", "store"
 class LocalSGD:
     """Local SGD and DiLoCo: workers train independently, and an outer optimizer combines their changes now and then.
 
-    Each worker trains `model` with `inner` alone. In an exchange it pushes how much its parameters have changed since
-    the last exchange, the outer optimizer uses that to update the common ("outer") parameters, and the worker continues
-    from them. Creating a LocalSGD is collective over the workers and blocks.
+    Each worker trains `model` on its own, with the optimizer `inner`. In an exchange it pushes how much its parameters
+    have changed since the last exchange. The outer optimizer applies the changes to the common ("outer") parameters,
+    and the worker continues from the outer parameters. Creating a LocalSGD is collective over the workers and blocks.
 
-    With a synchronous kind an exchange waits for all workers, so all must call `step` equally often. With an
-    asynchronous kind the outer optimizer applies the changes of each worker (or client) as they arrive.
+    In a synchronous store an exchange waits for all workers, so all must call `step` equally often. In an asynchronous
+    store the outer optimizer applies the changes of each worker (or client) as they arrive.
 
-    `quorum` and `grace_seconds` are options of an asynchronous store. A round then takes the mean of the changes of
-    that many clients. A client that is late does not wait: its changes go into the round that is open when they arrive,
-    with weight 1 / (1 + rounds late) (arXiv 2604.21428, 1903.03934).
+    An asynchronous store has the options `quorum` and `grace_seconds`. With them, an exchange takes the mean of the
+    changes of `quorum` clients. A client that is late does not wait: its changes go into the exchange that is open when
+    they arrive, with weight 1 / (1 + exchanges late) (arXiv 2604.21428, 1903.03934).
 
-    If the store survives deaths (`spares`), `step` recovers from one. A worker that replaces a dead one begins with the
-    outer parameters, at the step of the others (`steps`), and with a new inner optimizer.
+    If the store survives deaths of processes (option `spares`), `step` recovers from a death. A worker that replaces a
+    dead worker begins with the outer parameters, at the step count of the others (`steps`), and with a new inner
+    optimizer.
 
     `torch.amp.GradScaler` accepts a LocalSGD as an optimizer: `scaler.unscale_(trainer)`, `scaler.step(trainer)`. Each
-    worker has its own scale. If its gradients have overflowed, `inner` makes no step, but the step still counts, so
-    that all workers exchange at the same steps.
+    worker has its own scale. If a worker's gradients have overflowed, its `inner` makes no step. The step still counts,
+    so that all workers exchange at the same steps.
 
     Args:
         model: A model on the host, whose parameters are contiguous and of float16, bfloat16, float32 or float64. All
             workers begin with rank 0's parameters. Buffers, and parameters that require no gradient, are not exchanged.
         inner: Any optimizer of torch.optim. Its state is not exchanged.
         outer: "nesterov" (DiLoCo: SGD with rate 0.7 and momentum 0.9), "average" (the mean of all workers' parameters),
-            or an optimizer of `mpips.optimizers`. Its gradient is the mean of the workers' changes.
-        every: Inner steps between two exchanges of a parameter.
+            or an optimizer of `mpips.optimizers`, whose gradient is the mean of the workers' changes.
+        every: The number of inner steps between two exchanges of a parameter.
         fragments: Split the model into this many parts. Each part is exchanged every `every` steps, at a different
             step.
-        delay: Inner steps that a worker makes while an exchange is in flight. With 0, `step` waits for the exchange.
+        delay: The number of inner steps that a worker makes while an exchange is in flight. With 0, `step` waits for
+            the exchange.
         keep: The weight of a worker's own parameters when it mixes in the result of an exchange, from 0 to 1.
         compression: How exchanged values are compressed, with error feedback, as in `kv.set_gradient_compression`.
-        by_tokens: Weight each worker by its tokens since the last exchange, which it passes to `step(tokens=count)`.
-            Needs a synchronous kind or a quorum.
+        by_tokens: Weight each worker by the number of tokens that it has trained on since the last exchange. Each step
+            passes its number to `step(tokens=count)`. Needs a synchronous store or a quorum.
         kind: The kind of the store, as in `mpips.create`.
         store: An existing store, used in place of `kind` and `options`.
         options: Options of the store, as in `mpips.create`. In a server process this call does not return: it runs the
             server, and raises SystemExit when the workers have closed the store.
 
     Raises:
-        TypeError, ValueError: An argument does not fit, or differs between workers.
-        mpips.OptionError: An option of the store does not fit.
+        TypeError, ValueError: An argument is invalid, or differs between workers.
+        mpips.OptionError: An option of the store is invalid.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -165,7 +168,7 @@ class LocalSGD:
             self._recovery.run_once(self._meet)
             return
         self._rounds.begin_at((kv.resumed or 0) * rule.every)
-        # Nobody may push before all have pulled rank 0's parameters.
+        # No worker may push before all workers have pulled rank 0's parameters.
         kv.barrier()
 
     def _check_store(self, rule: Local) -> Optimizer:
@@ -193,7 +196,7 @@ class LocalSGD:
 
     @property
     def steps(self) -> int:
-        """The number of inner steps made. After a death it may jump ahead (see `step`)."""
+        """The number of inner steps made so far. After a death it may jump ahead (see `step`)."""
         return self._rounds.steps
 
     @property
@@ -211,20 +214,22 @@ class LocalSGD:
     ) -> Any:
         """Make an inner step, and exchange the fragments that are due. Blocks if an exchange is due.
 
-        After a death in a store that survives it, all workers continue from the step of the worker that is furthest
+        After a death that the store survives, all workers continue from the step count of the worker that is furthest
         ahead. So a training loop should use `steps` as its counter.
 
         Args:
             closure: Passed to the inner optimizer.
-            tokens: The tokens of this step on this worker, with `by_tokens`.
-            grad_scaler: Passed by `GradScaler.step`. If gradients have overflowed, the inner step is left out, and its
-                tokens do not count.
+            tokens: The number of tokens of this step on this worker. Required with `by_tokens`, and not allowed
+                otherwise.
+            grad_scaler: Passed by `GradScaler.step`. If gradients have overflowed, the inner step is left out, and the
+                tokens of the step do not count.
 
         Returns:
-            What the inner optimizer's `step` returns, or None.
+            The result of the inner optimizer's `step`, or None if it was left out.
 
         Raises:
-            ValueError: `tokens` does not fit `by_tokens`, or `inner` trains a parameter that is not exchanged.
+            ValueError: `tokens` is missing, invalid or not allowed, or `inner` trains a parameter that workers do not
+                exchange.
         """
         if not self._by_tokens and tokens is not None:
             raise of_caller(ValueError(f"LocalSGD.step: tokens={tokens}: make it with by_tokens=True, or give none"))
@@ -244,11 +249,11 @@ class LocalSGD:
         self.inner.zero_grad(set_to_none)
 
     def share(self) -> None:
-        """Copy the outer parameters, which all workers have in common, into the model, to evaluate or to save it.
+        """Copy the outer parameters, which all workers have in common, into the model, to evaluate or save the model.
 
         Collective over the workers, blocking. Changes that inner steps have made since the last exchange are lost, so
-        call it at a multiple of `every`. In an asynchronous store that survives deaths, a worker does not wait for the
-        others: it takes the newest parameters, which others may change later.
+        call `share` at a multiple of `every`. In an asynchronous store that survives deaths, a worker does not wait for
+        the other workers: it takes the newest parameters, which others may change later.
         """
         layout = self.store.layout
         self._recovery.run(lambda: self._rounds.finish(self._views()))
@@ -259,10 +264,11 @@ class LocalSGD:
             self.store.barrier()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this worker needs to resume training, besides the model's own `state_dict()`.
+        """Return the state that this worker needs to resume training, besides the model's own `state_dict()`.
 
-        Collective over the workers, blocking: all call it after the same step. It waits for an exchange in flight, and
-        changes no parameter. The outer optimizer's part is the tensor "store", the same on all workers.
+        Collective over the workers, blocking: all must call it after the same step. It waits for an exchange in flight,
+        and does not change parameters. The entry "store" is a tensor with the state of the outer optimizer. It is the
+        same on all workers.
 
         Raises:
             RuntimeError: A process died during the call. Training can continue: call it again after another step.
@@ -281,17 +287,18 @@ class LocalSGD:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned. The model loads its own state. Collective over the workers, blocking.
+        """Load a result of `state_dict`. The model must load its own state. Collective over the workers, blocking.
 
-        With the same number of workers, training goes on with the same bits. The numbers of servers and workers may
-        differ: each worker then loads the state of any of the old workers.
+        With as many workers as before, training continues bit for bit as if it had not been interrupted. The numbers of
+        servers and workers may also differ from those of the saved run. If the number of workers differs, each worker
+        loads the state of any of the old workers.
 
         Args:
             state_dict: This worker's own state or, if the number of workers has changed, that of any worker.
 
         Raises:
             ValueError: The state lacks an entry, or does not fit the model or `fragments`.
-            RuntimeError: A process died during the call. Load the model's state and this one again.
+            RuntimeError: A process died during the call. Load the model's state and this state again.
         """
         kv = self.store
         centers, refusal = attempt(lambda: self._centers_of(state_dict))
@@ -344,11 +351,11 @@ class LocalSGD:
         self.store.close()
 
     def _meet(self) -> None:
-        """Meet the other workers after a recovery, and make the exchanges that were under way. Collective, blocking."""
+        """After a recovery, agree with the other workers and finish the exchanges in flight. Collective, blocking."""
         self._rounds.rejoin(self._views())
 
     def _check_inner(self, call: str) -> None:
-        """Raise ValueError if `inner` trains a parameter that is not exchanged: the workers would drift apart in it."""
+        """Raise ValueError if `inner` trains a parameter that is not exchanged: its values would drift apart."""
         exchanged = set(map(id, self._parameters))
         for number, group in enumerate(self.inner.param_groups):
             for place, parameter in enumerate(group["params"]):
@@ -367,7 +374,7 @@ class LocalSGD:
 
 
 def _tensor(array: Any, like: torch.Tensor) -> torch.Tensor:
-    """Return a copy of an array as a tensor like another one.
+    """Return a copy of an array as a tensor with the dtype and shape of `like`.
 
     `torch.from_numpy` would fail for bfloat16, because PyTorch does not know NumPy's bfloat16.
     """

@@ -1,9 +1,9 @@
 """Check that the ranks of a DataParallel have the same model, and later that they run the same steps.
 
-`agree` compares once, before training, and its error names the first difference. `Lockstep` records the passes and
-optimizer steps of a rank between two exchanges. A digest of that record, the token, travels with the gradients, so
-every rank learns of a difference before it uses them. Now and then `WeightWatch` compares the parameters, and
-`check_frozen` compares which of them require gradients.
+`agree` compares the models once, before training, and its error names the first difference. `Lockstep` records the
+passes and optimizer steps that a rank makes between two exchanges of gradients. A digest of this record, the token,
+travels with the gradients, so every rank learns of a difference before it uses the gradients. Now and then
+`WeightWatch` compares the parameters, and `check_frozen` compares which parameters require gradients.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ from mpips.collectives.communicator import communicator
 from mpips.collectives.errors import of_caller, warn
 from mpips.torch.tensors import sparse_parameters
 
-# bits of a token
+# number of bits of a token
 BITS = 24
-# the hyperparameters of an optimizer's groups that are compared
+# the hyperparameters of an optimizer's parameter groups that ranks compare
 NUMBERS = ("lr", "weight_decay", "momentum", "betas", "alpha")
-# Between two exchanges, the hyperparameters of this many optimizer steps are compared. Further steps are only counted.
+# The hyperparameters of at most this many steps after an exchange are compared. Later steps are only counted.
 MOST_STEPS = 16
-# Norms of a parameter on two ranks may differ by this, relative to the larger: processors round differently.
+# The norms of a parameter on two ranks may differ by this, relative to the larger norm: processors round differently.
 NORM_TOLERANCE = 1e-3
-# Parameters are compared after backward passes 1, 2, 4, 8, ... and after each multiple of this.
+# Parameters are compared after backward passes 1, 2, 4, 8, ... and after each multiple of this number.
 CHECK_STEPS = 128
-# If a norm on one rank changes by more than this between two moments, the program itself has moved the parameter.
+# If a norm on one rank changes by more than this, relatively, between two of the moments at which `WeightWatch` takes
+# norms, the program itself has changed the parameter.
 MOVED = 1e-5
-# After this many backward passes without a step of an optimizer, the program is taken to update weights by hand.
+# After this many backward passes without an optimizer step, we assume that the program updates weights by hand.
 PASSES_BY_HAND = 32
 # stands for a norm that was not taken
 ABSENT = -1.0
-# The error if tokens differ but the items behind them do not. It stops all ranks.
+# The error for tokens that differ although the items that they were computed from are equal. It stops all ranks.
 UNEXPLAINED = "ranks differ in what they have done, and no word of theirs says in what (a fault of mpips: report it)"
-# `content` lists the numbers of a tensor or array that has at most this many; of larger ones it takes a digest.
+# `content` lists the numbers of a tensor or array that has at most this many. It takes a digest of a larger one.
 MOST_NUMBERS = 16
 # class that averages gradients -> advice for a program that combines it with another such class
 PAIRED = {
@@ -72,7 +73,7 @@ _averaging: WeakKeyDictionary[object, tuple[str, frozenset[int]]] = WeakKeyDicti
 def claim_gradients(owner: object, what: str, named: Iterable[tuple[str, Tensor]]) -> None:
     """Note that `owner` averages these parameters' gradients from now on.
 
-    Raises ValueError if an object of another class than `what` averages one of them already.
+    Raises ValueError if an object of another class than `what` already averages the gradient of one of the parameters.
     """
     named = list(named)
     for other, ids in list(_averaging.values()):
@@ -93,7 +94,10 @@ def release_gradients(owner: object) -> None:
 
 
 def model_items(module: torch.nn.Module, buckets: str | float, algorithm: str) -> Items:
-    """Return what must be the same on all ranks: names, dtypes, shapes and strides of tensors, and the arguments."""
+    """Return the items that must be the same on all ranks.
+
+    These are the names, dtypes, shapes and strides of the model's tensors, and the arguments of DataParallel.
+    """
 
     sparse = sparse_parameters(module)
 
@@ -117,11 +121,11 @@ def agree(items: Items, comm: MPI.Intracomm, what: str, cure: str = SAME_VALUES,
     """Raise the same MismatchError on all ranks unless they all pass the same items. Collective, blocking.
 
     Args:
-        items: What this rank has.
+        items: This rank's pairs of a name and a value.
         comm: The ranks that compare.
         what: Name of the operation, which begins the error message.
         cure: What the user should do, which ends the error message.
-        unlike: The ranks are known to differ, so raise even if all items are the same.
+        unlike: True if the ranks are known to differ, so that an error is raised even if all items are the same.
     """
     if sentence := gather_difference(items, comm, what) or (UNEXPLAINED if unlike else ""):
         with communicator(comm).failing(what):
@@ -129,9 +133,9 @@ def agree(items: Items, comm: MPI.Intracomm, what: str, cure: str = SAME_VALUES,
 
 
 def gather_difference(items: Items, comm: MPI.Intracomm, what: str, first: int = 0) -> str:
-    """Gather all ranks' items and return their `difference`. Collective, blocking.
+    """Gather all ranks' items and return a description of the first difference, or "". Collective, blocking.
 
-    `first`: the number by which the description names the first rank of `comm`.
+    The description numbers the ranks of `comm` from `first`.
     """
     word = np.frombuffer(msgspec.msgpack.encode(items), np.uint8)
     sizes = gather_rows(np.array([word.size]), comm, what)[:, 0]
@@ -143,11 +147,11 @@ def gather_difference(items: Items, comm: MPI.Intracomm, what: str, first: int =
 
 
 def content(value: object) -> Any:
-    """Return a value as plain data, such that equal values on different ranks give equal data.
+    """Convert a value to plain data, such that equal values on different ranks give equal data.
 
     The result contains no memory address and no hash, because these differ from process to process. 1, 1.0 and a tensor
-    of 1 become the same number; lists and tuples become lists. A value without accessible contents, such as a function,
-    becomes its own name or that of its type.
+    of 1 become the same number. Lists and tuples become lists. A value without accessible contents becomes its own name
+    (a function, for example) or the name of its type.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -215,7 +219,7 @@ def digest(data: bytes) -> int:
 
 
 def gather_rows(row: np.ndarray, comm: MPI.Intracomm, what: str) -> np.ndarray:
-    """Return all ranks' rows, which must have the same length, as a matrix. Collective, blocking."""
+    """Gather one row from each rank into a matrix. All rows must have the same length. Collective, blocking."""
     rows = np.empty((comm.size, row.size), row.dtype)
     collectives.allgather(row, comm, out=rows, label=what)
     return rows
@@ -237,7 +241,7 @@ class Lockstep:
         self._parameters = frozenset(map(id, parameters))
         self._forwards = 0
         self._backwards = 0
-        # backward passes that have raised
+        # number of backward passes that have raised
         self._failed = 0
         # steps since the last exchange: (class of the optimizer, hyperparameters of each of its groups)
         self._steps: list[tuple[str, list[dict[str, Any]]]] = []
@@ -250,7 +254,7 @@ class Lockstep:
     def count_forward(self) -> Callable[[], None]:
         """Count a forward pass.
 
-        Return a function that counts its backward pass when it is called for the first time.
+        Return a function that counts the backward pass of this forward pass when it is called for the first time.
         """
         self._forwards += 1
         left = [1]
@@ -268,7 +272,7 @@ class Lockstep:
     def count_step(self, optimizer: Optimizer) -> None:
         """Count an optimizer's step, if the optimizer has parameters of this model.
 
-        Raises RuntimeError during a backward pass, because its gradients are not averaged yet.
+        Raises RuntimeError during a backward pass, because the gradients are not averaged yet.
         """
         groups = optimizer.param_groups
         count, ours = self._known.get(optimizer, (-1, False))
@@ -293,24 +297,24 @@ class Lockstep:
         self._steps.append((type(optimizer).__name__, numbers))
 
     def begin_anew(self) -> None:
-        """Forget the steps, after an exchange. Forward passes are kept, because their backward pass may still come."""
+        """Forget the steps after an exchange. Keep the forward passes: their backward passes may still come."""
         self._steps.clear()
         self._more_steps = 0
         self.weights.begin_anew()
 
     def clear(self) -> None:
-        """Forget everything, after ranks with different numbers of steps have been given the same parameters again."""
+        """Forget everything, after ranks that made different numbers of steps have received the same parameters."""
         self.weights.has_stepped = True
         self._forwards = self._backwards = self._failed = 0
         self.begin_anew()
 
     def token(self) -> int:
-        """Return BITS bits, equal on ranks whose programs ran the same passes and steps since the last exchange."""
+        """Return BITS bits that are equal on ranks that made the same passes and steps since the last exchange."""
         done = self._forwards - self._backwards, self._failed, self._more_steps, self._steps
         return digest(msgspec.msgpack.encode(done)) & (1 << BITS) - 1
 
     def items(self) -> Items:
-        """Return what the token is computed from, as text for an error message."""
+        """Return the values that the token is computed from, as text for an error message."""
         every = [
             ("the number of forward passes without a backward pass", str(self._forwards - self._backwards)),
             ("the number of backward passes that raised", str(self._failed)),
@@ -330,19 +334,20 @@ class Lockstep:
 _all: WeakSet[Lockstep] = WeakSet()
 # handles of the hooks that count the steps of all optimizers in this process
 _hooks: list[Any] = []
-# optimizers whose step is under way; a step may run that of another optimizer
+# optimizers whose step is under way: more than one if a step calls the step of another optimizer
 _stepping: list[Optimizer] = []
 
 
 def _begin_step(optimizer: Optimizer, args: object, keywords: object) -> None:
-    # A step that raised is still in the list, but its optimizer is not among the callers any more.
+    # The optimizer of a step that raised is still in the list, but its method is no longer on the call stack.
     _stepping[:] = [other for other in _stepping if other is not optimizer and _is_caller(other)]
     _stepping.append(optimizer)
 
 
 def _end_step(optimizer: Optimizer, args: object, keywords: object) -> None:
     _stepping.remove(optimizer)
-    # Only outermost steps count. ZeroRedundancyOptimizer runs an inner step, on parameters that differ between ranks.
+    # Only outermost steps count. ZeroRedundancyOptimizer, for example, runs an inner step on parameters that differ
+    # between ranks.
     if not _stepping:
         for lockstep in list(_all):
             lockstep.count_step(optimizer)
@@ -369,8 +374,8 @@ def is_due(number: int) -> bool:
 def check_frozen(named: Iterable[tuple[str, Tensor]], comm: MPI.Intracomm, what: str, known: Container[Tensor]) -> None:
     """Raise MismatchError on all ranks if they differ in which parameters require a gradient. Collective, blocking.
 
-    MismatchError is also raised if a parameter requires a gradient and is not in `known`, because it was added after
-    the model was wrapped.
+    `known` are the parameters that the model had when it was wrapped. MismatchError is also raised if another parameter
+    requires a gradient.
     """
     named = list(named)
     for name, parameter in named:
@@ -389,29 +394,29 @@ def check_frozen(named: Iterable[tuple[str, Tensor]], comm: MPI.Intracomm, what:
 
 
 class WeightWatch:
-    """Compares the norms of the parameters between ranks, at two moments at which a correct program has equal weights.
+    """Compares the norms of the parameters between ranks at two moments.
 
-    The moments are after an optimizer step and before the next forward pass. At other times a rank may have moved its
-    weights temporarily, as sharpness-aware minimization, MAML and weight noise do. The weights of such a program are
-    equal on all ranks at least at one of the two moments. So it is an error only if ranks differ at both.
+    The moments are after an optimizer step and before the next forward pass. In a correct program, all ranks have equal
+    weights at least at one of these moments. At other times a rank may have changed its weights temporarily, as
+    sharpness-aware minimization, MAML and weight noise do. So it is an error only if ranks differ at both moments.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = list(parameters)
         eps = np.array([torch.finfo(parameter.dtype).eps for parameter in self._parameters])
         self._tolerances = np.maximum(NORM_TOLERANCE, 4 * eps)
-        # True if the norms are to be compared at the next backward pass that follows a step
+        # True if the next backward pass that follows a step must compare the norms
         self.due = False
-        # True if the comparison that is due repeats one that found a difference
+        # True if the next comparison repeats one that found a difference
         self._repeats = False
         self._has_warned = False
-        # True once a PyTorch optimizer has made a step. In a program that updates weights by hand it stays False, and
-        # then we do not know the moment after a step.
+        # True once a PyTorch optimizer has made a step. It stays False in a program that updates weights by hand, where
+        # we cannot know when a step has ended.
         self.has_stepped = False
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Forget the norms, after an exchange."""
+        """Forget the norms after an exchange of gradients."""
         self._after_step: list[float] = []
         self._before_forward: list[float] = []
 
@@ -422,7 +427,7 @@ class WeightWatch:
             self._after_step, self._before_forward = self._norms(), []
 
     def note_forward(self) -> None:
-        """Take the norms before the first forward pass after that step, if a comparison is due."""
+        """Take the norms before the first forward pass that follows an optimizer step, if a comparison is due."""
         if self.due and not self._before_forward and (self._after_step or not self.has_stepped):
             self._before_forward = self._norms()
 
@@ -430,17 +435,19 @@ class WeightWatch:
         """Compare the norms, if that is due and a step was made before backward pass `number`. Collective, blocking.
 
         All ranks must have made the same number of steps. They all raise MismatchError if a parameter differs at both
-        moments. But if the program moves weights outside of optimizer steps, or has made no step in PASSES_BY_HAND
-        passes, rank 0 only warns, once: the ranks may be equal at a moment that we do not check, or differ by rounding.
+        moments.
+
+        If the program changes weights outside of optimizer steps, or has made no step in PASSES_BY_HAND passes, rank 0
+        warns once instead: the ranks may be equal at a moment that we do not check, or differ only by rounding.
         """
         if not self.due or (not self._after_step and (self.has_stepped or number < PASSES_BY_HAND)):
             return
         absent = [ABSENT] * len(self._parameters)
         own = np.array([self._after_step or absent, self._before_forward or absent, self._norms()])
         every = gather_rows(own.ravel(), comm, what).reshape(comm.size, *own.shape)
-        # for each moment (after the step, before the forward pass, now), whether every rank has norms
+        # moment (after the step, before the forward pass, now) -> whether every rank has taken its norms
         known = (every != ABSENT).all(axis=(0, 2))
-        # (rank, moment, parameter) -> whether the norm differs from rank 0's; only known ones of the first two moments
+        # (rank, moment, parameter) -> whether the norm differs from rank 0's. Moments: the known ones of the first two.
         far = ~np.isclose(every, every[0], rtol=self._tolerances, atol=1e-30, equal_nan=True)[:, :2][:, known[:2]]
         # A rank that has changed its weights between the step and the forward pass differs only at the second moment.
         # If it does not undo the change, it differs at both moments in the next pass. So the next pass compares again.
@@ -451,8 +458,8 @@ class WeightWatch:
         every = every[:, known]
         name, norms = names.get(self._parameters[place], "?"), every[:, 0, place]
         differ = f"parameter {name!r} has norm {norms[0]:.6g} on rank 0 and {norms[rank]:.6g} on rank {rank}"
-        # If each rank's norms are the same at all moments, the program does not move weights itself, so the difference
-        # means that the ranks have drifted apart.
+        # If each rank's norms are the same at all moments, the program does not change weights itself. Then the
+        # difference means that the ranks have drifted apart.
         if self.has_stepped and np.allclose(every, every[:, :1], rtol=MOVED, atol=0, equal_nan=True):
             with communicator(comm).failing(what):
                 raise collectives.MismatchError(

@@ -1,9 +1,8 @@
-"""Notice a process group through which no gradients go, while an optimizer of PyTorch makes steps.
+"""Detect that an optimizer of PyTorch makes steps while no gradients go through any process group.
 
-Each rank then trains alone. This happens, for example, if a wrapper does not know the backend's name and returns the
-model unwrapped. To detect it, elements that go through process groups are counted, until a large tensor goes through a
-group or the count reaches the number of the optimizer's parameters. From then on we assume that gradients are
-exchanged.
+Each rank would then train alone. This happens, for example, if a wrapper does not know the backend's name and returns
+the model unwrapped. We count the elements that go through process groups, until a large tensor goes through a group or
+the count reaches the number of elements that the optimizer trains. From then on we assume that gradients are exchanged.
 """
 
 from __future__ import annotations
@@ -17,19 +16,22 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from mpips.collectives.recorder import own as recorder
 
-# Elements of a large tensor. Losses and counts that programs sum for their logs have fewer.
+# A tensor with this many elements is large. Losses and counts that programs sum for their logs have fewer.
 LARGE = 1024
 
 
 class GradientWatch:
-    """Counts the elements that go through the groups of this process. `active` while they are too few for gradients."""
+    """Counts the elements that go through the process groups of this process.
+
+    `active` is True while they are too few to be gradients.
+    """
 
     def __init__(self) -> None:
         self.active = False
         self._groups = 0
-        # elements that went through all groups
+        # number of elements that went through any of the groups
         self._moved = 0
-        # elements of the largest optimizer that has made a step
+        # number of elements that an optimizer trains: the largest number among the optimizers that have made a step
         self._trained = 0
         self._known: set[int] = set()
         self._hook: Any = None
@@ -54,8 +56,8 @@ class GradientWatch:
     def trained_alone(self) -> bool:
         """True if optimizers have made steps, and nothing was exchanged that could have been gradients.
 
-        DataParallel, DistributedOptimizer and stores exchange through communicators of their own: then this process has
-        more communicators than groups.
+        The result is False in a program that exchanges gradients by DataParallel, DistributedOptimizer or a store.
+        These use communicators of their own, so this process then has more communicators than groups.
         """
         return self.active and self._moved < self._trained and recorder.count_communicators() <= self._groups
 
@@ -65,7 +67,8 @@ class GradientWatch:
         self._known.add(id(optimizer))
         parameters = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         self._trained = max(self._trained, sum(tensor.numel() for tensor in parameters))
-        # Tensors on GPUs go through another backend, and a DTensor is a part of a model that ranks share.
+        # Gradients of tensors on GPUs go through another backend. A DTensor is one rank's part of a tensor that is
+        # split between ranks.
         others = any(tensor.device.type != "cpu" or hasattr(tensor, "placements") for tensor in parameters)
         if others or self._moved >= self._trained:
             # The hook is not removed: PyTorch is iterating over the hooks now.

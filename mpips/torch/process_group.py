@@ -1,8 +1,11 @@
-"""The process group: c10d's collectives on CPU tensors run in `collectives`, sends and receives in MPI.
+"""The process group for CPU tensors: it runs collectives by `mpips.collectives`, and sends and receives by MPI.
 
-Every method takes the lists of tensors and the options that c10d passes, and returns a `Work`. With `asyncOp` the
-operation runs while the program computes. Tensors may have any shape and any strides. Bad arguments raise
-`ArgumentError` before anything is sent.
+Every method takes the lists of tensors and the options that c10d, the core of torch.distributed, passes, and returns a
+`Work`. With the option `asyncOp` the operation runs while the program computes. Tensors may have any shape and any
+strides. Bad arguments raise `ArgumentError` before anything is sent.
+
+The recorder of `mpips.collectives` knows each group and each operation by a number: the group's identity and the
+operation's token.
 """
 
 from __future__ import annotations
@@ -78,16 +81,16 @@ COLLECTIVES = (
 )
 # Timeouts are at least this long, because 0 would mean no timeout.
 LEAST_SECONDS = 1e-3
-# Bit that marks MPI's own calls in the recorder's identity of a group: they get a lane of their own in traces.
+# This bit is added to a group's identity in the recorder for MPI's own calls. Traces then show them in a separate row.
 LANE = 1 << 62
-# called after an operation, for example to copy its result into the caller's tensor; None if there is nothing to do
+# A function that runs after an operation, for example to copy its result into the caller's tensor, or None.
 After = Callable[[], None] | None
 
 
 @uncompiled()
 @listened(*COLLECTIVES)
 class ProcessGroup(dist.ProcessGroup):
-    """The ranks of an MPI communicator as a process group of torch.distributed. Creating it is collective."""
+    """A process group of torch.distributed over the ranks of an MPI communicator. Creating it is collective."""
 
     # PyTorch's split_group reads this, and then raises an error.
     supports_splitting = False
@@ -105,9 +108,9 @@ class ProcessGroup(dist.ProcessGroup):
     def _start(self, job: GroupJob, opts: Any, result: Any) -> Work:
         """Run a job and return its work. The job's future gives `result`.
 
-        The job runs in the background if the options say so. DistributedDataParallel starts its jobs inside of a
-        backward pass. If each rank has only one core, these jobs run in the caller's thread instead, because a
-        background thread would only compete with backward for the core.
+        The job runs in the background if the options ask for that. DistributedDataParallel starts its jobs inside of a
+        backward pass. If each rank has only one core, a job that starts there runs in the caller's thread instead,
+        because a background thread would only compete with backward for the core.
         """
         job.result = result
         if gradients.active:
@@ -122,7 +125,7 @@ class ProcessGroup(dist.ProcessGroup):
         return work
 
     def _finished(self, result: list[Tensor]) -> Work:
-        """Return the work of a collective that this thread has just finished."""
+        """Return the work for a collective that this thread has just finished."""
         if gradients.active:
             gradients.see(result, between_two=False)
         self._sequence += 1
@@ -243,7 +246,7 @@ class ProcessGroup(dist.ProcessGroup):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks, but for at most `timeout`. Collective, blocking.
 
-        If ranks do not arrive in time, StallError is raised on all ranks. It names every missing rank, whatever
+        If a rank does not arrive in time, all ranks raise StallError, which names every missing rank whatever
         `wait_all_ranks` is. The group cannot be used afterwards.
         """
         if timeout is None:
@@ -350,7 +353,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def pg_name(self) -> str:
-        """The name under which c10d knows the group, or knew it before the group was destroyed."""
+        """The group's name in c10d. A group that was destroyed keeps the name that it had."""
         self._name = dist.distributed_c10d._world.pg_names.get(self, self._name)
         return self._name
 
@@ -358,7 +361,7 @@ class ProcessGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """The devices whose tensors the group supports, for `monitored_barrier`. Empty until c10d knows the group.
+        """The devices whose tensors the group supports. `monitored_barrier` needs it. Empty until the group has a name.
 
         If the list were not empty from the start, c10d would attach its flight recorder, which only works with C++
         backends.
@@ -388,7 +391,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _get_sequence_number_for_group(self) -> int:
         """Return the number of collectives started in this group.
 
-        It is the same on all ranks: sends and receives do not count.
+        The number is the same on all ranks, because sends and receives do not count.
         """
         return self._sequence
 
@@ -397,9 +400,9 @@ class ProcessGroup(dist.ProcessGroup):
 
 
 class GroupJobs:
-    """Creates the jobs of one group. They run in `collectives` if it has the operation, else they are MPI's own calls.
+    """Creates the jobs of one group. Creating a GroupJobs is collective.
 
-    Creating a GroupJobs is collective.
+    A job runs in `collectives` if that package has the operation. Otherwise the job makes MPI's own calls.
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout_seconds: float) -> None:
@@ -414,7 +417,7 @@ class GroupJobs:
         self._tokens = dict[str, int]()
 
     def free(self) -> None:
-        """Free the group's communicators. Local. Ranks that still wait for this rank in the group raise an error."""
+        """Free the group's communicators. Local. A rank that still waits for this rank in the group raises an error."""
         self._marks.close()
         self._home.leave()
         self._comm_of_messages.Free()
@@ -423,7 +426,10 @@ class GroupJobs:
     def reduce(
         self, kind: str, given: Tensor, target: Tensor, how: Reduction, root: int = 0, after: After = None
     ) -> GroupJob:
-        """Create the job that reduces `given` into `target`, possibly the same tensor. Both are contiguous and 1-D."""
+        """Create the job that reduces `given` into `target`.
+
+        Both tensors are contiguous and 1-D, and may be the same tensor.
+        """
         if how.factor is not None:
             given.mul_(how.factor)
         after = self._divide(target, after) if how.divided else after
@@ -482,7 +488,7 @@ class GroupJobs:
                 total.values().div_(self.comm.size)
             elif how.divided:
                 total.values().div_(self.comm.size, rounding_mode="trunc")
-            # A detached tensor has index and value tensors of its own: a copy into it would leave `tensor` unchanged.
+            # Not into `tensor.detach()`: its index and value tensors are separate, so `tensor` would not change.
             with torch.no_grad():
                 tensor.copy_(total)
 
@@ -490,7 +496,7 @@ class GroupJobs:
         return _in_turn([self.move("allgather", described, every), self.exchange(gather(), what, finish)])
 
     def move(self, kind: str, given: Tensor, target: Tensor | None, root: int = 0, after: After = None) -> GroupJob:
-        """Create the job of a collective that only moves values, which may therefore be of any dtype."""
+        """Create the job of a collective that only moves values, so that they may have any dtype."""
         out = None if target is None else as_movable(target)
         return self._collective(kind, as_movable(given), out, "sum", root, after)
 
@@ -500,7 +506,7 @@ class GroupJobs:
     def reduce_scatter(self, output: Tensor, given: Tensor, sizes: Sequence[int], op: dist.ReduceOp) -> GroupJob:
         """Create the job that reduces `given` and stores this rank's part of the result in `output`.
 
-        `sizes` are the numbers of elements of the ranks' parts.
+        `sizes[r]` is the number of elements in rank r's part.
         """
         how, rank = reduction(op, given.dtype), self.comm.rank
         _check_types(output, given, "reduce_scatter")
@@ -513,7 +519,8 @@ class GroupJobs:
         if how.bitwise is None and how.factor is None and len(set(sizes)) == 1:
             after = self._divide(target, after) if how.divided else after
             return self._collective("reduce_scatter", as_numbers(given), as_numbers(target), how.name, 0, after)
-        # Bitwise operations, factors and unequal parts: reduce the whole on every rank, and take a part of the result.
+        # Bitwise operations, factors and unequal parts cannot use `collectives.reduce_scatter`. In these cases every
+        # rank reduces the whole tensor and takes its part of the result.
         whole, start = given.clone(), sum(sizes[:rank])
 
         def take_part() -> None:
@@ -537,10 +544,10 @@ class GroupJobs:
         return self.exchange(steps, "all_gather", lambda: _deal(target, outputs))
 
     def exchange(self, steps: Iterator[None], what: str, after: After = None, ordered: bool = True) -> GroupJob:
-        """Create a job of MPI's own calls. Advancing `steps` for the first time starts the calls.
+        """Create a job of MPI's own calls. The first `next(steps)` starts the calls.
 
-        If `ordered`, all ranks first wait for each other: a rank that is already inside of an MPI call would not learn
-        that another rank never makes it.
+        If `ordered`, all ranks first wait for each other, because a rank that is already inside of an MPI call would
+        not learn that another rank never makes this call.
         """
         steps = listen(steps, self._home)
         if ordered:
@@ -555,9 +562,9 @@ class GroupJobs:
         return GroupJob(run, lambda: watch(steps, self._home, what), self._home if ordered else None, after)
 
     def _recorded(self, steps: Iterator[None], what: str) -> Iterator[None]:
-        """Show in the recorder which of MPI's own calls is running, from its start on.
+        """Run the steps, and show in the recorder which of MPI's own calls is running.
 
-        While tracing is on, also record times.
+        While tracing is on, also record when the call begins and ends.
         """
         self._marks.word[0] = self._tokens.get(what) or self._new_token(what)
         if not recorder.is_traced:
@@ -658,10 +665,10 @@ def _check_tag(tag: int, what: str) -> None:
 
 
 def _elements(tensor: Tensor, splits: Sequence[int] | None, ranks: int, argument: str) -> list[int]:
-    """Return the number of elements that go to, or come from, each rank.
+    """Return the number of elements of `tensor` that go to each rank (an input) or come from each rank (an output).
 
-    Each rank gets the number of rows that `splits` gives for it, or an equal share. Raises ArgumentError if the splits
-    do not fit the tensor.
+    `splits[r]` is the number of rows for rank r. Without `splits` all ranks get an equal share. Raises ArgumentError if
+    the splits do not fit the tensor.
     """
     rows = tensor.shape[0] if tensor.dim() else 1
     if not splits:

@@ -1,10 +1,13 @@
 """Average gradients over ranks, bucket by bucket, during the backward pass.
 
 The `Reducer` starts an allreduce for each bucket. The gradients lie in `SharedGradients`, memory that the ranks of a
-node share, in the order in which they become ready. After the gradients, the memory holds numbers that are summed in
-the same allreduce: one for each parameter, which says whether any rank used it (if not, its `grad` is None afterwards),
-and then numbers with which ranks compare what they did. Gradients of sparse embeddings are not part of that memory:
-`RowGradients` gathers their rows after backward.
+node share, in the order in which they become ready. After the gradients, the memory holds two groups of numbers, which
+the last bucket's allreduce includes:
+
+- One number for each parameter tells whether any rank used the parameter. If none did, its `grad` is None afterwards.
+- The compared numbers tell whether all ranks ran the same program. They encode a rank's token (`Lockstep.token`).
+
+Gradients of sparse embeddings are not in this memory. `RowGradients` gathers their rows after backward.
 """
 
 from __future__ import annotations
@@ -30,21 +33,21 @@ if TYPE_CHECKING:
     from mpips.collectives.plan import Plan
 
 NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.float16: np.float16}
-# numbers that ranks compare: two for each bit of the token, and one that says whether gradients came late
+# how many numbers ranks compare: two for each bit of the token, and one that is above 0 if a gradient came late
 COMPARED = 2 * BITS + 1
 
 
 class Reducer:
     """The gradients of a model, and the allreduces of their buckets. Creating a Reducer is collective.
 
-    Buckets start in order, each when the first gradient after its own last gradient arrives. The last bucket also
-    carries the numbers that ranks compare, so it starts when backward has ended.
+    Buckets start in order. A bucket starts when all its gradients have arrived and one more gradient arrives. The last
+    bucket also carries the numbers that ranks compare, so it starts when backward has ended.
 
     Args:
         parameters: The parameters, in the order in which their gradients become ready.
-        sparse: Positions in `parameters` of those with sparse gradients, which take no room in the buckets.
+        sparse: The positions in `parameters` of parameters with sparse gradients, which take no room in the buckets.
         cuts: The buckets. A bucket whose parameters have several dtypes is split further.
-        comm: Gradients are averaged over its ranks.
+        comm: The communicator of the ranks over which gradients are averaged.
         algorithm: The algorithm of the allreduces, as in `collectives.allreduce`.
         in_background: Run all buckets but the last while backward goes on.
     """
@@ -58,7 +61,7 @@ class Reducer:
         algorithm: str,
         in_background: bool,
     ) -> None:
-        # Gradients that parameters already have (from a pass in no_sync) move into the new memory at the end.
+        # Parameters may already have gradients, from a pass in no_sync. These move into the new memory below.
         before = [parameter.grad for parameter in parameters]
         self.gradients = SharedGradients(parameters, sparse, comm)
         self._rows = RowGradients([parameters[index] for index in sparse], comm)
@@ -82,11 +85,11 @@ class Reducer:
         self._under_way.clear()
         # positions of parameters whose gradient has not arrived
         self._missing = set(self._place.values())
-        # the bucket that starts next
+        # number of the bucket that starts next
         self._next = 0
-        # for each bucket, how many of its gradients have not arrived
+        # for each bucket, the number of its gradients that have not arrived
         self._left = [bucket.last - bucket.first for bucket in self.buckets]
-        # gradients that arrived again after their bucket had started
+        # positions of gradients that arrived again after their bucket had started
         self._late: set[int] = set()
         # position of the gradient that arrived last and has not been copied into its bucket yet, or -1
         self._pending = -1
@@ -94,8 +97,8 @@ class Reducer:
     def note_arrival(self, parameter: Tensor) -> int:
         """Note that a parameter's gradient has been accumulated. Return the parameter's position.
 
-        The gradient is copied into its bucket only when the next gradient arrives, because the user's own hooks, which
-        may change it, run after ours.
+        The gradient is copied into its bucket only when the next gradient arrives. Until then the user's own hooks,
+        which run after ours, may still change it.
         """
         self._take_pending()
         self._pending = self._place[parameter]
@@ -107,11 +110,11 @@ class Reducer:
         Collective, blocking.
 
         Args:
-            token: BITS bits that say what this rank's program did (`Lockstep.token`), or None to compare nothing.
+            token: BITS bits that encode what this rank's program did (`Lockstep.token`), or None to compare nothing.
             scale: A factor on the means.
 
         Returns:
-            True if all ranks passed the same token. If they did not, no parameter gets a gradient.
+            True if all ranks passed the same token. Otherwise no parameter gets a gradient.
         """
         self._take_pending()
         self.gradients.complete(self._missing)
@@ -140,7 +143,7 @@ class Reducer:
     def _take_pending(self) -> None:
         """Copy the gradient that arrived last into its bucket, and start the buckets that are complete."""
         index, self._pending = self._pending, -1
-        # If the gradient is gone, one of the user's hooks has dropped it.
+        # The gradient is None if one of the user's hooks has dropped it.
         if index < 0 or (gradient := self.gradients.parameters[index].grad) is None:
             return
         bucket = self._bucket_of[index]
@@ -174,8 +177,8 @@ class Reducer:
         """Start the remaining buckets and wait for all of them.
 
         If a gradient was late on any rank (it arrived after its bucket had started), all ranks reduce a second time. At
-        that point a bucket holds the mean of the first exchange on every rank, and each rank adds its late gradients to
-        it. The mean of these sums is the mean of all gradients.
+        that point each bucket holds the mean of the first exchange, which is equal on all ranks. Each rank adds its
+        late gradients to this mean. The mean of the results is the mean of all gradients.
         """
         try:
             self.gradients.write_words(token, bool(late))
@@ -185,7 +188,7 @@ class Reducer:
             for future in self._under_way:
                 future.wait()
             if self.gradients.any_late():
-                # The first mean is the same on all ranks, so a second mean does not change it.
+                # The second mean does not change the first one, which is the same on all ranks.
                 for index in late:
                     self.gradients.add(index)
                 for plan in self._plans[:-1]:
@@ -220,7 +223,8 @@ class SharedGradients:
         # The compared numbers lie after the gradients of the last parameter's dtype, and have the same dtype.
         self._words = self._flats[last][ends[last] :]
         self._used, self._compared = self._words.split((len(self.parameters), COMPARED))
-        # a copy of the numbers that were written last, and the (token, late) that they encode: most steps repeat them
+        # A copy of the compared numbers that were written last, and the (token, late) that they encode. Most steps
+        # write equal numbers, and then copy these.
         self._written = self._compared.clone()
         self._last: tuple[int | None, bool] = (None, False)
         self._kinds = [(parameter.dtype, parameter.stride()) for parameter in self.parameters]
@@ -231,7 +235,7 @@ class SharedGradients:
         ]
 
     def are_fitting(self) -> bool:
-        """True if the parameters still have the dtypes and strides for which the memory was laid out."""
+        """True if the parameters still have the dtypes and strides that they had when the memory was allocated."""
         return all(
             (parameter.dtype, parameter.stride()) == kind for parameter, kind in zip(self.parameters, self._kinds)
         )
@@ -239,7 +243,7 @@ class SharedGradients:
     def stretch(self, first: int, last: int) -> Tensor:
         """Return gradients [first, last), which have one dtype, as a 1-D view.
 
-        If they include the last gradient, the view also covers the compared numbers.
+        If the range includes the last gradient, the view also covers the numbers that follow the gradients.
         """
         flat = self._flats[self.parameters[first].dtype]
         words = len(self._words) if last == len(self.parameters) else 0
@@ -256,7 +260,8 @@ class SharedGradients:
     def complete(self, missing: Iterable[int]) -> None:
         """Fill in the gradients that did not arrive in this backward pass, and mark which parameters were used.
 
-        A missing gradient is what an earlier pass in no_sync left in `parameter.grad`, or zeros.
+        A gradient that did not arrive is replaced by the one that an earlier pass in no_sync left in `parameter.grad`,
+        or by zeros.
         """
         self._used.fill_(1)
         for index in missing:
@@ -267,21 +272,21 @@ class SharedGradients:
                 self._used[index] = 0
 
     def release(self, first: int, last: int) -> None:
-        """Set `grad` of parameters [first, last) to None. Autograd must not add to memory that is being reduced."""
+        """Set `grad` of parameters [first, last) to None: autograd must not add to memory that is being reduced."""
         for index in range(first, last):
             if index not in self.sparse:
                 self.parameters[index].grad = None
 
     def add(self, index: int) -> None:
-        """Add the gradient that a parameter got after its bucket had started."""
+        """Add the gradient that a parameter got after its bucket had started to the mean in the bucket."""
         self._views[index].add_(_dense(self.parameters[index].grad))
 
     def write_words(self, token: int | None, late: bool) -> None:
         """Write the numbers that ranks compare: the token, and whether any gradient of this rank was late.
 
-        A bit is a pair of numbers, (1, 0) or (0, 1). After a sum over ranks, and also after a mean, both numbers of a
-        pair are above 0 if and only if ranks had different bits. That holds in any dtype and for any number of ranks. A
-        rank whose token is None writes zeros, and so agrees with all.
+        Each bit is written as a pair of numbers, (1, 0) or (0, 1). After a sum or a mean over ranks, both numbers of a
+        pair are above 0 if and only if ranks had different bits. This holds in any dtype and for any number of ranks. A
+        rank whose token is None writes zeros, which agree with every token.
         """
         if self._last != (token, late):
             bits = [0.0] * BITS if token is None else [float(token >> bit & 1) for bit in range(BITS)]
@@ -297,7 +302,8 @@ class SharedGradients:
     def give(self, scale: float) -> bool:
         """Give each parameter that any rank used its gradient, times `scale`. Set `grad` of the others to None.
 
-        Call it after the reduction. Return True if all ranks' tokens were the same; if not, nothing is changed.
+        Call it after the reduction. Return True if all ranks' tokens were the same. Otherwise return False and change
+        nothing.
         """
         words = self._words.tolist()
         tokens = words[len(self.parameters) :]
@@ -312,7 +318,7 @@ class SharedGradients:
         return True
 
     def zero(self) -> None:
-        """Let this rank contribute zeros, like a rank that used no parameter."""
+        """Set all values to 0, so that this rank contributes like a rank that used no parameter."""
         for flat in self._flats.values():
             flat.zero_()
 
@@ -326,28 +332,28 @@ class SharedGradients:
         return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in wide]))
 
 
-# the kind of gradient that a rank has: none, a sparse one, a dense one
+# kinds of gradient that a rank may have for a parameter: no gradient, a sparse gradient, a dense gradient
 NONE, ROWS, DENSE = range(3)
 LABEL = "DataParallel, rows of sparse gradients"
 
 
 class RowGradients:
-    """Gradients that are exchanged as rows: those of `torch.nn.Embedding(sparse=True)`."""
+    """Exchanges the sparse gradients of embeddings made with `sparse=True`, as rows."""
 
     def __init__(self, parameters: Sequence[Tensor], comm: MPI.Intracomm) -> None:
         self._parameters = parameters
         self._comm = comm
-        # bytes of a row and its index, for each parameter
+        # for each parameter, the bytes of one row and of the row's index
         self._widths = [8 + p[:1].numel() * p.element_size() for p in parameters]
-        # buffers of the gather: this rank's rows, and those of all ranks
+        # buffers of the gather: the rows of this rank, and the rows of all ranks
         self._own = np.empty(0, np.uint8)
         self._every = np.empty((comm.size, 0), np.uint8)
 
     def exchange(self, contributes: bool, scale: float) -> None:
         """Give each parameter that any rank used the mean of all ranks' gradients. Collective, blocking.
 
-        Other parameters get None. The mean is sparse, unless a rank had a dense gradient. Rows are added in the order
-        of the ranks, so the result has the same bits everywhere.
+        A parameter that no rank used gets None. The mean is sparse, unless a rank had a dense gradient. Rows are added
+        in the order of the ranks, so the result has the same bits on all ranks.
 
         Args:
             contributes: False if this rank has no gradients to give.
@@ -363,10 +369,10 @@ class RowGradients:
             rows = (rows if rows.is_sparse else rows.to_sparse(1)).coalesce()
             parts += [bytes_of(rows.indices().contiguous()), bytes_of((rows.values() / self._comm.size).contiguous())]
             heads.append(rows.indices().shape[1])
-        # 1. All ranks learn each other's kinds and numbers of rows.
-        # 2. They gather the rows, padded to the largest number of bytes that any rank brings.
-        # 3. Each rank adds up the rows. In each rank's data, a parameter has first all its indices, then all its
-        # values.
+        # 1. All ranks gather the kinds and the numbers of rows of each other's gradients.
+        # 2. They gather the rows, padded to the largest number of bytes that any rank has.
+        # 3. Each rank adds up the rows. The data of one rank are, for each parameter in turn, all its indices and then
+        # all its values.
         every = gather_rows(np.array(heads), self._comm, LABEL).reshape(self._comm.size, len(self._parameters), 2)
         self._gather(parts, int((every[:, :, 1] * self._widths).sum(1).max()))
         starts = [0] * self._comm.size
@@ -384,7 +390,7 @@ class RowGradients:
             parameter.grad = None if not any(kinds) else mean.to_dense() if DENSE in kinds else mean
 
     def _gather(self, parts: Sequence[NDArray[np.uint8]], most: int) -> None:
-        """Gather the parts of all ranks into `_every`. `most` is the largest sum of bytes that any rank brings."""
+        """Gather the parts of all ranks into `_every`. `most` is the largest number of bytes that any rank has."""
         if most > self._own.size:
             self._own = np.zeros(2 * most, np.uint8)
             self._every = np.empty((self._comm.size, 2 * most), np.uint8)
@@ -404,7 +410,7 @@ def _strides(parameter: Tensor) -> tuple[int, ...]:
 
 
 def _allocate(n: int, dtype: torch.dtype, comm: MPI.Comm) -> Tensor:
-    """Return n zeros in memory that the node shares. For a complex dtype they are of the real dtype."""
+    """Return n zeros in memory that the ranks of the node share. A complex dtype is replaced by its real dtype."""
     dtype = REALS.get(dtype, dtype)
     if dtype is torch.bfloat16:
         return torch.from_numpy(collectives.empty(n, np.int16, comm)).view(dtype).zero_()
@@ -417,10 +423,10 @@ def _allocate(n: int, dtype: torch.dtype, comm: MPI.Comm) -> Tensor:
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """Return the values of a gradient, detached from any graph that backward(create_graph=True) has built, as DDP does.
+    """Return a gradient as a dense tensor, detached from any graph that backward(create_graph=True) has built.
 
-    A sparse gradient becomes a dense one, with zeros in the rows that it does not have. Optimizers that accept sparse
-    gradients do not move a row whose gradient is zero.
+    DDP detaches gradients in the same way. A sparse gradient gets zeros in its missing rows. Optimizers that accept
+    sparse gradients do not change a row whose gradient is zero.
     """
     gradient = gradient.detach()
     return gradient if gradient.layout is torch.strided else gradient.to_dense()

@@ -1,6 +1,6 @@
 """Broadcast parameters and optimizer state from one rank to all, like Horovod's functions of the same names.
 
-`store_bytes` and `load_bytes` give all workers the content of a store's file.
+`store_bytes` gives all workers the state of a store as bytes, and `load_bytes` loads such bytes into a store.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ def broadcast_parameters(
     root_rank: int = 0,
     comm: MPI.Intracomm | None = None,
 ) -> None:
-    """Give all ranks the root's values of a `state_dict`, or of named parameters, in place. Collective, blocking.
+    """Copy the root's values of a `state_dict`, or of named parameters, to all ranks, in place. Collective, blocking.
 
     Args:
         parameters: A `state_dict`, or pairs of names and tensors. Entries that are not tensors are skipped.
         root_rank: The rank in `comm` whose values are taken.
-        comm: The ranks. None means COMM_WORLD or, if a store with servers is open, its workers.
+        comm: The communicator. None means the workers of the open store if that store has servers, and otherwise
+            COMM_WORLD.
 
     Raises:
         MismatchError: Names, dtypes, shapes or their order differ. All ranks raise it, and nothing has changed.
@@ -49,23 +50,26 @@ def broadcast_parameters(
     pairs = parameters.items() if isinstance(parameters, Mapping) else parameters
     named = [(name, tensor) for name, tensor in pairs if isinstance(tensor, Tensor)]
     kinds = [f"{name!r}, {tensor.dtype} of shape {tuple(tensor.shape)}" for name, tensor in named]
-    # Values travel as bytes, so tensors of other dtypes and shapes could fit by chance.
+    # Values travel as bytes, so the sizes of tensors with different dtypes and shapes could match by chance.
     agree([(f"tensor {place}", kind) for place, kind in enumerate(kinds)], comm, "broadcast_parameters")
     broadcast_tensors([tensor for _, tensor in named], root_rank, comm)
 
 
 def broadcast_tensors(tensors: Iterable[Tensor], root: int = 0, comm: MPI.Comm | None = None) -> None:
-    """Give all ranks the root's values, in place. Shapes and dtypes must be the same on all. Collective, blocking."""
+    """Copy the root's values to all ranks, in place. Collective, blocking.
+
+    Shapes and dtypes must be the same on all ranks.
+    """
     given = list(tensors)
     for tensor, other in zip(given, broadcast_values(given, root, comm)):
-        # Equal values are not written: DistributedOptimizer would take the write for a change by the program.
+        # Equal values are not written, because DistributedOptimizer would take the write for a change by the program.
         if other is not None:
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(other)
 
 
 def broadcast_values(tensors: Sequence[Tensor], root: int = 0, comm: MPI.Comm | None = None) -> list[Tensor | None]:
-    """Return the root's values as new tensors, or None for each that this rank already has. Collective, blocking."""
+    """Return the root's values as new tensors, with None in place of equal values. Collective, blocking."""
     packed = np.concatenate([bytes_of(tensor.detach().contiguous()) for tensor in tensors] or [np.empty(0, np.uint8)])
     if not packed.size:
         return [None] * len(tensors)
@@ -94,7 +98,8 @@ def broadcast_optimizer_state(
     Args:
         optimizer: An optimizer of torch.optim.
         root_rank: The rank in `comm` whose state is taken.
-        comm: The ranks. None means COMM_WORLD or, if a store with servers is open, its workers.
+        comm: The communicator. None means the workers of the open store if that store has servers, and otherwise
+            COMM_WORLD.
 
     Raises:
         TypeError: The state holds something other than numbers, strings and tensors. Only the root raises it.
@@ -136,7 +141,10 @@ def broadcast_bytes(data: bytes, root: int, comm: MPI.Comm | None) -> bytes:
 
 @contextmanager
 def worker_collectives(store: KVStore, what: str, comm: MPI.Intracomm | None = None) -> Iterator[MPI.Intracomm]:
-    """Yield the communicator of the workers, or `comm`. If a collective in this context fails, the generation ends."""
+    """Yield the communicator of the workers, or `comm`, for collectives in this context.
+
+    If one of them fails, the store's generation (its life between two failures) ends on all ranks.
+    """
     ranks, generation = comm or store.layout.workers, store.worker.generation
     assert ranks is not None
     with generation.failing(what):
@@ -154,7 +162,7 @@ def store_bytes(store: KVStore) -> bytes:
 
 
 def load_bytes(store: KVStore, data: bytes) -> None:
-    """Let `store.load` read the content that `store_bytes` returned.
+    """Load the bytes that `store_bytes` returned into the store.
 
     Only worker 0's `data` is used. Collective over the workers, blocking.
     """
@@ -166,7 +174,7 @@ def load_bytes(store: KVStore, data: bytes) -> None:
 
 @contextmanager
 def _shared_file(store: KVStore, what: str) -> Iterator[Path]:
-    """Yield the path of a temporary file, the same on all workers. It is on worker 0's machine."""
+    """Yield the path of a temporary file on worker 0's machine. All workers get the same path."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(store.worker.agree(what, data=folder.encode())[0].decode(), "store.safetensors")
 
@@ -182,13 +190,13 @@ class _Tensor(msgspec.Struct, tag="tensor"):
 
 
 class _Tuple(msgspec.Struct, tag="tuple"):
-    """A tuple. Without this a message would bring it back as a list."""
+    """A tuple in a message. Without this record it would come back as a list."""
 
     items: list[Any]
 
 
 class _Map(msgspec.Struct, tag="map"):
-    """A dict, whose keys may be numbers."""
+    """A dict in a message. Its keys may be numbers."""
 
     keys: list[Any]
     values: list[Any]

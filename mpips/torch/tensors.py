@@ -1,4 +1,4 @@
-"""Convert PyTorch's tensors and reductions to those of `collectives` (flat arrays on the host), and back."""
+"""Convert PyTorch's tensors to flat host arrays for `mpips.collectives` and back, and convert PyTorch's reductions."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ warnings.filterwarnings("ignore", "GradScaler is going to stop passing itself", 
 
 T = TypeVar("T")
 
-# Dtypes that `collectives` can move, as bytes, but does not compute with.
+# dtypes that `collectives` moves as bytes and cannot compute with
 MOVED_AS_BYTES = (torch.bool, torch.complex64, torch.complex128)
-# c10d's reductions -> those of `collectives`
+# reduction of torch.distributed -> name of the reduction in `collectives`
 NAMES = {
     ReduceOp.SUM: "sum",
     ReduceOp.AVG: "mean",
@@ -36,7 +36,7 @@ NAMES = {
     ReduceOp.MIN: "min",
     ReduceOp.MAX: "max",
 }
-# c10d's reductions -> MPI's operations on bytes
+# reduction of torch.distributed -> MPI's operation on bytes
 BITWISE = {ReduceOp.BAND: MPI.BAND, ReduceOp.BOR: MPI.BOR, ReduceOp.BXOR: MPI.BXOR}
 REALS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
@@ -45,19 +45,19 @@ REALS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 
 
 class ArgumentError(RuntimeError, ValueError, TypeError):
-    """Bad arguments of a call of the backend. Nothing was sent, and the group can still be used.
+    """A call of the backend has bad arguments. Nothing was sent, and the group can still be used.
 
     PyTorch's own backends raise RuntimeError for most bad arguments, and ValueError or TypeError for some. Programs try
-    a call and catch RuntimeError to see whether a backend can do it. So this error is all three.
+    a call and catch RuntimeError to find out whether a backend supports the call. So this error derives from all three.
     """
 
     of_caller = True
 
 
 def as_backend_error(error: Exception) -> Exception:
-    """Turn a TypeError or ValueError from below the backend (mpi4py, `collectives`) into an ArgumentError.
+    """Turn a TypeError or ValueError that mpi4py or `collectives` has raised into an ArgumentError.
 
-    Other errors are returned as they are.
+    Other errors are returned unchanged.
     """
     if isinstance(error, RuntimeError) or not isinstance(error, (TypeError, ValueError)):
         return error
@@ -81,8 +81,8 @@ def check_on_host(tensors: Sequence[Tensor], what: str) -> None:
 def find_overflow(scaler: GradScaler, optimizer: Any) -> Tensor:
     """Unscale an optimizer's gradients, unless that was done already, and return the scaler's overflow flag.
 
-    The flag is above 0 if a gradient of this rank is infinite or NaN. The caller may change the flag:
-    `GradScaler.update` reads it.
+    The flag is above 0 if a gradient of this rank is infinite or NaN. The caller may change the flag, because
+    `GradScaler.update` reads it later.
     """
     if scaler._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
         scaler.unscale_(optimizer)
@@ -94,7 +94,7 @@ def find_overflow(scaler: GradScaler, optimizer: Any) -> Tensor:
 def flatten(tensor: Tensor) -> Tensor:
     """Return the tensor's elements in order, 1-D and detached.
 
-    A contiguous tensor shares its memory with the result; any other is copied.
+    The result shares the memory of a contiguous tensor. It is a copy of any other tensor.
     """
     return _as_line(tensor.contiguous())
 
@@ -135,12 +135,12 @@ def as_movable(tensor: Tensor) -> Tensor:
 
 
 def as_numbers(tensor: Tensor) -> Tensor:
-    """View a contiguous 1-D tensor as real numbers. A complex number becomes two."""
+    """View a contiguous 1-D tensor as real numbers. A complex number becomes two real numbers."""
     return tensor.view(REALS[tensor.dtype]) if tensor.dtype in REALS else tensor
 
 
 def find_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a module's output, also those inside of lists, tuples, dicts and dataclasses."""
+    """Yield the tensors in a module's output, including those inside of lists, tuples, dicts and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
@@ -163,12 +163,16 @@ def sparse_parameters(module: torch.nn.Module) -> set[Tensor]:
     return {each.weight for each in module.modules() if isinstance(each, kinds) and each.sparse}
 
 
-# How many numbers describe a sparse tensor: entries, sparse dimensions, all dimensions, dtype, and up to 64 extents.
+# How many numbers describe a sparse tensor: the numbers of its entries, of its sparse dimensions and of all dimensions,
+# its dtype, and up to 64 extents.
 WORDS = 68
 
 
 def check_sparse(tensor: Tensor, op: Any) -> Reduction:
-    """Return the reduction for a sparse all_reduce. Raise ArgumentError unless it is SUM or AVG, on the host."""
+    """Return the reduction for a sparse all_reduce.
+
+    Raises ArgumentError unless `op` is SUM or AVG and the tensor is on the host.
+    """
     if tensor.device.type != "cpu":
         raise ArgumentError(f"all_reduce: a tensor is on {tensor.device}: pass CPU tensors, as tensor.cpu()")
     how = reduction(op, tensor.dtype)
@@ -210,20 +214,21 @@ def _shape_of(words: Sequence[int]) -> str:
 
 
 class Reduction(NamedTuple):
-    """How tensors are reduced."""
+    """A reduction of torch.distributed, in terms of operations of `collectives` and MPI."""
 
     # the operation's name in `collectives`, or "" if `bitwise` is used
     name: str
     # an operation of MPI that is run on bytes
     bitwise: MPI.Op | None = None
-    # Every rank's tensor is multiplied by this first, unless it is None.
+    # Unless this is None, every rank first multiplies its tensor by it.
     factor: Any = None
-    # True if a sum of integers is then divided by the number of ranks, rounding toward 0, as NCCL's AVG does
+    # True if the result, a sum of integers, is then divided by the number of ranks. The division rounds toward 0, as
+    # in NCCL's AVG.
     divided: bool = False
 
 
 def reduction(op: Any, dtype: torch.dtype) -> Reduction:
-    """Return how c10d's reduction `op` is carried out on tensors of a dtype. Raise ArgumentError if it cannot be."""
+    """Convert a reduction of torch.distributed, for tensors of a dtype. Raise ArgumentError if it is not supported."""
     kind = op.op if hasattr(op, "op") else op
     name = str(kind).rpartition(".")[2]
     if kind in BITWISE:
@@ -251,9 +256,9 @@ def reduction(op: Any, dtype: torch.dtype) -> Reduction:
 
 
 def uncompiled(*names: str) -> Callable[[type[T]], type[T]]:
-    """Class decorator: keep `torch.compile` from tracing into methods that call MPI.
+    """Class decorator that keeps `torch.compile` from tracing into the methods `names`, because they call MPI.
 
-    Without names these are all functions of the class whose names do not begin with two underscores.
+    Without `names` this applies to all methods whose names do not begin with two underscores.
     """
 
     def change(cls: type[T]) -> type[T]:
@@ -268,8 +273,7 @@ def uncompiled(*names: str) -> Callable[[type[T]], type[T]]:
 def _not_compiled(method: Callable[..., Any]) -> Callable[..., Any]:
     disabled: list[Callable[..., Any]] = []
 
-    # torch.compiler.disable imports the compiler, which takes seconds. So it is called only while something is
-    # compiled.
+    # torch.compiler.disable imports the compiler, which takes seconds. So we call it only if the program compiles.
     @functools.wraps(method)
     def call(*args: Any, **keywords: Any) -> Any:
         if not torch.compiler.is_compiling():

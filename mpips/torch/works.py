@@ -1,12 +1,18 @@
 """Run operations in program order, either at once in the caller's thread or in one communication thread.
 
-A `GroupJob` is one operation, and a `Work` is the handle that c10d gives to the program. `communication.run` runs jobs.
+A `GroupJob` is one operation of a process group. A `Work` is the handle of an operation that c10d, the core of
+torch.distributed, gives to the program. `communication.run` runs jobs.
 
-Collectives of one group run one after another, in the order in which the program started them. The exception is a
-collective that a callback of a future starts: it goes to the front of the queue. Otherwise its place among those of the
-program would depend on timing, and ranks would wait in different collectives. (PowerSGD's hook starts operations in
-callbacks while backward starts others.) Collectives of other groups, sends and receives run at the same time, because
-groups may overlap and each rank may call them in its own order.
+Collectives of one group run one after another, in the order in which the program started them. There is one exception:
+a collective that a callback of a future starts goes to the front of the queue. Otherwise its place among the
+collectives of the program would depend on timing, and ranks would wait in different collectives. (PowerSGD's hook, for
+example, starts operations in callbacks while backward starts others.)
+
+Collectives of other groups, sends and receives run at the same time, because groups may overlap and each rank may call
+them in its own order.
+
+If an operation fails, the generation of its communicator ends on all ranks. A generation is the life of a communicator
+between two failures.
 """
 
 from __future__ import annotations
@@ -37,19 +43,20 @@ if TYPE_CHECKING:
 # For YIELD_SECONDS after the last progress, the thread only yields its core between two polls of its jobs. After that
 # it sleeps for NAP_SECONDS between polls.
 YIELD_SECONDS, NAP_SECONDS = 2e-3, 2e-5
-# time between two checks whether the generation has ended
+# seconds between two checks whether the generation has ended
 LOOK_SECONDS = 1e-2
 
 
 class Work(torch._C._distributed_c10d.Work):
     """The handle of an operation that c10d gives to programs.
 
-    Like PyTorch's own Work around a future, except that `wait` raises the operation's error.
+    It behaves like PyTorch's own Work around a future, except that `wait` raises the operation's error.
 
     Args:
-        future: Completes when the operation ends. None: it has ended, with `result`.
-        status: The status of a receive from any rank.
+        future: The future that completes when the operation ends. None for an operation that has already ended.
+        status: MPI's status of a receive from any rank. None for all other operations.
         sequence: The number of the operation in its group.
+        result: The result of an operation that has already ended.
     """
 
     # PyTorch's registry of works holds only the C++ objects, so the Python objects are kept alive here.
@@ -75,7 +82,7 @@ class Work(torch._C._distributed_c10d.Work):
 
     @classmethod
     def of_all(cls, works: Sequence[Work], result: Any) -> Work:
-        """Return a work that ends when all of these have ended."""
+        """Return a work that ends when all of `works` have ended. Its value is `result`."""
 
         def finish(done: Future[list[Future[Any]]]) -> Any:
             for future in done.value():
@@ -95,9 +102,9 @@ class Work(torch._C._distributed_c10d.Work):
             torch._C._distributed_c10d._register_work(tensor, self)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the operation has ended, and raise its error.
+        """Wait until the operation has ended. If it has failed, raise its error. Blocking.
 
-        Blocking. `timeout` is ignored: the group's own timeout applies.
+        `timeout` is ignored, and the group's own timeout applies.
         """
         if self._given_future is not None:
             self._given_future.wait()
@@ -140,10 +147,10 @@ class Work(torch._C._distributed_c10d.Work):
     _source_rank = source_rank
 
     def get_future(self) -> Future[Any]:
-        """Return a future that, if the operation has failed, has failed for C++ code, too.
+        """Return the future of the operation. If the operation fails, C++ code also sees the error.
 
-        If Python sets an exception on a future, C++ sees it as a plain value. Raising it in a callback turns it into an
-        error.
+        An exception that Python sets on a future is a plain value for C++. An exception that a callback raises is an
+        error for C++, so a callback raises it again.
         """
         fine = self._future.done() and self.exception() is None
         return self._future if fine else self._future.then(lambda future: future.wait())
@@ -154,9 +161,11 @@ class GroupJob:
 
     Args:
         run: A function that runs the operation to its end, blocking.
-        steps: A function that does the same as an iterator, which yields wherever it would wait.
-        order: The communicator whose jobs run one after another. None for sends and receives.
-        after: Called when the operation has ended, in either form.
+        steps: A function that returns an iterator. The iterator also runs the operation, and yields wherever `run`
+            would wait.
+        order: The communicator of the operation. Jobs with the same `order` run one after another. None for sends and
+            receives, which do not wait for each other.
+        after: A function that is called when the operation has ended, or None.
         result: The value of the job's future.
     """
 
@@ -182,16 +191,16 @@ class GroupJob:
             self._after()
 
     def steps(self) -> Iterator[None]:
-        """Run the operation as an iterator, beside other jobs."""
+        """Run the operation as an iterator, so that other jobs can run at the same time."""
         yield from self._steps()
         if self._after is not None:
             self._after()
 
 
 class Communication:
-    """Runs the jobs of this process: in the caller's thread, or in a thread of its own.
+    """Runs the jobs of this process, either in the caller's thread or in the communication thread.
 
-    Several threads of a program may use it, if each uses groups of its own.
+    Several threads of a program may call it, if each thread uses groups of its own.
     """
 
     def __init__(self) -> None:
@@ -211,14 +220,16 @@ class Communication:
     def run(self, job: GroupJob, in_background: bool) -> Future[Any]:
         """Run a job, and return its future.
 
-        The job runs in the caller's thread, blocking, if `in_background` is False and no other job is under way. Its
-        errors are then raised here. Any other job runs in the communication thread, and this call returns at once.
+        The job runs in the caller's thread, blocking, if `in_background` is False, no other job is under way, and only
+        the main thread of the program calls `run`. Its errors are then raised by this call. Any other job runs in the
+        communication thread, and this call returns at once.
 
         Args:
             job: The operation.
-            in_background: Leave it to the thread in any case.
+            in_background: True to run the job in the communication thread in any case.
         """
-        # The caller is a callback of a future. It runs in the communication thread itself, and may wait for this job.
+        # If the caller is a callback of a future, this is the communication thread, and the callback may wait for the
+        # job. So the job runs now.
         if threading.current_thread() is self._thread:
             with self._state:
                 self._jobs.appendleft(job)
@@ -234,7 +245,7 @@ class Communication:
                 return job.future
             self._busy = True
         try:
-            # PyTorch gives no warnings of overflow, so none of NumPy's are shown.
+            # PyTorch does not warn of overflow, so suppress NumPy's warnings.
             with np.errstate(all="ignore"):
                 job.run()
             job.future.set_result(job.result)
@@ -245,10 +256,10 @@ class Communication:
         return job.future
 
     def run_at_once(self, operation: Callable[..., object], *arguments: Any, **keywords: Any) -> bool:
-        """Run an operation in the caller's thread. Return False, with nothing done, if other jobs are under way.
+        """Run an operation in the caller's thread, and return True. Blocking.
 
-        It also returns False unless the caller is the main thread, and no other thread has made calls; see
-        `_is_main_alone`. Blocking.
+        If other jobs are under way, do nothing and return False. The same holds if the caller is not the main thread,
+        or if another thread has made calls (see `_is_main_alone`).
         """
         if threading.get_ident() != threading.main_thread().ident or self._others:
             return False
@@ -271,10 +282,11 @@ class Communication:
         Only then may the caller run a job itself. Otherwise ranks could deadlock:
 
         1. Threads A and B of the program each start a collective of their own group.
-        2. On rank 0 thread A runs its collective at once, and B's has to wait. On rank 1 it is the other way round.
+        2. On rank 0 thread A runs its collective at once, and thread B's collective has to wait. On rank 1, B runs its
+           collective at once, and A's has to wait.
         3. Each rank waits in a collective that the other rank does not begin.
 
-        The rule gives the same answer on all ranks.
+        The result is the same on all ranks, because they run the same program.
         """
         me, main = threading.current_thread(), threading.main_thread()
         if self._others or me is not main:
@@ -282,7 +294,7 @@ class Communication:
         return not self._others
 
     def close(self) -> None:
-        """Stop the thread. Blocks for at most 2 seconds, in which a job under way may end or fail."""
+        """Stop the communication thread. Blocks for at most 2 seconds, so that a job under way may end or fail."""
         with self._state:
             self._closing = True
             self._state.notify_all()
@@ -308,8 +320,8 @@ class Communication:
     def _run_side_by_side(self, until: Callable[[], bool] = lambda: False) -> None:
         """Run jobs until none is left, or until `until()` is true.
 
-        All jobs that have begun advance in turn. To wait for one of them alone could deadlock, because another rank may
-        be waiting in another one.
+        All jobs that have begun advance in turn. Running one job alone to its end could deadlock, because another rank
+        may be waiting in a different job.
         """
         moved = time.monotonic()
         while not until() and ((job := self._next_job()) or self._under_way):
@@ -317,7 +329,7 @@ class Communication:
             if job is not None:
                 self._under_way.append((job, job.steps()))
             for each in list(self._under_way):
-                # A callback may have ended this job meanwhile.
+                # The callback of another job's future may have run this job to its end meanwhile.
                 if each in self._under_way:
                     self._take_step(*each)
             if job is not None or len(self._under_way) < before:
@@ -328,7 +340,7 @@ class Communication:
                 time.sleep(NAP_SECONDS)
 
     def _take_step(self, job: GroupJob, steps: Iterator[None]) -> None:
-        """Advance a job to its next wait. If it has ended, complete its future, which runs callbacks."""
+        """Advance a job to its next wait. If the job has ended, complete its future, which runs callbacks."""
         try:
             next(steps)
         except StopIteration:
@@ -350,7 +362,7 @@ class Communication:
         return None
 
 
-# Each process has one.
+# the only instance in a process
 communication = Communication()
 
 
@@ -365,10 +377,10 @@ def wait_for_plan(plan: Plan) -> Iterator[None]:
 
 
 class Messages:
-    """MPI's own calls on a communicator that is used for nothing else.
+    """MPI's own calls, on a communicator that is used for nothing else.
 
-    They are used for uneven and rooted exchanges, bitwise reductions, sends and receives. Each method returns an
-    iterator that starts the MPI call at its first step and ends when the call has completed.
+    A group uses them for exchanges that are uneven or have a root, bitwise reductions, sends and receives. Each method
+    returns an iterator that starts the MPI call at its first step and ends when the call has completed.
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
@@ -393,7 +405,7 @@ class Messages:
 
     def reduce(self, target: Tensor, source: Tensor, op: MPI.Op, root: int | None) -> Iterator[None]:
         """Reduce by an operation on bytes. With root None all ranks get the result."""
-        # MPI uses both arrays until the call has ended, and this frame holds them until then.
+        # MPI uses both arrays until the call has ended, and the frame of this generator keeps them alive until then.
         given, result = bytes_of(source).copy(), bytes_of(target)
         if root is None:
             yield from _wait_for_request(lambda: self._comm.Iallreduce(given, result, op))
@@ -415,16 +427,16 @@ def _wait_for_request(start: Callable[[], MPI.Request], status: MPI.Status | Non
         while not request.Test(status):
             yield
     finally:
-        # The iterator was abandoned, and MPI may still write to the arrays. So the request and its arrays must be kept
-        # alive.
+        # A request that is still active here belongs to an abandoned iterator. MPI may still write to the arrays, so
+        # keep the request and its arrays alive.
         if request:
             keep_until_complete([request])
 
 
 def listen(steps: Iterator[None], home: Communicator) -> Iterator[None]:
-    """Run the steps of one blocking call of MPI.
+    """Run the steps of one call of MPI.
 
-    Raises if the generation of `home` has ended, or if a process of this node has died.
+    Raises an error if the generation of `home` has ended, or if a process of this node has died.
     """
     due = 0.0
     for _ in steps:
@@ -435,10 +447,10 @@ def listen(steps: Iterator[None], home: Communicator) -> Iterator[None]:
 
 
 def watch(steps: Iterator[None], home: Communicator, what: str) -> Iterator[None]:
-    """Run the steps of one operation beside others.
+    """Run the steps of one operation, while other operations may also be running.
 
-    Raises if the generation of `home` has ended, or if the steps exceed the timeout. If the steps fail, the generation
-    ends on all ranks.
+    Raises an error if the generation of `home` has ended, or if the steps exceed the timeout. If the steps fail, the
+    generation ends on all ranks.
     """
     clock, due = Clock(), 0.0
     try:
@@ -455,9 +467,9 @@ def watch(steps: Iterator[None], home: Communicator, what: str) -> Iterator[None
 
 
 def _parts(memory: np.ndarray, sizes: Sequence[int], itemsize: int) -> list[Any]:
-    """Return a buffer as MPI's vector calls take it: [memory, (counts, starts), type].
+    """Return a buffer in the form that MPI's vector calls take: [memory, (counts, starts), type].
 
-    `sizes`: elements of each rank.
+    `sizes[r]` is the number of elements for rank r.
     """
     counts = np.array(sizes, np.int64) * itemsize
     starts = np.cumsum(counts) - counts

@@ -1,9 +1,9 @@
 """Train a model through a store: `Trainer`, its loop, and the ways to turn gradients into parameters.
 
-`trainer` is what users see. `loop` runs epochs and steps, and `rejoin` continues the loop after deaths. `step`
-computes, accumulates and clips gradients. `updates` turns gradients into parameters: by the store's optimizer, by an
-optimizer on every worker, or by elastic averaging. `local` lets workers train apart and exchange rarely: local SGD,
-DiLoCo, elastic averaging.
+`trainer` has the API for users. `loop` runs epochs and steps, and `rejoin` continues the loop after the death of a
+process. `step` computes and accumulates gradients. `updates` turns gradients into parameters: by the store's optimizer,
+by an optimizer on every worker, or by elastic averaging. `local` lets workers train independently and exchange rarely:
+local SGD, DiLoCo, elastic averaging.
 """
 
 from mpips.training.callbacks import Callback, Checkpoint, EarlyStop, Fitting, LearningRate, Progress

@@ -1,4 +1,4 @@
-"""Batches of arrays, of which every worker takes its share (`Arrays`), and batches of any iterable (`Batches`)."""
+"""Batches for training: from arrays that the workers share out (`Arrays`), or from any iterable (`Batches`)."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from mpips.store.api import KVStore
 
 Batch = tuple[Samples, Samples]
-# samples that are evaluated at a time
+# number of samples that are evaluated at a time
 BLOCK = 1024
-# rows of an array, and numbers of each row, that workers compare to see whether their arrays are the same
+# To check that their arrays are the same, workers compare this many rows of an array, and this many numbers of a row.
 SHOWN_ROWS = 8
 SHOWN_NUMBERS = 32
-# seconds after which an iterable without a length may be endless, so that a warning is due
+# seconds after which we warn that an iterable without a length may be endless
 LONG_SECONDS = 10.0
 
 
 def shares(samples: int, batch_size: int, epoch: int, seed: int, kv: KVStore, dealt: int = 0) -> Iterator[np.ndarray]:
-    """Yield the rows (batch_size,) that this worker takes in each mini-batch of an epoch.
+    """Yield the indices (batch_size,) of the rows that this worker takes in each mini-batch of an epoch.
 
-    The first `dealt` samples of the epoch's order are skipped.
+    The first `dealt` samples in the order of the epoch are skipped.
     """
     order = np.random.default_rng([seed, epoch]).permutation(samples)
     mini_batch = batch_size * kv.num_workers
@@ -54,7 +54,7 @@ def check_enough(samples: int, batch_size: int, workers: int) -> None:
 class Arrays:
     """Batches of two arrays, x (samples, ...) and y (samples, ...), which are the same on every worker.
 
-    Every epoch has a new order of the samples, and each worker takes its share. All have equally many batches.
+    Every epoch has a new order of the samples, and each worker takes its share. All workers have equally many batches.
     """
 
     x: Samples
@@ -68,7 +68,7 @@ class Arrays:
     bounded: ClassVar[bool] = True
 
     def order(self, workers: int) -> str:
-        """Describe what decides which samples come in which step."""
+        """Return a text that describes which samples come in which step. Equal texts mean equal steps."""
         return f"{len(self.x)} samples, {self.batch_size * workers} a step, seed {self.seed}"
 
     def steps(self, workers: int) -> int:
@@ -79,9 +79,10 @@ class Arrays:
         """Yield this worker's batches of an epoch.
 
         Args:
-            number: The epoch, from 1.
-            skip: Batches to leave out, because they were taken before a resume.
-            dealt: Samples that were used before the rest of the epoch was dealt to another number of workers.
+            number: The number of the epoch, from 1.
+            kv: The store. It gives this worker's rank and the number of workers.
+            skip: The number of batches to leave out, because they were taken before a resume.
+            dealt: The number of samples of this epoch that had been used when the number of workers changed.
         """
         every = itertools.islice(shares(len(self.x), self.batch_size, number, self.seed, kv, dealt), skip, None)
         return ((self.x[rows], self.y[rows]) for rows in every)
@@ -89,24 +90,25 @@ class Arrays:
 
 @dataclass(frozen=True, eq=False)
 class Batches:
-    """This worker's own batches (x, y). Workers may have different numbers of batches, and of samples in them.
+    """This worker's own batches (x, y). Workers may have different numbers of batches, and batches of different sizes.
 
-    `source` is an iterable that can be iterated in every epoch, or a function of the epoch (from 1) that returns one.
+    `source` is an iterable that can be iterated in every epoch, or a function that takes the number of the epoch (from
+    1) and returns an iterable.
     """
 
     source: Iterable[Batch] | Callable[[int], Iterable[Batch]]
-    # most batches in an epoch; None takes all that there are
+    # largest number of batches in an epoch; None means all that the source has
     most: int | None = None
 
     # True if workers may have different numbers of batches
     uneven: ClassVar[bool] = True
 
     def order(self, workers: int) -> str:
-        """Describe what decides which samples come in which step."""
+        """Return a text that describes which samples come in which step. For an iterable it only names the workers."""
         return f"batches of an iterable on each of {workers} workers"
 
     def steps(self, workers: int) -> int | None:
-        """Return the most batches that a worker has in an epoch, or None if that is not known."""
+        """Return the largest number of batches that a worker may have in an epoch, or None if it is not known."""
         return self.most
 
     @property
@@ -115,7 +117,7 @@ class Batches:
         return self.most is not None or _has_length(self.source)
 
     def epoch(self, number: int, kv: KVStore | None = None, skip: int = 0, dealt: int = 0) -> Iterator[Batch]:
-        """Yield this worker's batches of an epoch without the first `skip`. `dealt` is only for arrays."""
+        """Yield this worker's batches of an epoch without the first `skip` batches. `dealt` is ignored."""
         batches = self.source if isinstance(self.source, Iterable) else self.source(number)
         if not isinstance(batches, Iterable):
             raise TypeError(
@@ -141,7 +143,7 @@ def _has_length(batches: object) -> bool:
 def _unmeasured(batches: Iterable[Any], kv: KVStore | None) -> Iterator[Any]:
     """Yield the batches of an iterable without a length.
 
-    Warn if they go on for long, in a synchronous store on rank 0 only.
+    If they go on for long, warn. In a synchronous store only rank 0 warns.
     """
     began, warned = time.monotonic(), kv is not None and kv.rank > 0 and not kv.layout.asynchronous
     for number, batch in enumerate(batches):
@@ -169,9 +171,13 @@ def _pair(batch: object) -> Batch:
 def source_of(
     x: Samples, y: Samples, batch_size: int | None, seed: int, what: str = "fit", most: int | None = None
 ) -> Source:
-    """Return the batches that `fit` or `evaluate` was given, at most `most` in an epoch.
+    """Return the source of batches for the arguments of `fit` or `evaluate`.
 
-    Raises TypeError or ValueError if the arguments are neither two arrays nor batches. `what` is the call, for errors.
+    Raises TypeError or ValueError if the arguments are neither two arrays nor batches.
+
+    Args:
+        what: The name of the call, for error messages.
+        most: The largest number of batches in an epoch.
     """
     if y is None:
         _check_iterable(x, what)
@@ -187,9 +193,9 @@ def source_of(
 
 
 def whole(name: str, number: object, least: int) -> int:
-    """Return a whole number (also one of NumPy) as int.
+    """Return a whole number as an int. A NumPy integer is also accepted.
 
-    Raises TypeError for anything else, and ValueError if it is below `least`.
+    Raises TypeError for anything else, and ValueError for a number below `least`.
     """
     if not isinstance(number, Integral) or isinstance(number, bool):
         raise TypeError(f"{name}={number!r}: give a whole number")
@@ -199,7 +205,7 @@ def whole(name: str, number: object, least: int) -> int:
 
 
 def test_of(test: Any) -> Source | None:
-    """Return the source that `fit(test=)` was given, a pair of arrays or batches, or None."""
+    """Return the source of batches for `fit(test=)`, which is a pair of arrays, or batches, or None."""
     if test is None:
         return None
     if isinstance(test, tuple) and not (test and isinstance(test[0], (tuple, list))):
@@ -224,10 +230,10 @@ def _check_iterable(batches: Any, what: str) -> None:
 
 
 def check_repeatable(source: Source, epochs: int, survives: bool = False) -> None:
-    """Raise TypeError if the source is an iterator that cannot be iterated as often as this fit needs it.
+    """Raise TypeError if the source is an iterator, which can be iterated only once, and this fit needs more.
 
-    That is so if there are more epochs (unless `most` limits them: an iterator then continues in the next epoch), or if
-    a death may take the fit back to an earlier step.
+    A fit needs more in two cases: if it has several epochs without a limit `most` (with a limit, an iterator continues
+    in the next epoch), or if the store survives deaths, because a death may take the fit back to an earlier step.
     """
     if not isinstance(source, Batches) or not isinstance(source.source, Iterator):
         return
@@ -245,9 +251,9 @@ def check_repeatable(source: Source, epochs: int, survives: bool = False) -> Non
 
 
 def paired(name: str, x: Samples, y: Samples) -> tuple[Samples, Samples]:
-    """Return two tables of equally many samples, whose rows are taken by position.
+    """Return x and y as tables that give rows by position.
 
-    Raises TypeError or ValueError for anything else.
+    Raises TypeError or ValueError unless both are arrays with the same number of samples.
     """
     wrong = [type(array).__name__ for array in (x, y) if not hasattr(array, "shape") or not len(array.shape)]
     if wrong:
@@ -262,14 +268,14 @@ def paired(name: str, x: Samples, y: Samples) -> tuple[Samples, Samples]:
 
 
 def check_samples(model: object, source: Source | None) -> None:
-    """Let the model check the arrays, by `EvaluatedModel.check_samples` if it has that."""
+    """Call the model's `check_samples` with the arrays, if the model has this method."""
     check = getattr(model, "check_samples", None)
     if callable(check) and isinstance(source, Arrays):
         check(source.x, source.y)
 
 
 def samples_shown(*sources: Source | None) -> np.ndarray:
-    """Return a few numbers of each array, float64 (numbers,). Workers compare them: their arrays must be equal."""
+    """Return a few numbers of each array, float64 (numbers,). Workers compare them to check their arrays are equal."""
     shown = [np.empty(0)]
     for source in sources:
         if isinstance(source, Arrays) and len(source.x):
@@ -283,10 +289,10 @@ def samples_shown(*sources: Source | None) -> np.ndarray:
 
 
 def check_same_arrays(shown: Sequence[np.ndarray]) -> None:
-    """Raise ValueError if the numbers that workers have shown (by rank) differ by more than rounding."""
+    """Raise ValueError if the workers' results of `samples_shown`, by rank, differ by more than rounding."""
     first = shown[0]
     for rank, other in enumerate(shown):
-        # A worker whose arrays could not be converted has shown fewer.
+        # A worker whose arrays could not be converted has fewer numbers.
         if len(other) != len(first):
             continue
         alike = np.isclose(first, other, rtol=1e-3, atol=1e-6, equal_nan=True)
@@ -300,9 +306,10 @@ def check_same_arrays(shown: Sequence[np.ndarray]) -> None:
 
 
 def share_of(source: Source, number: int, rank: int, workers: int) -> Iterator[Batch]:
-    """Return the part of a source that one of `workers` evaluates.
+    """Return the part of a source that worker `rank` of `workers` evaluates, as batches.
 
-    That is its share of the rows of arrays, in blocks of `batch_size`, or all of its own batches.
+    For arrays this is the worker's share of the rows, in blocks of `batch_size`. For batches it is all of the worker's
+    own batches.
     """
     if isinstance(source, Batches):
         return source.epoch(number)

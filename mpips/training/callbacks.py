@@ -1,4 +1,4 @@
-"""What `fit` calls between steps and epochs: `Checkpoint`, `EarlyStop`, `LearningRate`, `Progress`, or a user's own."""
+"""Callbacks, which `fit` calls between steps and epochs: `Checkpoint`, `EarlyStop`, `LearningRate`, `Progress`."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ QUIET_SECONDS = 3.0
 
 
 class Fitting:
-    """The fit that is under way, as callbacks see it.
+    """The object that callbacks get: it describes the current fit.
 
     Attributes:
         rank: This worker's rank. Rank 0 prints and writes.
-        epochs: The number of epochs in all.
-        steps: Exchanges in an epoch, or None if that is not known because batches come from an iterable.
-        uneven: True if workers may take different numbers of steps, because each has batches of its own.
+        epochs: The total number of epochs.
+        steps: The number of exchanges in an epoch, or None if it is not known because batches come from an iterable.
+        uneven: True if workers may take different numbers of steps, because each worker has batches of its own.
         asynchronous: True if workers do not wait for each other.
-        measures: Names that `Epoch.value` takes: "loss", and with test data "test_loss" and others.
-        alone: True while a spare that has taken a place calls `on_begin`. The other workers did so long ago, so the
-            collective calls below do nothing.
+        measures: The names that `Epoch.value` accepts: "loss", and with test data "test_loss" and others.
+        alone: True while a spare that has replaced a dead worker calls `on_begin`. The other workers called it long
+            ago, so the collective calls of this class do nothing then.
     """
 
     rank: int
@@ -76,24 +76,24 @@ class Fitting:
         self.position.order = order_of(self._parts, source, kv.num_workers)
 
     def restore(self) -> None:
-        """Give each callback the state that it had at this position."""
+        """Give each callback the state that is saved in the position."""
         for name, callback in named(self.callbacks).items():
             if name in self.position.callbacks:
                 callback.restore(self.position.callbacks[name])
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch that is under way, from 1."""
+        """The number of the current epoch, from 1."""
         return self.position.epoch
 
     @property
     def step(self) -> int:
-        """Number of exchanges since the training began."""
+        """The number of exchanges since the training began."""
         return self.position.step
 
     @property
     def loss(self) -> float:
-        """Mean loss of the batches that this worker has taken in this epoch."""
+        """The mean loss of the batches that this worker has taken in this epoch."""
         return self.position.loss
 
     @property
@@ -103,11 +103,11 @@ class Fitting:
 
     @property
     def history(self) -> Sequence[Epoch]:
-        """All epochs that have ended."""
+        """The epochs that have ended."""
         return tuple(self.position.history)
 
     def mean(self, value: float) -> float:
-        """Return the mean of a value over the workers, the same on all. NaNs do not count. Collective, blocking."""
+        """Return the mean of a value over the workers. NaNs do not count. Collective, blocking."""
         if self.alone:
             return value
         encoded = self._parts.kv.worker.agree("fit: a mean", data=struct.pack("<d", value))
@@ -115,25 +115,28 @@ class Fitting:
         return sum(values) / len(values) if values else math.nan
 
     def save(self, path: str | os.PathLike[str], keep: int | None = None) -> None:
-        """Write a checkpoint from which `fit(resume=path)` continues. Collective, blocking."""
+        """Write a checkpoint into a folder. `fit(resume=path)` continues from it. Collective, blocking.
+
+        `keep` is the number of newest checkpoints that stay in the folder. None keeps all.
+        """
         if self.alone:
             return
         self.position.callbacks = states(self.callbacks)
         checkpoint.save(self._parts, path, self.position, keep)
 
     def check_folder(self, path: str | os.PathLike[str]) -> None:
-        """Raise ValueError or TypeError on rank 0 if `save(path)` could not write after the next step. Local."""
+        """Raise ValueError or TypeError on rank 0 if a later `save(path)` could not write. Local."""
         if self.rank == 0:
             checkpoint.check_folder(path, self.step)
 
     def update_optimizer(self, **numbers: Any) -> None:
-        """Change numbers of the optimizer, such as `learning_rate`. Its state stays. Collective, blocking."""
+        """Change hyperparameters of the optimizer, such as `learning_rate`. Its state stays. Collective, blocking."""
         if not self.alone:
             update_optimizer(self._parts, numbers)
 
 
 def order_of(parts: TrainerParts, source: Source, workers: int) -> str:
-    """Describe what decides which samples come in which step."""
+    """Return a text that describes which samples come in which step. Equal texts mean equal steps."""
     accumulate = parts.blocking.accumulate if parts.blocking is not None else 1
     return source.order(workers) + (f", accumulate={accumulate}" if accumulate > 1 else "")
 
@@ -142,9 +145,10 @@ def check_order(position: Position, order: str, same: Collection[str] = ()) -> N
     """Raise ValueError if a fit would continue in the middle of an epoch with other batches or other exchanges.
 
     Args:
-        order: The order of this fit.
-        same: Orders that are also accepted. They differ only in the number of workers, to which the rest of the epoch
-            is then dealt.
+        position: The position where the fit would continue.
+        order: The result of `order_of` for this fit.
+        same: Further orders that are accepted. They differ from `order` only in the number of workers. The rest of the
+            epoch is then shared out anew.
     """
     if position.batches and position.order and position.order not in (order, *same):
         raise ValueError(
@@ -156,13 +160,14 @@ def check_order(position: Position, order: str, same: Collection[str] = ()) -> N
 class Callback:
     """Base class of callbacks. Override the methods that you need.
 
-    Every worker has one object of each callback and calls it at the same step, so a method may make collective calls if
-    all workers make them. A result by which a callback decides what to do must not differ between workers.
+    Every worker has one object of each callback, and all workers call it at the same step. So a method may make
+    collective calls, if it makes them on all workers. If the decisions of a callback depend on a value, the value must
+    be the same on all workers.
 
-    Time spent in callbacks does not count as seconds of an epoch.
+    The time that callbacks take does not count as seconds of an epoch.
 
     Attributes:
-        last: True if it is called after the others. A callback that saves their state needs this.
+        last: True if this callback is called after the others. A callback that saves the others' state needs this.
     """
 
     last: ClassVar[bool] = False
@@ -170,20 +175,22 @@ class Callback:
     def check(self, fit: Fitting) -> None:
         """Raise ValueError or TypeError if the callback cannot work in this fit. Then no worker begins. Local.
 
-        `fit.epoch` and `fit.step` are those at which the fit begins, also when it continues from a checkpoint.
+        `fit.epoch` and `fit.step` give the point where the fit begins. If it continues from a checkpoint, this is the
+        point where the checkpoint was saved.
         """
 
     def on_begin(self, fit: Fitting) -> None:
         """Called before the first step, also when a fit continues from a checkpoint.
 
-        On a spare that takes a place it is called before the spare's first step. Collective calls do nothing there,
-        because the other workers made theirs before (such as `update_optimizer`).
+        On a spare that replaces a dead worker, it is called before the spare's first step. Collective calls of `fit`,
+        such as `update_optimizer`, do nothing there, because the other workers have already made them.
         """
 
     def on_step(self, fit: Fitting) -> None:
         """Called after each exchange. With `overlap=` the exchange may still be under way.
 
-        If the fit survives a death, it may be called again for the last step, unless all workers had been through it.
+        After a death that the fit survives, `on_step` may be called again for the last step, unless it had returned on
+        all workers.
         """
 
     def on_epoch(self, fit: Fitting, epoch: Epoch) -> bool | None:
@@ -199,25 +206,26 @@ class Callback:
         """Return this worker's state to save with a checkpoint, as JSON data, or None."""
 
     def restore(self, state: Any) -> None:
-        """Take back what `state` returned.
+        """Restore a state that `state` has returned.
 
-        Called before `on_begin` of a fit that continues from a checkpoint, and after a death that the fit survives
-        (option `spares`), when the last step may be called again. A spare gets the state of another worker.
+        Called before `on_begin` of a fit that continues from a checkpoint. Also called after a death that the fit
+        survives (option `spares`), because `on_step` may then run again for the last step. A spare gets the state of
+        another worker.
         """
 
 
 @dataclass
 class Checkpoint(Callback):
-    """Saves to a folder after every `every` steps, or after each epoch, and at the end.
+    """Saves a checkpoint to a folder after every `every` steps, or after each epoch, and at the end.
 
         trainer.fit(x, y, batch_size=32, epochs=20, callbacks=[Checkpoint("saved", every=500)], resume="saved")
 
-    `fit(resume=path)` continues from the newest checkpoint. A kill at any moment leaves the last complete one. Blocking
-    on all workers: in an asynchronous store they wait for each other here.
+    `fit(resume=path)` continues from the newest checkpoint. If the job is killed at any moment, the last complete
+    checkpoint stays. Saving blocks on all workers, and even the workers of an asynchronous store wait for each other.
 
     Args:
         path: The folder.
-        every: Steps between two checkpoints. None saves after each epoch.
+        every: The number of steps between two checkpoints. None saves after each epoch.
         keep: The number of newest checkpoints that stay. None keeps all.
     """
 
@@ -225,7 +233,7 @@ class Checkpoint(Callback):
     every: int | None = None
     keep: int | None = 2
     last: ClassVar[bool] = True
-    # step and epoch of what was saved last
+    # step and epoch of the checkpoint that was saved last
     _saved: tuple[int, int] = field(default=(0, 1), init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -234,7 +242,7 @@ class Checkpoint(Callback):
                 raise ValueError(f"Checkpoint({name}={number!r}): give a whole number of at least 1, or None")
 
     def check(self, fit: Fitting) -> None:
-        """Raise ValueError if workers do not come to the same step, or the folder cannot be written."""
+        """Raise ValueError if workers do not all reach the same steps, or if the folder cannot be written."""
         if self.every is not None and fit.uneven and fit.asynchronous:
             raise ValueError(
                 f"Checkpoint(every={self.every}): workers of an asynchronous store take unlike numbers of "
@@ -244,7 +252,7 @@ class Checkpoint(Callback):
         fit.check_folder(self.path)
 
     def on_begin(self, fit: Fitting) -> None:
-        # What the fit continues from is not saved again.
+        # The checkpoint that the fit continues from is not saved again.
         self._saved = fit.step, fit.epoch
 
     def on_step(self, fit: Fitting) -> None:
@@ -268,9 +276,9 @@ class Checkpoint(Callback):
 def of_job(
     kv: KVStore, callbacks: Sequence[Callback], resume: str | os.PathLike[str] | None
 ) -> tuple[Sequence[Callback], str | os.PathLike[str] | None]:
-    """Return the callbacks of a fit, and the folder from which it continues.
+    """Return the callbacks of a fit, and the folder that it continues from.
 
-    With `mpips run --checkpoint` the first fit saves checkpoints, and the store does not.
+    With `mpips run --checkpoint`, the first fit gets a `Checkpoint`, and the store stops saving on its own.
     """
     if kv.worker.regular is None or isinstance(callbacks, Callback):
         return callbacks, resume
@@ -281,22 +289,23 @@ def of_job(
 
 @dataclass
 class EarlyStop(Callback):
-    """Ends the training after `patience` epochs in which the monitored value has not improved by `min_delta`.
+    """Ends the training after `patience` epochs without an improvement of the monitored value by more than `min_delta`.
 
         trainer.fit(x, y, batch_size=32, epochs=99, test=(test_x, test_y), callbacks=[EarlyStop("test_accuracy")])
 
-    The value is the mean over the workers, so all decide alike. They meet for it after each epoch, also those of an
-    asynchronous store. NaN never counts as better.
+    The value is averaged over the workers, so all workers decide in the same way. To average it, they wait for each
+    other after each epoch, even in an asynchronous store. NaN never counts as an improvement.
 
     Args:
-        monitor: "loss", or with `fit(test=)` "test_loss", "test_accuracy" and so on.
-        patience: Number of epochs without improvement.
+        monitor: The name of the value: "loss", or with `fit(test=)` "test_loss", "test_accuracy" and so on.
+        patience: The number of epochs without improvement.
         min_delta: An improvement must be larger than this.
-        mode: "min" or "max". None means "min" if the name ends in "loss", otherwise "max".
+        mode: "min" if smaller values are better, "max" if larger ones are. None means "min" if the name ends in "loss",
+            and otherwise "max".
 
     Attributes:
         best: The best value of this fit.
-        waited: Epochs since the best value.
+        waited: The number of epochs since the best value.
     """
 
     monitor: str = "test_loss"
@@ -305,7 +314,7 @@ class EarlyStop(Callback):
     mode: str | None = None
     best: float | None = field(default=None, init=False, repr=False)
     waited: int = field(default=0, init=False, repr=False)
-    # True if the state came from a checkpoint or from before a death
+    # True if `restore` has set the state, from a checkpoint or after a death
     _restored: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -317,7 +326,7 @@ class EarlyStop(Callback):
             raise ValueError(f"EarlyStop(mode={self.mode!r}): give 'min' or 'max'")
 
     def check(self, fit: Fitting) -> None:
-        """Raise ValueError if the fit does not measure anything of that name."""
+        """Raise ValueError if the fit measures no value named `monitor`."""
         if self.monitor not in fit.measures:
             raise ValueError(
                 f"EarlyStop(monitor={self.monitor!r}): this fit measures {', '.join(fit.measures)}"
@@ -325,7 +334,7 @@ class EarlyStop(Callback):
             )
 
     def on_begin(self, fit: Fitting) -> None:
-        """Begin anew, unless this fit continues from a checkpoint."""
+        """Reset the state, unless this fit continues from a checkpoint."""
         if not self._restored:
             self.best, self.waited = None, 0
         self._restored = False
@@ -348,7 +357,7 @@ class EarlyStop(Callback):
         return self.waited >= self.patience
 
     def close(self) -> None:
-        # The next fit begins anew, even if a death restored the state in this one.
+        # The next fit starts with a fresh state, even if `restore` was called after a death in this fit.
         self._restored = False
 
     def state(self) -> Any:
@@ -365,17 +374,18 @@ class LearningRate(Callback):
 
         trainer.fit(x, y, batch_size=32, epochs=20, callbacks=[LearningRate(lambda epoch: 0.1 / epoch)])
 
-    Workers wait for each other to set it, also those of an asynchronous store. For a rate that depends on the step,
+    To set the rate, workers wait for each other, even in an asynchronous store. For a rate that depends on the step,
     give the optimizer a schedule instead (`learning_rate=mpips.optimizers.Cosine(0.1, 1000)`), which costs nothing.
 
     Args:
-        rate: A function of the epoch, from 1. It must return the same rate on every worker.
+        rate: A function that takes the number of the epoch, from 1, and returns the rate. It must return the same rate
+            on every worker.
     """
 
     rate: Callable[[int], float] = field(repr=False)
 
     def check(self, fit: Fitting) -> None:
-        """Raise TypeError if `rate` is not a function, and any error that it raises for the first epoch."""
+        """Raise TypeError if `rate` is not a function. An error of `rate` for the first epoch is also raised."""
         if not callable(self.rate):
             raise TypeError(
                 f"LearningRate({self.rate!r}): give a function of the epoch, or give the optimizer learning_rate="
@@ -396,15 +406,15 @@ class LearningRate(Callback):
 class Progress(Callback):
     """Shows on rank 0's standard error how far the training is: `callbacks=[Progress()]`.
 
-    It prints a line after each epoch, with what was measured, and a line every few seconds of a long epoch, such as
-    "epoch 2 of 9, 124 of 460 steps, loss 0.31". On a terminal it also shows a bar.
+    It prints a line with the measured values after each epoch. During a long epoch it prints a line every few seconds,
+    such as "epoch 2 of 9, 124 of 460 steps, loss 0.31". On a terminal it also shows a bar.
     """
 
     def __init__(self) -> None:
         self._stack = ExitStack()
         self._say: Callable[[str], None] = lambda line: None
         self._done: Callable[[str], None] = lambda what: None
-        # when the last line was printed, by time.monotonic()
+        # time.monotonic() when the last line was printed
         self._last = 0.0
         # the step at which the epoch began
         self._begun = 0
@@ -412,7 +422,7 @@ class Progress(Callback):
     def on_begin(self, fit: Fitting) -> None:
         if fit.rank:
             return
-        # A fit without Progress does not import this.
+        # Import this module only in a fit that uses Progress.
         from mpips.collectives.terminal import console, show_progress
 
         target, left = console(stderr=True), max(0, fit.epochs - fit.epoch + 1)
@@ -445,12 +455,12 @@ class Progress(Callback):
 
 
 def format_value(name: str, value: float) -> str:
-    """Format a measured value. An accuracy becomes a percentage, as "97.31 %"."""
+    """Format a measured value. An accuracy becomes a percentage, such as "97.31 %"."""
     return f"{100 * value:.2f} %" if name.endswith("accuracy") else f"{value:.4g}"
 
 
 class OnEpoch(Callback):
-    """`fit(on_epoch=f)` as a callback."""
+    """The callback for `fit(on_epoch=f)`: it calls `f` after each epoch."""
 
     def __init__(self, call: Callable[[Epoch], object]) -> None:
         self._call = call
@@ -460,7 +470,7 @@ class OnEpoch(Callback):
 
 
 def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
-    """Return the callbacks by the names that a checkpoint gives them, their class and a number as "EarlyStop 0"."""
+    """Return the callbacks by the names that a checkpoint gives them: class and number, such as "EarlyStop 0"."""
     result: dict[str, Callback] = {}
     for each in callbacks:
         kind = type(each).__name__
@@ -469,7 +479,7 @@ def named(callbacks: Sequence[Callback]) -> dict[str, Callback]:
 
 
 def states(callbacks: Sequence[Callback]) -> dict[str, Any]:
-    """Return the states of callbacks by name, without those that are None.
+    """Return the states of the callbacks by name. A state of None is left out.
 
     Raises TypeError if a state is not JSON data.
     """
@@ -483,6 +493,9 @@ def states(callbacks: Sequence[Callback]) -> dict[str, Any]:
 
 
 def describe(callbacks: Sequence[Callback]) -> str:
-    """Describe the callbacks, to compare them between workers: ours with their options, others by their class only."""
+    """Return a text that workers compare to check that they have the same callbacks.
+
+    `Checkpoint` and `EarlyStop` are described with their options, other callbacks by their class only.
+    """
     texts = [repr(each) if type(each) in (Checkpoint, EarlyStop) else type(each).__name__ for each in callbacks]
     return ", ".join(texts) or "none"

@@ -1,10 +1,10 @@
-"""A Trainer's checkpoints, two files for each saved step. `loop.begin` continues from them.
+"""A Trainer's checkpoints, with two files for each saved step. `loop.begin` continues from a checkpoint.
 
     FOLDER/step-00000120.store.safetensors      by `kv.save`: values, optimizers and their state, residuals
     FOLDER/step-00000120.trainer.safetensors    positions of all workers, and arrays that the store does not have
 
-The second file is written last: a step without it is not a checkpoint. Rank 0 writes and reads both files, so other
-nodes need not see the folder.
+A position is a worker's place in its training. The Trainer's file is written last, so a step without this file is not a
+checkpoint. Rank 0 writes and reads both files, so other nodes need not see the folder.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 STORE, TRAINER = ".store.safetensors", ".trainer.safetensors"
 STEP = re.compile(r"step-\d{8,}")
 VERSION = 1
-# the metadata in which the Trainer's file has the TrainerHeader
+# name of the entry in the metadata of the Trainer's file that holds the TrainerHeader
 METADATA = "mpips.trainer"
-# name of an update in a file -> the arguments of a Trainer with which it is made
+# name of an update (see `updates`) in a file -> the arguments of the Trainer that select this update
 UPDATES = {
     "none": "none of clip_norm, elastic and local",
     "none, clipped": "clip_norm",
@@ -52,12 +52,12 @@ UPDATES = {
 
 
 class Epoch(NamedTuple):
-    """One epoch as this worker saw it.
+    """The results of one epoch on this worker.
 
     Attributes:
-        epoch: Its number, from 1.
-        seconds: Training time since `fit` began, without evaluation and callbacks.
-        loss: Mean over this worker's batches, or NaN if it had none.
+        epoch: The number of the epoch, from 1.
+        seconds: The training time since `fit` began, without evaluation and callbacks.
+        loss: The mean loss over this worker's batches, or NaN if it had no batches.
         test: The result of `evaluate` on the test data, or None.
     """
 
@@ -72,7 +72,7 @@ class Epoch(NamedTuple):
         return None if self.test is None else self.test.get("accuracy")
 
     def value(self, monitor: str) -> float:
-        """Return "loss", or for "test_" and a name the value measured on the test data.
+        """Return the measured value `monitor`: "loss", or "test_" and the name of a value of the test data.
 
         Raises KeyError if it was not measured.
         """
@@ -85,62 +85,63 @@ class Epoch(NamedTuple):
 class Position:
     """A worker's place in its training, as a checkpoint keeps it."""
 
-    # the epoch that is under way, from 1
+    # number of the current epoch, from 1
     epoch: int = 1
-    # batches that this worker has taken in it
+    # number of batches that this worker has taken in the current epoch
     batches: int = 0
-    # exchanges since the training began
+    # number of exchanges since the training began
     step: int = 0
     # seconds of training, without evaluation and callbacks
     seconds: float = 0.0
-    # sum over the batches of this epoch
+    # sum of the losses of this worker's batches in the current epoch
     loss_sum: float = 0.0
     # loss of the last batch
     last_loss: float = math.nan
     # True if a callback has ended the training
     stopped: bool = False
-    # describes which samples come in which step. A resume in the middle of an epoch needs the same order.
+    # a text that describes which samples come in which step; a resume in the middle of an epoch needs the same order
     order: str = ""
-    # samples of this epoch that had been used when the rest was dealt to another number of workers
+    # number of samples of this epoch that all workers had used when the rest was last shared out anew (`deal`)
     dealt: int = 0
-    # batches that this worker had taken in this epoch when the rest was dealt
+    # number of batches that this worker had taken in this epoch at that time
     since: int = 0
     history: list[Epoch] = field(default_factory=list)
-    # name of a callback (its class and a number, as "EarlyStop 0") -> its state
+    # name of a callback (its class and a number, such as "EarlyStop 0") -> its state
     callbacks: dict[str, Any] = field(default_factory=dict)
 
     @property
     def loss(self) -> float:
-        """Mean loss of the batches that this worker has taken in this epoch."""
+        """The mean loss of the batches that this worker has taken in this epoch."""
         return self.loss_sum / self.batches if self.batches else float("nan")
 
     def took(self, loss: float) -> None:
-        """Count a batch that was computed."""
+        """Count a batch whose loss and gradients were computed."""
         self.last_loss = float(loss)
         self.loss_sum += self.last_loss
         self.batches += 1
 
     def deal(self, mini_batch: int) -> None:
-        """Deal the rest of the epoch to another number of workers, from the first sample on that no step has used.
+        """Share out the rest of the epoch anew, because the number of workers has changed.
 
-        `mini_batch` is the number of samples that all workers together took in a step until now.
+        The rest begins at the first sample that no step has used. `mini_batch` is the number of samples that all
+        workers together have taken in each step until now.
         """
         self.dealt, self.since = self.dealt + (self.batches - self.since) * mini_batch, self.batches
 
     def end_epoch(self, test: dict[str, float] | None) -> Epoch:
-        """Add the epoch to the history, begin the next one, and return the entry."""
+        """Add the current epoch to the history, begin the next epoch, and return the history's new entry."""
         ended = Epoch(self.epoch, self.seconds, self.loss, test)
         self.history.append(ended)
         self.epoch, self.batches, self.loss_sum, self.dealt, self.since = self.epoch + 1, 0, 0.0, 0, 0
         return ended
 
     def encode(self) -> bytes:
-        """Return the position as JSON. Floats keep their bits, also those that are not finite."""
+        """Return the position as JSON. Floats keep their bits, even if they are not finite."""
         return json.dumps(msgspec.to_builtins(self)).encode()
 
 
 def decode(data: object) -> Position:
-    """Return the Position in JSON data. Raises ValueError if the data are something else."""
+    """Return the Position in decoded JSON data. Raises ValueError if the data are not a Position."""
     try:
         return msgspec.convert(data, Position)
     except msgspec.ValidationError as error:
@@ -148,31 +149,31 @@ def decode(data: object) -> Position:
 
 
 class TrainerHeader(msgspec.Struct):
-    """What the Trainer's file holds besides arrays, as JSON."""
+    """The header of the Trainer's file, as JSON. It holds everything except the arrays."""
 
     version: int
     # the name of the update that was saved, a key of UPDATES
     update: str
-    # how many workers have arrays in the file
+    # number of workers that have arrays in the file
     clients: int
     # the positions of all workers, in rank order
     positions: list[Any]
-    # the optimizer that runs on every worker, as data, or None if the store has it
+    # the optimizer that runs on every worker, as plain data, or None if the store runs the optimizer
     optimizer: dict[str, Any] | None
 
 
 class FoundCheckpoint(NamedTuple):
-    """A checkpoint from which a training can continue."""
+    """A checkpoint that was found and checked."""
 
     # the path of the checkpoint's two files, without their endings
     path: str
     header: TrainerHeader
-    # the positions of all workers that were saved, in rank order
+    # the saved positions of all workers, in rank order
     positions: list[Position]
 
 
 def save(parts: TrainerParts, folder: str | os.PathLike[str], position: Position, keep: int | None = None) -> str:
-    """Write a checkpoint of all workers after the same step, see `Trainer.save`. Collective, blocking."""
+    """Write a checkpoint. All workers must have made the same steps. See `Trainer.save`. Collective, blocking."""
     update = update_to_save(parts, "save")
     parts.exchange.finish()
     name, refusal = attempt(lambda: _make_folder(file.file_name("save", "path", folder), parts.kv.rank, position.step))
@@ -200,8 +201,8 @@ def save(parts: TrainerParts, folder: str | os.PathLike[str], position: Position
 def update_to_save(parts: TrainerParts, what: str) -> Update:
     """Return the update whose state a checkpoint saves.
 
-    Raises ValueError if no checkpoint is possible: with overlap, or while accumulated batches wait for their exchange.
-    `what` is the call, for the error.
+    Raises ValueError if a checkpoint is not possible. That is the case with overlap, or while accumulated batches wait
+    for their exchange. `what` is the name of the call, for error messages.
     """
     if parts.blocking is None:
         raise ValueError(
@@ -217,13 +218,13 @@ def update_to_save(parts: TrainerParts, what: str) -> Update:
 
 
 def find(parts: TrainerParts, path: str | os.PathLike[str], begin: bool = False) -> FoundCheckpoint | None:
-    """Find the newest checkpoint in a folder, or check the one that `path` names, for `take`. Collective, blocking.
+    """Find a checkpoint, and check that it fits this Trainer. Collective, blocking.
 
-    If nothing can be read, or the checkpoint is not of such a Trainer, all workers raise ValueError or TypeError.
+    If the checkpoint cannot be read or does not fit, all workers raise ValueError or TypeError.
 
     Args:
-        path: A folder, or one file step-*.trainer.safetensors.
-        begin: Return None if the folder does not exist or has no checkpoint, instead of an error.
+        path: A folder, whose newest checkpoint is taken, or one file step-*.trainer.safetensors.
+        begin: If True, return None when the folder does not exist or has no checkpoint. If False, raise an error then.
     """
     update, kv = update_to_save(parts, "resume"), parts.kv
     parts.exchange.finish()
@@ -241,15 +242,15 @@ def find(parts: TrainerParts, path: str | os.PathLike[str], begin: bool = False)
 def take(parts: TrainerParts, found: FoundCheckpoint, rates: bool = False) -> None:
     """Restore everything that a checkpoint holds except the positions. Collective, blocking.
 
-    If the checkpoint's optimizer differs from the program's, the checkpoint's is used, and rank 0 warns. If the
-    checkpoint has another number of workers (or clients, with `elastic`), number i takes the arrays of number i modulo
-    that number.
+    If the checkpoint's optimizer differs from the program's, the checkpoint's optimizer is used, and rank 0 warns. If
+    the checkpoint has arrays of n workers (or clients, with `elastic`) and n differs from the current number, worker i
+    takes the arrays of worker i modulo n.
 
     Args:
-        rates: A callback sets the learning rate anyway, so a difference in it gives no warning.
+        rates: True if a callback sets the learning rate anyway, so that no warning is needed if only this differs.
 
     Raises:
-        ValueError: The checkpoint does not fit or cannot be read. All workers raise it, before anything has changed.
+        ValueError: The checkpoint does not fit or cannot be read. All workers raise it, and nothing has changed.
     """
     update = update_to_save(parts, "resume")
     given = update.numbers
@@ -264,12 +265,12 @@ def take(parts: TrainerParts, found: FoundCheckpoint, rates: bool = False) -> No
 
 
 def position_of(positions: Sequence[Position], rank: int) -> Position:
-    """Return the saved position from which this worker continues."""
+    """Return the saved position that this worker continues from."""
     return positions[rank % len(positions)]
 
 
 def check_folder(path: str | os.PathLike[str], step: int) -> None:
-    """Make the folder, and raise ValueError or TypeError if a checkpoint of this step could not be saved there."""
+    """Make the folder. Raise ValueError or TypeError if a checkpoint of this step could not be saved in it."""
     name = _make_folder(file.file_name("save", "path", path), 0, step)
     try:
         tempfile.TemporaryFile(dir=name).close()
@@ -280,7 +281,7 @@ def check_folder(path: str | os.PathLike[str], step: int) -> None:
 def _make_folder(name: str, rank: int, step: int) -> str:
     """Make the folder on rank 0, and return its name.
 
-    Raises ValueError if it cannot be made, or has checkpoints of a later step.
+    Raises ValueError if the folder cannot be made, or if it has checkpoints of a later step.
     """
     if rank:
         return name
@@ -299,7 +300,7 @@ def _make_folder(name: str, rank: int, step: int) -> str:
 
 
 def steps_in(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the complete checkpoints of a folder, without their endings, oldest first."""
+    """Return the paths of the complete checkpoints in a folder, oldest first, without the endings of the files."""
     paths = sorted(Path(folder).glob("step-*" + TRAINER), key=lambda path: (len(path.name), path.name))
     prefixes = [path.with_name(path.name.removesuffix(TRAINER)) for path in paths]
     return [path for path in prefixes if STEP.fullmatch(path.name) and path.with_name(path.name + STORE).is_file()]
@@ -311,9 +312,10 @@ def _step(path: Path) -> int:
 
 
 def prune(folder: str, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and older halves that a kill has left behind.
+    """Remove all but the newest `keep` checkpoints, and older store files without a Trainer's file.
 
-    The Trainer's file is removed first, so that a half is never taken for a whole checkpoint.
+    Such a file stays behind if the job is killed while it saves. Of each checkpoint, the Trainer's file is removed
+    first, so that an incomplete checkpoint is never taken for a complete one.
     """
     whole = steps_in(folder)
     for path in whole[:-keep]:
@@ -329,7 +331,7 @@ def prune(folder: str, keep: int) -> None:
 
 
 def _find_file(name: str, begin: bool, update: Update) -> tuple[str, TrainerHeader] | None:
-    """Return a checkpoint's path without endings, and its header. On rank 0. The arguments are those of `find`."""
+    """Return a checkpoint's path without endings, and its header. Only rank 0 calls this. Arguments as in `find`."""
     with _reading(name):
         if name.endswith(TRAINER):
             prefix = name.removesuffix(TRAINER)
@@ -354,7 +356,7 @@ def _find_file(name: str, begin: bool, update: Update) -> tuple[str, TrainerHead
 
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[None]:
-    """Raise any error in reading as a ValueError, which can be sent to all workers."""
+    """Turn any error that occurs while reading into a ValueError, which can be sent to all workers."""
     try:
         yield
     except (ValueError, TypeError):
@@ -376,7 +378,7 @@ def _read_header(path: str, text: str | None) -> TrainerHeader:
 
 
 def _check_update(path: str, header: TrainerHeader, update: Update) -> None:
-    """Raise ValueError if the checkpoint is of another kind of update, or of another optimizer on the workers."""
+    """Raise ValueError if the checkpoint has another kind of update, or another optimizer on the workers."""
     if header.update != update.name:
         raise ValueError(
             f"{path} was saved with {UPDATES.get(header.update, header.update)}, and this Trainer has "
@@ -393,9 +395,9 @@ def _check_update(path: str, header: TrainerHeader, update: Update) -> None:
 
 
 def _check_arrays(path: str, tensors: Mapping[str, file.Tensor], header: TrainerHeader, update: Update) -> None:
-    """Raise ValueError if names, shapes or dtypes in the file are not those of this Trainer."""
-    # Do not trust the number in the file, which may be huge: one client more than the file has tensors is enough to
-    # find that a tensor is missing.
+    """Raise ValueError if the names, shapes or dtypes in the file differ from those of this Trainer."""
+    # Do not trust `header.clients`, which may be huge. To find a missing tensor, it is enough to look for one client
+    # more than the file has tensors.
     numbers = range(min(max(header.clients, 1), len(tensors) + 1))
     saved = {name: str(tensor) for name, tensor in tensors.items()}
     wanted = {
@@ -412,9 +414,9 @@ def _check_arrays(path: str, tensors: Mapping[str, file.Tensor], header: Trainer
 
 
 def _gather_arrays(kv: KVStore, update: Update) -> dict[str, np.ndarray]:
-    """Return the arrays of all owners, named "0/name", on rank 0.
+    """Gather the arrays of all owners on rank 0, with names such as "0/name", where 0 is the number of the owner.
 
-    The result on other ranks is incomplete and not used.
+    On other ranks the result is incomplete and must not be used.
     """
     arrays_of_all: dict[str, np.ndarray] = {}
     for number, owner in enumerate(update.owners()):
@@ -428,9 +430,9 @@ def _gather_arrays(kv: KVStore, update: Update) -> dict[str, np.ndarray]:
 
 
 def _scatter_arrays(kv: KVStore, update: Update, found: FoundCheckpoint) -> dict[str, np.ndarray] | None:
-    """Return this worker's arrays, which rank 0 reads, or None if the store holds everything.
+    """Return this worker's arrays from a checkpoint, or None if the store holds everything. Rank 0 reads the file.
 
-    All workers raise ValueError if a read fails.
+    All workers raise ValueError if reading fails.
     """
     owners, clients = update.owners(), found.header.clients
     if not owners:

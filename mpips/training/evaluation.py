@@ -1,9 +1,9 @@
 """`evaluate`: the loss and the metrics of test data. Every worker computes a share, and the shares are added up.
 
 A metric is a function of the model's outputs (samples, ...) and the targets. It returns a value for each sample,
-(samples,) or (samples, ...), or one number that is the mean over the batch's samples. Both are turned into a sum over
-samples, in float64. Sums and numbers of samples are added over the workers in rank order, and divided at the end. The
-result is the mean over all samples, however unevenly they are shared out.
+(samples,) or (samples, ...), or one number, the mean over the samples of the batch. Both forms are turned into a sum
+over samples, in float64. The sums and the numbers of samples are added over the workers in rank order, and divided at
+the end. So the result is the mean over all samples, however unevenly the samples are shared out.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ LOSS = "loss"
 
 
 def check_metrics(metrics: object, model: object) -> dict[str, Metric]:
-    """Return the metrics by name.
+    """Return the metrics as a dict by name.
 
-    Raises TypeError or ValueError if they are no functions by name, or if the model has no `predict`.
+    Raises TypeError or ValueError unless `metrics` maps names to functions, or if the model lacks `predict`.
     """
     if metrics is None:
         return {}
@@ -48,7 +48,10 @@ def check_metrics(metrics: object, model: object) -> dict[str, Metric]:
 
 
 def measured(parts: TrainerParts, batches: Iterable[tuple[Any, Any]]) -> Sums:
-    """Return sums over the samples of these batches, by name, and the number of samples. Local."""
+    """Return the sums of the loss and the metrics over the samples of these batches, by name. Local.
+
+    The entry "samples" is the number of samples.
+    """
     sums = dict.fromkeys((SAMPLES, LOSS, *parts.metrics), 0.0)
     scored, classes = _has_accuracy(parts), 0.0
     loss = getattr(parts.model, "loss", None)
@@ -75,9 +78,9 @@ def measured(parts: TrainerParts, batches: Iterable[tuple[Any, Any]]) -> Sums:
 
 
 def names_of(parts: TrainerParts, source: Source) -> list[str]:
-    """Return the names of what is measured besides the loss.
+    """Return the names of the values that are measured besides the loss.
 
-    These are the metrics or, without metrics, the accuracy if the model has one and y are classes.
+    These are the metrics. Without metrics it is the accuracy, if the model has `accuracy` and y are classes.
     """
     if parts.metrics or not _has_accuracy(parts):
         return list(parts.metrics)
@@ -89,7 +92,7 @@ def _has_accuracy(parts: TrainerParts) -> bool:
 
 
 def _are_classes(y: Samples) -> bool:
-    """True if targets are the classes of samples: whole numbers (samples,)."""
+    """True if the targets are classes: one whole number for each sample, (samples,)."""
     if getattr(y, "ndim", 0) != 1:
         return False
     if isinstance(y.dtype, np.dtype):
@@ -98,7 +101,7 @@ def _are_classes(y: Samples) -> bool:
 
 
 def _summed(name: str, value: object, samples: int) -> float:
-    """Return the sum over the samples of what a metric returned for a batch."""
+    """Turn the value that a metric returned for a batch into a sum over the samples."""
     try:
         array = np.asarray(value, np.float64)
     except (TypeError, ValueError):
@@ -113,9 +116,9 @@ def _summed(name: str, value: object, samples: int) -> float:
 
 
 def means(every: Iterable[Sums]) -> Sums:
-    """Return the means over all samples.
+    """Return the means over all samples, given the sums of each worker.
 
-    Raises ValueError if there are no samples, or if workers measured different things.
+    Raises ValueError if no worker has samples, or if workers measured different things.
     """
     total: Sums = {}
     filled = {rank: sums for rank, sums in enumerate(every) if sums[SAMPLES]}
@@ -135,7 +138,7 @@ def means(every: Iterable[Sums]) -> Sums:
 def evaluate(parts: TrainerParts, source: Source, number: int = 1) -> Sums:
     """Return the means over the samples of all workers.
 
-    Collective, blocking. An error on one worker is raised on all.
+    Collective, blocking. If one worker has an error, all workers raise it.
     """
     kv = parts.kv
     if parts.blocking is not None:
@@ -145,12 +148,13 @@ def evaluate(parts: TrainerParts, source: Source, number: int = 1) -> Sums:
     try:
         sums = measured(parts, share_of(source, number, kv.rank, kv.num_workers))
     except CollectiveError:
-        # The generation has ended, so the other workers raise too, and no rendezvous is possible.
+        # The store has failed, so the other workers raise an error themselves, and we cannot send them ours.
         raise
     except Exception as error:
         # The user's model, metric or batches may raise anything.
         failure = error
-    # All workers raise the same error: this one, or a ValueError that names its class.
+    # All workers raise the same error. It is `failure` itself if this is a ValueError or TypeError, and otherwise a
+    # ValueError that names the class of `failure`.
     refusal = failure
     if failure is not None and not isinstance(failure, (ValueError, TypeError)):
         refusal = ValueError(f"evaluate: {type(failure).__name__}: {failure}")
@@ -164,12 +168,12 @@ def evaluate(parts: TrainerParts, source: Source, number: int = 1) -> Sums:
 
 
 def evaluate_here(parts: TrainerParts, source: Source, number: int = 1) -> Sums:
-    """Return the means over all samples with this worker's parameters as they are. Does not wait for others. Local."""
+    """Return the means over all samples, computed by this worker alone with its current parameters. Local."""
     return means([measured(parts, share_of(source, number, 0, 1))])
 
 
 def compared_test(source: Source | None) -> list[tuple[str, str]]:
-    """Return the properties of the test data that must be equal on all workers, by name, as texts."""
+    """Return the properties of the test data that must be equal on all workers, as (name, text) pairs."""
     if source is None:
         return [("test", "None")]
     return [("test", str(source.x.shape) if isinstance(source, Arrays) else "batches")]

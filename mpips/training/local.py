@@ -1,14 +1,18 @@
-"""What workers that train apart exchange, and when: local SGD, DiLoCo and elastic averaging.
+"""Exchanges of workers that train independently: local SGD, DiLoCo and elastic averaging.
 
-A worker makes inner steps by itself. Now and then it pushes a value that depends on its parameters w, the store updates
-its own centre c by an optimizer, and the worker pulls c and moves towards it:
+A worker makes inner steps by itself. Now and then it makes an exchange: it pushes a value that depends on its
+parameters w, the store's optimizer updates the centre c (the store's own copy of the parameters), and the worker pulls
+c and moves towards it:
 
-    local SGD, DiLoCo   push c - w, with the c of the last pull; the store's outer optimizer takes it as a gradient
+    local SGD, DiLoCo   push c - w, with c from the last pull; the store's outer optimizer treats it as a gradient
     elastic averaging   push w; the store's optimizer is Elastic1
     then in both        w = w + (1 - keep) (c - w): with keep 0, as in DiLoCo, the worker continues from the new centre
 
-Sources: DiLoCo 2311.08105. Fragments that are exchanged in turn, during the next inner steps, and mixed: 2501.18512.
-Elastic averaging: MXNET-MPI, equations 2 and 3. Without servers every worker runs the outer optimizer, all alike.
+The model may be divided into fragments, which are exchanged at different steps. Without servers every worker runs the
+outer optimizer, with equal results.
+
+Sources: DiLoCo is arXiv 2311.08105. Fragments, exchanges during the next inner steps, and mixing (`keep`) are from
+arXiv 2501.18512. Elastic averaging is from MXNET-MPI, equations 2 and 3.
 """
 
 from __future__ import annotations
@@ -34,9 +38,10 @@ if TYPE_CHECKING:
     from mpips.store.runtime.engine import Handle
 
 LOG = log.get("mpips.training")
-# outer optimizers by name: DiLoCo's, and local SGD's, which takes the mean of all workers' parameters
+# Outer optimizers by name. "nesterov" is that of DiLoCo. "average" is that of local SGD, and gives the mean of all
+# workers' parameters.
 OUTER = {"nesterov": SGD(0.7, momentum=0.9, nesterov=True), "average": SGD(1.0)}
-# the key in which workers of a synchronous store sum their tokens
+# the key that workers of a synchronous store sum their numbers of tokens in
 TOKENS = "mpips/tokens"
 Arrays = Sequence[np.ndarray]
 
@@ -47,9 +52,11 @@ class Elastic:
 
         trainer = mpips.Trainer(model, kv, "sgd", learning_rate=0.1, elastic=mpips.Elastic(alpha=0.5, interval=64))
 
+    A client is a group of workers with equal parameters. The centre is the store's own copy of the parameters.
+
     Args:
-        alpha: The share of their difference by which each moves.
-        interval: Iterations between two exchanges.
+        alpha: Each side moves by this share of the difference.
+        interval: The number of iterations between two exchanges.
     """
 
     alpha: float = 0.5
@@ -63,21 +70,22 @@ class Elastic:
 
 @dataclass(frozen=True)
 class Local:
-    """Local SGD and DiLoCo: workers make inner steps alone, and an outer optimizer takes their changes as a gradient.
+    """Local SGD and DiLoCo: workers make inner steps alone, and an outer optimizer treats their changes as a gradient.
 
         trainer = mpips.Trainer(model, kv, "adam", learning_rate=1e-3, local=Local(every=500))
 
     Args:
-        every: Inner steps between two exchanges of the same parameters.
-        outer: The outer optimizer, which the store runs: "nesterov" (DiLoCo's), "average" (local SGD's mean), or an
-            Optimizer with a rescale.
+        every: The number of inner steps between two exchanges of the same parameters.
+        outer: The outer optimizer, which the store runs: "nesterov" (for DiLoCo), "average" (the mean, for local SGD),
+            or an Optimizer that has the field `rescale`.
         fragments: The number of parts into which the parameters are divided. The parts are exchanged in turn,
             `every / fragments` steps apart.
-        delay: Inner steps that a worker makes while an exchange is in flight. With 0 it waits for the exchange.
-        keep: The weight of a worker's own parameters when it mixes in the centre, from 0 to 1.
+        delay: The number of inner steps that a worker makes while an exchange is in flight. With 0 it waits for the
+            exchange.
+        keep: The weight of a worker's own parameters when it mixes in the centre, from 0 up to but not including 1.
 
     Raises:
-        ValueError, TypeError: An argument is wrong, or they do not fit together.
+        ValueError, TypeError: An argument is invalid, or two arguments do not fit together.
 
     >>> mpips.training.Local(every=500, outer="average").optimizer
     SGD(learning_rate=1.0, weight_decay=0.0, rescale=1.0, momentum=0.0, nesterov=False)
@@ -115,14 +123,14 @@ class Local:
 
     @property
     def optimizer(self) -> Optimizer:
-        """The outer optimizer, with the rescale for a single worker."""
+        """The outer optimizer. Its `rescale` is that for a single worker."""
         return OUTER[self.outer] if isinstance(self.outer, str) else self.outer
 
 
 def averaged(optimizer: Optimizer, workers: float) -> Optimizer:
-    """Return the optimizer for gradients that arrive as a sum over workers: its `rescale` is divided by their number.
+    """Return the optimizer for gradients that arrive as a sum over workers. Its `rescale` turns the sum into the mean.
 
-    Raises ValueError if the optimizer has no rescale.
+    Raises ValueError if the optimizer has no field `rescale`.
     """
     if "rescale" not in {field.name for field in fields(optimizer)}:
         raise ValueError(f"{optimizer!r} has no rescale: a Trainer needs an optimizer of gradients")
@@ -130,9 +138,11 @@ def averaged(optimizer: Optimizer, workers: float) -> Optimizer:
 
 
 def workers_in_a_sum(kv: KVStore) -> float:
-    """Return the number of workers whose gradients make one update: all of a synchronous store, or those of a client.
+    """Return the number of workers whose gradients make one update.
 
-    If clients differ in size it is their mean size. A store has one optimizer, so larger clients take larger steps.
+    In a synchronous store these are all workers, and in an asynchronous store the workers of one client. If clients
+    differ in size, the result is their mean size. A store has only one optimizer, so larger clients then take larger
+    steps.
     """
     return kv.num_workers / len(kv.layout.clients) if kv.layout.asynchronous else kv.num_workers
 
@@ -140,12 +150,13 @@ def workers_in_a_sum(kv: KVStore) -> float:
 class CenterExchange:
     """Exchanges parameters with the store's centre. An exchange is prepare(), send() and take().
 
-    Arguments `places` are positions in the list of all parameters.
+    In all methods, `places` are positions in the list of all parameters.
 
     Args:
+        kv: The store.
         keys: The keys of the parameters in the store.
-        shapes: Arrays like the parameters.
-        rule: Says what is pushed, and by how much parameters move to the centre.
+        shapes: Arrays with the shapes and dtypes of the parameters.
+        rule: Decides which values are pushed, and how far parameters move towards the centre.
         members: The number of workers in a client. Their parameters are equal, and their pushes are summed before they
             reach the store.
     """
@@ -154,18 +165,18 @@ class CenterExchange:
         self._kv = kv
         self._keys = list(keys)
         self._members = members
-        # what is pushed next, an array for each parameter
+        # for each parameter, the array that is pushed next
         self._pushed = [np.empty_like(array) for array in shapes]
         # the centre as of the last pull
         self.centers = [np.empty_like(array) for array in shapes]
         self._elastic = isinstance(rule, Elastic)
         keep = 1.0 - rule.alpha if isinstance(rule, Elastic) else rule.keep
         self._attract = Elastic2(alpha=rule.alpha if isinstance(rule, Elastic) else 1.0 - keep)
-        # True if a worker takes the centre as it is and keeps nothing of its own parameters
+        # True if a worker copies the centre and keeps nothing of its own parameters
         self._copies = not self._elastic and keep == 0.0
 
     def _bytes_of(self, place: int) -> int:
-        """Return how many bytes of a parameter go to the store and come back. Pushes to servers may be compressed."""
+        """Return how many bytes an exchange of a parameter sends and receives. Pushes to servers may be compressed."""
         worker, nbytes = self._kv.worker, self.centers[place].nbytes
         key, compressor = worker.keys[self._keys[place]], worker.compressor
         if compressor is not None and self._kv.layout.num_servers and key.floats:
@@ -174,18 +185,18 @@ class CenterExchange:
 
     @quiet
     def prepare(self, parameters: Arrays, places: Sequence[int]) -> None:
-        """Compute what to push."""
+        """Compute the values to push."""
         for place in places:
             parameter, pushed = parameters[place], self._pushed[place]
             if self._elastic:
-                # The members of a client push equal values, and the store gets their sum.
+                # All workers of a client push the same value, and the store gets the sum.
                 np.divide(parameter, self._members, out=pushed)
             else:
                 np.subtract(self.centers[place], parameter, out=pushed)
 
     @quiet
     def weigh(self, places: Sequence[int], factor: float) -> None:
-        """Multiply what is to be pushed by a factor. With 0 the result is 0, even where it was NaN."""
+        """Multiply the values to push by a factor. With a factor of 0 all become 0, even NaN."""
         for place in places if factor != 1.0 else ():
             if factor:
                 np.multiply(self._pushed[place], factor, out=self._pushed[place])
@@ -193,7 +204,7 @@ class CenterExchange:
                 self._pushed[place][...] = 0
 
     def send(self, places: Sequence[int], wait: bool = True) -> Handle | None:
-        """Push what was prepared, and pull the centre. Blocking if `wait`; otherwise return a handle."""
+        """Push the prepared values, and pull the centre. Block if `wait` is True, and otherwise return a handle."""
         keys, centers = [self._keys[place] for place in places], [self.centers[place] for place in places]
         pushed = [self._pushed[place] for place in places]
         if wait:
@@ -206,12 +217,12 @@ class CenterExchange:
         self._kv.pull([self._keys[place] for place in places], [self.centers[place] for place in places])
 
     def clear(self) -> None:
-        """Make zeros of what is to be pushed."""
+        """Set the values to push to 0."""
         for pushed in self._pushed:
             pushed[...] = 0
 
     def take(self, parameters: Arrays, places: Sequence[int]) -> None:
-        """Move parameters towards the centre that has arrived."""
+        """Move parameters towards the centre that the last pull has brought."""
         for place in places:
             parameter, center = parameters[place], self.centers[place]
             if self._copies:
@@ -222,13 +233,13 @@ class CenterExchange:
 
 
 class InFlight(NamedTuple):
-    """An exchange that is under way."""
+    """An exchange in flight."""
 
-    # its fragment
+    # number of the fragment that is exchanged
     number: int
-    # the step at which its centre is taken
+    # the step at which the parameters move towards the centre
     due: int
-    # None before the push, once the centre has arrived, or if a failure has interrupted the exchange
+    # None before the push, when the centre has arrived, or if a failure has interrupted the exchange
     handle: Handle | None = None
     # True once the centre has arrived
     arrived: bool = False
@@ -237,15 +248,17 @@ class InFlight(NamedTuple):
 class LocalRounds:
     """Counts a worker's inner steps, and exchanges each fragment of the parameters when it is due.
 
-    All workers of a synchronous store exchange at the same steps. With a quorum each push says how many tokens (or
-    inner steps) it stands for, and the servers weight it (`server.quorum`).
+    All workers of a synchronous store exchange at the same steps. With a quorum, each push carries the number of tokens
+    (or inner steps) that it stands for, and the servers weight the push by this number (`server.quorum`).
 
     Args:
+        kv: The store.
         keys: The keys of the parameters in the store.
-        parameters: They become the centre's values, unless this worker joins.
-        by_tokens: Weight a worker's changes by its tokens. In synchronous kinds the workers sum their tokens in
-            `TOKENS`, an int64 key of one element.
-        joins: This worker has taken the place of a dead one, and has nothing to contribute before `rejoin`.
+        parameters: The parameters, which take the values of the centre, unless this worker joins.
+        rule: The arguments of `Local`.
+        by_tokens: Weight a worker's changes by its tokens. In a synchronous store the workers sum their tokens in the
+            key `TOKENS`, which has one int64 element.
+        joins: True if this worker has replaced a dead worker. It has nothing to contribute before `rejoin`.
     """
 
     def __init__(
@@ -264,13 +277,13 @@ class LocalRounds:
         self._joins = joins
         self._quorum = kv.layout.asynchronous and kv.layout.options.quorum >= 0
         self._exchange = CenterExchange(kv, keys, parameters, rule, 1)
-        # for each fragment the places of its parameters
+        # for each fragment, the places of its parameters
         self.fragments = cut_into_fragments([array.size for array in parameters], rule.fragments)
-        # for each key the round that is complete when this worker's last push is in it
+        # for each key, the round (number of completed pushes) that includes this worker's last push
         self._goals = [0] * len(keys)
-        # for each fragment this worker's weight in its last exchange: tokens, or inner steps
+        # for each fragment, this worker's weight in the last exchange: its number of tokens or of inner steps
         self._weights = [0] * len(self.fragments)
-        # for each fragment the factor by which its last push was multiplied (`_weigh`)
+        # for each fragment, the factor that `_weigh` has applied to its last push
         self._factors = [1.0] * len(self.fragments)
         self.in_flight: InFlight | None = None
         self.centers = self._exchange.centers
@@ -281,9 +294,9 @@ class LocalRounds:
             self.share(parameters)
 
     def average_over_workers(self) -> None:
-        """Let the outer optimizer take the mean over the present workers. Collective, blocking.
+        """Set the outer optimizer's `rescale` to the current number of workers. Collective, blocking.
 
-        After a load from a checkpoint, or after a death, its rescale may be that of another number of workers.
+        After a load from a checkpoint, or after a death, `rescale` may be that of another number of workers.
         """
         outer = averaged(self._rule.optimizer, workers_in_a_sum(self._kv))
         now = self._kv.worker.groups.of(self._keys[0])
@@ -294,29 +307,30 @@ class LocalRounds:
         """Continue as if `steps` inner steps had been made.
 
         Args:
-            since: For each fragment the tokens (or inner steps) since its last exchange. By default the number of
-                inner steps.
-            in_flight: An exchange whose centre has arrived and is taken at a later step.
+            steps: The number of inner steps.
+            since: For each fragment, the number of tokens (or inner steps) since its last exchange. The default is the
+                number of inner steps.
+            in_flight: An exchange whose centre has arrived, and which ends at a later step.
         """
         self.steps, self.in_flight = steps, in_flight
-        # for each fragment the step at which its last exchange began
+        # for each fragment, the step at which its last exchange began
         self._begun = [max(steps - self._after(number, steps), 0) for number in range(len(self.fragments))]
-        # for each fragment the tokens, or inner steps, since its last exchange began
+        # for each fragment, the number of tokens (or inner steps) since its last exchange began
         self.since = list(since) or [steps - begun for begun in self._begun]
 
     def _after(self, number: int, steps: int) -> int:
-        """Return how many steps ago the fragment's exchange was due."""
+        """Return how many steps ago the exchange of fragment `number` was due, counted from step `steps`."""
         return (steps - (number + 1) * self._rule.every // len(self.fragments)) % self._rule.every
 
     def step(self, parameters: Arrays, tokens: int = 0) -> None:
-        """Count an inner step, take a centre whose time has come, and begin the exchanges that are due.
+        """Count an inner step, end an exchange whose time has come, and begin the exchanges that are due.
 
         `tokens` is the number of tokens that the step trained on.
         """
         self.steps += 1
         self.since = [count + (tokens if self._by_tokens else 1) for count in self.since]
         if self.in_flight is not None and self.in_flight.handle is None and not self.in_flight.arrived:
-            # A failure has interrupted it, and no recovery has made it again.
+            # A failure has interrupted the exchange, and no recovery has repeated it.
             self.in_flight = None
         elif self.in_flight is not None and self.steps >= self.in_flight.due:
             self.finish(parameters)
@@ -332,12 +346,12 @@ class LocalRounds:
             else:
                 self.in_flight = InFlight(number, self.steps + self._rule.delay, handle)
         if (saving := self._kv.worker.saving) is not None:
-            # Usually pushes advance a checkpoint that is being written in the background. Here pushes are rare, so each
-            # step must.
+            # A checkpoint that is being written in the background usually advances with each push. Pushes are rare
+            # here, so each step advances it.
             saving.go_on()
 
     def _prepare(self, number: int, parameters: Arrays) -> None:
-        """Begin a fragment's exchange. From now on it must be made, also after a recovery."""
+        """Begin a fragment's exchange. From now on the exchange must be made, even after a recovery."""
         places = self.fragments[number]
         self._exchange.prepare(parameters, places)
         for place in places:
@@ -347,36 +361,36 @@ class LocalRounds:
         self.in_flight = InFlight(number, self.steps + self._rule.delay)
 
     def _send(self, number: int, places: Sequence[int], wait: bool = True) -> Handle | None:
-        """Push what was prepared for places of a fragment, and pull the centre. Blocking if `wait`."""
+        """Push the prepared values of some parameters of a fragment, and pull the centre. Blocking if `wait`."""
         for place in places if self._quorum else ():
             self._kv.worker.keys[self._keys[place]].weight = self._weights[number]
         return self._exchange.send(places, wait)
 
     def _sum_of_tokens(self, number: int) -> int:
-        """Return the tokens of all workers since the last exchange of a fragment. Collective, blocking."""
+        """Return the number of tokens of all workers since a fragment's last exchange. Collective, blocking."""
         total = np.array([self._weights[number]])
         self._kv.pushpull(TOKENS, total)
         return int(total[0])
 
     def _weigh(self, number: int, total: int) -> None:
-        """Multiply a worker's changes of a fragment by its share of the total weight, times the number of workers.
+        """Multiply this worker's changes of a fragment by its share of the total weight, times the number of workers.
 
-        The store takes a plain mean over the workers. With this factor it becomes a mean weighted by tokens or steps.
-        If the changes were multiplied before, that factor is divided out.
+        The store takes a plain mean over the workers. With this factor the result is a mean weighted by tokens or
+        steps. If the changes already have an earlier factor, it is divided out.
         """
         share = self._weights[number] * self._kv.num_workers / total if total else 1.0
         before, self._factors[number] = self._factors[number], share
         self._exchange.weigh(self.fragments[number], share / before if share and before else 0.0)
 
     def wait(self) -> None:
-        """Wait until the centre of the exchange that is under way has arrived. It is taken later, when it is due."""
+        """Wait until the centre of an exchange in flight has arrived. Parameters move towards it later, when due."""
         if self.in_flight is not None and (handle := self.in_flight.handle) is not None:
             self.in_flight = self.in_flight._replace(handle=None)
             handle.wait()
             self.in_flight = self.in_flight._replace(arrived=True)
 
     def finish(self, parameters: Arrays) -> None:
-        """Wait for the exchange that is under way, and take its centre now."""
+        """Wait for an exchange in flight, and move the parameters towards its centre now."""
         self.wait()
         if self.in_flight is not None:
             self._exchange.take(parameters, self.fragments[self.in_flight.number])
@@ -388,7 +402,9 @@ class LocalRounds:
         Changes since the last exchange, and their tokens, are dropped.
 
         Args:
-            newest: Pull the centre first. By default the parameters become the centre that this worker pulled last.
+            parameters: The parameters.
+            newest: True to pull the centre first. By default the parameters get the centre that this worker pulled
+                last.
         """
         self.finish(parameters)
         self.since = [0] * len(self.since)
@@ -400,17 +416,18 @@ class LocalRounds:
     # ---- after a death
 
     def rejoin(self, parameters: Arrays) -> None:
-        """Continue after `kv.recover()`, and make the exchanges that were under way.
+        """Continue after `kv.recover()`, and make the exchanges that were in flight.
 
         Collective over all workers, blocking. In a synchronous store:
 
-        1. All continue from the step of the worker that is furthest. It is in an exchange of a fragment.
-        2. The others make this exchange, too. The weight of each is the inner steps (or tokens) that it has made since
-           its last exchange, and 0 if it has just joined.
+        1. All workers continue from the step of the worker that is furthest ahead. This worker is in an exchange of a
+           fragment.
+        2. The other workers also make this exchange. The weight of a worker is its number of inner steps (or tokens)
+           since its last exchange of the fragment, and 0 if the worker has just joined.
         3. An exchange that the recovery has undone is made again, with the same changes.
 
-        In an asynchronous store each worker continues from its own step, and a worker that joins from that of the
-        slowest one.
+        In an asynchronous store each worker continues from its own step. A worker that joins continues from the step of
+        the slowest worker.
         """
         kv, synchronous = self._kv, not self._kv.layout.asynchronous
         own = LocalProgress(self.steps, self._goals, self._begun, self._weights, self.since, self._joins)
@@ -425,7 +442,7 @@ class LocalRounds:
         numbers = range(len(self.fragments)) if synchronous or self._joins else due
         if numbers:
             self._exchange.pull([place for number in numbers for place in self.fragments[number]])
-        # The exchange is complete in the store, and only its centre has not arrived.
+        # This exchange is complete in the store. Only its centre has not arrived at this worker.
         if due and not self._unmade(due[0]):
             self._exchange.take(parameters, self.fragments[due.pop()])
         if self._quorum and (lost := max(goal - self._round(place) for place, goal in enumerate(self._goals)) - 1) > 0:
@@ -446,7 +463,7 @@ class LocalRounds:
             self.share(parameters)
 
     def _catch_up(self, parameters: Arrays, ahead: LocalProgress, synchronous: bool) -> list[int]:
-        """Jump to the step of the worker that is ahead. Return the fragments whose exchange began between the two."""
+        """Jump to the step of the worker `ahead`. Return the fragments whose exchange began in the skipped steps."""
         LOG.warning(
             "local training: this worker goes on at step %d%s",
             ahead.steps,
@@ -465,7 +482,7 @@ class LocalRounds:
         return begins
 
     def _unmade(self, number: int) -> list[int]:
-        """Return the places of a fragment for which the store does not have this worker's last exchange."""
+        """Return the places of a fragment whose keys lack this worker's last push."""
         return [place for place in self.fragments[number] if self._goals[place] > self._round(place)]
 
     def _round(self, place: int) -> int:
@@ -473,10 +490,7 @@ class LocalRounds:
 
 
 class LocalProgress(msgspec.Struct, array_like=True, frozen=True):
-    """How far a worker has come, which it tells the others when all meet after a death.
-
-    The fields are those of `LocalRounds`.
-    """
+    """The progress that a worker reports to the others after a death. The fields are those of `LocalRounds`."""
 
     steps: int
     goals: list[int]
@@ -493,7 +507,9 @@ class LocalProgress(msgspec.Struct, array_like=True, frozen=True):
 
 
 def cut_into_fragments(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Cut a list of arrays into `parts` runs of about equally many elements. No run is empty.
+    """Cut a list of arrays into `parts` runs of consecutive arrays, with about equally many elements. No run is empty.
+
+    Return the positions of the arrays in each run.
 
     Args:
         sizes: The number of elements of each array.

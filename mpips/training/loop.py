@@ -1,6 +1,7 @@
-"""The training loop (`Fit`). It can begin at a checkpoint, also at one from the middle of an epoch (`begin`).
+"""The training loop (`Fit`). It can begin at a checkpoint, even in the middle of an epoch (`begin`).
 
-In a store that survives deaths the loop goes back to a moment that all workers know (`rejoin`), and on from there.
+If the store survives the death of a process, the loop goes back to a moment that all workers know (`rejoin`), and
+continues from there.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from mpips.training.step import Blocking, TrainerParts, check_uneven_batches
 
 LOG = log.get("mpips.training")
 
-# A worker's batches seem to be endless after MANY + UNEVEN * n steps, if another worker had batches for only n.
+# A worker's batches seem to be endless if it has batches for MANY + UNEVEN * n steps, and another worker for only n.
 UNEVEN = 100
 MANY = 2000
 
@@ -63,17 +64,20 @@ class Fit:
         self._position = position
         self._fit = Fitting(parts, position, arguments.source, arguments.test, arguments.epochs, arguments.callbacks)
         self._callbacks = self._fit.callbacks
-        # callbacks that override `on_step`
+        # the callbacks that override `on_step`
         self._on_step = [each for each in self._callbacks if type(each).on_step is not Callback.on_step]
-        # when the training that is not yet in `seconds` began, by time.perf_counter()
+        # time.perf_counter() when `Position.seconds` was last updated, or when the training continued after that
         self._began = 0.0
         self._survival = survival
         self._recovery = Recovery(parts.kv, () if parts.blocking is None else parts.blocking.update.keys, self._go_back)
-        # the stage to which the fit has come, a constant of `rejoin`
+        # the stage that the fit has reached, a constant of `rejoin` such as BEGIN
         self._stage = BEGIN
 
     def run(self) -> list[Epoch]:
-        """Train from the position on and return the history. Continues after deaths if the store survives them."""
+        """Train from the current position to the end, and return the history.
+
+        If the store survives deaths, training continues after a death.
+        """
         position = self._position
         LOG.info("fit begins at epoch %d of %d, step %d", position.epoch, self._fit.epochs, position.step)
         try:
@@ -86,7 +90,7 @@ class Fit:
         return list(position.history)
 
     def _enter(self) -> None:
-        """Begin with all workers. A spare that has taken a place joins the others, in the middle of the fit."""
+        """Begin the fit together with all workers. A spare that has replaced a dead worker joins it in the middle."""
         if self._survival is None or not self._parts.kv.worker.fresh:
             self._fit.restore()
             if self._survival is not None:
@@ -120,19 +124,19 @@ class Fit:
             for callback in self._callbacks:
                 callback.on_end(self._fit)
             self._come_to(ENDED)
-        # Wait for all: a worker that has left could not help the others to recover from a death.
+        # Wait for all workers. A worker that has left could not help the others to recover from a death.
         if self._survival is not None:
             self._parts.kv.worker.agree("fit: the end")
 
     def _come_to(self, stage: int) -> None:
-        """Begin a stage, a constant of `rejoin`, and remember this moment."""
+        """Begin a stage, which is a constant of `rejoin`, and remember this moment."""
         self._stage = stage
         if self._survival is not None:
             states = None if stage == COUNTED else hooks.states(self._callbacks)
             self._survival.note_stage(self._position, stage, states)
 
     def _go_back(self) -> None:
-        """Go to the position and the stage from which all workers continue after a recovery. Collective, blocking."""
+        """Go to the position and the stage where all workers continue after a recovery. Collective, blocking."""
         assert self._survival is not None
         position, self._stage = self._survival.meet()
         for field in fields(Position):
@@ -142,12 +146,15 @@ class Fit:
         self._began = time.perf_counter()
 
     def _grows(self) -> bool:
-        """True if spares are to become workers now. They join only between two epochs."""
+        """True if waiting spares must become workers now. They join only between two epochs."""
         between = self._stage == OVER and bool(self._position.history)
         return between and self._survival is not None and self._survival.grows
 
     def _one_epoch(self) -> None:
-        """Train, evaluate, and call the callbacks. Without a test and callbacks, nothing is sent between two epochs."""
+        """Train one epoch, evaluate, and call the callbacks.
+
+        Without test data and callbacks, workers send nothing between two epochs.
+        """
         position = self._position
         self._began = time.perf_counter()
         batches = self._source.epoch(position.epoch, self._parts.kv, position.batches - position.since, position.dealt)
@@ -160,7 +167,7 @@ class Fit:
         position.seconds += time.perf_counter() - self._began
         trained, test = position.batches, None
         # Workers of a synchronous store evaluate together, because their parameters are the same. In an asynchronous
-        # store each evaluates alone, so that nobody waits.
+        # store each worker evaluates alone, so that it does not wait for the others.
         if self._test is not None:
             test = (evaluate_here if self._fit.asynchronous else evaluate)(self._parts, self._test, position.epoch)
         epoch = position.end_epoch(test)
@@ -197,9 +204,12 @@ class Fit:
         self._count_step()
 
     def _train_uneven(self, batches: Iterator[Batch], blocking: Blocking) -> None:
-        """Train one epoch in which workers may have different numbers of batches, until no worker has one left."""
+        """Train one epoch in which workers may have different numbers of batches.
+
+        The epoch ends when every worker has used all its batches.
+        """
         position = self._position
-        # steps of this epoch in which every worker had a batch
+        # number of steps of this epoch in which every worker had a batch
         together = 0
         for taken in itertools.count(1):
             samples = 0
@@ -234,12 +244,12 @@ class Fit:
                 self._survival.cancel_exchange()
 
     def _check_end(self, has_batch: bool, together: int, taken: int) -> None:
-        """Raise ValueError on all workers if one of them seems to have endless batches while others have none left.
+        """Raise ValueError on all workers if one worker seems to have endless batches and others have used theirs.
 
         Args:
             has_batch: True if this worker had a batch in this step.
-            together: Steps of this epoch in which every worker had a batch.
-            taken: Steps of this epoch until now.
+            together: The number of steps of this epoch in which every worker had a batch.
+            taken: The number of steps of this epoch so far.
         """
         assert self._parts.blocking is not None
         group, endless = self._parts.blocking.update.group, has_batch and not self._source.bounded
@@ -257,13 +267,13 @@ class Fit:
         """Count an exchange, and call the callbacks of the step."""
         self._position.step += 1
         log.rank_state.step = self._position.step
-        # Come to this stage before the callbacks run. If a worker dies in one of them, the fit knows that the step is
+        # Note this stage before the callbacks run. If a worker dies in a callback, the fit knows that the step is
         # counted and that `on_step` is still due.
         self._come_to(COUNTED)
         self._call_on_step()
 
     def _call_on_step(self) -> None:
-        """Call the callbacks of a step."""
+        """Call `on_step` of the callbacks."""
         if self._on_step:
             self._position.seconds += time.perf_counter() - self._began
             for callback in self._on_step:
@@ -272,12 +282,12 @@ class Fit:
         self._come_to(CALLED)
 
     def _wait_for_others(self) -> None:
-        """Wait for the other workers before an epoch, if callbacks or an evaluation may have run since the last one.
+        """Wait for the other workers before an epoch, if callbacks or an evaluation may have run before it.
 
-        Without this the others would count as training seconds how long they wait for the slowest callback. Workers
+        Otherwise a worker would count the time in which it waits for the slowest callback as training time. Workers
         that do not wait for each other in steps do not wait between epochs either.
 
-        Raises ValueError on all workers if callbacks have ended the training on some of them only.
+        Raises ValueError on all workers if callbacks have ended the training on only some of them.
         """
         if not self._callbacks and self._test is None and not self._grows():
             return
@@ -289,7 +299,7 @@ class Fit:
 
 
 class FitArguments(NamedTuple):
-    """The arguments of `fit`, checked."""
+    """The arguments of `fit`, after they were checked."""
 
     source: Source
     epochs: int
@@ -311,9 +321,9 @@ def check_arguments(
     resume: object,
     spares: int,
 ) -> FitArguments:
-    """Check the arguments of `fit`. Raises TypeError or ValueError if one is wrong. Local.
+    """Check the arguments of `fit`. Raises TypeError or ValueError if an argument is invalid. Local.
 
-    `spares` is the number of spares that may become workers.
+    `spares` is the number of spares that may become workers during this fit.
     """
     epochs = whole("epochs", epochs, 0)
     accumulate = 1 if parts.blocking is None else parts.blocking.accumulate
@@ -337,17 +347,18 @@ def check_arguments(
 def begin(
     parts: TrainerParts, arguments: FitArguments, resume: str | os.PathLike[str] | None, own: Sequence[Position]
 ) -> Position:
-    """Return the position at which this worker begins. Restore the newest checkpoint of a folder, if there is one.
+    """Return the position where this worker begins. If the folder `resume` has a checkpoint, restore the newest one.
 
     Collective, blocking.
 
     Args:
         resume: The folder of checkpoints, or None.
-        own: Where to begin without a checkpoint in that folder: the position of this worker alone, or those of all
-            workers of a checkpoint that was restored before.
+        own: The positions to begin at if the folder has no checkpoint: a single one, of this worker, or the positions
+            of all workers from a checkpoint that was restored before.
 
     Raises:
-        ValueError, TypeError: The fit cannot continue from there. All workers raise it, before anything has changed.
+        ValueError, TypeError: The fit cannot continue from this position. All workers raise it, and nothing has
+            changed.
     """
     shown = samples_shown(arguments.source, arguments.test)
     check_same_arrays([np.frombuffer(data) for data in parts.kv.worker.agree("fit", data=shown.tobytes())])
@@ -363,13 +374,13 @@ def begin(
 
 
 def _start(parts: TrainerParts, arguments: FitArguments, positions: Sequence[Position]) -> Position:
-    """Return this worker's position. Local.
+    """Return the position where this worker begins. Local.
 
     Args:
-        positions: Those of all workers that were saved, or one alone.
+        positions: The saved positions of all workers, or this worker's position only.
 
     Raises:
-        ValueError, TypeError: The order of samples or a callback does not fit.
+        ValueError, TypeError: The order of samples, or a callback, does not fit this fit.
     """
     source, before, workers = arguments.source, len(positions), parts.kv.num_workers
     order = order_of(parts, source, workers)
@@ -386,9 +397,9 @@ def _start(parts: TrainerParts, arguments: FitArguments, positions: Sequence[Pos
 
 
 def compared_arguments(arguments: FitArguments | None, resume: object) -> list[tuple[str, str]]:
-    """Return the arguments of a fit that must be equal on all workers, by name, as texts.
+    """Return the arguments of a fit that must be equal on all workers, as (name, text) pairs.
 
-    `arguments` is None if they were refused; then there is little to compare.
+    `arguments` is None if the arguments of this worker are invalid. Then only `resume` can be compared.
     """
     resumes = ("resume", "not given" if resume is None else "given")
     if arguments is None:

@@ -1,4 +1,4 @@
-"""The models that a Trainer takes (`Model`, `EvaluatedModel`), and the checks that refuse others."""
+"""The protocols of a model that a Trainer can train (`Model`, `EvaluatedModel`), and the checks of a user's model."""
 
 from __future__ import annotations
 
@@ -7,69 +7,72 @@ from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-# inputs or targets of samples, (samples, ...): an array of any library, or what a loader makes of arrays
+# inputs or targets of samples, (samples, ...): an array of any library, or an object that a data loader makes of arrays
 Samples: TypeAlias = Any
 REQUIRED = ("parameters", "gradients", "loss_and_gradients")
 
 
 class Model(Protocol):
-    """What every Trainer needs of a model: arrays that stay where they are, and a function that fills the gradients.
+    """The members that every Trainer needs of a model: two lists of arrays, and a function that fills the gradients.
 
-    A model may also have `names`, a list of strings, one for each parameter. They become the keys in the store.
-    `overlap=` needs a model in layers (`mpips.overlap.LayeredModel`). Other features need methods of `EvaluatedModel`.
+    The arrays must stay at the same place in memory. A model may also have `names`, a list of strings, one for each
+    parameter. The names become the keys in the store. `overlap=` needs a model that consists of layers
+    (`mpips.overlap.LayeredModel`). Other features need methods of `EvaluatedModel`.
     """
 
     @property
     def parameters(self) -> Sequence[np.ndarray]:
-        """C-contiguous float arrays, which the Trainer writes in place."""
+        """The parameters: C-contiguous float arrays, which the Trainer changes in place."""
         ...
 
     @property
     def gradients(self) -> Sequence[np.ndarray]:
-        """One array for each parameter, with its shape and dtype. Arrays from `mpips.empty` are sent without a copy."""
+        """One array for each parameter, of equal shape and dtype. Arrays from `mpips.empty` are sent without a copy."""
         ...
 
     def loss_and_gradients(self, x: Samples, y: Samples) -> float:
-        """Return the mean loss of a batch, and write the gradients of that mean into `gradients`.
+        """Return the mean loss of a batch, and write the gradients of this mean into `gradients`.
 
-        x is (samples, ...) and y is (samples, ...), as they were given to `fit` and `step`, or as a loader makes them.
+        x and y are (samples, ...). They have the type that the program passes to `fit` or `step`, or that its data
+        loader makes.
         """
         ...
 
 
 class EvaluatedModel(Model, Protocol):
-    """Methods that a model may have besides those of `Model`. Each serves one feature of a Trainer."""
+    """Methods that a model may have besides those of `Model`. Each method serves one feature of a Trainer."""
 
     def predict(self, x: Samples) -> np.ndarray:
-        """Return outputs (samples, ...) for inputs (samples, ...). For `Trainer.predict` and `metrics=`."""
+        """Return outputs (samples, ...) for inputs (samples, ...). `Trainer.predict` and `metrics=` need this."""
         ...
 
     def loss(self, x: Samples, y: Samples) -> float:
-        """Return the mean loss of a batch. For `evaluate` and `fit(test=)`.
+        """Return the mean loss of a batch, for `evaluate` and `fit(test=)`.
 
-        Without this method they call `loss_and_gradients`, which makes a needless backward pass and overwrites the
-        gradients.
+        If a model lacks this method, `evaluate` and `fit` call `loss_and_gradients` instead, which makes a needless
+        backward pass and overwrites the gradients.
         """
         ...
 
     def accuracy(self, x: Samples, y: Samples) -> float:
-        """Return the share of samples that the model gets right.
+        """Return the share of samples that the model predicts correctly.
 
-        `evaluate` and `fit(test=)` measure it if no `metrics=` are given and y are classes, whole numbers (samples,).
+        `evaluate` and `fit(test=)` measure it if the Trainer has no `metrics=` and y are classes, whole numbers of
+        shape (samples,).
         """
         ...
 
     def check_samples(self, x: Samples, y: Samples) -> None:
         """Raise ValueError or TypeError if the model cannot learn y from x.
 
-        `fit` and `evaluate` pass their whole arrays before the first step, so that all workers learn of an error. The
-        arrays may lie on disk (`shape`, `x[a:b]`).
+        `fit` and `evaluate` pass their whole arrays before the first step, so that an error is raised on all workers.
+        The arrays may lie on disk, so use only `shape` and slices `x[a:b]`.
         """
         ...
 
 
 def check_model_arrays(model: object) -> None:
-    """Raise TypeError or ValueError that says which part of `Model` is missing."""
+    """Raise TypeError or ValueError if the model lacks a member of `Model`. The error names it."""
     lacks = [name for name in REQUIRED if not hasattr(model, name)]
     if type(model).__module__.partition(".")[0] == "torch" or hasattr(model, "named_parameters"):
         raise TypeError(
@@ -108,9 +111,9 @@ def samples_of(x: Samples, y: Samples) -> int:
 
 
 def keys_of(model: Any) -> list[str]:
-    """Return a key for every array of the model: its names if it has them, otherwise "0", "1", ...
+    """Return a key for every parameter of the model: the model's `names` if it has them, otherwise "0", "1", ...
 
-    Keys are always strings, because all keys of a store have one type, and `overlap` measures messages with keys that
-    are strings.
+    Keys are always strings, because all keys of a store must have one type, and `overlap` measures messages with
+    strings as keys.
     """
     return list(getattr(model, "names", map(str, range(len(model.parameters)))))

@@ -1,4 +1,7 @@
-"""`Recovery`: repeat what a death has interrupted. A Trainer, a DistributedOptimizer and a LocalSGD all go on by it."""
+"""`Recovery`: repeat a call that the death of a process has interrupted.
+
+A Trainer, a DistributedOptimizer and a LocalSGD all use it to survive deaths.
+"""
 
 from __future__ import annotations
 
@@ -17,33 +20,34 @@ T = TypeVar("T")
 
 
 class Recovery:
-    """Makes calls on one worker, and lets all workers go on if a process dies during a call.
+    """Makes calls on one worker, and lets all workers continue if a process dies during a call.
 
-    1. A process dies. The call raises on every worker that lives.
-    2. `kv.recover()` begins the store's next generation: all keys hold a complete round, and spares have taken the
-       places of dead workers and servers.
-    3. `meet()`: the workers tell each other how far each has come. Each goes to a moment that fits the others and the
-       store. Only the owner of the training loop knows how, so it passes this function.
+    1. A process dies. The call raises an error on every worker that is alive.
+    2. `kv.recover()` repairs the store. Afterwards every key holds a complete round (a push by every worker), and
+       spares have replaced dead workers and servers.
+    3. `meet()` lets the workers report to each other how far each has come. Each worker then goes to a point in its
+       training that fits the others and the store. Only the owner of the training loop knows how to do this, so it
+       passes this function.
     4. The call is made again.
 
     If another process dies in step 2 or 3, the workers begin again with step 2. In a store that does not survive
-    deaths (one without the option `spares`) errors go to the caller at once.
+    deaths (without the option `spares`), the caller gets the error at once.
 
     Args:
         kv: The store.
-        keys: The keys that are trained.
-        meet: Step 3, or a note that it is to be taken in the next call. Collective over the workers.
+        keys: The keys of the parameters that are trained.
+        meet: A function that does step 3, or postpones it to the next call. Collective over the workers.
     """
 
     def __init__(self, kv: KVStore, keys: Sequence[Name], meet: Callable[[], object]) -> None:
         self._kv = kv
         self._keys = keys
         self._meet = meet
-        # what the last recovery returned
+        # the result of the last `kv.recover`
         self._rounds: Rounds | None = None
 
     def run(self, call: Callable[[], T]) -> T:
-        """Make a call, again after each recovery, until it returns. Return its result. Blocking."""
+        """Make a call, and repeat it after each recovery until it succeeds. Return its result. Blocking."""
         while True:
             try:
                 return call()
@@ -59,16 +63,16 @@ class Recovery:
         return None
 
     def recover(self, error: CollectiveError | None = None, grow: bool = False) -> None:
-        """Let the store recover, and all workers meet. Collective over the workers, blocking.
+        """Let the store recover, and call `meet`. Collective over the workers, blocking.
 
         Args:
-            error: The error of the call that was interrupted, if there was one.
-            grow: Waiting spares become workers.
+            error: The error of the call that was interrupted, or None.
+            grow: True to turn waiting spares into workers.
 
         Raises:
-            CollectiveError: `error` again, if it would only occur again: no process has died, and no worker has pushed
-                a round since the last recovery. A mismatch between workers is raised again at once.
-            LostError: A key is not whole. Only a checkpoint helps.
+            CollectiveError: `error` itself, if a repeated call would only fail again: no process has died, and no
+                worker has pushed a round since the last recovery. A MismatchError is raised again at once.
+            LostError: A part of a key is lost. Only a checkpoint helps.
         """
         kv = self._kv
         while True:
@@ -79,7 +83,7 @@ class Recovery:
             if broken:
                 raise LostError(f"key {broken[0]!r} is not whole after a death: go on from a checkpoint") from error
             try:
-                # In an asynchronous store only some workers may have pushed, so all tell each other.
+                # In an asynchronous store only some workers may have pushed, so they report this to each other.
                 if error is not None and not kv.layout.changed:
                     advanced = b"" if self._rounds == before else b"advanced"
                     if not any(kv.worker.agree("recovery without a death", data=advanced)):
@@ -94,9 +98,10 @@ class Recovery:
 
 
 def check_alike(kv: KVStore, call: str, arguments: Items, refusal: BaseException | None) -> None:
-    """Check that all workers make this call with equal arguments. If not, all raise the same error.
+    """Check that all workers make this call with equal arguments. If they do not, all workers raise the same error.
 
-    A spare that has taken a place compares nothing, because the others made the call long ago.
+    `refusal` is the error that this worker's own arguments have caused, or None. A spare that has replaced a dead
+    worker does not compare, because the other workers made the call long ago.
     """
     if not kv.worker.fresh:
         kv.worker.agree(call, arguments, refusal, noun="argument")

@@ -1,14 +1,16 @@
-"""The moment to which the workers of a fit go back after a death, and everything that they need there.
+"""Continue a fit after a death: the workers choose a moment of the training, and go back to it.
 
-When the store has recovered (`recovery`), all workers meet:
+When the store has recovered (`recovery`), all workers hold a meeting, an exchange of reports:
 
-1. Each reports the last moments that it remembers.
-2. They choose the moment to which all go back.
+1. Each worker reports the last moments that it remembers.
+2. All workers choose the same moment from the reports, and go back to it.
 3. They take the parameters from the store, or from a worker that has them.
 
-Before each exchange of a synchronous store the workers sum a few numbers, so that each knows the losses of all. A spare
-can then continue the history of the worker whose place it takes. A worker forgets its moments only when the meeting is
-over, because another death during the meeting brings all workers to a second meeting.
+Before each exchange of gradients in a synchronous store, the workers sum a few numbers, so that each worker knows the
+losses of all. A spare can then continue the history of the worker that it replaces. A worker forgets its moments only
+after the meeting, because another death during the meeting leads to a second meeting.
+
+A generation is the life of the store between two failures. A worker may have another rank in the next generation.
 """
 
 from __future__ import annotations
@@ -29,28 +31,31 @@ from mpips.training.batches import Arrays, Source
 from mpips.training.checkpoint import Epoch, Position
 from mpips.training.step import Blocking, TrainerParts
 
-# Stages of a step:
+# Stages of a fit:
 #     BEGIN: `on_begin` is due.
 #     COUNTED: The step is counted, and `on_step` is due.
 #     CALLED: `on_step` was called.
 #     OVER: The epoch that ended with this step is over, and `on_epoch` was called.
 #     ENDED: The fit is over, and `on_end` was called.
 BEGIN, COUNTED, CALLED, OVER, ENDED = range(-1, 4)
-# number of latest steps whose moments a worker remembers
+# A worker remembers the moments of this many last steps.
 KEPT = 2
 
-# one worker's sum of losses in the epoch, its batches, and the loss of its last batch
+# the losses of one worker: their sum in the epoch, the number of batches, and the loss of the last batch
 Losses = tuple[float, int, float]
 
 
 class SurvivingFit:
-    """The moments of a fit that one worker remembers, and its part in the meeting after a death.
+    """Keeps the moments of a fit that one worker remembers, and takes part in the meeting after a death.
 
     Used only if the store survives deaths.
 
     Args:
-        arguments: Arguments of the Trainer and of the fit, which a spare must have given like the other workers.
-        grow: Let waiting spares become workers.
+        parts: The parts of the Trainer.
+        blocking: The Trainer's exchange.
+        source: The batches of the fit.
+        arguments: The arguments of the Trainer and of the fit. A spare must pass the same arguments as the workers.
+        grow: True to let waiting spares become workers.
     """
 
     def __init__(
@@ -64,35 +69,35 @@ class SurvivingFit:
         self._asynchronous = parts.kv.layout.asynchronous
         # True if each step is an exchange of all workers
         self._synchronous = not (self._asynchronous or blocking.update.apart)
-        # moments to which this worker can go back, the latest last
+        # the moments that this worker can go back to, the latest one last
         self._moments: list[Moment] = []
-        # the moment after the exchange that is under way
+        # the moment after the exchange in flight, or None
         self._ahead: Moment | None = None
-        # for each worker its losses in this epoch; only in a synchronous store
+        # for each worker, its losses in this epoch; empty in an asynchronous store
         self._losses: list[Losses] = []
-        # for each epoch in the history the mean losses of all workers
+        # for each epoch in the history, the mean losses of all workers
         self._ended_losses: list[list[float]] = []
         # the states of callbacks by name
         self._states: dict[str, Any] = {}
         self._history: list[Epoch] = []
-        # generation -> this worker's rank in it
+        # generation (number of failures of the store so far) -> this worker's rank in it
         self._ranks = {parts.kv.generation: parts.kv.rank}
-        # the generation by whose ranks losses are ordered
+        # the generation of the store whose ranks give the order of the lists of losses
         self._ordered_by = parts.kv.generation
-        # steps minus rounds of the Trainer's keys: the store counts only its own rounds
+        # The number of steps minus the number of pushes to the Trainer's keys. It is not 0 after a resume, for example.
         self._offset = 0
         # True if this worker has all arrays that the store does not have
         self._has_arrays = False
 
     @property
     def grows(self) -> bool:
-        """True if spares are to become workers at the end of this epoch. It is the same on all workers."""
+        """True if waiting spares must become workers at the end of this epoch. The value is the same on all workers."""
         return self._grow and self._kv.spares > 0
 
-    # ---- what is remembered
+    # ---- moments
 
     def begin(self, position: Position) -> None:
-        """Begin on all workers, which learn each other's histories. Collective, blocking."""
+        """Begin on all workers. In a synchronous store they exchange their histories. Collective, blocking."""
         encoded = self._kv.worker.agree("fit: it survives deaths", data=msgspec.msgpack.encode(position))
         positions = [msgspec.msgpack.decode(data, type=Position) for data in encoded]
         if self._synchronous:
@@ -104,9 +109,9 @@ class SurvivingFit:
         self._watch_group()
 
     def note_exchange(self, position: Position) -> None:
-        """Note that an exchange begins, which will make one more step of the batches taken until now.
+        """Note that an exchange begins. When it ends, the batches taken so far have become one more step.
 
-        Collective in a synchronous store, where the workers tell each other their losses.
+        Collective in a synchronous store, where the workers report their losses to each other.
         """
         after = replace(position, step=position.step + 1)
         if self._synchronous:
@@ -114,11 +119,11 @@ class SurvivingFit:
         self._ahead = self._moment(after, COUNTED)
 
     def cancel_exchange(self) -> None:
-        """Undo `note_exchange`, because no worker had a sample and the exchange did not begin."""
+        """Undo `note_exchange`. Call this if no worker had a sample, so that the exchange did not begin."""
         self._ahead = None
 
     def note_stage(self, position: Position, stage: int, states: dict[str, Any] | None) -> None:
-        """Note that this worker has come to a stage. `states` are those of its callbacks, if they were called."""
+        """Note that this worker has reached a stage. `states` are the callbacks' states, or None if unchanged."""
         if states is not None:
             self._states = states
         if stage == OVER and self._synchronous and len(position.history) > len(self._ended_losses):
@@ -139,7 +144,7 @@ class SurvivingFit:
         kv = self._kv
         table = np.zeros((kv.num_workers, 3))
         table[kv.rank] = position.loss_sum, position.batches, position.last_loss
-        # Sum them as integers, because a NaN of one worker would spread when it is added to the zeros of the others.
+        # Sum the numbers as integers, so that all bits stay as they are, even those of a NaN.
         if kv.num_workers > 1:
             collectives.allreduce(table.view(np.int64), kv.layout.workers, label="fit: losses of all workers")
         return [(total, int(batches), last) for total, batches, last in table.tolist()]
@@ -147,10 +152,10 @@ class SurvivingFit:
     # ---- after a death
 
     def meet(self) -> tuple[Position, int]:
-        """Meet the other workers, as one that has recovered or as a spare that has taken a place.
+        """Hold the meeting with the other workers, after a recovery. A spare that has become a worker also takes part.
 
-        Collective, blocking. Return the position from which to continue, with its history and the states of callbacks,
-        and the stage.
+        Collective, blocking. Return the position where this worker continues, with the history and the states of the
+        callbacks, and the stage.
         """
         kv = self._kv
         self._ranks[kv.generation] = kv.rank
@@ -172,7 +177,7 @@ class SurvivingFit:
         return position, moment.stage
 
     def _report(self) -> WorkerReport:
-        """Return what this worker tells the others."""
+        """Return this worker's report to the others."""
         moments = [_with_data(moment) for moment in self._moments]
         ahead = None if self._ahead is None else _with_data(self._ahead)
         keys = self._kv.worker.keys
@@ -190,7 +195,7 @@ class SurvivingFit:
         )
 
     def _go_back_to(self, moment: Moment, reports: Sequence[WorkerReport | None], report: WorkerReport) -> Position:
-        """Return to a moment of `report`, which is this worker's own or another's. Local."""
+        """Go back to a moment from `report`, which is the report of this worker or of another. Local."""
         kv, order = self._kv, order_of_losses(reports, report.ordered_by, moment.workers)
         position = replace(moment.position, history=list(report.history[: moment.ended]))
         self._losses = [moment.losses[number] for number in order] if moment.losses else []
@@ -220,13 +225,13 @@ class SurvivingFit:
         return position
 
     def _restore(self, moment: Moment, reports: Sequence[WorkerReport | None], group: range) -> None:
-        """Restore parameters, and what the store does not have, from the worker of the group that is furthest.
+        """Restore the parameters, and the arrays that the store does not have.
 
-        Collective, blocking.
+        The arrays come from the worker of the group that is furthest ahead. Collective, blocking.
         """
         self._watch_group()
         update = self._blocking.update
-        # max() takes the worker that is furthest, and the lowest rank if there are several.
+        # max() selects the worker that is furthest ahead, and among equal ones the lowest rank.
         owners = [(report.done, -rank) for rank in group if (report := reports[rank]) is not None and report.has_arrays]
         arrays = None
         if update.owners() and owners:
@@ -240,7 +245,7 @@ class SurvivingFit:
         self._has_arrays = True
 
     def _group(self) -> range:
-        """Return the workers that make every exchange together with this one."""
+        """Return the ranks of the workers that make every exchange together with this worker."""
         layout = self._kv.layout
         if self._synchronous:
             return range(layout.num_workers)
@@ -248,15 +253,15 @@ class SurvivingFit:
         return range(client.start, client.stop)
 
     def _watch_group(self) -> None:
-        """Let waits for the workers of the group end when the generation ends.
+        """Make waits inside of the group end when the store fails.
 
-        Collective, so it is called only after a meeting.
+        Collective over the group, so call it only when all workers are known to be at the same point.
         """
         if len(group := self._group()) > 1:
             self._kv.worker.generation.within(self._blocking.update.group, list(group))
 
     def _round(self) -> int:
-        """Return how many times the Trainer's keys were pushed."""
+        """Return the number of pushes to each of the Trainer's keys."""
         return self._kv.worker.keys[self._blocking.update.keys[0]].round
 
 
@@ -264,9 +269,11 @@ def survival_of(parts: TrainerParts, source: Source, number: int, arguments: Ite
     """Return the SurvivingFit of a Trainer's fit, or None if the store does not survive deaths.
 
     Args:
-        number: The fit's number, from 1.
-        arguments: Arguments that must be equal on all workers.
-        grow: Let spares become workers. Only the first fit can, because spares begin with it.
+        parts: The parts of the Trainer.
+        source: The batches of the fit.
+        number: The number of the fit, from 1.
+        arguments: The arguments that must be equal on all workers.
+        grow: True to let spares become workers. Only the first fit can do so, because spares begin with the first fit.
     """
     blocking = parts.blocking
     if blocking is None or not parts.kv.layout.survives:
@@ -276,52 +283,52 @@ def survival_of(parts: TrainerParts, source: Source, number: int, arguments: Ite
 
 
 class Moment(msgspec.Struct, frozen=True):
-    """A moment to which a worker can go back."""
+    """A moment of the training that a worker can go back to."""
 
-    # the position, without its history
+    # the position, without the history
     position: Position
     stage: int
     # number of epochs in the history
     ended: int
     # the number of workers at that moment
     workers: int
-    # for each worker its losses; empty in an asynchronous store, where each worker is at another step
+    # for each worker, its losses; empty in an asynchronous store, where each worker is at another step
     losses: list[Losses]
-    # the optimizer with its numbers of that moment; in a `WorkerReport` as plain data
+    # the optimizer with the hyperparameters of that moment; in a `WorkerReport` as plain data
     optimizer: Any
 
     @property
     def step(self) -> int:
-        """Exchanges up to this moment."""
+        """The number of exchanges up to this moment."""
         return self.position.step
 
     @property
     def place(self) -> tuple[int, int]:
-        """The place among the moments of a step, by which they are ordered."""
+        """The place in the order of the moments of a step."""
         return self.ended, self.stage
 
 
 def _with_data(moment: Moment) -> Moment:
-    """Return a moment whose optimizer is plain data, which can be sent."""
+    """Return the moment with its optimizer as plain data, so that it can be sent."""
     return msgspec.structs.replace(moment, optimizer=as_data(moment.optimizer))
 
 
 class WorkerReport(msgspec.Struct, frozen=True):
-    """What a worker that knows where the training was tells the others. A spare tells nothing."""
+    """The report of one worker in a meeting. A spare, which does not know where the training was, reports nothing."""
 
     # generation of the store -> the worker's rank in it
     ranks: dict[int, int]
-    # the generation by whose ranks losses are ordered
+    # the generation whose ranks give the order of the lists of losses
     ordered_by: int
     moments: list[Moment]
-    # the moment after the exchange that was under way
+    # the moment after the exchange that was in flight, or None
     ahead: Moment | None
-    # the step of the parameters in the store, if a synchronous store updates them
+    # the step of the parameters in the store, or None if not all keys are at the same step
     stored: int | None
     # True if the worker has all arrays that the store does not have
     has_arrays: bool
     history: list[Epoch]
-    # for each epoch in the history the mean losses of all workers
+    # for each epoch in the history, the mean losses of all workers
     ended_losses: list[list[float]]
 
     @property
@@ -331,15 +338,15 @@ class WorkerReport(msgspec.Struct, frozen=True):
 
     @property
     def furthest(self) -> int:
-        """The last step to which the worker has contributed everything."""
+        """The last step to which the worker has contributed all its batches."""
         return self.done if self.ahead is None else self.ahead.step
 
     def last(self, step: int) -> tuple[int, int] | None:
-        """Return the place of the last moment of a step, or None if the worker does not remember the step."""
+        """Return the place of the step's last moment, or None if the worker does not remember the step."""
         return max((moment.place for moment in self._all() if moment.step == step), default=None)
 
     def at(self, step: int, place: tuple[int, int]) -> Moment:
-        """Return the last moment of a step up to this place."""
+        """Return the last moment of a step that is not after `place`."""
         moments = [moment for moment in self._all() if moment.step == step and moment.place <= place]
         return sorted(moments, key=lambda moment: moment.place)[-1]
 
@@ -348,7 +355,7 @@ class WorkerReport(msgspec.Struct, frozen=True):
 
 
 class ChosenMoment(NamedTuple):
-    """The moment to which workers go back."""
+    """The moment that workers go back to."""
 
     step: int
     place: tuple[int, int]
@@ -359,20 +366,22 @@ class ChosenMoment(NamedTuple):
 def choose_moment(
     reports: Sequence[WorkerReport | None], group: Sequence[int], stored: bool, asynchronous: bool
 ) -> ChosenMoment:
-    """Choose the moment to which a group of workers goes back. Pure.
+    """Choose the moment that a group of workers goes back to. Pure.
 
-    If the store updates parameters it is the step of the store. If workers update, all alike, it is the step of the
-    worker that is furthest. In an asynchronous store it is the last step to which the whole group has contributed; a
-    group of spares only takes the step of the slowest worker.
+    - If the store updates the parameters, the moment is at the step of the parameters in the store.
+    - If every worker updates its own parameters, with equal results, it is at the step of the worker that is furthest
+      ahead.
+    - If workers do not wait for each other in every step, it is at the last step to which the whole group has
+      contributed. A group that consists only of spares takes the step of the slowest worker.
 
     Args:
         reports: For each rank its report, or None for a spare.
-        group: All workers of a synchronous store, or those of a client.
-        stored: The store updates the parameters.
-        asynchronous: Workers do not wait for each other in every step.
+        group: The ranks of all workers of a synchronous store, or of the workers of a client.
+        stored: True if the store updates the parameters.
+        asynchronous: True if workers do not wait for each other in every step.
 
     Raises:
-        LostError: No worker knows where the training was, or one does not remember that step.
+        LostError: No worker knows where the training was, or a worker does not remember the step.
     """
     known = {rank: report for rank in group if (report := reports[rank]) is not None}
     if not known:
@@ -405,23 +414,24 @@ def choose_moment(
 
 
 def furthest_of(reports: Sequence[WorkerReport | None]) -> list[int]:
-    """Return the rank of the worker that is furthest, the lowest if there are several, in a list of one.
+    """Return a list with the rank of the worker that is furthest ahead, or the lowest such rank.
 
-    When workers of a synchronous store train apart, all continue from its step. The list is empty if no worker knows
-    where the training was.
+    All workers continue from the step of this worker if they train independently (`local=`) in a synchronous store. The
+    list is empty if no worker knows where the training was.
     """
     steps = [(report.furthest, -rank) for rank, report in enumerate(reports) if report is not None]
     return [-rank for _, rank in sorted(steps)[-1:]]
 
 
 def order_of_losses(reports: Sequence[WorkerReport | None], generation: int, workers: int) -> list[int]:
-    """Return, for each present worker, the place of its losses in lists that are ordered by an older generation.
+    """Return, for each current worker, the place of its losses in lists that have the order of an older generation.
 
     A spare gets the place of a worker that has died.
 
     Args:
-        generation: The older generation.
-        workers: The number of workers in it.
+        reports: For each current rank its report, or None for a spare.
+        generation: The older generation, whose ranks give the order.
+        workers: The number of workers in the older generation.
     """
     known = [None if report is None else report.ranks.get(generation) for report in reports]
     free = iter([place for place in range(workers) if place not in known])
@@ -429,7 +439,7 @@ def order_of_losses(reports: Sequence[WorkerReport | None], generation: int, wor
 
 
 def with_losses(history: Sequence[Epoch], losses: Sequence[Sequence[float]], worker: int) -> list[Epoch]:
-    """Return a history whose losses are those of a worker. `losses` has those of all workers for each epoch."""
+    """Return the history with the losses of one worker. `losses` has, for each epoch, the losses of all workers."""
     if not losses:
         return list(history)
     return [entry._replace(loss=of_all[worker]) for entry, of_all in zip(history, losses)]

@@ -1,7 +1,8 @@
 """One step of training (`Blocking`): compute and accumulate gradients, and exchange them.
 
-A step has two parts: `Blocking` makes the gradients, and an `Update` (in `updates`) makes the next parameters from
-them. `mpips.overlap` has an exchange of its own, which runs during the compute.
+A step has two parts. `Blocking` computes the gradients, and an `Update` (in `updates`) turns the gradients into the
+next parameters. With `overlap=` the Trainer uses the exchange of `mpips.overlap` instead, which runs while gradients
+are computed.
 """
 
 from __future__ import annotations
@@ -26,29 +27,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainerParts:
-    """The parts of a Trainer, for the modules that fit, evaluate and save."""
+    """The parts of a Trainer that the modules for fitting, evaluating and saving use."""
 
     model: Any
     kv: KVStore
     exchange: Blocking | Overlapped
-    # the exchange, if it is a blocking one, or None with `overlap=`
+    # equal to `exchange` if that is a Blocking; None with `overlap=`
     blocking: Blocking | None
     metrics: Mapping[str, Callable[[Any, Any], Any]]
 
 
 class StepTotals(NamedTuple):
-    """What all workers together had in a step in which they may have different numbers of batches."""
+    """A summary over all workers of a step in which workers may have different numbers of batches."""
 
-    # True if any worker had a batch; if not, the epoch is over
+    # True if any worker had a batch; otherwise the epoch is over
     batches: bool
-    # True if any worker had a sample; if not, nothing was exchanged
+    # True if any worker had a sample; otherwise nothing was exchanged
     samples: bool
     # True if every worker had a batch
     everybody: bool
 
 
 class Blocking:
-    """An exchange that is over when its step ends. It sends the gradients of `accumulate` batches by an `Update`."""
+    """Computes gradients and exchanges them. An exchange sends the gradients of `accumulate` batches by an `Update`.
+
+    It is called blocking because an exchange ends before its step ends.
+    """
 
     def __init__(self, model: Model, update: Update, accumulate: int) -> None:
         self.model = model
@@ -56,13 +60,13 @@ class Blocking:
         self.accumulate = accumulate
         self._recorder = Recorder()
         self._sum = Accumulated(model.gradients)
-        # when the first batch of the exchange began, by time.perf_counter()
+        # time.perf_counter() when the first batch of the next exchange began
         self._begin = 0.0
-        # batches that wait for the next exchange
+        # number of batches that wait for the next exchange
         self._added = 0
 
     def step(self, x: Samples, y: Samples) -> float:
-        """Compute a batch and return its loss. Every `accumulate`-th call exchanges."""
+        """Compute a batch and return its loss. Every `accumulate`-th call also exchanges gradients."""
         loss = self.add(x, y)
         if self.full:
             self.flush()
@@ -75,7 +79,7 @@ class Blocking:
 
     @property
     def waiting(self) -> int:
-        """Number of batches that wait for the next exchange."""
+        """The number of batches that wait for the next exchange."""
         return self._added
 
     def add(self, x: Samples, y: Samples) -> float:
@@ -89,11 +93,11 @@ class Blocking:
         return loss
 
     def add_empty(self) -> None:
-        """Count a batch without samples, which has no weight in the exchange. The model is not called. Local."""
+        """Count a batch without samples. It has no weight in the exchange, and the model is not called. Local."""
         self._added += 1
 
     def flush(self) -> bool:
-        """Exchange the mean over all samples of the batches that wait. Return False if none waited. Blocking."""
+        """Exchange the mean over all samples of the waiting batches. Return False if no batch waits. Blocking."""
         if not self._added:
             return False
         self._sum.mean()
@@ -101,12 +105,12 @@ class Blocking:
         return True
 
     def flush_uneven(self, samples: int) -> StepTotals:
-        """Exchange the mean over the samples of all workers, which may have different numbers of them, or none.
+        """Exchange the mean over the samples of all workers. A worker may have any number of samples, or none.
 
-        Blocking. All workers of the update's group call it, and sum two numbers before the exchange.
+        Blocking. All workers of the update's group must call it. They sum two numbers before the exchange.
 
         Args:
-            samples: Number of samples in this worker's batches that wait.
+            samples: The number of samples in this worker's waiting batches.
         """
         if not self._added:
             self._begin = time.perf_counter()
@@ -123,15 +127,15 @@ class Blocking:
         return totals
 
     def forget(self) -> None:
-        """Drop the batches that wait for the next exchange."""
+        """Drop the waiting batches."""
         self._sum.forget()
         self._added = 0
 
     def finish(self) -> None:
-        """Do nothing: no exchange is ever under way between two steps."""
+        """Do nothing, because no exchange is in flight between two steps."""
 
     def report(self) -> OverlapReport:
-        """Return how long the last steps took on this worker. Local."""
+        """Return the times of the last steps on this worker. Local."""
         return self._recorder.report(self.update.name, ((1, len(self.model.parameters)),), (), 0, None)
 
     def _exchange(self) -> None:
@@ -142,7 +146,7 @@ class Blocking:
 
 
 def check_uneven_batches(parts: TrainerParts, source: Source) -> None:
-    """Raise ValueError if this Trainer does not allow different numbers of batches on workers, and they may differ."""
+    """Raise ValueError if workers may have different numbers of batches and this Trainer does not allow that."""
     if not source.uneven:
         return
     if parts.blocking is None:
@@ -158,7 +162,10 @@ def check_uneven_batches(parts: TrainerParts, source: Source) -> None:
 
 
 def update_optimizer(parts: TrainerParts, numbers: dict[str, Any]) -> None:
-    """Change numbers of the optimizer. Collective; all workers raise ValueError or TypeError if one is wrong."""
+    """Change hyperparameters of the optimizer. Collective.
+
+    All workers raise ValueError or TypeError if a hyperparameter is invalid.
+    """
     if parts.blocking is None:
         raise ValueError(
             "update_optimizer: a Trainer with overlap= sets its optimizer in the first step: give a "
@@ -171,7 +178,7 @@ def update_optimizer(parts: TrainerParts, numbers: dict[str, Any]) -> None:
 
 
 def _number(loss: Any) -> float:
-    """Return a batch's loss as a float. Raises TypeError if the model has returned something else."""
+    """Return the loss of a batch as a float. Raises TypeError if the model has not returned a number."""
     try:
         return float(loss)
     except (TypeError, ValueError):
@@ -180,9 +187,10 @@ def _number(loss: Any) -> float:
 
 
 class Accumulated:
-    """A running sum of mean gradients, each times its number of samples, from which the mean over all samples is made.
+    """Averages the gradients of several batches over all samples.
 
-    16-bit floats are added in float32. From the first `add` on it takes memory for one copy of the gradients.
+    It keeps a running sum, in which each batch's mean gradient is multiplied by the number of samples. 16-bit floats
+    are added in float32. From the first `add` on, it takes memory for one copy of the gradients.
     """
 
     def __init__(self, gradients: Arrays) -> None:
@@ -192,7 +200,7 @@ class Accumulated:
 
     @quiet
     def add(self, samples: int) -> None:
-        """Add the current gradients, which are the mean over `samples` samples. With 0 samples they do not count."""
+        """Add the model's current gradients, which are the mean over `samples` samples. 0 samples do not count."""
         if not samples:
             return
         if self._sums is None:
@@ -203,7 +211,7 @@ class Accumulated:
 
     @quiet
     def mean(self) -> None:
-        """Overwrite the gradients with the mean over all samples added, and begin the next sum."""
+        """Overwrite the model's gradients with the mean over all added samples, and begin a new sum."""
         if self._sums is None or not self._samples:
             return
         for total, gradient in zip(self._sums, self._gradients):
@@ -211,7 +219,7 @@ class Accumulated:
         self.forget()
 
     def forget(self) -> None:
-        """Begin the next sum without using this one."""
+        """Drop the sum, and begin a new one."""
         for total in self._sums or ():
             total[...] = 0
         self._samples = 0

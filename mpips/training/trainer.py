@@ -1,4 +1,4 @@
-"""`Trainer`: a training loop for users who do not want to write one (MXNET-MPI, section 5, figures 6 to 8)."""
+"""`Trainer`: a training loop for users who do not want to write their own (MXNET-MPI, section 5, figures 6 to 8)."""
 
 from __future__ import annotations
 
@@ -42,35 +42,37 @@ class Trainer(NotCopyable):
         history = trainer.fit(x, y, batch_size=32, epochs=20)
         kv.close()
 
-    Every worker starts from rank 0's parameters. If the store survives deaths (option `spares`), `fit` continues after
-    a death; a death outside of `fit` raises.
+    Every worker starts from rank 0's parameters. If the store survives deaths of processes (option `spares`), `fit`
+    continues after a death. A death outside of `fit` raises an error.
 
-    Making one is collective over all workers, which must give equal arguments, and blocks.
+    Creating a Trainer is collective over all workers and blocking. All workers must pass equal arguments.
 
     Args:
         model: An `mpips.Model`: parameters, gradients, and a function that fills the gradients.
         kv: The store, from `mpips.create`.
-        optimizer: A name with options, or an Optimizer. Its gradient is the mean over the samples of all workers that
-            contribute to an update. A number may be a schedule: `learning_rate=mpips.optimizers.Cosine(0.1, 1000)`.
-        elastic: Elastic averaging. Needs an asynchronous store.
-        local: An `mpips.training.Local`. Each client trains by itself, and after every `local.every` steps the store's
-            outer optimizer takes the changes that the clients have made (local SGD, DiLoCo).
-        overlap: Exchange gradients during the compute, by a strategy of `mpips plan` or "auto", which measures the job
-            and takes the best strategy. The model must be one in layers (`mpips.overlap.LayeredModel`, as `MLP` is).
-            Not for stores that survive deaths.
-        clip_norm: The largest global norm of a gradient. In synchronous stores it applies to the mean over all workers.
-            Every worker then updates by itself, all alike, and keeps the optimizer's state, and the store only sums.
-            With `elastic` or `local` it applies to the mean over the client's workers. In other asynchronous stores it
-            applies to each push, and every client must have one worker.
-        accumulate: How many batches of a worker make one exchange. The gradient is the mean over all their samples.
-        metrics: Name -> function of (outputs, y), for `evaluate` and `fit(test=)`. A function returns a value for each
-            sample, or their mean.
-        grow: Waiting spares become workers during the first `fit`, at the end of the epoch that is under way.
-        options: Options of the optimizer, if it is given by name.
+        optimizer: An Optimizer, or the name of one. Its gradient is the mean over the samples of all workers that
+            contribute to an update. A hyperparameter may be a schedule:
+            `learning_rate=mpips.optimizers.Cosine(0.1, 1000)`.
+        elastic: Elastic averaging. It needs an asynchronous store.
+        local: An `mpips.training.Local`, for local SGD or DiLoCo. Each client (a group of workers) trains by itself.
+            After every `local.every` steps the store's outer optimizer applies the changes that the clients have made.
+        overlap: Exchange gradients while others are computed. The value is a strategy of `mpips plan`, or "auto", which
+            measures the job and chooses the best strategy. The model must consist of layers
+            (`mpips.overlap.LayeredModel`, such as `MLP`). The store must not be one that survives deaths.
+        clip_norm: The largest global norm of a gradient. In a synchronous store it applies to the mean over all
+            workers. The store then only sums gradients. Every worker keeps the optimizer's state and updates its own
+            parameters, with equal results. With `elastic` or `local`, `clip_norm` applies to the mean over the client's
+            workers. In other asynchronous stores it applies to each push, and every client must have one worker.
+        accumulate: The number of batches that a worker computes for one exchange. The gradient is the mean over all
+            samples of these batches.
+        metrics: A dict of functions of (outputs, y) by name, for `evaluate` and `fit(test=)`. A function returns a
+            value for each sample, or the mean of these values.
+        grow: True to turn waiting spares into workers during the first `fit`, at the end of the current epoch.
+        options: The options of the optimizer, if `optimizer` is a name.
 
     Raises:
-        ValueError, TypeError: An argument is wrong or differs between workers. All workers raise it, before anything is
-            sent.
+        ValueError, TypeError: An argument is invalid or differs between workers. All workers raise it, before anything
+            is sent.
     """
 
     def __init__(
@@ -96,11 +98,11 @@ class Trainer(NotCopyable):
                 _check_local(kv, local, elastic, overlap)
             limit = check_clip(clip_norm)
             _check_options(kv, elastic, overlap, None if local else limit, accumulate)
-            # With overlap the model is one in layers, which Overlapped checks.
+            # With overlap, Overlapped checks the model.
             if overlap is None:
                 check_model_arrays(model)
             made = create(optimizer, **options)
-            # Fails unless the optimizer has a rescale.
+            # This raises an error unless the optimizer has the field `rescale`.
             averaged(made, 1)
             return made, check_metrics(metrics, model)
 
@@ -131,16 +133,16 @@ class Trainer(NotCopyable):
         self._parts = TrainerParts(model, kv, self.exchange, steps, measures)
         self._position = Position()
         self._fits = 0
-        # positions of all workers in the checkpoint from which the next fit continues
+        # positions of all workers in the checkpoint that the next fit continues from, or ()
         self._resumed: Sequence[Position] = ()
 
     # ---- training
 
     def step(self, x: Samples, y: Samples) -> float:
-        """Train on one batch of this worker. Blocks until the parameters are the new ones.
+        """Train on one batch of this worker. Blocks until the parameters are updated.
 
-        All workers of a synchronous store call it equally often; in an asynchronous store all workers of a client do.
-        With `accumulate=k` every k-th call exchanges gradients, and the others are local.
+        All workers of a synchronous store must call it equally often. In an asynchronous store, only the workers of the
+        same client must. With `accumulate=k` every k-th call exchanges gradients, and the other calls are local.
 
         Args:
             x: Inputs, (samples, ...).
@@ -150,7 +152,7 @@ class Trainer(NotCopyable):
             The mean loss of the batch, before the update.
 
         Raises:
-            ValueError: The batch is empty, so it has no mean.
+            ValueError: The batch is empty, so it has no mean loss.
         """
         if getattr(x if y is None else y, "shape", (1,))[:1] == (0,):
             raise ValueError(
@@ -180,37 +182,38 @@ class Trainer(NotCopyable):
 
         Data can be given in two ways:
 
-        1. x and y are arrays (samples, ...), the same on every worker, with `batch_size`. Each epoch has another order
-           of the samples, made from `seed`, and each worker takes its share. Samples that do not fill a mini-batch of
-           all workers are left out of the epoch.
-        2. x alone gives this worker's own batches (x, y). Workers may have different numbers of batches. A worker that
-           has none left contributes nothing, and the mean is over the samples of the others. To know their number, a
-           synchronous step also sums two numbers. An asynchronous worker does not wait for any other.
+        1. x and y are arrays (samples, ...), the same on every worker, with `batch_size`. Each epoch has a new order of
+           the samples, made from `seed`, and each worker takes its share. Samples that do not fill a mini-batch of all
+           workers are left out of the epoch.
+        2. x gives this worker's own batches (x, y), and y is None. Workers may have different numbers of batches. A
+           worker that has used all its batches contributes nothing, and the mean is over the samples of the other
+           workers. To count these samples, a synchronous step also sums two numbers. An asynchronous worker does not
+           wait for any other worker.
 
         Args:
-            x: Inputs, (samples, ...). Rows are taken by position, also of data frames, sparse matrices and arrays on
-                disk. Or batches: an iterable that can be iterated in every epoch (a list, a DataLoader), or a function
-                of the epoch (from 1) that returns an iterable.
+            x: Inputs, (samples, ...). Data frames, sparse matrices and arrays on disk are also accepted, and their rows
+                are taken by position. Or batches: an iterable that can be iterated in every epoch (a list, a
+                DataLoader), or a function that takes the number of the epoch (from 1) and returns an iterable.
             y: Targets, (samples, ...). None if x gives batches.
-            batch_size: Samples that a worker takes in a step. For arrays only.
-            epochs: Epochs in all, including those before a resume.
-            seed: Decides the order of the samples.
-            steps: The most steps in an epoch. For batches only. An endless stream needs it; an iterator continues in
-                the next epoch.
-            test: A pair of arrays, or batches, to measure after each epoch. All workers measure together; in an
-                asynchronous store each worker measures alone, with its parameters of that moment.
+            batch_size: The number of samples that a worker takes in a step. For arrays only.
+            epochs: The total number of epochs, including those before a resume.
+            seed: The seed for the order of the samples.
+            steps: The largest number of steps in an epoch. For batches only. An endless stream needs this limit. An
+                iterator continues in the next epoch where it stopped.
+            test: A pair of arrays, or batches, to measure after each epoch. All workers measure together, except in an
+                asynchronous store, where each worker measures alone with its current parameters.
             callbacks: `mpips.training.Callback` objects.
-            on_epoch: A function that is called with each Epoch.
-            resume: A folder of `Checkpoint`. Training continues from the newest checkpoint in it, if there is any. In a
-                synchronous store the result has the same bits as without the interruption.
+            on_epoch: A function that is called with the `Epoch` after each epoch.
+            resume: A folder that `Checkpoint` has written. Training continues from the newest checkpoint in it, if it
+                has any. In a synchronous store the result has the same bits as without the interruption.
 
         Returns:
             The history: an `Epoch` for each epoch, including those before a resume.
 
         Raises:
-            ValueError, TypeError: An argument is wrong or differs between workers. All workers raise it, before the
+            ValueError, TypeError: An argument is invalid or differs between workers. All workers raise it, before the
                 first step.
-            StoreError: A process has died, and the store does not survive deaths, or has lost what it needs.
+            StoreError: A process has died, and the store does not survive deaths or has lost data.
         """
         callbacks, resume = of_job(self.kv, callbacks, resume)
         arguments, refusal = attempt(
@@ -237,45 +240,46 @@ class Trainer(NotCopyable):
             self._position = begin(self._parts, arguments, resume, own)
             if self._position.step != before and self.kv.rank == 0:
                 print(f"mpips: fit goes on from step {self._position.step}, saved in {resume}", file=sys.stderr)
-        # A spare begins with its first fit. If the others are in a later one, the numbers differ, and all raise.
+        # A spare begins with its first fit. If the other workers are in a later fit, the numbers of the fits differ,
+        # and all workers raise an error.
         self._fits += 1
         survival = survival_of(self._parts, arguments.source, self._fits, [*self._compared, *compared], self._grow)
         return Fit(self._parts, arguments, self._position, survival).run()
 
     def update_optimizer(self, **numbers: Any) -> None:
-        """Change numbers of the optimizer, from the next exchange on. Its state stays. Collective, blocking.
+        """Change hyperparameters of the optimizer, from the next exchange on. Its state stays. Collective, blocking.
 
             trainer.update_optimizer(learning_rate=0.01)
 
         Raises:
-            ValueError, TypeError: A number is wrong or differs between workers. All workers raise it, and nothing has
-                changed.
+            ValueError, TypeError: A hyperparameter is invalid or differs between workers. All workers raise it, and
+                nothing has changed.
         """
         update_optimizer(self._parts, numbers)
 
-    # ---- what was learnt
+    # ---- evaluation
 
     def evaluate(self, x: Samples, y: Samples = None, *, batch_size: int = BLOCK) -> dict[str, float]:
-        """Measure test data: the loss, and the metrics. Collective over all workers, blocking.
+        """Measure the loss and the metrics on test data. Collective over all workers, blocking.
 
             result = trainer.evaluate(test_x, test_y)  # {"loss": 0.31, "accuracy": 0.91}
 
         Sums are in float64 and added in rank order, so they are exact up to rounding, however unevenly the samples are
-        shared. In an asynchronous store all workers first take the servers' parameters. With `elastic`, `local` or
-        `overlap` each worker measures with its own parameters.
+        shared out. In an asynchronous store all workers first take the servers' parameters. With `elastic`, `local` or
+        `overlap` they do not: each worker measures with its own parameters.
 
         Args:
-            x: Inputs (samples, ...), the same on every worker; each computes a share. Or, without y, this worker's own
-                batches (x, y).
-            y: Targets (samples, ...).
-            batch_size: Samples to compute at a time. For arrays only.
+            x: Inputs (samples, ...), the same on every worker. Each worker computes a share. Or, without y, this
+                worker's own batches (x, y).
+            y: Targets (samples, ...), or None if x gives batches.
+            batch_size: The number of samples to compute at a time. For arrays only.
 
         Returns:
-            "loss" and the metrics by name: means over all samples, equal on every worker.
+            A dict with "loss" and the metrics by name. The values are means over all samples, equal on every worker.
 
         Raises:
-            ValueError, TypeError: An argument is wrong or differs between workers, or a metric fails on one of them.
-                All workers raise it.
+            ValueError, TypeError: An argument is invalid or differs between workers, or a metric fails on a worker. All
+                workers raise it.
         """
 
         def checked_source() -> Source:
@@ -291,7 +295,7 @@ class Trainer(NotCopyable):
     def predict(self, x: Samples) -> np.ndarray:
         """Return the model's outputs (samples, ...) for x (samples, ...), with this worker's parameters. Local.
 
-        Raises TypeError if the model has no `predict`, or rows of x cannot be taken by position.
+        Raises TypeError if the model has no `predict`, or if rows of x cannot be taken by position.
         """
         check_method(self.model, "predict", "predict")
         self.exchange.finish()
@@ -305,14 +309,14 @@ class Trainer(NotCopyable):
     # ---- checkpoints
 
     def save(self, path: str | os.PathLike[str], keep: int | None = None) -> str:
-        """Write a checkpoint into a folder. For training loops of your own; `fit` saves by `Checkpoint`.
+        """Write a checkpoint into a folder, in a training loop of your own. In `fit`, use the callback `Checkpoint`.
 
         Collective, blocking. Call it between two steps.
 
             trainer.save("out/mine", keep=2)
 
         Args:
-            path: The folder. It is made if it does not exist.
+            path: The folder. It is created if it does not exist.
             keep: The number of newest checkpoints that stay. None keeps all.
 
         Returns:
@@ -324,7 +328,7 @@ class Trainer(NotCopyable):
         return checkpoint.save(self._parts, path, self._position, keep)
 
     def resume(self, path: str | os.PathLike[str]) -> int:
-        """Continue from a checkpoint. The next `step` or `fit` starts there. Collective, blocking.
+        """Load a checkpoint. The next `step` or `fit` continues from it. Collective, blocking.
 
         Args:
             path: A folder, whose newest checkpoint is taken, or one file step-*.trainer.safetensors.
@@ -333,23 +337,23 @@ class Trainer(NotCopyable):
             The step of the checkpoint.
 
         Raises:
-            ValueError, TypeError: There is no checkpoint, or it does not fit this Trainer. Every worker raises it, and
-                nothing has changed.
+            ValueError, TypeError: `path` has no checkpoint, or the checkpoint does not fit this Trainer. Every worker
+                raises it, and nothing has changed.
         """
         found = checkpoint.find(self._parts, path)
-        # Without begin=, find() raises if there is no checkpoint.
+        # Without begin=True, find() raises an error if the folder has no checkpoint.
         assert found is not None
         checkpoint.take(self._parts, found)
         self._position, self._resumed = checkpoint.position_of(found.positions, self.kv.rank), found.positions
         return self._position.step
 
-    # ---- how fast
+    # ---- speed
 
     def report(self) -> OverlapReport:
         """Return the times of the last steps on this worker. Local.
 
-        The report has the seconds of an iteration, measured and predicted, the groups of layers that travel together,
-        and the tasks of the last step (`save_trace`, `save_picture`).
+        The report has the measured and the predicted seconds of an iteration, the groups of layers whose gradients
+        travel together, and the tasks of the last step (`save_trace`, `save_picture`).
 
         Raises:
             RuntimeError: The first step has not ended yet.
@@ -357,20 +361,20 @@ class Trainer(NotCopyable):
         return self.exchange.report()
 
     def profile(self, x: np.ndarray, y: np.ndarray, save: str | Path | None = None) -> Profile:
-        """Measure this job: the layers on a batch, and messages through the store. Collective, blocking.
+        """Measure this job: the time of each layer on a batch, and of messages through the store. Collective, blocking.
 
-        Gradients are overwritten, and parameters stay.
+        Gradients are overwritten. Parameters do not change.
 
         Args:
             x: Inputs of the batch, (samples, ...).
             y: Targets, (samples, ...).
-            save: A file to which rank 0 writes the profile, for `mpips plan`.
+            save: The file that rank 0 writes the profile to, for `mpips plan`. None writes no file.
 
         Returns:
             The profile.
 
         Raises:
-            ValueError: The model is not one in layers, as `overlap` needs it, or the Trainer has `elastic`.
+            ValueError: The model does not consist of layers (see `overlap`), or the Trainer has `elastic`.
         """
         check_model(self.model, "profile")
         if self._parts.blocking is not None and self._parts.blocking.update.name == "none, elastic":
@@ -396,7 +400,7 @@ def _update_of(
 
 
 def _check_local(kv: KVStore, local: Local, elastic: Elastic | None, overlap: str | None) -> None:
-    """Raise TypeError or ValueError for options that do not go with training apart."""
+    """Raise TypeError or ValueError for options that do not fit `local`."""
     if not isinstance(local, Local):
         raise TypeError(f"local={local!r}: give an mpips.training.Local, as Local(every=500)")
     if elastic is not None or overlap is not None:
@@ -418,14 +422,14 @@ def _check_local(kv: KVStore, local: Local, elastic: Elastic | None, overlap: st
             f"local: all {kv.num_workers} workers of this {kv.type} store are in one client, which sum in "
             "each step: take dist_sync, or several clients"
         )
-    # Fails unless the optimizer has a rescale.
+    # This raises an error unless the optimizer has the field `rescale`.
     averaged(local.optimizer, 1)
 
 
 def _check_options(
     kv: KVStore, elastic: Elastic | None, overlap: str | None, clip_norm: float | None, accumulate: int
 ) -> None:
-    """Raise ValueError for options that do not go together."""
+    """Raise ValueError for options that do not fit together."""
     if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
         raise ValueError(f"accumulate={accumulate!r}: give a number of batches, at least 1")
     if overlap is not None and kv.layout.survives:

@@ -1,9 +1,10 @@
-"""Three ways from a step's gradients to the next parameters: by the store's optimizer, every worker, or every client.
+"""Three updates, ways to turn gradients into the next parameters: by the store, by every worker, or by every client.
 
-`StoreUpdate` serves all kinds of store (MXNET-MPI, figures 6 and 7). `WorkerUpdate` is for clipping in a synchronous
-store: only a rank that has the whole sum knows its norm, so the store sums without an optimizer and every worker
-updates. With `ClientUpdate` clients train apart (`local`): they exchange whole models by elastic averaging (MXNET-MPI,
-figure 8), or the changes that they have made to them (DiLoCo).
+- `StoreUpdate` works with all kinds of store (MXNET-MPI, figures 6 and 7). The store's optimizer updates.
+- `WorkerUpdate` is for clipping in a synchronous store. Only a rank that has the whole sum of gradients knows its norm.
+  So the store sums without an optimizer, and every worker updates its own parameters.
+- `ClientUpdate` lets clients (groups of workers) train independently (`local`). They exchange their parameters by
+  elastic averaging (MXNET-MPI, figure 8), or the changes of their parameters (local SGD, DiLoCo).
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ if TYPE_CHECKING:
 
     from mpips.store.api import KVStore
 
-# elements that are squared at a time, so that no temporary array has the length of a gradient
+# number of elements that are squared at a time, so that no temporary array is as long as a gradient
 BLOCK = 1 << 15
 Arrays = Sequence[np.ndarray]
-# how many Trainers a store has had
+# store -> number of Trainers that it has had
 _trainers: WeakKeyDictionary[KVStore, int] = WeakKeyDictionary()
 
 
 def global_norm(gradients: Arrays) -> float:
-    """Return the square root of the sum of all elements' squares, added in float64.
+    """Return the square root of the sum of the squares of all elements. The sum is in float64.
 
-    The order of the sum depends only on the shapes, so equal gradients give equal bits.
+    The order of the additions depends only on the shapes, so equal gradients give equal bits.
     """
     total = 0.0
     for gradient in gradients:
@@ -54,7 +55,7 @@ def global_norm(gradients: Arrays) -> float:
 def clip(gradients: Arrays, limit: float) -> float:
     """Scale gradients so that their global norm is at most `limit`. Return the norm that they had.
 
-    If the norm is not finite, nothing is scaled. The loss will show that, too.
+    If the norm is not finite, nothing is scaled. The loss will then also show that something is wrong.
     """
     norm = global_norm(gradients)
     if limit < norm < math.inf:
@@ -64,7 +65,7 @@ def clip(gradients: Arrays, limit: float) -> float:
 
 @quiet
 def weigh(gradients: Arrays, factor: float) -> None:
-    """Multiply gradients by a factor in place. With 1 no bit changes; with 0 all are 0, even where they were NaN."""
+    """Multiply gradients by a factor in place. With a factor of 1 no bit changes. With 0 all become 0, even NaN."""
     for gradient in gradients if factor != 1.0 else ():
         if factor == 0.0:
             gradient[...] = 0
@@ -73,7 +74,7 @@ def weigh(gradients: Arrays, factor: float) -> None:
 
 
 def check_clip(clip_norm: float | None) -> float | None:
-    """Return the largest norm as a float, or None. Raises ValueError unless it is a finite number above 0."""
+    """Return `clip_norm` as a float, or None. Raises ValueError unless it is None or a finite number above 0."""
     if clip_norm is None:
         return None
     if isinstance(clip_norm, bool) or not isinstance(clip_norm, (int, float)) or not 0 < clip_norm < math.inf:
@@ -82,16 +83,16 @@ def check_clip(clip_norm: float | None) -> float | None:
 
 
 def own_keys(model: Model, kv: KVStore) -> list[str]:
-    """Return the keys of a model. Every Trainer of a store but the first gets a prefix, so that keys differ."""
+    """Return the keys of a model. All Trainers of a store except the first get a prefix, so that their keys differ."""
     number = _trainers[kv] = _trainers.get(kv, 0) + 1
     return [key if number == 1 else f"trainer{number}/{key}" for key in keys_of(model)]
 
 
 def create_keys(kv: KVStore, keys: Sequence[str], parameters: Sequence[np.ndarray]) -> bool:
-    """Create the keys of a model, with rank 0's parameters as values. Collective, blocking. Return True.
+    """Create the keys of a model, with rank 0's parameters as values, and return True. Collective, blocking.
 
-    On a spare that has taken a place return False, because the other workers created the keys before. Raise ValueError
-    on the spare if their keys are not those of its model.
+    On a spare that has replaced a dead worker, create nothing and return False, because the other workers have already
+    created the keys. Raise ValueError on the spare if the existing keys do not fit its model.
     """
     if not kv.worker.fresh:
         kv.init(list(keys), list(parameters))
@@ -108,25 +109,28 @@ def create_keys(kv: KVStore, keys: Sequence[str], parameters: Sequence[np.ndarra
 
 
 def rescaled(optimizer: Optimizer, like: Optimizer) -> Optimizer:
-    """Return the optimizer with the `rescale` of another, which `averaged` has made."""
+    """Return the optimizer with the `rescale` of `like`, which is a result of `averaged`."""
     return replace(optimizer, rescale=like.rescale)  # type: ignore[call-arg, attr-defined]
 
 
 class StoreUpdate:
-    """Pushes gradients and pulls parameters. The store's optimizer updates, on servers or, without any, on the workers.
+    """Pushes gradients and pulls parameters. The store's optimizer updates, on servers or, without servers, on workers.
 
     Args:
+        model: The model.
+        kv: The store.
+        optimizer: The optimizer for the mean gradient.
         clip_norm: The largest norm of a push. For asynchronous stores whose clients have one worker each.
 
     Attributes:
-        keys: The keys of the parameters in the store. Each is pushed once in an exchange.
+        keys: The keys of the parameters in the store. Each key is pushed to once in an exchange.
         name: The name of this kind of update in checkpoints and reports.
     """
 
     name = "none"
-    # True if workers train by themselves between two exchanges
+    # True if workers train independently between two exchanges with the store
     apart = False
-    # the optimizer that runs on every worker, with its current numbers, or None if the store runs it
+    # the optimizer that runs on every worker, with its current hyperparameters, or None if the store runs it
     optimizer = None
 
     def __init__(self, model: Model, kv: KVStore, optimizer: Optimizer, clip_norm: float | None = None) -> None:
@@ -146,53 +150,54 @@ class StoreUpdate:
         return layout.client if layout.asynchronous else layout.workers  # type: ignore[return-value]
 
     def exchange(self) -> None:
-        """Send the model's gradients and replace its parameters by the next ones.
+        """Send the model's gradients, and replace its parameters by the updated ones.
 
-        All workers of `group` call it. Blocking.
+        All workers of `group` must call it. Blocking.
         """
         if self._clip is not None:
             clip(self._model.gradients, self._clip)
         self._kv.pushpull(self.keys, list(self._model.gradients), out=list(self._model.parameters))
 
     def change(self, numbers: Mapping[str, Any]) -> None:
-        """Change numbers of the optimizer, such as `learning_rate`. Its state stays.
+        """Change hyperparameters of the optimizer, such as `learning_rate`. Its state stays.
 
-        All workers of the store call it.
+        All workers of the store must call it.
         """
         self._kv.update_optimizer(self.keys, **numbers)
 
     @property
     def numbers(self) -> Optimizer:
-        """The optimizer with its current numbers, wherever it runs."""
+        """The optimizer with its current hyperparameters, whether the store or the workers run it."""
         optimizer = self._kv.worker.groups.of(self.keys[0])
         assert optimizer is not None
         return optimizer
 
     def share(self) -> None:
-        """In an asynchronous store take the servers' parameters, the same on all workers. All workers call it."""
+        """Give all workers the same parameters: in an asynchronous store, take those of the servers. Collective."""
         if self._kv.layout.asynchronous:
             self._kv.barrier()
             self._pull()
 
     def owners(self) -> list[int]:
-        """Return the workers whose arrays a checkpoint saves, one of each group of equal workers.
+        """Return the ranks of the workers whose arrays a checkpoint saves: one from each group of equal workers.
 
         The list is empty if the store holds everything.
         """
         return []
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return this worker's arrays that the store does not hold, by name. They may be live or copies."""
+        """Return this worker's arrays that the store does not hold, by name. Some may be copies."""
         return {}
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
         """Restore arrays and parameters after `kv.load`. Collective over all workers, blocking.
 
-        `rescale` becomes the one for the present workers.
+        The optimizer's `rescale` is set for the current number of workers.
 
         Args:
             arrays: This worker's arrays from the checkpoint, or None if the store holds everything.
-            optimizer: The optimizer with the numbers of the checkpoint. None leaves the numbers as they are.
+            optimizer: The optimizer with the hyperparameters of the checkpoint. None leaves the hyperparameters
+                unchanged.
         """
         now = self.numbers
         wanted = rescaled(optimizer or now, averaged(self._optimizer, workers_in_a_sum(self._kv)))
@@ -202,9 +207,11 @@ class StoreUpdate:
         self._pull()
 
     def rejoin(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer) -> None:
-        """Restore arrays and parameters after a death, with the optimizer's numbers of the moment to go back to.
+        """Restore arrays and parameters after a death. All workers must call it.
 
-        `arrays` is None if no worker is left in the group that has them. All workers call it.
+        Args:
+            arrays: The arrays of a worker of this group, or None if no worker that has them is left in the group.
+            optimizer: The optimizer with its hyperparameters at the moment that the training goes back to.
         """
         self.restore(arrays, optimizer)
 
@@ -218,8 +225,8 @@ class StoreUpdate:
 class WorkerUpdate:
     """The store sums gradients. Every worker clips their mean by its global norm and updates by itself.
 
-    Equal sums give equal norms and equal parameters on all workers, bit for bit. Each keeps the optimizer's state. The
-    calls are those of `StoreUpdate`.
+    Equal sums give equal norms and equal parameters on all workers, bit for bit. Each worker keeps the optimizer's
+    state. The methods are those of `StoreUpdate`.
     """
 
     name = "none, clipped"
@@ -237,10 +244,13 @@ class WorkerUpdate:
         self._updater = self._new_updater(optimizer)
 
     def _prepare(self) -> None:
-        """Set the store up once its keys are there. Collective."""
+        """Set up the store after its keys have been created. Collective."""
 
     def _new_updater(self, optimizer: Optimizer) -> Updater:
-        """Return an optimizer without state, with these numbers, for the gradients' sum over the group."""
+        """Return an updater without state for the sum of the group's gradients.
+
+        It has the hyperparameters of `optimizer`, except for `rescale`.
+        """
         mean = rescaled(optimizer, averaged(self._optimizer, self.group.Get_size()))
         return Updater(mean, self._model.parameters)
 
@@ -254,18 +264,18 @@ class WorkerUpdate:
         self._update(gradients)
 
     def _update(self, sums: Arrays) -> None:
-        """Clip gradients that are sums over the group, and update the parameters by them. Local."""
+        """Clip gradients that are sums over the group, and update the parameters with them. Local."""
         if self._clip is not None:
-            # The limit is one for the mean, so scale it.
+            # The limit applies to the mean, so scale it for the sum.
             clip(sums, self._clip * self.group.Get_size())
         self._updater.update(sums)
 
     def owners(self) -> list[int]:
-        """Return rank 0 only, because all workers are equal."""
+        """Return [0], because all workers have equal arrays."""
         return [0]
 
     def share(self) -> None:
-        """Do nothing: equal workers have equal parameters already."""
+        """Do nothing, because all workers have equal parameters already."""
 
     def change(self, numbers: Mapping[str, Any]) -> None:
         made, refusal = attempt(lambda: changed(self._updater.optimizer, **numbers))
@@ -288,7 +298,7 @@ class WorkerUpdate:
         return arrays
 
     def restore(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer | None) -> None:
-        """Write the arrays back. The optimizer's numbers become those that were saved."""
+        """Write the arrays back, and take the hyperparameters of `optimizer`."""
         assert arrays is not None and optimizer is not None
         self._updater.optimizer = rescaled(optimizer, averaged(self._optimizer, self.group.Get_size()))
         self._updater.step = int(arrays["step"][0])
@@ -301,10 +311,11 @@ class WorkerUpdate:
 
 
 class ClientUpdate(WorkerUpdate):
-    """Each client trains by itself, and now and then exchanges with the store's centre, as the rule says (`local`).
+    """Each client trains by itself, and now and then exchanges its parameters with the centre.
 
-    With `Elastic` an exchange comes before an update (MXNET-MPI, figure 8), with `Local` after one. `clip_norm` bounds
-    the mean gradient of the client's workers.
+    The centre is the store's own copy of the parameters. With the rule `Elastic` an exchange comes before an update
+    (MXNET-MPI, figure 8). With the rule `Local` it comes after an update. `clip_norm` limits the mean gradient of the
+    client's workers.
     """
 
     apart = True
@@ -323,7 +334,7 @@ class ClientUpdate(WorkerUpdate):
             return
         self._rounds = LocalRounds(kv, self.keys, model.parameters, rule, joins=joins)
         if kv.layout.asynchronous and not joins:
-            # All workers must have pulled rank 0's values before any of them pushes.
+            # All workers must have pulled rank 0's values before any worker pushes.
             kv.barrier()
 
     def _prepare(self) -> None:
@@ -339,7 +350,7 @@ class ClientUpdate(WorkerUpdate):
         return self._kv.layout.client  # type: ignore[return-value]
 
     def exchange(self) -> None:
-        """Update by the client's mean gradient, and exchange with the centre if that is due."""
+        """Update with the client's mean gradient, and exchange parameters with the centre if that is due."""
         parameters, places = self._model.parameters, range(len(self.keys))
         if isinstance(self.rule, Elastic) and self._updater.step % self.rule.interval == 0:
             assert self._exchange is not None
@@ -357,7 +368,7 @@ class ClientUpdate(WorkerUpdate):
         return [client.start for client in self._kv.layout.clients]
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """With `Local`, return also the centre of the last exchange, from which changes are counted, and the steps."""
+        """Return the arrays of `WorkerUpdate`. With `Local`, also return the last centre and the number of steps."""
         arrays = super().arrays()
         if self._rounds is not None:
             arrays.update((f"center/{key}", center) for key, center in zip(self.keys, self._rounds.centers))
@@ -372,7 +383,7 @@ class ClientUpdate(WorkerUpdate):
             self._rounds.begin_at(int(arrays["steps"][0]))
 
     def rejoin(self, arrays: Mapping[str, np.ndarray] | None, optimizer: Optimizer) -> None:
-        """Continue with this client's arrays. Without them begin at the centre, with an optimizer without state."""
+        """Continue with this client's arrays. Without arrays, begin at the centre with a new optimizer state."""
         if arrays is not None:
             super().restore(arrays, optimizer)
         else:
@@ -382,5 +393,5 @@ class ClientUpdate(WorkerUpdate):
             self._rounds.rejoin(self._model.parameters)
 
 
-# any way from gradients to the next parameters
+# any of the three updates
 Update = StoreUpdate | WorkerUpdate

@@ -1,1 +1,1 @@
-"""DistributedOptimizer: wraps a PyTorch optimizer so that `step` goes through a store."""
+"""DistributedOptimizer: wraps a PyTorch optimizer so that its `step` exchanges gradients through a store."""

@@ -1,9 +1,10 @@
 """Consensus: workers of a DistributedOptimizer check that all make the same step, with the same hyperparameters.
 
-Each worker contributes a few numbers to one allgather: its call, the number of its steps, which parameters have a
-gradient, whether a gradient has overflowed, and a digest of the hyperparameters. If these do not fit together, all
-workers raise the same error. At that point nothing has been sent to the store, and it can still be used. In an
-asynchronous store with several clients, only the workers of the same client compare at a step.
+Each worker contributes a row of numbers to one allgather: its call, the number of its steps, whether a gradient has
+overflowed, a digest of the hyperparameters, and masks that tell which parameters have a gradient. If the rows do not
+fit together, all workers raise the same error. At that point nothing has been sent to the store, and the store can
+still be used. In an asynchronous store with several clients, a worker compares its steps only with the workers of its
+own client.
 """
 
 from __future__ import annotations
@@ -32,30 +33,34 @@ from mpips.torch.tensors import bytes_of
 if TYPE_CHECKING:
     from mpips.store.api import KVStore
 
-# calls that all workers make together; they send each other the index
+# Calls that all workers make together. Workers send each other the index of a call in this tuple.
 CALLS = ("step", "DistributedOptimizer", "set_parameters", "state_dict", "load_state_dict", "save", "load")
-# Positions of the numbers at the start of a row, before the masks: index in CALLS, steps made, `Brought.cleared`,
-# changes of parameters since the last step, `Brought.overflow`, digest of the hyperparameters. HEAD is their count.
+# Positions of the numbers at the start of a row, before the masks: index in CALLS, number of steps made,
+# `Brought.cleared`, number of changes of parameters since the last step, `Brought.overflow`, and digest of the
+# hyperparameters. HEAD is the count of these numbers.
 CALL, STEPS, CLEARED, CHANGED, OVERFLOW, DIGEST, HEAD = range(7)
-# stands for the number of zero_grad calls of a worker that has just joined and cannot know it
+# stands for the number of zero_grad calls of a worker that has just joined and cannot know this number
 UNKNOWN = -1
 # A worker that has been in a different call of the store for this long is in the wrong call.
 ELSEWHERE_SECONDS = 0.2
 
 
 class Brought(NamedTuple):
-    """What one worker tells the others before a step."""
+    """What one worker reports to the others before a step."""
 
     # True if GradScaler has found an infinity or a NaN in the gradients
     overflow: bool = False
-    # the scale of GradScaler, if there is one
+    # the scale of GradScaler, or None in a program without one
     scale: float | None = None
-    # calls of zero_grad since the last step
+    # number of zero_grad calls since the last step
     cleared: int = UNKNOWN
 
 
 class Consensus:
-    """One worker's side of the comparisons. `passes` is the number of backward passes before each step."""
+    """Makes one worker's comparisons with the other workers.
+
+    `passes` is the number of backward passes that the program makes before each step.
+    """
 
     def __init__(
         self,
@@ -70,7 +75,7 @@ class Consensus:
         self._passes = passes
         self._parameters = parameters
         self._keys = keys
-        # bytes of a mask with a bit for each parameter
+        # number of bytes of a mask, which has one bit for each parameter
         self._mask = -(-len(parameters) // 8)
         # The row that this worker contributes: the head, then two masks (parameters with a gradient, and those whose
         # gradient is sparse), padded to 8 bytes.
@@ -79,10 +84,11 @@ class Consensus:
         self._masks = self._row[8 * HEAD :]
         # the rows of all workers
         self._rows = self._row[None]
-        # The hyperparameters compared last, as items and as a digest. They seldom change.
+        # The hyperparameters that were compared last, as items and as a digest. Keeping both saves time, because
+        # hyperparameters seldom change.
         self._numbers: tuple[list[dict[str, Any]], Items] = [], []
         self._digested: tuple[Items, int] = [], 0
-        # calls of note()
+        # number of calls of note()
         self._notes = 0
         self.note()
 
@@ -90,8 +96,8 @@ class Consensus:
         """Note that the parameters are now the same as on the other workers.
 
         PyTorch counts changes of a tensor (`_version`), except those through `.data`. So now and then a digest of the
-        values is also taken, but not in a store that survives deaths: there, half of the parameters may be written
-        before a death, and the step is then repeated.
+        values is also taken, but not in a store that survives deaths. In such a store a death may come when only some
+        of the parameters have been written, and the step is then repeated.
         """
         self._versions = [parameter._version for parameter in self._parameters]
         self._bits = list[int]()
@@ -101,9 +107,9 @@ class Consensus:
         self._notes += 1
 
     def check_call(self, call: str, steps: int) -> None:
-        """Raise on all workers unless all of them make the call `call`. Collective, blocking.
+        """Raise an error on all workers unless all of them make the call `call`. Collective, blocking.
 
-        In a synchronous store they must also have made the same number of steps.
+        In a synchronous store the workers must also have made the same number of steps.
         """
         worker, layout = self._store.worker, self._store.layout
         if layout.asynchronous:
@@ -114,10 +120,10 @@ class Consensus:
             self._compare(layout.workers, call, steps, Brought())
 
     def agree(self, steps: int, brought: Brought) -> AgreedStep:
-        """Compare with the workers that make this step, and return their combined masks and flags.
+        """Compare rows with the workers that make this step, and return their combined masks and flags.
 
-        All of them raise unless they make the same step with the same hyperparameters. Collective over these workers,
-        blocking.
+        All these workers raise an error unless they make the same step with the same hyperparameters. Collective over
+        these workers, blocking.
         """
         grads = [parameter.grad for parameter in self._parameters]
         used = [grad is not None for grad in grads]
@@ -132,8 +138,8 @@ class Consensus:
             heads = rows[:, : 8 * HEAD].view(np.int64)
             skipped = bool(heads[:, OVERFLOW].any())
             if not layout.asynchronous and not heads[:, CHANGED].all():
-                # A worker that has changed nothing has the agreed values, and `_compare` found the others' values equal
-                # to them.
+                # A worker that has changed nothing still has the agreed values, and `_compare` has found that the other
+                # workers' values are equal to these.
                 changed = ""
             masks = rows[:, 8 * HEAD :]
             if (masks != self._masks).any():
@@ -147,11 +153,14 @@ class Consensus:
     def _compare(
         self, comm: MPI.Intracomm, call: str, steps: int, brought: Brought, changes: int = 0
     ) -> NDArray[np.uint8]:
-        """Gather the rows of all workers of `comm`, in rank order. Raise on all of them if they do not fit together."""
+        """Gather the rows of all workers of `comm`, in rank order.
+
+        All these workers raise an error if the rows do not fit together.
+        """
         is_step, counts = call == CALLS[0], not self._store.layout.asynchronous
         items: Items = []
-        # At other calls the hyperparameters may differ, because the call may serve to make them equal
-        # (load_state_dict).
+        # Hyperparameters are compared only in steps and at the start. In other calls they may differ, because the call
+        # may serve to make them equal (load_state_dict).
         if is_step or call == CALLS[1]:
             items = self._items() if is_step else [*self._items(), self._state_item()]
             # In a store that survives deaths, a spare starts with a new scaler, so its scale may differ.
@@ -175,7 +184,7 @@ class Consensus:
         heads = self._rows[:, : 8 * HEAD].view(np.int64)
         if (heads == self._head).all():
             return self._rows
-        # rank in the store of the first worker of `comm`, for the errors
+        # the rank that the first worker of `comm` has in the store, for error messages
         first = self._store.rank - comm.rank
         if sentence := unlike(heads.tolist(), first):
             raise of_caller(RuntimeError(sentence))
@@ -193,7 +202,10 @@ class Consensus:
         return self._rows
 
     def _compare_parameters(self, comm: MPI.Intracomm, what: str) -> None:
-        """Raise ValueError if parameters differ by more than rounding, after some workers have changed theirs."""
+        """Raise ValueError if parameters differ between workers by more than rounding.
+
+        This is called when some of the workers have changed their parameters.
+        """
         with self._within(what, comm):
             every = gather_rows(np.array(self._digest_each()), comm, what)
             if (every == every[0]).all():
@@ -230,7 +242,10 @@ class Consensus:
         return [digest(bytes_of(parameter.detach().contiguous()).tobytes()) for parameter in self._parameters]
 
     def _count_changes(self) -> tuple[int, str]:
-        """Count the program's changes of parameters since `note`. Return the count and the key of a changed one."""
+        """Count the program's changes of parameters since `note`.
+
+        Return the count, and the key of a changed parameter or "".
+        """
         versions = [parameter._version for parameter in self._parameters]
         changes = [now - before for now, before in zip(versions, self._versions)]
         if self._bits:
@@ -239,11 +254,11 @@ class Consensus:
 
     @contextmanager
     def _within(self, what: str, comm: MPI.Intracomm) -> Iterator[None]:
-        """Run collectives that must not wait forever for a worker that is in a call of the store instead.
+        """A context for collectives that must not wait forever for a worker that is in a call of the store instead.
 
         Such a worker will never join the collective, because the program makes different calls on different workers. If
-        a worker has been in the other call for ELSEWHERE_SECONDS, the generation ends, and all workers raise an error
-        that names both calls.
+        a worker has been in a call of the store for ELSEWHERE_SECONDS, the store's generation ends (its life between
+        two failures), and all workers raise an error that names both calls.
         """
         generation = self._store.worker.generation
         clock: Clock | None = None
@@ -266,7 +281,7 @@ class Consensus:
 
 
 def unlike(heads: Sequence[Sequence[int]], first: int = 0) -> str:
-    """Return a message that says why the workers cannot make a call together, or "" if they can. Pure.
+    """Return the reason why the workers cannot make a call together, or "" if they can. Pure.
 
     Args:
         heads: The first HEAD numbers of each worker's row.

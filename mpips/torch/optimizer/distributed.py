@@ -1,4 +1,4 @@
-"""`DistributedOptimizer(optimizer, ...)` over a store: its `step` pushes gradients and updates parameters.
+"""`DistributedOptimizer` wraps a PyTorch optimizer: its `step` pushes gradients to a store and updates parameters.
 
     optimizer = mpips.torch.DistributedOptimizer(optimizer, model.named_parameters(), kind="dist_sync", servers=2)
     loss.backward()
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mpips.optimizers.base import Optimizer
     from mpips.store.checkpoint.save import Saving
 
-# attributes of torch's optimizers that hold hooks on state_dict and load_state_dict
+# names of the attributes of torch's optimizers that hold the hooks on state_dict and load_state_dict
 STATE_HOOKS = tuple(
     f"_optimizer_{kind}_hooks"
     for kind in ("state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post")
@@ -50,45 +50,50 @@ LOG = log.get("mpips.torch")
 
 @uncompiled("step", "zero_grad")
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Wraps a PyTorch optimizer: `step` exchanges gradients through a store and leaves the new parameters.
+    """Wraps a PyTorch optimizer so that `step` exchanges gradients through a store and updates the parameters.
 
     Every worker starts from rank 0's parameters. Creating a DistributedOptimizer is collective over the workers and
-    blocks, and so is every `step` with a synchronous store.
+    blocking, and so is every `step` with a synchronous store.
 
-    The hyperparameters of the optimizer's groups may change between steps, on all workers in the same way, so torch's
-    schedulers work as usual. If servers update, all workers wait for each other when hyperparameters change.
+    The hyperparameters of the optimizer's groups may change between steps, if they change in the same way on all
+    workers. So torch's schedulers work as usual. If the servers update the parameters, all workers wait for each other
+    when hyperparameters change.
 
-    In a step, a parameter that has a gradient on no worker stays as it is. If only some workers have a gradient, the
-    others count as zero in the mean over all. Before each step, the workers (in an asynchronous store, those of the
-    same client) check that they make the same step with the same hyperparameters. If not, all of them raise an error
-    that names the difference.
+    In a step, a parameter that has a gradient on no worker keeps its value. If only some workers have a gradient, the
+    other workers count as zero in the mean. Before each step, all workers (in an asynchronous store, the workers of the
+    same client) check that they make the same step with the same hyperparameters. If they do not, all of them raise an
+    error that names the difference.
 
-    If the store survives deaths (`mpips run --spares`), `step` recovers from a death by itself. A finished step is
-    never undone, and an unfinished one is repeated with the same gradients. A spare that replaces a dead worker runs
-    the program from its beginning, gets parameters and state when it creates this object, and continues at step
-    `resumed`.
+    If the store survives deaths of processes (`mpips run --spares`), `step` recovers from a death by itself. A finished
+    step is never undone, and an unfinished step is repeated with the same gradients. A spare that replaces a dead
+    worker runs the program from its beginning, gets parameters and state when it creates this object, and continues at
+    step `resumed`.
 
     Args:
-        optimizer: An optimizer of torch.optim. SGD, Adam, AdamW, RMSprop and Adagrad run on the store's servers, if it
-            has any and if they support all its options (they do not support amsgrad, dampening, ...). Any other
-            optimizer runs on every worker, on gradients averaged over the workers.
-        named_parameters: As from `model.named_parameters()`. Parameters that the optimizer does not have are ignored.
-        kind: The kind of the store, as in `mpips.create`: "mpi_sync", "dist_async", ... The workers of one client wait
-            for each other even with "mpi_async". Choose "dist_async", or several clients, if they should not.
+        optimizer: An optimizer of torch.optim. SGD, Adam, AdamW, RMSprop and Adagrad run on the store's servers, if the
+            store has servers and the servers support all options of the optimizer (amsgrad and dampening, for example,
+            are not supported). Any other optimizer runs on every worker, on gradients averaged over the workers.
+        named_parameters: Pairs of name and parameter, such as `model.named_parameters()`. Parameters that the optimizer
+            does not have are ignored.
+        kind: The kind of the store, as in `mpips.create`, for example "mpi_sync" or "dist_async". The workers of one
+            client wait for each other even with "mpi_async". If they should not, choose "dist_async" or several
+            clients.
         store: An existing store, used in place of `kind` and `options`.
-        backward_passes_per_step: Backward passes that the program makes before each `step`. Their gradients are
-            averaged.
-        compression: As in `kv.set_gradient_compression`, such as {"type": "2bit", "threshold": 0.5}.
-        elastic: The alpha of elastic averaging, which needs an asynchronous store. The optimizer runs on every worker,
-            and every `interval` steps the worker and the servers' centre move towards each other.
-        interval: Steps between two exchanges of elastic averaging.
-        options: Options of the store, as in `mpips.create`: servers=2, staleness=4. In a server process this call does
-            not return: it runs the server, and raises SystemExit when the workers have closed the store.
+        backward_passes_per_step: The number of backward passes that the program makes before each `step`. Their
+            gradients are averaged.
+        compression: How gradients are compressed, as in `kv.set_gradient_compression`, for example
+            {"type": "2bit", "threshold": 0.5}.
+        elastic: The alpha of elastic averaging, which needs an asynchronous store. The optimizer then runs on every
+            worker. Every `interval` steps the worker's parameters and the centre, a copy of the parameters on the
+            servers, move towards each other.
+        interval: The number of steps between two exchanges of elastic averaging.
+        options: Options of the store, as in `mpips.create`, for example servers=2 and staleness=4. In a server process
+            this call does not return: it runs the server, and raises SystemExit when the workers have closed the store.
 
     Raises:
-        TypeError, ValueError: An argument does not fit, or the hyperparameters differ between workers.
+        TypeError, ValueError: An argument is invalid, or the hyperparameters differ between workers.
         RuntimeError: A launcher such as torchrun has started processes that MPI has not joined.
-        mpips.OptionError: An option of the store does not fit.
+        mpips.OptionError: An option of the store is invalid.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -126,7 +131,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.store = store if store is not None else create(kind, **options)
         self._passes = backward_passes_per_step
         self._elastic = elastic is not None
-        # calls of zero_grad since the last step
+        # number of zero_grad calls since the last step
         self._cleared = 0
         try:
             # A tensor that is created in inference mode cannot be changed by a step.
@@ -142,8 +147,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def resumed(self) -> int:
         """The step at which this process joined the training.
 
-        It is 0 at the start of a job, and higher if the others had made steps before this process started. The program
-        itself must then repeat whatever else it does at each step, such as `scheduler.step()`.
+        It is 0 at the start of a job. It is higher if the other workers had made steps before this process started. The
+        program itself must then repeat whatever else it does at each step, such as `scheduler.step()`.
         """
         return self._resumed
 
@@ -156,14 +161,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state(self) -> LiveState:  # type: ignore[override]
         """The state of the wrapped optimizer, by parameter.
 
-        If servers update, the state is on the servers, and this mapping holds NaN in its place. `state_dict()` returns
-        the real state.
+        If the servers update the parameters, they also hold the state, and this mapping holds NaN in its place.
+        `state_dict()` returns the real state.
         """
         return self._live
 
     @state.setter
     def state(self, state: Any) -> None:
-        """Do nothing. `torch.optim.Optimizer` assigns a state, but the state is that of the wrapped optimizer."""
+        """Ignore the state that `torch.optim.Optimizer` assigns. The wrapped optimizer has the state."""
 
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: GradScaler | None = None) -> Any:
         """Exchange gradients and update the parameters. Blocking.
@@ -171,22 +176,22 @@ class DistributedOptimizer(torch.optim.Optimizer):
         With a GradScaler, all workers skip the step if a gradient has overflowed on one of them.
 
         Args:
-            closure: As for torch's optimizers: computes the loss. It is called once.
+            closure: A function that computes the loss, as for torch's optimizers. It is called once.
             grad_scaler: Passed by `GradScaler.step`.
 
         Returns:
             The result of `closure`, or None.
 
         Raises:
-            RuntimeError: Workers make different calls, or the optimizer's groups or the parameters have changed in a
-                way that the servers do not know of. All workers raise it, and nothing was sent.
+            RuntimeError: Workers make different calls, or the program has changed the optimizer's groups or the
+                parameters without telling the servers. All workers raise it, and nothing was sent.
             ValueError: Hyperparameters or parameters differ between workers. All workers raise it, and nothing was
                 sent.
-            mpips.StoreError: The generation has ended, and the store does not survive deaths.
+            mpips.StoreError: The store has failed, and it does not survive deaths.
         """
         loss = None
         if closure is not None:
-            # as PyTorch's optimizers do
+            # PyTorch's own optimizers also enable gradients here.
             with torch.enable_grad():
                 loss = closure()
         self._check_groups()
@@ -197,7 +202,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         if grad_scaler is None:
             self._survival.step(Brought(cleared=self._cleared))
-        # All workers get the same flag of an overflow, so their scales stay equal.
+        # All workers set the same overflow flag, so the scales of their GradScalers stay equal.
         else:
             overflow = find_overflow(grad_scaler, self)
             skipped = self._survival.step(Brought(bool(overflow), grad_scaler.get_scale(), self._cleared))
@@ -206,7 +211,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return loss
 
     def set_parameters(self) -> None:
-        """Give rank 0's parameters to all workers and to the servers. Collective over the workers, blocking.
+        """Copy rank 0's parameters to all workers and to the servers. Collective over the workers, blocking.
 
         Call it after the program itself has changed parameters, for example by `model.load_state_dict`.
         """
@@ -224,10 +229,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped optimizer. `torch.save` can write it.
 
-        If the store holds a part of the state (because servers update, or with `elastic`), the call is collective over
-        the workers and blocking, and all of them get the same dict. Its entry "store" is a tensor with that part in
-        full. If servers update, their optimizers' state is also in "state", in PyTorch's form: for `get_state_dict` of
-        `torch.distributed.checkpoint.state_dict`, and to load it into a plain PyTorch optimizer.
+        If the servers update the parameters, or with `elastic`, the store holds a part of the state. The call is then
+        collective over the workers and blocking, and all workers get the same dict. Its entry "store" is a tensor with
+        all of the store's part. If the servers update the parameters, the state of their optimizers is also in "state",
+        in PyTorch's form. So `get_state_dict` of `torch.distributed.checkpoint.state_dict` works, and a plain PyTorch
+        optimizer can load the dict.
 
         Raises:
             RuntimeError: A process has died, and the other workers have already finished this call. Call it again after
@@ -249,19 +255,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {**state, "store": torch.from_numpy(np.frombuffer(data, np.uint8).copy())}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned, with any number of servers. Collective over the workers, blocking.
+        """Load a result of `state_dict`, with any number of servers. Collective over the workers, blocking.
 
-        If servers update, the model then also has the parameters that were saved in the store.
+        If the servers update the parameters, this call also gives the model the parameters that the dict contains.
 
-        The `state_dict` of a plain PyTorch optimizer, or what PyTorch's `get_state_dict` returns, can be loaded too. It
-        has no parameters, so the servers take those of rank 0's model at the next step. The model may be loaded before
-        or after this call.
+        You can also load the `state_dict` of a plain PyTorch optimizer, or the result of PyTorch's `get_state_dict`.
+        These contain no parameters, so the servers take the parameters of rank 0's model at the next step. The model
+        may be loaded before or after this call.
 
         Args:
-            state_dict: The same on all workers.
+            state_dict: The state. It must be the same on all workers.
 
         Raises:
-            ValueError: The saved optimizer was of another kind, or kept its state elsewhere.
+            ValueError: The saved optimizer was of another kind, or only one of the two optimizers, the saved one and
+                this one, keeps state in the store.
         """
         state = dict(state_dict)
         data = state.pop("store", None)
@@ -301,7 +308,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._change("load_state_dict", load)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise RuntimeError: the groups are those that the wrapped optimizer had when it was wrapped."""
+        """Raise RuntimeError, because groups cannot be added to an optimizer that is already wrapped."""
         if hasattr(self, "_exchange"):
             raise RuntimeError(f"add_param_group: {WRAP_LATER}")
         super().add_param_group(param_group)
@@ -322,14 +329,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             wait: False to write the file in the background.
 
         Returns:
-            With `wait=False`, a `Saving` that waits for the file. Otherwise None.
+            With `wait=False`, a `Saving`, which can wait for the file. Otherwise None.
 
         Raises:
             ValueError: The file cannot be written. All workers raise it.
         """
 
         def save() -> Saving | None:
-            # The store's keys have held gradients, so the parameters go there first.
+            # The store's keys hold sums of gradients, so put the parameters there before the store writes the file.
             if not self._in_store():
                 first = self.store.rank == 0
                 values = [p.detach().clone() if first else torch.zeros_like(p) for p in self._parameters]
@@ -340,7 +347,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return None if self._survival.new else self._survival.call("save", save)
 
     def load(self, path: str | Path) -> None:
-        """Load a file that `save` has written, with any number of servers, and give the model its parameters.
+        """Load a file that `save` has written, with any number of servers, and copy its parameters into the model.
 
         Collective over the workers, blocking.
 
@@ -364,7 +371,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def close(self) -> None:
         """Close the store, so that its servers exit. This happens automatically when the program ends.
 
-        If the store survives deaths, call it explicitly: it waits until the other workers have finished their last
+        If the store survives deaths, call `close` explicitly: it waits until the other workers have finished their last
         step.
         """
         if self.store.layout.survives:
@@ -375,7 +382,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # ---- inside
 
     def _begin(self, compression: dict[str, Any] | None, elastic: float | None, interval: int) -> None:
-        """Create the keys, choose the exchange, and take the common parameters.
+        """Create the store's keys, choose the exchange, and take rank 0's parameters.
 
         Collective over the workers, blocking.
         """
@@ -403,7 +410,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.param_groups = optimizer.param_groups
         self._resumed = self._survival.steps
         if self._resumed:
-            # A scheduler of torch now catches up. It would warn that this optimizer has made no step.
+            # The program now calls its scheduler until it has caught up. Without this attribute torch would warn that
+            # the optimizer has made no step.
             self._opt_called = True
         LOG.info(
             "DistributedOptimizer: %s by %s on a %s store of %d parameters, from step %d",
@@ -415,7 +423,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         )
 
     def _check_groups(self) -> None:
-        """Raise RuntimeError if the wrapped optimizer gained or lost parameters: new ones have no key in the store."""
+        """Raise RuntimeError if the wrapped optimizer's parameters are not those that the store has keys for."""
         held = [p for group in self.optimizer.param_groups for p in group["params"]]
         if len(held) != len(self._parameters) or any(p is not known for p, known in zip(held, self._parameters)):
             raise of_caller(
@@ -426,7 +434,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
 
     def _in_store(self) -> bool:
-        """True if the store holds a part of the state of the training."""
+        """True if the store holds parameters or optimizer state, not only sums of gradients."""
         return self.on_servers or self._elastic
 
     def _store_bytes(self) -> bytes:
@@ -434,19 +442,19 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return store_bytes(self.store)
 
     def _server_records(self) -> dict[Tensor, Optimizer]:
-        """Return the servers' optimizers by parameter, or an empty dict if servers do not update."""
+        """Return the servers' optimizers by parameter, or an empty dict if servers do not update the parameters."""
         exchange = getattr(self, "_exchange", None)
         return exchange.by_parameter() if isinstance(exchange, ServerExchange) else {}
 
     def _is_stateless(self) -> bool:
-        """True if the optimizer runs on servers and keeps no state, so that nothing of it is saved."""
+        """True if the optimizer runs on servers and keeps no state, so that a state_dict contains none."""
         return self.on_servers and not any(map(array_names, self._server_records().values()))
 
     def _change(self, what: str, change: Callable[[], None]) -> None:
-        """Change parameters or state on all workers.
+        """Run `change`, which changes parameters or state, on all workers.
 
-        A worker that has just replaced a dead one takes the parameters of the other workers instead, because they made
-        this call before it started.
+        A worker that has just replaced a dead worker takes the parameters of the other workers instead. The other
+        workers made this call before it started.
         """
         if self._survival.new:
             self._survival.begin()
@@ -454,14 +462,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._survival.call(what, change)
 
     def _take_over(self) -> None:
-        """Continue with a store that was loaded, and take its parameters."""
+        """Continue with a store that has just loaded a file, and take its parameters."""
         self._exchange.is_loaded = False
         self._exchange.renew()
         self._exchange.begin(False)
 
 
 def _check_optimizer(optimizer: object) -> None:
-    """Raise TypeError or ValueError unless this is a torch optimizer that makes one step for each call."""
+    """Raise TypeError or ValueError unless this is a torch optimizer whose `step` evaluates the loss at most once."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"DistributedOptimizer wraps an optimizer of torch.optim, not a {type(optimizer).__name__}")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -473,7 +481,10 @@ def _check_optimizer(optimizer: object) -> None:
 
 
 def _name_keys(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> dict[Tensor, str]:
-    """Return the key of each parameter. Raise ValueError if a parameter has no name, TypeError if one is complex."""
+    """Return the key of each parameter.
+
+    Raises ValueError if a parameter has no name, and TypeError if a parameter is complex.
+    """
     names = {parameter: name for name, parameter in named}
     missing = sum(p not in names for group in optimizer.param_groups for p in group["params"])
     if missing:

@@ -1,10 +1,10 @@
 """Three ways for a DistributedOptimizer to update parameters: on servers, on workers, or by elastic averaging.
 
-- `ServerExchange`: the store's servers update, with the optimizer of `mpips.optimizers` that is equivalent to
-  PyTorch's.
-- `WorkerExchange`: every worker runs PyTorch's optimizer on the summed gradients.
-- `ElasticExchange`: every worker runs PyTorch's optimizer on its own, and now and then the worker's parameters and the
-  servers' centre move towards each other.
+- `ServerExchange`: the store's servers update the parameters, with the optimizer of `mpips.optimizers` that is
+  equivalent to PyTorch's.
+- `WorkerExchange`: every worker runs PyTorch's optimizer on the mean of all workers' gradients.
+- `ElasticExchange`: every worker runs PyTorch's optimizer on its own. Now and then the worker's parameters and the
+  centre, a copy of the parameters on the servers, move towards each other.
 """
 
 from __future__ import annotations
@@ -33,59 +33,63 @@ if TYPE_CHECKING:
     from mpips.store.roles import Layout
     from mpips.store.runtime.generation import Generation
 
-# In an asynchronous store, a worker warns after this time that others have not joined a collective call.
+# In an asynchronous store, a worker warns after this time that other workers have not joined a collective call.
 WARN_SECONDS = 10.0
 
 
 class AgreedStep(NamedTuple):
-    """What the workers that make a step together have agreed on."""
+    """The result of the comparison between the workers that make a step together."""
 
     # for each parameter, whether any worker has a gradient; all False if the step is skipped
     used: Sequence[bool]
     # for each parameter, whether any worker has a sparse gradient
     sparse: Sequence[bool]
-    # True if a gradient has overflowed on some worker (GradScaler): no parameter changes then
+    # True if a gradient has overflowed on some worker (GradScaler); then no parameter changes
     skipped: bool
-    # key of a parameter that the program has changed since the last step, or "" unless every worker has changed one
+    # key of a parameter that the program itself has changed since the last step; "" unless every worker has changed one
     changed: str
 
 
 class GradientExchange:
-    """One way to turn gradients into new parameters. A step calls `push` (or `take` after a death), and then `end`."""
+    """Base class of the ways to turn gradients into new parameters.
+
+    A step calls `push`, or after some deaths `take`, and then `end`.
+    """
 
     # True if gradients of this step may have been pushed
     sent = False
-    # True if the program has loaded parameters together with an optimizer state, and has not sent them to the servers
+    # True if the program has loaded an optimizer state, and the servers do not have the model's parameters yet
     is_loaded = False
 
     def begin(self, new: bool) -> None:
         """Take the parameters that the other workers have. Blocking.
 
-        `new` is True if this worker has just replaced a dead one; `give` has then delivered the parameters.
+        `new` is True if this worker has just replaced a dead worker. Then `give` has already received the values that
+        the store does not keep.
         """
         raise NotImplementedError
 
     def push(self, step: AgreedStep) -> None:
-        """Exchange gradients, and take the result. Blocking. May be called again after a StoreError."""
+        """Exchange gradients, and take the result. Blocking. The caller may call it again after a StoreError."""
         raise NotImplementedError
 
     def take(self) -> None:
-        """Take the result of an exchange that the store has completed. Blocking."""
+        """Take the result of an exchange that the store has already completed. Blocking."""
 
     def end(self, step: AgreedStep) -> None:
-        """Do what is left of the step on this worker alone."""
+        """Finish the step on this worker. Local."""
         raise NotImplementedError
 
     def put_loaded(self) -> None:
-        """Give the servers the parameters that the program has loaded. Collective and blocking if there are any."""
+        """If `is_loaded`, copy the model's parameters to the servers. Collective and blocking in that case."""
 
     def renew(self) -> None:
-        """Continue with a store that was loaded or has recovered, possibly with fewer workers."""
+        """Continue with a store that has loaded a file, or that has recovered and may have fewer workers."""
 
     def give(self, giver: int, new: bool) -> None:
-        """Broadcast from worker `giver` what the store does not keep, for workers that are new. Collective, blocking.
+        """Broadcast the values that the store does not keep from worker `giver` to new workers. Collective, blocking.
 
-        `new` is True if this worker is new.
+        `new` is True if this worker has just replaced a dead worker.
         """
 
 
@@ -103,9 +107,9 @@ def choose_exchange(
         store: The store, whose keys exist.
         optimizer: PyTorch's optimizer.
         names: The key of each parameter.
-        passes: Backward passes before each step.
+        passes: The number of backward passes before each step.
         elastic: The alpha of elastic averaging, or None.
-        interval: Steps between two exchanges of elastic averaging.
+        interval: The number of steps between two exchanges of elastic averaging.
 
     Raises:
         ValueError: No exchange suits this optimizer and this store.
@@ -142,7 +146,7 @@ def choose_exchange(
 
 
 def check_elastic(store: KVStore, elastic: float | None) -> None:
-    """Raise ValueError if elastic averaging is asked for and the store does not allow it."""
+    """Raise ValueError if `elastic` is set and the store does not support elastic averaging."""
     if elastic is None:
         return
     if not store.layout.asynchronous:
@@ -157,7 +161,10 @@ def check_elastic(store: KVStore, elastic: float | None) -> None:
 
 
 class ServerExchange(GradientExchange):
-    """Servers update. Each group of the optimizer is an optimizer of the store, and a step pulls the new parameters."""
+    """The servers update the parameters, and a step pulls the new values.
+
+    Each parameter group of PyTorch's optimizer becomes an optimizer of the store.
+    """
 
     def __init__(
         self,
@@ -174,12 +181,12 @@ class ServerExchange(GradientExchange):
         self._passes = passes
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._all_keys = [names[parameter] for parameter in self._parameters]
-        # for each group, the store's optimizer, and the hyperparameters from which it was created
+        # for each group, the store's optimizer, and the hyperparameters that it was created from
         self._records = list(records)
         self._numbers = [group_numbers(group) for group in optimizer.param_groups]
         for group, record in zip(optimizer.param_groups, records, strict=True):
             store.set_optimizer(record, keys=self._keys(group))
-        # A store from a checkpoint continues with the hyperparameters that were saved.
+        # A store that was loaded from a checkpoint has the hyperparameters that were saved with it.
         if store.resumed != 0:
             self.renew()
 
@@ -189,8 +196,8 @@ class ServerExchange(GradientExchange):
     def push(self, step: AgreedStep) -> None:
         """Push gradients, let the servers update, and pull the parameters.
 
-        A parameter without a gradient on any worker stays as it is. When this returns in a synchronous store that
-        survives deaths, all servers have completed the round, and no recovery can undo it.
+        A parameter without a gradient on any worker keeps its value. In a synchronous store that survives deaths, all
+        servers have completed the update when this call returns, and no recovery can undo it.
         """
         if self.is_loaded:
             self.put_loaded()
@@ -212,14 +219,14 @@ class ServerExchange(GradientExchange):
         each = [*zip(self._all_keys, self._parameters, step.used)]
         used = [(key, parameter) for key, parameter, has in each if has]
         rest = [(key, parameter) for key, parameter, has in each if not has]
-        # All keys must be at the same round, so a parameter without a gradient gets an empty push.
+        # Every key must be pushed to equally often, so a parameter without a gradient gets an empty push.
         if rest:
             keys = [store.worker.keys[key] for key, _ in rest]
             store.push([key.name for key in keys], [EmptyPush(key.shape, key.dtype) for key in keys])
         if used:
             with values_of([parameter for _, parameter in used]) as outs:
                 store.pushpull([key for key, _ in used], [gradient(p, True) for _, p in used], out=outs)
-        # In an asynchronous store other workers may have updated these parameters.
+        # In an asynchronous store other workers may have updated the parameters that have no gradient here.
         if rest and store.layout.asynchronous:
             with values_of([parameter for _, parameter in rest]) as outs:
                 store.pull([key for key, _ in rest], outs)
@@ -227,13 +234,13 @@ class ServerExchange(GradientExchange):
             store.worker.settle()
 
     def _find_changed(self) -> str:
-        """Return the key of a parameter that differs from the servers' value, or "" if none does. Blocking.
+        """Return the key of a parameter that differs from the servers' value, or "" if all are equal. Blocking.
 
-        In a synchronous store all workers return a key if any of them does, so that they raise together.
+        In a synchronous store all workers return a key if any of them finds one, so that all raise the error.
         """
         servers = [torch.empty_like(p, memory_format=torch.contiguous_format) for p in self._parameters]
         self._store.pull(self._all_keys, servers)
-        # 4 roundings: the error that can remain when a program has moved weights and moved them back.
+        # 4 rounding errors can remain when a program has changed weights and changed them back.
         place = find_unlike(self._parameters, servers, 4)
         layout = self._store.layout
         if not layout.asynchronous and layout.num_workers > 1:
@@ -249,10 +256,10 @@ class ServerExchange(GradientExchange):
         self.sent = False
 
     def renew(self) -> None:
-        """Take over the store's optimizers, after the store was loaded or has recovered.
+        """Take over the store's optimizers, after the store has loaded a file or has recovered.
 
-        If the groups' hyperparameters differ from those of the store, they are sent to the servers before the next
-        update. Raises ValueError if an optimizer of the store is of another kind.
+        If the hyperparameters of the groups differ from those of the store, the next `push` sends them to the servers
+        before the update. Raises ValueError if an optimizer of the store is of another kind.
         """
         for at, group in enumerate(self._optimizer.param_groups):
             for name in self._keys(group):
@@ -271,7 +278,7 @@ class ServerExchange(GradientExchange):
             self.take()
 
     def put(self) -> None:
-        """Give rank 0's parameters to the servers. Collective over the workers, blocking."""
+        """Copy rank 0's parameters to the servers. Collective over the workers, blocking."""
         worker = self._store.worker
         worker.agree_settled("set_parameters")
         keys = [worker.keys[name] for name in self._all_keys]
@@ -288,8 +295,8 @@ class ServerExchange(GradientExchange):
     def _update_numbers(self) -> None:
         """Send changed hyperparameters of the groups, such as a learning rate, to the servers.
 
-        If any have changed, the workers wait for each other. Raises ValueError if the servers have no optimizer that
-        supports the new values.
+        If hyperparameters have changed, the workers wait for each other. Raises ValueError if the servers have no
+        optimizer that supports the new values.
         """
         for at, group in enumerate(self._optimizer.param_groups):
             if (numbers := group_numbers(group)) == self._numbers[at]:
@@ -343,23 +350,23 @@ class WorkerExchange(GradientExchange):
         self._passes = passes
         self._parameters = parameters
         self._keys = keys
-        # Memory for the sums. Only a store that survives deaths needs it: after a death the same gradients are pushed
-        # again, so the sums must not overwrite them.
+        # Separate memory for the sums, only for a store that survives deaths. After a death the same gradients are
+        # pushed again, so the sums must not overwrite them.
         self._sums: list[Tensor] = []
         if store.layout.survives:
             self._sums = [torch.empty_like(p, memory_format=torch.contiguous_format) for p in parameters]
-        # the sums of this step, once it has been exchanged
+        # the summed gradients of this step, once they have been exchanged
         self._totals: list[Tensor] = []
         self._share = 1.0
-        # position of a parameter with a sparse gradient in this step -> the rows that any worker has
+        # position of a parameter with a sparse gradient in this step -> the rows for which any worker has a gradient
         self._rows: dict[int, Tensor] = {}
-        # parameters that another worker gave to this new one, kept until the first step
+        # parameters that this worker, if it is new, has received from another worker; kept until the first step
         self._given: list[Tensor] = []
 
     def begin(self, new: bool) -> None:
         """Take rank 0's parameters, which the store holds until the first step.
 
-        A new worker uses those that another worker has given it.
+        A new worker uses the parameters that it has received from another worker (`give`).
         """
         if not new:
             with values_of(self._parameters) as outs:
@@ -385,7 +392,7 @@ class WorkerExchange(GradientExchange):
     def end(self, step: AgreedStep) -> None:
         """Run the optimizer on the mean gradients, unless the step is skipped.
 
-        A parameter that no worker used has no gradient, so it stays as it is.
+        A parameter that no worker used has no gradient, so it keeps its value.
         """
         self.sent = False
         if step.skipped:
@@ -398,7 +405,7 @@ class WorkerExchange(GradientExchange):
         self._totals = []
 
     def give(self, giver: int, new: bool) -> None:
-        """Give new workers the parameters and the optimizer's state.
+        """Send the parameters and the optimizer's state to new workers.
 
         A new worker keeps the hyperparameters of its own groups, because its schedulers start from them.
         """
@@ -411,15 +418,15 @@ class WorkerExchange(GradientExchange):
             self._given = [parameter.detach().clone() for parameter in self._parameters]
 
 
-# ---- elastically
+# ---- elastic averaging
 
 
 class ElasticExchange(WorkerExchange):
     """Elastic averaging (MXNET-MPI, equations 2 and 3). For stores that do not survive deaths.
 
-    The workers of a client average their gradients, and each runs the optimizer. Every `interval` steps the worker and
-    the servers' centre, whose first value is rank 0's parameters, move towards each other by the share `alpha` of their
-    difference.
+    The workers of a client average their gradients, and each worker runs the optimizer. The centre on the servers
+    starts as rank 0's parameters. Every `interval` steps the worker's parameters and the centre move towards each
+    other, by `alpha` times their difference.
     """
 
     def __init__(
@@ -435,15 +442,15 @@ class ElasticExchange(WorkerExchange):
         super().__init__(store, optimizer, parameters, keys, passes)
         self._alpha = alpha
         self._interval = interval
-        # exchanges of gradients so far
+        # number of exchanges of gradients so far
         self._steps = 0
         self._client = store.layout.client
         self._members = self._client.Get_size() if self._client is not None else 1
 
     def push(self, step: AgreedStep) -> None:
-        """Exchange with the centre, if that is due, and then sum the gradients over the workers of the client."""
+        """Exchange parameters with the centre, if that is due. Then sum the gradients over the client's workers."""
         if self._steps % self._interval == 0:
-            # A push sums over the client's workers, so each pushes its parameters divided by their number.
+            # A push sums over the client's workers. So each worker divides its parameters by the number of workers.
             share = 1.0 / self._members
             centers = [(p.detach() * share).contiguous() for p in self._parameters]
             self._store.push(self._keys, centers)
@@ -461,11 +468,11 @@ class ElasticExchange(WorkerExchange):
         self._steps += 1
 
 
-# ---- what they share
+# ---- shared functions
 
 
 def gradient(parameter: Tensor, used: bool) -> Tensor:
-    """Return this rank's gradient, contiguous and dense, or zeros if it has none or the step does not use it."""
+    """Return this rank's gradient, contiguous and dense, or zeros if the rank has no gradient or `used` is False."""
     grad = parameter.grad
     if grad is None or not used:
         return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
@@ -473,7 +480,7 @@ def gradient(parameter: Tensor, used: bool) -> Tensor:
 
 
 def own_gradients(parameters: Sequence[Tensor], used: Sequence[bool]) -> list[Tensor]:
-    """Return `gradient` of each parameter. No two results share memory, so they can be summed in place."""
+    """Return `gradient` of each parameter. No two results share memory, so the sums can be written in place."""
     gradients = [gradient(parameter, each) for parameter, each in zip(parameters, used)]
     places = [each.data_ptr() for each in gradients if each.numel()]
     return gradients if len(set(places)) == len(places) else [each.clone() for each in gradients]
@@ -482,9 +489,9 @@ def own_gradients(parameters: Sequence[Tensor], used: Sequence[bool]) -> list[Te
 def gather_used_rows(
     parameters: Sequence[Tensor], places: Sequence[int], comm: MPI.Intracomm | None
 ) -> dict[int, Tensor]:
-    """Return the rows for which any rank has a gradient, even if it is zero. Collective, blocking.
+    """Return the rows for which any rank has a gradient, even a zero gradient. Collective, blocking.
 
-    `places` are positions in `parameters`, and the keys of the result.
+    `places` are the positions in `parameters` to examine. The result maps each position to its rows.
     """
     sizes = [len(parameters[place]) for place in places]
     marks = torch.zeros(sum(sizes), dtype=torch.uint8)
@@ -498,9 +505,9 @@ def gather_used_rows(
 
 
 def give_gradient(parameter: Tensor, mean: Tensor, rows: Tensor | None) -> None:
-    """Set a parameter's gradient to the mean: sparse with these rows, or dense.
+    """Set a parameter's gradient to the mean. It is sparse with the rows `rows`, or dense if `rows` is None.
 
-    A dense one has the strides of the parameter, as PyTorch's fused optimizers need.
+    A dense gradient gets the strides of the parameter, because PyTorch's fused optimizers need that.
     """
     if rows is not None:
         parameter.grad = torch.sparse_coo_tensor(rows[None], mean[rows], mean.shape, is_coalesced=True)
@@ -510,9 +517,10 @@ def give_gradient(parameter: Tensor, mean: Tensor, rows: Tensor | None) -> None:
 
 @contextmanager
 def values_of(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield contiguous tensors into which to write the values of parameters.
+    """Yield contiguous tensors for new values of the parameters.
 
-    They are the parameters' own memory, or copies that are copied back at the end.
+    A contiguous parameter is yielded itself, without autograd. For any other parameter, a copy is yielded and copied
+    back when the context ends.
     """
     values = [parameter.detach().contiguous() for parameter in parameters]
     yield values
@@ -522,11 +530,11 @@ def values_of(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def find_unlike(parameters: Sequence[Tensor], others: Sequence[Tensor | None], roundings: int) -> int:
-    """Return the position of a parameter that differs from its counterpart, or -1. A counterpart None counts as equal.
+    """Return the position of a parameter that differs from its counterpart in `others`, or -1.
 
-    Differences of up to `roundings` rounding errors of the largest value of any parameter are allowed: they remain when
-    a program adds something and subtracts it again. Half precision is too coarse for that tolerance, so values must be
-    equal.
+    A counterpart of None counts as equal. Differences of up to `roundings` rounding errors of the largest value of any
+    parameter are allowed, because they remain when a program adds something and subtracts it again. Half precision is
+    too coarse for this tolerance, so values in half precision must be equal.
     """
     largest = max((float(p.detach().abs().max()) for p in parameters if p.numel()), default=0.0)
     for place, (parameter, other) in enumerate(zip(parameters, others)):
@@ -540,7 +548,7 @@ def find_unlike(parameters: Sequence[Tensor], others: Sequence[Tensor | None], r
 def gradient_share(layout: Layout, passes: int) -> float:
     """Return the factor that turns the sum of gradients of one update into their mean.
 
-    The mean is over the workers whose gradients are in the sum, and over backward passes.
+    The mean is over all workers whose gradients are in the sum, and over their backward passes.
     """
     workers, clients = layout.num_workers, len(layout.clients)
     return 1.0 / ((workers / clients if layout.asynchronous else workers) * passes)
@@ -548,9 +556,9 @@ def gradient_share(layout: Layout, passes: int) -> float:
 
 @contextmanager
 def warn_soon(generation: Generation) -> Iterator[None]:
-    """Within this context, warn early about workers that have not joined a collective call.
+    """A context that warns early about workers that have not joined a collective call.
 
-    In an asynchronous store workers do not run in step, and some may never make the call.
+    In an asynchronous store workers do not run in step, and some of them may never make the call.
     """
     before = generation.limits
     generation.limits = Limits(min(before.stall_seconds, WARN_SECONDS), before.timeout_seconds)
@@ -564,7 +572,7 @@ def warn_soon(generation: Generation) -> Iterator[None]:
 
 
 def group_numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a parameter group by name, as plain data that ranks can compare."""
+    """Return the hyperparameters of a parameter group by name, as plain data that ranks can compare."""
     numbers: dict[str, Any] = content({k: v for k, v in group.items() if k not in ("params", "param_names")})
     return numbers
 
@@ -575,9 +583,9 @@ def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def server_optimizer(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], rescale: float) -> Optimizer | None:
-    """Return the store's optimizer that updates a group in the same way as `optimizer`, or None if there is none.
+    """Return the store's optimizer that updates a group in the same way as `optimizer`, or None if none does.
 
-    Servers get the sum of the gradients. `rescale` turns it into their mean.
+    Servers get the sum of the gradients. The factor `rescale` turns the sum into the mean.
     """
     if group.get("maximize") or isinstance(group["lr"], Tensor) or has_step_hooks(optimizer):
         return None

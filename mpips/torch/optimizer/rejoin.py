@@ -1,12 +1,14 @@
-"""Steps of a DistributedOptimizer that survive deaths, and what the workers tell each other when they meet after one.
+"""Steps of a DistributedOptimizer that survive deaths of processes, and the positions that workers exchange after one.
 
-In a synchronous store a step that has ended on any worker is never undone. So after a recovery the store is either at
-the round where this worker's step began, and the same gradients are pushed again, or at the round where the step ends.
-In an asynchronous store gradients are not pushed a second time, because the first push may count already.
+A step that has ended on any worker of a synchronous store is never undone. So there are two cases after a recovery. If
+the store has not completed the update of this worker's step, the worker pushes the same gradients again. If the store
+has completed it, the worker only takes the result. In an asynchronous store gradients are never pushed a second time,
+because the first push may count already.
 
 All workers make the same steps, and the same collective calls between two steps, such as `save`. When a process dies
-during such a call, the call may be over for one worker and not for another. `meet` decides which calls count as made,
-and at which step a new worker continues.
+during such a call, the call may be over on one worker and not on another. So after a recovery the workers exchange
+their positions, and `meet` decides which calls count as made and at which step a new worker continues. A new worker is
+one that has replaced a dead worker.
 """
 
 from __future__ import annotations
@@ -29,10 +31,11 @@ T = TypeVar("T")
 
 
 class SurvivingSteps:
-    """Makes the steps of one worker, and repeats those that a death has interrupted.
+    """Makes the steps of one worker, and repeats a step that a death has interrupted.
 
-    After a recovery a worker does not meet the others at once, but in its next call of the store. First it ends a step
-    whose result it has only to take: a new worker then gets parameters and state as they are after that step.
+    After a recovery a worker does not exchange positions with the others at once, but in its next call. If it only has
+    to take the result of a step, it ends this step first, so that a new worker gets the parameters and the state as
+    they are after the step.
     """
 
     def __init__(self, store: KVStore, names: Sequence[Name], exchange: GradientExchange, consensus: Consensus) -> None:
@@ -41,25 +44,25 @@ class SurvivingSteps:
         self._exchange = exchange
         self._consensus = consensus
         self._recovery = Recovery(store, names, self._note_recovery)
-        # what the workers have agreed on for the current step; still valid after a death
+        # the result of the workers' comparison for the current step; still valid after a death
         self._agreed: AgreedStep | None = None
-        # True while this worker, which has replaced a dead one, has made no step
+        # True if this worker has replaced a dead worker and has not begun a step yet
         self.new = store.worker.fresh
-        # steps that have been made
+        # number of steps that have been made
         self.steps = 0 if self.new else store.resumed or 0
-        # collective calls that this worker has begun since the last step
+        # number of collective calls that this worker has begun since the last step
         self._calls = 0
-        # number of these calls that some worker has finished, so that they are not made again
+        # number of collective calls since the last step that some worker has finished, so they are not made again
         self._calls_done = 0
-        # True from a recovery on until this worker has exchanged positions with the others (`meet`)
+        # True from a recovery until this worker has exchanged positions with the others
         self._meeting_due = self.new
         # True while this worker is new and has received nothing from the others
         self._has_nothing = self.new
-        # True if the others made this worker's next step before it joined, so that it already has the result
+        # True if the others made this worker's next step before the worker joined, so that it already has the result
         self._has_made = False
 
     def begin(self) -> None:
-        """Take the common parameters. Collective, blocking.
+        """Take the parameters that all workers have in common. Collective, blocking.
 
         A new worker first exchanges positions with the others, which have been training for a while.
         """
@@ -82,8 +85,8 @@ class SurvivingSteps:
         goal = self._round() + 1
 
         def exchange() -> None:
-            # True only after a death: the step's push counts already (in an asynchronous store it may count), so it is
-            # not repeated, and only the result is taken.
+            # This can be true only after a death. The step's push counts already (in an asynchronous store it may
+            # count), so do not repeat the push, and only take the result.
             if self._exchange.sent if self._store.layout.asynchronous else self._round() >= goal:
                 self._exchange.take()
                 return
@@ -98,14 +101,14 @@ class SurvivingSteps:
         self.steps += 1
         log.rank_state.step = self.steps
         self._calls = self._calls_done = 0
-        # If the store has recovered and only the result was taken, the workers have not exchanged positions yet.
+        # If this worker only took the result after a recovery, it has not exchanged positions yet.
         self._recovery.run(lambda: self._meet_if_due(False))
         return self._agreed.skipped
 
     def call(self, what: str, call: Callable[[], T]) -> T | None:
         """Make a collective call between two steps, one of `consensus.CALLS`. Blocking.
 
-        Return None, without making the call, if another worker has finished it already.
+        If another worker had already finished the call before a recovery, return None without making it.
         """
         self._calls += 1
         number = self._calls
@@ -124,7 +127,7 @@ class SurvivingSteps:
     def end(self) -> None:
         """Wait until the other workers have finished their last step. Blocking.
 
-        If they have closed the store already, return at once.
+        If the other workers have closed the store already, return at once.
         """
         self._calls += 1
         number = self._calls
@@ -140,13 +143,13 @@ class SurvivingSteps:
     # ---- inside
 
     def _round(self) -> int:
-        """Return the store's current round. During a step this is the round that this worker has begun."""
+        """Return the round of the store's keys, which counts their pushes, including one that this worker has begun."""
         return self._store.worker.keys[self._names[0]].round
 
     def _note_recovery(self) -> None:
-        """Continue with the store of the next generation. The workers meet in their next call (`_meet_if_due`).
+        """Continue with the store after a recovery. Workers exchange positions later, in their next call.
 
-        Raises LostError if a step counts in some keys and not in others.
+        Raises LostError if the update of a step counts in some keys and not in others.
         """
         store = self._store
         if not store.layout.asynchronous and len({store.worker.keys[name].round for name in self._names}) > 1:
@@ -155,7 +158,7 @@ class SurvivingSteps:
         self._meeting_due = True
 
     def _meet_if_due(self, pushes: bool) -> None:
-        """Exchange positions with the other workers, once after each recovery. Collective and blocking if that is due.
+        """Exchange positions with the other workers, once after each recovery. Collective and blocking if this is due.
 
         `pushes` is True if this worker is in a step.
         """
@@ -177,39 +180,39 @@ class SurvivingSteps:
 
 
 class StepPosition(msgspec.Struct, array_like=True, frozen=True):
-    """Where one worker is in its program."""
+    """The position of one worker in its program."""
 
-    # steps that it has made
+    # number of steps that the worker has made
     steps: int
-    # collective calls that it has begun since the last step
+    # number of collective calls that the worker has begun since the last step
     calls: int
-    # True if it is inside of the next step
+    # True if the worker is inside of the next step
     pushes: bool
-    # True if it has just replaced a dead worker, and has received nothing from the others
+    # True if the worker has just replaced a dead worker, and has received nothing from the others
     new: bool
 
 
 class Meeting(NamedTuple):
-    """What follows from the positions of all workers."""
+    """The decision that follows from the positions of all workers."""
 
-    # the lowest rank that is not new; new workers take what they need from it
+    # the lowest rank that is not new; new workers receive parameters and state from this rank
     giver: int
     # the step at which new workers continue
     resumed: int
-    # True if the others have made that step already, so that a new worker begins with its result
+    # True if the others have made the step `resumed` already, so that a new worker begins with the step's result
     has_made: bool
     # number of calls since the last step that some worker has finished, so that they are not made again
     done: int
-    # why the workers cannot go on, or ""
+    # the reason why the workers cannot continue, or ""
     refusal: str
 
 
 def meet(positions: Sequence[StepPosition], synchronous: bool) -> Meeting:
     """Decide at which step the workers continue after a death. Pure.
 
-    In a synchronous store all workers that are not new have made the same number of steps, or one is about to end a
-    step that another has ended. If no step is under way, new workers start one step earlier, already with the result of
-    that step. So they then make the same collective calls between two steps as the others.
+    In a synchronous store, the workers that are not new have made the same number of steps, except that one worker may
+    be about to end a step that another worker has ended. If no step is under way, new workers start one step earlier,
+    already with the result of this step. So after it they make the same collective calls as the others.
     """
     known = [position for position in positions if not position.new]
     giver = next((rank for rank, position in enumerate(positions) if not position.new), -1)

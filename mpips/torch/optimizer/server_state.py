@@ -1,8 +1,8 @@
 """Convert the state of optimizers that run on servers to the form of PyTorch's optimizers, and back.
 
-`LiveState` is what `DistributedOptimizer.state` returns. `unpack` takes PyTorch's state out of a store's file, and
-`pack` puts it back. With them PyTorch's `get_state_dict` and `set_state_dict` work, and training from a DDP checkpoint
-can continue with servers.
+`DistributedOptimizer.state` returns a `LiveState`. `unpack` extracts PyTorch's state from a store's file, and `pack`
+writes PyTorch's state into such a file. Thanks to these functions PyTorch's `get_state_dict` and `set_state_dict` work,
+and training can continue from a DDP checkpoint with servers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpips.store.checkpoint import file
 from mpips.store.checkpoint.load import DECODERS
 from mpips.store.keys.key import Name
 
-# optimizer of the store -> PyTorch's names for the arrays of its state, in its own order
+# optimizer of the store -> PyTorch's names for the arrays of its state, in the order of the store
 ARRAYS: dict[type[Optimizer], tuple[str, ...]] = {
     SGD: ("momentum_buffer",),
     AdaGrad: ("sum",),
@@ -47,9 +47,9 @@ def _counts_steps(record: Optimizer) -> bool:
 
 
 def _scales(record: Optimizer) -> tuple[float, ...]:
-    """Return the factors that turn the arrays of the store's optimizer into PyTorch's.
+    """Return the factors that turn the arrays of the store's optimizer into PyTorch's arrays.
 
-    The store's Adam keeps the moments without the factors 1 - beta.
+    They differ from 1 only for Adam, because the store's Adam keeps the moments without the factors 1 - beta.
     """
     return (1 - record.beta1, 1 - record.beta2) if isinstance(record, Adam) else (1.0,) * len(array_names(record))
 
@@ -57,18 +57,18 @@ def _scales(record: Optimizer) -> tuple[float, ...]:
 class LiveState(MutableMapping[Tensor, Any]):
     """The state of the wrapped optimizer, by parameter. If the optimizer runs on servers, all values are NaN.
 
-    `bool()` of a LiveState is True even if it is empty. If an optimizer has no state, PyTorch's `get_state_dict` and
-    similar functions run a step with learning rate 0 and zero gradients, so that the optimizer creates one. Here that
-    would be a step of all workers: momentum on servers would decay, and a step would be counted that the program has
-    not made. So this class creates an initial state itself, on this worker alone and only to show it. The optimizer
-    does not start from it.
+    `bool()` of a LiveState is True even if it is empty. The reason is that PyTorch's `get_state_dict` and similar
+    functions make an optimizer without state create one: they run a step with learning rate 0 and zero gradients. Here
+    that would be a step of all workers. Momentum on servers would decay, and a step would be counted that the program
+    has not made. So this class creates an initial state itself, on this worker alone and only to show it. The
+    optimizer does not start from the initial state.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, records: Callable[[], Mapping[Tensor, Optimizer]]) -> None:
-        """`records` returns the servers' optimizers by parameter, or nothing if the optimizer runs on this worker."""
+        """`records` returns the servers' optimizers by parameter. It is empty if the optimizer runs on this worker."""
         self._optimizer = optimizer
         self._records = records
-        # the initial state, which is shown until the optimizer has one
+        # the initial state, which is shown until the optimizer has a state of its own
         self._first: dict[Any, Any] = {}
 
     def _shown_state(self) -> MutableMapping[Any, Any]:
@@ -80,9 +80,9 @@ class LiveState(MutableMapping[Tensor, Any]):
 
     @contextmanager
     def shown(self, state: Mapping[Any, Any] | None = None) -> Iterator[None]:
-        """Within this context the wrapped optimizer has the servers' state, `state`.
+        """Within this context the wrapped optimizer has the state `state`, which comes from the servers.
 
-        Without `state` it has the initial state, unless it has a state of its own.
+        If `state` is None, the optimizer has its own state or, if that is empty, the initial state.
         """
         kept = self._optimizer.state
         extra = state if state is not None else self._first if not kept else {}
@@ -97,7 +97,7 @@ class LiveState(MutableMapping[Tensor, Any]):
         if not self._records() and not self._optimizer.state:
             from torch.distributed.checkpoint.state_dict import _init_optim_state
 
-            # As for any other optimizer, this call does nothing if there are gradients.
+            # This call does nothing if parameters have gradients. The same holds for any other optimizer.
             _init_optim_state(self._optimizer)
             self._first = dict(self._optimizer.state)
             self._optimizer.state.clear()
@@ -107,7 +107,7 @@ class LiveState(MutableMapping[Tensor, Any]):
         return self._shown_state()[parameter]
 
     def __setitem__(self, parameter: Tensor, value: Any) -> None:
-        # If servers have the state, only `load_state_dict` changes it.
+        # If the servers have the state, only `load_state_dict` changes it, and this assignment is ignored.
         if not self._records():
             self._optimizer.state[parameter] = value
 
@@ -125,7 +125,7 @@ class LiveState(MutableMapping[Tensor, Any]):
 
 
 def _blank(parameter: Tensor, record: Optimizer) -> dict[str, Tensor]:
-    """Return a state with the names and shapes of the servers' state. All values are one shared NaN, to save memory."""
+    """Return a state with the names and shapes of the servers' state. All values share one NaN, to save memory."""
     blank = torch.full((), float("nan"))
     step = {STEP: blank} if _counts_steps(record) else {}
     dtypes = state_dtypes(record, np.dtype(str(parameter.dtype).removeprefix("torch.")))
@@ -140,10 +140,10 @@ def unpack(
 ) -> dict[Tensor, dict[str, Tensor]]:
     """Extract PyTorch's state, by parameter, from the file of a store.
 
-    The state of a parameter that was not updated yet is zeros and step 0, unless the parameter is frozen.
+    A parameter that was not updated yet gets a state of zeros and step 0. If it is frozen, it gets no state.
 
     Args:
-        data: The file.
+        data: The content of the file.
         parameters: The parameter of each key.
         records: The servers' optimizer of each parameter.
     """
@@ -172,10 +172,10 @@ def pack(
     records: Mapping[Tensor, Optimizer],
     states: Mapping[str, Mapping[str, Any]],
 ) -> bytes:
-    """Return the file of a store with PyTorch's states in place of its own.
+    """Return the content of a store's file in which PyTorch's states replace the store's.
 
     Args:
-        data: The file.
+        data: The content of the file.
         parameters: The parameter of each key.
         records: The servers' optimizer of each parameter.
         states: PyTorch's state of each key.
@@ -194,7 +194,7 @@ def pack(
         given = [_array_of(str(saved.key), name, parameter, state) for name in array_names(record)] if state else []
         saved.step = int(state.get(STEP, 1 if state else 0))
         if not saved.step or not (_counts_steps(record) or any(each.any() for each in given)):
-            # The store has no arrays of a parameter before its first update.
+            # The store keeps no arrays for a parameter before its first update.
             saved.step, given = 0, []
         dtypes = state_dtypes(record, np.dtype(saved.dtype))[: len(given)]
         saved.state = [dtype.name for dtype in dtypes]
@@ -208,7 +208,7 @@ def pack(
 
 
 def states_by_key(state_dict: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Mapping[str, Any]]:
-    """Return the states in an optimizer's `state_dict` by key. `keys` has those of its parameters, in their order."""
+    """Return the states in an optimizer's `state_dict` by key. `keys[i]` is the key of its i-th parameter."""
     ids = [each for group in state_dict["param_groups"] for each in group["params"]]
     return {key: state_dict["state"][each] for each, key in zip(ids, keys) if each in state_dict["state"]}
 
@@ -233,7 +233,7 @@ def _array_of(key: str, name: str, parameter: Tensor, state: Mapping[str, Any]) 
 
 
 def _read(data: bytes) -> tuple[file.StoreHeader, dict[str, np.ndarray]]:
-    """Return the header and the arrays of a store's file. The store has just written it, so nothing is checked."""
+    """Return the header and the arrays of a store's file. It needs no checks, because the store has just written it."""
     start = file.LENGTH_BYTES + int.from_bytes(data[: file.LENGTH_BYTES], "little")
     entries = json.loads(data[file.LENGTH_BYTES : start])
     header = file.decode_header(entries.pop("__metadata__")[file.STORE].encode(), DECODERS)
