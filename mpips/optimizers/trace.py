@@ -82,7 +82,6 @@ class Untraceable(TypeError):
 class TracedOperation(NamedTuple):
     """`result = function(inputs)`. Inputs and result are numbers of values. If `function` is None, copy the input."""
 
-
     function: Function | None
     inputs: tuple[int, ...]
     result: int
