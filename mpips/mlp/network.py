@@ -78,7 +78,7 @@ def check(specification: Specification) -> None:
 
 
 def working_dtype(dtype: str) -> np.dtype:
-    """Return the NumPy dtype of weights, activations and data. `dtype` is that of a Specification."""
+    """Return the NumPy dtype of weights, activations and data. `dtype` is the dtype of a `Specification`."""
     return np.dtype("float32" if dtype == "mixed" else dtype)
 
 
@@ -126,7 +126,7 @@ def kinds(sizes: Sequence[int], parts: int, mode: str = "pairs") -> list[str]:
 
 
 def splits(sizes: Sequence[int], parts: int, part: int, mode: str = "pairs") -> list[Split]:
-    """Return the slice of each layer that rank `part` of `parts` holds. `sizes` are those of a Specification."""
+    """Return the slice of each layer that rank `part` of `parts` holds. `sizes` are the sizes of a `Specification`."""
     chosen = kinds(sizes, parts, mode)
     result = []
     for kind, following, columns, rows in zip(chosen, [*chosen[1:], ""], sizes, sizes[1:]):
@@ -148,9 +148,9 @@ def draw_weight(out: np.ndarray, specification: Specification, layer: int, first
     """Draw the first weights of a slice of a layer's matrix. Local. Every way to cut the network gives equal weights.
 
     Element (r, c) of layer l is number ``r * columns + c`` of the random stream seeded by (seed, l), drawn uniformly in
-    float64. Its variance is that of He et al. (2015) before a ReLU, and 1/fan-in otherwise. A rank that holds a slice
-    jumps to it in the stream. So every mesh starts from the same matrices, and no matrix is sent. (In the paper the
-    model ranks drew unrelated slices.)
+    float64. The variance is that of He et al. (2015) before a ReLU, and 1/fan-in otherwise. A rank that holds a slice
+    jumps to the slice's place in the stream. So every mesh starts from the same matrices, and no matrix is sent. (In
+    the paper the model ranks drew unrelated slices.)
 
     Args:
         out: (rows, width), filled with the slice.
@@ -241,7 +241,7 @@ LOSSES = {"l2": _l2, "softmax": _softmax}
 
 
 class ModelExchange(Protocol):
-    """The exchanges between the ranks that share one model. All are collective over these ranks."""
+    """The exchanges between the ranks that share one model. All calls are collective over these ranks."""
 
     # the number of ranks that share the model, and this rank's number among them
     parts: int
@@ -289,7 +289,7 @@ class Network:
 
     `parameters` and `gradients` are lists of views (weight (outputs, inputs), bias (outputs,), weight, ...) into
     `flat_parameters` and `flat_gradients`, so that one allreduce and one optimizer call serve all layers. The first
-    weights are those of the specification's seed, however the network is cut.
+    weights depend only on the specification, not on how the network is cut.
 
     Args:
         exchange: Exchanges with the other ranks of the model. None: this rank holds the whole network.
@@ -357,7 +357,7 @@ class Network:
         return views
 
     def copy_slices(self, parameters: Sequence[np.ndarray]) -> None:
-        """Set the parameters of this slice from those of the whole network."""
+        """Copy this rank's slice of the whole network's `parameters`."""
         for layer, split in enumerate(self.splits):
             rows, columns = slice(*split.outputs), slice(*split.inputs)
             self.parameters[2 * layer][...] = self.xp.asarray(parameters[2 * layer][rows, columns])
@@ -422,8 +422,8 @@ class Network:
     ) -> float:
         """Run the forward and backward pass on this rank's part of a minibatch. Return the *sum* of its losses.
 
-        The gradients are those of the sum of the losses divided by `samples`. If `samples` is the size of the whole
-        minibatch, summing the gradients over the batch ranks gives the gradient of the mean loss.
+        The function that is differentiated is the sum of the losses divided by `samples`. If `samples` is the size of
+        the whole minibatch, summing the gradients over the batch ranks gives the gradient of the mean loss.
 
         Args:
             x: (part, features).
@@ -457,7 +457,7 @@ class Network:
         The gradient that has to be sent is computed first, so that it travels while the other gradient is computed.
         """
         # Between model ranks, the input gradient of a layer cut by columns is summed. Between batch ranks, weight
-        # gradients are summed; they are sent now if there is `progress`.
+        # gradients are summed. Weight gradients are sent now if there is a `progress`, and later otherwise.
         if layer and self.splits[layer].kind == "columns":
             assert self._exchange is not None
             self._input_gradient(layer, space, progress)

@@ -304,7 +304,7 @@ class LocalUpdate:
         return self._state
 
     def restore(self, state: State, step: int) -> None:
-        """Set the optimizer's state to that after `step` updates. It must be equal on all batch indices."""
+        """Set the optimizer's state to `state`, that of `step` updates. `state` must be equal on all batch indices."""
         for array, saved in zip(self._state, state):
             array[...] = saved
 

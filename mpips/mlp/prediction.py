@@ -211,8 +211,8 @@ def gather_seconds(ranks: int, size: float, link: LinkCost) -> float:
 def measure_allreduce(comm: MPI.Comm, size: int, half: bool = False) -> LinkCost:
     """Measure alpha and beta of `allreduce_seconds` by timing sums of 64 bytes and of `size` bytes. Collective.
 
-    The time of a sum is that of its slowest rank, as the median over several sums. With `half`, float32 arrays are
-    summed that travel as float16, and `size` counts the bytes that travel. With one rank, alpha and beta are 0.
+    The time of a sum is that of its slowest rank, as the median over several sums. With `half`, the arrays are float32
+    and travel as float16, and `size` counts the bytes that travel. With one rank, alpha and beta are 0.
     """
     if comm.size == 1:
         return FREE

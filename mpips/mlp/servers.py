@@ -60,7 +60,7 @@ class Servers:
         kind: "sync" or "elastic". Sync servers sum gradients and run the optimizer. Elastic servers keep a centre,
             towards which the clients' weights move.
         every: For "elastic": number of steps from one exchange with the centre to the next.
-        alpha: For "elastic": the share, in (0, 1], of their distance by which weights and centre move.
+        alpha: For "elastic": weights and centre each move by this share, in (0, 1], of the distance between them.
         comm: The ranks of the job. Default: COMM_WORLD.
 
     Raises:

@@ -31,7 +31,7 @@ from mpips.optimizers.sgd import SGD
 
 # arguments of `load` that `train` passes on
 _LOADING = ("batch", "seed", "test_share", "way", "labels")
-# most samples of one forward pass of an evaluation
+# largest number of samples in one forward pass of an evaluation
 _EVALUATE_SAMPLES = 1000
 LOG = log.get("mpips.mlp")
 

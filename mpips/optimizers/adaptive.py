@@ -18,7 +18,7 @@ from mpips.optimizers.sgd import decayed, scaled
 class AdaGrad(Equation):
     """AdaGrad (Duchi, Hazan, Singer 2011).
 
-    The update is that of PyTorch:
+    The update is the same as in PyTorch:
 
         d = rescale * gradient + weight_decay * w
         squares = squares + d^2
@@ -47,7 +47,7 @@ class AdaGrad(Equation):
 class RMSProp(Equation):
     """RMSProp (Tieleman, Hinton 2012).
 
-    The update is that of PyTorch:
+    The update is the same as in PyTorch:
 
         d = rescale * gradient + weight_decay * w
         squares = decay * squares + (1 - decay) * d^2

@@ -90,7 +90,8 @@ def add_kind(table: dict[str, Any], name: str, kind: Any, needs: Mapping[str, bo
 
 
 def create(optimizer: str | Optimizer, **options: Any) -> Optimizer:
-    """Return the optimizer of that name (in any case) with these options. An optimizer is returned as it is.
+    """Return the optimizer with this name (in any case) and these options. An optimizer is returned as it is.
+
 
     The optimizer is tried on two weights, so that a wrong option raises an error in this call and not on a server.
 

@@ -22,7 +22,7 @@ the pushes nor on the early pulls.
 
 On a "shared" network the only state between groups is the moment when the link is free. If this moment is later,
 nothing after it becomes earlier. Let e[m, i] be the earliest end of the pushes of i + 1..L and of the early pulls of
-the layers above m. It follows the recurrence of `optimal`.
+the layers above m. e[m, i] follows the recurrence of `optimal`.
 
 On a "duplex" network the state is a pair of moments: when the send link is free, and when the receive link is free.
 Later moments depend monotonically on both, so it is enough to keep all undominated pairs: no other pair is as early in
@@ -68,9 +68,9 @@ def _table(problem: Problem, rest: Array, last: Array, candidates: Numbers) -> A
     end[m, m] = last[m]. For i < m it is startup + min over i < j <= m of transfer(i + 1..j) + max(end[j, m], rest[i]).
     It is infinite for i > m.
 
-    As j grows, end[j, m] falls. So does end[j, m] + transfer(1..j), because the first message can leave a layer out. So
-    the minimum is at the first j for which end[j, m] is below rest[i], or at the j before. Rows after the last such j
-    of all columns are skipped. rest[i] grows as i falls, so these rows are never needed again.
+    As j grows, end[j, m] falls, and end[j, m] + transfer(1..j) also falls, because the first message can leave a layer
+    out. So the minimum is at the first j for which end[j, m] is below rest[i], or at the j before. Rows after the last
+    such j of all columns are skipped. rest[i] grows as i falls, so these rows are never needed again.
     """
     layers = problem.layers
     transfer = sums(problem.transfer)

@@ -1,4 +1,4 @@
-"""Lay out a model's layers so that groups of them travel as messages of a store, and push and pull those messages.
+"""Lay out a model's layers so that groups of layers travel as messages of a store, and push and pull these messages.
 
 The gradients of all layers are in one flat array, and the parameters in another. So a group is an interval of an array,
 and nothing has to be packed. A key is an interval that neither the push groups nor the pull groups divide. If pushes

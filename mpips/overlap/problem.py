@@ -50,7 +50,7 @@ Group = tuple[int, int]
 Groups = tuple[Group, ...]
 
 
-# "shared": one link for pushes and pulls; "duplex": one for each
+# "shared": one link for pushes and pulls; "duplex": one link for pushes and one for pulls
 Link = Literal["shared", "duplex"]
 
 
@@ -166,7 +166,7 @@ LARGEST = 10**18
 
 @dataclass(frozen=True)
 class Layer:
-    """One learnable layer. A layer without parameters belongs to the one before it, as in iBatch's case study."""
+    """One learnable layer. A layer without parameters belongs to the layer before it, as in iBatch's case study."""
 
     name: str
     parameters: int
@@ -195,7 +195,7 @@ class LinearNetwork:
     def at(self, nodes: int | None) -> tuple[float, float]:
         """Return (a, b) for another number of nodes N, as for a ring: a ~ N - 1, b ~ (N - 1) / N.
 
-        Raises ValueError if they cannot be computed: from one node, which has no network; for pushes to servers; and
+        Raises ValueError if a and b cannot be computed: from one node, which has no network; for pushes to servers; and
         for an allreduce that may not be a ring.
         """
         if nodes is None or nodes == self.nodes:

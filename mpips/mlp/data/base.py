@@ -28,8 +28,8 @@ class DataSource:
         name: What messages call the source.
         features: Number of inputs.
         targets: Number of targets.
-        classes: None if the targets are numbers. Otherwise the one target is a class number, and this is the number of
-            classes, or 0 if `labels` must be read first to know it.
+        classes: None if the targets are numbers. Otherwise the only target is a class number, and `classes` is the
+            number of classes, or 0 if this number is only known after `labels` has been called.
         apart: True if a part can be read without the rest. If not, one rank reads all rows and sends them.
     """
 
