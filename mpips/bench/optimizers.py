@@ -141,6 +141,7 @@ def measure_update(
 def largest_difference(optimizer: optimizers.Equation, torch: ModuleType) -> float | None:
     """Return the largest difference between the weights of mpips and of PyTorch after three updates.
 
+    Weights and gradients are random numbers in [0, 1).
 
     Return None if PyTorch has no such optimizer.
     """

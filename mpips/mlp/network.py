@@ -340,7 +340,7 @@ class Network:
         self._spaces: dict[int, list[LayerArrays]] = {}
         for layer, split in enumerate(self.splits):
             weight = self.parameters[2 * layer]
-            # A GPU's weights are drawn on the host and copied.
+            # Weights for a GPU are drawn on the host and then copied to the GPU.
             drawn = weight if xp is np else np.empty(weight.shape, self.dtype)
             draw_weight(drawn, specification, layer, split.outputs[0], split.inputs[0])
             if drawn is not weight:

@@ -31,7 +31,7 @@ from mpips.optimizers import SGD, Optimizer
 _SMALL, _LARGE = 64, 1024
 # steps are timed for this many seconds
 _TIMED_SECONDS = 0.2
-# but at least this many steps, and at most this many
+# fewest and most steps that are timed, however long they take
 _FEWEST_STEPS, _MOST_STEPS = 3, 20
 
 
@@ -101,7 +101,7 @@ def predict_all(
     Args:
         specification: The network, such as `MLP.specification`.
         batch: Samples of a whole minibatch.
-        comm: The ranks.
+        comm: The ranks of the meshes.
         optimizer: The optimizer of the step.
         mode: How model ranks cut the layers: "pairs" or "columns".
 
@@ -337,7 +337,6 @@ def time_events(
     middle = np.median(times, axis=0)
     # If ranks share cores, different events are interrupted in each step, and the medians of the events leave out the
     # interruptions. So the medians are scaled to the median step, which includes them.
-
     middle *= np.median(times.sum(axis=1)) / max(middle.sum(), 1e-12)
     return [event._replace(compute=seconds) for event, seconds in zip(steps[0], middle.tolist())]
 

@@ -259,7 +259,7 @@ class SliceGroup:
         return [whole, self._counts] if self._leads else None
 
     def keyed(self, whole: np.ndarray) -> dict[str, np.ndarray]:
-        """Return key -> view of `whole`. There is a key for each layer of each member's slice, unless it is empty."""
+        """Return key -> view of `whole`. Each non-empty layer of each member's slice has a key."""
         cuts = np.cumsum([0, *self._layers.ravel()]).tolist()
         names = [f"slice{self.first + member}.layer{layer}" for member, layer in np.ndindex(*self._layers.shape)]
         return {name: whole[start:stop] for name, (start, stop) in zip(names, pairwise(cuts)) if stop > start}

@@ -33,7 +33,7 @@ BLOCK_BYTES = 384 * 1024
 LOG = log.get("mpips.kernels")
 # number of weights on which `registry.create` tries an optimizer; no kernel is compiled for this number
 TRIAL = 2
-# most gradients that one kernel sums; if there are more, NumPy first sums as many as needed
+# most gradients that one kernel sums; if there are more, NumPy first sums the surplus
 MOST_PARTS = 64
 
 _local = threading.local()

@@ -123,7 +123,7 @@ class Tape:
             # The equation may have used a method that symbols lack. If the equation itself is wrong, it raises the same
             # error again when it is called with arrays.
             raise Untraceable(str(error)) from error
-        # values that are the new weight and the new state
+        # numbers of the values that are the new weight and the new state
         self.results = [self.value_of(one) for one in pair(given, slots)]
         self.program = placed(self)
 

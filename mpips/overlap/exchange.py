@@ -354,7 +354,7 @@ class Overlapped:
         self.profile: Profile | None = None
         # the profile from the last call of `measure`
         self._known: Profile | None = None
-        # all plans; the last one is in use
+        # all plans until now; the last plan is in use
         self.plans: list[JointPlan] = []
 
     @property
@@ -396,7 +396,7 @@ class Overlapped:
     def measure(self, x: np.ndarray, y: np.ndarray) -> Profile:
         """Return the profile of the job, measured now on a batch.
 
-        Collective, blocking. First it waits for messages in flight.
+        Collective, blocking. The call first waits for messages in flight.
         """
         self.finish()
         if self._execution is None:
@@ -450,7 +450,7 @@ class Overlapped:
         self._clocked.clear()
 
     def _take(self, wanted: JointPlan) -> bool:
-        """Switch to rank 0's plan. Return True if it differs from the plan in use."""
+        """Switch to rank 0's plan. Return True if this plan differs from the plan in use."""
         layers = len(self._elements)
         # The array holds the last layers of the push groups, the last layers of the pull groups, and `early`. Unused
         # places are 0.
@@ -479,7 +479,6 @@ class Overlapped:
 
         They are gathered by the store's own rendezvous, so that a waiting worker learns of a death or an error on
         another rank.
-
         """
         everybody = self._kv.worker.agree(f"overlap: {what}", data=own.tobytes())
         return [np.frombuffer(data, own.dtype) for data in everybody]

@@ -66,7 +66,7 @@ def _table(problem: Problem, rest: Array, last: Array, candidates: Numbers) -> A
     """Return end[i, m], with a column for each m in `candidates`, which ascend.
 
     end[m, m] = last[m]. For i < m it is startup + min over i < j <= m of transfer(i + 1..j) + max(end[j, m], rest[i]).
-    It is infinite for i > m.
+    end[i, m] is infinite for i > m.
 
     As j grows, end[j, m] falls, and end[j, m] + transfer(1..j) also falls, because the first message can leave a layer
     out. So the minimum is at the first j for which end[j, m] is below rest[i], or at the j before. Rows after the last

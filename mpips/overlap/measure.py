@@ -218,7 +218,7 @@ def run_seconds(
             ended.
         workers: The workers, all of which start the messages.
         rounds: Number of times that every run is measured in each mode.
-        modes: In mode True the training thread sleeps during the messages. In mode False it waits for them.
+        modes: In mode True the training thread sleeps during the messages. In mode False it waits for the messages.
     """
 
     def run(groups: Groups, asleep: bool) -> None:

@@ -173,8 +173,8 @@ class StoreMessages:
     def plan(self, plan: JointPlan) -> None:
         """Make the keys of a plan.
 
-        The keys of the first plan get rank 0's parameters. The keys of a later plan get the values of the keys of the
-        plan before.
+        The keys of the first plan get rank 0's parameters. The keys of a later plan take over the values of
+        the previous plan's keys.
         """
         groups = {*plan.push, *plan.pull}
         keys = from_ends(sorted({last for _, last in groups}))
@@ -209,7 +209,9 @@ class StoreMessages:
         return self._kv.read_by_servers(self._names(self._keys[first, last]), push)
 
     def pull(self, first: int, last: int, early: bool = False) -> Handle:
-        """Start to pull the parameters of layers first..last. The pull runs after all earlier pulls and these pushes.
+        """Start to pull the parameters of layers first..last.
+
+        The pull runs after all earlier pulls and after the pushes of these layers.
 
         Pulls travel one after another, in the order of the model. If all travelled at once, the first pull would share
         the servers' links with later pulls. `early` pulls are different: they are requested right after their push, and

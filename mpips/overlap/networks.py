@@ -3,7 +3,8 @@
 * lenet5: the "LeNet-5 with 3.27 M parameters" of the BML paper: two 5 x 5 convolutions on 28 x 28 digits, two dense
   layers.
 * resnet50: bottleneck blocks (3, 4, 6, 3). A convolution has no bias and is followed by a normalisation. The stride of
-  a block is in its 3 x 3 convolution, as in today's implementations. It does not affect the number of parameters.
+  a block is in its 3 x 3 convolution, as in today's implementations; the stride does not affect the number of
+  parameters.
 """
 
 from __future__ import annotations

@@ -60,13 +60,13 @@ class Deal(NamedTuple):
     A slice may be empty.
     """
 
-    # numbers of its training rows
+    # row numbers for training, one slice after another
     train: np.ndarray
     # (minibatches + 1,)
     bounds: np.ndarray
     # size of each whole minibatch, (minibatches,)
     samples: np.ndarray
-    # numbers of its test rows
+    # row numbers for testing
     test: np.ndarray
 
 

@@ -115,7 +115,7 @@ class TextSource(DataSource):
         self._columns = inputs + targets
         self.features = len(inputs)
         self.targets = len(targets)
-        # first byte of each line of the part, and the byte after it
+        # for each line of the part, the positions of its first byte and of the byte after the line
         self._starts = self._stops = np.empty(0, np.int64)
         # label -> class number; None until number() sets it
         self._numbers: dict[str, int] | None = None
@@ -318,7 +318,6 @@ def _delimiter(first: str, second: str) -> str | None:
     """Return the delimiter of a file with these two first lines. None means blanks.
 
     A character that both lines have equally often is preferred to a character that is only in the first line.
-
     """
     first, second = (_QUOTED.sub("", line) for line in (first, second))
     alike = [each for each in _DELIMITERS if each and first.count(each) == second.count(each) > 0]
