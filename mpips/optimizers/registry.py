@@ -92,7 +92,6 @@ def add_kind(table: dict[str, Any], name: str, kind: Any, needs: Mapping[str, bo
 def create(optimizer: str | Optimizer, **options: Any) -> Optimizer:
     """Return the optimizer with this name (in any case) and these options. An optimizer is returned as it is.
 
-
     The optimizer is tried on two weights, so that a wrong option raises an error in this call and not on a server.
 
     Raises:
@@ -152,7 +151,7 @@ def _short_text(thing: object) -> str:
 
 
 def as_data(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer as plain data: its name and its options. `from_data` makes an equal optimizer from this."""
+    """Return the optimizer as plain data: its name and its options. `from_data` makes an equal optimizer from it."""
     record = create(optimizer)
     return {"name": type(record).__name__.lower(), "options": _options(record), "own": _is_own(record)}
 

@@ -74,7 +74,6 @@ def lay_out(
     Returns:
         The flat array; for every layer its views of the array, in the given shapes; and the elements of each layer.
 
-
     >>> flat, views, elements = mpips.overlap.lay_out([[(20, 64), (20,)], [(10, 20), (10,)]])
     >>> flat.size, views[1][0].shape, elements
     (1510, (10, 20), [1300, 210])
