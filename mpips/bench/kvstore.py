@@ -1,10 +1,10 @@
 """`mpips bench kvstore`: times push and pull by the size of a key, and the memory copies that cannot be avoided.
 
-Every round pushes other values, and the values that are pulled are checked. With `--optimizer` the servers update
-weights by what is pushed, and a worker compares them with weights that it has updated itself.
+Every round pushes new values, and the values that are pulled are checked. With `--optimizer` the servers update weights
+by the values that are pushed, and a worker compares the pulled weights with weights that it has updated itself.
 
-The floor is the time of the memory copies without which a push and a pull are impossible: no keys, no signals, no
-update, only NumPy and barriers. For n bytes, W workers and S servers on one node it has three phases:
+The floor is the time of the memory copies that every push and pull needs: no keys, no signals, no update, only NumPy
+and barriers. For n bytes, W workers and S servers on one node it has three phases:
 
 1. Each worker copies n bytes into shared memory. Arrays of `mpips.empty` need no such copy.
 2. Each server sums its n/S bytes of all W contributions into its own memory.
@@ -52,13 +52,13 @@ from mpips.store.create import create
 from mpips.store.options import kind_of, read, uneven
 
 ARRAYS = ("ordinary", "empty")
-# more keys than a model has; many more would fill the memory with names and arrays
+# most keys in one call: more than a model has, and few enough that names and arrays fit in memory
 MOST_KEYS = 10_000
 # number of elements of an array that are set in each round, and checked when they come back
 MARKS = 64
-# seconds in which the servers have compiled their kernels
+# seconds after which the servers have compiled their kernels
 COMPILES = 2.0
-# elements that the floor sums at a time, so that the sum is in cache when the next contribution is added
+# elements that the floor sums at a time, so that the sum is still in cache when the next contribution is added
 BLOCK_ELEMENTS = 262_144
 
 
@@ -66,7 +66,7 @@ class StoreRow(NamedTuple):
     """The result of one case. Times are seconds on worker 0, medians over the repeats, for all keys in one call."""
 
     kind: str
-    # "" without one
+    # "" without an optimizer
     optimizer: str
     servers: int
     workers: int
@@ -84,7 +84,7 @@ class StoreRow(NamedTuple):
     push_pull_s: float
     # one call of pushpull
     pushpull_s: float
-    # the floor (see the module), if it was measured, and push_pull_s / floor_s
+    # the floor (see the module) and push_pull_s / floor_s; None if the floor was not measured
     floor_s: float | None
     over_floor: float | None
 
@@ -130,7 +130,7 @@ def check(
         made = optimizers.create(optimizer, **({"momentum": momentum} if momentum else {})) if optimizer else None
         read({"servers": servers, "clients": clients, "masters": masters}).clients_of(resolved, ranks)
         counts = parse_counts(sizes, 4, "float32")
-        # Twice: a worker pushes one array and pulls into another.
+        # The memory is needed twice, because a worker pushes one array and pulls into another.
         what = f"--sizes {sizes}{f' --keys {keys}' if keys > 1 else ''}"
         check_memory(what, 4 * keys * max(counts), 2, max(1, count_local_ranks() - servers))
     except ValueError as error:
@@ -211,7 +211,7 @@ def command(
     floors = {n: measure_floor(world, servers, 4 * n, 7) for n in counts} if plain else {}
     if world.rank == 0 and (world.size - servers) % clients:
         click.echo(uneven(world.size - servers, clients), err=True)
-    # Kernels are compiled from the start, as they are in a long job after a while.
+    # Compile kernels from the start, because a long job also uses compiled kernels after a while.
     os.environ.setdefault("MPIPS_KERNELS", "numba")
     kv = create(kind, servers=servers, clients=clients, masters=masters)
     if updates or kind.endswith("async"):
@@ -285,8 +285,8 @@ def name_keys(n: int, keys: int) -> list[str]:
 def expected_values(optimizer: Optimizer | None) -> Callable[[float], float]:
     """Return a function that takes the sum of a round's pushes and returns the value that the round must pull.
 
-    Without an optimizer the value is the sum itself. With one it is a weight that begins as 0 and is updated by each
-    sum, so the function must be called once a round, in order.
+    Without an optimizer the value is the sum itself. With an optimizer it is a weight that begins as 0 and is updated
+    by the sum of each round, so the function must be called once a round, in order.
     """
     if optimizer is None:
         return lambda total: total
@@ -409,8 +409,8 @@ def check_marks(arrays: Sequence[np.ndarray], number: float, what: str) -> None:
 def measure_floor(comm: MPI.Comm, servers: int, nbytes: int, repeats: int) -> dict[str, float]:
     """Measure the floor (see the module) of "ordinary" and "empty" arrays, in seconds. Collective over all ranks.
 
-    A phase counts as long as its slowest rank needs the processor, or, if the ranks share cores, as long as all ranks
-    together need all cores. The result is the sum of the phases' medians over `repeats`.
+    The time of a phase is the processor time of its slowest rank, or, if this is longer, the processor time of all
+    ranks divided by the number of cores. The result is the sum of the phases' medians over `repeats`.
     """
     rank, workers = comm.Get_rank(), comm.Get_size() - servers
     n = nbytes // 4

@@ -4,7 +4,7 @@
     mpips bench mlp -n 2 --grid 2x1 --batch 1000                        speedup, and DDP over gloo
     mpips bench mlp -n 2 --grid 1x2 --batch 1000 --width 4096           speedup of tensor parallelism
 
-PyTorch's step runs in one process and, with data parallel ranks, with DistributedDataParallel over gloo.
+PyTorch's step runs in one process. With data parallel ranks it also runs with DistributedDataParallel (DDP) over gloo.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _case(
 ) -> dict[str, float]:
     """Time the steps of mpips and PyTorch at one width and batch size.
 
-    Return the row for the table: width, batch, the seconds of each kind of step, and the ratios between them. Times and
-    ratios are medians over the rounds.
+    Return the row for the table: width, batch, the seconds of each kind of step, and the ratios between the steps.
+    Times and ratios are medians over the rounds.
     """
     sizes = (INPUTS, width, width, OUTPUTS)
     rng = np.random.default_rng(0)
@@ -124,7 +124,8 @@ def _case(
 def _ours(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray) -> dict[str, TimedCall]:
     """Return steps of mpips: in one process, on the mesh ("grid"), and of a network of width 1 ("Python").
 
-    A step of the network of width 1 takes the time that every step spends in Python.
+    The network of width 1 computes almost nothing, so the time of its step is the time that every step spends in
+    Python.
     """
     alone = Mesh(1, 1, MPI.COMM_SELF)
     serial = Worker(MLP(sizes, seed=1), alone, SGD(learning_rate=1e-3))
@@ -141,7 +142,7 @@ def _ours(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray) -> d
 
 
 def _theirs(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, with_ddp: bool) -> dict[str, TimedCall]:
-    """Return steps of PyTorch, one for each of its settings. The fastest setting counts."""
+    """Return steps of PyTorch, one for each setting. `_ratios` takes the fastest setting."""
     steps = {"torch plain": torch_step(sizes, x, y, False), "torch fused": torch_step(sizes, x, y, True)}
     if with_ddp:
         own = slice(*interval(len(x), mesh.batch, mesh.batch_index))
@@ -151,10 +152,10 @@ def _theirs(mesh: Mesh, sizes: tuple[int, ...], x: np.ndarray, y: np.ndarray, wi
 
 
 def _ratios(times: dict[str, np.ndarray]) -> dict[str, float]:
-    """Return the medians over rounds of the ratios between steps. Of PyTorch's settings, the fastest counts.
+    """Return the ratios between steps, as medians over the rounds. PyTorch counts with its fastest setting.
 
-    A ratio is taken within a round, in which the steps run one after another: so both have the machine in about the
-    same state.
+    A ratio is taken within a round, in which the steps run one after another. So the machine is in about the same state
+    for both steps of a ratio.
     """
 
     def best(kind: str) -> np.ndarray | None:
@@ -197,8 +198,8 @@ def torch_step(
     Args:
         x: This rank's samples.
         fused: Use PyTorch's fused optimizer.
-        bucket_megabytes: Size of DistributedDataParallel's buckets, over the process group that `join_gloo` made.
-            0: this process alone.
+        bucket_megabytes: Size of DistributedDataParallel's buckets. It uses the process group that `join_gloo` made.
+            0: no DistributedDataParallel, the step runs in this process alone.
     """
     import torch
 

@@ -21,7 +21,7 @@ from mpips.collectives.kernels import engine
 from mpips.collectives.machine import check_memory
 from mpips.collectives.terminal import Interruptible, OutFile, Whole, console, show_progress, show_table, write_json
 
-# the optimizers whose updates by a sum of several gradients are timed, too
+# the optimizers whose updates by a sum of several gradients are also timed
 SUMS = optimizers.SGD(learning_rate=0.01, momentum=0.9), optimizers.Adam(learning_rate=0.01)
 CASES = (
     *SUMS,
@@ -30,7 +30,8 @@ CASES = (
 )
 CONTRIBUTORS = (2, 4, 8)
 SUM_ELEMENTS = (1 << 14, 1 << 18, 1 << 22, 1 << 24)
-# most arrays in memory at a time: in measure_update() of Adam, with two copies and PyTorch's states of three settings
+# most arrays in memory at a time: in measure_update() of Adam, for its own update, the timed copy, and the states of
+# PyTorch's three settings
 ARRAYS = 22
 # most seconds to wait for a kernel to be compiled
 COMPILES = 120.0
@@ -41,22 +42,22 @@ SETTINGS: dict[str, dict[str, bool]] = {"fused": {"fused": True}, "foreach": {"f
 
 
 class UpdateTiming(NamedTuple):
-    """The result of timing one update. Times are in ms, medians over the repeats; None if an engine is missing."""
+    """The result of timing one update. Times are in ms, as medians over the repeats. None: this engine is missing."""
 
     optimizer: str
     elements: int
-    # number of gradients whose sum is the update's gradient
+    # number of gradients that are summed for the update
     gradients: int
     numpy_ms: float
     compiled_ms: float | None
     # a copy of as many bytes as one pass of the update reads and writes
     copy_ms: float
-    # PyTorch fused, and the faster of its default and foreach
+    # PyTorch's setting "fused", and the faster one of its settings "default" and "foreach"
     fused_ms: float | None
     other_ms: float | None
     # time of mpips (compiled if there is a kernel, else NumPy) / time of the fastest PyTorch
     ratio: float | None
-    # between the weights of mpips and PyTorch after three updates
+    # largest difference between the weights of mpips and of PyTorch after three updates
     largest_difference: float | None
 
 
@@ -96,10 +97,10 @@ def theirs(torch: ModuleType, optimizer: Any, weights: np.ndarray, gradient: np.
 def measure_update(
     optimizer: optimizers.Equation, elements: int, repeats: int, torch: ModuleType | None, gradients: int = 1
 ) -> UpdateTiming:
-    """Time an update by each engine and by PyTorch, and a copy of as many bytes, in `repeats` rounds."""
+    """Time an update by NumPy, by the kernel and by PyTorch, and a copy of as many bytes, in `repeats` rounds."""
     rng = np.random.default_rng(0)
     weights = rng.random(elements, np.float32)
-    # Every array is read, and all but the gradients are written.
+    # An update reads every array, and writes every array except the gradients.
     passes = gradients + 2 + 2 * optimizer.slots
     source, target = (np.ones(elements * passes // 2, np.float32) for _ in range(2))
     parts = [rng.random(elements, np.float32) for _ in range(gradients)]
@@ -138,7 +139,9 @@ def measure_update(
 
 
 def largest_difference(optimizer: optimizers.Equation, torch: ModuleType) -> float | None:
-    """Return the largest difference between our weights and PyTorch's after three updates of numbers in [0, 1).
+    """Return the largest difference between the weights of mpips and of PyTorch after three updates.
+
+    Weights and gradients are random numbers in [0, 1).
 
     Return None if PyTorch has no such optimizer.
     """

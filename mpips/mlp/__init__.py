@@ -5,11 +5,11 @@
     model = mpips.mlp.MLP([64, 512, data.outputs], loss="softmax", seed=1)
     trained = mpips.mlp.train(model, data, mesh, epochs=10)
 
-Source: "Batch, model and integrated parallelism for neural networks", sections 5 to 7 and Algorithms 1 to 3. The
-modules of this package call it "the paper". What it calls batch parallelism is data parallelism, its model parallelism
-is tensor parallelism, and its process grid is the device mesh.
+Source: "Batch, model and integrated parallelism for neural networks", sections 5 to 7 and Algorithms 1 to 3. This
+package calls it "the paper". The paper's batch parallelism is data parallelism, its model parallelism is tensor
+parallelism, and its process grid is the device mesh.
 
-A name is imported when it is first used, so `MLP` alone needs no MPI.
+A name is imported when it is first used, so a program that only uses `MLP` needs no MPI.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def command(**given: Any) -> None:
     except Exception:
         if comm.size == 1:
             raise
-        # An unforeseen error on one rank must end all ranks: the others would wait for it for ever.
+        # An unforeseen error on one rank must end all ranks, because the others would wait for this rank for ever.
         traceback.print_exc()
         sys.stderr.flush()
         comm.Abort(1)
@@ -143,13 +143,13 @@ class _Run:
         self.console = console()
         self.options = o
         self.optimizer = train_options.optimizer_of(o)
-        # True once training begins. An error before that is one of usage, and the command exits with code 2.
+        # True once training begins. An earlier error is a usage error, and the command exits with code 2.
         self.began = False
         self.xp: ModuleType = np
         self.servers = Servers(o.servers, o.clients, o.averaging, o.every, o.alpha, comm) if o.servers else None
 
     def run(self) -> None:
-        """On a server, serve until the end. On all other ranks, train."""
+        """On a server, serve until training ends. On all other ranks, train."""
         threads = self.options.threads or max(1, usable_cores() // train_options.place_on_node(self.comm)[1])
         with threadpool_limits(threads, user_api="blas"):
             if self.servers is None:
@@ -211,7 +211,7 @@ class _Run:
         o, worker, last = self.options, None, self.options.epochs
         check_fit(specification, data, mesh)
         grid = f"grid {mesh}"
-        # `mesh` has the workers of all clients; --grid is the grid of one.
+        # `mesh` has the workers of all clients; --grid is the grid of one client.
         if self.servers and self.servers.clients > 1:
             grid = f"{self.servers.clients} clients of grid {mesh.batch // self.servers.clients}x{mesh.model}"
         if o.load_path:
@@ -253,11 +253,13 @@ class _Run:
         self._print("  ".join([*parts, f"{epoch.seconds:.2f} s"]))
 
     def _report(self, trained: Trained, data: Data, data_seconds: float, memory: list[int]) -> str | None:
-        """Print the time budget, and write the files of --json and --plot. Return an error message, or None.
+        """Print the time budget, and write the files of --json and --plot.
+
+        Return an error message if a file cannot be written, else None.
 
         Args:
-            data_seconds: Seconds of reading and distributing rows before the first epoch.
-            memory: Peak bytes of each rank.
+            data_seconds: Seconds spent on reading and distributing rows before the first epoch.
+            memory: Peak memory of each rank, in bytes.
         """
         epochs, hidden = trained.epochs, hidden_of(trained.epochs)
         phases = {phase: sum(epoch.phases[phase] for epoch in epochs) for phase in PHASES}
@@ -288,7 +290,8 @@ class _Run:
     def _record(self, trained: Trained, data: Data) -> dict[str, Any]:
         """Return the content of the --json file, except the totals over epochs.
 
-        `overlap` is None if not given, `averaging` without servers, `every` and `alpha` without elastic servers.
+        `overlap` is None unless the user gave --overlap or --no-overlap. `averaging` is None without servers. `every`
+        and `alpha` are None without elastic servers.
         """
         worker, servers = trained.worker, self.servers
         mesh, specification = worker.mesh, worker.network.specification

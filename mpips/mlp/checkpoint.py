@@ -42,21 +42,21 @@ class CheckpointHeader(msgspec.Struct):
     specification: Specification
     # `mpips.optimizers.encode` of the optimizer, in hex
     optimizer: str
-    # steps taken
+    # number of steps taken
     updates: int
-    # (scale, good updates since it changed) of mixed precision
+    # in mixed precision: (loss scale, updates without overflow since the scale changed)
     loss_scale: tuple[float, int] | None = None
     # how the rows were dealt; None if saved without data
     rule: DealRule | None = None
-    # names of the classes 0, 1, ...; empty if they have none
+    # names of the classes 0, 1, ...; empty if the classes have no names
     labels: tuple[str, ...] = ()
 
 
 def collect(worker: Worker) -> MLP:
     """Return the whole trained network, on every rank, as an MLP that computes by NumPy.
 
-    Collective over the mesh; blocking. With elastic averaging the clients' networks differ, and every rank returns its
-    client's.
+    Collective over the mesh; blocking. With elastic averaging the clients' networks differ, and every rank returns the
+    network of its own client.
 
     >>> model, rows = mpips.mlp.MLP([4, 16, 1]), lambda: mpips.mlp.open_source("synthetic:400,4,1")
     >>> mesh = mpips.mlp.Mesh(batch=MPI.COMM_WORLD.size)
@@ -77,14 +77,15 @@ def save_checkpoint(path: str, worker: Worker, data: Data | None = None) -> None
     """Write the whole network, the optimizer with its state, and how the data were scaled and dealt.
 
     Collective over the mesh; blocking. Layers are gathered one after another on rank 0, which must have memory for the
-    whole network and state. It writes a file beside `path` and renames it, so an old checkpoint survives a failure.
-    Servers send the optimizer state that they keep. With elastic averaging, the first client's network and state are
-    written.
+    whole network and state. Rank 0 writes a temporary file beside `path` and renames it, so an old checkpoint survives
+    a failure. If servers keep the optimizer state, they send it. With elastic averaging, the network and state of the
+    first client are written.
 
     Args:
         path: The file, safetensors.
         worker: What to save: `train(...).worker`.
-        data: The rows it was trained on. Without them, a later run can neither scale nor deal rows as this one did.
+        data: The rows that the network was trained on. Without them, a later run can neither scale nor deal rows as
+            this run did.
 
     Raises:
         TrainingError: On every rank, if the file cannot be written.
@@ -134,7 +135,8 @@ def load_checkpoint(
 ) -> Worker:
     """Return a worker that continues training from a checkpoint: give it to `train`.
 
-    Collective over the mesh; blocking. The mesh may differ from the one that saved. Each rank reads only its slice.
+    Collective over the mesh; blocking. The mesh may differ from the mesh of the run that wrote the checkpoint. Each
+    rank reads only its slice.
 
     Args:
         path: A file that `save_checkpoint` wrote. Every rank must be able to read it.
@@ -145,7 +147,7 @@ def load_checkpoint(
         servers: As in `train`.
 
     Raises:
-        TrainingError: On every rank, if any rank cannot read the file or it is no such checkpoint.
+        TrainingError: On every rank, if any rank cannot read the file or the file is not such a checkpoint.
 
     >>> model, rows = mpips.mlp.MLP([4, 16, 1]), lambda: mpips.mlp.open_source("synthetic:400,4,1")
     >>> mesh = mpips.mlp.Mesh(batch=MPI.COMM_WORLD.size)
@@ -180,7 +182,7 @@ def load_checkpoint(
 
 
 def read_header(path: str, comm: MPI.Comm) -> CheckpointHeader:
-    """Return the metadata of a checkpoint. Collective; every rank raises TrainingError if any cannot read it."""
+    """Return the metadata of a checkpoint. Collective; every rank raises TrainingError if any rank cannot read it."""
     return _read(path, comm, _read_header)
 
 
@@ -197,7 +199,10 @@ def read_scaling(path: str, comm: MPI.Comm) -> Scaling | None:
 
 
 def _read(path: str, comm: MPI.Comm, get: Callable[[TensorFile], T]) -> T:
-    """Run `get` on a checkpoint on every rank. Collective; every rank raises TrainingError if any cannot read it."""
+    """Run `get` on a checkpoint, on every rank. Collective.
+
+    Every rank raises TrainingError if any rank cannot read the file.
+    """
 
     def read() -> T:
         try:
@@ -235,7 +240,7 @@ def _check_tensors(file: TensorFile, header: CheckpointHeader) -> Optimizer:
     except (ValueError, TypeError) as error:
         raise ValueError(f"{file.path}: {error}") from error
     sizes, dtype = header.specification.sizes, working_dtype(header.specification.dtype)
-    # Refuse a header of a billion layers before making a name for each.
+    # A damaged header may claim a billion layers. Refuse it before making a name for each layer.
     if len(sizes) > len(file.tensors) + 1:
         raise ValueError(f"{file.path} has {len(file.tensors)} tensors, too few for {len(sizes)} sizes: save it anew")
     slots = len(initial(optimizer, np.zeros(1, dtype)))
@@ -256,7 +261,10 @@ def _check_tensors(file: TensorFile, header: CheckpointHeader) -> Optimizer:
 
 
 def _fill(file: TensorFile, network: Network, flats: dict[str, np.ndarray]) -> None:
-    """Read this rank's slices. `flats`: prefix of tensor names -> array to fill, laid out as the flat parameters."""
+    """Read this rank's slices of the tensors.
+
+    `flats` maps a prefix of tensor names to the array to fill, which is laid out as `Network.flat_parameters`.
+    """
     for prefix, flat in flats.items():
         for index, (name, view) in enumerate(zip(MLP(*network.specification).names, network.views(flat))):
             # With more ranks than neurons, some slices are empty.
@@ -266,7 +274,7 @@ def _fill(file: TensorFile, network: Network, flats: dict[str, np.ndarray]) -> N
 
 
 def _place(split: Split, index: int) -> tuple[slice, ...]:
-    """Return the slice of parameter `index` that a rank holds. Weights have even indices, biases odd ones."""
+    """Return the slice of parameter `index` that a rank holds. Weights have even indices, biases odd indices."""
     rows, columns = slice(*split.outputs), slice(*split.inputs)
     return (rows,) if index % 2 else (rows, columns)
 

@@ -1,4 +1,4 @@
-"""`PhaseClock`: how long a rank of `mpips train` has computed and has waited for messages, and how long they took."""
+"""`PhaseClock`: the time for which a rank of `mpips train` computes, waits for messages, and has messages in flight."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ PHASES = ("compute", "forward", "backward", "data", "evaluate")
 class PhaseClock:
     """The seconds that a rank has spent in each of the `PHASES`.
 
-    A phase of communication counts the time that computation waited for it, which includes waiting for slower ranks.
+    The phases of communication, "forward" and "backward", count the time during which computation waited for messages.
+    This includes the time of waiting for slower ranks.
     """
 
     def __init__(self) -> None:
         self.reset()
-        # messages under way, and when the first of them left
+        # number of messages in flight, and the time when the first of them left
         self._messages = 0
         self._since = 0.0
 
     def reset(self) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        # seconds with at least one message under way, whether computation waited for it or not
+        # seconds with at least one message in flight, whether or not computation waited for it
         self.under_way = 0.0
 
     def sent(self) -> None:
@@ -53,7 +54,7 @@ class PhaseClock:
         self.seconds[phase] += perf_counter() - since
 
     def communication(self) -> float:
-        """Return the seconds that computation has waited for communication until now."""
+        """Return the seconds for which computation has waited for communication since the last `reset`."""
         return self.seconds["forward"] + self.seconds["backward"]
 
 
@@ -61,7 +62,7 @@ def hidden_share(waited: float, under_way: float) -> float | None:
     """Return the share of communication time that was hidden behind computation, or None if nothing was sent.
 
     Args:
-        waited: Seconds that computation waited for messages.
-        under_way: Seconds with messages under way.
+        waited: Seconds for which computation waited for messages.
+        under_way: Seconds with at least one message in flight.
     """
     return max(0.0, 1 - waited / under_way) if under_way else None

@@ -1,7 +1,7 @@
 """The device mesh of batch x model ranks: each rank's two indices, and the communicators along both directions.
 
-Source: the paper, section 7, which calls the mesh a process grid. The end of the module has the calls by which all
-ranks agree on an error (`agree`, `attempt`, `alike`).
+Source: the paper, section 7, which calls the mesh a process grid. The functions at the end of the module (`agree`,
+`attempt`, `alike`) raise an error of one rank on all ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class TrainingError(ValueError):
     All ranks of the communicator raise it with the same message.
     """
 
-    # True if every rank of the world raises it: then an uncaught one needs no abort, and only one rank prints it
+    # True if every rank of COMM_WORLD raises this error. If nobody catches it, no rank needs to abort the job, and only
+    # one rank prints the error.
     everywhere = False
 
 
@@ -103,20 +104,21 @@ def misfit(batch: int, model: int, ranks: int) -> str | None:
 class Spans(NamedTuple):
     """Which communicators of a mesh span several nodes.
 
-    Where one does, its messages travel during computation, and those of a "mixed" network are float16.
+    Messages of a communicator that spans several nodes travel during computation. In a "mixed" network they are
+    float16.
     """
 
     # True if any batch communicator of the mesh has ranks on several nodes
     batch: bool
-    # the same for the model communicators
+    # True if any model communicator of the mesh has ranks on several nodes
     model: bool
 
 
 def spans_nodes(mesh: Mesh) -> Spans:
     """Return which communicators of the mesh span several nodes. Collective.
 
-    A rank's own two communicators may lie on one node while another rank's do not. So the answer is agreed on, and is
-    the same on every rank.
+    A rank's own two communicators may be on one node while another rank's communicators span several. So the ranks
+    agree on one answer, which is the same on every rank.
     """
     most = np.array([nodes(mesh.batch_comm), nodes(mesh.model_comm)])
     mesh.comm.Allreduce(MPI.IN_PLACE, most, MPI.MAX)
@@ -134,7 +136,7 @@ def nodes(comm: MPI.Comm) -> int:
 def agree(comm: MPI.Comm, problem: str | None) -> None:
     """Raise TrainingError on all ranks of `comm` if any rank has a problem. Collective.
 
-    The message is that of the lowest rank with a problem.
+    `problem` is this rank's error message, or None. All ranks raise the message of the lowest rank with a problem.
     """
     problems = [each for each in comm.allgather(problem) if each is not None]
     if problems:
@@ -144,7 +146,7 @@ def agree(comm: MPI.Comm, problem: str | None) -> None:
 def attempt(comm: MPI.Comm, call: Callable[[], T]) -> T:
     """Run `call` on every rank and return its result. Collective.
 
-    If it raises TrainingError on any rank, all ranks raise TrainingError with the message of the lowest such rank.
+    If `call` raises TrainingError on any rank, all ranks raise TrainingError with the message of the lowest such rank.
     """
     found, problem = None, None
     try:
@@ -160,12 +162,13 @@ def alike(
 ) -> None:
     """Raise the same TrainingError on all ranks unless they make this call with equal arguments. Collective.
 
-    Called before anything that all ranks must do in the same way.
+    It is called before an operation that all ranks must run in the same way.
 
     Args:
         call: Name of the call, for the message.
         arguments: Name -> value. Values are compared as texts.
-        problem: This rank's error message if its arguments are wrong, else None. Any rank's is raised on all.
+        problem: This rank's error message if its arguments are wrong, else None. All ranks raise the message of any
+            rank.
         noun: What the message calls an argument.
     """
     if comm.size == 1:

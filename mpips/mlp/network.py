@@ -1,19 +1,19 @@
 """One rank's slice of a multi-layer perceptron: the layers cut by columns or rows, and a training step on the slice.
 
-The ranks that share a model are its parts; a rank's part is its model index on the mesh. A layer is cut in one of three
-ways, its kind:
+A network is cut into parts, one for each of the ranks that share a model. The number of a rank's part is its model
+index on the mesh. A layer is cut in one of three ways, called its kind:
 
-- ``columns``: a rank holds some outputs of the layer (rows of its matrix). It needs all inputs. The outputs are
+- ``columns``: a rank holds some outputs of the layer (rows of its matrix). The rank needs all inputs. The outputs are
   gathered, and the gradient of the inputs is summed over the ranks (the paper's Algorithm 2).
-- ``rows``: a rank holds some inputs, exactly the outputs that it computed in the layer before. That layer must be cut
-  by columns, and its outputs are then not gathered. The outputs are summed over the ranks. Nothing is sent in the
-  backward pass.
+- ``rows``: a rank holds some inputs of the layer: exactly the outputs that it computed in the layer before. That layer
+  before must be cut by columns, and its outputs are then not gathered. The outputs of the layer cut by rows are summed
+  over the ranks. This layer sends nothing in the backward pass.
 - ``whole``: every rank holds and computes the whole layer, and nothing is sent.
 
 Arrays are (neurons, samples), as in the paper, which writes X_l in R^{d_l x B}. So a slice of neurons is one contiguous
 block: a layer writes its slice straight into the gathered array, and no collective needs a copy.
 
-This module does not call MPI. `ModelExchange` is what it needs from the other ranks.
+This module does not call MPI. `ModelExchange` is the interface to the exchanges that it needs with the other ranks.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from mpips.collectives.schedule.model import cut
 
 DTYPES = ("float32", "float64", "mixed")
 MODES = ("pairs", "columns")
-# with fewer outputs a rank, gathering the last layer takes longer than computing all of it on every rank
+# with fewer outputs per rank, gathering the last layer takes longer than computing all of it on every rank
 _FEWEST_OUTPUTS_PER_RANK = 8
-# random numbers drawn at a time: bounds the memory for numbers that belong to other ranks' slices
+# random numbers drawn at a time; a rank also draws numbers of other ranks' slices, and this bounds their memory
 _DRAWN_ELEMENTS = 1 << 20
-# flops between two polls of the messages under way: about 0.3 ms of a core
+# floating-point operations between two polls of the messages in flight: about 0.3 ms on one core
 _BLOCK_FLOPS = 3e7
-# block of an array that several functions pass over in turn: half the cache that a core usually has for itself
+# bytes of a block over which several functions run in turn: half the cache that a core usually has for itself
 _CACHED_BYTES = 512 << 10
-# a matrix product with fewer rows loses speed
+# fewest rows of a block in a matrix product; smaller products lose speed
 _FEWEST_BLOCK_ROWS = 64
 
 # called with the number of a layer, from 0
 LayerHook = Callable[[int], object]
-# empty(count, dtype) -> 1-D memory for that many elements
+# empty(count, dtype) -> 1-D array of `count` elements
 Empty = Callable[[int, np.dtype], np.ndarray]
 
 
@@ -78,7 +78,7 @@ def check(specification: Specification) -> None:
 
 
 def working_dtype(dtype: str) -> np.dtype:
-    """Return the NumPy dtype of weights, activations and data. `dtype` is that of a Specification."""
+    """Return the NumPy dtype of weights, activations and data. `dtype` is the dtype of a `Specification`."""
     return np.dtype("float32" if dtype == "mixed" else dtype)
 
 
@@ -109,7 +109,8 @@ def kinds(sizes: Sequence[int], parts: int, mode: str = "pairs") -> list[str]:
     """Return the kind of each layer when a network is cut among `parts` ranks.
 
     Mode "columns" cuts every layer by columns, as the paper does. Mode "pairs" cuts layers by columns and rows in turn,
-    so that a pair of layers needs one sum in the forward pass. Its last layer is whole if it has few outputs.
+    so that a pair of layers needs one sum in the forward pass. If the number of layers is odd, the last layer is in no
+    pair; it is whole if it has few outputs.
     """
     layers = len(sizes) - 1
     if mode not in MODES:
@@ -125,7 +126,7 @@ def kinds(sizes: Sequence[int], parts: int, mode: str = "pairs") -> list[str]:
 
 
 def splits(sizes: Sequence[int], parts: int, part: int, mode: str = "pairs") -> list[Split]:
-    """Return the slice of each layer that rank `part` of `parts` holds. `sizes` are those of a Specification."""
+    """Return the slice of each layer that rank `part` of `parts` holds. `sizes` are the sizes of a `Specification`."""
     chosen = kinds(sizes, parts, mode)
     result = []
     for kind, following, columns, rows in zip(chosen, [*chosen[1:], ""], sizes, sizes[1:]):
@@ -136,7 +137,7 @@ def splits(sizes: Sequence[int], parts: int, part: int, mode: str = "pairs") -> 
 
 
 def largest_slice(sizes: Sequence[int], model: int, mode: str = "pairs") -> list[int]:
-    """Return the number of parameters of each layer on part 0, the rank that holds most."""
+    """Return the number of parameters of each layer in part 0, which is the largest part."""
     return [
         (outputs[1] - outputs[0]) * (inputs[1] - inputs[0] + 1)
         for _, outputs, inputs, _ in splits(sizes, model, 0, mode)
@@ -144,18 +145,18 @@ def largest_slice(sizes: Sequence[int], model: int, mode: str = "pairs") -> list
 
 
 def draw_weight(out: np.ndarray, specification: Specification, layer: int, first_row: int, first_column: int) -> None:
-    """Draw the first weights of a slice of a layer's matrix. Local; equal for every way to cut the network.
+    """Draw the first weights of a slice of a layer's matrix. Local. Every way to cut the network gives equal weights.
 
     Element (r, c) of layer l is number ``r * columns + c`` of the random stream seeded by (seed, l), drawn uniformly in
-    float64. Its variance is that of He et al. (2015) before a ReLU, and 1/fan-in otherwise. A rank that holds a slice
-    jumps to it in the stream. So every mesh starts from the same matrices, and none are sent. (In the paper the model
-    ranks drew unrelated slices.)
+    float64. The variance is that of He et al. (2015) before a ReLU, and 1/fan-in otherwise. A rank that holds a slice
+    jumps to the slice's place in the stream. So every mesh starts from the same matrices, and no matrix is sent. (In
+    the paper the model ranks drew unrelated slices.)
 
     Args:
         out: (rows, width), filled with the slice.
         layer: From 0.
         first_row: Row of the whole matrix at which the slice begins.
-        first_column: Column at which it begins.
+        first_column: Column of the whole matrix at which the slice begins.
     """
     (rows, width), columns = out.shape, specification.sizes[layer]
     if not rows or not width:
@@ -232,7 +233,7 @@ def _softmax(
     return total
 
 
-# name -> loss; "softmax" takes class numbers, "l2" takes targets
+# name -> function of the loss; "softmax" takes class numbers, "l2" takes targets
 LOSSES = {"l2": _l2, "softmax": _softmax}
 
 
@@ -240,20 +241,20 @@ LOSSES = {"l2": _l2, "softmax": _softmax}
 
 
 class ModelExchange(Protocol):
-    """The exchanges between the ranks that share one model. All are collective over these ranks."""
+    """The exchanges between the ranks that share one model. All calls are collective over these ranks."""
 
-    # the number of these ranks, and this rank's number among them
+    # the number of ranks that share the model, and this rank's number among them
     parts: int
     part: int
 
     def gather(self, full: np.ndarray) -> None:
-        """Gather `full` (neurons, samples): every rank has written its `interval` of rows. Blocking."""
+        """Complete `full`, (neurons, samples), in which every rank has written its `interval` of rows. Blocking."""
 
     def sum(self, array: np.ndarray) -> None:
         """Replace an array of the forward pass by its sum over the ranks, in place. Blocking."""
 
     def start_sum(self, array: np.ndarray) -> None:
-        """Begin to replace an array of the backward pass by its sum. It may not be touched before `wait` returns."""
+        """Begin to replace an array of the backward pass by its sum. Leave the array alone until `wait` returns."""
 
     def wait(self) -> None:
         """Wait until the array given to `start_sum` holds the sum."""
@@ -266,18 +267,19 @@ class StepProgress(Protocol):
         """Called when the gradients of a layer are complete. The step may still read the layer's parameters."""
 
     def poll(self) -> None:
-        """Progress the messages under way. Called several times a millisecond."""
+        """Progress the messages in flight. Called several times a millisecond."""
 
 
 class LayerArrays(NamedTuple):
-    """The arrays of a layer, each (neurons, samples), for one number of samples."""
+    """The arrays of a layer, each (neurons, samples), for a given number of samples."""
 
-    # the layer's outputs, and the rows of them that this rank computes
+    # the layer's outputs, and a view of the rows that this rank computes
     full: np.ndarray
     own: np.ndarray
-    # gradients of the outputs, and this rank's rows of them
+    # gradients of the outputs, and a view of this rank's rows
     delta: np.ndarray
     delta_own: np.ndarray
+    # working memory of losses and of the activation's derivative; `mask` has bools
     mask: np.ndarray
     scratch: np.ndarray
 
@@ -287,15 +289,14 @@ class Network:
 
     `parameters` and `gradients` are lists of views (weight (outputs, inputs), bias (outputs,), weight, ...) into
     `flat_parameters` and `flat_gradients`, so that one allreduce and one optimizer call serve all layers. The first
-    weights are those of the specification's seed, however the network is cut.
+    weights depend only on the specification, not on how the network is cut.
 
     Args:
         exchange: Exchanges with the other ranks of the model. None: this rank holds the whole network.
         mode: How the layers are cut, see `kinds`.
-        empty: Allocates what other ranks read (gradients, activations): `np.empty`, or memory that the node shares.
-            Used with NumPy only.
-        xp: The array module that holds and computes everything: NumPy, or CuPy, to whose arrays NumPy's functions
-            dispatch.
+        empty: Allocates the arrays that other ranks read (gradients and activations). Give `np.empty`, or a function
+            that allocates memory shared by the ranks of a node. Used with NumPy only.
+        xp: The array module of all arrays: NumPy or CuPy. NumPy's functions also work on arrays of CuPy.
     """
 
     def __init__(
@@ -319,7 +320,7 @@ class Network:
         self._loss = LOSSES[specification.loss]
         self._empty = empty if xp is np else xp.empty
         self._shapes: list[tuple[int, ...]] = []
-        # of each layer, the outputs that this rank keeps: all, unless the next layer needs only the rank's own
+        # for each layer the number of outputs that this rank keeps: all, unless the next layer needs only its own part
         self._neurons: list[int] = []
         for size, (kind, outputs, inputs, gathered) in zip(self.sizes[1:], self.splits):
             rows = outputs[1] - outputs[0]
@@ -332,14 +333,14 @@ class Network:
         self.flat_gradients = self._empty(sum(elements), self.dtype)
         self.parameters = self.views(self.flat_parameters)
         self.gradients = self.views(self.flat_gradients)
-        # memory of each layer for `_capacity` samples, the most of any step until now
+        # memory of each layer for `_capacity` samples, which is the largest number of samples in a step until now
         self._capacity = -1
         self._blocks: list[tuple[np.ndarray, ...]] = []
-        # samples of a step -> views of `_blocks` for that many
+        # number of samples in a step -> views of `_blocks` for that many samples
         self._spaces: dict[int, list[LayerArrays]] = {}
         for layer, split in enumerate(self.splits):
             weight = self.parameters[2 * layer]
-            # A GPU's weights are drawn on the host and copied.
+            # Weights for a GPU are drawn on the host and then copied to the GPU.
             drawn = weight if xp is np else np.empty(weight.shape, self.dtype)
             draw_weight(drawn, specification, layer, split.outputs[0], split.inputs[0])
             if drawn is not weight:
@@ -356,14 +357,14 @@ class Network:
         return views
 
     def copy_slices(self, parameters: Sequence[np.ndarray]) -> None:
-        """Set the parameters of this slice from those of the whole network."""
+        """Copy this rank's slice of the whole network's `parameters`."""
         for layer, split in enumerate(self.splits):
             rows, columns = slice(*split.outputs), slice(*split.inputs)
             self.parameters[2 * layer][...] = self.xp.asarray(parameters[2 * layer][rows, columns])
             self.parameters[2 * layer + 1][...] = self.xp.asarray(parameters[2 * layer + 1][rows])
 
     def _arrays(self, samples: int) -> list[LayerArrays]:
-        """Return each layer's arrays for a step of `samples` samples. Allocates if no step was this large before."""
+        """Return each layer's arrays for a step of `samples` samples. Allocate memory if no step was this large yet."""
         if samples in self._spaces:
             return self._spaces[samples]
         if samples > self._capacity:
@@ -385,7 +386,10 @@ class Network:
 
     @quiet
     def forward(self, x: np.ndarray, before: LayerHook | None = None) -> np.ndarray:
-        """Return the outputs, (outputs, samples), of `x`, (samples, features). The next step overwrites them."""
+        """Return the outputs, (outputs, samples), of `x`, (samples, features). The next step overwrites the outputs.
+
+        `before` is called with each layer's number before the layer's parameters are used.
+        """
         y = x.T
         for layer, (split, space) in enumerate(zip(self.splits, self._arrays(x.shape[0]))):
             if before is not None:
@@ -418,13 +422,13 @@ class Network:
     ) -> float:
         """Run the forward and backward pass on this rank's part of a minibatch. Return the *sum* of its losses.
 
-        The gradients are those of the sum of the losses divided by `samples`. If `samples` is the size of the whole
-        minibatch, summing the gradients over the batch ranks gives the gradient of the mean loss.
+        The function that is differentiated is the sum of the losses divided by `samples`. If `samples` is the size of
+        the whole minibatch, summing the gradients over the batch ranks gives the gradient of the mean loss.
 
         Args:
             x: (part, features).
             y: (part, outputs) or (part,).
-            samples: See above.
+            samples: The divisor of the gradients, see above.
             before: Called before a layer's parameters are first used.
             ready: Called when a layer's gradients are complete and its parameters are no longer needed.
             progress: Sends messages during the backward pass.
@@ -450,10 +454,10 @@ class Network:
     ) -> None:
         """Compute the gradients of a layer's inputs and weights.
 
-        The gradient that has to be sent is computed first, so that it travels while the second one is computed.
+        The gradient that has to be sent is computed first, so that it travels while the other gradient is computed.
         """
         # Between model ranks, the input gradient of a layer cut by columns is summed. Between batch ranks, weight
-        # gradients are summed; they are sent now if there is `progress`.
+        # gradients are summed. Weight gradients are sent now if there is a `progress`, and later otherwise.
         if layer and self.splits[layer].kind == "columns":
             assert self._exchange is not None
             self._input_gradient(layer, space, progress)
@@ -486,7 +490,7 @@ class Network:
             progress.gradient(layer)
 
     def _row_blocks(self, array: np.ndarray) -> list[slice]:
-        """Cut the rows into blocks that stay in a core's cache between functions; on a GPU, into one block."""
+        """Cut the rows into blocks that stay in a core's cache from one function to the next. A GPU gets one block."""
         rows, columns = array.shape
         block = max(1, _CACHED_BYTES // max(1, columns * self.dtype.itemsize)) if self.xp is np else max(1, rows)
         return [slice(start, start + block) for start in range(0, rows, block)]

@@ -1,14 +1,15 @@
 """The exchanges of a step: sums of gradients between batch ranks, gathers and sums between model ranks.
 
-Source: the paper, section 5, Algorithm 1 (data parallelism), and section 6, Algorithm 2 (tensor parallelism, which it
-calls model parallelism).
+Source: the paper, section 5, Algorithm 1 (data parallelism), and section 6, Algorithm 2 (tensor parallelism, which the
+paper calls model parallelism).
 
 Gradients are summed in buckets of whole layers, from the last layer to the first. With overlap, the sum of a bucket is
 started as soon as the gradient of its lowest layer is complete, and runs during the rest of the backward pass. Without
-overlap, buckets are summed one by one after the backward pass. Both give the same numbers, bit for bit.
+overlap, buckets are summed one by one after the backward pass. With and without overlap, the results are equal bit for
+bit.
 
-With `half`, arrays travel as float16: the array is rounded into a copy, the copy is summed or gathered, and every rank,
-the sender too, takes the result from the copy.
+With `half`, arrays travel as float16. An array is rounded into a copy, and the copy is summed or gathered. Every rank,
+including the sender, takes the result from the copy.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from mpips.mlp.network import Network, interval
 from mpips.optimizers.base import Optimizer, State
 from mpips.optimizers.equation import prepare
 
-# layers are put into a bucket until it has this size
+# layers are added to a bucket until it has this many bytes or more
 BUCKET_BYTES = 256 << 10
 # the loss scale of mixed precision: at the start, and its limits
 START_SCALE, LEAST_SCALE, MOST_SCALE = 2.0**10, 1.0, 2.0**24
@@ -46,7 +47,7 @@ def on_host(array: np.ndarray) -> np.ndarray:
 
 
 def put(source: np.ndarray, target: np.ndarray) -> None:
-    """Copy `source`, in host memory, to `target`, in host memory or on a GPU."""
+    """Copy `source`, which is in host memory, to `target`, which is in host memory or on a GPU."""
     if isinstance(target, np.ndarray):
         target[...] = source
     else:
@@ -59,13 +60,14 @@ def put(source: np.ndarray, target: np.ndarray) -> None:
 class RepeatedCollective:
     """An allreduce or allgather of one array over `comm`, in place, that is run many times.
 
-    Run it blocking by `run`; an allreduce also by `start`, `test` and `wait`. On one node, an array made by
-    `collectives.empty` is exchanged where it lies, without messages. If the array is empty or there is one rank, no
-    call does anything. Making one is collective.
+    `run` runs it and blocks. An allreduce can also be run by `start`, `test` and `wait`. On one node, an array made by
+    `collectives.empty` is exchanged in shared memory, without messages. If the array is empty or there is only one
+    rank, every call does nothing. Creating a `RepeatedCollective` is collective.
 
     Args:
-        kind: "allreduce", or "allgather" for an array (rows, columns) of which each rank has its `interval` of rows.
-        phase: The phase to which `clock` adds the time that computation waits.
+        kind: "allreduce" or "allgather". For "allgather" the array is (rows, columns), and each rank has written its
+            `interval` of rows.
+        phase: The phase to which `clock` adds the time for which computation waits.
         half: Send float16.
     """
 
@@ -76,10 +78,11 @@ class RepeatedCollective:
         self._clock = clock
         self._phase = phase
         self._own = slice(*interval(len(array), comm.size, comm.rank)) if kind == "allgather" else slice(None)
-        # what runs the collective, blocking; None if there is nothing to do
+        # runs the collective and blocks; None if there is nothing to do
         self._call: Callable[[], object] | None = None
         self._plan: Plan | None = None
-        # the array that is sent, if it is not `array` itself: it is rounded, or an allgather cannot read a GPU
+        # A copy is sent instead of `array` if float16 is sent, or in an allgather of a GPU's array, which MPI cannot
+        # read. None if `array` itself is sent.
         self._copy: np.ndarray | None = None
         self._under_way = False
         if not array.size or comm.size == 1:
@@ -114,7 +117,7 @@ class RepeatedCollective:
             self._clock.add(self._phase, begin)
 
     def test(self) -> bool:
-        """Progress the allreduce without waiting. Return True if it is done, or was not started."""
+        """Progress the allreduce without waiting. Return True if the allreduce is done or was not started."""
         if self._plan and self._under_way and self._plan.test():
             self._under_way = False
             self._clock.arrived()
@@ -153,7 +156,8 @@ class TensorExchange:
     """The `ModelExchange` over one model communicator.
 
     The same arrays are exchanged in every step, so a `RepeatedCollective` is made for each array at its first exchange,
-    and is kept. Arrays are told apart by address and shape. This is safe because the network keeps them alive.
+    and is kept. It is found again by the address and shape of the array. This is safe because the network keeps its
+    arrays alive.
     """
 
     def __init__(self, comm: MPI.Comm, clock: PhaseClock, half: bool = False) -> None:
@@ -164,7 +168,7 @@ class TensorExchange:
         self._half = half
         # the sum that start_sum() has begun
         self._running: RepeatedCollective | None = None
-        # (kind, phase, address, shape) -> its collective
+        # (kind, phase, address of the array, shape) -> collective
         self._made: dict[tuple[object, ...], RepeatedCollective] = {}
 
     def gather(self, full: np.ndarray) -> None:
@@ -201,22 +205,23 @@ class TensorExchange:
 class LocalUpdate:
     """Sums gradients over batch ranks and runs the optimizer on every rank (Algorithms 1 and 3).
 
-    All calls are collective over the mesh. In a step they come in this order: `divisor`, `gradient` and `poll` during
-    the backward pass, `run`.
+    All calls are collective over the mesh. A step calls `divisor` first, then `gradient` and `poll` during the backward
+    pass, and `run` at the end.
 
-    Weights are updated bucket by bucket, as the sums arrive. With a loss scale they are updated at once in the end,
-    because an overflow in any bucket rejects the whole update.
+    Weights are updated bucket by bucket, as the sums arrive. With a loss scale, all weights are updated together at the
+    end, because an overflow in any bucket rejects the whole update.
 
-    With elastic averaging the ranks of each client sum their gradients by themselves. A minibatch may have no samples
-    for a client; it then only exchanges with the centre.
+    With elastic averaging, gradients are summed within each client only. If a minibatch has no samples for a client,
+    that client only exchanges its weights with the centre (the weights on the servers, see `servers`).
 
     Args:
         mesh: The mesh of the whole job.
-        clients: Number of clients into which its batch indices are divided.
+        clients: Number of clients into which the mesh's batch indices are divided.
         overlap: Sum buckets during the backward pass.
         half: Send float16.
         scale: The loss scale of mixed precision.
-        exchange: Called with the number of each step before its update: exchanges with the centre if that is due.
+        exchange: Called with the number of each step before the step's update. It exchanges weights with the centre if
+            an exchange is due.
     """
 
     def __init__(
@@ -240,13 +245,13 @@ class LocalUpdate:
         client, place = divmod(mesh.batch_index, members)
         comm = mesh.batch_comm if clients == 1 else mesh.batch_comm.Split(client, place)
         self._batch = mesh.batch
-        # batch indices of this rank's client
+        # first and last batch index of this rank's client
         self._first, self._last = client * members, client * members + members - 1
         # samples of this client in the current minibatch
         self._samples = 0
         self._state = optimizer.init(network.flat_parameters)
         prepare(optimizer, network.flat_parameters.dtype)
-        # layer whose gradient completes a bucket -> (slice of the flat arrays, its sum)
+        # layer whose gradient completes a bucket -> (slice of the flat arrays, the collective that sums the slice)
         self._buckets = {}
         for layer, start, stop in buckets(network.layer_elements, 2 if half else network.dtype.itemsize):
             gradients = network.flat_gradients[start:stop]
@@ -255,7 +260,7 @@ class LocalUpdate:
         self._started: list[RepeatedCollective] = []
 
     def divisor(self, samples: int) -> float:
-        """Return the number by which to divide this rank's sum of gradients, in a minibatch of `samples` samples."""
+        """Return the number by which this rank divides its sum of gradients in a minibatch of `samples` samples."""
         start, stop = (interval(samples, self._batch, index) for index in (self._first, self._last))
         self._samples = stop[1] - start[0]
         return max(1, self._samples) / (1 if self.loss_scale is None else self.loss_scale.scale)
@@ -273,9 +278,9 @@ class LocalUpdate:
             del self._started[0]
 
     def run(self, step: int) -> None:
-        """Sum the gradients over the batch ranks, or wait for the sums, and update the weights. Blocking.
+        """Sum the gradients over the batch ranks, and update the weights. Blocking.
 
-        `step` counts from 1.
+        With overlap, the sums have been started already, and this call waits for them. `step` counts from 1.
         """
         if self._exchange is not None:
             self._exchange(step)
@@ -295,23 +300,27 @@ class LocalUpdate:
             self._optimizer.update(parameters, gradients, self._state, step)
 
     def fetch(self) -> State:
-        """Return the optimizer's state, laid out as the flat parameters. It is valid at batch index 0."""
+        """Return the optimizer's state, laid out as the flat parameters. The result is valid at batch index 0."""
         return self._state
 
     def restore(self, state: State, step: int) -> None:
-        """Set the optimizer's state, equal on all batch indices, as it was after `step` updates."""
+        """Set the optimizer's state to `state`, that of `step` updates. `state` must be equal on all batch indices."""
         for array, saved in zip(self._state, state):
             array[...] = saved
 
 
 def buckets(elements: Sequence[int], itemsize: int) -> list[tuple[int, int, int]]:
-    """Cut the flat gradients into buckets: layers, in the order of the backward pass, of `BUCKET_BYTES` or more.
+    """Cut the flat gradients into buckets of whole layers, in the order of the backward pass.
+
+    Each bucket but the last has `BUCKET_BYTES` or more.
 
     Args:
         elements: Number of elements of each layer.
+        itemsize: Bytes of an element when it is sent.
 
     Returns:
-        (layer, start, stop) of each bucket. The bucket is complete when the gradient of `layer`, its lowest, is.
+        (layer, start, stop) of each bucket: its lowest layer, and its interval of the flat gradients. A bucket is
+        complete when the gradient of its lowest layer is complete.
     """
     cut = []
     stop = start = sum(elements)
@@ -326,9 +335,9 @@ def buckets(elements: Sequence[int], itemsize: int) -> list[tuple[int, int, int]
 class LossScale:
     """The loss scale of mixed precision, equal on all ranks of a mesh.
 
-    Gradients are multiplied by the scale before they travel as float16, so that small ones do not become 0. The scale
-    adapts: if gradients overflow float16, the update is skipped and the scale halved. After `GROWTH` good updates in a
-    row it doubles.
+    Gradients are multiplied by the scale before they travel as float16, so that small gradients do not become 0. The
+    scale adapts. If gradients overflow float16, the update is skipped and the scale is halved. After `GROWTH`
+    consecutive updates without overflow, the scale doubles.
 
     Ranks with the same slice see the same sums, so they make the same decision. The ranks of one model hold different
     slices, so they sum the number of ranks that saw an overflow.
@@ -338,7 +347,7 @@ class LossScale:
 
     def __init__(self, model_comm: MPI.Comm) -> None:
         self.scale = START_SCALE
-        # good updates since the scale changed last
+        # updates without overflow since the scale last changed
         self.good = 0
         self._comm = model_comm
         # 1 element: the number of ranks of the model that saw an overflow

@@ -20,8 +20,8 @@ class MLP:
     """A multi-layer perceptron: fully connected layers with an activation after each hidden layer.
 
     It runs in one process and never calls MPI. Arrays are allocated when they are first used, so an MLP that only
-    describes a network for `train` takes no memory. After the first step with a number of samples, further steps with
-    it allocate no arrays of the layers' size.
+    describes a network for `train` takes no memory. The first step with a given number of samples allocates arrays.
+    Later steps with that number allocate no arrays of the layers' size.
 
     Args:
         sizes: Number of inputs, widths of the hidden layers, number of outputs.
@@ -38,9 +38,9 @@ class MLP:
         names: Names of the parameters: ``layer0.weight``, ``layer0.bias``, ``layer1.weight``, ...
         parameters: The parameters in the order of `names`: a weight (outputs, inputs), a bias (outputs,), ... They are
             updated in place and remain the same arrays.
-        gradients: Their gradients, in the same order.
+        gradients: The gradients of the parameters, in the same order.
         flat_parameters: All parameters in one contiguous 1-D array; `parameters` are views into it.
-        flat_gradients: The same for the gradients.
+        flat_gradients: All gradients in one contiguous 1-D array; `gradients` are views into it.
         layer_elements: Number of parameters of each layer. Layers follow one another in the flat arrays.
 
     Raises:
@@ -74,7 +74,7 @@ class MLP:
 
     @property
     def used(self) -> bool:
-        """True once the arrays exist: they may then hold other weights than the seed's."""
+        """True once the arrays exist. They may then hold weights other than those of the seed."""
         return "_network" in self.__dict__
 
     @cached_property
@@ -103,8 +103,8 @@ class MLP:
             y: For "l2": targets, (samples, outputs), or (samples,) if there is one output. For "softmax": class
                 numbers, (samples,).
             before: Called with a layer's number, from 0, before the layer's parameters are first used.
-            ready: Called with a layer's number when its gradients are complete. With `before` it lets a caller
-                exchange gradients and parameters during the computation.
+            ready: Called with a layer's number when its gradients are complete. `before` and `ready` let a caller
+                exchange parameters and gradients during the computation.
 
         Raises:
             ValueError: If there are no samples, or x and y do not fit the network.
@@ -170,7 +170,7 @@ class MLP:
         return outputs
 
     def accuracy(self, x: np.ndarray, y: np.ndarray) -> float:
-        """Return the share of the samples x, (samples, features), that are classified as y, (samples,).
+        """Return the share of the samples x, (samples, features), that are put in their class y, (samples,).
 
         Raises ValueError if x or y does not have this shape.
 
@@ -183,5 +183,5 @@ class MLP:
         return float((self.predict(x).argmax(axis=1) == y).mean())
 
     def _array(self, name: str, given: np.ndarray) -> np.ndarray:
-        """Return an argument as a NumPy array. Arrays of another module are returned as they are."""
+        """Return an argument as a NumPy array. With another array module, return the argument as it is."""
         return in_memory(name, given) if self.xp is np else given

@@ -1,9 +1,10 @@
 """Predict the time of a training step on every mesh, by the paper's formulas, and choose the fastest mesh.
 
-1. Two sums of different sizes are timed on each communicator of the mesh. They give its alpha and beta.
+1. Two sums of different sizes are timed on each communicator of the mesh. They give the cost of its messages: alpha
+   seconds for each message, and beta seconds for each byte.
 2. Every rank runs steps of slice 0 alone, with collectives that do nothing. This gives the computation between one
    message and the next, as a list of `StepEvent`.
-3. The messages are put between these events, with the times that the formulas give (`step_seconds`).
+3. `step_seconds` puts the messages between these events, with the times that the formulas give.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from mpips.mlp.parallel import RepeatedCollective, buckets
 from mpips.mlp.perceptron import MLP
 from mpips.optimizers import SGD, Optimizer
 
-# bytes of the smaller sum that is timed, and the least size of the larger one
+# bytes of the smaller sum that is timed, and the fewest bytes of the larger sum
 _SMALL, _LARGE = 64, 1024
-# steps are timed for this long (seconds), but at least and at most this number of steps
+# steps are timed for this many seconds
 _TIMED_SECONDS = 0.2
+# fewest and most steps that are timed, however long they take
 _FEWEST_STEPS, _MOST_STEPS = 3, 20
 
 
@@ -43,8 +45,8 @@ class MeshPrediction(NamedTuple):
         reduction: Seconds of the gradient sums between batch ranks.
         exchange: Seconds of the exchanges between model ranks.
         hidden: Seconds of `reduction` and `exchange` that pass during computation.
-        batch_link: Alpha and beta measured between batch ranks.
-        model_link: Alpha and beta measured between model ranks.
+        batch_link: The measured cost of messages (alpha and beta) between batch ranks.
+        model_link: The measured cost of messages (alpha and beta) between model ranks.
     """
 
     batch: int
@@ -99,7 +101,7 @@ def predict_all(
     Args:
         specification: The network, such as `MLP.specification`.
         batch: Samples of a whole minibatch.
-        comm: The ranks.
+        comm: The ranks of the meshes.
         optimizer: The optimizer of the step.
         mode: How model ranks cut the layers: "pairs" or "columns".
 
@@ -138,7 +140,8 @@ def predict(
     comm.Allreduce(MPI.IN_PLACE, greatest, MPI.MAX)
     compute, *links = greatest.tolist()
     batch_link, model_link = LinkCost(*links[:2]), LinkCost(*links[2:])
-    # Each event takes its mean over the ranks, scaled so that all events add up to `compute`, the slowest rank's.
+    # The time of each event is its mean over the ranks, scaled so that all events add up to `compute`, which is the
+    # time of the slowest rank.
     seconds = np.array([event.compute for event in traced])
     comm.Allreduce(MPI.IN_PLACE, seconds)
     seconds *= compute / max(seconds.sum(), 1e-12)
@@ -163,8 +166,8 @@ def messages(
     """Return the collectives between the ranks of one model in a step: ("gather" or "sum", bytes of the whole array).
 
     A layer cut by columns gathers its outputs and sums the gradient of its inputs. A sum costs as much as two gathers,
-    so these are the three terms a layer of the paper's section 6, except that the first layer's inputs need no
-    gradient. A pair of layers cut by columns and rows needs two sums in all.
+    so a layer has the three terms of the paper's section 6, except that the first layer's inputs need no gradient. A
+    pair of layers cut by columns and rows needs two sums in all.
     """
     result = []
     chosen = kinds(sizes, model, mode)
@@ -180,7 +183,10 @@ def messages(
 
 
 def exchange_seconds(moved: Sequence[tuple[str, float]], model: int, link: LinkCost) -> float:
-    """Return the seconds that these collectives of `messages` take between `model` ranks, one after another."""
+    """Return the seconds that collectives take between `model` ranks, one after another.
+
+    `moved` lists the collectives as `messages` returns them.
+    """
     cost = {"gather": gather_seconds, "sum": allreduce_seconds}
     return sum(cost[kind](model, size, link) for kind, size in moved)
 
@@ -188,8 +194,8 @@ def exchange_seconds(moved: Sequence[tuple[str, float]], model: int, link: LinkC
 def allreduce_seconds(ranks: int, size: float, link: LinkCost) -> float:
     """Return the seconds of an allreduce of `size` bytes: ``2 (alpha ceil(log2 P) + beta (P - 1) / P size)``.
 
-    This is the summand of the paper's section 5. The paper prints P / (P - 1), which we take for a slip: its source,
-    Gholami et al., and the limit P = 1, in which a sum costs nothing, both require (P - 1) / P.
+    This is the summand of the paper's section 5. The paper prints P / (P - 1), which we take for a misprint. Its
+    source, Gholami et al., has (P - 1) / P. With P = 1 a sum costs nothing, and only (P - 1) / P is then 0.
     """
     return 2 * gather_seconds(ranks, size, link)
 
@@ -197,16 +203,16 @@ def allreduce_seconds(ranks: int, size: float, link: LinkCost) -> float:
 def gather_seconds(ranks: int, size: float, link: LinkCost) -> float:
     """Return the seconds of an allgather of `size` bytes in all: ``alpha ceil(log2 P) + beta (P - 1) / P size``.
 
-    It is one of the three terms of a layer in the paper's section 6.
+    This is one of the three terms of a layer in the paper's section 6.
     """
     return link.alpha * math.ceil(math.log2(ranks)) + link.beta * (ranks - 1) / ranks * size
 
 
 def measure_allreduce(comm: MPI.Comm, size: int, half: bool = False) -> LinkCost:
-    """Measure alpha and beta of `allreduce_seconds` from two sums, of 64 and of `size` bytes. Collective.
+    """Measure alpha and beta of `allreduce_seconds` by timing sums of 64 bytes and of `size` bytes. Collective.
 
-    A sum takes as long as its slowest rank; the median over several is taken. With `half`, a sum of float32 that
-    travels as `size` bytes of float16 is timed. With one rank, alpha and beta are 0.
+    The time of a sum is that of its slowest rank, as the median over several sums. With `half`, the arrays are float32
+    and travel as float16, and `size` counts the bytes that travel. With one rank, alpha and beta are 0.
     """
     if comm.size == 1:
         return FREE
@@ -225,9 +231,9 @@ def measure_allreduce(comm: MPI.Comm, size: int, half: bool = False) -> LinkCost
 
 
 class StepEvent(NamedTuple):
-    """Something that a step does after `compute` seconds of computation.
+    """An event of a step. It follows `compute` seconds of computation.
 
-    Kinds, and what `number` is:
+    These are the kinds of events, with the meaning of `number`:
 
     - gather, sum: exchange `number` elements of the forward pass between the ranks of a model
     - start: begin to sum `number` elements of the backward pass between the ranks of a model
@@ -239,7 +245,7 @@ class StepEvent(NamedTuple):
 
     kind: str
     number: int
-    # seconds since the event before
+    # seconds of computation since the event before
     compute: float
 
 
@@ -278,7 +284,7 @@ class EventRecorder:
         self.note("gradient", layer)
 
     def poll(self) -> None:
-        """Do nothing: no message is under way."""
+        """Do nothing, because no message is in flight."""
 
 
 def time_events(
@@ -301,11 +307,11 @@ def time_events(
         samples: Samples of this rank in a minibatch.
         whole: Samples of the whole minibatch.
         cut: The buckets by which weights are updated, as `buckets` returns them. Empty: all weights at once.
-        beside: Compute the backward pass in blocks and record gradients, as if messages were sent during it.
+        beside: Compute the backward pass in blocks and record gradients, as if messages were sent during this pass.
     """
     mute = EventRecorder(model)
     network = Network(specification, mute, mode, np.zeros)
-    # The optimizer updates a copy: its updates are no training, and could make the network's weights infinite.
+    # The optimizer updates a copy. These updates do not train anything, and could make the network's weights infinite.
     weights = network.flat_parameters.copy()
     state = optimizer.init(weights)
     rng = np.random.default_rng(0)
@@ -329,7 +335,8 @@ def time_events(
         spent += sum(event.compute for event in mute.events)
     times = np.array([[event.compute for event in events] for events in steps[1:]])
     middle = np.median(times, axis=0)
-    # If ranks share cores, other events are interrupted in each step, and the medians of events leave these times out.
+    # If ranks share cores, different events are interrupted in each step, and the medians of the events leave out the
+    # interruptions. So the medians are scaled to the median step, which includes them.
     middle *= np.median(times.sum(axis=1)) / max(middle.sum(), 1e-12)
     return [event._replace(compute=seconds) for event, seconds in zip(steps[0], middle.tolist())]
 

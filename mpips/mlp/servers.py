@@ -12,8 +12,8 @@ its own, and each model rank pushes the gradients of its slice. With fewer serve
 that shares a server, and one rank of the group, its leader, pushes for all of them (`SliceGroup`). So all workers that
 push to a server hold the same slices, and a server holds no weights but theirs.
 
-Ranks are numbered client by client, within a client as in `Mesh`. The servers come last, dealt to the groups of slices
-in order.
+Ranks are numbered client by client, and within a client as in `Mesh`. The servers are the last ranks. They are dealt to
+the groups of slices in order.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ LOG = log.get("mpips.mlp")
 class Servers:
     """The servers of a job.
 
-    Every rank makes one with the same arguments and calls `join`. On a server, `join` serves until the job ends. On a
-    worker it returns the mesh; give that and the `Servers` to `train`.
+    Every rank creates a `Servers` with the same arguments and calls `join`. On a server, `join` serves until the job
+    ends. On a worker, `join` returns the mesh; give the mesh and the `Servers` to `train`.
 
     Args:
         count: Number of servers. They are the last ranks of the job.
@@ -60,7 +60,7 @@ class Servers:
         kind: "sync" or "elastic". Sync servers sum gradients and run the optimizer. Elastic servers keep a centre,
             towards which the clients' weights move.
         every: For "elastic": number of steps from one exchange with the centre to the next.
-        alpha: For "elastic": the share, in (0, 1], of their distance by which weights and centre move.
+        alpha: For "elastic": weights and centre each move by this share, in (0, 1], of the distance between them.
         comm: The ranks of the job. Default: COMM_WORLD.
 
     Raises:
@@ -97,13 +97,13 @@ class Servers:
         self.between = False
         # number of groups of slices; each group has servers of its own
         self._groups = 0
-        # the leaders and servers of this rank's group; null on a worker that does not lead one
+        # communicator of this rank's group, with its leaders and servers; null on a worker that does not lead a group
         self._members: MPI.Intracomm = MPI.COMM_NULL  # type: ignore[assignment]
         # number of servers of this rank's group
         self._share = 0
         # The servers wait in join() for one of two answers: training begins (opened) or was refused (gone).
         self._opened = self._gone = False
-        # on a leader, once opened
+        # the store; set only on a leader, once training has begun
         self._store: KVStore | None = None
 
     def __str__(self) -> str:
@@ -123,7 +123,7 @@ class Servers:
 
         Raises:
             TrainingError: On every rank, if the number of ranks does not fit or ranks give different arguments. On the
-                servers, with the message of `give_up`.
+                servers also if the workers call `give_up`, with its message.
         """
         rank, ranks = self.comm.rank, self.comm.size
         problem = servers_misfit(self.count, self.clients, batch, model, ranks)
@@ -141,7 +141,7 @@ class Servers:
         self._members = self.comm.Split(own_group, rank)  # type: ignore[assignment]
         if server < 0:
             return Mesh(self.clients * batch, model, role)
-        # Wait for the workers' call of give_up(), or for connect(), which calls agree() without a problem.
+        # Wait until the workers call give_up(), or connect(), which calls agree() without a problem.
         agree(self.comm, None)
         LOG.info("this server has group %d of the slices", own_group)
         self._create()
@@ -150,8 +150,8 @@ class Servers:
     def give_up(self, sentence: str) -> None:
         """Release the servers from `join` because there will be no training. Collective over the workers.
 
-        The servers raise TrainingError with this sentence, and the caller must then raise it, too. Without effect once
-        training has begun.
+        The servers raise TrainingError with this sentence, and the caller must then raise the same error. Once training
+        has begun, this call has no effect.
         """
         if not (self._opened or self._gone):
             self._gone = True
@@ -160,11 +160,11 @@ class Servers:
     def connect(
         self, network: Network, mesh: Mesh, optimizer: Optimizer, clock: PhaseClock, overlap: bool | None
     ) -> LocalUpdate | SynchronousUpdate:
-        """Open the store and return what updates a worker's slice.
+        """Open the store and return the object that updates this worker's slice.
 
-        Collective over the workers, while the servers wait in `join`. With `overlap`, gradients are sent during the
-        backward pass. None: only where the ranks are on several nodes. Raise TrainingError, on all workers and servers,
-        if the servers cannot serve this network.
+        Collective over the workers, while the servers wait in `join`. If `overlap` is True, gradients are sent during
+        the backward pass. If it is None, this happens only if the ranks are on several nodes. Raise TrainingError, on
+        all workers and servers, if the servers cannot serve this network.
         """
         problem = None
         if network.specification.dtype == "mixed":
@@ -193,7 +193,7 @@ class Servers:
         return LocalUpdate(network, mesh, optimizer, clock, beside, clients=self.clients, exchange=centre.exchange)
 
     def close(self) -> None:
-        """Let the servers end. Collective over the workers. If it is not called, the end of the process does it."""
+        """Let the servers end. Collective over the workers. If nobody calls this, the end of the process does it."""
         if self._store is not None:
             self._store.close()
 
@@ -215,9 +215,10 @@ def servers_misfit(servers: int, clients: int, batch: int, model: int, ranks: in
 class SliceGroup:
     """This rank's group of neighbouring model ranks, whose slices share servers.
 
-    The first rank of a group is its leader, and it alone communicates with the servers. Arrays called `flat` are laid
-    out as a member's flat parameters. An array called `whole` is the leader's, and holds the flat arrays of all members
-    one after another. A group of one rank copies nothing. Making one, `gather` and `scatter` are collective.
+    The first rank of a group is its leader, and only the leader communicates with the servers. Arrays called `flat` are
+    laid out as a member's flat parameters. Only the leader has arrays called `whole`, which hold the flat arrays of all
+    members one after another. A group of one rank copies nothing. Creating a group is collective, and so are `gather`
+    and `scatter`.
 
     Args:
         groups: Number of groups into which the ranks of the model are divided.
@@ -238,9 +239,9 @@ class SliceGroup:
         self._counts = self._layers.sum(axis=1).tolist()
 
     def whole(self, flat: np.ndarray) -> np.ndarray:
-        """Allocate a `whole` for arrays like `flat`.
+        """Allocate a `whole` array for arrays like `flat`.
 
-        It is `flat` itself in a group of one, and empty on members that do not lead.
+        In a group of one rank, return `flat` itself. On members that do not lead, return an empty array.
         """
         return flat if self.single else np.empty(sum(self._counts) if self._leads else 0, flat.dtype)
 
@@ -258,13 +259,13 @@ class SliceGroup:
         return [whole, self._counts] if self._leads else None
 
     def keyed(self, whole: np.ndarray) -> dict[str, np.ndarray]:
-        """Return key -> view of `whole`, with a key for each layer of each member's slice that is not empty."""
+        """Return key -> view of `whole`. Each non-empty layer of each member's slice has a key."""
         cuts = np.cumsum([0, *self._layers.ravel()]).tolist()
         names = [f"slice{self.first + member}.layer{layer}" for member, layer in np.ndindex(*self._layers.shape)]
         return {name: whole[start:stop] for name, (start, stop) in zip(names, pairwise(cuts)) if stop > start}
 
     def init_store(self, store: KVStore | None, whole: np.ndarray, optimizer: Optimizer) -> dict[str, np.ndarray]:
-        """Create the keys of `whole` in the store, with this optimizer. Return key -> view of `whole`.
+        """Create the keys of `whole` in the store, and set their optimizer. Return key -> view of `whole`.
 
         The result is empty if this rank does not lead (`store` is None) or all slices of the group are empty.
         Collective over the workers of the store.
@@ -277,13 +278,13 @@ class SliceGroup:
 
 
 class SynchronousUpdate:
-    """Updates weights through sync servers: gradients are pushed, weights pulled, with a key for each layer of a slice.
+    """Updates weights through sync servers: it pushes gradients and pulls weights. Each layer of a slice has a key.
 
-    Has the methods of `LocalUpdate`.
+    It has the methods of `LocalUpdate`.
 
     Args:
         store: None on a worker that does not lead its group.
-        overlap: Push gradients during the backward pass. Without effect if the group has several ranks.
+        overlap: Push gradients during the backward pass. This has no effect if the group has several ranks.
     """
 
     # servers do not take mixed precision
@@ -308,7 +309,7 @@ class SynchronousUpdate:
         self._gradients = group.whole(network.flat_gradients)
         self._weights = group.whole(network.flat_parameters)
         group.gather(network.flat_parameters, self._weights)
-        # key -> view into which it is pulled; empty on a rank that has nothing to push
+        # key -> view into which the key is pulled; empty on a rank that has nothing to push
         self._in = group.init_store(store, self._weights, optimizer)
         self._kv = store if self._in else None
         # key -> view that is pushed
@@ -317,7 +318,7 @@ class SynchronousUpdate:
         self._unread: list[Handle] = []
 
     def gradient(self, layer: int) -> None:
-        """Push the gradients of a layer. The first layers have the highest priority: the next step needs them first."""
+        """Push the gradients of a layer. The first layers have priority, because the next step needs them first."""
         key = f"slice{self._group.first}.layer{layer}"
         if self._kv is not None and self._overlap and key in self._out:
             start = perf_counter()
@@ -334,7 +335,7 @@ class SynchronousUpdate:
         return samples
 
     def run(self, step: int) -> None:
-        """Push the gradients, unless gradient() has, and pull the new weights."""
+        """Push the gradients, unless gradient() has pushed them already, and pull the new weights."""
         with self._clock.waiting("backward"):
             if self._kv is not None and self._overlap:
                 kv = self._kv
@@ -352,7 +353,7 @@ class SynchronousUpdate:
             self._group.scatter(self._weights, self._network.flat_parameters)
 
     def fetch(self) -> State:
-        """Fetch the optimizer's state from the servers. It is valid at batch index 0."""
+        """Fetch the optimizer's state from the servers. The result is valid at batch index 0."""
         state = initial(self._optimizer, self._network.flat_parameters)
         wholes = [self._group.whole(array) for array in state]
         views = [self._group.keyed(whole) for whole in wholes]
@@ -367,7 +368,7 @@ class SynchronousUpdate:
         return state
 
     def restore(self, state: State, step: int) -> None:
-        """Set the servers' optimizer state, as it was after `step` updates."""
+        """Set the optimizer state on the servers to that after `step` updates."""
         wholes = [self._group.whole(array) for array in state]
         for whole, array in zip(wholes, state):
             self._group.gather(array, whole)
@@ -379,8 +380,8 @@ class SynchronousUpdate:
     def _run_on_servers(self, what: str, task: Callable[[StateAccess, list[Key]], Task[T]]) -> T | None:
         """On leaders, run a task on the optimizer states of their servers, after all pushes have been applied.
 
-        Return its result, or None on other ranks. Collective over the workers; if the task fails on any rank, all raise
-        TrainingError. `what` names the operation.
+        Return the result of the task, or None on ranks that do not lead. Collective over the workers. If the task fails
+        on any rank, all workers raise TrainingError. `what` names the operation in messages.
         """
         result, problem = None, None
         if self._kv is not None:
@@ -395,7 +396,7 @@ class SynchronousUpdate:
 
 
 class Centre:
-    """The centre of elastic averaging, which servers keep. Making one is collective over the workers.
+    """The centre of elastic averaging: weights that the servers keep. Creating it is collective over the workers.
 
     Source: MXNET-MPI, section 5 and equations 2 and 3 (`mpips.optimizers.Elastic1`, `Elastic2`).
 
@@ -419,7 +420,7 @@ class Centre:
         self._every = servers.every
         self._clock = clock
         self._attract = Elastic2(alpha=servers.alpha)
-        # what is pushed, then the centre that is pulled
+        # in an exchange, first the values that are pushed, then the centre that is pulled
         self._centre = weights.copy()
         self._whole = group.whole(self._centre)
         group.gather(self._centre, self._whole)
@@ -431,7 +432,7 @@ class Centre:
         if (step - 1) % self._every:
             return
         with self._clock.waiting("backward"):
-            # A push sums over the members of the client, who have equal weights: so each pushes its share.
+            # A push is summed over the members of a client. They have equal weights, so each pushes its share of them.
             quietly(np.divide, self._weights, self._members, out=self._centre)
             self._group.gather(self._centre, self._whole)
             if self._kv is not None:

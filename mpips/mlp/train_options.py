@@ -1,4 +1,4 @@
-"""The options of `mpips train`: checks before anything starts, in the launcher and on every rank, and parsing."""
+"""The options of `mpips train`: how they are parsed, and checked by the launcher and by every rank before training."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ class FiniteRange(click.FloatRange):
 
 
 def check(ranks: int, **options: Any) -> None:
-    """Raise click.UsageError if these options make no job of `ranks` ranks. Starts no MPI.
+    """Raise click.UsageError if a job of `ranks` ranks cannot run with these options. Starts no MPI.
 
-    The launcher calls it before it starts ranks. It runs where rank 0 will run, so it may look at files, too.
+    The launcher calls this function before it starts ranks. The launcher runs where rank 0 will run, so the function
+    may also look at files.
     """
     o = SimpleNamespace(**options)
     if o.device != "cpu" and importlib.util.find_spec("cupy") is None:
@@ -61,7 +62,8 @@ def check(ranks: int, **options: Any) -> None:
 
 
 def check_texts(ranks: int, **options: Any) -> None:
-    """Like `check`, but look at no file, because ranks may see different files. So all ranks raise, or none."""
+    """Check the options without looking at files, which ranks may see differently. So all ranks raise, or none."""
+
     try:
         for problem in _problems(ranks, SimpleNamespace(**options)):
             raise TrainingError(problem)
@@ -115,9 +117,10 @@ def is_given(option: str) -> bool:
 
 
 def take_deal_rule(rule: DealRule, o: SimpleNamespace) -> None:
-    """Set seed, test share and batch to those of a checkpoint. Raise TrainingError if the user gave other ones.
+    """Set seed, test share and batch to those of a checkpoint, except a batch that the user gave.
 
-    Another batch is allowed. With another seed or share, rows that trained the checkpoint would be used for testing.
+    Raise TrainingError if the user gave another seed or test share. With these, rows that trained the checkpoint would
+    be used for testing.
     """
     for name, before in (("seed", rule.seed), ("test_share", rule.test_share)):
         if is_given(name) and (now := getattr(o, name)) != before:
@@ -151,7 +154,7 @@ def widths(text: str) -> tuple[int, ...]:
 
 
 def optimizer_of(o: SimpleNamespace) -> optimizers.Optimizer:
-    """Make the optimizer that the options describe. Raise ValueError if they describe none."""
+    """Make the optimizer that the options describe. Raise ValueError if the options are wrong."""
     if o.momentum and o.optimizer != "sgd":
         raise TrainingError(f"--momentum is for sgd, not for {o.optimizer}")
     extra = {"momentum": o.momentum} if o.optimizer == "sgd" else {}
@@ -163,7 +166,7 @@ def too_large(
 ) -> str | None:
     """Return an error message if the memory of a node cannot hold its ranks' weights and rows, else None. Collective.
 
-    Called before anything large is allocated. `mesh` is None if it is still to be made from the options.
+    Called before anything large is allocated. `mesh` is None if the mesh has not been made from the options yet.
     """
     if mesh is not None:
         batch, model = mesh.batch, mesh.model
@@ -173,13 +176,13 @@ def too_large(
         model = 1 if o.explain else model
     sizes, columns, ranks = specification.sizes, opened.features + opened.targets, place_on_node(comm)[1]
     weights = sum(largest_slice(sizes, model, o.split)) * working_dtype(specification.dtype).itemsize
-    # a rank's rows as float64, or the numbers of all rows, which every rank permutes
+    # bytes of a rank's rows as float64, or of the numbers of all rows, which every rank permutes
     rows = 8 * max(columns * (opened.rows // batch), opened.rows)
     try:
         if o.device == "cpu":
-            # twice: weights and gradients
+            # twice, for weights and gradients
             check_memory(f"a network of {'-'.join(map(str, sizes))}", weights, 2, ranks)
-        # twice: as read, and scaled
+        # twice, for the rows as read and the scaled rows
         check_memory(f"a set of {opened.rows:,} rows of {columns:,} columns", rows, 2, ranks)
     except ValueError as error:
         return str(error)
@@ -197,7 +200,7 @@ def place_on_node(comm: MPI.Comm) -> tuple[int, int]:
 def array_module(device: str, comm: MPI.Comm) -> ModuleType:
     """Return NumPy for "cpu". For "gpu" return CuPy, and choose this rank's GPU: the node's GPUs are dealt evenly.
 
-    Collective. Every rank raises TrainingError if any has no CuPy or no GPU.
+    Collective. Every rank raises TrainingError if any rank has no CuPy or no GPU.
     """
     if device == "cpu":
         return np

@@ -1,6 +1,6 @@
 """`train`: check that arguments agree and fit, run the epochs, and take the steps of one rank's `Worker`.
 
-Source: the paper, section 7, Algorithm 3; with one model rank it is Algorithm 1, with one batch rank Algorithm 2.
+Source: the paper, section 7, Algorithm 3. With one model rank this is Algorithm 1, and with one batch rank Algorithm 2.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mpips.optimizers.sgd import SGD
 
 # arguments of `load` that `train` passes on
 _LOADING = ("batch", "seed", "test_share", "way", "labels")
-# most samples of one forward pass of an evaluation
+# largest number of samples in one forward pass of an evaluation
 _EVALUATE_SAMPLES = 1000
 LOG = log.get("mpips.mlp")
 
@@ -39,17 +39,17 @@ LOG = log.get("mpips.mlp")
 class EpochResult(NamedTuple):
     """The results of one epoch."""
 
-    # from 1
+    # number of the epoch, from 1
     epoch: int
-    # means over samples; None without test rows
+    # mean losses over samples; the test loss is None without test rows
     train_loss: float
     test_loss: float | None
-    # share of the test rows classified correctly; None without test rows, and for "l2"
+    # share of the test rows classified correctly; None without test rows, and for the loss "l2"
     test_accuracy: float | None
     seconds: float
     # phase (`PHASES`) -> seconds of this epoch, mean over ranks
     phases: dict[str, float]
-    # seconds with messages under way, whether computation waited for them or not; mean over ranks
+    # seconds with messages in flight, whether or not computation waited for them; mean over ranks
     under_way: float
 
 
@@ -74,7 +74,7 @@ class TrainingChoices(NamedTuple):
     mesh: Mesh | str
     optimizer: Optimizer
     mode: str
-    # for both, None means: only where the ranks are on several nodes
+    # None in `overlap` or `half` means True if the ranks are on several nodes, else False
     overlap: bool | None
     half: bool | None
     servers: Servers | None
@@ -112,8 +112,8 @@ def train(
 
     Args:
         model: The network. Training starts from its weights.
-        data: This rank's rows, as `load` returns them, or the function that opens the source. With a function, give
-            `batch`, too, and perhaps other arguments of `load`.
+        data: This rank's rows, as `load` returns them, or the function that opens the source. With a function, also
+            give `batch`, and any other arguments of `load`.
         mesh: The mesh for which the rows were loaded. If `data` is a function, this may also be "auto" (the mesh with
             the shortest predicted step, see `choose_mesh`) or a text like "2x2". Both use all ranks of the job.
         epochs: Number of passes over the training rows.
@@ -121,15 +121,15 @@ def train(
         mode: How model ranks cut the layers: "pairs" (the default) or "columns".
         on_epoch: Called on every rank after each epoch.
         worker: Continue an earlier run (`Trained.worker`) or a checkpoint, with its weights, network, mesh, optimizer,
-            mode, overlap, half and servers. Any of these that is also given must be the same.
-        overlap: True: send messages during computation. Default: only where the ranks are on several nodes.
-        half: True: a "mixed" network sends float16. Default: only where the ranks are on several nodes.
+            mode, overlap, half and servers. An argument for any of these must then be equal to the worker's.
+        overlap: Send messages during computation. Default: True if the ranks are on several nodes.
+        half: Send float16 in a "mixed" network. Default: True if the ranks are on several nodes.
         servers: Keep the weights on servers, see `Servers`.
         **loading: Arguments of `load`, if `data` is a function.
 
     Raises:
         TrainingError: On every rank, if the ranks give different arguments, if mesh, network, data and `worker` do not
-            fit, or when a loss is no longer finite.
+            fit together, or if a loss is not finite.
 
     >>> rows = lambda: mpips.mlp.open_source("synthetic:400,4,1")
     >>> model = mpips.mlp.MLP([4, 16, 1], seed=1)
@@ -179,7 +179,7 @@ def _run_epochs(
 def _run_epoch(worker: Worker, data: Data, epoch: int) -> EpochResult:
     """Train on every minibatch once, then evaluate the test rows. `epoch` counts from 0.
 
-    The loss of a minibatch is that before its update.
+    The loss of a minibatch is computed before the update by this minibatch.
     """
     start, clock = perf_counter(), worker.clock
     before = np.array([*clock.seconds.values(), clock.under_way])
@@ -209,15 +209,15 @@ def _run_epoch(worker: Worker, data: Data, epoch: int) -> EpochResult:
 
 
 class Worker:
-    """The slice of a network that this rank of the mesh trains, and what updates its weights.
+    """The slice of a network that this rank of the mesh trains, with the object that updates its weights.
 
-    Making one is collective over the mesh. It starts from the weights of `model`: those of its seed, or, if its arrays
-    are in use already, what they hold. They must then be equal on every rank.
+    Creating a `Worker` is collective over the mesh. Training starts from the weights of `model`. If its arrays exist
+    already (`MLP.used`), they must be equal on every rank. If not, the weights are those of the seed.
 
     Args:
         mode: How model ranks cut the layers: "pairs" or "columns".
-        overlap: Send gradients during the computation. None: only where the ranks are on several nodes.
-        half: Send float16 in a "mixed" network. None: only where the ranks are on several nodes.
+        overlap: Send gradients during the computation. None means True if the ranks are on several nodes.
+        half: Send float16 in a "mixed" network. None means True if the ranks are on several nodes.
         servers: Keep the weights on servers, see `Servers`.
         start: Called with this rank's network before the first step, to write other weights.
     """
@@ -248,7 +248,7 @@ class Worker:
             start(self.network)
         # steps taken, including those before a checkpoint
         self.updates = 0
-        # seed, test share and batch by which a checkpoint's rows were dealt; None if not known
+        # seed, test share and batch with which the rows of a checkpoint were dealt; None if they are not known
         self.rule: DealRule | None = None
         # names of the classes 0, 1, 2, ...; empty if the classes have no names
         self.labels: tuple[str, ...] = ()
@@ -261,7 +261,7 @@ class Worker:
             self.update = servers.connect(self.network, mesh, optimizer, self.clock, overlap)
         # True if poll() must progress sums between model ranks
         self._polls_model = self._exchange is not None and (spans.model if overlap is None else overlap)
-        # True if messages may be under way during the backward pass, so that it must poll
+        # True if messages may be in flight during the backward pass, which must then poll
         self._sends_meanwhile = any(spans) or bool(overlap) or (servers is not None and servers.between)
 
     def step(self, x: np.ndarray, y: np.ndarray, samples: int) -> float:
@@ -269,7 +269,7 @@ class Worker:
 
         Args:
             x: Inputs of this rank's part of the minibatch, which may be empty.
-            y: Its targets or class numbers.
+            y: Targets or class numbers of this part.
             samples: Size of the whole minibatch.
 
         Returns:
@@ -288,7 +288,7 @@ class Worker:
         self.update.gradient(layer)
 
     def poll(self) -> None:
-        """Progress the messages under way during the backward pass, see `StepProgress`."""
+        """Progress the messages in flight during the backward pass, see `StepProgress`."""
         if self._polls_model and self._exchange is not None:
             self._exchange.poll()
         self.update.poll()
@@ -296,8 +296,8 @@ class Worker:
     def evaluate(self, x: np.ndarray, y: np.ndarray, block: int) -> tuple[float, float]:
         """Return the sum of the losses and the number of samples classified correctly, over all batch indices.
 
-        Collective over the mesh. All ranks of a model communicator must give the same (x, y). `block` is the most
-        samples of one forward pass.
+        Collective over the mesh. All ranks of a model communicator must give the same (x, y). `block` is the largest
+        number of samples in one forward pass.
         """
         start, before, under_way = perf_counter(), dict(self.clock.seconds), self.clock.under_way
         totals = np.zeros(2)
@@ -317,8 +317,8 @@ class Worker:
 def check_fit(specification: Specification, data: Data, mesh: Mesh, worker: Worker | None = None) -> None:
     """Raise TrainingError on every rank unless this network can be trained on these rows on this mesh. Collective.
 
-    With `worker`, also unless the rows fit its checkpoint: they must have its labels, and be dealt by the same seed and
-    test share.
+    If `worker` comes from a checkpoint, the rows must also have the checkpoint's labels, and must be dealt by its seed
+    and test share.
     """
     sizes, loss, features, problem = specification.sizes, specification.loss, data.x.shape[1], None
     targets, fitting = ("class numbers", "softmax") if data.classes else ("numbers", "l2")
@@ -353,10 +353,10 @@ def _agree(
     worker: Worker | None,
     loading: Mapping[str, object],
 ) -> TrainingChoices:
-    """Return how to train, after checking that all ranks ask for the same. Collective.
+    """Return the choices of how to train, after checking that they are equal on all ranks. Collective.
 
     If `worker` continues an earlier run, its choices count, and the arguments must not contradict them. Raise
-    TrainingError on every rank if anything differs, also the first weights.
+    TrainingError on every rank if the ranks' choices, data or first weights differ.
     """
     how, problem = asked if worker is None else worker.choices, None
     if worker is not None:
@@ -378,7 +378,7 @@ def _agree(
         arguments |= {"data": "a function that opens them"}
         arguments |= {name: loading.get(name, "not given") for name in _LOADING}
     alike(comm, "train", arguments, problem or _wrong_loading(data, how.mesh, loading))
-    # A model that is not in use has the weights of its seed. Computing a checksum would allocate all of them.
+    # If no rank has used its model yet, all have the weights of the seed, and a checksum would allocate all weights.
     if worker is None and any(comm.allgather(model.used)):
         weights = np.ascontiguousarray(on_host(model.flat_parameters))
         alike(comm, "train", {"checksum of the network's weights": f"{zlib.crc32(weights.data):08x}"})

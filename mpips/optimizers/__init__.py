@@ -1,4 +1,4 @@
-"""Optimizers as data: named, checked, encoded without pickle, applied in place to any interval of a 1-D array."""
+"""Optimizers as data: found by name, checked, encoded without pickle, and applied in place to 1-D arrays."""
 
 from mpips.optimizers.adaptive import AdaGrad, Adam, AdamW, RMSProp
 from mpips.optimizers.base import (

@@ -18,7 +18,7 @@ from mpips.optimizers.sgd import decayed, scaled
 class AdaGrad(Equation):
     """AdaGrad (Duchi, Hazan, Singer 2011).
 
-    The update is that of PyTorch:
+    The update is the same as in PyTorch:
 
         d = rescale * gradient + weight_decay * w
         squares = squares + d^2
@@ -47,7 +47,7 @@ class AdaGrad(Equation):
 class RMSProp(Equation):
     """RMSProp (Tieleman, Hinton 2012).
 
-    The update is that of PyTorch:
+    The update is the same as in PyTorch:
 
         d = rescale * gradient + weight_decay * w
         squares = decay * squares + (1 - decay) * d^2
@@ -88,8 +88,8 @@ class Adam(Equation):
         w = w - learning_rate * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + epsilon)
 
     The arrays of state hold m / (1 - beta1) and v / (1 - beta2). All factors of a step then combine into one rate and
-    one epsilon, so an element takes fewer operations. Because of this, beta1 and beta2 cannot change while the state
-    stays (`fixed`).
+    one epsilon, so an element takes fewer operations. Because the state depends on beta1 and beta2, these two cannot
+    change while the state stays (`fixed`).
     """
 
     fixed: ClassVar[Sequence[str]] = ("beta1", "beta2")

@@ -1,6 +1,7 @@
-"""What an optimizer is: a frozen dataclass of numbers with the methods `init` and `update`.
+"""The protocol of optimizers: a frozen dataclass of numbers with the methods `init` and `update`.
 
-`equation.Equation` makes an optimizer from one equation. Its module also has the calls that apply any optimizer.
+`equation.Equation` makes an optimizer from one equation. The module `equation` also has functions that apply any
+optimizer.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ State = Sequence[np.ndarray]
 class RateSchedule(Protocol):
     """A number that depends on the step, such as a learning rate. It is a frozen dataclass with a method `at`.
 
-    See `mpips.optimizers.schedules` for those of mpips.
+    `mpips.optimizers.schedules` has the schedules of mpips.
     """
 
     def at(self, step: int) -> float:
-        """Return the number for update `step` of a key, counted from 1."""
+        """Return the number for a step. `step` counts the updates of a key from 1."""
 
 
 @runtime_checkable
 class Optimizer(Protocol):
     """A frozen dataclass of numbers with these two methods. `mpips.optimizers.register` makes it known by its name.
 
-    The update of an element must depend only on that element of weights, gradient and state. A server can then update a
-    shard interval by interval, on several threads at once, and get the same bits as from one update of the whole.
+    The update of an element must depend only on that element of weights, gradient and state. A server can then update
+    an array interval by interval, on several threads at once, and get the same bits as from one update of the whole.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -42,7 +43,7 @@ class Optimizer(Protocol):
     def init(self, weights: np.ndarray) -> State:
         """Return the first state for 1-D weights of n elements: arrays of shape (n,), of any dtypes.
 
-        The weights have any float dtype.
+        The weights may have any float dtype.
         """
 
     def update(self, weights: np.ndarray, gradient: np.ndarray, state: State, step: int) -> None:
@@ -100,7 +101,7 @@ def initial(optimizer: Optimizer, weights: np.ndarray) -> list[np.ndarray]:
 def state_dtypes(optimizer: Optimizer | None, dtype: np.dtype) -> list[np.dtype]:
     """Return the dtypes of the optimizer's arrays of state for weights of this dtype.
 
-    Without an optimizer the list is empty.
+    If `optimizer` is None, the list is empty.
     """
     return [] if optimizer is None else [array.dtype for array in optimizer.init(np.zeros(1, dtype))]
 
@@ -111,12 +112,12 @@ def check(
     """Check the fields of a frozen dataclass and make each a finite float or a bool. Call it in `__post_init__`.
 
     Args:
-        scheduled: Fields that may hold a RateSchedule instead.
+        scheduled: Fields that may hold a RateSchedule instead of a number.
         at_least_zero: Fields that must be at least 0. A schedule in one of them is not checked.
         below_one: Fields that must be in [0, 1).
 
     Raises:
-        ValueError: A field has another value. The error names class, field and value.
+        ValueError: A field has a wrong value. The message names class, field and value.
     """
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
@@ -150,7 +151,7 @@ def options(kind: type) -> list[str]:
 
 
 def known(kind: type, given: Sequence[str] | dict[str, Any]) -> None:
-    """Raise TypeError if `kind` lacks one of the options given. The error lists the options that it has."""
+    """Raise TypeError if the class `kind` lacks an option that is given. The message lists the options of the class."""
     if unknown := sorted(set(given) - set(options(kind))):
         have = ", ".join(options(kind)) or "none"
         perhaps = did_you_mean(unknown[0], options(kind)) if len(unknown) == 1 else ""
@@ -162,8 +163,9 @@ def changed(optimizer: O, **numbers: Any) -> O:
 
     Raises:
         TypeError: The optimizer has no such option, or no option was given.
-        ValueError: A value is not allowed; or the option is in the class's `fixed`, because the state is kept in terms
-            of it; or the changed optimizer would keep more or fewer arrays of state (SGD from `momentum=0` to 0.9).
+        ValueError: A value is not allowed; or the option is in the class's `fixed`, because the values of the state
+            depend on it; or the changed optimizer would need another number of state arrays (SGD from `momentum=0` to
+            0.9).
     """
     kind = type(optimizer)
     if not numbers:
@@ -206,7 +208,7 @@ def unlike(saved: Optimizer, given: Optimizer, leave: Collection[str] = ()) -> s
 
 
 def working_dtype(dtype: np.dtype) -> np.dtype:
-    """Return the dtype of updates and state: float32 for 16-bit floats, otherwise `dtype` itself.
+    """Return the dtype of updates and state: float32 for weights of 16-bit floats, otherwise `dtype` itself.
 
     Raises TypeError for weights that are not floats.
     """

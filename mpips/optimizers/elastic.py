@@ -1,4 +1,4 @@
-"""Elastic averaging, equations 2 and 3 of MXNET-MPI: the centre moves towards a client, a client towards the centre."""
+"""Elastic averaging (MXNET-MPI, equations 2 and 3): the servers' centre and a client's weights approach each other."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ class Elastic1(Equation):
 
         centre = centre + alpha * (rescale * pushed - centre)
 
-    Workers push a client's parameters. The push of an MPI client arrives summed over its workers, so either `rescale`
-    is 1 / (workers of a client), or each worker pushes that share of its parameters.
+    The centre is the value of a key on the servers. Workers push a client's parameters. The push of an MPI client
+    arrives summed over the client's workers. So either `rescale` is 1 / (workers of a client), or each worker divides
+    its parameters by the number of workers of a client before it pushes them.
     """
 
     alpha: float = 0.5
@@ -40,6 +41,6 @@ class Elastic2(Elastic1):
 
         w = w - alpha * (w - rescale * centre)
 
-    It is the same update as Elastic1's, with the pulled centre in the gradient's place: `update(weights, centre, (),
+    The update is that of `Elastic1`, with the pulled centre in place of the gradient: `update(weights, centre, (),
     step)`.
     """

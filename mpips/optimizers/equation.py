@@ -1,4 +1,4 @@
-"""Write an optimizer as one equation of an element. Numba compiles it or NumPy runs it in blocks, to the same bits.
+"""Optimizers written as one equation of an element. Numba compiles it or NumPy runs it in blocks, with equal bits.
 
 `update(w, g, state, step)` takes these steps (docs/why/kernels.md explains them):
 
@@ -7,8 +7,8 @@
     3. a kernel over all elements   if the engine has compiled one (`collectives.kernels.engine`)
     4. otherwise calls of NumPy     block by block, so that all arrays stay in cache from one call to the next
 
-`update_by_sum` and `Updater` apply any optimizer, also one that is not an Equation. For such an optimizer NumPy first
-adds the gradients.
+`update_by_sum` and `Updater` apply any optimizer, including one that is not an `Equation`. For such an optimizer, NumPy
+first adds the gradients.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from mpips.optimizers.trace import Tape, Untraceable, pair
 # bytes that one array has in a block
 BLOCK_BYTES = 384 * 1024
 LOG = log.get("mpips.kernels")
-# number of weights on which an optimizer's options are tried; for so few no kernel is compiled
+# number of weights on which `registry.create` tries an optimizer; no kernel is compiled for this number
 TRIAL = 2
-# most gradients that one kernel sums; if there are more, NumPy sums the first ones beforehand
+# most gradients that one kernel sums; if there are more, NumPy first sums the surplus
 MOST_PARTS = 64
 
 _local = threading.local()
 
 
 class Equation:
-    """Base of optimizers that are written as one equation of an element's weight, gradient and state.
+    """Base class of optimizers that are written as one equation of an element's weight, gradient and state.
 
     A subclass is a frozen dataclass that defines `equation`, and if needed `slots` and `numbers`. Register it by
     `mpips.optimizers.register`.
 
     Attributes:
-        slots: Number of arrays of state. Each has an element for every weight. May be a property if it depends on
-            options.
+        slots: Number of arrays of state. Each array has an element for every weight. `slots` may be a property if the
+            number depends on options.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -56,7 +56,7 @@ class Equation:
     def numbers(self, step: int) -> Sequence[float]:
         """Return the numbers that the equation needs at this step, such as the learning rate. Steps count from 1.
 
-        It must return equally many numbers at every step.
+        The count of the numbers must be equal at every step.
         """
         return ()
 
@@ -64,8 +64,8 @@ class Equation:
         """Return the new weight and the new state: (w, (s0, ...)).
 
         All values have the working dtype: float32 for 16-bit weights. Write the equation with operators and NumPy's
-        elementwise functions, and change nothing in place. Use `if` to decide by options, and `np.where` to decide by
-        elements.
+        elementwise functions, and change nothing in place. Use `if` for conditions on options, and `np.where` for
+        conditions on elements.
         """
         raise NotImplementedError(f"{type(self).__name__} needs an equation")
 
@@ -84,8 +84,8 @@ class Equation:
     def update_by_sum(self, weights: np.ndarray, parts: Sequence[np.ndarray], state: State, step: int) -> None:
         """Update in place by the sum of several gradients.
 
-        The gradients are added in order. Each partial sum is rounded to the weights' dtype, so the result does not
-        depend on whether a kernel or NumPy adds.
+        The gradients are added in order. Each partial sum is rounded to the weights' dtype. So a kernel and NumPy give
+        the same sum.
         """
         _check_arguments(weights, parts, state, self.slots, step)
         if len(parts) > MOST_PARTS:
@@ -95,17 +95,17 @@ class Equation:
         numbers = way.numbers(self, step)
         if _run_kernel(way, weights, parts, state, numbers):
             return
-        # Moments may underflow. A kernel reports no such errors, so NumPy must not do so either.
+        # Elements of the state may underflow. A kernel does not report this, so NumPy must not report it either.
         if way.tape is not None:
             quietly(_run_blocks, self, way, weights, parts, state, numbers)
         else:
-            # This runs the user's own function, which must raise what the user lets NumPy raise.
+            # This runs the user's own function, in which the user's np.errstate decides what NumPy raises.
             _run_blocks(self, way, weights, parts, state, numbers)
 
     def update_rows(self, table: np.ndarray, rows: np.ndarray, gradient: np.ndarray, state: State, step: int) -> bool:
-        """Update some rows of a table, and of its state, by a row-sparse gradient, if a kernel is there.
+        """Update some rows of a table, and of its state, by a row-sparse gradient, if there is a kernel for it.
 
-        Return False, with nothing changed, if there is no kernel for it (yet).
+        Return False, with nothing changed, if there is no such kernel, or if it is not compiled yet.
 
         Args:
             table: The weights, (n, ...), C-contiguous.
@@ -124,8 +124,8 @@ class Equation:
     def prepare(self, dtype: np.dtype, parts: int = 1) -> engine.Kernel | None:
         """Start to compile the kernel for sums of `parts` gradients, so that it is ready when updates begin.
 
-        Return the kernel, or None if NumPy updates weights of this dtype in any case. Does not block: `engine.settle`
-        waits for the kernel.
+        Return the kernel, or None if weights of this dtype are always updated by NumPy. This call does not block:
+        `engine.settle` waits for the kernel.
         """
         return _way(self, dtype, min(parts, MOST_PARTS), ask=True).kernel if dtype.name in trace.WIDE else None
 
@@ -133,7 +133,7 @@ class Equation:
 class _Way(NamedTuple):
     """An optimizer's recorded equation for weights of one dtype, and the kernel made from it.
 
-    `tape` is None if the equation cannot be recorded, and `kernel` is None if NumPy does the update.
+    `tape` is None if the equation cannot be recorded. `kernel` is None if NumPy runs the update.
     """
 
     # the working dtype
@@ -141,13 +141,13 @@ class _Way(NamedTuple):
     tape: Tape | None
     constants: Sequence[float]
     kernel: engine.Kernel | None
-    # number of the optimizer's numbers for every step
+    # the count of numbers that the optimizer gives for a step
     each: int
 
     def numbers(self, optimizer: Equation, step: int) -> list[float]:
         """Return the numbers of a step, followed by the constants of the equation.
 
-        Raises ValueError if there are not as many numbers as in step 1.
+        Raises ValueError if the optimizer does not give as many numbers as in step 1.
         """
         numbers = optimizer.numbers(step)
         if len(numbers) != self.each:
@@ -159,9 +159,10 @@ class _Way(NamedTuple):
 
 
 def _way(optimizer: Equation, dtype: np.dtype, parts: int, ask: bool, by_rows: bool = False) -> _Way:
-    """Return the `_Way` in which an optimizer updates weights, or rows of them. Only with `ask` is a kernel compiled.
+    """Return the `_Way` in which an optimizer updates weights, or rows of weights (`by_rows`).
 
-    An optimizer that cannot be hashed (it has an array or a list as an option) is recorded again at every call.
+    A kernel is compiled only if `ask` is True. An optimizer that cannot be hashed, because an option is an array or a
+    list, is recorded again at every call.
     """
     try:
         return _known_way(optimizer, dtype, parts, ask, by_rows)
@@ -208,7 +209,7 @@ def _run_kernel(
     numbers: Sequence[float],
     *more: object,
 ) -> bool:
-    """Update by the kernel. Return False, with nothing changed, if there is none or it cannot take these arrays."""
+    """Update by the kernel. Return False, with nothing changed, if no kernel can take these arrays."""
     call = None if way.kernel is None else way.kernel.call_for(parts[0].size)
     if call is None or not isinstance(weights, np.ndarray):
         return False
@@ -233,8 +234,8 @@ def _run_blocks(
 ) -> None:
     """Update block by block, with calls of NumPy."""
     dtype, tape = way.dtype, way.tape
-    # As 0-d arrays, because NumPy would convert a Python number again in every call. Functions of a GPU take no host
-    # arrays, so there the numbers are scalars of NumPy.
+    # The numbers are 0-d arrays, because NumPy would convert a Python number again in every call. On a GPU they are
+    # scalars of NumPy, because functions of a GPU take no host arrays.
     prepared: list[Any] = [np.array(number, dtype) for number in numbers]
     if not isinstance(weights, np.ndarray):
         prepared = [dtype.type(number) for number in numbers]
@@ -267,7 +268,7 @@ def _run_blocks(
 def _run_untraced(
     optimizer: Equation, w: np.ndarray, g: np.ndarray, state: Sequence[np.ndarray], numbers: Sequence[Any]
 ) -> None:
-    """Call the equation itself on a block, because it looks at values or calls what cannot be recorded."""
+    """Call the equation itself on a block, because it looks at values or calls a function that cannot be recorded."""
     g = g.view()
     g.flags.writeable = False
     results = pair(optimizer.equation(w.copy(), g, [array.copy() for array in state], numbers), len(state))
@@ -276,7 +277,7 @@ def _run_untraced(
 
 
 def total_of(parts: Sequence[np.ndarray], name: str) -> np.ndarray:
-    """Return the sum of arrays, added in order, in the block of this thread that has this name.
+    """Return the sum of arrays, added in order. The result is in this thread's block of memory called `name`.
 
     A single array is returned itself, not copied.
     """
@@ -341,9 +342,9 @@ def update_by_sum(
 
 
 def is_fused(optimizer: Optimizer) -> TypeGuard[Equation]:
-    """True if the optimizer's updates are those of its equation, so that a sum and an update can be one kernel.
+    """True if the optimizer updates by its equation, so that one kernel can sum gradients and update.
 
-    An Equation with an `update` of its own is not fused.
+    An `Equation` that overrides `update` is not fused.
     """
     return isinstance(optimizer, Equation) and type(optimizer).update is Equation.update
 
@@ -351,15 +352,15 @@ def is_fused(optimizer: Optimizer) -> TypeGuard[Equation]:
 class Updater:
     """An optimizer with its states and its step count, for a list of arrays that it updates in place.
 
-    This is `SGD.Update(params, grads)` of the paper.
+    This is `SGD.Update(params, grads)` of the MXNET-MPI paper.
 
     Args:
         optimizer: The optimizer of all arrays.
         parameters: C-contiguous, writable float arrays of any shapes. They are kept, not copied.
 
     Attributes:
-        states: For every parameter the optimizer's arrays of state, each of shape (elements,). They are live;
-            checkpoints read and write them.
+        states: For every parameter the optimizer's arrays of state, each of shape (elements,). These are the arrays
+            in use, not copies; checkpoints read and write them.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Sequence[np.ndarray]) -> None:
@@ -374,7 +375,7 @@ class Updater:
             prepare(optimizer, array.dtype)
 
     def update(self, gradients: Sequence[np.ndarray]) -> None:
-        """Update every array by its gradient, which has the same shape. For Elastic2 pass the centres as gradients."""
+        """Update every array by its gradient of the same shape. For `Elastic2`, pass the centres as gradients."""
         if len(gradients) != len(self._weights):
             raise ValueError(f"{len(gradients)} gradients for {len(self._weights)} arrays")
         self.step += 1

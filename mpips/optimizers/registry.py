@@ -1,4 +1,4 @@
-"""Optimizers and schedules by name, and as data for messages and files (msgpack, never pickle)."""
+"""Find optimizers and schedules by name, and encode them for messages and files (as msgpack, never pickle)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 from mpips.collectives.errors import did_you_mean
 from mpips.optimizers.base import LEAST, MOST, Optimizer, initial, known
 
-# lower-case name -> optimizer class, the built-in ones and those that `register` added
+# lower-case name -> optimizer class: the classes of mpips, and those that the program has registered
 OPTIMIZERS: dict[str, type] = {}
 
-# lower-case name -> optimizer class of mpips, also where a class of the program has taken the name
+# lower-case name -> optimizer class of mpips, even if a class of the program has taken the name in OPTIMIZERS
 _BUILT_IN: dict[str, type] = {}
 
 # lower-case name -> schedule class
@@ -28,7 +28,7 @@ T = TypeVar("T", bound=type)
 class _Record(msgspec.Struct):
     name: str
     options: dict[str, Any]
-    # True if the class is the program's own. None in files of older versions, which do not say.
+    # True if the class is the program's own, False if it is of mpips. None in files of older versions.
     own: bool | None = None
 
 
@@ -37,11 +37,12 @@ def register(kind: T) -> T:
 
     Put it above `@dataclass(frozen=True)`, before `mpips.create`: servers run the script up to that call, and so learn
     the name. An optimizer has the methods `init` and `update`, a schedule has `at`. Options may be finite numbers,
-    flags, strings, None, schedules, and tuples of these. An optimizer with the name of one of mpips takes that name.
+    flags, strings, None, schedules, and tuples of these. An optimizer class may have the name of an optimizer of mpips.
+    The name then stands for the new class.
 
     Raises:
         TypeError: The class is not a frozen dataclass, or lacks the methods.
-        ValueError: Another class has the name: of the program, or a schedule of mpips.
+        ValueError: Another class of the program, or a schedule of mpips, has the name.
     """
     methods = (hasattr(kind, "init") and hasattr(kind, "update")) or hasattr(kind, "at")
     table = OPTIMIZERS if hasattr(kind, "update") else SCHEDULES
@@ -51,7 +52,7 @@ def register(kind: T) -> T:
         "a schedule needs at(step)": methods,
     }
     name = getattr(kind, "__name__", "").lower()
-    # An optimizer of mpips never blocks a name: it may be newer than the program, which must keep working.
+    # An optimizer of mpips never blocks a name. It may be newer than the program, and the program must keep working.
     taken = {key: each for key, each in table.items() if _BUILT_IN.get(key) is not each}
     add_kind(taken, name, kind, needs, "the name {} is that of {}: choose another")
     table[name] = kind
@@ -71,8 +72,8 @@ def add_kind(table: dict[str, Any], name: str, kind: Any, needs: Mapping[str, bo
 
     Args:
         table: The registry: name -> class.
-        needs: Requirement in words -> True if it is met. An error tells the first one that is not.
-        taken: Text of the error if another class has the name, with places for the name and that class.
+        needs: Requirement in words -> True if it is met. An error tells the first requirement that is not met.
+        taken: Text of the error if another class has the name. It has two places ({}), for the name and that class.
 
     Raises:
         TypeError: `kind` is not a frozen dataclass, or a requirement is not met.
@@ -89,9 +90,9 @@ def add_kind(table: dict[str, Any], name: str, kind: Any, needs: Mapping[str, bo
 
 
 def create(optimizer: str | Optimizer, **options: Any) -> Optimizer:
-    """Return the optimizer of that name (in any case) with these options. An optimizer is returned as it is.
+    """Return the optimizer with this name (in any case) and these options. An optimizer is returned as it is.
 
-    The optimizer is tried on two weights, so that an option it cannot work with fails here and not on a server.
+    The optimizer is tried on two weights, so that a wrong option raises an error in this call and not on a server.
 
     Raises:
         ValueError: The name is unknown (the known ones are listed), a value is not allowed, or the trial fails.
@@ -150,13 +151,13 @@ def _short_text(thing: object) -> str:
 
 
 def as_data(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer as plain data, its name and its options. `from_data` makes an equal optimizer of it."""
+    """Return the optimizer as plain data: its name and its options. `from_data` makes an equal optimizer from it."""
     record = create(optimizer)
     return {"name": type(record).__name__.lower(), "options": _options(record), "own": _is_own(record)}
 
 
 def describe(optimizer: Optimizer | None) -> str:
-    """Describe an optimizer by a text. Texts of two ranks are equal only if the classes are, too."""
+    """Describe an optimizer by a text. Two ranks get equal texts only if the classes and options are equal."""
     own = optimizer is not None and _is_own(optimizer)
     return f"{type(optimizer).__module__}.{optimizer!r}" if own else repr(optimizer)
 
@@ -199,7 +200,7 @@ def _from_record(record: _Record) -> Optimizer:
 
 
 def encode_numbers(numbers: Mapping[str, Any]) -> bytes:
-    """Return the options that `update_optimizer` changes as msgpack, by name, schedules included."""
+    """Encode the options that `update_optimizer` changes (name -> value) as msgpack. A value may be a schedule."""
     return msgspec.msgpack.encode({name: _plain(name, value) for name, value in numbers.items()})
 
 
@@ -238,7 +239,7 @@ def _plain(option: str, value: object) -> Any:
 
 
 def _from_plain(value: object) -> object:
-    """Return the option that `_plain` turned into data."""
+    """Return the option whose plain data `_plain` returned."""
     if isinstance(value, list):
         return tuple(_from_plain(part) for part in value)
     if not isinstance(value, dict):

@@ -1,6 +1,6 @@
 """Schedules of learning rates, and the optimizers of a store's keys (`Groups`).
 
-A schedule depends on the number of the key's update, counted from 1.
+A schedule gives a learning rate for each update of a key. Updates count from 1.
 
     kv.set_optimizer("sgd", momentum=0.9, learning_rate=Chained((Warmup(0.1, 500), Cosine(0.1, 9500)), until=(500,)))
 """
@@ -22,7 +22,7 @@ class Groups:
     """The optimizers of a store's keys. A change that raises leaves everything as it was.
 
     Attributes:
-        default: The optimizer of all keys that have none of their own, or None.
+        default: The optimizer of all keys without an optimizer of their own, or None.
         own: Key -> its own optimizer.
     """
 
@@ -35,16 +35,16 @@ class Groups:
         return self.own.get(key, self.default)
 
     def set(self, optimizer: Optimizer, keys: Iterable[Name] | None = None) -> None:
-        """Set the optimizer of these keys. Without `keys`, set it for all keys, also for those created later."""
+        """Set the optimizer of these keys. Without `keys`, set it for all keys, including those created later."""
         if keys is None:
             self.default, self.own = optimizer, {}
         else:
             self.own.update(dict.fromkeys(keys, optimizer))
 
     def update(self, numbers: Mapping[str, Any], keys: Iterable[Name] | None = None) -> None:
-        """Change numbers of the optimizers of these keys, or of all. See `changed` for the errors.
+        """Change numbers of the optimizers of these keys. Without `keys`, change those of all keys.
 
-        Also raises ValueError if a key has no optimizer yet.
+        Raises the errors of `base.changed`, and ValueError if a key has no optimizer yet.
         """
         if keys is None:
             if self.default is None and not self.own:
@@ -62,7 +62,7 @@ class Groups:
         self.own = own
 
     def forget(self, keys: Iterable[Name]) -> None:
-        """Forget keys that were removed. A key that is created again under such a name begins with the default."""
+        """Forget keys that were removed. If a key with such a name is created again, it has the default optimizer."""
         for key in keys:
             self.own.pop(key, None)
 
@@ -109,7 +109,9 @@ class StepDecay:
 
 @dataclass(frozen=True)
 class Cosine:
-    """Half a cosine from `rate` at step 1 down to `end`, and `end` after `steps` steps (Loshchilov, Hutter 2017).
+    """Half a cosine from `rate` at step 1 down to `end` after `steps` steps, and `end` from then on.
+
+    This is the schedule of Loshchilov and Hutter (2017):
 
         end + (rate - end) * (1 + cos(pi * min(step - 1, steps) / steps)) / 2
 
@@ -133,7 +135,7 @@ class Cosine:
 
 @dataclass(frozen=True)
 class Warmup:
-    """A straight line from `start` at step 0 to `rate` at step `steps`, and `rate` after it (Goyal et al. 2017).
+    """A straight line from `start` at step 0 to `rate` at step `steps`, and `rate` from then on (Goyal et al. 2017).
 
         start + (rate - start) * min(step, steps) / steps
 
@@ -157,7 +159,7 @@ class Warmup:
 
 @dataclass(frozen=True)
 class Chained:
-    """Several schedules in turn, each with its own steps from 1.
+    """Several schedules, one after another. Each schedule counts its own steps from 1.
 
     Args:
         schedules: The schedules, in order.

@@ -31,9 +31,9 @@ class SGD(Equation):
     Args:
         learning_rate: A number or a schedule.
         weight_decay: At least 0.
-        rescale: Pushes arrive as a sum, so it is usually 1 / mini-batch size, or 1 / workers.
+        rescale: The gradient's factor. Pushes arrive as a sum, so it is usually 1 / mini-batch size, or 1 / workers.
         momentum: Below 1. With 0 no state is kept, and w = w - learning_rate * d (MXNET-MPI, equation 1).
-        nesterov: The last term is learning_rate * (d + momentum * velocity).
+        nesterov: Use w = w - learning_rate * (d + momentum * velocity).
 
     >>> sgd = mpips.optimizers.SGD(0.1)
     >>> weights = np.ones(2)
@@ -57,7 +57,7 @@ class SGD(Equation):
 
     @property
     def slots(self) -> int:  # type: ignore[override]
-        """1 for the velocity, or 0 without momentum."""
+        """Number of arrays of state: 1 (the velocity), or 0 without momentum."""
         return 1 if self.momentum else 0
 
     def numbers(self, step: int) -> Sequence[float]:
@@ -76,7 +76,7 @@ class SGD(Equation):
 class Add(Equation):
     """Plain accumulation: w = w + rescale * pushed.
 
-    After any pushes, in any order, the value is the first value plus `rescale` times the sum of all pushes.
+    The value is always the first value plus `rescale` times the sum of all pushes, whatever their order.
     """
 
     rescale: float = 1.0

@@ -1,13 +1,13 @@
-"""Record an equation once as a list of operations, for NumPy without needless arrays and as the text of a kernel.
+"""Record an equation once as a list of operations, to run them by NumPy with few arrays, or to write a kernel.
 
-The equation is called with symbols in place of arrays, and NumPy's functions of these symbols are recorded. The
-recording then runs as NumPy calls that write into a few blocks (`Tape.run`), or becomes a loop over elements
-(`Tape.loop`). Only operations that every processor rounds in the same way become part of a kernel. An equation with
-others (exp, power) is left to NumPy.
+The equation is called with symbols in place of arrays, and the NumPy functions that it calls on symbols are recorded.
+The recording then runs as NumPy calls that write into a few blocks of memory (`Tape.run`), or becomes a loop over
+elements (`Tape.loop`), the text of a kernel. A kernel has only operations that every processor rounds in the same way.
+An equation with other operations (exp, power) is left to NumPy.
 
-The arguments of a kernel are weights, arrays of state, gradients and numbers, all 1-D. In its text `w_all` is a whole
-array, `w_` the part of it that an inner loop covers, and `w` an element. 16-bit floats are passed as their bits
-(uint16) and computed in float32.
+The arguments of a kernel are weights, arrays of state, gradients and numbers, all 1-D. In the text of a kernel, `w_all`
+is the whole array of weights, `w_` the part of it that an inner loop covers, and `w` an element. 16-bit floats are
+passed as their bits (uint16) and computed in float32.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ Function = Callable[..., Any]
 
 # NumPy function -> the expression that a kernel computes for it; NumPy and LLVM give the same bits for all of these.
 #
-# maximum and minimum are not here: which of 0.0 and -0.0 is larger depends on the processor, and even on the position
-# in an array.
+# maximum and minimum are missing. Which of 0.0 and -0.0 is larger depends on the processor, and even on the position in
+# an array.
 TEXTS = {
     "add": "{} + {}",
     "subtract": "{} - {}",
@@ -68,19 +68,19 @@ OF_BOOLS = (
 )
 
 
-# a sample element, to find out the dtypes of results
+# a sample element: operations are run on samples to find out the dtypes of results
 ONE = np.float32(1)
 
 
 class Untraceable(TypeError):
     """The equation looks at values, or calls a function that cannot be recorded.
 
-    It is then called itself at every update.
+    The equation itself is then called at every update.
     """
 
 
 class TracedOperation(NamedTuple):
-    """`result = function(inputs)`, where values are numbers of values. If `function` is None, the input is copied."""
+    """`result = function(inputs)`. Inputs and result are numbers of values. If `function` is None, copy the input."""
 
     function: Function | None
     inputs: tuple[int, ...]
@@ -90,20 +90,20 @@ class TracedOperation(NamedTuple):
 class Tape:
     """A recorded equation.
 
-    Its values have numbers: 0 is the weight, 1 the gradient, then follow the arrays of state, the numbers of the step,
-    and the constants and results in the order of their appearance.
+    Each of its values is known by a number: 0 is the weight and 1 the gradient. Then follow the arrays of state, the
+    numbers of the step, and the constants and results in the order of their appearance.
     """
 
     def __init__(self, equation: Callable[..., Any], slots: int, numbers: int) -> None:
         """Record `equation(w, g, state, numbers)`.
 
         Args:
-            slots: How many arrays of state the equation takes and returns.
-            numbers: How many numbers it takes.
+            slots: The number of arrays of state that the equation takes and returns.
+            numbers: The number of numbers that the equation takes.
 
         Raises:
             Untraceable: The equation cannot be recorded.
-            TypeError: It does not return a weight and `slots` arrays of state.
+            TypeError: The equation does not return a weight and `slots` arrays of state.
         """
         self.slots = slots
         self.operations: list[TracedOperation] = []
@@ -114,16 +114,16 @@ class Tape:
         # values that are bools
         self.truths: set[int] = set()
         self._next = 2 + slots + numbers
-        # repr of a constant -> its value's number. By repr, because 0.0 and -0.0 are equal.
+        # repr of a constant -> number of its value. The key is the repr, because 0.0 and -0.0 are equal.
         self._constant: dict[str, int] = {}
         w, g, *others = (Symbol(self, value) for value in range(self._next))
         try:
             given = equation(w, g, tuple(others[:slots]), tuple(others[slots:]))
         except Exception as error:
-            # The equation may have used what symbols lack. If the fault is the equation's own, the same error is raised
-            # again when it is called with arrays.
+            # The equation may have used a method that symbols lack. If the equation itself is wrong, it raises the same
+            # error again when it is called with arrays.
             raise Untraceable(str(error)) from error
-        # values that are the new weight and the new state
+        # numbers of the values that are the new weight and the new state
         self.results = [self.value_of(one) for one in pair(given, slots)]
         self.program = placed(self)
 
@@ -169,8 +169,8 @@ class Tape:
 
         Args:
             numbers: The numbers of the step, then the constants, in the working dtype.
-            blocks: As many arrays to compute in as `program.blocks` says, as long as `w`.
-            masks: As many arrays of bools as `program.masks` says, as long as `w`.
+            blocks: `program.blocks` arrays to compute in, as long as `w`.
+            masks: `program.masks` arrays of bools, as long as `w`.
         """
         places = [w, g, *state, *numbers, *blocks, *reversed(masks)]
         for function, inputs, result in self.program.steps:
@@ -183,7 +183,7 @@ class Tape:
                 function(*[places[place] for place in inputs], out=places[result])
 
     def loop(self) -> list[str] | None:
-        """Return the lines of Python that compute an element's new w and s0, s1, ... from w, g, s0, ... and c0, c1, ...
+        """Return lines of Python that compute an element's new w, s0, s1, ... from w, g, s0, s1, ... and c0, c1, ...
 
         Return None if NumPy and LLVM might round an operation differently.
         """
@@ -196,7 +196,7 @@ class Tape:
             of_bools = name in OF_BOOLS
             wanted = [of_bools or name == "where", *[of_bools] * (len(inputs) - 1)]
             if name not in TEXTS or [value in self.truths for value in inputs] != wanted:
-                # This also refuses sums of bools, which have other types in NumPy than in Python.
+                # This also refuses sums of bools, whose types differ between NumPy and Python.
                 return None
             names[result] = f"v{result}"
             lines.append(f"{names[result]} = {TEXTS[name].format(*[names[one] for one in inputs])}")
@@ -253,10 +253,10 @@ class Symbol(NDArrayOperatorsMixin):
 
 
 class TracedProgram(NamedTuple):
-    """A tape's operations on places instead of values.
+    """The operations of a tape, on places in a list of arrays instead of values.
 
-    Places 0 and up are weight, gradient, state, numbers, constants, and `blocks` blocks of memory. Masks have the
-    places -1, -2, ..., because `run` puts them at the end of its list.
+    From 0 on, the places are weight, gradient, state, numbers, constants, and `blocks` blocks of memory. Masks (arrays
+    of bools) have the places -1, -2, ..., because `Tape.run` puts them at the end of its list.
     """
 
     steps: list[TracedOperation]
@@ -265,7 +265,7 @@ class TracedProgram(NamedTuple):
 
 
 class _Blocks:
-    """Places of one kind that are taken and given back."""
+    """Hands out the places of one kind, and reuses those that are given back."""
 
     def __init__(self, first: int, step: int) -> None:
         self.first = first
@@ -284,7 +284,7 @@ class _Blocks:
 
 
 def placed(tape: Tape) -> TracedProgram:
-    """Assign a place to each result of a tape: that of an input which is not needed any more, or else a block."""
+    """Assign a place to each result of a tape: the place of an input that is no longer needed, or else a new block."""
     fixed = 2 + tape.slots
     targets = [0, *range(2, fixed)]
     goal = dict(zip(tape.results, targets))
@@ -298,8 +298,8 @@ def placed(tape: Tape) -> TracedProgram:
         inputs = tuple(place[value] for value in values)
         dying = {place[value] for value in values if last[value] == at and value not in tape.scalars and value != 1}
         able = [one for one in dying if one >= 0]
-        # np.where writes its second choice first and then its first choice over that, so it may only write over the
-        # second.
+        # Tape.run() writes the second choice of np.where first, and then the first choice over it. So the result may
+        # only overwrite the second choice.
         if function is np.where:
             able = [one for one in able if one == inputs[2] != inputs[1]]
         if result in tape.truths:
@@ -312,7 +312,7 @@ def placed(tape: Tape) -> TracedProgram:
         for one in dying - {place[result]}:
             if one < 0 or one >= blocks.first:
                 (masks if one < 0 else blocks).give(one)
-    # results that are not yet where they belong: (place that it must get to, value)
+    # results that are not yet where they belong: (place to which the result must get, value)
     astray = [(target, value) for target, value in zip(targets, tape.results) if place[value] != target]
     for _, value in astray:
         # Another result must be written to this place, so this one is moved out of the way first.
@@ -327,21 +327,23 @@ def placed(tape: Tape) -> TracedProgram:
 # ---- The text of a kernel: a loop over elements, a sum, or the rows of a table. `lines` are those of `Tape.loop`.
 
 
-# elements of the gradients that are summed before the weights are updated by the sum: it stays in a core's first cache
+# A kernel sums this many elements of the gradients, and then updates the weights by the sum, which stays in L1 cache.
 TILE = 1024
-# the same for MANY_PARTS gradients or more: memory is read in longer runs, and the sum stays in the second cache
+# With MANY_PARTS gradients or more, the kernel sums this many elements: it reads longer runs of memory, and the sum
+# stays in L2 cache.
 LONG_TILE = 16 * 1024
 MANY_PARTS = 5
-# gradients that one loop adds. LLVM checks only this many arrays for overlap, and vectorizes no loop over more.
+# Number of gradients that one loop adds. LLVM checks only this many arrays for overlap, and does not vectorize a loop
+# over more arrays.
 READ_AT_ONCE = 8
-# how many rows ahead the kernel for rows prefetches memory
+# the kernel for rows prefetches the memory of the row that is this many rows ahead
 AHEAD = 12
-# dtype of weights that kernels know -> dtype that they compute in
+# dtype of weights that kernels can update -> dtype in which they compute
 WIDE = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
 
 
 def update_text(tape: Tape, lines: Sequence[str], dtype: str) -> str:
-    """Return the text of the kernel that updates by one gradient."""
+    """Return the text of the kernel that updates weights by one gradient."""
     return "\n".join(
         [
             *_head(tape, dtype, ["g0"], []),
@@ -354,7 +356,7 @@ def update_text(tape: Tape, lines: Sequence[str], dtype: str) -> str:
 
 
 def sum_text(tape: Tape, lines: Sequence[str], dtype: str, parts: int) -> str:
-    """Return the text of the kernel that updates by the sum of gradients, added in order."""
+    """Return the text of the kernel that updates weights by the sum of `parts` gradients, added in order."""
     tile = TILE if parts < MANY_PARTS else LONG_TILE
     gradients, adding = _gradients(parts), []
     total = _widened("g0_[i]", dtype)
@@ -432,7 +434,7 @@ def _update(tape: Tape, lines: Sequence[str], dtype: str, indent: str) -> list[s
 
 
 def _widened(element: str, dtype: str) -> str:
-    """Return the expression of an element in the dtype that is computed in."""
+    """Return the expression of an element in the dtype in which the kernel computes."""
     return f"widen_{dtype}({element})" if "16" in dtype else element
 
 

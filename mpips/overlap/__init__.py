@@ -4,8 +4,9 @@
     best = mpips.overlap.plan(profile, "optimal")             # groups (buckets), predicted seconds, timeline
     trainer = mpips.Trainer(model, kv, "sgd", overlap="auto") # measures, plans and executes
 
-`problem`, `strategies`, `planner` and `timeline` only compute. `measure`, `messages` and `exchange` run on the ranks of
-a job. Names of `measure` and `exchange` are imported when they are first used, so that planning needs no MPI.
+The modules `problem`, `strategies`, `joint`, `planner` and `timeline` only compute. `measure`, `messages` and
+`exchange` run on the ranks of a job. Names of `measure` and `exchange` are imported when they are first used, so that
+planning needs no MPI.
 """
 
 from __future__ import annotations

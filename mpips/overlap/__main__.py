@@ -18,9 +18,9 @@ from mpips.overlap.planner import OverlapPlan, plans
 from mpips.overlap.problem import LARGEST, TEN_GIGABIT, Groups, Profile, RingNetwork, load_profile, save_profile, shown
 from mpips.overlap.strategies import STRATEGIES
 
-# columns of blanks between columns of the table
+# number of blanks between two columns of the table
 GAP = 3
-# MG-WFBP, figure 9
+# the numbers of nodes in MG-WFBP's figure 9
 DEFAULT_NODES = (4, 8, 16, 32, 64)
 
 FILE = OutFile()
@@ -28,13 +28,13 @@ BATCH = click.IntRange(1)
 
 
 class Refused(click.ClickException):
-    """An error about an argument from which nothing can be planned."""
+    """No plan can be made from the arguments. The command exits with code 2."""
 
     exit_code = 2
 
 
 class Rate(click.ParamType):
-    """Operations a second, a finite number above 0: 1.33e12 or 1.33T."""
+    """A rate in operations a second, a finite number above 0: 1.33e12 or 1.33T."""
 
     name = "rate"
 
@@ -50,7 +50,7 @@ class Rate(click.ParamType):
 
 
 class Nodes(click.ParamType):
-    """8, 4:64 (doubling), 4:64:4 (a step) or 4,6,9."""
+    """Numbers of nodes: 8, 4:64 (doubling), 4:64:4 (in steps of 4) or 4,6,9."""
 
     name = "nodes"
 
@@ -63,7 +63,7 @@ class Nodes(click.ParamType):
 
 
 def parse_nodes(text: str) -> tuple[int, ...]:
-    """Parse numbers of nodes. Raises ValueError if the text has no number, or one below 1."""
+    """Parse numbers of nodes. Raises ValueError if the text has no number, or a number below 1."""
     first, *rest = text.split(":")
     if not rest:
         sizes = [int(part) for part in first.split(",")]
@@ -184,7 +184,7 @@ def _sizes(profile: Profile, nodes: tuple[int, ...] | None) -> tuple[int | None,
 
 
 def _show(found: list[OverlapPlan], profile: Profile) -> None:
-    """Show a table that fits into 80 columns. Groups are cut short there; --json has all of them."""
+    """Show a table that fits into the terminal. It cuts lists of groups short; --json has all groups."""
     alone = profile.forward_s + profile.backward_s
     several = len({each.direction for each in found}) > 1
     rows = [("nodes", "strategy", "iteration ms", "speedup", "hidden", "messages")]
@@ -214,7 +214,7 @@ def _show(found: list[OverlapPlan], profile: Profile) -> None:
 
 
 def _groups(groups: Groups) -> str:
-    """Format groups, at most eight of them."""
+    """Format groups. If there are more than eight, format the first four and the last three."""
     words = [shown(group) for group in groups]
     if len(words) > 8:
         words = [*words[:4], "..", *words[-3:]]

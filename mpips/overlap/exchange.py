@@ -3,12 +3,13 @@
 `Execution` runs a plan: a group of layers is pushed when its gradients are complete, and the next forward pass reaches
 a layer when its parameters have come back. A strategy decides which layers make a group, from a profile that is
 measured on the first batch; `auto` takes the optimum. Every `review_every` steps all workers check together whether the
-plan still fits, and take another one if that saves enough. A report comes from the clocks of this worker; nothing is
+plan still fits, and take another plan if it saves enough. A report uses the clocks of this worker only, and nothing is
 sent for it.
 
-All strategies give the same numbers as training without overlap, before and after a change of plan, and the same bits
-if the store is synchronous. The reason is that an iteration uses the parameters that all gradients of the last one have
-made, and that a store adds the workers' gradients in an order that does not depend on how keys are cut.
+All strategies give the same results as training without overlap, before and after a change of plan. If the store is
+synchronous, the results are equal bit for bit. This has two reasons. An iteration uses the parameters that all
+gradients of the iteration before have updated. And a store adds the workers' gradients in an order that does not depend
+on how keys are cut.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from mpips.store.api import KVStore
     from mpips.store.runtime.engine import Handle
 
-# iterations whose clocks are kept
+# number of iterations whose clocks are kept
 STEPS = 16
 # strategies that need no profile
 FIXED = ("single", "layerwise")
@@ -84,11 +85,12 @@ Messages = Iterable[tuple[Kind, int, int, "Handle | SentPush | EndedMessage"]]
 class Execution:
     """Sends the messages of one plan, iteration after iteration.
 
-    A group is pushed as soon as the gradients of its first layer are complete, which come last. Early groups are pulled
-    right after their push. The others are pulled in layer order after the last push.
+    A group is pushed as soon as the gradients of its first layer are complete, because backward computes this layer
+    last. Early groups are pulled right after their push. The other groups are pulled in layer order after the last
+    push.
 
     Args:
-        wait: Called to wait for a message. None calls the message's own wait().
+        wait: Called to wait for a message. Default: the message's own wait().
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class Execution:
         self.sent: list[tuple[Kind, int, int, Handle | SentPush | EndedMessage]] = []
 
     def begin(self) -> None:
-        """Begin an iteration when the servers have taken in every push of the last one. Blocking."""
+        """Begin an iteration when the servers have taken in every push of the iteration before. Blocking."""
         for message in self._pushes.values():
             self._wait(message)
         self._pushes.clear()
@@ -120,7 +122,7 @@ class Execution:
     def ready(self, layer: int) -> None:
         """Send the groups that are complete now that layer `layer` has its gradients.
 
-        Its parameters may be overwritten.
+        From now on the layer's parameters may be overwritten.
         """
         last = self._last_of.get(layer)
         if last is not None:
@@ -144,7 +146,7 @@ class Execution:
             self._wait(message)
 
     def finish(self) -> None:
-        """Wait for all messages that are under way. Blocking."""
+        """Wait for all messages in flight. Blocking."""
         for under_way in (self._awaited, self._pushes):
             while under_way:
                 self._wait(under_way.pop(next(iter(under_way))))
@@ -158,8 +160,8 @@ class Execution:
 def sent_tasks(sent: Messages, begin: float = 0.0) -> Iterator[Task]:
     """Yield ended messages as tasks, in seconds from `begin`.
 
-    A message may be started while the one before it is still under way, and a pull while the servers still lack its
-    push. Then it only waits, so it counts from the end of that other message.
+    A message may be started while the message before it is still in flight, and a pull while the servers still lack its
+    push. At first it then only waits, so its time counts from the end of the message for which it waits.
     """
     before: dict[Kind, float] = {"push": 0.0, "pull": 0.0}
     pushed: dict[Group, float] = {}
@@ -181,11 +183,11 @@ class OverlapReport:
         push: Groups of layers that are pushed together, (first, last) from 1.
         pull: Groups of layers that are pulled together after the last push.
         early: How many of the last push groups are pulled right after their push.
-        iterations: Over how many iterations the medians are.
+        iterations: The number of iterations over which the medians are taken.
         measured_s: Seconds of an iteration.
         predicted_s: Seconds of an iteration predicted from the job's profile, or None if there is no profile.
         hidden: The share of the messages' time during which this worker computed.
-        predicted_hidden: The same as predicted.
+        predicted_hidden: The share `hidden` as predicted from the profile, or None if there is no profile.
         tasks: Compute and messages of the last complete iteration, in seconds from its start.
     """
 
@@ -249,7 +251,7 @@ class Recorder:
         self._steps: deque[StepClocks] = deque(maxlen=STEPS + 1)
 
     def step(self, seconds: float, compute: list[Task], messages: Messages) -> None:
-        """Record a step. Messages are (kind, first, last, handle), and may still be under way."""
+        """Record a step. Messages are (kind, first, last, handle), and may still be in flight."""
         self._steps.append(StepClocks(seconds, tuple(compute), tuple(messages)))
 
     def blocking(self, arrays: int, begin: float, computed: float, exchanged: float) -> None:
@@ -258,7 +260,7 @@ class Recorder:
         self.step(exchanged - begin, [compute], [("push", 1, arrays, EndedMessage(computed, exchanged))])
 
     def waited(self, seconds: float) -> None:
-        """Add seconds to the last step."""
+        """Add seconds of waiting to the last step."""
         if self._steps:
             last = self._steps.pop()
             self._steps.append(last._replace(seconds=last.seconds + seconds))
@@ -266,7 +268,7 @@ class Recorder:
     def report(
         self, strategy: str, push: Groups, pull: Groups, early: int, predicted: list[Task] | None
     ) -> OverlapReport:
-        """Return the report. Raises RuntimeError if there was no step whose messages have ended."""
+        """Return the report. Raises RuntimeError if no step has been recorded whose messages have all ended."""
         whole = [tasks for tasks in map(self._tasks, range(len(self._steps))) if tasks]
         if not whole:
             raise RuntimeError("a report needs a step that has ended: call step or fit first")
@@ -284,9 +286,9 @@ class Recorder:
         )
 
     def _tasks(self, index: int) -> list[Task]:
-        """Return the tasks of an iteration, in seconds from its start. The list is empty while a message is under way.
+        """Return the tasks of an iteration, in seconds from its start. The list is empty while a message is in flight.
 
-        These are its compute, its messages, and the compute of the next step during these messages.
+        The tasks are the iteration's compute, its messages, and the compute of the next step during these messages.
         """
         step = self._steps[index]
         if not all(handle.done for *_, handle in step.messages):
@@ -302,19 +304,19 @@ class Recorder:
 
 
 def _format_groups(groups: Groups) -> str:
-    """Describe groups: how many, and the first of them."""
+    """Describe groups: their number, and the first four groups."""
     few = " ".join(map(shown, groups[:4]))
     return f"{len(groups)} group{'s' if len(groups) > 1 else ''} ({few}{' ..' if len(groups) > 4 else ''})"
 
 
 class Overlapped:
-    """The exchange of `mpips.Trainer` with `overlap=`. Plans and makes its keys in the first step.
+    """The exchange of `mpips.Trainer` with `overlap=`. The first step makes the plan and its keys.
 
-    All workers take the first step together. While it measures messages, the servers hold up to 3.4 times the model
-    more.
+    All workers take the first step together. While it measures messages, the servers need additional memory of up to
+    3.4 times the model.
 
-    Making it is collective. All workers raise ValueError for an unknown strategy, a model without layers, or arguments
-    that differ.
+    Creating an `Overlapped` is collective. All workers raise ValueError for an unknown strategy, a model without
+    layers, or arguments that differ.
 
     Args:
         strategy: "auto", or the name of a strategy of `mpips plan`.
@@ -341,7 +343,8 @@ class Overlapped:
         self._execution: Execution | None = None
         self._watch = Stopwatch(len(self._elements))
         self._recorder = Recorder()
-        # for each step since the last review the seconds of forward, backward and waiting, (2 L + 1,)
+        # for each step since the last review, the seconds of forward and backward of each layer, and of waiting;
+        # (2 L + 1,) for L layers
         self._clocked: list[np.ndarray] = []
         # seconds that this worker has waited for messages outside of the hooks of a step
         self._waited = 0.0
@@ -351,12 +354,12 @@ class Overlapped:
         self.profile: Profile | None = None
         # the profile from the last call of `measure`
         self._known: Profile | None = None
-        # all plans; the last one is in use
+        # all plans until now; the last plan is in use
         self.plans: list[JointPlan] = []
 
     @property
     def plan(self) -> JointPlan:
-        """The plan in use. There is none before the first step."""
+        """The plan in use. It does not exist before the first step."""
         return self.plans[-1]
 
     def step(self, x: np.ndarray, y: np.ndarray) -> float:
@@ -393,7 +396,7 @@ class Overlapped:
     def measure(self, x: np.ndarray, y: np.ndarray) -> Profile:
         """Return the profile of the job, measured now on a batch.
 
-        Collective, blocking. Messages under way end first.
+        Collective, blocking. The call first waits for messages in flight.
         """
         self.finish()
         if self._execution is None:
@@ -402,7 +405,7 @@ class Overlapped:
         return self._known
 
     def report(self) -> OverlapReport:
-        """Return how long the last steps took on this worker. Local."""
+        """Return the times of the last steps on this worker. Local."""
         profile, predicted = self.profile or self._known, None
         if not self.plans:
             raise RuntimeError("a report needs a step that has ended: call step or fit first")
@@ -428,12 +431,12 @@ class Overlapped:
             self._messages.pull(*group).wait()
 
     def _review(self) -> None:
-        """Check whether the plan still fits, on all workers at the same step. Messages under way end first."""
+        """Check whether the plan still fits, on all workers at the same step. First wait for messages in flight."""
         assert self.profile is not None
         self.finish()
         row = np.median(self._clocked, axis=0)
-        # The maximum over workers is taken below. Waiting is negated, so that it gives the least: the slowest worker
-        # waits least.
+        # The maximum over workers is taken below. Waiting is negated, so that its maximum is the least waiting: the
+        # slowest worker waits least.
         row[-1] *= -1
         slowest = np.max(self._gather("a look at the plan", row), axis=0)
         forward, backward = np.split(slowest[:-1], 2)
@@ -447,9 +450,10 @@ class Overlapped:
         self._clocked.clear()
 
     def _take(self, wanted: JointPlan) -> bool:
-        """Switch to rank 0's plan. Return True if it differs from the plan in use."""
+        """Switch to rank 0's plan. Return True if this plan differs from the plan in use."""
         layers = len(self._elements)
-        # Layout: the last layers of the push groups, those of the pull groups, and `early`. Unused places are 0.
+        # The array holds the last layers of the push groups, the last layers of the pull groups, and `early`. Unused
+        # places are 0.
         encoded = np.zeros(2 * layers + 1, np.int64)
         encoded[: len(wanted.push)] = [last for _, last in wanted.push]
         encoded[layers : layers + len(wanted.pull)] = [last for _, last in wanted.pull]
@@ -471,10 +475,10 @@ class Overlapped:
         return self._gather("a plan from rank 0", np.array(values, np.int64))[0].tolist()
 
     def _gather(self, what: str, own: np.ndarray) -> list[np.ndarray]:
-        """Return the arrays of all workers, which have one length and dtype, by rank.
+        """Return the arrays of all workers, by rank. All arrays have the same length and dtype.
 
-        It uses the store's own rendezvous, so that a worker that waits in it learns of a death or an error on another
-        rank.
+        They are gathered by the store's own rendezvous, so that a waiting worker learns of a death or an error on
+        another rank.
         """
         everybody = self._kv.worker.agree(f"overlap: {what}", data=own.tobytes())
         return [np.frombuffer(data, own.dtype) for data in everybody]

@@ -1,37 +1,39 @@
-"""Decide which gradients are sent together and which parameters are fetched when: both directions at once.
+"""Plan both directions at once: which gradients are pushed together, and which parameters are pulled when.
 
 The iteration runs from the start of one backward pass to the end of the next forward pass, when nothing is left on the
-network. A layer may be pulled once its gradients have been pushed. If all pulls run in forward order, none can start
+network. A layer may be pulled once its gradients have been pushed. If all pulls run in forward order, no pull can start
 before the last push ends, since layer 1 is pushed last and pulled first. So the two directions never overlap, and the
-iteration is the sum of the two makespans: the two separate optima together are the optimum, on any network. The only
-way to gain is to pull the late layers *early*, while gradients of earlier layers are still on their way. So a joint
-plan consists of
+iteration is the sum of the two makespans (see `problem`): the two separate optima together are the optimum, on any
+network. The only way to gain is to pull the late layers *early*, while gradients of earlier layers are still on their
+way. So a joint plan consists of
 
 * push groups, sent from the last layer down;
-* the last `early` of these groups, in layer order those above some layer m: each is pulled right after its own push;
-* pull groups of layers 1..m, fetched in forward order after the last push.
+* early pulls of the last `early` push groups, which hold the layers above some layer m: each of these groups is pulled
+  right after its own push;
+* pull groups of layers 1..m, pulled in forward order after the last push.
 
 On a "duplex" network pushes and pulls have a link each. On a "shared" network one link carries both, in the order
-above. In-order plans are the case early = 0, so the result is never worse than the sum of the separate optima. It is
-the exact optimum of this family (tests compare it with enumeration). Plans that hold pushes back behind more urgent
-pulls are not in the family.
+above. Plans without early pulls belong to this family of plans (early = 0), so the result is never worse than the sum
+of the separate optima. The result is the exact optimum of the family (tests compare it with enumeration). Plans that
+hold pushes back behind more urgent pulls are not in the family.
 
-Why it is exact. Let F[m] be the time of pulling 1..m and computing 1..L from then on. It depends on neither the pushes
-nor the early pulls.
+Why the result is exact. Let F[m] be the time of pulling 1..m and computing 1..L from then on. F[m] depends neither on
+the pushes nor on the early pulls.
 
-On a "shared" network the only state between groups is the moment when the link is free, and nothing later improves if
-that moment is later. Hence e[m, i], the earliest end of the pushes of i + 1..L with those above m pulled early, follows
-the recurrence of `optimal`.
+On a "shared" network the only state between groups is the moment when the link is free. If this moment is later,
+nothing after it becomes earlier. Let e[m, i] be the earliest end of the pushes of i + 1..L and of the early pulls of
+the layers above m. e[m, i] follows the recurrence of `optimal`.
 
-On a "duplex" network the state is the pair (send link free, receive link free). Later moments depend monotonically on
-both, so it is enough to keep all undominated pairs. The pushes of 1..m then start at the moment s at which the send
-link is free. For the best number of groups k they end at max(s + k a + T(1..m), R[m][k]). R[m][k] is the least end,
-over partitions of 1..m into k groups, of the paths that start when a layer becomes ready: R[j][k] = min over i < j of
-max(ready[i + 1] + k a + T(1..j), R[i][k - 1]).
+On a "duplex" network the state is a pair of moments: when the send link is free, and when the receive link is free.
+Later moments depend monotonically on both, so it is enough to keep all undominated pairs: no other pair is as early in
+both moments. The pushes of 1..m then start at the moment s at which the send link is free. Let a be the startup and T
+the transfer time. With k groups, these pushes end at max(s + k a + T(1..m), R[m][k]), and the best k is taken. R[m][k]
+is the least end, over partitions of 1..m into k groups, of the paths that start when a layer becomes ready: R[j][k] =
+min over i < j of max(ready[i + 1] + k a + T(1..j), R[i][k - 1]).
 
-O(L^3) in NumPy over whole rows. The group that attains a minimum is not stored but found again on the way back, for a
-single plan. The separate optima bound the time of a plan, so an m whose plans must take longer is left out
-(`_select_candidates`).
+The cost is O(L^3), in NumPy over whole rows. The group that attains a minimum is not stored. It is computed again at
+the end, for the best plan only. The separate optima bound the time of a plan, so an m is left out if all its plans take
+longer (`_select_candidates`).
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ ROUNDING = 1e-12
 
 
 def plan(push: Problem, pull: Problem, link: Link) -> JointPlan:
-    """Return the fastest plan of the family above. Both problems describe the same layers."""
+    """Return the fastest plan of the family that the module describes. Both problems describe the same layers."""
     if push.layers != pull.layers:
         raise ValueError(f"the push has {push.layers} layers and the pull {pull.layers}: give problems of one model")
     best = JointPlan(optimal(push), 0, optimal(pull))
@@ -64,17 +66,17 @@ def _table(problem: Problem, rest: Array, last: Array, candidates: Numbers) -> A
     """Return end[i, m], with a column for each m in `candidates`, which ascend.
 
     end[m, m] = last[m]. For i < m it is startup + min over i < j <= m of transfer(i + 1..j) + max(end[j, m], rest[i]).
-    It is infinite for i > m.
+    end[i, m] is infinite for i > m.
 
-    end[j, m] + transfer(1..j) falls with j (leave a layer out of the first message), and so does end[j, m]. So the
-    minimum is where end[j, m] falls below rest[i], at that j or the one before. Rows after the last such j of all
-    columns are not looked at. rest[i] grows as i falls, so these rows are never needed again.
+    As j grows, end[j, m] falls, and end[j, m] + transfer(1..j) also falls, because the first message can leave a layer
+    out. So the minimum is at the first j for which end[j, m] is below rest[i], or at the j before. Rows after the last
+    such j of all columns are skipped. rest[i] grows as i falls, so these rows are never needed again.
     """
     layers = problem.layers
     transfer = sums(problem.transfer)
     end = np.full((layers + 1, len(candidates)), np.inf)
     end[candidates, np.arange(len(candidates))] = last[candidates]
-    # for each row the first column with m > i
+    # row i -> the first column with m > i
     first = np.searchsorted(candidates, np.arange(layers + 1), side="right")
     highest = end.max(axis=1, initial=-np.inf, where=np.isfinite(end))
     room = np.empty_like(end)
@@ -95,21 +97,21 @@ def _table(problem: Problem, rest: Array, last: Array, candidates: Numbers) -> A
 def _forward(pull: Problem, candidates: Numbers) -> Array:
     """Return to_go[i, m], the seconds from the start of pulling i + 1..m to the end of the forward pass.
 
-    There is a column for each m in `candidates`. The best groups are taken. Layers 1..i and all above m have their
-    parameters, and layers up to i are computed. to_go[0, m] is F[m].
+    There is a column for each m in `candidates`. At the start, layers 1..i are computed, and the layers above m have
+    their parameters. The seconds are those of the best groups. to_go[0, m] is F[m] of the module.
     """
     rest = _rest(pull)
     to_go = _table(pull, rest, np.zeros(pull.layers + 1), candidates)
-    # Nothing is pulled, so the forward pass takes its time alone.
+    # With m = 0 nothing is pulled, so only the forward pass takes time.
     to_go[0, candidates == 0] = rest[0]
     return to_go
 
 
 def _select_candidates(pull: Problem, pushed: Array, least: float) -> Numbers:
-    """Return the m whose plans may take no longer than `least`, if pushes and early pulls take at least pushed[m].
+    """Return each m whose plans may take no longer than `least`, if pushes and early pulls take at least pushed[m].
 
-    After these comes either layer 1's pull and then all compute, or the pulls of 1..m and then the compute from layer m
-    on.
+    After the pushes and early pulls, a plan takes at least as long as the longer of two sequences: layer 1's pull and
+    then all compute, or the pulls of 1..m and then the compute from layer m on.
     """
     m = np.arange(pull.layers + 1)
     rest, fetched = _rest(pull), sums(pull.transfer)
@@ -125,7 +127,7 @@ def _rest(pull: Problem) -> Array:
 
 
 def _pulls(pull: Problem, to_go: Array, m: int) -> Groups:
-    """Return the groups of 1..m that take to_go[0] seconds. `to_go` is the column of m."""
+    """Return the pull groups of 1..m that attain to_go[0] seconds. `to_go` is the column of m."""
     transfer, rest = sums(pull.transfer), _rest(pull)
     ends, i = [], 0
     while i < m:
@@ -138,7 +140,8 @@ def _pulls(pull: Problem, to_go: Array, m: int) -> Groups:
 def _shared(push: Problem, pull: Problem, least: float) -> tuple[float, JointPlan]:
     """Return the least time and its plan on one link, by the recurrence over e[m, i] for every m at once.
 
-    For i >= m all groups are early, whatever m is: e is above[i]. For i < m it is below[i, m], and above[m] at i = m.
+    For i >= m all groups are early, so e[m, i] does not depend on m: it is above[i]. For i < m, e[m, i] is below[i, m],
+    whose recurrence starts from above[m] at i = m.
     """
     layers = push.layers
     above = np.zeros(layers + 1)
@@ -167,7 +170,10 @@ def _shared(push: Problem, pull: Problem, least: float) -> tuple[float, JointPla
 
 
 def _message_costs(push: Problem, pull: Problem, i: int) -> tuple[float, Array, Array]:
-    """Return when layer i + 1 is ready, and for j > i the seconds to push i + 1..j, and to push and then pull them."""
+    """Return when layer i + 1 is ready, the seconds to push i + 1..j, and the seconds to push and then pull i + 1..j.
+
+    The seconds are arrays with an element for each j > i.
+    """
     ready = float(np.sum(push.compute[i:]))
     late = push.startup + np.cumsum(push.transfer[i:])
     return ready, late, late + pull.startup + np.cumsum(pull.transfer[i:])
@@ -178,10 +184,10 @@ def _joint(push: Groups, m: int, pull: Groups) -> JointPlan:
 
 
 class _Fronts(NamedTuple):
-    """The undominated pairs of times (send, receive) at which layers i + 1..L have been pushed and pulled.
+    """The undominated pairs of times (send, receive) at which layers i + 1..L have been pushed and have been pulled.
 
-    All points are in one list. `slices[i]` is the slice of the points of layer i. The last group of a point ends at the
-    layer of its parent, which is a point, too.
+    Each pair is a point. All points are in one list, and `slices[i]` is the slice with the points of layer i. A point
+    of layer i is reached from its parent, a point of a layer j > i, by sending the group i + 1..j.
     """
 
     send: Array
@@ -192,10 +198,10 @@ class _Fronts(NamedTuple):
 
 
 def _fronts(push: Problem, pull: Problem, lowest: int) -> _Fronts:
-    """Return the fronts of every i from `lowest` on."""
+    """Return the undominated pairs for every i from `lowest` on."""
     layers = push.layers
     ready, sent, fetched = _rest(push), sums(push.transfer), sums(pull.transfer)
-    # times of a group that ends there, still with those of the layers below it
+    # by j: seconds to push, and to pull, layers 1..j in one group. The times of 1..i are subtracted below.
     pushing, pulling = push.startup + sent, pull.startup + fetched
     points = np.array([[0.0], [0.0], [pushing[-1]], [pulling[-1]]])
     slices, parents = {layers: slice(0, 1)}, [np.zeros(1, np.int64)]
@@ -206,7 +212,7 @@ def _fronts(push: Problem, pull: Problem, lowest: int) -> _Fronts:
         pulled = np.maximum(points[1], pushed)
         pulled += points[3]
         pulled -= fetched[i]
-        # A dominated point may stay if another one is pushed at the same time.
+        # A dominated point may stay if another point has the same time of the push.
         order = np.argsort(pushed)
         least = np.minimum.accumulate(pulled[order])
         kept = order[np.concatenate(([0], np.flatnonzero(least[1:] < least[:-1]) + 1))]
@@ -220,7 +226,7 @@ def _fronts(push: Problem, pull: Problem, lowest: int) -> _Fronts:
 
 
 def _paths_from_ready(push: Problem, most: int) -> Array:
-    """Return R[j, k] for j = 0..L and k = 0..most."""
+    """Return R[j, k] of the module for j = 0..L and k = 0..most."""
     layers = push.layers
     ready = np.cumsum(push.compute[::-1])[::-1]
     sent = sums(push.transfer)
@@ -238,7 +244,7 @@ def _paths_from_ready(push: Problem, most: int) -> Array:
 
 
 def _groups_below(push: Problem, paths: Array, m: int, number: int) -> list[int]:
-    """Return the last layers of the `number` groups of 1..m that attain paths[m, number], from the last group down."""
+    """Return the last layers of the `number` groups of 1..m that attain paths[m, number], highest group first."""
     ready = np.cumsum(push.compute[::-1])[::-1]
     sent = sums(push.transfer)
     ends, j = [], m
@@ -251,15 +257,16 @@ def _groups_below(push: Problem, paths: Array, m: int, number: int) -> list[int]
 def _duplex(push: Problem, pull: Problem, least: float) -> tuple[float, JointPlan]:
     layers = push.layers
     ready, sent, fetched = _rest(push), sums(push.transfer), sums(pull.transfer)
-    # Two lower bounds: all pushes take as long as without pulls, and the early pulls begin after the first push.
+    # Lower bounds of pushes and early pulls: pushes take as long as without pulls, and the early pulls begin after the
+    # first push.
     first = ready[-2] + push.startup + push.transfer[-1] + pull.startup
     pushed = np.full(layers + 1, makespan(push, optimal(push)))
     pushed[:-1] = np.maximum(pushed[:-1], first + fetched[-1] - fetched[:-1])
     candidates = _select_candidates(pull, pushed, least)
     to_go = _forward(pull, candidates)
     fronts = _fronts(push, pull, int(candidates[0]))
-    # The most messages below m: with more of them, these alone take longer than a plan may, counted from the moment at
-    # which layer m + 1 is ready.
+    # The largest number of messages below m. With more messages, they alone would take longer than a plan may take,
+    # counted from the moment at which layer m + 1 is ready.
     room = max(0.0, float(np.max(least - to_go[0] - ready[candidates] - sent[candidates])))
     most = layers if push.startup * layers <= room else int(room / push.startup)
     paths = _paths_from_ready(push, max(most, 1))

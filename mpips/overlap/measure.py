@@ -1,11 +1,13 @@
 """Measure a profile on the job's own ranks: seconds of the layers' compute, and costs of messages.
 
-Messages are measured as the job sends them: in a row, where the next one is already under way when one ends, and as
-many as the model has layers. In an iteration some messages travel during the compute, and the communication thread
-looks at them now and then. Others travel while the training thread waits and looks itself, which is faster. So half of
-the measurements are made while the training thread sleeps and half while it waits, and their mean counts. What is timed
-(by `collectives.benchmark.harness.measure`) is a run, which is a list of groups, from its first start to its last end.
-The costs of one message follow from runs of different numbers and sizes.
+Messages are measured as the job sends them: one after another, up to one for each layer of the model, and the next
+message is already in flight when one ends. In an iteration, some messages travel during the compute, and the
+communication thread looks at them now and then. Other messages travel while the training thread waits and looks at them
+itself, which is faster. So half of the measurements are made while the training thread sleeps, and half while it waits.
+Their mean counts.
+
+A measurement (by `collectives.benchmark.harness.measure`) times a run: the messages of a list of groups, from the start
+of the first message to the end of the last. The costs of one message follow from runs of different numbers and sizes.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ if TYPE_CHECKING:
     from mpips.store.runtime.engine import Handle
 
 POLL_SECONDS = 5e-4
-# how often every run of messages is measured
+# number of times that every run of messages is measured
 ROUNDS = 3
-# shorter runs have one SHARE-th of the layers
+# the shorter runs have 1 / SHARE of the layers
 SHARE = 3
-# seconds that a push takes at least, even if the clocks show less
+# least seconds of a push, even if the clocks show less
 SHORTEST = 1e-6
 
 # costs of a push and of a pull
@@ -45,8 +47,8 @@ Costs = tuple[LinkCost, LinkCost]
 def job_profile(model: LayeredModel, kv: KVStore, x: np.ndarray, y: np.ndarray, costs: Costs | None = None) -> Profile:
     """Measure the profile of this job: the times of its layers on a batch, and the costs of its messages.
 
-    Collective over the workers, blocking. No message may be under way. The store must have its optimizer already,
-    because it changes what messages cost. Gradients are overwritten; parameters and optimizer state stay.
+    Collective over the workers, blocking. No message may be in flight. The store must have its optimizer already,
+    because the optimizer changes what messages cost. Gradients are overwritten; parameters and optimizer state stay.
 
     Args:
         model: The model, a `LayeredModel`.
@@ -84,7 +86,7 @@ def job_costs(model: LayeredModel, kv: KVStore) -> Costs:
 class Stopwatch:
     """Clocks one step: when the model reached each layer, and when it continued after the hook.
 
-    The time in a hook itself (waiting for parameters, starting a message) does not count as the layer's.
+    The time in a hook itself (waiting for parameters, starting a message) does not count as the layer's time.
     """
 
     def __init__(self, layers: int) -> None:
@@ -100,10 +102,8 @@ class Stopwatch:
     def seconds(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return (forward, backward) seconds of every layer in the last step.
 
-        The loss counts as part of the last layer.
-
-        The moment when forward ends and backward begins in the last layer cannot be seen from outside. A third of its
-        time counts as forward.
+        The loss counts as part of the last layer. The moment when forward ends and backward begins in the last layer
+        cannot be seen from outside. So a third of this layer's time counts as forward.
         """
         begins, ends = self._spans()
         forward, backward = ends - begins
@@ -171,7 +171,7 @@ def message_costs(
         return [messages.pull(*group) for group in groups]
 
     def push_all(groups: Groups) -> list[Handle]:
-        """Push as backward does, and wait for the servers by pulling what was pushed last."""
+        """Push as the backward pass does. Wait for servers by pulling the group that was pushed last."""
         sent = [messages.push(*group) for group in reversed(groups)]
         return sent if messages.one_way else [*sent, messages.pull(*groups[0])]
 
@@ -192,8 +192,8 @@ def message_costs(
 def runs(elements: Sequence[int]) -> tuple[Groups, ...]:
     """Return the runs to measure.
 
-    They are all layers one by one, in a few groups, and in one group; then a third of the layers one by one and in one
-    group.
+    The first runs send all layers: one by one, in a few groups, and in one group. The last two runs send a third of the
+    layers: one by one, and in one group.
     """
     layers = len(elements)
     few = max(1, layers // SHARE)
@@ -211,14 +211,14 @@ def run_seconds(
 ) -> list[float]:
     """Return the slowest worker's seconds for each run. Collective, blocking.
 
-    It is the median over the rounds in each mode, and the mean over the modes.
+    The seconds are medians over the rounds of a mode, and then means over the modes.
 
     Args:
         start: Starts the messages of a run in order and returns their handles. The run ends when all of them have
             ended.
         workers: The workers, all of which start the messages.
-        rounds: How often every run is measured in each mode.
-        modes: For each mode True to let the training thread sleep, or False to let it wait for the messages.
+        rounds: Number of times that every run is measured in each mode.
+        modes: In mode True the training thread sleeps during the messages. In mode False it waits for the messages.
     """
 
     def run(groups: Groups, asleep: bool) -> None:

@@ -1,9 +1,9 @@
-"""Lay out a model's layers so that groups of them travel as messages of a store, and push and pull those messages.
+"""Lay out a model's layers so that groups of layers travel as messages of a store, and push and pull these messages.
 
-Gradients and parameters of all layers are in one flat array each, so a group is one interval of it and nothing has to
-be packed. Keys are the intervals that pushes and pulls have in common. If both are cut in the same way, a group is one
-key; otherwise it is several keys that travel together. Without servers a push is an allreduce that brings the
-parameters back.
+The gradients of all layers are in one flat array, and the parameters in another. So a group is an interval of an array,
+and nothing has to be packed. A key is an interval that neither the push groups nor the pull groups divide. If pushes
+and pulls have the same groups, each group is one key. Otherwise a group may be several keys, which travel together.
+Without servers a push is an allreduce that brings the parameters back.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ HOOKS = ("before", "ready")
 class LayeredModel(Protocol):
     """A model whose layers follow each other in flat arrays, and which calls hooks when it reaches each layer.
 
-    The arrays are 1-D, C-contiguous, of one dtype, and stay where they are. `lay_out` makes them, with views in the
-    shapes of the layers. Layers are in forward order, and hooks count them from 0.
+    The arrays are 1-D, C-contiguous, of one dtype, and stay where they are. `lay_out` makes such arrays, with views in
+    the shapes of the layers. Layers are in forward order, and hooks count them from 0.
     """
 
     @property
@@ -41,7 +41,7 @@ class LayeredModel(Protocol):
 
     @property
     def layer_elements(self) -> Sequence[int]:
-        """Number of parameters of each layer, at least one."""
+        """Number of parameters of each layer. A layer has at least one."""
         ...
 
     def loss_and_gradients(
@@ -53,8 +53,8 @@ class LayeredModel(Protocol):
 
         Args:
             before: Call before(layer) in ascending order, when the layer's parameters are needed next.
-            ready: Call ready(layer) in descending order, when the layer's gradients are complete. Its parameters may
-                then be overwritten.
+            ready: Call ready(layer) in descending order, when the layer's gradients are complete. After this call the
+                layer's parameters may be overwritten.
         """
         ...
 
@@ -72,7 +72,7 @@ def lay_out(
         empty: Allocates the flat array. Give `mpips.empty` for memory that the ranks of a node share.
 
     Returns:
-        The flat array; for every layer the views of it in these shapes; and the number of elements of each layer.
+        The flat array; for every layer its views of the array, in the given shapes; and the elements of each layer.
 
     >>> flat, views, elements = mpips.overlap.lay_out([[(20, 64), (20,)], [(10, 20), (10,)]])
     >>> flat.size, views[1][0].shape, elements
@@ -92,7 +92,7 @@ def lay_out(
 
 
 def check_model(model: object, what: str) -> None:
-    """Raise ValueError if an object is not a `LayeredModel`. The message says what it lacks.
+    """Raise ValueError if an object is not a `LayeredModel`. The message says what the object lacks.
 
     Args:
         model: The object.
@@ -133,9 +133,10 @@ def _misfits(model: Any) -> list[str]:
 
 
 class StoreMessages:
-    """The messages by which flat arrays of layers travel to and from a store.
+    """The messages that carry flat arrays of layers to and from a store.
 
-    Groups are (first, last), counted from 1. `plan` or `sample` makes their keys, collectively over the workers.
+    A group is (first layer, last layer), counted from 1. `plan` or `sample` makes the keys of groups, collectively over
+    the workers.
 
     Args:
         gradients, parameters: 1-D, C-contiguous, of one dtype, with sum(elements) elements.
@@ -152,7 +153,7 @@ class StoreMessages:
         self._name = name
         self.elements = elements
         self._offsets = np.concatenate(([0], np.cumsum(elements)))
-        # group -> its keys, which are groups themselves
+        # group -> its keys; a key is also (first layer, last layer)
         self._keys: dict[Group, tuple[Group, ...]] = {}
 
     @property
@@ -164,14 +165,15 @@ class StoreMessages:
     def link(self) -> Link:
         """ "duplex" if pushes and pulls travel at the same time, or "shared" if they take turns.
 
-        They take turns in mpi_ kinds, where they contain collectives of a client.
+        In stores of an mpi_ kind they take turns, because pushes and pulls contain collectives of a client.
         """
         return "shared" if self._kv.type.startswith("mpi_") else "duplex"
 
     def plan(self, plan: JointPlan) -> None:
         """Make the keys of a plan.
 
-        The first plan's keys get rank 0's parameters, later ones the values of the keys before.
+        The keys of the first plan get rank 0's parameters. The keys of a later plan take over the values of
+        the previous plan's keys.
         """
         groups = {*plan.push, *plan.pull}
         keys = from_ends(sorted({last for _, last in groups}))
@@ -194,7 +196,7 @@ class StoreMessages:
         self._keys = {}
 
     def push(self, first: int, last: int) -> Handle:
-        """Start to push the gradients of layers first..last, after the pushes before."""
+        """Start to push the gradients of layers first..last. The push runs after all earlier pushes."""
         keys = self._keys[first, last]
         gradients = self._parts(self._gradients, keys)
         if self.one_way:
@@ -206,19 +208,21 @@ class StoreMessages:
         return self._kv.read_by_servers(self._names(self._keys[first, last]), push)
 
     def pull(self, first: int, last: int, early: bool = False) -> Handle:
-        """Start to pull the parameters of layers first..last, after the pulls before and after the layers' pushes.
+        """Start to pull the parameters of layers first..last.
 
-        Pulls travel one after another, in the order of the model. If all travelled at once, the first would share the
-        servers' links with later ones. `early` pulls are different: they are requested right after their push, and
-        servers answer when every worker's push has arrived, which keeps the order, too. If such a request waited for
-        the pull before it, it would then have to wait in the link behind later pushes.
+        The pull runs after all earlier pulls and after the pushes of these layers.
+
+        Pulls travel one after another, in the order of the model. If all travelled at once, the first pull would share
+        the servers' links with later pulls. `early` pulls are different: they are requested right after their push, and
+        servers answer when every worker's push has arrived, which also keeps the order. If the request of an early pull
+        waited for the pull before it, the request would then have to wait in the link behind later pushes.
         """
         keys = self._keys[first, last]
         parameters = self._parts(self._parameters, keys)
         return self._kv.ipull(self._names(keys), parameters, turns=() if early else ["pull"])
 
     def _parts(self, flat: np.ndarray, keys: Iterable[Group]) -> list[np.ndarray]:
-        """Return the interval of each key."""
+        """Return the interval of `flat` for each key."""
         return [flat[int(self._offsets[first - 1]) : int(self._offsets[last])] for first, last in keys]
 
     def _names(self, keys: Iterable[Group]) -> list[str]:

@@ -1,9 +1,10 @@
-"""Count the parameters and operations of a network, layer by layer, as it is written down.
+"""Networks as lists of layers, with the number of parameters and operations of each layer.
 
 * lenet5: the "LeNet-5 with 3.27 M parameters" of the BML paper: two 5 x 5 convolutions on 28 x 28 digits, two dense
   layers.
-* resnet50: bottleneck blocks (3, 4, 6, 3). Every convolution has no bias and is followed by a normalisation. The stride
-  of a block is in its 3 x 3 convolution, as in today's implementations; the number of parameters does not depend on it.
+* resnet50: bottleneck blocks (3, 4, 6, 3). A convolution has no bias and is followed by a normalisation. The stride of
+  a block is in its 3 x 3 convolution, as in today's implementations; the stride does not affect the number of
+  parameters.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ BACKWARD_PER_FORWARD = 2.0
 class CountedLayer(NamedTuple):
     """One learnable layer: the number of its parameters, and the operations of its forward pass on one example.
 
-    A multiplication with an addition counts as two operations, a normalisation as two for each element. Biases, pooling
-    and activations are left out.
+    `tensors` is the number of arrays that hold the parameters. A multiplication with an addition counts as two
+    operations, a normalisation as two operations for each element. Biases, pooling and activations are left out.
     """
 
     name: str
@@ -81,7 +82,7 @@ class LayerTable(NamedTuple):
 
 
 class Builder:
-    """Collects layers. Each call adds one and returns the shape of its output."""
+    """Collects the layers of a network. Each call adds a layer and returns the shape of the layer's output."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -102,7 +103,7 @@ class Builder:
         Args:
             kernel: The size of a square, or (height, width).
             padded: Pad by kernel // 2.
-            normalised: Without bias, and followed by a normalisation.
+            normalised: The convolution has no bias and is followed by a normalisation.
         """
         height, width = (kernel, kernel) if isinstance(kernel, int) else kernel
         weights = height * width * x.channels * channels
@@ -173,5 +174,5 @@ def _bottleneck(net: Builder, name: str, x: Shape, channels: int, stride: int) -
     return out
 
 
-# Name -> function that makes the table. The other networks of the papers are in examples/reproduce/overlap.
+# name -> function that makes the table. The other networks of the papers are in examples/reproduce/overlap.
 MODELS: dict[str, Callable[[], LayerTable]] = {"lenet5": lenet5, "resnet50": resnet50}

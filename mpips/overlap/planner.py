@@ -1,4 +1,4 @@
-"""Choose a plan from a profile, and check whether it still fits. `strategies` and `joint` group the layers.
+"""Choose a plan from a profile, and check whether the plan still fits. `strategies` and `joint` group the layers.
 
 Plans cover one direction or both, on any number of nodes. For PyTorch, see `mpips.torch.buckets`.
 """
@@ -15,7 +15,7 @@ from mpips.overlap.strategies import PARTITIONS, STRATEGIES
 from mpips.overlap.timeline import Task
 
 Direction = Literal["push", "pull", "both"]
-# share of an iteration that another plan must save, so that noise changes nothing
+# share of an iteration that a new plan must save; a smaller gain may be noise
 GAIN = 0.05
 # share by which an iteration may miss its prediction before messages are measured again
 DRIFT = 0.25
@@ -27,9 +27,9 @@ class OverlapPlan:
 
     Attributes:
         direction: "push", "pull" or "both".
-        nodes: The size of the allreduce.
-        push: Groups in layer order, or None if the plan does not cover this direction.
-        pull: The same for pulls.
+        nodes: The number of nodes of the allreduce.
+        push: Groups that are pushed together, in layer order, or None if the plan does not cover pushes.
+        pull: Groups that are pulled together, in layer order, or None if the plan does not cover pulls.
         early: How many of the last push groups are pulled right after their push, before the groups in `pull`. Only
             `joint` has any.
         tasks: The timeline of one iteration.
@@ -85,13 +85,13 @@ def plan(
     nodes: int | None = None,
     link: Link = "shared",
 ) -> OverlapPlan:
-    """Plan which layers travel together by one strategy, and predict an iteration. Local; no MPI.
+    """Plan by one strategy which layers travel together, and predict an iteration. Local; needs no MPI.
 
     Args:
         profile: The times of the layers, and the costs of messages.
         strategy: One of `STRATEGIES`.
         direction: The direction to plan. `joint` always covers both.
-        nodes: The size of the allreduce. Default: the size at which the profile was measured.
+        nodes: The number of nodes of the allreduce. Default: the number on which the profile was measured.
         link: "shared" if pushes and pulls share the network, "duplex" if not. For direction "both" only.
 
     Returns:
@@ -128,8 +128,8 @@ def plan(
 def iteration(profile: Profile, groups: JointPlan, link: Link | None) -> list[Task]:
     """Return the timeline of any plan.
 
-    With link None pushes bring the parameters back. Otherwise they are pushes and pulls of a parameter server, over one
-    link ("shared") or two ("duplex").
+    If `link` is None, pushes bring the parameters back. Otherwise the messages are pushes and pulls of a parameter
+    server, over one link ("shared") or two ("duplex").
     """
     if link is None:
         return timeline.push_iteration(profile, groups.push)
@@ -176,7 +176,7 @@ def plans(
     nodes: Iterable[int | None] = (None,),
     link: Link = "shared",
 ) -> list[OverlapPlan]:
-    """Plan by several strategies at several sizes, as `plan` does. Return the plans, ordered by size first.
+    """Plan by several strategies for several numbers of nodes, as `plan` does. Return the plans, sorted by nodes first.
 
     >>> network = mpips.overlap.LinearNetwork(a=0.1, b=1e-3)
     >>> profile = mpips.overlap.create_profile(["a", "b"], [100, 400], [1.0, 2.0], [2.0, 4.0], network, 0.5, 1e3)

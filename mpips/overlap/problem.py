@@ -13,8 +13,8 @@ recurrences are unrolled, both give the same longest path. For groups g_1, .., g
 
     makespan = max over k of  comm(g_1) + .. + comm(g_k)  +  compute(g_k) + .. + compute(g_K).
 
-Pull reads it from left to right, push from right to left in reversed time. Hence every strategy for one direction is a
-strategy for the other, and one exact planner serves both.
+A pull reads this formula from left to right, a push from right to left in reversed time. Hence every strategy for one
+direction is also a strategy for the other, and one exact planner serves both.
 
 The profile of a job has the compute times of its layers and the costs of its network. Its JSON file:
 
@@ -26,7 +26,7 @@ The profile of a job has the compute times of its layers and the costs of its ne
 Times are in seconds, sizes in bytes. A parameter has 4 bytes (float32). `network` gives the time of an allreduce of M
 bytes, or of a push to servers, as t = a + b M (MG-WFBP, Eq. 9). `startup_s` and `bandwidth_Bps` give the time of one
 push or pull of a parameter server as T_s + M / bandwidth (iBatch, "Problem Formulation"). The costs at another number
-of nodes can be computed only for a ring. A store without servers sums by another algorithm, so a measured profile says
+of nodes can be computed only for a ring. A store without servers does not sum by a ring, so a measured profile says
 "allreduce".
 """
 
@@ -50,7 +50,7 @@ Group = tuple[int, int]
 Groups = tuple[Group, ...]
 
 
-# "shared": one link for pushes and pulls; "duplex": one for each
+# "shared": one link for pushes and pulls; "duplex": one link for pushes and one for pulls
 Link = Literal["shared", "duplex"]
 
 
@@ -60,7 +60,7 @@ class JointPlan(NamedTuple):
     Attributes:
         push: Groups of the layers 1..L.
         early: How many of the last push groups are pulled right after their push.
-        pull: Groups of the layers below those, pulled after the last push.
+        pull: Groups of the layers below the early groups, pulled after the last push.
     """
 
     push: Groups
@@ -69,12 +69,12 @@ class JointPlan(NamedTuple):
 
     @property
     def first_early_layer(self) -> int:
-        """The lowest layer that is pulled early, or L + 1 if there is none."""
+        """The lowest layer that is pulled early, or L + 1 if no layer is."""
         return self.push[-self.early][0] if self.early else self.push[-1][1] + 1
 
 
 class Problem(NamedTuple):
-    """The times of one direction, layers in forward order. `of` makes it from any sequences and checks them.
+    """The times of one direction, layers in forward order. `of` makes a problem from any sequences and checks them.
 
     Attributes:
         compute: float64 (L,), seconds of backward (for push) or forward (for pull) of each layer.
@@ -166,7 +166,7 @@ LARGEST = 10**18
 
 @dataclass(frozen=True)
 class Layer:
-    """One learnable layer. A layer without parameters belongs to the one before it, as in iBatch's case study."""
+    """One learnable layer. A layer without parameters belongs to the layer before it, as in iBatch's case study."""
 
     name: str
     parameters: int
@@ -195,7 +195,7 @@ class LinearNetwork:
     def at(self, nodes: int | None) -> tuple[float, float]:
         """Return (a, b) for another number of nodes N, as for a ring: a ~ N - 1, b ~ (N - 1) / N.
 
-        Raises ValueError if they cannot be computed: from one node, which has no network; for pushes to servers; and
+        Raises ValueError if a and b cannot be computed: from one node, which has no network; for pushes to servers; and
         for an allreduce that may not be a ring.
         """
         if nodes is None or nodes == self.nodes:
@@ -225,9 +225,10 @@ class LinearNetwork:
 
 @dataclass(frozen=True)
 class RingNetwork:
-    """A ring allreduce, by a link's startup alpha, transfer beta s/B and sum gamma s/B (MG-WFBP, section II.D).
+    """A ring allreduce, described by the costs of a link (MG-WFBP, section II.D).
 
-    a = 2 (N - 1) alpha,  b = 2 (N - 1) / N beta + (N - 1) / N gamma.
+    alpha is the startup in s, beta the transfer in s/B, and gamma the sum in s/B. An allreduce of M bytes on N nodes
+    takes a + b M seconds, with a = 2 (N - 1) alpha and b = 2 (N - 1) / N beta + (N - 1) / N gamma.
     """
 
     alpha: float
@@ -291,7 +292,7 @@ class Profile:
     def with_network(self, push: tuple[float, float], pull: tuple[float, float], nodes: int) -> Profile:
         """Return the profile with other costs of messages, (startup seconds, seconds a byte) for push and pull.
 
-        The network must be Linear.
+        The network of the profile must be a `LinearNetwork`.
         """
         assert isinstance(self.network, LinearNetwork)
         network = LinearNetwork(*push, nodes, self.network.collective)
@@ -299,7 +300,7 @@ class Profile:
 
 
 def bandwidth(per_byte_s: float) -> float:
-    """Return bytes a second for seconds a byte. Finite even if a byte takes too little time to be measured."""
+    """Return bytes a second for seconds a byte. The result is finite even if a byte takes no measurable time."""
     return 1 / max(per_byte_s, 1e-15)
 
 
@@ -321,7 +322,7 @@ def create_profile(
         backward_s: The seconds of each layer in a backward pass.
         network: What an allreduce costs, or a push to servers: a `LinearNetwork` or a `RingNetwork`.
         startup_s: The seconds that every push or pull of a parameter server takes, however short it is.
-        bandwidth_Bps: The bytes a second of a push or pull.
+        bandwidth_Bps: The bytes a second that a push or pull transfers.
 
     Raises:
         ValueError: A sequence or value is wrong; the message names it.

@@ -24,19 +24,20 @@ def layerwise(problem: Problem) -> Groups:
 
 
 def merged(problem: Problem) -> Groups:
-    """Return the groups of MG-WFBP's Algorithm 1: a layer is merged into the one below if that ends sooner.
+    """Return the groups of MG-WFBP's Algorithm 1. It merges a layer into the layer below if both then end sooner.
 
     Where the paper's pseudo-code differs from its equations, the equations are followed:
     * line 9 stops at layer 2, yet lines 13 and 25 read tau_b[1]: the start of every layer's backward is computed here;
     * line 13 reads tau_b[l - 2], which does not exist for l = 2. By the derivation of Eq. 26 that value stands for
-      tau_b[l - 1] + tb[l - 1], the moment layer l - 1 is ready. That is used for every l (equal for l > 2);
+      tau_b[l - 1] + tb[l - 1], the moment layer l - 1 is ready. This sum is used for every l (for l > 2 it is equal to
+      tau_b[l - 2]);
     * the proof of Theorem 1 twice compares with b where Eq. 26 and 27 say a; a is used.
 
     Theorem 1 calls the result optimal. It is not: each step compares the two choices for layer l as if layer l - 1 were
     sent by itself, but l - 1 may be merged in turn.
 
-    O(L). The paper computes all of tau_c again after every merge, which is O(L^2), but a merge changes none of the
-    values that were used before.
+    The cost is O(L). The paper computes all of tau_c again after every merge, which is O(L^2), but a merge changes none
+    of the values that were used before it.
     """
     # tau_b + tb of every layer (Eq. 19)
     ready = np.cumsum(problem.compute[::-1])[::-1].tolist()
@@ -74,8 +75,9 @@ def optimal(problem: Problem) -> Groups:
     pull has the same makespan for the same groups (problem.py), so the same partition is optimal for it.
 
     Since e is the earliest end of *every* suffix, a group that is hidden by compute is not merged, although merging it
-    might cost nothing: the plan is the one that keeps the most slack. Of two equally fast choices the longer message is
-    taken, which saves a startup. O(L^2) time, O(L) memory, the inner minimum in NumPy: about 1 ms for 200 layers.
+    might cost nothing. So the plan keeps the most slack. If two choices are equally fast, the longer message is taken,
+    which saves a startup. The cost is O(L^2) time and O(L) memory, with the inner minimum in NumPy: about 1 ms for 200
+    layers.
     """
     layers = problem.layers
     ready = np.cumsum(problem.compute[::-1])[::-1]

@@ -1,4 +1,4 @@
-"""Compute when every compute and communication task of an iteration starts and ends, for given groups, and draw it.
+"""Compute the start and end of each compute and communication task of an iteration, for given groups, and draw them.
 
 Recurrences, with groups g_1, .., g_K in layer order (MG-WFBP's names):
 
@@ -28,9 +28,9 @@ COMPUTE, SEND, RECEIVE = "compute", "network", "network (receive)"
 
 
 class Task(NamedTuple):
-    """One bar of the drawing: layers first..last, in seconds from the start of the iteration.
+    """A task of layers first..last, drawn as one bar. Its times are in seconds from the start of the iteration.
 
-    `lane` is the resource that it occupies: COMPUTE, SEND or RECEIVE.
+    `lane` is the resource that the task occupies: COMPUTE, SEND or RECEIVE.
     """
 
     kind: Kind
@@ -46,7 +46,7 @@ class Task(NamedTuple):
 
 
 def push(problem: Problem, groups: Groups, start: float = 0.0) -> list[Task]:
-    """Return the tasks of backward from `start` on, and of the pushes of its gradients."""
+    """Return the tasks of a backward pass from `start` on, and of the pushes of its gradients."""
     tasks = _compute("backward", problem, range(problem.layers, 0, -1), start)
     ready = {task.first: task.end for task in tasks}
     free = start
@@ -58,7 +58,7 @@ def push(problem: Problem, groups: Groups, start: float = 0.0) -> list[Task]:
 
 
 def pull(problem: Problem, groups: Groups, start: float = 0.0, lane: str = SEND) -> list[Task]:
-    """Return the tasks of the pulls from `start` on, and of the forward pass that uses them.
+    """Return the tasks of the pulls from `start` on, and of the forward pass that uses the pulled parameters.
 
     Layers above the last group have their parameters already.
     """
@@ -117,7 +117,7 @@ def end(tasks: Iterable[Task]) -> float:
 def hidden_share(tasks: Sequence[Task]) -> float:
     """Return the share of the communication's time during which something was computed, or 1.0 if nothing was sent.
 
-    Works on predicted and on measured tasks alike.
+    The tasks may be predicted or measured.
 
     >>> Task = mpips.overlap.Task
     >>> mpips.overlap.hidden_share(

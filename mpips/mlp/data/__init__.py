@@ -1,1 +1,1 @@
-"""The data of a training: the sources of rows, how rows reach the ranks, and which rows a rank holds."""
+"""Training data: the sources of rows, how rows reach the ranks, and which rows a rank holds."""

