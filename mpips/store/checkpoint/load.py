@@ -8,7 +8,7 @@ Compression holds back parts of gradients, the *residuals*. If as many workers (
 gets its own residuals. Otherwise worker i of n gets the sum of residuals i, i + n, i + 2n, ... So every residual is
 pushed exactly once.
 
-`save_states` and `load_states` implement `save_optimizer_states` and `load_optimizer_states`, calls that MXNet also has.
+`save_states` and `load_states` implement `save_optimizer_states` and `load_optimizer_states`, which MXNet also has.
 """
 
 from __future__ import annotations

@@ -343,7 +343,7 @@ class Disk:
 
     @property
     def done(self) -> bool:
-        """True once the thread has ended. Then `failure` is "" if the file is at its path, or else the reason why not."""
+        """True once the thread has ended. Then `failure` is "" if the file is at its path, or the reason why not."""
         return not self._thread.is_alive()
 
 
