@@ -1,7 +1,7 @@
 """The worker's side of tables: merge repeated ids, spread ids over the servers by hash, and send requests.
 
-Each worker sends requests to the servers itself. In `mpi_*` stores, too, workers do not sum their gradients in a client
-first, because the members of a client mostly name different rows, and the sum would save little.
+Each worker sends requests to the servers itself. Even in `mpi_*` stores the members of a client do not sum their
+gradients first. They mostly name different rows, so the sum would save little.
 
 Servers may refuse a round of a table if they lack memory for its new rows. So each answer to a push grants *room*, the
 number of ids that the worker may push next without asking for memory (see `rounds`).
@@ -152,7 +152,7 @@ class KnownTable:
 
     @functools.cached_property
     def numbers(self) -> memoryview:
-        """Counters of this worker's calls, in its page, where other processes can read them (`recorder.page.TABLE`)."""
+        """Counters of this worker's calls of the table (`recorder.page.TABLE`), in memory that other processes read."""
         return recorder.table_numbers(self.name)
 
     @property

@@ -11,9 +11,9 @@ In a synchronous store no round can open while a worker reads, because the next 
 reader sees the server's stores to memory in the order in which the server made them (x86). Reading needs a compiled
 loop.
 
-The memory stays mapped after the server has died. The journal's word HERE is 1 as long as the rows are those of the
-table. The server sets it to 0 before it puts the rows elsewhere (for a load or the next generation). Memory that the
-server has freed contains zeros, so there HERE is 0 as well.
+The memory stays mapped after the server has died. The journal's word HERE is 1 as long as this memory has the table's
+current rows. The server sets HERE to 0 before it puts the rows elsewhere (for a load or the next generation). Memory
+that the server has freed contains zeros, so HERE is also 0 there.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ WORDS = 16
 # ROWS: number of positions in use, from 0.
 # ROWS_BEFORE: the value of ROWS before the round.
 # TORN: 1 while a load or a recovery puts rows into the table, so that no round is whole.
-# HERE: 1 as long as the table's rows are those of this journal. Processes that read rows in place look at it.
+# HERE: 1 as long as the arrays of this journal have the table's current rows. Processes that read in place look at it.
 # REFUSALS: number of refused rounds. Processes that read rows in place look at it.
 ROWS, ROWS_BEFORE, TORN, HERE, REFUSALS = range(4, 9)
 # counts at the last round and at the round before it, in the order of `RowsRound`

@@ -188,7 +188,7 @@ class FoundTables:
         self._cards = [card for card in lists[0] if all(card.table in each for each in names)] if lists else []
         copies = [msgspec.msgpack.decode(data or NOTHING, type=list[RowsCopy]) for data in held]
         self._owners = owners_of_tables(self._cards, [copy for each in copies for copy in each])
-        # memory -> the rank that has described it
+        # memory -> a rank that has described it, and so can read it
         self._holders = {copy.memory: rank for rank, each in enumerate(copies) for copy in each}
         servers = layout.num_servers if layout.before is None else layout.before.num_servers
         lost = {name for name, owners in self._owners.items() if len(owners) < servers}

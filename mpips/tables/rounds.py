@@ -213,7 +213,7 @@ class ServerTable:
         self.rows.optimizer = row_optimizers.decode(self.card.optimizer, numbers)
 
     def begin(self, at: RowsRound, done: Sequence[int], torn: bool) -> None:
-        """Begin a generation with the present content of `rows`.
+        """Begin a generation with the current content of `rows`.
 
         Args:
             at: The round of the rows, with the table's counts.

@@ -376,7 +376,7 @@ class Table(NotCopyable):
             )
 
     def _check_push(self, what: str, ids: object, gradients: object) -> tuple[Ids, Array]:
-        """Check the arguments of a push. Return its ids and gradients as (k,) and (k, dim)."""
+        """Check the arguments of a push. Return the ids with shape (k,), and the gradients with shape (k, dim)."""
         self._check_there(what)
         with CALLER_ERRORS:
             flat_ids, shape = self._ids_of(what, ids)

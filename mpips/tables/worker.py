@@ -69,7 +69,7 @@ class WorkerTables:
         return SavedTables(frozen, [record_of(table, frozen) for table in self.client.known.values()])
 
     def check_records(self, path: str, records: Sequence[TableRecord]) -> None:
-        """Raise ValueError if a checkpoint lacks a table of the store, or has it with other options."""
+        """Raise ValueError if a checkpoint lacks a table of the store, or if dim, dtype or optimizer differ."""
         by_name = {record.name: record for record in records}
         for table in self.client.known.values():
             if table.name not in by_name:

@@ -106,7 +106,7 @@ def _check_keys(store: WorkerStore, path: str, header: StoreHeader) -> None:
 def _check_collections(store: WorkerStore, path: str, header: StoreHeader) -> None:
     """Raise ValueError if the file's collections do not fit the store.
 
-    The file must have every collection of the store, with the same options. No name may stand for a key and for a
+    The file must have every collection of the store, and each must fit. No name may stand for a key and for a
     collection.
     """
     services = {service.name: service for service in store.backend.services}

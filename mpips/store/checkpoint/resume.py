@@ -66,7 +66,7 @@ def resume(store: WorkerStore) -> tuple[int, Restored]:
         except CollectiveError:
             raise
         except ValueError as error:
-            # All workers raise the same error, and nothing has changed.
+            # `load` has raised this error on all workers and has changed nothing. So all try the next older file.
             failure = failure or error
             if store.layout.rank == 0:
                 warn(f"the checkpoint of step {step} is left out: {error}")
@@ -138,7 +138,7 @@ class RegularSaves:
         return min(self._after(step), step + max(1, self.every // LATER))
 
     def is_due(self, key: Any) -> bool:
-        """True if a push of this key, or list of keys, begins a step before which the store must be saved."""
+        """True if the store has to be saved before a push of this key or list of keys."""
         for name, collection in self._store.collections.items():
             # The two numbers differ after servers have refused a round.
             if collection.round != self._counts.get(name, 0):
@@ -194,7 +194,7 @@ class RegularSaves:
         except CollectiveError:
             raise
         except ValueError as error:
-            # All workers raise the same error, and nothing has changed.
+            # The error was raised on all workers, and nothing has changed. So training can continue without this save.
             if store.layout.rank == 0:
                 warn(f"the store was not saved after step {step}: {error}")
             return None

@@ -58,7 +58,7 @@ class Cutting:
         return Cutting(self._layout, self._one_node, self._side_by_side, placement, numbers)
 
     def free(self, keys: Iterable[Key]) -> None:
-        """Free the load and the unit numbers of keys that are no longer stored."""
+        """Release the unit numbers of removed keys, and subtract the keys from the loads of servers."""
         for key in keys:
             self._placement.remove_load(_parts(key), key.dtype.itemsize)
             self._numbers.release(shard.number for shard in key.shards)
@@ -128,7 +128,7 @@ class Cutting:
         key.pieces.append(piece)
 
     def _block_elements(self, size: int, itemsize: int) -> int:
-        """Return the number of elements in each block of a unit of `size`. Between nodes a message holds one block."""
+        """Return the block size, in elements, of a unit with `size` elements. Between nodes a message has one block."""
         options = self._layout.options
         nbytes = options.chunk_bytes
         if self._one_node:

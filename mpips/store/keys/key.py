@@ -1,8 +1,8 @@
 """A worker's record of a key: its shape, its parts on servers (*shards*), its round, and its fast path.
 
-A shard is the same part of the key that its server calls a *unit*. The server sums a shard in *blocks*. Its *words* are
-counters in memory that workers on the server's node can read. An *outbox* is memory into which a worker copies arrays
-that a server cannot read in place.
+The server's name for a shard is *unit*. The server sums a shard block by block. The *words* of a unit are counters in
+memory that workers on the server's node can read. An *outbox* is memory into which a worker copies arrays that a server
+cannot read in place.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ NO_MARKS = {"push": 0, "pull": 0, "pushpull": 0}
 class Fast(Protocol):
     """The fast path of one key, bound at `init`, for C-contiguous arrays of the key's shape and dtype.
 
-    Each call waits for a moment at most. It returns None if it has finished, or else a task that does the rest. If it
-    could not begin at all, that task does everything. Used only while no other operation is in progress.
+    A call waits only for a moment. It returns None if it has finished. Otherwise it returns a task that does the rest,
+    or that does everything if the call could not begin. The fast path is used only while no other operation runs.
     """
 
     # True if a call with a list of keys may use this fast path. Such a call runs `post` for all keys, then
@@ -108,7 +108,7 @@ class Key:
     name: Name
     shape: tuple[int, ...]
     dtype: np.dtype
-    # number of pushes that this worker has begun; after `recover`, the last round that is complete
+    # number of pushes that this worker has begun; after `recover`, the last complete round
     round: int = 0
     shards: list[Shard] = field(default_factory=list)
     # the shards that this worker contributes to
@@ -235,7 +235,7 @@ class Shard:
         self.local = self.line is not None and self.line.local
 
     def enough(self, done: int) -> int:
-        """Return the number of blocks that must be ready before a pull that has copied `done` blocks goes on."""
+        """Return the number of blocks that must be ready before a pull that has copied `done` blocks copies more."""
         return done + self.least if self.blocks - done >= 2 * self.least else self.blocks
 
     def consumed(self) -> int:

@@ -124,7 +124,7 @@ class Placement:
         return placement
 
     def remove_load(self, parts: Sequence[tuple[int, int]], itemsize: int) -> None:
-        """Subtract an array that is no longer stored. `parts`: (server, number of elements)."""
+        """Subtract a removed array from the loads of its servers. `parts`: (server, number of elements)."""
         for server, elements in parts:
             self.loads[server] -= elements * itemsize
 
@@ -147,7 +147,7 @@ class Placement:
         return pieces
 
     def add_load(self, parts: Sequence[tuple[int, Interval]], itemsize: int) -> None:
-        """Add an array whose servers are known to the loads. `parts`: (server, interval)."""
+        """Add an array to the loads of its servers. `parts`: (server, interval)."""
         for server, part in parts:
             self.loads[server] += part.size * itemsize
 

@@ -129,7 +129,7 @@ class ServerLink:
             return
         elif frame.op == Op.CONSUMED:
             shard.told = max(shard.told, frame.round)
-            # round 0: the first values have been received
+            # Round 0 means that the server has received the first values.
             shard.granted = shard.granted or not frame.round
         elif frame.op == Op.GRANT:
             shard.granted = True

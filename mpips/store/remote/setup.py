@@ -172,8 +172,7 @@ class Setup:
     # ---- the next generation
 
     def known_keys(self, known: Container[Name]) -> list[Key]:
-        """Return the keys whose names are in `known`, except keys that were being forgotten when the generation ended.
-        """
+        """Return the keys whose names are in `known`, except keys that a call of `forget` has not finished removing."""
         return [key for name, key in self.keys.items() if name in known and name not in self._going]
 
     def begin(self, keys: Sequence[Key], cutting: Cutting, cut: Cards, placed: Sequence[frames.Created | None]) -> None:

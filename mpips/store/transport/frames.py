@@ -34,11 +34,11 @@ REFUSED, NO_MEMORY = 1, 2
 
 
 class Op(IntEnum):
-    """The operation of a frame. Workers send those with numbers below 16, servers the others. Servers also send BYE."""
+    """The operation of a frame. Workers send operations with numbers below 16. Servers send the others, and BYE."""
 
     # A contribution to a round of a unit. The payload lies in a region of shared memory, or follows as messages.
     PUSH = 1
-    # The worker wants to read a unit after `round` of its own pushes.
+    # The worker wants to read a unit once the unit contains the worker's first `round` pushes.
     PULL = 3
     # The worker has read a unit after GRANT or HELD, so the server may change the unit again.
     RELEASE = 4
@@ -81,7 +81,7 @@ WITH_BODY = frozenset({Op.CONTROL, Op.PULL_ROWS, Op.WARNING, Op.ANSWER})
 
 
 class Coding(IntEnum):
-    """The coding of a payload."""
+    """The encoding of a payload."""
 
     # all elements of the unit
     PLAIN = 0
@@ -96,7 +96,7 @@ class Coding(IntEnum):
 
 
 class Frame(NamedTuple):
-    """A frame, unpacked."""
+    """The fields of a frame."""
 
     op: int
     flags: int
@@ -152,7 +152,7 @@ class Created(msgspec.Struct, tag=True):
 
 
 class Forget(msgspec.Struct, tag=True):
-    """Forget units that nobody will use again."""
+    """Remove units and free their memory. Sent when no worker uses the units any more."""
 
     units: list[int]
 

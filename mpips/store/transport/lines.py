@@ -38,7 +38,7 @@ WHAT = "mpips.create"
 # how many sends a line collects before it checks which of them MPI has completed
 SENT = 32
 SLOTS = 256
-# words of each worker: request tail, request head, reply tail, reply head
+# number of words that the two rings of a worker have: request tail, request head, reply tail, reply head
 WORDS = 4
 # a function like `Generation.wait`: it waits until the condition is true; the text says what it waits for
 Wait = Callable[[Callable[[], object], str], object]
@@ -47,7 +47,7 @@ Wait = Callable[[Callable[[], object], str], object]
 class Connection(NamedTuple):
     """A rank's connections to other ranks of the store."""
 
-    # on a worker one line to every server, on a server one line to every worker, on a spare nothing
+    # On a worker: one line to every server. On a server: one line to every worker. Empty on a spare.
     lines: list[Line]
     # on a server its own rings
     rings: Rings | None

@@ -4,7 +4,7 @@ An array made by `mpips.empty` lies in memory that the node shares, and the serv
 The worker copies any other array into an `Outbox`, which is in shared memory, and the server sums each block while the
 worker copies the next one.
 
-An outbox mostly uses less memory than the array. If every block had a place of its own, its cache lines would be
+An outbox mostly uses only a small part of its memory. If every block had a place of its own, its cache lines would be
 evicted before the next round and fetched again only to be overwritten. So blocks go into slots, and a slot is reused
 once the server has summed the block in it. A few slots are enough as long as all workers push at the same time and the
 server keeps up. If the server falls behind, the outbox takes another slot, up to one slot for each block. So a push

@@ -165,10 +165,10 @@ class WorkerService(Protocol):
         """The collections that this worker knows, by name."""
 
     def refusals(self) -> bytes:
-        """Encode the rounds that servers have refused, as far as this worker knows. All workers must know the same."""
+        """Encode which refused rounds this worker knows of. All workers must know of the same refused rounds."""
 
     def learn_refusals(self, refusals: Sequence[bytes]) -> Task[None]:
-        """Learn of the refused rounds that only other workers know of. RoomError if there are any."""
+        """Learn of the refused rounds that only other workers know of. Raise RoomError if there are any such rounds."""
 
     def tell_wait(self, names: Sequence[Name]) -> None:
         """Tell the servers that the program has waited long in a call with some of this service's collections.
@@ -260,7 +260,8 @@ class Backend(Protocol):
         """Handle messages that servers have sent. Called before each step of a task. Does not block."""
 
     def settle(self, keys: Sequence[Key], meets: bool = False) -> Task[None]:
-        """Wait until the servers have read this worker's pushes, and in an asynchronous store also applied them.
+        """Wait until the servers have read this worker's pushes. In an asynchronous store, also wait until the servers
+        have applied the pushes.
 
         Args:
             meets: True if this worker waits for all others afterwards, and pushes nothing until they have come. Then
@@ -321,7 +322,7 @@ class BackgroundSave(Protocol):
 class SaveSchedule(Protocol):
     """The schedule by which a store saves itself (`resume.RegularSaves`)."""
 
-    # the key, or list of keys, of the push that is being made; () outside a push
+    # the key or list of keys of the current push; () outside a push
     pushing: object
 
     def is_due(self, key: object) -> bool:

@@ -187,7 +187,7 @@ class Operations:
             raise of_caller(RuntimeError(CLOSED))
 
     def check_open(self) -> None:
-        """Raise RuntimeError if the store is closed, StoreError if the generation has ended."""
+        """Raise RuntimeError if the store is closed, or StoreError if the generation has ended."""
         self.check_not_closed()
         try:
             self._engine.generation.check()

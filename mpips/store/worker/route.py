@@ -365,14 +365,17 @@ class Route:
 
     @contextmanager
     def pushing(self, names: list[str]) -> Iterator[None]:
-        """Do what is due before and after a push to these collections. The caller makes the push in the block."""
+        """Do the saves that are due before and after a push to these collections. The caller pushes in the block."""
         saves = self._prepare("push", names) if self._slow_path_due else None
         yield
         if self._slow_path_due:
             self._follow(saves, names)
 
     def _prepare(self, what: str, key: object) -> SaveSchedule | None:
-        """Do what is due before a call. Return the save schedule that must count this call, or None for a pull."""
+        """Before a push, run the callback of `before_a_push`, and begin a save if one is due. Do nothing for a pull.
+
+        Return the save schedule that must count the push, or None if nothing has to count it.
+        """
         if what == "pull":
             return None
         if self._first_push is not None:
@@ -383,7 +386,7 @@ class Route:
         return self._saves
 
     def _follow(self, saves: SaveSchedule | None, key: object) -> None:
-        """Do what is due after a call."""
+        """After a call, let `saves` count it, and begin to write the next pieces of an unfinished checkpoint."""
         if saves is not None:
             saves.count(key)
         if self._written is not None and self._written.go_on():

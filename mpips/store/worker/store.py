@@ -64,7 +64,7 @@ class WorkerStore:
 
     def __init__(self, layout: Layout, backend: Backend, generation: Generation) -> None:
         level = MPI.Query_thread()
-        # MPI does not allow calls of two threads at the same time
+        # True if MPI does not allow two threads to call it at the same time
         self._alone = level < MPI.THREAD_MULTIPLE
         self.layout = layout
         self.backend = backend
@@ -221,7 +221,7 @@ class WorkerStore:
         self.restored.pushed()
 
     def unbind(self) -> None:
-        """Disable all fast paths. The general path then raises the reason."""
+        """Disable all fast paths. Later calls take the general path, which raises the reason of the generation's end."""
         for key in self.keys.values():
             key.fast = None
 
