@@ -24,7 +24,7 @@ DTYPES = ("float32", "float64")
 class TableOptions(NamedTuple):
     """The arguments of `KVStore.table` except the name.
 
-    They are either as the program passes them, or in the plain form to which `make` converts them.
+    The values are either those that the program passes, or the plain values to which `make` converts them.
     """
 
     dim: Any

@@ -173,8 +173,8 @@ def names_of_counts(cards: Iterable[MakeTable]) -> set[str]:
 class FoundTables:
     """The tables that all former workers know, and the memories in which all ranks have found their rows.
 
-    Implements `FoundService`. A table is lost if no memory has the rows of some server. `lost` does not name tables of
-    counts, because users do not know them.
+    Implements `FoundService`. A table is lost if the rows of at least one server are in no memory. `lost` does not name
+    tables of counts, because users do not know them.
     """
 
     def __init__(

@@ -203,7 +203,7 @@ class RegularSaves:
         return saving
 
     def save_last(self, alike: bool) -> None:
-        """Begin to save the final content of the store, unless it has been saved already or the caller took over.
+        """Begin to save the final content of the store, unless it has been saved already or `leave` has stopped saves.
 
         Collective in a synchronous store. `alike`: True if all workers have pushed each key equally often.
         """

@@ -161,7 +161,10 @@ def label(what: str, names: Sequence[Name]) -> str:
 
 
 class LineToServer(Protocol):
-    """A connection that sends frames to a server (`transport.lines`). For the fields see `transport.frames.Frame`."""
+    """A connection that sends frames to a server (`transport.lines`).
+
+    The arguments of `post` become fields of the frame (`transport.frames.Frame`).
+    """
 
     local: bool
 
@@ -205,7 +208,7 @@ class Shard:
     block_elements: int
     blocks: int
     # On one node, a pull waits until this many blocks are ready and copies them together (`sharding.pulled_at_once`).
-    # If fewer than twice as many blocks are left, the pull waits for all of them.
+    # If fewer than 2 * least blocks are left, the pull waits for all remaining blocks.
     least: int = 1
     # Index in `words` of the counter of this worker's pushes that the server has read. -1 if this worker does not push
     # the shard.

@@ -193,7 +193,7 @@ class ServerLink:
         shard.stored[...] = values
 
     def in_window(self, tasks: Iterable[tuple[Task[Any], int]]) -> Task[None]:
-        """Run tasks, given as (task, bytes), as many at a time as a worker's byte limit at the servers allows."""
+        """Run tasks, given as (task, bytes). Several run at once if their bytes together stay below the limit."""
         waiting = iter(tasks)
         room = self._layout.options.chunks_in_flight * self._layout.options.chunk_bytes
         running: deque[tuple[Task[Any], int]] = deque()

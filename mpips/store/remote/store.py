@@ -195,7 +195,7 @@ class RemoteStore(Member[Recovered]):
         return self._link.lines
 
     def take_inventory(self, known: Container[Name]) -> Inventory:
-        """Add this worker's keys, changes of settings and collections to the inventory of `Member`."""
+        """Return the inventory of `Member`, with this worker's keys, changes of settings and collections added."""
         services = {service.name: data for service in self.services if (data := service.describe(known))}
         now = WorkerCarryOver(self._setup.known_keys(known), self._push.residuals, self._settings.changes, services)
         old = self._carry_over.get_or_save(self.generation.number, now)

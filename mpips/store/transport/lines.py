@@ -122,8 +122,8 @@ class SharedLine:
 
     Args:
         wait: The function that waits while the ring is full, or None. A worker can wait, because servers always read
-            their rings. A server must never wait for a worker, so it passes None. If the ring is full, it keeps frames
-            in a list. `flush` sends them later; `waiting` and the next frame call it.
+            their rings. A server must never wait for a worker, so it passes None. Then the line keeps frames that find
+            no room in a list, and sends them in the next call of `flush`, `waiting` or `post`.
         gone: Returns True if the process at the other end has ended.
     """
 

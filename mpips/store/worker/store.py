@@ -221,7 +221,7 @@ class WorkerStore:
         self.restored.pushed()
 
     def unbind(self) -> None:
-        """Disable all fast paths. Later calls take the general path, which raises the reason of the generation's end."""
+        """Disable all fast paths. Later calls take the general path, which raises the error of the ended generation."""
         for key in self.keys.values():
             key.fast = None
 
@@ -338,7 +338,7 @@ class WorkerStore:
     def _describe_wait(self, what: str) -> bytes:
         """Encode how often this worker has pushed, for a wait in the collective call `what`.
 
-        Return b"" if an unfinished operation uses a communicator, because it may still push.
+        Return b"" if an unfinished operation uses a communicator, because that operation may still push.
         """
         used = self.engine.names_in_use()
         if any(name in used for name in self.backend.communicators):

@@ -27,7 +27,7 @@ def pushes_of(pushed: Mapping[Name, Pushed]) -> bytes:
 
 
 def waits_for_closed(words: Sequence[bytes], pushed: Mapping[Name, Pushed], pushing: Sequence[Name] = ()) -> str:
-    """Find a worker that closes a synchronous store although this worker still waits for its next push.
+    """Find a worker that closes a synchronous store although this worker needs another push by that worker.
 
     Return an error message, or "" if there is no such worker.
 
