@@ -1,12 +1,13 @@
-"""Tables: rows that servers make when somebody first pushes to them, from `Table` to what is left after a death.
+"""Embedding tables: a server makes the row of an id when a worker first pushes to that id.
 
-On a worker: `table` (the calls and their checks), `client` (sums repeated ids, spreads them over the servers, sends
-requests), `in_place` (reads rows in a server's memory).
+On a worker: `make` (checks options and makes a table), `table` (the calls and their checks), `worker` (the tables as
+the store sees them), `client` (sums repeated ids, spreads them over the servers, sends requests), `in_place` (reads
+rows in a server's memory).
 
 On a server: `service` (requests in, answers out), `rounds` (when pushes are applied), `rows`, `index` and `places`
-(where the row of an id lies, and which rows are dropped), `initial` (first values), `admission` (which ids get a row),
-`row_optimizers` (update rules), `kernels` (compiled loops), `journal` (keeps the round before the last one).
+(the position of each id's row, and which rows are dropped), `initial` (first values), `admission` (which ids get a
+row), `row_optimizers` (update rules), `kernels` (compiled loops), `journal` (keeps the previous round for a recovery).
 
-For both: `files` (checkpoints and exports). After a death: `plan` (who has whose rows), `transfer` (moves rows to other
-servers), `mirror` (a second copy on another host).
+For both: `messages`, and `files` (checkpoints and exports). After a death: `plan` (where each server's rows come from),
+`mover` (moves rows to other servers), `mirror` (a second copy on another host). `kind` connects tables to the store.
 """

@@ -1,9 +1,9 @@
-"""Which ids get a row: those that enough updates have named (`seen`), or that chance admits (`chance`).
+"""Decide which ids get a row: ids that enough updates have named (`seen`), or ids that are drawn at random (`chance`).
 
     admitted by chance  <=>  mix(mix(id ^ key) + update * golden ratio) < chance * 2^64
 
-Both rules depend only on the ids of each update. Counts of ids without a row are a second table, with one value a row,
-the count. So they are bounded, saved and restored in the same way as rows.
+Both rules depend only on the ids of each update. A second table counts the updates that name ids without a row. Its
+rows have one value, the count. So the counts are bounded, saved and restored by the same code as other rows.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from mpips.store.keys.row_sums import GOLDEN, Ids, mixed
 from mpips.tables.rows import TableRows
 
-# makes the random numbers for admission differ from those for first values
+# changes the key, so that the random numbers for admission differ from those for first values
 OTHER = 0x5851F42D4C957F2D
-# limit of `times`: counts are float32, which holds whole numbers up to this one
+# limit of `times`: counts are float32, which represents all whole numbers up to this one exactly
 MOST = 1 << 24
 
 
@@ -31,7 +31,7 @@ class Seen:
 
     Attributes:
         times: Number of updates.
-        remember: Most ids without a row that are counted.
+        remember: The largest number of ids without a row that are counted.
     """
 
     times: int
@@ -50,11 +50,11 @@ def seen(times: int, remember: int = 1 << 20) -> Seen:
 
     Args:
         times: At least 1, and less than 2**24.
-        remember: Most ids without a row that all servers count together, less than 2**31. Beyond that, ids that no
-            update has named for longest are forgotten.
+        remember: The largest number of ids without a row that all servers count together, less than 2**31. If there are
+            more, the servers forget the ids that no update has named for the longest time.
 
     Raises:
-        ValueError: A number is not a whole number or out of range.
+        ValueError: An argument is not a whole number or is out of range.
     """
     numbers = []
     for word, given in (("times", times), ("remember", remember)):
@@ -72,10 +72,10 @@ def chance(probability: float) -> Chance:
     """Return a rule for `admit`: each update that names an id gives it a row with this probability.
 
     Args:
-        probability: In (0, 1].
+        probability: A number in (0, 1].
 
     Raises:
-        ValueError: It is not.
+        ValueError: The probability is not in this range.
     """
     try:
         number = float(probability)
@@ -87,17 +87,18 @@ def chance(probability: float) -> Chance:
 
 
 def lucky(key: int, ids: Ids, update: int, probability: float) -> NDArray[np.bool_]:
-    """Return a mask of the ids that this update admits by chance. `key` is that of the table's first values."""
+    """Return a mask of the ids that this update admits at random. `key` is the table's key for first values."""
     streams = mixed(ids.view(np.uint64) ^ np.uint64(key ^ OTHER))
     words = mixed(streams + np.uint64(update * GOLDEN % (1 << 64)))
-    # float64 holds 53 bits exactly.
+    # Use 53 bits, because float64 represents them exactly.
     return (words >> np.uint64(11)) < np.uint64(math.ceil(probability * (1 << 53)))
 
 
 def often_named(counts: TableRows, ids: Ids, update: int, times: int) -> NDArray[np.bool_]:
-    """Count an update for ids without a row. Return a mask of those that have now been named `times` times.
+    """Count an update for ids without a row. Return a mask of the ids that updates have now named `times` times.
 
-    These are about to get a row, so their counts are removed first. Then old counts are dropped (`evict`, `remember`).
+    The caller makes rows for these ids, so their counts are removed. After that, old counts are dropped (`evict`,
+    `remember`).
     """
     # The counts' optimizer is SGD with learning rate 1, so a gradient of -1 adds 1.
     counts.change_rows(ids, np.full((len(ids), 1), -1, np.float32), update)

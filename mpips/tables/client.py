@@ -1,7 +1,10 @@
-"""Tables of a store with servers, on a worker: ids are merged, spread over the servers by hash, and sent as requests.
+"""The worker's side of tables: merge repeated ids, spread ids over the servers by hash, and send requests.
 
-Each worker talks to the servers itself, also in `mpi_*` stores: the members of a client mostly name different rows, so
-summing them first would save little.
+Each worker sends requests to the servers itself. Even in `mpi_*` stores the members of a client do not sum their
+gradients first. They mostly name different rows, so the sum would save little.
+
+Servers may refuse a round of a table if they lack memory for its new rows. So each answer to a push grants *room*, the
+number of ids that the worker may push next without asking for memory (see `rounds`).
 """
 
 from __future__ import annotations
@@ -34,14 +37,14 @@ from mpips.tables.messages import decode_answer
 
 Payload = NDArray[np.uint8]
 PUSHED, ASKED, IN_PLACE, REFUSED = map(page.TABLE.index, ("pushed", "asked", "in_place", "refused_pushes"))
-# number of pieces of memory kept for later calls: enough for two pushes and a pull in turn
+# The number of pieces of memory that are kept for later calls. Three are enough to alternate two pushes and a pull.
 KEPT = 3
 
 
 class _Pool:
-    """Node-shared memory that pushes and pulls use in turn.
+    """Memory that the node shares, and that pushes and pulls borrow.
 
-    Memory is reused because the first touch of new pages costs as much as copying the rows.
+    Memory is reused because the first access to new memory pages takes as long as copying the rows.
     """
 
     def __init__(self) -> None:
@@ -61,13 +64,13 @@ class _Pool:
 
 
 def deal(found: Distinct, first_rows: Sequence[int], first_words: Sequence[int], words: Ids) -> Places:
-    """Lay ids out for the servers. Return for each given id the row that it got.
+    """Assign each id a row in the part of its server, and write the ids of each server. Return each given id's row.
 
     Args:
-        found: The ids.
-        first_rows: For each server the first of its rows. Its ids get consecutive rows.
-        first_words: For each server the index in `words` from which its ids are written.
-        words: Where ids are written.
+        found: The distinct ids, and the server of each.
+        first_rows: For each server the number of its first row. Its ids get consecutive rows.
+        first_words: For each server the index in `words` of its first id.
+        words: The array into which the ids are written.
     """
     if len(found.per_server) == 1:
         words[first_words[0] :][: len(found.ids)] = found.ids
@@ -83,12 +86,12 @@ def deal(found: Distinct, first_rows: Sequence[int], first_words: Sequence[int],
 class _Block:
     """The memory of one push or pull: for each server its rows, then its ids, then its encoded request.
 
-    On a node the server reads gradients here, or writes rows here.
+    A server on this node reads gradients from this memory, or writes rows into it.
 
     Args:
-        ids: The ids, each once.
-        dim: Values in a row.
-        requests: One for each server.
+        ids: The distinct ids of the call.
+        dim: Number of values in a row.
+        requests: One request for each server.
     """
 
     def __init__(
@@ -98,14 +101,14 @@ class _Block:
         encoded, row_bytes = list(map(frames.encode, requests)), dim * dtype.itemsize
         ids_at = [messages.ids_at(count, row_bytes) for count in self.per_server]
         self._words_at = [at + 8 * count for at, count in zip(ids_at, self.per_server)]
-        # Each server's part begins at a multiple of both a row and 8 bytes, so that all of the memory can be seen as
-        # rows and as ids.
+        # Each server's part begins at a multiple of the row size and of 8 bytes, so that the whole memory can be viewed
+        # both as rows and as ids.
         unit = math.lcm(row_bytes, 8)
         sizes = [-(-(at + len(data)) // unit) * unit for at, data in zip(self._words_at, encoded)]
         *starts, total = [0, *itertools.accumulate(sizes)]
         self.memory = pool.borrow(total)
         whole = self.memory[:total]
-        # the whole memory seen as rows; those between the parts of servers are unused
+        # the whole memory viewed as rows; only the rows at the beginning of each server's part are used
         self.rows: Array = whole.view(dtype).reshape(-1, dim)
         self._first_rows = [start // row_bytes for start in starts]
         self._ids_at = ids_at
@@ -122,9 +125,10 @@ class _Block:
         return self.rows[self._first_rows[server] :][: self.per_server[server]]
 
     def body(self, server: int, with_rows: bool = True) -> tuple[Payload, int]:
-        """Return the bytes to send to a server, and how many of them come before the request.
+        """Return the bytes to send to a server, and the number of bytes in front of the request.
 
-        Without rows (a pull from another node) they begin at the ids.
+        Args:
+            with_rows: False to leave out the rows, for a pull from a server on another node.
         """
         skipped = 0 if with_rows else self._ids_at[server]
         return self._bodies[server][skipped:], self._words_at[server] - skipped
@@ -132,23 +136,23 @@ class _Block:
 
 @dataclass
 class KnownTable:
-    """A table, as a worker knows it."""
+    """A worker's record of a table."""
 
-    # the description that servers are sent
+    # the description of the table that was sent to the servers
     card: messages.MakeTable
     # number of rounds that this worker has pushed; after `recover`, the number that still count
     round: int = 0
-    # number of refused rounds that this worker has heard of
+    # number of refused rounds that this worker knows of
     refusals: int = 0
     # number of times that the rows were loaded from a file
     loads: int = 0
-    # server -> number of new ids that this worker may push there before it must ask for room
+    # server -> number of ids that this worker may push there next without asking for memory
     room: dict[int, int] = field(default_factory=dict)
     noun = "table"
 
     @functools.cached_property
     def numbers(self) -> memoryview:
-        """Counters of this worker's calls, in its page, where other processes can read them (`recorder.page.TABLE`)."""
+        """Counters of this worker's calls of the table (`recorder.page.TABLE`), in memory that other processes read."""
         return recorder.table_numbers(self.name)
 
     @property
@@ -156,14 +160,14 @@ class KnownTable:
         return self.card.table
 
     def note_load(self) -> None:
-        """Note that rows were loaded from a file. Servers have promised no room for those."""
+        """Note that rows were loaded from a file. Servers have then withdrawn the room that they had granted."""
         self.loads, self.room = self.loads + 1, {}
 
 
 class RemoteTables:
-    """The worker's side of all tables of a store: makes, pushes and pulls them by requests to the servers.
+    """The worker's side of all tables of a store: makes, pushes and pulls tables by requests to the servers.
 
-    Ids are int64 (k,) in any order, and may repeat. Rows are (k, dim).
+    Ids are int64 arrays of shape (k,) in any order, and may repeat. Rows are arrays of shape (k, dim).
     """
 
     service = "tables"
@@ -177,15 +181,15 @@ class RemoteTables:
         self._pool = _Pool()
         # the tables that exist on all servers, by name
         self.known: dict[str, KnownTable] = {}
-        # Memory that servers of this node may still read, by table: that of the last push, and of those under way.
+        # Table -> memory that servers of this node may still read: of the last push, and of unanswered pushes.
         self._pushes: dict[str, list[Payload]] = {}
-        # Memory that servers may still write: that of pulls under way, and of pulls that an error has ended.
+        # Memory that servers may still write: of unanswered pulls, and of pulls that an error has ended.
         self._pulls: dict[int, Payload] = {}
-        # for each table its rows in the memory of every server, if all servers are on this node
+        # table -> its rows in the memory of each server; only used if all servers are on this node
         self._in_place: dict[str, list[RowsInPlace]] = {}
 
     def renew(self) -> None:
-        """Start over in the next generation. Servers no longer use this worker's memory."""
+        """Start over in the next generation. Called when servers no longer use this worker's memory."""
         self._servers = self._layout.num_servers
         self._pushes.clear()
         self._pulls.clear()
@@ -198,15 +202,15 @@ class RemoteTables:
         self.known[card.table] = KnownTable(card)
 
     def update(self, table: str, numbers: bytes) -> Task[None]:
-        """Change the numbers of a table's optimizer on all servers. Collective."""
+        """Change hyperparameters of a table's optimizer on all servers. Collective."""
         request = messages.UpdateTable(table, numbers)
         yield from self._setup.at_rank_0(lambda: self._setup.tell_all(request), f"update_optimizer of table {table!r}")
 
     def push(self, pushes: Sequence[tuple[KnownTable, Ids, Array]]) -> Task[None]:
         """Contribute (table, ids, gradients) to the next round of each table, on every server.
 
-        When the task is over, the arrays may be overwritten. RoomError if this round or an earlier one is refused. Then
-        none of these pushes counts, and each table's `round` is the last one that does.
+        When the task is over, the arrays may be overwritten. Raises RoomError if servers refuse this round or an
+        earlier one. Then none of these pushes counts, and the `round` of each table is the last round that counts.
         """
         merged = [distinct(ids, self._servers) for _, ids, _ in pushes]
         rooms = [table.room.get(server, 0) for table, *_ in pushes for server in range(self._servers)]
@@ -221,7 +225,7 @@ class RemoteTables:
                 table.round += 1
                 table.numbers[PUSHED] += len(ids)
                 memories = self._pushes[table.name]
-                # The answer says that the push before has been applied, so its memory is free.
+                # The answer means that the previous push has been applied, so its memory is free.
                 for memory in memories[:-1]:
                     self._pool.give_back(memory)
                 del memories[:-1]
@@ -236,7 +240,7 @@ class RemoteTables:
         return [self._link.post_request_with(server, *block.body(server)) for server in range(self._servers)]
 
     def _ask_for_room(self, tables: Sequence[KnownTable], merged: Sequence[Distinct]) -> Task[None]:
-        """Ask all servers for memory for rows of these ids, in all tables. Raises RoomError if a server has none."""
+        """Ask all servers for memory for the rows of these ids. Raises RoomError if a server does not have enough."""
         sent = []
         for table, ids in zip(tables, merged):
             parts = [ids.ids[ids.owners == server].tobytes() for server in range(self._servers)]
@@ -250,36 +254,36 @@ class RemoteTables:
         yield from self._check_refused(every, step)
 
     def _take_room(self, table: KnownTable, answers: Sequence[Any]) -> None:
-        """Note how many ids may be pushed to each server next without asking."""
+        """Note the number of ids that this worker may push to each server next without asking for memory."""
         granted = (
             (server, answer) for server, answer in enumerate(answers) if isinstance(answer, messages.RoomGranted)
         )
         table.room = {server: answer.ids for server, answer in granted}
 
     def _check_refused(self, answers: Sequence[Any], step: Sequence[messages.TableRound] = ()) -> Task[None]:
-        """Raise RoomError if a server has refused a round. Before that, have all servers drop it.
+        """Raise RoomError if a server has refused a round. Before that, let all servers drop the round.
 
         Args:
             answers: The servers' answers to a request.
-            step: The rounds that this worker was about to push together. If one of them is refused here, all of them
-                are dropped, and the other workers are told.
+            step: The rounds that this worker was about to push together. If a server refuses one of them, the servers
+                drop all of them and tell the other workers.
         """
         refusals = [answer for answer in answers if isinstance(answer, messages.RoundRefused)]
         if not refusals:
             return
-        # In an asynchronous store only this worker's own push is concerned, and it was not sent.
+        # In an asynchronous store a refusal concerns only this worker's own push, which was not sent.
         if not self._layout.asynchronous:
             for refusal in refusals:
                 yield from self._drop(list(refusal.step or step), refusal.why)
         # Servers that have granted room keep memory for the rows of this step. Forget their grants, so that the next
-        # push asks them all again, even if it is smaller.
+        # push asks all servers again, even if it is smaller.
         for name, *_ in step if self._layout.asynchronous else ():
             self.known[name].room = {}
             self.known[name].numbers[REFUSED] += 1
         raise of_caller(RoomError(refusals[0].why))
 
     def _drop(self, step: list[messages.TableRound], why: str) -> Task[None]:
-        """Have all servers drop the rounds of a step, and take back this worker's count of pushes."""
+        """Let all servers drop the rounds of a step, and set back this worker's count of pushes."""
         for name, round_, refusals in step:
             table = self.known[name]
             if refusals <= table.refusals:
@@ -291,7 +295,7 @@ class RemoteTables:
                 self._pool.give_back(memory)
 
     def _answers(self, tokens: Sequence[int]) -> Task[list[Any]]:
-        """Wait for the answers of all servers."""
+        """Wait for the answers to these tokens."""
         answers = []
         for token in tokens:
             answers.append((yield from self._link.wait_for_answer(token, decode_answer)))
@@ -302,10 +306,13 @@ class RemoteTables:
         return self._answers([self._link.post_request(server, request) for server in range(self._servers)])
 
     def pull(self, table: KnownTable, ids: Ids, out: Array) -> Task[None]:
-        """Write the rows of `ids` into `out`, with all earlier pushes of this worker. RoomError if one was refused."""
+        """Write the rows of `ids` into `out`. They include all earlier pushes of this worker.
+
+        Raises RoomError if one of these pushes was refused.
+        """
         options = self._layout.options
-        # Servers must be asked if they may hold pulls back: because of `staleness`, or because a round counts only once
-        # its mirror has it.
+        # A worker must ask the servers if they may hold pulls back, either because of `staleness`, or because a round
+        # counts only once the mirror has it.
         free = options.staleness < 0 and not options.mirrors
         near = free and self._link.all_local and kernels.read_rows.ready(out)
         if near and (yield from self._read_in_place(table, ids, out)):
@@ -318,8 +325,8 @@ class RemoteTables:
         ]
         block = _Block(self._pool, merged, out.shape[1], out.dtype, requests)
         self._pulls[id(block.memory)] = block.memory
-        # A server without any of the ids is not asked. If there are no ids at all, the first server is: its answer says
-        # whether the worker's last push counts.
+        # Ask only the servers of the ids. If the call has no ids, ask the first server, because its answer says whether
+        # the worker's last push counts.
         asked = [
             (server, self._link.post_request_with(server, *block.body(server, local[server])))
             for server, count in enumerate(block.per_server)
@@ -331,7 +338,8 @@ class RemoteTables:
                 block.rows_of(server)[...] = np.frombuffer(answer.data, out.dtype).reshape(-1, out.shape[1])
         del self._pulls[id(block.memory)]
         yield from self._check_refused(answers)
-        # mode="clip": otherwise NumPy would write a copy of `out` first, to leave it unchanged if an index is wrong.
+        # Without mode="clip" NumPy would first write into a copy of `out`, to leave `out` unchanged if an index is
+        # wrong.
         np.take(block.rows, block.places, axis=0, out=out, mode="clip")
         self._pool.give_back(block.memory)
         table.numbers[ASKED] += len(ids)
@@ -339,8 +347,8 @@ class RemoteTables:
     def _read_in_place(self, table: KnownTable, ids: Ids, out: Array) -> Task[bool]:
         """Read rows in the servers' memory.
 
-        Return False if that failed and the servers must be asked: the rows have changed meanwhile, the table has moved,
-        or a round was refused.
+        Return False if that failed and the worker must ask the servers. Possible reasons: the rows have changed
+        meanwhile, the table's rows are elsewhere now, or a round was refused.
         """
         parts = self._in_place.get(table.name, [])
         if not parts or not all(part.valid for part in parts):
@@ -368,23 +376,24 @@ class RemoteTables:
         return parts
 
     def tell_wait(self, tables: Sequence[KnownTable]) -> None:
-        """Tell servers that this worker has waited long for calls of these tables, so that they look for circles.
+        """Tell a server that this worker has waited long in calls of these tables.
 
-        Only the first server is told: every worker pushes to every server, so it knows all.
+        The server then looks for workers that wait for one another in a circle. Only the first server gets the message.
+        Every worker pushes to every server, so the first server knows of all pushes.
         """
         for table in () if self._layout.asynchronous else tables:
             self._link.post_request(0, messages.WaitForTable(table.name, table.round, table.refusals))
 
     def stats(self, table: KnownTable, ahead: int = 0) -> Task[list[messages.TableStats]]:
-        """Return each server's figures after this worker's pushes and `ahead` more. RoomError as in `pull`."""
+        """Return each server's figures after this worker's pushes and `ahead` more. Raises RoomError like `pull`."""
         answers = yield from self._ask_all(messages.GetTableStats(table.name, table.round + ahead, table.refusals))
         yield from self._check_refused(answers)
         return answers
 
     def freeze(self, tables: Sequence[str], since: int = 0, export: int = -1) -> Task[FrozenOnServers]:
-        """Have the servers keep the rows of tables as they are now, to be read piece by piece. Called by one worker.
+        """Let the servers keep a copy of the tables as they are now. The caller reads the copy piece by piece.
 
-        For `since` and `export` see `FreezeTables`.
+        Called by one worker. For `since` and `export` see `FreezeTables`.
         """
         self._freezes += 1
         answers = yield from self._ask_all(messages.FreezeTables(self._freezes, list(tables), since, export))
@@ -392,20 +401,20 @@ class RemoteTables:
         return FrozenOnServers(self._link, self._freezes, parts)
 
     def reset(self, table: str, updates: int) -> Task[None]:
-        """Have all servers forget the rows of a table, and count `updates` updates from now on.
+        """Let all servers drop the rows of a table, and set the table's number of updates to `updates`.
 
         Called by one worker.
         """
         yield from self._ask_all(messages.ResetTable(table, updates))
 
     def end_load(self, table: str) -> Task[None]:
-        """Tell all servers that all rows of a load have come. Called by one worker."""
+        """Tell all servers that they have all rows of a load. Called by one worker."""
         yield from self._ask_all(messages.EndLoad(table))
 
     def put_rows(self, table: str, arrays: Mapping[str, Array]) -> Task[None]:
-        """Give rows to the servers that they belong to. Called by one worker.
+        """Send rows to the servers that they belong to. Called by one worker.
 
-        `arrays` has all arrays of the table by name.
+        `arrays` has every array of the table, by name, for these rows.
         """
         tokens = []
         for server, chosen in enumerate(self._spread(arrays["ids"])):
@@ -414,20 +423,20 @@ class RemoteTables:
         yield from self._answers(tokens)
 
     def at_rank_0(self, do: Callable[[], Task[bytes]], what: str) -> Task[bytes]:
-        """Run `do` on rank 0 and share its result or error; see `Setup.at_rank_0`. Collective."""
+        """Run `do` on rank 0, and return its result or raise its error on all workers. See `Setup.at_rank_0`."""
         return self._setup.at_rank_0(do, what)
 
     def _spread(self, ids: Ids) -> list[NDArray[np.int64]]:
-        """Return for each server the indices in `ids` of the ids that belong to it."""
+        """Return for each server the indices of the ids that belong to this server."""
         owners = owners_of(ids, self._servers)
         return [np.flatnonzero(owners == server) for server in range(self._servers)]
 
 
 class FrozenOnServers:
-    """Tables as they were at one moment, kept by the servers.
+    """Copies of tables at one moment, which the servers keep.
 
     Attributes:
-        parts: For each table one entry for each server, in their order.
+        parts: Name of a table -> one entry for each server, in the order of the servers.
     """
 
     def __init__(self, link: ServerLink, number: int, parts: Mapping[str, Sequence[messages.FrozenTable]]) -> None:
@@ -440,7 +449,7 @@ class FrozenOnServers:
     ) -> Task[Mapping[str, bytes]]:
         """Return rows at positions [start, stop) on a server. `names` are the arrays to read; empty means all.
 
-        Positions must be read in order: the server has forgotten what lies before.
+        Positions must be read in ascending order, because the server forgets positions that have been read.
         """
         request = messages.ReadTable(self._number, table, start, stop, list(names))
         arrays: dict[str, bytes] = (yield from self._link.request(server, request, decode_answer)).arrays
@@ -453,6 +462,6 @@ class FrozenOnServers:
         return ids
 
     def release(self) -> Task[None]:
-        """Have the servers forget the frozen rows."""
+        """Let the servers drop the copies."""
         for server in range(len(self._link.lines)):
             yield from self._link.request(server, messages.ThawTables(self._number), decode_answer)

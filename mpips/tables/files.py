@@ -1,17 +1,19 @@
-"""Tables in files: in the checkpoints of a store, and one in a file of its own (`Table.save`, `Table.load`).
+"""Write and read tables in files: in the checkpoint of a store, or one table in its own file (`Table.save` and `load`).
 
-Rank 0 reads the rows, which servers keep frozen as they were at one moment, piece by piece. To load, it sends rows to
-the servers.
+To save, the servers freeze the rows as they are at one moment, and rank 0 reads them piece by piece. To load, rank 0
+sends rows to the servers.
 
 A table has a tensor for each of its arrays: `ids`, `values`, `touched` (the last update that has named the row), and
 the optimizer's state: `state0`, `state1`, `counts`. Rows are in any order. The id decides which server a row belongs
-to, so any number of servers can read a file.
+to, so a store with any number of servers can load the file.
 
-Counts of ids without a row are a table of their own. In the file of a single table their tensors have the prefix
-`seen_`. An increment has the rows that were changed since the file before, in `dropped` the ids of rows that were
-dropped since, and all counts.
+If a table counts updates of ids without a row, the counts are a second table. In the file of a single table the tensors
+of the counts have the prefix `seen_`.
 
-`export` writes `ids`, `values` and `dropped` only, for programs that serve.
+An *increment* is a file that continues an earlier one. It has the rows that were changed since the earlier file, in
+`dropped` the ids of rows that were dropped since then, and all counts.
+
+`export` writes only `ids`, `values` and `dropped`, for programs that use the rows to answer requests.
 """
 
 from __future__ import annotations
@@ -48,9 +50,9 @@ from mpips.tables.rows import arrays_of
 
 # metadata key of the record that describes the table
 WORD = "mpips.table"
-# metadata key of the record of its counts of ids without a row, and the prefix of their tensors
+# metadata key of the record that describes the table of counts, and the prefix of the names of its tensors
 COUNTS_WORD, COUNTS_PREFIX = "mpips.table.seen", "seen_"
-# metadata key of a `_Part`: which part of the table's rows the file has
+# metadata key of a `_Part`, which tells which part of the table's rows is in the file
 PART_WORD = "mpips.table.part"
 EXPORT_WORD = "mpips.export"
 PIECE_BYTES = 1 << 20
@@ -62,10 +64,13 @@ NO_IDS: Ids = np.zeros(0, np.int64)
 
 
 class TableRecord(msgspec.Struct):
-    """A table in the header of a file: the message that makes it, its number of rows, and of updates made."""
+    """The description of a table in the header of a file."""
 
+    # the message that makes the table
     card: MakeTable
+    # number of rows in the file
     rows: int
+    # number of updates of the table when it was saved
     updates: int
     noun: ClassVar[str] = "table"
 
@@ -74,16 +79,16 @@ class TableRecord(msgspec.Struct):
         return self.card.table
 
     def tensors(self, prefix: str | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and types of its tensors. ValueError if its optimizer is unknown here.
+        """Yield the names and types of the table's tensors. Raises ValueError if this process lacks the optimizer.
 
         Args:
-            prefix: Begins their names. None: the prefix in the checkpoint of a store.
+            prefix: The prefix of the names. None means the prefix in the checkpoint of a store.
         """
         for name, (dtype, shape) in arrays_of(self.card).items():
             yield (table_prefix(self.name) if prefix is None else prefix) + name, Tensor(dtype, (self.rows, *shape))
 
     def check(self, path: str) -> None:
-        """Raise ValueError if a number is out of range, or its optimizer is unknown here."""
+        """Raise ValueError if a number is out of range, or if this process does not have the optimizer."""
         label, card = f"{path}: table {self.name!r}", self.card
         if card.dtype not in DTYPES:
             raise ValueError(f"{label} is of {card.dtype}, and a table holds float32 or float64: save it anew")
@@ -113,14 +118,14 @@ class RowsPiece(NamedTuple):
     nbytes: int
 
     def read(self) -> Task[list[tuple[str, Array]]]:
-        """Read it from its server. Return (name of a tensor, values to append to it)."""
+        """Read the rows from their server. Return pairs of a tensor's name and the values to append to the tensor."""
         arrays = yield from self.frozen.read(self.record.name, self.server, self.start, self.stop)
         kinds = self.record.tensors("")
         return [(self.prefix + name, np.frombuffer(arrays[name], tensor.dtype)) for name, tensor in kinds]
 
 
 def record_of(table: KnownTable, frozen: FrozenOnServers) -> TableRecord:
-    """Return the record of a frozen table for a file."""
+    """Return the description of a frozen table for the header of a file."""
     parts = frozen.parts[table.name]
     return TableRecord(table.card, sum(part.rows for part in parts), max(part.updates for part in parts))
 
@@ -128,7 +133,7 @@ def record_of(table: KnownTable, frozen: FrozenOnServers) -> TableRecord:
 def pieces(record: TableRecord, prefix: str, frozen: FrozenOnServers) -> Iterator[RowsPiece]:
     """Yield all rows of a frozen table, server by server, in pieces of about PIECE_BYTES.
 
-    `prefix` begins the names of the table's tensors.
+    `prefix` is the prefix of the names of the table's tensors.
     """
     row_bytes = _row_bytes(record)
     step = max(1, PIECE_BYTES // row_bytes)
@@ -142,8 +147,9 @@ class FilePart(NamedTuple):
     """Tables to read from one file.
 
     Attributes:
-        records: Prefix of the tensors -> table.
-        later: Sorted ids that later files hold or have dropped; they are not read from this one.
+        records: Prefix of the names of a table's tensors -> description of the table.
+        file: The open file.
+        later: Sorted ids that later files contain or drop. Their rows in this file are skipped.
     """
 
     records: Mapping[str, TableRecord]
@@ -152,10 +158,10 @@ class FilePart(NamedTuple):
 
 
 def restore(tables: RemoteTables, parts: Sequence[FilePart]) -> Task[None]:
-    """Replace the rows of a table and its counts by the rows of files. Called on rank 0.
+    """Replace the rows of a table and of its table of counts by the rows of files. Called on rank 0.
 
-    The last file names all the tables. They are torn until all rows have come, so that a recovery meanwhile does not go
-    on with a part of them.
+    The last file names all these tables. Servers mark them as torn until all rows have arrived. So if a failure
+    interrupts the load, a recovery does not continue with a part of the rows.
     """
     for record in parts[-1].records.values():
         yield from tables.reset(record.name, record.updates)
@@ -172,14 +178,14 @@ def restore(tables: RemoteTables, parts: Sequence[FilePart]) -> Task[None]:
 
 
 def _are_among(ids: Ids, others: Ids) -> NDArray[np.bool_]:
-    """Return a mask of the ids that are among sorted `others`."""
+    """Return a mask of the ids that are also in `others`, which is sorted."""
     if not len(others):
         return np.zeros(len(ids), bool)
     return others[np.minimum(np.searchsorted(others, ids), len(others) - 1)] == ids
 
 
 def check_fit(what: str, path: str, record: TableRecord, table: KnownTable) -> None:
-    """Raise ValueError if the rows of a file do not fit a table: other dim, dtype or optimizer."""
+    """Raise ValueError if the rows of a file do not fit a table, because dim, dtype or optimizer differ."""
     for field in ("dim", "dtype", "optimizer"):
         in_file, in_table = getattr(record.card, field), getattr(table.card, field)
         if in_file != in_table:
@@ -194,12 +200,12 @@ def _row_bytes(record: TableRecord) -> int:
 
 
 class _Part(msgspec.Struct):
-    """The part of a table's rows that a file has.
+    """The part of a table's rows that is in a file.
 
     Attributes:
-        since: Only rows changed by later updates are in the file; 0: all rows.
-        updates: Number of updates of the table when it was written.
-        rows: Number of rows of the table at that time.
+        since: Number of an update. The file has only rows that later updates have changed. 0 means all rows.
+        updates: Number of updates of the table when the file was written.
+        rows: Number of rows of the whole table when the file was written.
     """
 
     since: int
@@ -208,7 +214,10 @@ class _Part(msgspec.Struct):
 
 
 def save(store: WorkerStore, tables: RemoteTables, table: KnownTable, path: object, given: Callable[[], int]) -> int:
-    """Write a table to a file. Collective; see `Table.save`. `given` returns the checked `since`, or raises."""
+    """Write a table to a file; see `Table.save`. Collective.
+
+    `given` checks the caller's argument `since`, and returns it or raises an error.
+    """
     what = f"save of table {table.name!r}"
     counts = _counts_of(tables, table)
     return _with_writer(
@@ -223,7 +232,7 @@ def save(store: WorkerStore, tables: RemoteTables, table: KnownTable, path: obje
 
 
 def load(store: WorkerStore, tables: RemoteTables, table: KnownTable, paths: Sequence[object]) -> None:
-    """Read a table from a file and its increments. Collective; see `Table.load`."""
+    """Read a table from a file and its increments; see `Table.load`. Collective."""
     what = f"load of table {table.name!r}"
     with contextlib.ExitStack() as stack:
         names, refusal = attempt(lambda: [file_name(what, "path", path) for path in paths])
@@ -248,8 +257,9 @@ def _with_writer(
     """Let rank 0 write a file of rows. Collective. Return the number of updates that `write` returns.
 
     Args:
-        given: Returns the checked `since`, or raises. All workers raise if any of them does.
-        write: Called on rank 0 with the open file and `since`.
+        given: Checks the caller's argument `since`, and returns it or raises an error. If it raises on one worker, all
+            workers raise.
+        write: Called on rank 0 with the open file and `since`. Returns the number of updates, as text.
     """
     with contextlib.ExitStack() as stack:
         name, refusal = attempt(lambda: file_name(what, "path", path))
@@ -271,8 +281,8 @@ def _with_writer(
 def meet(store: WorkerStore, what: str, items: Items, table: KnownTable, refusal: BaseException | None) -> None:
     """Wait for all workers and check that their arguments agree.
 
-    Raises on all workers the error of any of them (`refusal`), or ValueError if, in a synchronous store, one has pushed
-    more often than another.
+    If a worker has an error (`refusal`), all workers raise it. In a synchronous store all workers raise ValueError if
+    one has pushed more often than another.
     """
     store.finish()
     store.agree_on_refusals(what)
@@ -282,7 +292,7 @@ def meet(store: WorkerStore, what: str, items: Items, table: KnownTable, refusal
 
 
 def _counts_of(tables: RemoteTables, table: KnownTable) -> KnownTable | None:
-    """Return the table that counts ids without a row, if there is one."""
+    """Return the table that counts updates of ids without a row, or None if `table` has no such table."""
     return tables.known.get(table.card.table_of_counts)
 
 
@@ -314,7 +324,10 @@ def _written(
 
 
 def _check_since(what: str, stats: Sequence[TableStats], since: int) -> int:
-    """Return the number of updates. Raise ValueError if it is not known which rows were changed after `since`."""
+    """Return the table's number of updates.
+
+    Raise ValueError if a server no longer knows which rows were dropped after `since`, or wrote no file at `since`.
+    """
     if since and not all(since in part.exports for part in stats):
         raise ValueError(
             f"{what}: since={since}: no file of these rows was written then, or more were dropped since than are kept: "
@@ -324,7 +337,7 @@ def _check_since(what: str, stats: Sequence[TableStats], since: int) -> int:
 
 
 def _dropped(frozen: FrozenOnServers, table: KnownTable) -> Task[Ids]:
-    """Return the ids that all servers have dropped after `since`."""
+    """Return the dropped ids of a frozen table, from all servers."""
     parts = [NO_IDS]
     for server in range(len(frozen.parts[table.name])):
         parts.append(np.frombuffer((yield from frozen.dropped(table.name, server)), np.int64))
@@ -341,9 +354,9 @@ def _finish(writer: Writer) -> None:
 def _fitting(
     table: KnownTable, counts: KnownTable | None, what: str, paths: Sequence[str], stack: contextlib.ExitStack
 ) -> list[FilePart]:
-    """Open the files of a table. Return what to read from each.
+    """Open the files of a table. Return the part to read from each file.
 
-    Raises ValueError if one is damaged, of another table, or not the continuation of the one before.
+    Raises ValueError if a file is damaged, does not fit the table, or does not continue the file before it.
     """
     opened = [_opened(table, what, path, stack) for path in paths]
     before: _Part | None = None
@@ -358,7 +371,7 @@ def _fitting(
         before = part
     parts: list[FilePart] = []
     later, rows = NO_IDS, 0
-    # From the last file to the first, to know which ids later files have.
+    # Go from the last file to the first, because a file's rows are skipped if later files have their ids.
     for records, file, part in reversed(opened):
         chosen = {"": msgspec.structs.replace(records[""], card=table.card)}
         if counts is not None and not parts:
@@ -380,7 +393,7 @@ def _opened(
 ) -> tuple[dict[str, TableRecord], TensorFile, _Part]:
     """Open one file of a table and check its header.
 
-    Return its tables by the prefix of their tensors, the file, and which part of the rows it has.
+    Return prefix of tensor names -> table, the open file, and the part of the rows that the file has.
     """
     file = stack.enter_context(TensorFile(path))
     if WORD not in file.metadata:
@@ -412,7 +425,7 @@ def _loaded(tables: RemoteTables, table: KnownTable, parts: Sequence[FilePart] |
     try:
         yield from restore(tables, parts)
     except ValueError as error:
-        # Some rows are gone by now, so this must end the generation. A ValueError would not.
+        # Some rows have been dropped, so the error must end the generation. A ValueError would not end it.
         if isinstance(error, CollectiveError):
             raise
         raise CollectiveError(f"table {table.name!r} is loaded in part: {error}") from error
@@ -423,19 +436,21 @@ def _loaded(tables: RemoteTables, table: KnownTable, parts: Sequence[FilePart] |
 
 
 class _Export(msgspec.Struct):
-    """Header of an export: rows changed by updates after `since` (0: all rows), up to `updates`."""
+    """Header of an export."""
 
     table: str
     dim: int
     dtype: str
+    # number of updates of the table when the file was written
     updates: int
+    # the file has the rows that updates after this one have changed; 0: all rows
     since: int
 
 
 def export(store: WorkerStore, tables: RemoteTables, table: KnownTable, path: object, given: Callable[[], int]) -> int:
-    """Write rows for programs that serve. Collective; see `Table.export`.
+    """Write rows for programs that use them to answer requests; see `Table.export`. Collective.
 
-    `given` returns the checked `since`, or raises.
+    `given` checks the caller's argument `since`, and returns it or raises an error.
     """
     what = f"export of table {table.name!r}"
     return _with_writer(

@@ -1,13 +1,19 @@
-"""Read rows in the memory of a server of this node while it goes on; the journal tells torn reads. Kernels only.
+"""Read a table's rows directly in the memory of a server on this node, while the server continues to work.
 
-A server opens a round in its journal, changes rows, and closes the round. A reader notes the last round, checks that
-none is open, reads, and looks again: if no other round was opened meanwhile, it has read that round. In a synchronous
-store no round can open while a worker reads, because the next round needs a push by that worker. The reader sees the
-server's stores in the order in which they were made (x86).
+The server's journal shows whether a read was undisturbed. The server opens a round in its journal, changes rows, and
+closes the round. A reader works as follows:
 
-Rows, slots and words stay mapped after the server has died. The journal's word HERE says that the rows are the table's.
-The server clears it before rows go elsewhere (a load, the next generation), and memory that was given back holds zeros,
-so HERE is 0 there too.
+1. Note the last round, and check that no round is open.
+2. Read the rows.
+3. Check that no other round was opened meanwhile. Then the rows are those of the noted round.
+
+In a synchronous store no round can open while a worker reads, because the next round needs a push by this worker. The
+reader sees the server's stores to memory in the order in which the server made them (x86). Reading needs a compiled
+loop.
+
+The memory stays mapped after the server has died. The journal's word HERE is 1 as long as this memory has the table's
+current rows. The server sets HERE to 0 before it puts the rows elsewhere (for a load or the next generation). Memory
+that the server has freed contains zeros, so HERE is also 0 there.
 """
 
 from __future__ import annotations
@@ -28,13 +34,14 @@ NO_SLOTS = np.zeros(1, np.uint32)
 
 
 class RowsInPlace:
-    """The rows of a table on one server, seen by a worker of the same node.
+    """The rows of a table on one server, as a worker on the same node reads them.
 
-    The constructor raises CollectiveError or OSError if the rows cannot be mapped: no address space is left, or the
-    server is in another container.
+    The constructor raises CollectiveError or OSError if the worker cannot map the rows, because no address space is
+    left, or because the server is in another container.
 
     Args:
-        at: Where the rows are.
+        at: The place of the rows in the server's memory.
+        card: The description of the table.
         workers: Number of workers of the store.
         server: Number of the server, and number of servers.
     """
@@ -50,26 +57,26 @@ class RowsInPlace:
         self._values = file.view(places["values"], (capacity * card.dim,), np.dtype(card.dtype))
         self._numbers = np.array([card.key, *server], np.uint64)
         self._spread = np.array([2 * card.bound / (1 << 53), card.bound])
-        # The contents of `_index` when the slots below were mapped.
+        # the contents of `_index` when `_slots` and `_growing` were mapped
         self._where: list[int] = []
         self._slots = NO_SLOTS
         self._growing = NO_SLOTS
 
     @property
     def valid(self) -> bool:
-        """True as long as these are the table's rows."""
+        """True as long as the table's rows are in this memory."""
         return bool(self._words[HERE])
 
     @property
     def refusals(self) -> int:
-        """The number of rounds refused."""
+        """The number of rounds that were refused."""
         return int(self._words[REFUSALS])
 
     def round_with(self, worker: int, pushes: int) -> int:
         """Return the last round, or -1 if it cannot be read now.
 
-        That is so if it lacks some of this worker's `pushes` pushes, if a round is being written, or if these are no
-        longer the table's rows.
+        It cannot be read if it does not contain the first `pushes` pushes of this worker, if the server is writing a
+        round, or if the table's rows are no longer in this memory.
         """
         words = self._words
         closed = words[CLOSED]
@@ -77,12 +84,13 @@ class RowsInPlace:
         return int(closed) if there else -1
 
     def read(self, round_: int, ids: Ids, out: Array) -> bool:
-        """Write the rows of those ids that belong to this server, as of a round, into their places in `out`, (k, dim).
+        """Write the rows of the ids that belong to this server into `out` (k, dim), at the indices of these ids.
 
-        Return False if the round is over or there is no kernel. The contents of `out` are then undefined.
+        Return False if a round after `round_` has begun, or if the compiled loop is missing. Then the contents of `out`
+        are undefined.
         """
         where = self._index.tolist()
-        # Only if the round is unchanged do the offsets and sizes belong together.
+        # The offsets and sizes in `where` are consistent only if no round has begun.
         if not self._unchanged(round_):
             return False
         if where != self._where:

@@ -1,11 +1,13 @@
-"""The index of a table's rows: where the row of each id lies. Open addressing, 4 bytes a slot, at most half full.
+"""The index of a table's rows: a hash table from ids to the positions of their rows.
 
-A slot is 0 if it is empty. Otherwise its low bits hold 1 + the position, and the bits above them hold the same bits of
-the id's hash. (The low bits of the hash choose the slot, so they need not be stored.) Rows of other ids are mostly
-passed by without a look at their ids.
+The hash table uses open addressing, 4 bytes for each slot, and is at most half full. A slot is 0 if it is empty.
+Otherwise its low bits hold 1 + the position of a row, and its high bits hold the high bits of the id's lower hash half.
+(The low bits of the hash choose the slot, so they need not be stored.) A lookup compares these high bits first, so it
+mostly skips rows of other ids without reading their ids.
 
-The index grows into one of twice the size, a piece with each insertion, so that no call takes long. Meanwhile ids are
-looked up in both. Slots lie in the server's sparse file, and `words` say where, for processes that read rows in place.
+A full index grows into a new one of twice the size. Each insertion moves a part of the slots, so that no call takes
+long. During the growth ids are looked up in both. Slots are in the server's sparse file. `words` hold their place, for
+processes that read rows in place (`in_place`).
 
 Without compiled loops, each step of a lookup probes one slot for all ids at once.
 """
@@ -23,12 +25,12 @@ Positions = NDArray[np.int64]
 Hashes = NDArray[np.uint64]
 Slots = NDArray[np.uint32]
 FIRST_SLOTS = 1 << 10
-# Slots that an insertion moves at least, while the index grows.
+# While the index grows, each insertion moves at least this many slots.
 MOVED_AT_ONCE = 1 << 15
 MOST_ROWS = (1 << 32) - 2
 WORDS = 4
-# Offset in the file and number of slots: of the index, and of the smaller one that is being moved into it (0: there is
-# none).
+# Indices in `words`. SLOTS_AT and SLOTS: offset in the file and number of slots of the index. GROWING_AT and GROWING:
+# offset and number of slots of the smaller index that is being moved into it (0 if the index is not growing).
 SLOTS_AT, SLOTS, GROWING_AT, GROWING = range(WORDS)
 LOW = np.uint64((1 << 32) - 1)
 
@@ -37,9 +39,9 @@ class Index:
     """The index of one table: finds the position of an id's row.
 
     Args:
-        ids: The id of each position. The owner writes it before it inserts the row.
-        file: Where slots are allocated.
-        words: Where the slots lie, for processes that read rows in place.
+        ids: The id at each position. The caller writes an id into this array before it inserts the row.
+        file: The file in which slots are allocated.
+        words: Receives the places of the slots, for processes that read rows in place.
     """
 
     def __init__(self, ids: Ids, file: SparseFile, words: Hashes) -> None:
@@ -48,16 +50,18 @@ class Index:
         self._words = words
         # number of rows
         self._count = 0
-        # first position after all of them
+        # the first position after those of all rows
         self._top = 0
         self._slots, at = file.zeros((FIRST_SLOTS,), np.uint32)
         # slots of the smaller index that is being moved
         self._growing = np.zeros(0, np.uint32)
-        # how many of them are moved already
+        # number of slots of `_growing` that have already been moved
         self._moved = 0
-        # slots for the next growth, their offset, and how many of them are written with zeros already
+        # the slots for the next growth
         self._next = np.zeros(0, np.uint32)
+        # the offset of `_next` in the file
         self._next_at = 0
+        # number of slots of `_next` that have already been zeroed
         self._written = 0
         words[:] = at, FIRST_SLOTS, 0, 0
 
@@ -66,7 +70,7 @@ class Index:
         return self._slots.nbytes + self._growing.nbytes + 4 * self._written
 
     def find(self, ids: Ids) -> Positions:
-        """Return the position of each id's row, or -1 if it has none."""
+        """Return the position of each id's row, or -1 for an id without a row."""
         found = self._found(self._slots, ids)
         if len(self._growing):
             left = np.flatnonzero(found < 0)
@@ -81,24 +85,24 @@ class Index:
         _insert(self._slots, ids, positions)
 
     def remove(self, ids: Ids, positions: Positions) -> None:
-        """Remove rows that are in the index. No id may repeat. Their ids must still stand at their positions."""
+        """Remove rows that are in the index. No id may repeat. `self._ids` must still have the ids of these rows."""
         self._count -= len(ids)
         hashes = hashes_of(ids)
         if len(self._growing):
-            # An empty slot would cut off the rows behind it, whose lookups pass it. So these are taken out too, and
-            # those that are not moved yet go into the new index at once.
+            # An emptied slot would end lookups of rows in the slots after it too early. So `_cut` empties these slots
+            # as well. Rows in them that have not been moved yet go into the new index now.
             where, left = _cut(self._growing, _slots_of(self._growing, hashes, positions))
             self._put_back(_positions_in(self._growing, left[where >= self._moved]))
         left = _cut(self._slots, _slots_of(self._slots, hashes, positions))[1]
         self._put_back(_positions_in(self._slots, left))
 
     def _put_back(self, positions: Positions) -> None:
-        """Insert rows that are counted already."""
+        """Insert rows that `_count` already includes."""
         _insert(self._slots, self._ids[positions], positions)
 
     def _grow(self, added: int) -> None:
-        """Make room for `added` more rows, and continue a move that is under way."""
-        # at most half full, and every position must fit into a slot
+        """Make room for `added` more rows, and continue to move the slots of a growing index."""
+        # The index may be at most half full, and every position must fit into the low bits of a slot.
         needed = max(2 * self._count, self._top + 1)
         if needed > len(self._slots):
             self._move(len(self._growing))
@@ -106,13 +110,13 @@ class Index:
             while size < needed:
                 size *= 2
             self._begin_move(size)
-        # Moving twice the rows that are added would be enough to finish before the next growth.
+        # Moving two slots for each added row would be enough to finish before the next growth. Move more to be safe.
         self._move(self._moved + max(MOVED_AT_ONCE, 8 * added))
         if 16 * self._count > 7 * len(self._slots):
             self._write_zeros(2 * len(self._slots), max(MOVED_AT_ONCE, 64 * added))
 
     def _begin_move(self, size: int) -> None:
-        """Make `size` empty slots the index, into which the present slots are then moved."""
+        """Begin to grow: make `size` empty slots the index. Later calls of `_move` move the old slots into it."""
         self._write_zeros(size, size)
         self._growing, self._slots, self._moved = self._slots, self._next, 0
         self._words[:] = self._next_at, size, self._words[SLOTS_AT], len(self._growing)
@@ -121,8 +125,8 @@ class Index:
     def _write_zeros(self, size: int, count: int) -> None:
         """Write zeros into `count` more of the slots for the next growth.
 
-        Rows will be inserted all over them, and the kernel is slow to give memory page by page. So this is done before
-        the growth, a piece with each insertion.
+        Writing zeros makes the kernel provide memory for the slots. Rows will be inserted at random slots, and the
+        kernel is slow to provide memory page by page. So each insertion before a growth prepares some of the slots.
         """
         if len(self._next) != size:
             (self._next, self._next_at), self._written = self._file.zeros((size,), np.uint32), 0
@@ -131,7 +135,7 @@ class Index:
         self._written = stop
 
     def _move(self, until: int) -> None:
-        """Move the slots before `until` of the smaller index."""
+        """Move the slots of the smaller index before slot `until` into the index."""
         if not len(self._growing):
             return
         marks = self._growing[self._moved : until]
@@ -142,7 +146,7 @@ class Index:
             self._words[GROWING_AT:] = 0
 
     def _found(self, slots: Slots, ids: Ids) -> Positions:
-        """Return the position of each id according to `slots`, or -1."""
+        """Look up ids in `slots`. Return the position of each id, or -1 for an id that is not in them."""
         found = np.empty(len(ids), np.int64)
         if kernels.find(ids, slots, self._ids, found):
             return found
@@ -162,26 +166,26 @@ class Index:
 
 
 def _bits(slots: Slots) -> tuple[np.uint64, np.uint64]:
-    """Return two masks for a hash: its bits that choose a slot, and its bits that are stored in the slot."""
+    """Return two masks for a hash: of the bits that choose a slot, and of the bits that are stored in the slot."""
     mask = np.uint64(len(slots) - 1)
     return mask, LOW & ~mask
 
 
 def _marks(slots: Slots, hashes: Hashes, positions: Positions) -> Slots:
-    """Return the contents of the slots of these rows."""
+    """Return the slot contents that stand for these rows."""
     return ((hashes & _bits(slots)[1]) | (positions + 1).astype(np.uint64)).astype(np.uint32)
 
 
 def _positions_in(slots: Slots, marks: Slots) -> Positions:
-    """Return the positions that slot contents name. None of them may be empty."""
+    """Return the positions in slot contents. No slot may be empty."""
     return (marks & np.uint32(len(slots) - 1)).astype(np.int64) - 1
 
 
 def _insert(slots: Slots, ids: Ids, positions: Positions) -> None:
     """Insert rows into slots.
 
-    Without a compiled loop all rows try their slots at once. If several try the same slot, the last one gets it, and
-    the others go on to the next slot.
+    Without a compiled loop all rows try their slots at once. If several rows try one slot, the last row gets it, and
+    the other rows try the next slot.
     """
     if kernels.insert(ids, slots, positions):
         return
@@ -195,7 +199,7 @@ def _insert(slots: Slots, ids: Ids, positions: Positions) -> None:
 
 
 def _slots_of(slots: Slots, hashes: Hashes, positions: Positions) -> Positions:
-    """Return the slots in which these rows are. Rows that are not there are left out."""
+    """Return the slots of these rows. Rows that are not in `slots` are ignored."""
     mask, marks = len(slots) - 1, _marks(slots, hashes, positions)
     at, found = (hashes & np.uint64(mask)).astype(np.int64), []
     while len(at):
@@ -207,8 +211,11 @@ def _slots_of(slots: Slots, hashes: Hashes, positions: Positions) -> Positions:
 
 
 def _cut(slots: Slots, at: Positions) -> tuple[Positions, Slots]:
-    """Empty these slots and all slots after them up to an empty one. Return the latter and their contents."""
-    # Emptied first, so that the run after each of them ends at the next one.
+    """Empty the slots `at`, and after each of them all slots up to the next empty one.
+
+    Return the slots of the second kind, and their old contents.
+    """
+    # Empty the slots `at` first, so that the run of slots after one of them ends at the next one.
     slots[at] = 0
     mask, runs = len(slots) - 1, [at[:0]]
     while len(at):

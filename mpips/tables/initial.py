@@ -1,10 +1,10 @@
-"""First values of rows, bit by bit, from ids alone: a counter-based generator (SplitMix64).
+"""Compute the first values of rows from their ids alone, by a counter-based random generator (SplitMix64).
 
     value(seed, table, id, column) = a + (b - a) * mix(mix(id ^ key) + (column + 1) * golden ratio) / 2^64
 
-Here [a, b] is [-bound, bound], and the key is a hash of seed and table name. So a row has the same first values
-whenever, in whatever order and on whichever server it is first needed. The arithmetic is exact up to one conversion to
-float64: integers modulo 2^64.
+Here [a, b] is [-bound, bound], and the key is a hash of seed and table name. So the first values of a row are equal,
+bit by bit, at any time and on any server. The arithmetic uses integers modulo 2^64 and is exact, up to one conversion
+to float64.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from mpips.store.keys.row_sums import GOLDEN, Ids, mixed
 
-# values computed at a time; at 8 bytes each they stay in the cache
+# The number of values that are computed at a time. With 8 bytes for each value they fit into the cache.
 MADE_AT_ONCE = 1 << 14
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """First values spread evenly over [-bound, bound]. Made by `mpips.uniform`."""
+    """A rule for first values: they are spread evenly over [-bound, bound]. Made by `mpips.uniform`."""
 
     bound: float
 
@@ -49,12 +49,12 @@ def uniform(bound: float) -> Uniform:
 
 
 def key_of(seed: int, table: str) -> int:
-    """Return 64 bits by which the first values of this table differ from those of others."""
+    """Return a 64-bit key. Tables with different keys have different first values."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {table}".encode(), digest_size=8).digest(), "little")
 
 
 def first_rows(key: int, bound: float, ids: Ids, dim: int, dtype: np.dtype) -> Iterator[tuple[slice, NDArray[Any]]]:
-    """Yield first values of rows piece by piece: a slice of the ids, and their values (k, dim)."""
+    """Yield the first values of rows piece by piece, as (slice of `ids`, values (k, dim))."""
     columns = np.arange(1, dim + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     step = max(1, MADE_AT_ONCE // dim)
     for start in range(0, len(ids), step):

@@ -1,9 +1,12 @@
-"""The undo copy of a table's rows: one whole round can be restored whenever their server is killed.
+"""The undo copies of a table's rows: whenever a server is killed, one whole round of its rows can be restored.
 
-The idea and the order of writing are those of `store.recovery.undo`. What differs: a round changes rows at any
-positions, and may make and drop rows. So the copies have their positions, the mark counts them, and the number of
-positions given out before the round is kept: rows behind it are new, and vanish when the round is undone. The copies
-lie in the server's sparse file, and are as large as the table, but take memory only where they are written.
+A server copies rows before a round changes them. The order of writing is that of `store.recovery.undo`. Unlike there, a
+round of a table changes rows at any positions, and may make and drop rows. So the journal stores the position of each
+copied row, and the number of copied rows (the *mark*). It also stores the number of positions that were in use before
+the round. Rows at later positions are new, and undoing the round removes them.
+
+The copies are in the server's sparse file. They have as many addresses as the table, but take memory only where they
+are written.
 """
 
 from __future__ import annotations
@@ -23,37 +26,41 @@ Positions = NDArray[np.int64]
 Arrays = dict[str, tuple[np.dtype, tuple[int, ...]]]
 WORDS = 16
 # Words of the journal, besides those of `UndoWords`:
-# ROWS: number of positions given out.
-# ROWS_BEFORE: ROWS at the round before.
-# TORN: rows are being put by a load or a recovery; no round is whole.
-# HERE: for processes that read in place: the table's rows are still the ones of this journal.
-# REFUSALS: for the same: number of rounds refused.
+# ROWS: number of positions in use, from 0.
+# ROWS_BEFORE: the value of ROWS before the round.
+# TORN: 1 while a load or a recovery puts rows into the table, so that no round is whole.
+# HERE: 1 as long as the arrays of this journal have the table's current rows. Processes that read in place look at it.
+# REFUSALS: number of refused rounds. Processes that read rows in place look at it.
 ROWS, ROWS_BEFORE, TORN, HERE, REFUSALS = range(4, 9)
-# counts at the last round and at the one before, in the order of `RowsRound`
+# counts at the last round and at the round before it, in the order of `RowsRound`
 COUNTS, COUNTS_BEFORE = slice(9, 12), slice(12, 15)
-# prefix of the names of copies
+# prefix of the names of the undo copies
 KEPT = "kept "
-# size of the pieces in which rows are read
+# size of the pieces in which rows are read, in bytes
 PIECE_BYTES = 4 << 20
 
 
 class RowsRound(NamedTuple):
-    """A round that can be restored, with the table's counts at that time: updates, dropped rows, refused gradients."""
+    """A round that can be restored, with the table's counts at the end of this round."""
 
     round: int
+    # number of updates
     updates: int
+    # number of rows dropped
     dropped: int
+    # number of gradients dropped because their id got no row
     refused: int
 
 
 class Journal(UndoWords[RowsRound]):
-    """The copies of what a round overwrites in the rows of one table, and the words that say which of them count.
+    """Copies of the rows that a round changes in one table, and words that say which copies are valid.
 
     Args:
         arrays: The table's arrays by name.
-        words: See ROWS and the others above.
-        done: Number of pushes of each worker that are applied, (2, workers): even rounds in row 0, odd rounds in row 1.
-        kept: A copy of each array, and "at", the positions they are from. Empty if the round before need not be kept.
+        words: The words of the journal, at the indices ROWS, TORN and so on.
+        done: Number of applied pushes of each worker, (2, workers). Row 0 is for even rounds, row 1 for odd rounds.
+        kept: For each array an array for copied rows, and "at" for their positions. Empty if the store does not survive
+            deaths, so that no copies are kept.
     """
 
     def __init__(self, arrays: Mapping[str, Array], words: Array, done: Array, kept: Mapping[str, Array]) -> None:
@@ -61,14 +68,14 @@ class Journal(UndoWords[RowsRound]):
         self._done = done
         self._kept = kept
         self.words: Any = memoryview(words)  # type: ignore[arg-type]
-        # rows that make about PIECE_BYTES
+        # number of rows that have about PIECE_BYTES
         self.rows_at_once = max(1, PIECE_BYTES // sum(array[:1].nbytes for array in arrays.values()))
 
     @classmethod
     def attached(
         cls, file: SparseFile, places: Mapping[str, int], arrays: Arrays, capacity: int, workers: int
     ) -> Journal:
-        """Open the journal of another process's table by the offsets in its file."""
+        """Open the journal of a table of another process. `places` has the offsets of the arrays in its file."""
         kinds = {name: file.view(places[name], (capacity, *shape), dtype) for name, (dtype, shape) in arrays.items()}
         kept = {
             name: file.view(places[KEPT + name], (capacity, *shape), dtype)
@@ -80,16 +87,16 @@ class Journal(UndoWords[RowsRound]):
     # ---- writing a round
 
     def open(self) -> None:
-        """Begin a round. Rows may be changed from here on."""
+        """Begin a round. The caller may change rows from now on."""
         words = self.words
         words[WHOLE] = 0
         words[MARK] = 0
         words[ROWS_BEFORE], words[COUNTS_BEFORE] = words[ROWS], words[COUNTS]
-        # Last, so that whoever sees an open round finds the mark at 0 and the counts of the round before.
+        # Set OPENED last, so that a process that sees the open round also sees a mark of 0 and the old counts.
         words[OPENED] = words[CLOSED] + 1
 
     def keep_old(self, at: Positions) -> None:
-        """Copy what lies at these positions. Each of them is about to change for the first time in this round."""
+        """Copy the rows at these positions. Call this before each row changes for the first time in the round."""
         if not self._kept:
             return
         at = at[at < self.words[ROWS_BEFORE]]
@@ -98,13 +105,13 @@ class Journal(UndoWords[RowsRound]):
         for name, array in self._arrays.items():
             np.take(array, at, axis=0, out=self._kept[name][mark:stop], mode="clip")
         self._kept["at"][mark:stop] = at
-        # Only now: a copy counts once it is complete, and rows change after that.
+        # Set the mark only now, because it makes the copies valid. After this call the caller may change the rows.
         self.words[MARK] = stop
 
     def write(self, at: Positions, arrays: Mapping[str, Array], rows: int) -> None:
-        """Write rows, each position for the first time in this round.
+        """Copy the old rows at these positions, then write new rows. A position may be written once in a round.
 
-        `rows` is the number of positions given out by now.
+        `rows` is the number of positions in use after the write.
         """
         self.keep_old(at)
         for name, values in arrays.items():
@@ -112,16 +119,21 @@ class Journal(UndoWords[RowsRound]):
         self.words[ROWS] = rows
 
     def close(self, counts: Sequence[int], done: Sequence[int]) -> None:
-        """Complete the round, with the counts of a `RowsRound`. `done`: the pushes of each worker that are applied."""
+        """Complete the round.
+
+        Args:
+            counts: The counts of a `RowsRound`.
+            done: The number of applied pushes of each worker.
+        """
         words = self.words
         self._done[words[OPENED] % 2] = done
         words[COUNTS] = _words(counts)
         words[WHOLE] = bool(self._kept)
-        # Last: with this store the round is complete.
+        # Set CLOSED last, because this completes the round.
         words[CLOSED] = words[OPENED]
 
     def begin(self, rows: int, at: RowsRound, done: Sequence[int], torn: bool = False) -> None:
-        """Begin a generation at a round, with `rows` positions given out."""
+        """Begin a generation at a round, with `rows` positions in use."""
         words, (round_, *counts) = self.words, at
         words[TORN] = torn
         self._done[round_ % 2] = done
@@ -129,7 +141,7 @@ class Journal(UndoWords[RowsRound]):
         words[OPENED] = words[CLOSED] = round_
 
     def undo(self) -> bool:
-        """Undo a round that is not complete. Return True if there was one."""
+        """Undo the open round. Return False if no round is open, or if no copies are kept."""
         words = self.words
         if not self.is_open or not self._kept:
             return False
@@ -137,11 +149,11 @@ class Journal(UndoWords[RowsRound]):
         at = self._kept["at"][:mark]
         for name, array in self._arrays.items():
             array[at] = self._kept[name][:mark]
-            # as if no row had ever been there
+            # Zero the new rows, as if they had never been made.
             array[before : int(words[ROWS])] = 0
         words[ROWS], words[COUNTS] = before, words[COUNTS_BEFORE]
         words[WHOLE] = 0
-        # Last: if this process is killed before, all of the above can be done again.
+        # Set OPENED last. If this process is killed earlier, another one can repeat all the steps above.
         words[OPENED] = words[CLOSED]
         return True
 
@@ -161,13 +173,13 @@ class Journal(UndoWords[RowsRound]):
 
     @property
     def workers(self) -> int:
-        """The number of workers whose pushes are counted."""
+        """The number of workers whose pushes the journal counts."""
         return int(self._done.shape[1])
 
     def changed(self) -> Positions:
-        """Return the positions that the last round has changed, also those of dropped rows.
+        """Return the positions that the last round has changed, including positions of dropped rows.
 
-        Only for a journal that keeps copies.
+        Call this only if the journal keeps copies.
         """
         words = self.words
         fresh = np.arange(int(words[ROWS_BEFORE]), int(words[ROWS]))
@@ -178,9 +190,9 @@ class Journal(UndoWords[RowsRound]):
         return {name: array[at] for name, array in self._arrays.items()}
 
     def pieces(self, round_: int) -> Iterable[dict[str, Array]]:
-        """Yield the rows of a round piece by piece, all arrays by name.
+        """Yield the rows of a round piece by piece. Each piece has all arrays by name.
 
-        A round that is newer than the last complete one gives the last complete one.
+        If `round_` is newer than the last complete round, yield the rows of the last complete round.
         """
         words, at = self.words, np.zeros(0, np.int64)
         rows = int(words[ROWS])
@@ -201,5 +213,5 @@ def _words(counts: Sequence[int]) -> memoryview:
 
 
 def kept_arrays(arrays: Arrays) -> Arrays:
-    """Return the arrays that a journal keeps beside those of a table. Each entry is for one changed position."""
+    """Return the arrays of undo copies for a table with these arrays. Each entry is for one changed position."""
     return {"at": (np.dtype(np.int64), ()), **arrays}

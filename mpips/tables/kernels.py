@@ -1,8 +1,9 @@
-"""Compiled loops of tables: find, make, read and update rows. NumPy gives the same bits without them.
+"""Compiled loops of tables: find, make, read and update rows. Without them NumPy code computes the same bits.
 
-Arrays of rows are passed flat: row p of `values` is values[p * dim : (p + 1) * dim].
+A *slot* is an entry of the hash table that finds the position of an id's row (see `index`). Arrays of rows are passed
+1-D: row p of `values` is values[p * dim : (p + 1) * dim].
 
-Loops over rows in random places prefetch the memory of a row AHEAD iterations before they use it.
+Rows are at random places in memory. So a loop prefetches the memory of a row AHEAD iterations before it uses the row.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ if TYPE_CHECKING:
 Array = np.ndarray
 FLOATS = ("float32", "float64")
 IDS = ("int64",)
-# NumPy sums rows longer than this pairwise, in parts; `row_adagrad` does not reproduce that.
+# NumPy sums rows longer than this number pairwise, in parts. `row_adagrad` cannot reproduce this order.
 PAIRWISE = 128
-# A worker that makes a table waits at most this long until loops are loaded.
+# A worker that makes a table waits at most this long for the compiled loops.
 LOADED_SECONDS = 3.0
 
 
 def load(dtype: np.dtype, loops: Sequence[Compiled], seconds: float = 0.0) -> None:
-    """Load loops in the background, and wait at most `seconds` for them.
+    """Load compiled loops in the background, and wait at most `seconds` for them.
 
-    While Numba is being loaded a push can take up to 0.1 s longer, because both need the interpreter.
+    While Numba is being loaded, a push can take up to 0.1 s longer, because both need Python's interpreter lock.
     """
     for loop in loops:
         if loop.prepare(dtype) is None:
@@ -41,14 +42,14 @@ def load(dtype: np.dtype, loops: Sequence[Compiled], seconds: float = 0.0) -> No
 
 @compiled("const int64[], const uint32[], const int64[], int64[]", IDS, CONSTANTS)
 def find(ids: Array, slots: Array, held: Array, found: Array) -> int:
-    """Write the position of each id to `found`, or -1. `held` is the id at each position.
+    """Write the position of each id's row to `found`, or -1 for an id without a row. `held` is the id at each position.
 
-    Return 1 + the number of ids that are not in the index (0 means that there is no compiled loop).
+    Return 1 + the number of ids without a row. (0 would mean that the compiled loop is missing.)
     """
     mask, missing = np.uint64(slots.size - 1), 0
     above = np.uint64(0xFFFFFFFF) & ~mask
-    # Three passes over 64 ids: prefetch slots, prefetch the ids at the positions found, compare. In this way many cache
-    # misses overlap.
+    # Make three passes over each group of 64 ids, so that many cache misses overlap: prefetch slots, prefetch the ids
+    # at the positions in the slots, compare ids.
     for start in range(0, ids.size, 64):
         stop = min(start + 64, ids.size)
         for i in range(start, stop):
@@ -77,7 +78,7 @@ def find(ids: Array, slots: Array, held: Array, found: Array) -> int:
 
 @compiled("const int64[], uint32[], const int64[]", IDS, CONSTANTS)
 def insert(ids: Array, slots: Array, positions: Array) -> int:
-    """Add positions of ids that are not in the index."""
+    """Write the positions of ids into the slots. The ids must not be in the slots yet."""
     mask = np.uint64(slots.size - 1)
     above = np.uint64(0xFFFFFFFF) & ~mask
     for i in range(ids.size):
@@ -91,9 +92,11 @@ def insert(ids: Array, slots: Array, positions: Array) -> int:
 
 @compiled("stored[], const int64[], const int64[], const uint64[], const float64[], int64", FLOATS, CONSTANTS)
 def first_values(values: Array, ids: Array, rows: Array, key: Array, spread: Array, dim: int) -> int:
-    """Write the first values of these ids into their rows. `spread` is the step between values, and the bound.
+    """Write the first values of ids into the rows `rows`.
 
-    `key` is an array with one number.
+    Args:
+        key: The table's key for first values, as an array with one number.
+        spread: The step between two possible values, and the bound.
     """
     for i in range(ids.size):
         stream = mixed64(np.uint64(ids[i]) ^ key[0])
@@ -121,15 +124,17 @@ def read_rows(
     spread: Array,
     dim: int,
 ) -> int:
-    """Write the rows of those ids that belong to one server, or their first values, into their places in `out`.
+    """Write the rows of the ids that belong to one server into `out`, at the indices of these ids.
+
+    An id without a row gets its first values. The loop prefetches memory in two stages ahead of the copy: first the
+    slot, then the id and the values.
 
     Args:
-        slots, growing: Those of the index, and of the smaller one that is being moved.
+        slots: The slots of the index.
+        growing: The slots of the smaller index that is being moved into the index.
         held: The id at each position.
-        numbers: The key of first values, the server, and the number of servers.
-        spread: The step between first values, and the bound.
-
-    Memory is prefetched in two stages ahead of the copy: first the slot, then the id and the values.
+        numbers: The table's key for first values, the number of the server, and the number of servers.
+        spread: The step between two possible first values, and the bound.
     """
     mask, below, server, servers = np.uint64(slots.size - 1), np.uint64(growing.size - 1), numbers[1], numbers[2]
     above, at_of = np.uint64(0xFFFFFFFF) & ~mask, np.empty(32, np.int64)
@@ -184,7 +189,7 @@ def read_rows(
 
 @compiled("stored[], const stored[], const int64[], const stored[], int64", FLOATS, CONSTANTS)
 def sgd(values: Array, gradients: Array, rows: Array, numbers: Array, dim: int) -> int:
-    """Update rows as `RowSGD`. `numbers`: the learning rate."""
+    """Update rows like `RowSGD`. `numbers`: the learning rate."""
     rate = numbers[0]
     for i in range(rows.size):
         ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
@@ -198,7 +203,7 @@ def sgd(values: Array, gradients: Array, rows: Array, numbers: Array, dim: int) 
 
 @compiled("stored[], stored[], const stored[], const int64[], const stored[], int64", FLOATS, CONSTANTS)
 def adagrad(values: Array, sums: Array, gradients: Array, rows: Array, numbers: Array, dim: int) -> int:
-    """Update rows as `Adagrad`. `numbers`: learning rate and epsilon."""
+    """Update rows like `Adagrad`. `numbers`: learning rate and epsilon."""
     rate, epsilon = numbers[0], numbers[1]
     for i in range(rows.size):
         ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
@@ -217,10 +222,10 @@ def adagrad(values: Array, sums: Array, gradients: Array, rows: Array, numbers: 
 
 @compiled("stored[], stored[], const stored[], const int64[], const stored[], int64", FLOATS, CONSTANTS)
 def row_adagrad(values: Array, sums: Array, gradients: Array, rows: Array, numbers: Array, dim: int) -> int:
-    """Update rows of at most 128 values as `RowAdagrad`. `numbers`: learning rate and epsilon.
+    """Update rows of at most 128 values like `RowAdagrad`. `numbers`: learning rate and epsilon.
 
-    Squares are summed in the order of NumPy, for the same bits: eight running sums over the columns, then these in
-    pairs, then the remaining columns one by one.
+    Squares are summed in NumPy's order, to get the same bits. First eight running sums go over the columns, then these
+    sums are added in pairs, then the remaining columns are added one by one.
     """
     rate, epsilon = numbers[0], numbers[1]
     squares, eight = np.empty(dim, values.dtype), np.empty(8, values.dtype)
@@ -270,7 +275,7 @@ def adam(
     numbers: Array,
     dim: int,
 ) -> int:
-    """Update rows as `RowAdam`. `numbers`: beta1, 1 - beta1, beta2, 1 - beta2, learning rate and epsilon."""
+    """Update rows like `RowAdam`. `numbers`: beta1, 1 - beta1, beta2, 1 - beta2, learning rate and epsilon."""
     beta1, share1, beta2, share2 = numbers[0], numbers[1], numbers[2], numbers[3]
     rate, epsilon = numbers[4], numbers[5]
     for i in range(rows.size):

@@ -1,4 +1,8 @@
-"""Tables as a kind of service of a store (`store.server.service`): for workers, servers, mirrors and recoveries."""
+"""Register tables as a kind of service of a store (`store.server.service`).
+
+A *service* is anything that servers keep besides keys. The functions of this module find tables in a server's old
+memory after a death.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,11 @@ from mpips.tables.worker import WorkerTables
 
 
 def _describe(old: OldMemory) -> bytes:
-    """Describe this server's own rows, those of dead servers, and the copies that it keeps, encoded."""
+    """Encode descriptions of all rows that this rank can read after a death.
+
+    They are the rows of this server itself, the rows of dead servers on this node, and the copies that this server
+    keeps as a mirror.
+    """
     copies = [] if old.service is None else old.service.describe()
     for rank in old.described:
         for name, journal in _journals(old, rank).items():
@@ -38,14 +46,14 @@ def _decode_records(data: bytes) -> list[TableRecord]:
 
 
 def _journals(old: OldMemory, rank: int) -> dict[str, Journal]:
-    """Open the journals of the tables of a server whose memory is mapped."""
+    """Return table -> journal, for all tables of a server whose memory this rank has mapped."""
     file, data = old.read(rank)
     entries = msgspec.msgpack.decode(data or NOTHING, type=list[TableEntry])
     return {entry.card.table: attached(file, entry) for entry in entries}
 
 
 def _journal(old: OldMemory, source: RowSource, table: str) -> Journal:
-    """Return the journal of a server's rows of a table. The caller must not change it."""
+    """Return the journal of a table's rows in the memory of `source`. The caller must not change the journal."""
     journal: Journal
     if source.memory < 0:
         journal = old.copies.journal(table, source.owner - old.before.num_workers, old.before.num_servers)

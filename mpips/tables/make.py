@@ -1,4 +1,8 @@
-"""Make a table: check its options, compare them between workers, and have the servers make it."""
+"""Make a table: check its options, compare them between workers, and let the servers make the table.
+
+A *card* is the description of a table that is sent to the servers. With `admit=mpips.seen(...)` a second, hidden table
+counts the updates of ids that have no row yet.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +33,13 @@ MOST_COUNT = 1 << 31
 def make(store: WorkerStore, route: Route, name: Any, options: TableOptions, numbers: dict[str, Any]) -> Table:
     """Make a table; see `KVStore.table`. Collective over the workers.
 
-    A table that was restored (from a checkpoint or by a recovery) exists already. Then the call is local, and returns
-    it.
+    If the table was restored from a checkpoint or by a recovery, the call is local and returns the restored table.
 
     Args:
         numbers: Hyperparameters of the optimizer.
     """
     service = next((service for service in store.backend.services if isinstance(service, WorkerTables)), None)
-    # Restored tables: compare what the program asks for with what is there.
+    # The table was restored. Compare the options that the program asks for with those of the restored table.
     if service is not None and name in store.restored.names and name in service.collections:
         with CALLER_ERRORS:
             asked = card_of(name, _checked(store, name, options, numbers))
@@ -63,7 +66,7 @@ def make(store: WorkerStore, route: Route, name: Any, options: TableOptions, num
     store.agree(f"table {name!r}", items, refusal, noun="argument")
     assert checked is not None and service is not None
     card = card_of(*checked)
-    # Servers look the table of counts up by name when they make the table, so it comes first.
+    # Make the table of counts first, because servers look it up by name when they make the table.
     cards = [card_of_counts(card, checked[1].admit), card] if card.seen else [card]
     for each in cards:
         store.run(f"table {each.table!r}", service.client.make(each))
@@ -78,9 +81,9 @@ def _check_name(store: WorkerStore, name: object) -> str:
 
 
 def _checked(store: WorkerStore, name: str, options: TableOptions, numbers: dict[str, Any]) -> TableOptions:
-    """Check the options of a table. Return them in their plain form, so that 8 and numpy.int64(8) compare equal.
+    """Check the options of a table. Return them in a plain form, so that 8 and numpy.int64(8) compare equal.
 
-    The optimizer is then a record that holds its `numbers`.
+    In the result `optimizer` is an object with the hyperparameters `numbers`.
     """
     dim, dtype, init, optimizer, seed, admit, evict, limit = options
     servers, collections = store.layout.num_servers, store.collections
@@ -120,7 +123,7 @@ def _checked(store: WorkerStore, name: str, options: TableOptions, numbers: dict
 
 
 def card_of(name: str, options: TableOptions) -> MakeTable:
-    """Return the message by which servers make a table, from its checked options."""
+    """Return the message that makes a table on a server, from the checked options."""
     optimizer, numbers = row_optimizers.encode(options.optimizer)
     admit = options.admit
     return MakeTable(
@@ -139,10 +142,10 @@ def card_of(name: str, options: TableOptions) -> MakeTable:
 
 
 def card_of_counts(card: MakeTable, admit: Seen) -> MakeTable:
-    """Return the card of the table that counts updates of ids without a row.
+    """Return the card of the hidden table that counts updates of ids without a row.
 
-    It has one value a row, the count. Each update that names an id pushes -1 with learning rate 1, so the value grows
-    by 1.
+    Each row of this table has one value, the count. For each update that names an id the server pushes -1 with learning
+    rate 1, so that the value grows by 1.
     """
     optimizer = row_optimizers.encode(row_optimizers.create("sgd", {"learning_rate": 1.0}))
     name = card.table_of_counts
@@ -150,10 +153,10 @@ def card_of_counts(card: MakeTable, admit: Seen) -> MakeTable:
 
 
 def _difference(restored: MakeTable, asked: MakeTable, source: Restored) -> str:
-    """Compare a restored table with what the program asks for.
+    """Compare a restored table with the table that the program asks for.
 
-    Return a sentence if options differ that the restored table overrides, else "". Raise ValueError if it is a
-    different table: in dim, dtype, optimizer, seed or first values.
+    Raise ValueError if dim, dtype, optimizer, seed or first values differ. If other options differ, the restored ones
+    are kept, and the function returns a sentence that says so. Otherwise return "".
     """
     arguments_of = {"dim": "dim", "dtype": "dtype", "optimizer": "optimizer", "key": "seed", "bound": "init"}
     for field, argument in arguments_of.items():
@@ -167,7 +170,7 @@ def _difference(restored: MakeTable, asked: MakeTable, source: Restored) -> str:
 
 
 def _check_count(name: str, argument: str, given: object, least: int) -> int | None:
-    """Check an optional whole number."""
+    """Check an option that is None or a whole number of at least `least`."""
     if given is None:
         return None
     number = whole(name, argument, given)

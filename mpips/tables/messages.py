@@ -1,4 +1,9 @@
-"""The messages between workers and servers that concern tables: rows, rounds with room for them, and files."""
+"""The messages between workers and servers about tables: rows, memory for new rows, and reads for files.
+
+Servers may *refuse* a round of a table if they lack memory for new rows. Requests that concern a round have a field
+`refusals`: the number of refused rounds of the table that the worker knows of. If servers have refused more rounds, the
+answer is RoundRefused, so that the worker learns of them.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,17 @@ from numpy.typing import NDArray
 
 from mpips.store.transport.frames import Bytes, RequestDone
 
-# suffix of the name of a hidden table that counts updates
+# suffix of the name of the hidden table that counts updates of ids without a row
 COUNTS = "/seen"
 # dtypes of values
 DTYPES = ("float32", "float64")
 
 
 class TableOptions(NamedTuple):
-    """The arguments of `KVStore.table` besides the name: as a program gives them, or checked and in plain form."""
+    """The arguments of `KVStore.table` except the name.
+
+    The values are either those that the program passes, or the plain values to which `make` converts them.
+    """
 
     dim: Any
     dtype: Any
@@ -30,34 +38,36 @@ class TableOptions(NamedTuple):
 
 
 class MakeTable(msgspec.Struct, tag=True):
-    """Make a table: rows of `dim` values of a dtype, the rule of their first values, and their optimizer.
-
-    `key` and `bound` give the first values. A row is dropped when `evict` updates have not named it (0: never). If all
-    servers together have more than `limit` rows, those not named for longest are dropped (0: no limit). An id gets a
-    row with the `seen`-th update that names it, or with probability `chance`. With `seen` above 0, the table that
-    counts ids must have been made before.
-    """
+    """Make a table."""
 
     table: str
+    # number of values in a row
     dim: int
     dtype: str
+    # the key and the bound of the rows' first values (see `initial`)
     key: int
     bound: float
+    # name and encoded hyperparameters of the optimizer
     optimizer: str
     numbers: bytes
+    # Drop a row when the last `evict` updates have not named it. 0: never.
     evict: int = 0
+    # If all servers together have more rows than this, drop the rows that no update has named for the longest time.
+    # 0: no limit.
     limit: int = 0
+    # If above 0, an id gets a row with the `seen`-th update that names it. The table of counts must already exist.
     seen: int = 0
+    # the probability with which an update that names an id gives the id a row
     chance: float = 1.0
 
     @property
     def table_of_counts(self) -> str:
-        """The hidden table that counts the updates that name an id without a row; "" if there is none."""
+        """The name of the hidden table that counts updates of ids without a row, or "" if the table needs none."""
         return self.table + COUNTS if self.seen else ""
 
 
 class UpdateTable(msgspec.Struct, tag=True):
-    """Change hyperparameters of a table's optimizer from the next update on. The optimizer's state is kept."""
+    """Change hyperparameters of a table's optimizer from the next update on. The optimizer keeps its state."""
 
     table: str
     numbers: bytes
@@ -66,9 +76,8 @@ class UpdateTable(msgspec.Struct, tag=True):
 class PushRows(msgspec.Struct, tag=True):
     """A worker's contribution to the next round of a table: gradients of `count` different ids, then the ids.
 
-    Answered with RoomGranted once the worker's previous push has been applied, so that the worker may overwrite the
-    arrays of that push. `refusals` is the number of refused rounds that the worker knows of. If there were more, the
-    answer is RoundRefused.
+    Answered with RoomGranted once the worker's previous push has been applied. Then the worker may overwrite the arrays
+    of the previous push.
     """
 
     table: str
@@ -77,9 +86,9 @@ class PushRows(msgspec.Struct, tag=True):
 
 
 class AskForRoom(msgspec.Struct, tag=True):
-    """Ask for memory for rows of the next push.
+    """Ask for memory for the rows of the worker's next push, which has these ids (int64, as bytes).
 
-    Answered with RoomGranted once `round` own pushes count, or RoundRefused.
+    Answered with RoomGranted or RoundRefused, once the first `round` pushes of the worker have been applied.
     """
 
     table: str
@@ -88,15 +97,16 @@ class AskForRoom(msgspec.Struct, tag=True):
     refusals: int = 0
 
 
-# name of a table, a round of it, and the number of the refusal that drops this round, from 1 on
+# (name of a table, number of a refused round, number of this refusal, counted from 1)
 TableRound = tuple[str, int, int]
 
 
 class RefuseRound(msgspec.Struct, tag=True):
-    """Drop all pushes of a table from this round on that are not applied yet, because a server has no memory for it.
+    """Drop all pushes of a table that are not applied yet, because a server lacks memory for round `round`.
 
-    Servers tell the workers that wait for the round, or have pushed to it, the reason `why`. `refusals` is the number
-    of refused rounds, including this one. `step` lists the rounds that are dropped together, this one among them.
+    The server sends the reason `why` to the workers that wait for the round or have pushed to it. `refusals` is the
+    number of refused rounds, including this one. `step` lists all rounds of tables that are dropped together, including
+    this one.
     """
 
     table: str
@@ -115,10 +125,10 @@ class WaitForTable(msgspec.Struct, tag=True):
 
 
 class PullRows(msgspec.Struct, tag=True):
-    """Ask for rows of `count` different ids after `round` of the worker's own pushes.
+    """Ask for the rows of `count` different ids, after the first `round` pushes of the worker.
 
-    With `shared` there is room in front of the ids, and the server writes the rows there before it answers. Otherwise
-    the rows are the answer, Bytes.
+    If `shared` is True, worker and server share memory. The server then writes the rows into the memory in front of the
+    ids and answers with RequestDone. Otherwise it answers with Bytes, which has the rows.
     """
 
     table: str
@@ -129,24 +139,28 @@ class PullRows(msgspec.Struct, tag=True):
 
 
 class LocateTable(msgspec.Struct, tag=True):
-    """Ask where a worker of the node can read rows of a table in place. Answered with TablePlaces."""
+    """Ask for the memory in which a worker on this node can read rows of a table. Answered with TablePlaces."""
 
     table: str
 
 
 class TablePlaces(msgspec.Struct, tag=True):
-    """The region of a server's sparse file, the offsets of a table's arrays in it, and their capacity in rows."""
+    """The memory of a table's rows on one server."""
 
+    # the region of the server's sparse file
     file: tuple[int, ...]
+    # name of an array -> its offset in the file
     places: dict[str, int]
+    # number of rows for which each array has addresses
     capacity: int
 
 
 class FreezeTables(msgspec.Struct, tag=True):
-    """Freeze, under a number, the rows of tables that updates after `since` have named. Answered with FrozenTables.
+    """Keep a copy of tables as they are now, under the number `number`. Answered with FrozenTables.
 
-    `export` is the number of updates that an export contains. It also gets the ids of rows that were dropped after
-    `since`; ids dropped later are kept for the next export. -1: this is no export.
+    The copy has the rows that updates after `since` have named. For an export or an increment, `export` is the number
+    of updates that the file will contain. The copy then also has the ids of rows that were dropped after `since`, and
+    the server remembers ids dropped later for the next file. Otherwise `export` is -1.
     """
 
     number: int
@@ -156,23 +170,26 @@ class FreezeTables(msgspec.Struct, tag=True):
 
 
 class FrozenTable(msgspec.Struct, array_like=True):
-    """A frozen table on one server: the number of its rows, which lie before position `top`, and of updates made."""
+    """The size of a frozen table on one server."""
 
+    # number of rows in the copy
     rows: int
+    # all rows are at positions before this one
     top: int
+    # number of updates of the table
     updates: int
 
 
 class FrozenTables(msgspec.Struct, tag=True):
-    """The tables of a FreezeTables, in the same order."""
+    """The sizes of the tables of a FreezeTables, in the order of that request."""
 
     tables: list[FrozenTable]
 
 
 class ReadTable(msgspec.Struct, tag=True):
-    """Ask for the frozen rows at [start, stop) on this server. Earlier ones must have been read. Answered with PutRows.
+    """Ask for the frozen rows at positions [start, stop) on this server. Answered with PutRows.
 
-    `arrays` names the arrays to send. Empty: all.
+    Positions must be read in ascending order. `arrays` names the arrays to send; if empty, all are sent.
     """
 
     number: int
@@ -183,40 +200,40 @@ class ReadTable(msgspec.Struct, tag=True):
 
 
 class ReadDropped(msgspec.Struct, tag=True):
-    """Ask for the ids of a frozen table that were dropped. Answered with Bytes."""
+    """Ask for the dropped ids of a frozen table. Answered with Bytes."""
 
     number: int
     table: str
 
 
 class ThawTables(msgspec.Struct, tag=True):
-    """Drop what was frozen under this number."""
+    """Drop the copies that were frozen under this number."""
 
     number: int
 
 
 class ResetTable(msgspec.Struct, tag=True):
-    """Forget all rows of a table, and set its number of updates."""
+    """Drop all rows of a table, and set its number of updates. A load begins with this request."""
 
     table: str
     updates: int
 
 
 class EndLoad(msgspec.Struct, tag=True):
-    """Note that all rows of a table have been put after a ResetTable."""
+    """Note that a load is complete: the server has all rows that follow a ResetTable."""
 
     table: str
 
 
 class PutRows(msgspec.Struct, tag=True):
-    """Set rows of a table. `arrays` maps the name of each array of the table to the new rows' part of it, as bytes."""
+    """Set rows of a table. `arrays` has the values of these rows for each array of the table, by name, as bytes."""
 
     table: str
     arrays: dict[str, bytes]
 
 
 class GetTableStats(msgspec.Struct, tag=True):
-    """Ask for a table's figures on this server after `round` of the worker's own pushes. Answered with TableStats."""
+    """Ask for a table's figures on this server. Answered with TableStats after the worker's first `round` pushes."""
 
     table: str
     round: int = 0
@@ -224,32 +241,35 @@ class GetTableStats(msgspec.Struct, tag=True):
 
 
 class TableStats(msgspec.Struct, tag=True):
-    """A table's figures on one server.
+    """A table's figures on one server."""
 
-    `rows` lie before position `top`. `nbytes` includes state and index. `updates` were made, and `evicted` rows
-    dropped. `refused` gradients belonged to ids that got no row. The next export may be relative to any of `exports`.
-    """
-
+    # number of rows
     rows: int
+    # all rows are at positions before this one
     top: int
+    # memory of the rows with optimizer state and index
     nbytes: int
+    # number of updates
     updates: int
+    # number of rows dropped
     evicted: int
+    # number of gradients dropped because their id got no row
     refused: int
+    # numbers of updates that the next export or increment may pass as `since`
     exports: list[int]
 
 
 class RoomGranted(msgspec.Struct, tag=True):
-    """The number of new ids that the worker may push next without asking for room."""
+    """The number of ids that the worker's next push may have without asking for memory."""
 
     ids: int
 
 
 class RoundRefused(msgspec.Struct, tag=True):
-    """A round of a table that does not count, and the reason `why`.
+    """The answer that a round of a table does not count, and the reason `why`.
 
-    `refusals` is the number of this refusal, from 1 on. `step` lists the rounds that are dropped together. It is empty
-    in an answer to AskForRoom.
+    `refusals` is the number of this refusal, counted from 1. `step` lists all rounds of tables that are dropped
+    together. It is empty if the server itself refuses in its answer to AskForRoom.
     """
 
     round: int
@@ -282,10 +302,10 @@ decode_answer = msgspec.msgpack.Decoder(TableAnswer).decode
 
 
 def ids_in(payload: NDArray[np.uint8], count: int, row_bytes: int) -> NDArray[np.int64]:
-    """Return the `count` ids that follow their rows in a payload."""
+    """Return the `count` ids in a payload. They come after `count` rows of `row_bytes` bytes."""
     return payload[ids_at(count, row_bytes) :][: 8 * count].view(np.int64)
 
 
 def ids_at(count: int, row_bytes: int) -> int:
-    """Return where the ids begin behind `count` rows, in bytes."""
+    """Return the offset of the ids after `count` rows, in bytes. Ids are aligned to 8 bytes."""
     return -(-count * row_bytes // 8) * 8

@@ -1,10 +1,11 @@
-"""A second copy of each server's rows of tables, on its mirror (`mirror`): after each round the rows that have changed.
+"""Keep a second copy of each server's table rows on its *mirror*, which is another server on another host.
 
-When a generation begins, and when a table is made or loaded, the server sends all rows to its mirror. After that it
-sends only what each round has changed, at positions that the journal knows. The copy has its rows at the same positions
-and a journal of its own, so a round of which only a part arrives can be undone.
+When a generation begins, and when a table is made or loaded, the server sends all rows to its mirror. After each round
+it sends only the rows that the round has changed. The journal has the positions of these rows (see `journal`). The copy
+has its rows at equal positions, and a journal of its own. So if a round arrives only in part, the mirror can undo it.
 
-Nobody is told of a round before the mirror has it, and requests for the table wait until then (see `server.requests`).
+A server answers no worker about a round before the mirror has the round. Requests for the table wait until then (see
+`server.requests`).
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from mpips.tables.messages import MakeTable
 from mpips.tables.plan import RowsCopy, describe_rows
 from mpips.tables.rows import arrays_of
 
-# on the servers' communicator
+# tag of all messages of this module, on the servers' communicator
 TAG = 4
-# Nothing more is sent while this many bytes are under way.
+# A server stops sending while the mirror has not acknowledged this many bytes.
 UNDER_WAY_BYTES = 32 << 20
-# Free memory is checked for this many bytes of rows at a time.
+# The mirror checks its free memory for this many bytes of rows at a time.
 SEEN_BYTES = 1 << 26
 # (table, number of the server that has these rows, number of servers)
 Place = tuple[str, int, int]
 
 
 class TableBegins(msgspec.Struct, array_like=True, tag=0):
-    """Message: all rows of a table follow, for a new copy."""
+    """Message: a new copy of a table begins. All rows of the table follow in other messages."""
 
     card: MakeTable
     capacity: int
@@ -49,11 +50,12 @@ class TableBegins(msgspec.Struct, array_like=True, tag=0):
 
 
 class RoundEnd(msgspec.Struct, array_like=True):
-    """What the journal of a table says at the end of a round.
+    """The state of a table's journal at the end of a round.
 
     Attributes:
-        counts: As in `RowsRound`.
-        done: Number of pushes of each worker that are applied.
+        counts: The counts of `RowsRound`.
+        done: The number of applied pushes of each worker.
+        torn: True if no whole round can be restored.
     """
 
     round: int
@@ -63,13 +65,13 @@ class RoundEnd(msgspec.Struct, array_like=True):
 
 
 class RowsChanged(msgspec.Struct, array_like=True, tag=1):
-    """Message: what now lies at some positions.
+    """Message: the new content of some positions.
 
     Attributes:
-        rows: Number of positions given out.
-        at: The positions (int64).
-        arrays: Name of an array -> its values there.
-        end: Where the table stands with this message. None: more messages of the same round follow.
+        rows: Number of positions in use.
+        at: The positions (int64, as bytes).
+        arrays: Name of an array -> its values at these positions, as bytes.
+        end: In the last message of a round the state of the journal. None in all other messages.
     """
 
     table: str
@@ -80,7 +82,7 @@ class RowsChanged(msgspec.Struct, array_like=True, tag=1):
 
 
 class RowsKept(msgspec.Struct, array_like=True, tag=2):
-    """Message: the mirror has taken in this many messages."""
+    """Message of the mirror: it has applied `count` more messages."""
 
     count: int
 
@@ -90,9 +92,9 @@ _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)  #
 
 
 def _changes(table: str, journal: Journal, count: int, at: Positions | None = None) -> Iterator[RowsChanged]:
-    """Yield messages with the rows at positions `at`, some at a time. The last message has the round.
+    """Yield messages with `count` rows, a few rows in each. The last message has the state of the journal.
 
-    `at` None: the first `count` positions.
+    `at` are the positions of the rows. None means the first `count` positions.
     """
     words, at_once = journal.words, journal.rows_at_once
     for start in range(0, max(count, 1), at_once):
@@ -104,11 +106,11 @@ def _changes(table: str, journal: Journal, count: int, at: Positions | None = No
         yield RowsChanged(table, int(words[ROWS]), some.tobytes(), arrays, end if stop == count else None)
 
 
-# ---- what a mirror keeps
+# ---- the copies on a mirror
 
 
 class MirroredTable:
-    """One server's rows of a table, kept by its mirror at the last two rounds."""
+    """A mirror's copy of one server's rows of a table. It can restore the last two rounds."""
 
     def __init__(self, file: SparseFile, begins: TableBegins, generation: int) -> None:
         card, capacity, self._file = begins.card, begins.capacity, file
@@ -121,13 +123,13 @@ class MirroredTable:
         self.journal = Journal(arrays, words, file.zeros((2, begins.workers), np.uint64)[0], kept)
         self.name = card.table
         self.generation = generation
-        # True once all rows have come
+        # True once all rows have arrived
         self.whole = False
-        # free memory was checked for the positions before this one
+        # the first position for which free memory has not been checked yet
         self._sure = 0
 
     def apply(self, rows: RowsChanged) -> None:
-        """Take in a message with rows. Raises CollectiveError if it does not continue what is here."""
+        """Write the rows of a message into the copy. Raises CollectiveError if the message is not the next one."""
         self._check_memory(rows.rows)
         journal, words, end = self.journal, self.journal.words, rows.end
         if self.whole and not journal.is_open:
@@ -151,9 +153,9 @@ class MirroredTable:
             self.whole = True
 
     def go_to(self, round_: int | None) -> bool:
-        """Go back to the round at which a generation begins. Return False if that cannot be restored.
+        """Go back to the round at which a generation begins. Return False if this round cannot be restored.
 
-        None: stay at the newest whole round.
+        If `round_` is None, stay at the newest whole round.
         """
         self.journal.undo()
         rounds = [available.round for available in self.journal.available_rounds()]
@@ -162,7 +164,7 @@ class MirroredTable:
         return round_ is None or round_ in rounds
 
     def _check_memory(self, rows: int) -> None:
-        """Raise CollectiveError if the machine has no memory for this many rows."""
+        """Raise CollectiveError if the machine lacks memory for `rows` rows."""
         if rows <= self._sure:
             return
         row_bytes = sum(kind.itemsize * int(np.prod(shape)) for kind, shape in self._arrays.values())
@@ -176,20 +178,26 @@ class MirroredTable:
 
 
 class MirroredTables:
-    """All rows that one server keeps as the mirror of others, in its sparse file, from generation to generation."""
+    """All table rows that one server keeps as the mirror of other servers.
+
+    The rows are in the server's sparse file. They are kept from one generation to the next.
+    """
 
     def __init__(self, file: SparseFile) -> None:
         self._file = file
         self._copies: dict[Place, MirroredTable] = {}
-        # new copies whose rows have not all come; the older copy stays in `_copies` meanwhile
+        # new copies that do not have all rows yet; until then the older copy stays in `_copies`
         self._coming: dict[Place, MirroredTable] = {}
 
     def connect(self, comm: MPI.Intracomm, mirror: int | None, generation: int) -> RowMirror:
-        """Connect this server to its mirror (None: it has none), and these copies to their servers."""
+        """Connect this server to its mirror, and to the servers whose rows it keeps.
+
+        `mirror` is the rank of the mirror, or None if this server has no mirror.
+        """
         return RowMirror(comm, mirror, self, generation)
 
     def apply_message(self, server: int, servers: int, message: TableBegins | RowsChanged, generation: int) -> None:
-        """Take in a message of a server, which is one of `servers`."""
+        """Apply a message of server number `server`. `servers` is the number of servers."""
         if isinstance(message, TableBegins):
             table = message.card.table
             try:
@@ -204,9 +212,9 @@ class MirroredTables:
             self._copies[place] = self._coming.pop(place)
 
     def begin(self, rounds: Mapping[Name, int] | None) -> None:
-        """Begin a generation in which tables stand at these rounds, and drop copies that cannot go there.
+        """Begin a generation with tables at these rounds. Drop copies that cannot restore their round.
 
-        `rounds` is None in an asynchronous store: every copy stays at its newest round.
+        In an asynchronous store `rounds` is None, and every copy stays at its newest round.
         """
         self._coming.clear()
         stay = {}
@@ -216,13 +224,15 @@ class MirroredTables:
         self._copies = stay
 
     def drop_before(self, generation: int) -> None:
-        """Drop the copies of earlier generations, once all servers have sent their rows in this one."""
+        """Drop the copies of earlier generations. Called once all servers have sent their rows in this generation."""
         self._copies = {place: copy for place, copy in self._copies.items() if copy.generation >= generation}
 
     def describe(self, first: int, servers: int, memory: int) -> list[RowsCopy]:
-        """Describe the copies here that come from a generation with this many servers.
+        """Describe the copies that come from a generation with `servers` servers.
 
-        `first` is the rank of its first server, and `memory` the number of this memory.
+        Args:
+            first: The rank of the first server of that generation.
+            memory: The number of this memory (see `plan`).
         """
         return [
             describe_rows(copy.name, copy.journal, first + server, memory)
@@ -231,7 +241,7 @@ class MirroredTables:
         ]
 
     def journal(self, table: str, server: int, servers: int) -> Journal:
-        """Return the journal of the copy of one server's rows."""
+        """Return the journal of the copy of a table's rows on server number `server`."""
         return self._copies[table, server, servers].journal
 
 
@@ -242,8 +252,8 @@ class RowMirror:
     """The connection of one server to its mirror, and to the servers whose mirror it is, in one generation.
 
     Args:
-        to: The rank of the mirror; None if this server has none.
-        copies: The rows that this server keeps for others.
+        to: The rank of the mirror, or None if this server has no mirror.
+        copies: The rows that this server keeps for other servers.
     """
 
     def __init__(self, comm: MPI.Intracomm, to: int | None, copies: MirroredTables, generation: int) -> None:
@@ -251,40 +261,40 @@ class RowMirror:
         self._to = to
         self._copies = copies
         self._generation = generation
-        # (table, its messages that are still to be sent)
+        # (table, its messages that have not been sent yet)
         self._due: deque[tuple[str, Iterator[TableBegins | RowsChanged]]] = deque()
-        # (bytes, send request, table) of each message that the mirror has not acknowledged. The table is given only for
-        # the last message of a round, else "".
+        # (bytes, send request, table) of each message that the mirror has not acknowledged. The table is "" except for
+        # the last message of a round.
         self._under_way: deque[tuple[int, MPI.Request, str]] = deque()
         self._nbytes = 0
-        # True while a message is taken in, and for ever if that failed
+        # True while a message is being applied, and permanently if that has failed
         self._broken = False
-        # table -> number of its rounds that are due or under way
+        # table -> number of its rounds that the mirror has not acknowledged
         self._open: Counter[str] = Counter()
 
     @property
     def quiet(self) -> bool:
-        """True if the mirror has everything."""
+        """True if the mirror has acknowledged all messages."""
         return not self._due and not self._under_way
 
     def has(self, table: str) -> bool:
-        """True if the mirror has everything of this table."""
+        """True if the mirror has all rounds of this table."""
         return not self._open[table]
 
     def begin(self, card: MakeTable, capacity: int, journal: Journal) -> None:
-        """Send all rows of a table. They must not change until the mirror has them."""
+        """Send all rows of a table. The rows must not change until the mirror has them."""
         begins: list[TableBegins | RowsChanged] = [TableBegins(card, capacity, journal.workers)]
         self._queue(card.table, chain(begins, _changes(card.table, journal, int(journal.words[ROWS]))))
 
     def round_over(self, table: str, journal: Journal) -> None:
-        """Send what the last round has changed."""
+        """Send the rows that the last round has changed."""
         if self._to is not None:
             at = journal.changed()
-            # A list, so that the rows are copied now, as they are after this round.
+            # Make a list, so that the rows are copied now, before the next round changes them.
             self._queue(table, iter(list(_changes(table, journal, len(at), at))))
 
     def turn(self) -> bool:
-        """Take in what has come, and send what there is room for. Return True if anything was done."""
+        """Handle messages that have arrived, and send as much as the limit allows. Return True if anything was done."""
         worked = self._receive()
         while self._due and self._nbytes < UNDER_WAY_BYTES:
             table, pieces = self._due[0]
@@ -297,7 +307,7 @@ class RowMirror:
         return worked
 
     def stop(self) -> None:
-        """End with the generation. Nothing waits for the mirror any more."""
+        """Stop at the end of the generation. Nothing waits for the mirror any more."""
         with suppress(CollectiveError):
             self._receive()
         requests.keep_until_complete(request for _, request, _ in self._under_way)
@@ -321,9 +331,9 @@ class RowMirror:
         self._nbytes += len(data)
 
     def _receive(self) -> bool:
-        """Take in what has come. Return True if there was anything.
+        """Handle messages that have arrived. Return True if any had arrived.
 
-        After an error nothing more is taken in, because a part would be missing.
+        After an error no further message is handled, because the copy would lack the failed one.
         """
         taken: Counter[int] = Counter()
         worked = False

@@ -1,8 +1,8 @@
-"""Send rows of tables to the servers that `plan` names, piece by piece, from the memory where they lie.
+"""Move table rows to the servers that `plan` chooses, piece by piece, after a death.
 
-A server reads itself what it can map. Everything else comes in messages from a rank that can map it (`RowSource`).
-Pieces are short, however large the table is, and only some are under way at a time. Each has a number and a checksum,
-so that a piece that is damaged or out of turn is refused.
+If a server can map the memory that has the rows, it reads them itself. Otherwise it receives messages from a rank that
+can map this memory (see `RowSource`). Pieces are short even for a large table, and only a limited number is in flight
+at a time. Each piece has a number and a checksum. A piece that is damaged or out of order is an error.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ from mpips.store.keys.row_sums import owners_of
 from mpips.tables.journal import Journal
 from mpips.tables.plan import RowSource, TablePlan
 
-# on the store's communicator
+# tag of the messages, on the store's communicator
 TAG = 7
-# No further piece is sent while more bytes than this are under way.
+# A rank stops sending while more bytes than this are in flight.
 UNDER_WAY_BYTES = 32 << 20
-# A rank works for this long before it looks again whether the generation has ended.
+# A rank works for this long before it checks again whether the generation has ended.
 LOOK_SECONDS = 0.02
 
 
 class RowsSent(msgspec.Struct, array_like=True):
-    """A message with some rows of a table that the server `owner` had. `owner` is its rank in the last generation."""
+    """A message with one piece of the rows that one server had."""
 
     table: str
+    # the server that had the rows, by its rank in the last generation
     owner: int
-    # number of this piece, from 0
+    # number of this piece, counted from 0
     number: int
-    # True for the message after the last piece; it has no rows
+    # True in the message after the last piece. This message has no rows.
     last: bool
     arrays: dict[str, bytes]
     # checksum of `arrays`
@@ -44,16 +45,16 @@ class RowsSent(msgspec.Struct, array_like=True):
 
 
 class NewRows(Protocol):
-    """The tables that received rows are put into."""
+    """The new tables of a server, which receive the rows."""
 
     def put_rows(self, table: str, arrays: Mapping[str, bytes]) -> None:
-        """Set rows that were sent."""
+        """Set rows of a table. `arrays` has the values of these rows for each array of the table, by name."""
 
 
 def takers_from(table: TablePlan, rank: int) -> dict[RowSource, list[int]]:
-    """Return the sources from which this rank must read rows, each with the servers that it reads them for.
+    """Return source -> the servers that need its rows, for all sources that this rank must read.
 
-    A source whose rows are sent is read by its holder. Any other is read by the server itself.
+    If the rows of a source are sent in messages, its holder reads the source. Otherwise the server reads it itself.
     """
     takers: dict[RowSource, list[int]] = {}
     for server, sources in table.sources.items():
@@ -72,11 +73,13 @@ def check_of(arrays: Mapping[str, bytes]) -> int:
 
 
 class RowMover:
-    """The rows that one rank sends, reads into its own new tables, and receives, in one recovery.
+    """The moves of one rank in one recovery: it sends rows, receives rows, and reads rows into its own new tables.
 
     Args:
-        journal: Returns the journal of a table at a source that this rank can map.
-        tables: The new tables of this server, already made; None on other ranks.
+        plans: The plan of each table.
+        comm: The store's communicator.
+        journal: Returns the journal of a table in the memory of a source. This rank must be able to map that memory.
+        tables: The new tables of this server, already made. None on ranks that are not servers.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class RowMover:
         self._rank = comm.Get_rank()
         self._tables = tables
         self._journal = journal
-        # (table, owner, holder) of what comes in messages -> number of the next piece
+        # (table, owner, holder) of rows that arrive in messages -> number of the next piece
         self._due = {
             (table.card.table, source.owner, source.holder): 0
             for table in plans
@@ -102,22 +105,22 @@ class RowMover:
         self._gone = False
         self.under_way: list[MPI.Request] = []
         self._sizes: list[int] = []
-        # bytes that this rank has sent and received
+        # number of bytes that this rank has sent and received
         self.nbytes = 0
 
     def is_over(self) -> bool:
-        """Work for a moment. Return True when all rows have been sent and received.
+        """Move rows for a moment. Return True when all rows have been sent and received.
 
-        Raises CollectiveError if a piece comes damaged or out of turn.
+        Raises CollectiveError if a piece is damaged or arrives out of order.
         """
         until = time.monotonic() + LOOK_SECONDS
-        # `|` and not `or`: both must be called each time.
+        # Use `|` instead of `or`, because both functions must be called each time.
         while (self._take_in() | self._give()) and time.monotonic() < until:
             pass
         return self._gone and not self.under_way and not self._due
 
     def _give(self) -> bool:
-        """Read and pass on one more piece if there is room for it. Return True if that was done."""
+        """Read one more piece and pass it on, unless too many bytes are in flight. Return True if that was done."""
         left = [(request, size) for request, size in zip(self.under_way, self._sizes) if not request.Test()]
         self.under_way, self._sizes = [request for request, _ in left], [size for _, size in left]
         if self._gone or sum(self._sizes) > UNDER_WAY_BYTES:
@@ -126,7 +129,7 @@ class RowMover:
         return not self._gone
 
     def _go(self) -> Iterator[bool]:
-        """Read the rows that this rank must read, for itself or for others, one piece at each step."""
+        """Read all rows that this rank must read for itself or for other servers, one piece at each step."""
         for table in self._plans:
             name, every = table.card.table, sorted(table.sources)
             for source, takers in takers_from(table, self._rank).items():
@@ -156,7 +159,7 @@ class RowMover:
         self.nbytes += len(data)
 
     def _take_in(self) -> bool:
-        """Put one piece that has arrived into this server's tables. Return True if there was one."""
+        """Put one piece that has arrived into this server's tables. Return False if no piece has arrived."""
         if not self._due or (received := requests.receive_next(self._comm, TAG)) is None:
             return False
         rank, data = received

@@ -1,15 +1,15 @@
-"""Positions of rows, given to ids and found again; and which old rows give theirs back (`evict`, `limit`).
+"""Assign positions to the rows of ids, find them, and choose old rows to drop (`evict`, `limit`).
 
-Rows never move. When a row is dropped, its position goes to a new one. Which rows are dropped depends only on the ids
-of each update:
+Rows never move. When a row is dropped, a new row gets its position. Which rows are dropped depends only on the ids of
+each update:
 
 - with `evict`, rows that no update has named for `evict` updates;
-- with `limit`, if there are more rows than that, those whose last update is the oldest, and among rows with the same
-  last update those with smaller ids first.
+- with `limit`, if there are more rows than that, the rows whose last update is the oldest. Among rows with equal last
+  updates those with smaller ids are dropped first.
 
-To know them without a scan, `Order` keeps the positions that each update has named, oldest update first. A row that is
-named again appears in a later list too, and its earlier entry no longer counts. So a call does work in proportion to
-what it names and drops, and a little to clear lists of entries that no longer count.
+To find these rows without a scan, `Order` keeps a list of the positions that each update has named, oldest update
+first. If a later update names a row again, the row is also in a later list, and its earlier entry is invalid. So the
+work of a call is proportional to the number of rows that it names and drops, plus a little to remove invalid entries.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ from mpips.store.keys.row_sums import Ids
 from mpips.tables.index import Hashes, Index, Positions
 
 Touched = NDArray[np.int32]
-# `touched` of a position without a row; updates count from 1
+# the value of `touched` at a position without a row; updates are numbered from 1
 FREE = 0
-# While too many entries no longer count, each update looks through at least this many.
+# While the lists have too many invalid entries, each update checks at least this many entries.
 CLEARED_AT_ONCE = 1 << 12
 # rows that `restore` inserts into the index at a time
 RESTORED_AT_ONCE = 1 << 20
-# most bytes of the index for one row, while it grows
+# the most bytes that the index uses for one row, while it grows
 INDEX_BYTES = 24
-# Free memory is checked for this many bytes of rows at a time, and as much is left to other processes.
+# Free memory is checked for this many bytes of rows at a time, and this many bytes are left to other processes.
 SEEN_BYTES = 1 << 26
 
 
 def room() -> int:
-    """Return the bytes of memory that new rows may take before the next row is refused.
+    """Return the number of bytes that new rows may take before servers refuse more rows.
 
-    Tables for which memory was checked already may take up to `SEEN_BYTES` more.
+    A table that has already passed a check may take up to `SEEN_BYTES` more than this.
     """
     return max(0, free_memory() - 2 * SEEN_BYTES)
 
 
 class Places:
-    """The positions of a table's rows by id, and the rows to drop.
+    """The positions of a table's rows by id, and the choice of rows to drop.
 
     Args:
-        ids: The id of the row at each position, with space for as many rows as there can be.
-        touched: The last update that has named the row at each position; `FREE` if there is no row.
+        ids: The id of the row at each position. Its length is the largest possible number of rows.
+        touched: The last update that has named the row at each position. `FREE` at a position without a row.
         row_bytes: Memory of a row without the index.
-        file: Where the index allocates slots.
-        words: Where processes that read in place find the index.
-        evict, limit: Which rows are dropped; 0: none.
+        file: The file in which the index allocates slots.
+        words: Words that show processes which read rows in place where the index is.
+        evict, limit: The rules for dropping rows. 0 means that a rule drops no rows.
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class Places:
         self._file = file
         self._words = words
         self._row_bytes = row_bytes + INDEX_BYTES
-        # free memory was checked for the positions before this one
+        # the first position for which free memory has not been checked yet
         self._sure = 0
         # number of rows
         self.count = 0
-        # first position that was never given out
+        # the first position that has never had a row
         self.top = 0
-        # Positions of dropped rows; `_free_count` of them are valid.
+        # Positions of dropped rows. Only the first `_free_count` entries are valid.
         self._free = np.zeros(0, np.uint32)
         self._free_count = 0
         self._index = Index(ids, file, words)
@@ -88,12 +88,12 @@ class Places:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the index, the order and the list of free positions."""
+        """The memory of the index, the order and the list of free positions."""
         order = self._order.nbytes if self._order else 0
         return self._index.nbytes + self._free.nbytes + order
 
     def find(self, ids: Ids) -> Positions:
-        """Return the position of each id's row, or -1 if it has none."""
+        """Return the position of each id's row, or -1 for an id without a row."""
         return self._index.find(ids)
 
     def has_room(self, count: int) -> bool:
@@ -109,21 +109,24 @@ class Places:
         return True
 
     def check_room(self, count: int) -> None:
-        """Raise MemoryError if the machine has no memory for `count` more rows. Nothing has changed then."""
+        """Raise MemoryError if the machine has no memory for `count` more rows."""
         if not self.has_room(count):
             raise MemoryError(self.no_room(count))
 
     def no_room(self, count: int) -> str:
-        """Return the text of that error."""
+        """Return the message of the error that the machine has no memory for `count` more rows."""
         return (
             f"no memory for {count:,} rows ({count * self._row_bytes:,} bytes) beside the {self.count:,} that are "
             "there: give the table limit= or evict=, or the store more servers"
         )
 
     def add(self, ids: Ids) -> tuple[Positions, Positions]:
-        """Give positions to ids without rows. No id may repeat.
+        """Assign positions to ids without rows. No id may repeat.
 
-        Call `check_room` before, and `touch` afterwards. Return all positions, and those of them that had a row before.
+        Call `check_room` before, and `touch` afterwards.
+
+        Returns:
+            The positions of all ids, and those among them that had a row before.
         """
         old = min(len(ids), self._free_count)
         again = self._free[self._free_count - old : self._free_count].astype(np.int64)
@@ -135,13 +138,16 @@ class Places:
         return positions, again
 
     def touch(self, positions: Positions, update: int) -> None:
-        """Note that `update`, which is later than all before, names these rows."""
+        """Note that the update with number `update` names these rows. Numbers must ascend from call to call."""
         self._touched[positions] = update
         if self._order is not None:
             self._order.append(positions, update, self.count)
 
     def due(self, update: int) -> Positions:
-        """Return the rows to drop after `update`, which has been noted. They leave the order: call `remove` next."""
+        """Return the positions of rows to drop after the update `update`, which `touch` has noted.
+
+        These rows leave the order, so the caller must call `remove` next.
+        """
         if self._order is None:
             return np.zeros(0, np.int64)
         due = self._order.older_than(update - self._evict + 1) if self._evict else []
@@ -162,7 +168,7 @@ class Places:
         self._free_count, self.count = count, self.count - len(positions)
 
     def restore(self, top: int) -> None:
-        """Rebuild everything from `ids` and `touched` of the positions before `top`."""
+        """Rebuild this object from the arrays `ids` and `touched` at the positions before `top`."""
         lying, self._index = self.lying(0, top), Index(self._ids, self._file, self._words)
         for start in range(0, len(lying), RESTORED_AT_ONCE):
             piece = lying[start : start + RESTORED_AT_ONCE]
@@ -172,12 +178,12 @@ class Places:
         self.rebuild_order()
 
     def rebuild_order(self) -> None:
-        """Rebuild the order after rows were put together with their last updates, by a load or a recovery."""
+        """Rebuild the order after a load or a recovery, which writes rows with the numbers of their last updates."""
         if self._order is not None:
             self._order.rebuild(self.top)
 
     def lying(self, start: int, stop: int, since: int = FREE) -> Positions:
-        """Return the positions in [start, stop) of rows that an update after `since` has named."""
+        """Return the positions in [start, stop) whose rows an update after `since` has named."""
         return start + np.flatnonzero(self._touched[start:stop] > since)
 
 
@@ -187,13 +193,13 @@ class Order:
     def __init__(self, ids: Ids, touched: Touched) -> None:
         self._ids = ids
         self._touched = touched
-        # update -> positions that it has named; those that a later update has named do not count
+        # update -> positions that it has named. A position is invalid if a later update has named it.
         self._named: OrderedDict[int, NDArray[np.uint32]] = OrderedDict()
         # the update whose positions are sorted by id
         self._sorted = FREE
         # number of positions in all lists
         self._entries = 0
-        # updates whose lists are still to be cleared, the next one last
+        # updates whose lists may still have invalid entries; the next one to clear is the last
         self._uncleared: list[int] = []
 
     @property
@@ -204,7 +210,7 @@ class Order:
         """Note that `update` has named these rows. `count` is the number of all rows."""
         if len(positions):
             self._put(update, positions.astype(np.uint32))
-        # When more than half of the entries no longer count, begin to clear all lists, some with each update.
+        # When more than half of the entries are invalid, begin to clear all lists, a few with each update.
         if not self._uncleared and self._entries > 2 * count + CLEARED_AT_ONCE:
             self._uncleared = list(reversed(self._named))
         work = 4 * len(positions) + CLEARED_AT_ONCE
@@ -215,7 +221,7 @@ class Order:
                 self._put(update, self._counting(update))
 
     def older_than(self, update: int) -> list[Positions]:
-        """Take out the rows whose last update is before this one."""
+        """Remove the rows whose last update is before `update` from the order, and return their positions."""
         found = []
         while self._named and (first := next(iter(self._named))) < update:
             found.append(self._counting(first).astype(np.int64))
@@ -223,9 +229,9 @@ class Order:
         return found
 
     def first(self, count: int) -> list[Positions]:
-        """Take out `count` rows: those that no update has named for longest.
+        """Remove the `count` rows that no update has named for the longest time, and return their positions.
 
-        Of rows with the same last update, those with smaller ids come first.
+        Among rows with equal last updates those with smaller ids come first.
         """
         found = []
         while count > 0:
@@ -239,7 +245,7 @@ class Order:
         return found
 
     def rebuild(self, top: int) -> None:
-        """Order the rows before position `top` anew."""
+        """Rebuild the order of all rows before position `top`."""
         positions = np.flatnonzero(self._touched[:top] != FREE)
         touched = self._touched[positions]
         order = np.argsort(touched, kind="stable")
@@ -250,12 +256,12 @@ class Order:
         self._entries, self._uncleared, self._sorted = len(positions), [], FREE
 
     def _counting(self, update: int) -> NDArray[np.uint32]:
-        """Return the rows that this update has named and no later one."""
+        """Return the positions of rows that this update has named and no later update has."""
         named = self._named[update]
         return named[self._touched[named] == update]
 
     def _put(self, update: int, positions: NDArray[np.uint32]) -> None:
-        """Set the list of an update."""
+        """Set the list of positions of an update."""
         self._entries += len(positions) - len(self._named.get(update, ()))
         if len(positions):
             self._named[update] = positions

@@ -1,14 +1,15 @@
-"""Plan where rows come from after a death: which memory has them, at which rounds, and which rank copies them.
+"""Plan where the rows of tables come from after a death: which memory has them, at which rounds, and who reads them.
 
-A table is whole if the rows of every server can be found. Servers differ by one round at most, and each can go back by
-one round, so there is a round that all of them can restore.
+A table is whole if some memory has the rows of every server. Servers differ by at most one round, and each can go back
+by one round. So all of them can restore a common round.
 
-If as many servers go on as there were before, each keeps its rows, and a new server takes those of the dead one from
-memory that outlives it (see `journal`). Otherwise each server takes the rows that now belong to it from all servers'
-memory (see `mover`).
+If the number of servers stays the same, each server keeps its rows, and a new server takes the rows of the dead one
+from memory that outlives the dead process (see `journal`). Otherwise each server takes the rows that now belong to it
+from the memory of all former servers (see `mover`).
 
-Rows of a server are in its own memory, or in its mirror's. A *memory* has a number: the server's rank in the last
-generation, or `recovery.plan.copies_of(rank)` for what a rank keeps as a mirror.
+The rows of a server are in its own memory and perhaps in that of its *mirror*, another server that keeps a copy. Each
+*memory* has a number. The number of a server's own memory is the server's rank in the last generation. The number of
+the copies that a rank keeps as a mirror is `recovery.plan.copies_of(rank)`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mpips.tables.journal import Journal, RowsRound
 from mpips.tables.messages import MakeTable
 from mpips.tables.rows import arrays_of
 
-# an empty list
+# an empty list, encoded
 NOTHING = msgspec.msgpack.encode([])
 
 
@@ -33,11 +34,11 @@ class RowsCopy(msgspec.Struct, array_like=True):
     """One server's rows of a table in one memory, and the rounds that can be restored from there.
 
     Attributes:
-        owner: The server that the rows belong to, by its rank in the last generation.
-        memory: The owner's own memory, or its mirror's.
-        rounds: Newest first.
-        torn: No whole round can be restored.
-        pushes: Number of pushes of each worker in the newest round.
+        owner: The server that the rows belonged to, by its rank in the last generation.
+        memory: The number of the memory that has the rows.
+        rounds: The rounds that can be restored, newest first.
+        torn: True if no whole round can be restored.
+        pushes: The number of pushes of each worker that the newest round contains.
     """
 
     table: str
@@ -49,11 +50,13 @@ class RowsCopy(msgspec.Struct, array_like=True):
 
 
 class TableEntry(msgspec.Struct, array_like=True):
-    """Where a table lies in the sparse file of a server, for processes that read it after the server's death.
+    """The place of a table in the sparse file of a server, for processes that read the table after the server's death.
 
     Attributes:
+        card: The description of the table.
         places: Name of an array -> its offset in the file.
-        capacity: Number of rows that there are addresses for.
+        capacity: Number of rows for which each array has addresses.
+        workers: Number of workers whose pushes the journal counts.
     """
 
     card: MakeTable
@@ -63,13 +66,13 @@ class TableEntry(msgspec.Struct, array_like=True):
 
 
 class RowSource(NamedTuple):
-    """A place from which a server takes rows.
+    """A memory from which a server takes rows.
 
     Attributes:
         owner: The server that had the rows, by its rank in the last generation.
-        memory: The memory they are in.
+        memory: The number of the memory that has the rows.
         holder: A rank that can map this memory.
-        sent: The holder sends them in messages. False: the server reads them itself.
+        sent: True if the holder sends the rows in messages. False if the server reads them itself.
     """
 
     owner: int
@@ -82,12 +85,13 @@ class TablePlan(NamedTuple):
     """A table in the next generation.
 
     Attributes:
-        torn: No whole round of it can be restored.
-        pushes: Number of pushes of each worker that are in it.
-        rounds: Round of the rows of each server, by its rank in the last generation. They differ only in an
+        torn: True if no whole round of the table can be restored.
+        pushes: The number of pushes of each worker that the table contains.
+        rounds: Rank of a server in the last generation -> the round of its rows. The rounds differ only in an
             asynchronous store.
-        counts: Dropped rows and refused gradients, summed over all servers. Only the first server gets them.
-        sources: Rank of a server -> where it takes its rows from; None: it keeps its own.
+        counts: Numbers of dropped rows and of refused gradients, summed over all servers. Only the first server of the
+            next generation gets them.
+        sources: Rank of a server -> the memories from which it takes its rows. None if the server keeps its own rows.
     """
 
     card: MakeTable
@@ -100,12 +104,12 @@ class TablePlan(NamedTuple):
     sources: Mapping[int, list[RowSource] | None] = {}
 
 
-# server of the last generation, by its rank then -> the copy of its rows of one table that is used
+# rank of a server in the last generation -> the copy of its rows of one table that the recovery uses
 Owners = Mapping[int, RowsCopy]
 
 
 def describe_rows(name: str, journal: Journal, owner: int, memory: int) -> RowsCopy:
-    """Describe a server's rows of a table from their journal."""
+    """Describe one server's rows of a table, from the journal of the rows."""
     rounds = journal.available_rounds()
     return RowsCopy(name, owner, memory, rounds, journal.torn, journal.pushes_in(rounds[0].round))
 
@@ -116,7 +120,10 @@ def attached(file: SparseFile, entry: TableEntry) -> Journal:
 
 
 def in_common(owners: Owners, counts: Owners) -> dict[int, RowsCopy]:
-    """Restrict the copies of a table to rounds that its counts of ids have too. They are torn if either is."""
+    """Restrict the copies of a table to rounds that its table of counts can also restore.
+
+    A result is torn if the copy of the table or that of the counts is torn.
+    """
     found = {}
     for owner in owners.keys() & counts.keys():
         rows, ids = owners[owner], counts[owner]
@@ -142,12 +149,12 @@ class TablesPlan(NamedTuple):
 
     @property
     def _known_to_users(self) -> list[TablePlan]:
-        """All tables but those that count ids of others."""
+        """All tables except the hidden tables of counts."""
         counts = names_of_counts(self.cards)
         return [table for table in self.tables if table.card.table not in counts]
 
     def rounds_of(self, rank: int) -> dict[Name, int]:
-        """Return the round of each table; of a worker the number of its pushes that are in it."""
+        """Return table -> round. On a worker the number is that of its own pushes that the table contains."""
         return {
             table.card.table: table.pushes[rank] if rank < len(table.pushes) else table.round
             for table in self._known_to_users
@@ -159,15 +166,15 @@ class TablesPlan(NamedTuple):
 
 
 def names_of_counts(cards: Iterable[MakeTable]) -> set[str]:
-    """Return the names of the tables that count ids of others."""
+    """Return the names of the hidden tables of counts that belong to these tables."""
     return {card.table_of_counts for card in cards if card.seen}
 
 
 class FoundTables:
-    """What all ranks together hold of the tables that all former workers know (`FoundService`).
+    """The tables that all former workers know, and the memories in which all ranks have found their rows.
 
-    A table is lost if a server's rows are nowhere. Tables of counts are not named as lost, because users do not know
-    them.
+    Implements `FoundService`. A table is lost if the rows of at least one server are in no memory. `lost` does not name
+    tables of counts, because users do not know them.
     """
 
     def __init__(
@@ -177,11 +184,11 @@ class FoundTables:
         self._mapped = mapped
         lists = [msgspec.msgpack.decode(data or NOTHING, type=list[MakeTable]) for data in known if data is not None]
         names = [{card.table for card in cards} for cards in lists]
-        # as the first of the workers knows them
+        # the cards of the first worker, for tables that all workers know
         self._cards = [card for card in lists[0] if all(card.table in each for each in names)] if lists else []
         copies = [msgspec.msgpack.decode(data or NOTHING, type=list[RowsCopy]) for data in held]
         self._owners = owners_of_tables(self._cards, [copy for each in copies for copy in each])
-        # memory -> the rank that has described it
+        # memory -> a rank that has described it, and so can read it
         self._holders = {copy.memory: rank for rank, each in enumerate(copies) for copy in each}
         servers = layout.num_servers if layout.before is None else layout.before.num_servers
         lost = {name for name, owners in self._owners.items() if len(owners) < servers}
@@ -191,7 +198,7 @@ class FoundTables:
         self.lost: list[Name] = [name for name in self._owners if name in lost - names_of_counts(self._cards)]
 
     def plan(self, rounds: Mapping[Name, int]) -> TablesPlan:
-        """Plan all tables at these rounds, and where each server takes rows from."""
+        """Plan all tables at these rounds, with the memories from which each server takes rows."""
         layout, plans = self._layout, []
         for card in self._cards:
             owners = self._owners[card.table]
@@ -204,15 +211,16 @@ class FoundTables:
 
 
 def owners_of_tables(cards: Sequence[MakeTable], copies: Iterable[RowsCopy]) -> dict[str, dict[int, RowsCopy]]:
-    """For each of these tables and each server of the last generation, choose the copy to use.
+    """Choose the copy to use, for each of these tables and each server of the last generation.
 
-    A table and its counts of ids complete a round one after the other, so only rounds that both have are kept.
+    A server completes a round first in a table of counts and then in its table. So only rounds that both can restore
+    are used.
     """
     tables: dict[str, dict[int, RowsCopy]] = {card.table: {} for card in cards}
     for copy in copies:
         if (owners := tables.get(copy.table)) is not None:
             known = owners.get(copy.owner, copy)
-            # A server's own memory is better than a mirror's, then a newer round than an older one.
+            # Prefer the server's own memory to that of a mirror, and after that a newer round to an older one.
             owners[copy.owner] = max(known, copy, key=lambda each: (each.memory == each.owner, each.rounds[0]))
     for card in cards:
         if counts := card.table_of_counts:
@@ -221,12 +229,12 @@ def owners_of_tables(cards: Sequence[MakeTable], copies: Iterable[RowsCopy]) -> 
 
 
 def rounds_of(owners: Owners) -> list[int]:
-    """Return the rounds at which all servers can restore a table, oldest first."""
+    """Return the rounds of a table that all servers can restore, oldest first."""
     return sorted(set.intersection(*({available.round for available in copy.rounds} for copy in owners.values())))
 
 
 def plan_table(layout: Layout, card: MakeTable, owners: Owners, round_: int | None) -> TablePlan:
-    """Plan a table at a round that all servers can restore. `round_` None: at each server's newest round."""
+    """Plan a table at a round that all servers can restore. If `round_` is None, use each server's newest round."""
     newest = max(copy.rounds[0].round for copy in owners.values())
     chosen = newest if round_ is None else round_
     restored = [next(available for available in copy.rounds if available.round <= chosen) for copy in owners.values()]
@@ -250,12 +258,12 @@ def sources_of(
     mapped: Collection[int],
     holders: Mapping[int, int],
 ) -> list[RowSource] | None:
-    """Return where the server `rank` takes the rows from that belong to it now. None: it keeps its own.
+    """Return the memories from which the server `rank` takes its rows of a table. None if it keeps its own rows.
 
     Args:
         owners: The copy of the table to use for each former server.
         mapped: The memories that this server can map.
-        holders: Memory -> the rank that can read it and has described it.
+        holders: Memory -> a rank that can read it and has described it.
     """
     before = layout.before
     if before is None:

@@ -1,19 +1,21 @@
-"""One table on one server: rounds of pushes, or pushes as they come within `staleness`. No MPI.
+"""One table on one server: collect pushes into rounds, apply the rounds, and answer requests. No MPI.
 
-Every worker contributes to every round on every server, if only with no ids. As soon as the last worker has pushed, the
-round is applied: the gradients of a row are summed in the order of the workers. In an asynchronous store every push is
-an update of its own. A push or pull of a worker that is too far ahead waits; workers that wait for all others do not
-count as behind.
+In a synchronous store every worker contributes to every round on every server, if necessary with no ids. As soon as the
+last worker has pushed, the server applies the round: it sums the gradients of a row in the order of the workers.
 
-A push is answered once no earlier push of that worker is waiting, so a server holds at most two pushes of a worker.
+In an asynchronous store every push is an update of its own. If a worker is more than `staleness` pushes ahead of the
+slowest one, its pushes and pulls wait. Workers that wait for all others in a barrier do not count as slow.
+
+A push is answered once no earlier push of that worker is waiting. So a server has at most two waiting pushes of a
+worker.
 
 New rows need memory, and no server may apply a round that another server cannot apply:
 
-1. With its answer to a push a server grants room: a number of ids that the worker may push next without asking. It
-   grants none if memory is short.
-2. If the next push exceeds its room on any server, the worker first asks all servers (`AskForRoom`). A server answers
-   once all earlier pushes of that worker are applied.
-3. If a server refuses, the worker has all servers drop the round (`RefuseRound`).
+1. With its answer to a push a server grants *room*: the number of ids that the worker may push next without asking for
+   memory. If memory is short, the server grants no room.
+2. If the next push has more ids for a server than its room, the worker first asks all servers (`AskForRoom`). A server
+   answers once all earlier pushes of that worker are applied.
+3. If a server refuses, the worker tells all servers to drop the round (`RefuseRound`).
 4. Each other worker gets the refusal as the answer to its next request that concerns the round.
 """
 
@@ -45,11 +47,11 @@ NOTHING, NO_IDS = np.zeros(0, np.uint8), np.zeros(0, np.int64)
 class TablePush(NamedTuple):
     """A push that is not applied yet."""
 
-    # the request to answer when this push is the worker's oldest
+    # the request to answer once this push is the worker's oldest waiting push
     asker: Asker
     ids: Ids
     gradients: Array
-    # number of new rows that were promised to it
+    # number of new rows for which the server has promised memory to this push
     rows: int
 
 
@@ -57,25 +59,27 @@ Read = messages.PullRows | messages.GetTableStats | messages.AskForRoom
 
 
 class TableRead(NamedTuple):
-    """A request that is answered once some of the worker's own pushes are applied."""
+    """A request that is answered once the worker's own pushes up to a round are applied."""
 
     worker: int
     asker: Asker
     request: Read
     ids: Ids
-    # where to write the rows of a pull; None: into the answer
+    # the array into which the rows of a pull are written; None if the answer contains the rows
     out: Array | None
 
 
 class PushRoom(NamedTuple):
-    """Room granted to a worker for its next push: how many ids it may have, and how many new rows it makes at most."""
+    """Room that a server has granted to a worker for its next push."""
 
+    # the most ids that the push may have
     ids: int
+    # the most new rows that the push makes
     rows: int
 
 
 NO_ROOM = PushRoom(0, 0)
-# room, in ids, that a worker gets at least while memory is not short
+# While memory is not short, a worker gets room for at least this many ids.
 LEAST_ROOM = 1 << 10
 
 
@@ -83,13 +87,16 @@ class ServerTable:
     """One table on one server: its rows, and the requests that wait.
 
     Args:
-        staleness: None in a synchronous store; -1 for any number of pushes ahead.
-        limit: This server's share of the table's limit.
-        seen_counts: The table that counts updates of ids without a row, if `admit` needs one.
-        file: Where rows lie.
-        survives: Keep the round before, for a recovery.
+        card: The description of the table.
+        workers: Number of workers.
+        staleness: The most pushes that a worker may be ahead in an asynchronous store, or -1 without a limit. None in a
+            synchronous store.
+        limit: This server's share of the table's limit on rows.
+        seen_counts: The table that counts updates of ids without a row, or None if `admit` needs no counts.
+        file: The file in which rows are stored.
+        survives: True to keep the previous round for a recovery.
         rank: The rank of this server.
-        mirror: Sends rounds to this server's mirror.
+        mirror: Sends rounds to this server's mirror. None without a mirror.
     """
 
     noun, number = "table", 0
@@ -116,33 +123,33 @@ class ServerTable:
         self._survives = survives
         # number of gradients dropped because their id got no row
         self.refused = 0
-        # for each worker the number of its pushes that are applied
+        # for each worker the number of its applied pushes
         self._done = [0] * workers
-        # the same when all workers last waited for all
+        # `_done` at the last barrier of all workers
         self._met = [0] * workers
         self.rows = self._new_rows()
         self.updates = 0
-        # The journal of this generation. `rows` may already have the one of the next generation.
+        # The journal of this generation. `rows.journal` may already be that of the next generation.
         self.journal = self.rows.journal
-        # The rows that a load has replaced. They stay as long as processes that outlive this server may read them.
+        # The old rows during a load. If this server dies now, other processes may still read them.
         self._before_load: TableRows | None = None
         self.key = card.table
         self.contributors = range(workers)
         self.lane = 0
         self.queues: list[deque[TablePush]] = [deque() for _ in range(workers)]
-        # when the open round began to wait; None: set at the next look at the clock
+        # the time at which the open round began to wait; None if it has not been set yet
         self.opened: float | None = None
         self.warned = False
-        # in an asynchronous store the workers whose pushes wait, in order of arrival
+        # in an asynchronous store the workers of waiting pushes, in the order of arrival
         self._arrivals: deque[int] = deque()
         self._reads: list[TableRead] = []
-        # for each worker the room that it was granted for its next push
+        # for each worker the room that this server has granted for its next push
         self._rooms = [NO_ROOM] * workers
-        # number of ids in the largest push
+        # number of ids in the largest push so far
         self._largest = 0
         # the last refusal
         self._refusal = messages.RoundRefused(0, 0, "")
-        # workers that have not been told of the last refusal
+        # workers that do not know of the last refusal yet
         self._to_hear: set[int] = set()
 
     @property
@@ -152,7 +159,7 @@ class ServerTable:
 
     @property
     def refusals(self) -> int:
-        """The number of rounds refused."""
+        """The number of rounds that were refused."""
         return self._refusal.refusals
 
     @property
@@ -170,14 +177,14 @@ class ServerTable:
         return [worker for worker, queue in enumerate(self.queues) if not queue]
 
     def waits_to_hear(self) -> list[Wait]:
-        """Return the workers that ask for room, and must wait until others have heard of the last refusal."""
+        """Return the workers that ask for room and must wait until other workers know of the last refusal."""
         asks = [read for read in self._reads if isinstance(read.request, messages.AskForRoom)] if self._to_hear else []
         behind = tuple(sorted(self._to_hear))
         return [Wait(read.worker, self.key, read.request.round + 1, behind, self.noun) for read in asks]
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The table's figures, in the order in which the pages of ranks list them."""
+        """The table's figures, in the order in which a rank's page shows them to other processes."""
         rows, counts = self.rows, self.seen_counts
         nbytes = rows.nbytes + (counts.rows.nbytes if counts else 0)
         return rows.count, nbytes, self.updates, rows.evicted, self.refused, counts.rows.count if counts else 0
@@ -188,7 +195,7 @@ class ServerTable:
         return len(self._reads) + sum(map(len, self.queues))
 
     def reset(self, updates: int) -> None:
-        """Drop all rows for a load, and count `updates` from now on. The table is torn until `end_load`."""
+        """Drop all rows for a load, and set the number of updates. The table is torn until `end_load`."""
         self.journal.words[HERE] = 0
         self._before_load, self.rows = self.rows, self._new_rows()
         self._rooms = [NO_ROOM] * len(self._rooms)
@@ -201,14 +208,17 @@ class ServerTable:
         self.journal.words[TORN] = 0
 
     def set_numbers(self, numbers: bytes) -> None:
-        """Use other numbers of the optimizer from now on."""
+        """Use other hyperparameters of the optimizer from now on."""
         self.card.numbers = numbers
         self.rows.optimizer = row_optimizers.decode(self.card.optimizer, numbers)
 
     def begin(self, at: RowsRound, done: Sequence[int], torn: bool) -> None:
-        """Begin a generation with the rows that are here.
+        """Begin a generation with the current content of `rows`.
 
-        `done` is the number of pushes of each worker that are in the rows. `torn`: no whole round is here.
+        Args:
+            at: The round of the rows, with the table's counts.
+            done: The number of pushes of each worker that the rows contain.
+            torn: True if the rows are not those of a whole round.
         """
         self._done = list(done)
         self.updates = at.updates
@@ -218,7 +228,7 @@ class ServerTable:
         self.journal = self.rows.journal
 
     def all_met(self) -> None:
-        """Count from here how far workers are ahead, because all have waited for all."""
+        """Measure from now on how far workers are ahead, because all workers have passed a barrier."""
         self._met = list(self._done)
 
     def _new_rows(self) -> TableRows:
@@ -226,25 +236,25 @@ class ServerTable:
 
     @property
     def array_names(self) -> list[str]:
-        """The names of the arrays of its rows."""
+        """The names of the table's arrays."""
         return list(arrays_of(self.card))
 
     def put_rows(self, arrays: Mapping[str, bytes]) -> None:
-        """Set rows that were sent."""
+        """Set rows. `arrays` has the values of these rows for each array of the table, by name."""
         kinds = arrays_of(self.card)
         self.rows.put_rows(
             {name: np.frombuffer(arrays[name], dtype).reshape(-1, *shape) for name, (dtype, shape) in kinds.items()}
         )
 
     def parts(self, payload: Payload, count: int) -> tuple[Ids, Array]:
-        """Split a payload into `count` ids and their rows (count, dim), without a copy."""
+        """Split a payload into `count` ids and rows (count, dim), without a copy."""
         dtype, dim = np.dtype(self.card.dtype), self.card.dim
         row_bytes = dtype.itemsize * dim
         rows = payload[: count * row_bytes].view(dtype).reshape(count, dim)
         return messages.ids_in(payload, count, row_bytes), rows
 
     def push(self, worker: int, asker: Asker, request: messages.PushRows, payload: Payload, gone: set[int]) -> Answers:
-        """Take a push. Return the answers that are due now. `gone` are workers that no longer push."""
+        """Accept a push. Return the answers that are due now. `gone` are workers that push nothing any more."""
         if request.refusals < self.refusals:
             return [(asker, self._refusal)]
         rows = min(request.count, self._rooms[worker].rows)
@@ -256,14 +266,14 @@ class ServerTable:
         return [*there, *self.go_on(gone)]
 
     def read(self, read: TableRead, gone: set[int]) -> Answers:
-        """Take a request that may have to wait for the worker's own pushes. Return the answers that are due now."""
+        """Accept a request that may have to wait for the worker's own pushes. Return the answers that are due now."""
         self._reads.append(read)
         return self.go_on(gone)
 
     def refuse(self, worker: int, refusal: messages.RoundRefused, gone: set[int]) -> Answers:
-        """Drop all pushes that are not applied yet, and answer requests that wait for one of them with the refusal.
+        """Drop all pushes that are not applied yet. Answer the requests that wait for them with the refusal.
 
-        Every worker sends each refusal once; only the first of them drops anything.
+        Every worker sends each refusal once. Only the first of these messages drops anything.
         """
         if refusal.refusals <= self.refusals:
             if refusal.refusals == self.refusals:
@@ -284,16 +294,16 @@ class ServerTable:
     # ---- memory for rows
 
     def _answer_push(self, worker: int) -> tuple[Asker, messages.TableAnswer]:
-        """Answer the worker's oldest waiting push, with room for the next one if there is memory."""
+        """Answer the worker's oldest waiting push. Grant room for the next push if the server has memory."""
         wanted = max(LEAST_ROOM, 2 * self._largest)
         if self._has_room(worker, wanted):
             self._rooms[worker] = PushRoom(wanted, wanted)
         return self.queues[worker][0].asker, messages.RoomGranted(self._rooms[worker].ids)
 
     def _has_room(self, worker: int, rows: int) -> bool:
-        """True if there is memory for `rows` new rows of a worker's next push.
+        """True if the server has memory for `rows` new rows of a worker's next push.
 
-        What other pushes were promised is left to them.
+        Memory that was promised to other pushes does not count as free.
         """
         promised = sum(push.rows for queue in self.queues for push in queue)
         promised += sum(room.rows for other, room in enumerate(self._rooms) if other != worker)
@@ -301,7 +311,7 @@ class ServerTable:
         return all(table.rows.positions.has_room(promised + rows) for table in tables)
 
     def _room_for(self, read: TableRead) -> messages.TableAnswer:
-        """Grant a worker room for these ids, or refuse the round."""
+        """Grant a worker room for the ids of its request, or refuse the round."""
         new = int(np.count_nonzero(self.rows.positions.find(read.ids) < 0))
         if not self._has_room(read.worker, new):
             round_ = read.request.round + 1
@@ -314,9 +324,9 @@ class ServerTable:
     # ---- rounds
 
     def go_on(self, gone: set[int]) -> Answers:
-        """Apply all pushes that can be applied, and answer the requests that waited for them.
+        """Apply all pushes that can be applied now, and answer the requests that waited for them.
 
-        Raises MismatchError if a round can never end, because a worker has left.
+        Raises MismatchError if a round can never end, because a worker has left the store.
         """
         answers: list[tuple[Asker, messages.TableAnswer]] = []
         while workers := self._next(gone):
@@ -341,8 +351,8 @@ class ServerTable:
         match read.request:
             case messages.PullRows():
                 waits = self._too_far(read.worker, round_, gone)
-            # A worker may push anew only when all have heard of the last refusal. Otherwise a second one could come
-            # before, and workers would have heard of different numbers of refusals.
+            # Grant room only when all workers know of the last refusal. Otherwise a second refusal could follow at
+            # once, and workers would know of different numbers of refusals.
             case messages.AskForRoom():
                 waits = not self._to_hear <= set(gone)
             case _:
@@ -350,7 +360,7 @@ class ServerTable:
         return self._done[read.worker] >= round_ and not waits
 
     def _next(self, gone: set[int]) -> Sequence[int]:
-        """Return the workers whose oldest pushes are applied together now. Empty if that has to wait."""
+        """Return the workers whose oldest pushes can be applied together now. Empty if pushes have to wait."""
         if self._staleness is None:
             return range(len(self.queues)) if all(self.queues) else ()
         for worker in self._arrivals:
@@ -360,7 +370,7 @@ class ServerTable:
         return ()
 
     def _too_far(self, worker: int, steps: int, gone: Collection[int]) -> bool:
-        """True if a worker would be more than `staleness` pushes ahead of the slowest after `steps` pushes."""
+        """True if `worker`, after `steps` pushes, would be more than `staleness` pushes ahead of the slowest worker."""
         if self._staleness is None or self._staleness < 0:
             return False
         steps -= self._met[worker]
@@ -368,13 +378,13 @@ class ServerTable:
         return steps - min(present, default=steps) > self._staleness
 
     def _apply(self, workers: Sequence[int], pushes: Sequence[TablePush]) -> None:
-        """Apply one push of each of these workers together, as one round of the journal."""
+        """Apply one push of each of these workers, all together as one round of the journal."""
         begun = self._begin_record(self._done[workers[0]] + 1, pushes) if recorder.is_traced else None
         ids, gradients = summed([(push.ids, push.gradients) for push in pushes])
         self.opened, self.warned = None, False
         self.updates += 1
-        # Counts and rows complete the round one after the other. If this server dies in between, a recovery takes a
-        # round that both have.
+        # The table of counts and this table complete the round one after the other. If this server dies in between, a
+        # recovery chooses a round that both tables have.
         tables = [self] if self.seen_counts is None else [self.seen_counts, self]
         for table in tables:
             table.updates = self.updates
@@ -397,13 +407,13 @@ class ServerTable:
             begun[0].end(begun[1])
 
     def _begin_record(self, round_: int, pushes: Sequence[TablePush]) -> tuple[RecordRing, int]:
-        """Begin the record of an update. Return its ring, and the argument for the ring's `end`."""
+        """Begin the timing record of an update. Return the record's ring, and the argument for the ring's `end`."""
         nbytes, size = (sum(getattr(push.gradients, word) for push in pushes) for word in ("nbytes", "size"))
         into, made = recorder.ring, form(self.lane, "update", f"table {self.key!r}", nbytes, size, self.card.dtype)
         return into, into.begin(made, 0, round_)
 
     def _admitted(self, ids: Ids) -> NDArray[np.int64]:
-        """Return the indices of ids that have a row or get one now."""
+        """Return the indices of ids that already have a row or get one now."""
         there = self.rows.positions.find(ids) >= 0
         new = np.flatnonzero(~there)
         if self.seen_counts is not None:

@@ -1,8 +1,8 @@
-"""The arithmetic of row optimizers: new rows from rows, gradients and state.
+"""The optimizers of table rows: they compute new rows from rows, gradients and state.
 
-The bits of a row depend only on the row, its state and its gradient, and not on which other rows are updated in the
-same call. Schedules count updates of the table. Adam's corrections count updates of the row, so that a row that is
-rarely updated is corrected properly.
+The bits of a row depend only on the row, its state and its gradient, not on the other rows of the call. Schedules of
+the learning rate count updates of the table. Adam's bias corrections count updates of the row, so that they are right
+even for a row that is rarely updated.
 """
 
 from __future__ import annotations
@@ -23,29 +23,30 @@ from mpips.tables.index import Positions
 from mpips.tables.messages import TableOptions
 
 Array = NDArray[Any]
-# powers of a beta that are kept at most
+# For each beta at most this many powers are kept.
 MOST_POWERS = 1 << 20
 # beta -> 1 - beta^t for t from 0 on
 _POWERS: dict[float, Array] = {}
 
 
 class RowOptimizer(Protocol):
-    """An update rule of rows: a frozen dataclass of its numbers."""
+    """An update rule for rows. Implemented by frozen dataclasses whose fields are the hyperparameters."""
 
-    # True if it needs to know how often each row was updated
+    # True if the optimizer needs the number of updates of each row
     counts_updates: bool
-    # the compiled loop of `update_at`
+    # the compiled loop that `update_at` calls
     kernel: ClassVar[kernels.Compiled]
 
     def widths(self, dim: int) -> Sequence[int]:
-        """Return the length of each array of state for a row of `dim` values. State begins at zero."""
+        """Return the length of each state array for one row of `dim` values. State starts at zero."""
 
     def update(self, rows: Array, gradients: Array, state: Sequence[Array], updates: Array | None, step: int) -> None:
         """Update rows (k, dim) and their state (k, width) in place.
 
         Args:
-            updates: int32 (k,): for each row the number of its updates with this one. None unless `counts_updates`.
-            step: The number of this update of the table, from 1 on.
+            updates: int32 (k,). For each row the number of its updates, including this one. None unless
+                `counts_updates`.
+            step: The number of this update of the table, counted from 1.
         """
 
     def update_at(
@@ -57,9 +58,9 @@ class RowOptimizer(Protocol):
         updates: Array | None,
         step: int,
     ) -> bool:
-        """Update the rows at these positions of a table's arrays with a compiled loop, to the bits of `update`.
+        """Update the rows at positions `places` of a table's arrays with a compiled loop. Gives the bits of `update`.
 
-        Return False if there is no such loop now. Nothing has changed then.
+        Return False, with nothing changed, if the compiled loop is not available.
         """
 
 
@@ -97,7 +98,7 @@ class RowSGD:
 class Adagrad:
     """accumulator = accumulator + gradient^2;  w = w - learning_rate * gradient / (sqrt(accumulator) + epsilon).
 
-    One accumulator for each value.
+    Each value of a row has its own accumulator.
     """
 
     learning_rate: Number = 0.01
@@ -115,7 +116,8 @@ class Adagrad:
         state[0][...] += self._squares(gradients)
         number = rows.dtype.type
         below = np.sqrt(state[0]) + number(self.epsilon)
-        # If epsilon is 0 and only zeros were ever pushed, the row does not change.
+        # If epsilon is 0 and only zeros were ever pushed, `below` is 0. Divide by 1 instead, which leaves the row as it
+        # is.
         rows -= gradients * number(at(self.learning_rate, step)) / np.where(below == 0, number(1), below)
 
     def update_at(
@@ -136,7 +138,7 @@ class Adagrad:
 
 @dataclass(frozen=True)
 class RowAdagrad(Adagrad):
-    """Adagrad with one accumulator for each row, which sums the means of gradient^2 over the row."""
+    """Adagrad with one accumulator for each row. An update adds the mean of gradient^2 over the row to it."""
 
     kernel = kernels.row_adagrad
 
@@ -163,7 +165,7 @@ class RowAdagrad(Adagrad):
 
 @dataclass(frozen=True)
 class RowAdam:
-    """Adam (Kingma, Ba 2015) for rows. Each row is corrected by the number t of its own updates:
+    """Adam (Kingma, Ba 2015) for rows. The bias corrections of a row use t, the number of updates of this row:
 
     m = beta1 * m + (1 - beta1) * gradient;  v = beta2 * v + (1 - beta2) * gradient^2;
     w = w - learning_rate * (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + epsilon).
@@ -220,7 +222,7 @@ class RowAdam:
 def _one_minus_powers(beta: float, counts: Array) -> Array:
     """Return 1 - beta^t for each count t.
 
-    Powers are computed by Python, because NumPy's vectorised ones may differ in the last bit.
+    Python computes the powers, because NumPy's vectorised powers may differ in the last bit.
     """
     most = int(counts.max(initial=0))
     if most >= MOST_POWERS:
@@ -242,10 +244,10 @@ ROW_OPTIMIZERS: dict[str, Any] = {"sgd": RowSGD, "adagrad": Adagrad, "row_adagra
 
 
 def create(name: object, options: dict[str, Any]) -> RowOptimizer:
-    """Make the optimizer with this name and these options.
+    """Make the optimizer with this name and these hyperparameters.
 
-    Raises ValueError for an unknown name or a bad value, and TypeError for an unknown option. The error lists what is
-    known.
+    Raises ValueError for an unknown name or a bad value, and TypeError for an unknown option. The message lists the
+    known names or options.
     """
     kind = ROW_OPTIMIZERS.get(name) if isinstance(name, str) else None
     if kind is None:
@@ -259,23 +261,23 @@ def create(name: object, options: dict[str, Any]) -> RowOptimizer:
             f"takes those of optimizer {name!r}: {have}"
         )
     made: RowOptimizer = kind(**options)
-    # The numbers are sent to servers, so they must be encodable.
+    # Raise now if a hyperparameter cannot be encoded, because all of them are sent to servers.
     encode_numbers(options)
     return made
 
 
 def encode(optimizer: RowOptimizer) -> tuple[str, bytes]:
-    """Return the name and the encoded options of an optimizer, for messages."""
+    """Return the name and the encoded hyperparameters of an optimizer, for messages."""
     name = next(name for name, kind in ROW_OPTIMIZERS.items() if kind is type(optimizer))
     fields = [field.name for field in dataclasses.fields(optimizer)]  # type: ignore[arg-type]
     return name, encode_numbers({field: getattr(optimizer, field) for field in fields})
 
 
 def changed(name: str, options: bytes, numbers: dict[str, Any]) -> bytes:
-    """Return encoded options in which some numbers are changed. Raises ValueError or TypeError like `create`."""
+    """Return encoded hyperparameters after changing some of them. Raises ValueError or TypeError like `create`."""
     return encode(create(name, decode_numbers(options) | numbers))[1]
 
 
 def decode(name: str, options: bytes) -> RowOptimizer:
-    """Make the optimizer that `encode` wrote."""
+    """Make the optimizer that `encode` has encoded."""
     return create(name, decode_numbers(options))

@@ -1,15 +1,15 @@
-"""Rows of one table on one server: made, updated by summed gradients, and dropped when old.
+"""The rows of one table on one server: make them, update them with summed gradients, and drop old ones.
 
-A row is made when it is first updated. Until then a pull gives its first values.
+A row is made when it is first updated. Until then a pull returns its first values.
 
-The table grows without stopping. Rows lie in a sparse file of the server's memory (`arena.SparseFile`): addresses for
-each array are reserved once, and take memory only as rows are written. Rows never move. Rows that no update has named
-for long may be dropped, and new rows take their positions (see `places`).
+A table can grow without ever copying its rows. They are in a sparse file of the server's memory (`arena.SparseFile`).
+The addresses for each array are reserved once, and take memory only as rows are written. Rows never move. Rows that no
+update has named for a long time may be dropped, and new rows get their positions (see `places`).
 
-Another process of the node can read rows in place (`in_place`), even after the server has died: it opens the file by
-its region while the server lives, and views arrays by their offsets in `TableRows.places`. There `words[ROWS]` is the
-number of positions given out, which is stored after the rows are written. A position whose `touched` is `places.FREE`
-has no row.
+Another process of the node can read rows in place (`in_place`), even after the server has died. It must open the file
+while the server is alive. Then it views arrays at the offsets in `TableRows.places`. The journal's `words[ROWS]` is the
+number of positions in use. It is set after the rows are written. A position whose `touched` is `places.FREE` has no
+row.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from mpips.tables.messages import MakeTable
 from mpips.tables.places import FREE, Places
 
 Array = NDArray[Any]
-# size of the blocks in which rows with their state are updated
+# Rows are updated in blocks of this many bytes, state included.
 BLOCK_BYTES = 1 << 18
-# ids of this many dropped rows may be kept, even if the table has fewer rows
+# The ids of this many dropped rows may be kept, even if the table has fewer rows.
 FEW = 1 << 16
-# most files (exports and increments) that are remembered, so that an increment may continue from them
+# The server remembers at most this many exports and increments. A later file may continue any of these.
 LAST = 1000
 
 
 def arrays_of(card: MakeTable) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
-    """Return the arrays of a table by name: the dtype, and the shape of one row's part.
+    """Return name -> (dtype, shape of one row's part) for each array of a table.
 
-    ValueError or TypeError if its optimizer is unknown here.
+    Raises ValueError or TypeError if this process does not have the optimizer.
     """
     dim, dtype = card.dim, np.dtype(card.dtype)
     optimizer = row_optimizers.decode(card.optimizer, card.numbers)
@@ -59,11 +59,11 @@ class TableRows:
     """The rows of one table on one server.
 
     Args:
-        card: What the table is.
-        limit: Most rows that this server keeps (see `places`), its share of the table's limit. 0: any number.
-        file: Where rows lie. None makes a file of its own.
-        survives: Keep what the last round has overwritten (see `journal`), so that the round before can be restored
-            after a death.
+        card: The description of the table.
+        limit: The most rows that this server keeps, which is its share of the table's limit. 0 means no limit.
+        file: The file in which rows are stored. None makes a new file.
+        survives: True to keep copies of the rows that a round changes, so that the previous round can be restored
+            after a death (see `journal`).
         workers: Number of workers whose pushes the journal counts.
     """
 
@@ -81,11 +81,10 @@ class TableRows:
         self._bound = card.bound
         self.optimizer = row_optimizers.decode(card.optimizer, card.numbers)
         self._file = SparseFile() if file is None else file
-        # offset in the file of each array, and of `words`, `done` and `index`
+        # name of an array, or "words", "done" or "index" -> offset in the file
         self.places: dict[str, int] = {}
         arrays = arrays_of(card)
-        # Bytes of a row with its id and state. Its share of the index, 8 to 16 bytes (24 while that grows), is not
-        # included.
+        # Bytes of a row with its id and state. The index needs 8 to 16 more bytes for a row (24 while it grows).
         self.row_bytes = sum(kind.itemsize * math.prod(shape) for kind, shape in arrays.values())
         self._capacity = min(MOST_ROWS, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // self.row_bytes)
         self._arrays = {
@@ -104,7 +103,7 @@ class TableRows:
         # number of rows dropped
         self.evicted = 0
         self.drops = Drops()
-        # True if rows were put (by a load or a recovery) since the last update
+        # True if `put_rows` was called (by a load or a recovery) since the last update
         self._put = False
         self._frozen: list[FrozenRows] = []
         # number of the last update
@@ -121,33 +120,34 @@ class TableRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all positions ever given out, with state and index."""
+        """The memory of all positions that were ever in use, with state and index."""
         return self.positions.top * self.row_bytes + self.positions.nbytes
 
     def pull(self, ids: Ids, out: Array | None = None) -> Array:
-        """Return the rows of distinct ids, (k, dim). An id without a row gets its first values.
+        """Return the rows (k, dim) of distinct ids. For an id without a row return its first values.
 
-        If `out` is given, the rows are written there.
+        If `out` is given, write the rows into it and return it.
         """
         found = self.positions.find(ids)
         missing = np.flatnonzero(found < 0)
         found[missing] = 0
-        # mode="clip": otherwise NumPy would write a copy of `out` first, to leave it unchanged if an index is wrong.
+        # Without mode="clip" NumPy would first write into a copy of `out`, to leave `out` unchanged if an index is
+        # wrong.
         rows = np.take(self._values, found, axis=0, out=out, mode="clip")
         self._write_first_values(rows, missing, ids[missing])
         return rows
 
     def update(self, ids: Ids, gradients: Array, step: int) -> None:
-        """Update the rows of distinct ids by gradients (k, dim). Rows that do not exist are made.
+        """Update the rows of distinct ids with gradients (k, dim). Rows that do not exist are made.
 
-        `step` is the number of this update of the table, from 1 on, for schedules and ages. On MemoryError nothing has
-        changed.
+        `step` is the number of this update of the table, counted from 1. Schedules and ages of rows use it. If this
+        raises MemoryError, nothing has changed.
         """
         self.change_rows(ids, gradients, step)
         self.drop_due_rows()
 
     def change_rows(self, ids: Ids, gradients: Array, step: int) -> None:
-        """Do the first half of `update`, without dropping rows. Call `drop_due_rows` afterwards."""
+        """Do the first half of `update`: change rows, without dropping any. Call `drop_due_rows` afterwards."""
         if self._put:
             self.positions.rebuild_order()
             self._put = False
@@ -171,7 +171,7 @@ class TableRows:
 
     @quiet
     def _update_blocks(self, at: Positions, gradients: Array, counts: Array | None, step: int) -> None:
-        """Update the rows at these positions in blocks, small enough that temporaries stay in the cache."""
+        """Update the rows at these positions in blocks. Temporary arrays of a block fit into the cache."""
         step_rows = max(1, BLOCK_BYTES // self.row_bytes)
 
         def update(block: slice, rows: Sequence[Array]) -> None:
@@ -181,23 +181,23 @@ class TableRows:
         update_in_blocks(at, [self._values, *self._state], step_rows, update)
 
     def remove(self, ids: Ids) -> None:
-        """Drop the rows of these ids. All must exist, and no id may repeat."""
+        """Drop the rows of these ids. All rows must exist, and no id may repeat."""
         self._remove(self.positions.find(ids))
 
     def _remove(self, at: Positions) -> None:
-        # Rows that the last update has named were copied before it changed them.
+        # Copy only rows that the current update has not changed. The others were copied before the change.
         self._keep_old(at[self._arrays["touched"][at] != self._step])
         self.positions.remove(at)
 
     def freeze(self, since: int = FREE, export: int = -1) -> FrozenRows:
-        """Freeze the rows that an update after `since` has named, as they are now.
+        """Keep the rows that an update after `since` has named as they are now.
 
         Until `thaw`, rows are copied before they change.
 
         Args:
-            since: Number of an update; FREE (0) freezes all rows.
-            export: For an export or an increment the number of updates so far. The ids dropped after `since` are then
-                included.
+            since: Number of an update. FREE (0) keeps all rows.
+            export: For an export or an increment, the number of updates so far. The result then includes the ids that
+                were dropped after `since`. Otherwise -1.
         """
         top = self.positions.top
         dropped = self.drops.after(since, export) if export >= 0 else np.zeros(0, np.int64)
@@ -208,7 +208,7 @@ class TableRows:
         self._frozen = [one for one in self._frozen if one is not frozen]
 
     def _keep_old(self, at: Positions) -> None:
-        """Copy what is about to change at these positions, for the journal and for frozen rows."""
+        """Copy the rows at these positions before they change, for the journal and for frozen rows."""
         self.journal.keep_old(at)
         self._keep_frozen(at)
 
@@ -217,7 +217,7 @@ class TableRows:
             frozen.keep_old(at)
 
     def go_to(self, journal: Journal, round_: int) -> None:
-        """Put the rows back to `round_` if they are beyond it, from the journal of the generation that is over."""
+        """Set the rows back to `round_` if they are at a later round. `journal` is that of the last generation."""
         self.journal = journal
         changed = self.journal.undo()
         if self.journal.available_rounds()[0].round > round_:
@@ -227,10 +227,10 @@ class TableRows:
             self.positions.restore(int(self.journal.words[ROWS]))
 
     def begin(self, at: RowsRound, done: Sequence[int], torn: bool) -> None:
-        """Begin a generation at a round.
+        """Begin a generation at a round, with a new journal.
 
-        The journal of the last generation stays as it is until the new one stands, so that it can still be read if this
-        server dies meanwhile.
+        The journal of the last generation stays unchanged in the file. So other processes can still read it if this
+        server dies before the new generation has begun everywhere.
         """
         self.evicted = at.dropped
         self._frozen, self.drops = [], Drops()
@@ -244,7 +244,7 @@ class TableRows:
         return Journal(self._arrays, words, done, self._kept)
 
     def put_rows(self, arrays: Mapping[str, Array]) -> None:
-        """Set whole rows. `arrays` has all arrays by name, and no id repeats."""
+        """Set whole rows, with state. `arrays` has values for every array of the table, by name. No id may repeat."""
         self._put = True
         at = self._positions(arrays["ids"])
         self._keep_frozen(at)
@@ -252,7 +252,7 @@ class TableRows:
             self._arrays[name][at] = values
 
     def _positions(self, ids: Ids) -> Positions:
-        """Return the positions of these ids' rows. Rows that do not exist are made."""
+        """Return the positions of the rows of these ids. Rows that do not exist are made."""
         found = self.positions.find(ids)
         missing = np.flatnonzero(found < 0)
         if len(missing):
@@ -261,9 +261,9 @@ class TableRows:
         return found
 
     def _add(self, ids: Ids) -> Positions:
-        """Make rows, and return their positions."""
+        """Make rows for these ids, and return their positions."""
         positions, again = self.positions.add(ids)
-        # A position that had a row before still has its state.
+        # A position that had another row before still has that row's state.
         for array in self._state if self._counts is None else (*self._state, self._counts):
             array[again] = 0
         self._write_first_values(self._values, positions, ids)
@@ -271,7 +271,7 @@ class TableRows:
         return positions
 
     def _write_first_values(self, rows: Array, at: Positions, ids: Ids) -> None:
-        """Write the first values of these ids into the rows of an array at positions `at`."""
+        """Write the first values of ids into the array `rows`, at positions `at`."""
         spread = np.array([2 * self._bound / (1 << 53), self._bound])
         if not len(ids) or kernels.first_values(
             rows.reshape(-1), ids, at, np.array([self._key], np.uint64), spread, self._dim
@@ -281,17 +281,20 @@ class TableRows:
             rows[at[piece]] = values
 
     def _reserved(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-        """Reserve an array of zeros in the file. It takes memory only where it is written."""
+        """Reserve an array of zeros in the file. The array takes memory only where it is written."""
         array, self.places[name] = self._file.zeros(shape, dtype)
         return array
 
 
 class FrozenRows:
-    """Rows of a table as they were at one moment: those before position `top` that an update after `since` had named.
+    """Rows of a table as they were at one moment.
 
     Args:
         arrays: The table's arrays.
-        dropped: The ids that an export or an increment names as dropped.
+        since: Only rows that an update after this one had named are included.
+        top: All rows are at positions before this one.
+        dropped: The dropped ids for an export or an increment.
+        file: The file in which copies of rows are stored.
     """
 
     def __init__(self, arrays: Mapping[str, Array], since: int, top: int, dropped: Ids, file: SparseFile) -> None:
@@ -305,7 +308,7 @@ class FrozenRows:
         self._read = 0
 
     def keep_old(self, at: Positions) -> None:
-        """Copy what is about to change at these positions, unless it was copied or read before."""
+        """Copy the rows at these positions before they change, except rows that were already copied or read."""
         at = at[(at >= self._read) & (at < self.top)]
         at = at[~self._copied[at]]
         for name, copy in self._copies.items():
@@ -320,7 +323,7 @@ class FrozenRows:
     def read(self, start: int, stop: int, names: Sequence[str] = ()) -> dict[str, Array]:
         """Return the rows at positions [start, stop). `names` are the arrays to read; empty means all.
 
-        Reads go from front to back: later ones must begin at `stop`.
+        Positions must be read in ascending order: the next read must begin at `stop`.
         """
         stop = min(stop, self.top)
         copied, found = np.flatnonzero(self._copied[start:stop]), {}
@@ -335,15 +338,15 @@ class FrozenRows:
 class Drops:
     """Ids of dropped rows, for the next exports and increments.
 
-    At most as many are kept as the table has rows, but at least `FEW`. When older ones are forgotten, files from before
-    can no longer be continued.
+    The number of ids that are kept is limited by the number of rows of the table, or by FEW if this is larger. When
+    older ids are forgotten, files that were written before these drops can no longer be continued.
     """
 
     def __init__(self) -> None:
-        # numbers of updates at which exports and increments were written that the next may continue
+        # numbers of updates at which files were written; the next export or increment may continue any of these files
         self.exports: list[int] = []
         self._count = 0
-        # (update, ids that it dropped), oldest first
+        # (number of an update, ids that it has dropped), oldest first
         self._ids: deque[tuple[int, Ids]] = deque()
 
     def note(self, ids: Ids, update: int, rows: int) -> None:

@@ -1,7 +1,8 @@
-"""Tables on one server: requests of workers in, answers out. No MPI.
+"""All tables on one server: requests of workers in, answers out. No MPI.
 
-Every worker contributes to every round on every server, if only with no ids. The module `rounds` has what a single
-table does with rounds, pushes and memory for rows.
+Every worker contributes to every round on every server, if necessary with no ids. The module `rounds` handles the
+rounds, the pushes and the memory of a single table. A *mirror* is another server that keeps a copy of this server's
+rows.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ class ServerTables:
 
     Args:
         workers: Number of workers.
-        staleness: None if rounds are synchronous; -1 if a worker may be ahead by any number of pushes.
+        staleness: The most pushes that a worker may be ahead in an asynchronous store, or -1 without a limit. None in a
+            synchronous store.
         server: Number of this server, from 0.
-        servers: Number of servers; a table's `limit` is divided among them.
-        file: Where rows lie. None makes a file.
-        survives: The store survives deaths: others can read the rows, and the round before, after this server has died.
-        mirror: Sends rows to this server's mirror.
+        servers: Number of servers. A table's `limit` is divided among them.
+        file: The file in which rows are stored. None makes a new file.
+        survives: True if the store survives deaths. Other processes can then read the rows, also at the previous round,
+            after this server has died.
+        mirror: Sends rows to this server's mirror. None without a mirror.
         late: Watches long waits.
     """
 
@@ -61,7 +64,7 @@ class ServerTables:
         self._mirror = mirror
         self._rank = workers + server
         self._late = late or Late()
-        # table -> answers that are given once the mirror has the rows
+        # table -> answers that wait until the mirror has the rows
         self._held: dict[str, list[tuple[Asker, msgspec.Struct]]] = {}
         self._workers = workers
         self._staleness = staleness
@@ -70,15 +73,15 @@ class ServerTables:
         self._file = SparseFile() if file is None else file
         self._survives = survives
         self._tables: Known[str, ServerTable] = Known("table")
-        # workers that have left
+        # workers that have left the store
         self._gone: set[int] = set()
-        # workers that wait for all others, in an asynchronous store
+        # in an asynchronous store the workers that wait for all others
         self._meeting: set[int] = set()
-        # number -> table -> its frozen rows
+        # number of a freeze -> table -> its rows, and their frozen copy
         self._frozen: Known[int, Known[str, tuple[TableRows, FrozenRows]]] = Known("frozen state")
-        # the store's lane, for records
+        # the number of the store in timing records
         self.lane = 0
-        # True if other processes must be told of tables that are new or lie elsewhere
+        # True if tables are new or have moved in memory, and other processes do not know of it yet
         self._changed = False
         # worker -> bytes pushed since `take_counts`
         self._taken: dict[int, int] = {}
@@ -92,29 +95,29 @@ class ServerTables:
         return made
 
     def take_counts(self) -> dict[int, int]:
-        """Return the bytes of rows that each worker has pushed since the last call."""
+        """Return the number of bytes that each worker has pushed since the last call."""
         taken, self._taken = self._taken, {}
         return taken
 
     def take_changed(self) -> bool:
-        """True if, since the last call, there are new tables, or rows lie elsewhere.
+        """True if tables were made or have moved in memory since the last call.
 
-        Processes that outlive this server must then be told.
+        The server must then tell the processes that may read the tables after its death.
         """
         changed, self._changed = self._changed, False
         return changed
 
     def figures(self) -> tuple[dict[str, tuple[int, ...]], dict[str, object]]:
-        """Return the figures of each table, and the memory that this process has left for rows of all stores."""
+        """Return the figures of each table, and the memory that is free for new rows of all stores in this process."""
         tables = self.known()
         return {table.key: table.numbers for table in tables}, {"room": room()} if tables else {}
 
     def waits_to_hear(self) -> list[Wait]:
-        """Return the workers that wait until others have heard that a round was refused."""
+        """Return the workers that wait until other workers know of a refused round."""
         return [wait for table in self.open for wait in table.waits_to_hear()]
 
     def known(self) -> list[ServerTable]:
-        """Return all tables except those that count ids of others."""
+        """Return all tables except the hidden tables of counts."""
         counting = [table.seen_counts for table in self._tables.values()]
         return [table for table in self._tables.values() if table not in counting]
 
@@ -122,7 +125,7 @@ class ServerTables:
     def open(self) -> list[ServerTable]:
         """The tables with waiting pushes or reads.
 
-        Empty in an asynchronous store, where no worker waits for another's push.
+        Always empty in an asynchronous store, because no worker waits for a push by another worker there.
         """
         return [table for table in self._tables.values() if table.queued] if self._staleness is None else []
 
@@ -132,10 +135,11 @@ class ServerTables:
         return sum(table.queued for table in self._tables.values())
 
     def answer(self, worker: int, asker: Asker, request: messages.TableRequest, payload: Payload = NOTHING) -> Answers:
-        """Take a worker's request. Return the answers that are due now, to this worker or to others.
+        """Handle a worker's request. Return the answers that are due now, to this worker or to others.
 
         Args:
-            payload: Rows and ids of a push or pull, as they lie in the worker's memory or came with the message.
+            asker: The request to answer, as the server identifies it.
+            payload: Rows and ids of a push or pull, in the worker's memory or received with the message.
 
         Raises:
             ValueError, MemoryError: A table is unknown or cannot be made. Nothing has changed.
@@ -149,17 +153,17 @@ class ServerTables:
         return answers if isinstance(request, WITHOUT_TABLE) else self._hold(request.table, answers)
 
     def waits(self, request: messages.TableRequest) -> bool:
-        """True if a request must wait until the mirror has all rows of its table."""
+        """True if the server must not handle a request before the mirror has all rows of its table."""
         return self._mirror is not None and not (isinstance(request, WITHOUT_TABLE) or self._mirror.has(request.table))
 
     def take_mirrored(self) -> Answers:
-        """Return the answers of tables whose rows the mirror has by now. To be called after each look at the mirror."""
+        """Return the waiting answers of tables whose rows the mirror now has. Called after each check of the mirror."""
         mirror = self._mirror
         ready = [table for table in self._held if mirror is None or mirror.has(table)]
         return [answer for table in ready for answer in self._held.pop(table)]
 
     def _hold(self, table: str, answers: Answers) -> Answers:
-        """Return the answers, or keep them until the mirror has the table's rows."""
+        """Return the answers if the mirror has the table's rows. Otherwise keep them, and return an empty list."""
         if self._mirror is None or self._mirror.has(table):
             return answers
         self._held.setdefault(table, []).extend(answers)
@@ -189,7 +193,7 @@ class ServerTables:
             case messages.UpdateTable():
                 table.set_numbers(request.numbers)
             case messages.LocateTable():
-                # From here on this worker reads rows in place, unless a load is replacing them.
+                # From now on the worker may read rows in place, unless a load is replacing them.
                 table.journal.words[HERE] = not table.journal.words[TORN]
                 answer = messages.TablePlaces(tuple(self._file.region), dict(table.rows.places), table.rows.capacity)
             case messages.ResetTable():
@@ -213,7 +217,7 @@ class ServerTables:
                 return table.read(TableRead(worker, asker, request, ids, None), self._absent)
             case messages.RefuseRound():
                 if request.refusals > table.refusals:
-                    # Workers that waited for this table hear of the refusal instead.
+                    # Stop watching workers that waited for this table, because they now get the refusal as answer.
                     self._late.forget([table])
                 refused = messages.RoundRefused(request.round, request.refusals, request.why, request.step)
                 return [*table.refuse(worker, refused, self._absent), (asker, answer)]
@@ -263,11 +267,11 @@ class ServerTables:
     # ---- the end of a generation, and the beginning of the next one
 
     def describe(self) -> list[RowsCopy]:
-        """Describe this server's rows of each table, and the rounds that they can be restored at."""
+        """Describe this server's rows of each table, with the rounds that can be restored."""
         return [describe_rows(name, table.journal, self._rank, self._rank) for name, table in self._tables.items()]
 
     def ledger_entry(self) -> bytes:
-        """Return where other processes find the tables if this server dies, as encoded `TableEntry` records."""
+        """Return encoded `TableEntry` records, with which other processes find the tables if this server dies."""
         entries = [
             TableEntry(table.card, dict(table.rows.places), table.rows.capacity, self._workers)
             for table in self._tables.values()
@@ -279,9 +283,9 @@ class ServerTables:
         return self._tables[name].journal
 
     def restore(self, plan: TablesPlan, old: OldMemory, rank: int) -> None:
-        """Take the tables over from the last generation. They have no round until `begin`.
+        """Make the tables of the plan, with this server's rows of the last generation if it keeps them.
 
-        Where this server does not keep its rows, `put_rows` brings them next.
+        If the server does not keep its rows, calls of `put_rows` follow. The tables have no round until `begin`.
         """
         for planned in plan.tables:
             table, name = self._make(planned.card), planned.card.table
@@ -290,9 +294,9 @@ class ServerTables:
                 table.rows.go_to(old.service.journal(name), planned.rounds[old.rank])
 
     def put_rows(self, table: str, arrays: Mapping[str, bytes]) -> None:
-        """Set rows that belong to this server. `arrays` has all arrays by name.
+        """Set rows that belong to this server. `arrays` has values for every array of the table, by name.
 
-        Raises CollectiveError if they belong to another server, or the machine has no memory for them.
+        Raises CollectiveError if a row belongs to another server, or if the machine has no memory for the rows.
         """
         ids = np.frombuffer(arrays["ids"], np.int64)
         if (owners_of(ids, self._servers) != self._server).any():
@@ -303,7 +307,7 @@ class ServerTables:
             raise CollectiveError(f"table {table!r}: rows cannot be taken from other memory: {error}") from error
 
     def begin(self, plan: TablesPlan) -> None:
-        """Begin the generation of the tables, at the rounds of the plan. All of their rows must have come."""
+        """Begin the generation, with all tables at the rounds of the plan. All rows must have arrived."""
         for planned in plan.tables:
             table = self._tables[planned.card.table]
             counts = planned.counts if not self._server else (0, 0)
@@ -311,23 +315,23 @@ class ServerTables:
             self._mirror_all(table)
 
     def left(self, worker: int) -> Answers:
-        """Note that a worker has left. Return the answers that are due without it.
+        """Note that a worker has left the store. Return the answers that no longer have to wait for this worker.
 
-        Raises MismatchError if a round waits for it.
+        Raises MismatchError if a round still needs the worker.
         """
         self._gone.add(worker)
         return self._go_on()
 
     def meets(self, worker: int) -> Answers:
-        """Note that a worker waits for all others, in an asynchronous store. Return the answers that are due.
+        """Note that a worker of an asynchronous store waits for all others. Return the answers that are now due.
 
-        It pushes nothing meanwhile, so workers ahead of it need not wait for it.
+        The waiting worker pushes nothing, so workers that are ahead of it need not wait for it.
         """
         self._meeting.add(worker)
         return self._go_on()
 
     def all_met(self) -> None:
-        """Count from here how far workers are ahead, because all have waited for all."""
+        """Measure from now on how far workers are ahead, because all workers have passed a barrier."""
         self._meeting.clear()
         for table in self._tables.values():
             table.all_met()

@@ -1,4 +1,4 @@
-"""`Table`: an embedding table whose servers make a row when it is first pushed to. Checks arguments of its calls.
+"""`Table`, an embedding table: servers make the row of an id when a worker first pushes to that id.
 
 table = kv.table("users", dim=32, init=mpips.uniform(0.05), optimizer="row_adagrad", learning_rate=0.05)
 rows = table.pull(ids)
@@ -30,18 +30,18 @@ from mpips.tables import messages, row_optimizers
 from mpips.tables.client import KnownTable, RemoteTables
 
 T = TypeVar("T")
-# Limit on the rows of one call, in bytes. The rows for a server travel in one message.
+# The most bytes of rows in one call. The limit is needed because all rows for a server travel in one message.
 MOST_BYTES = 1 << 30
 
 
 class Table(NotCopyable):
-    """An embedding table on one worker, made by `KVStore.table`. All calls but `ipull` block.
+    """An embedding table on one worker, made by `KVStore.table`. All calls except `ipull` block.
 
     Ids are int64 with any values and any shape, and may repeat. Rows and gradients have the shape of the ids with `dim`
     appended, and are C-contiguous.
 
-    In a synchronous store every worker must push equally often. Pulls of the others see nothing of a worker's push
-    until all workers have pushed that round.
+    In a synchronous store every worker must push equally often. Other workers see the effect of a worker's push only
+    after all workers have pushed in that round.
 
     A bad argument raises ValueError or TypeError on this worker only, before anything is sent.
     """
@@ -54,7 +54,7 @@ class Table(NotCopyable):
         self.name = known.name
         self.dim = known.card.dim
         self.dtype = np.dtype(known.card.dtype)
-        # the last `ipull` and the generation it belongs to; the next call in that generation waits for it
+        # the last `ipull`, and its generation; the next call in this generation waits for the `ipull`
         self._last: tuple[Handle, int] | None = None
 
     def __repr__(self) -> str:
@@ -63,18 +63,18 @@ class Table(NotCopyable):
     def push(self, ids: object, gradients: object) -> None:
         """Contribute gradients to the table's next update. Returns when the arrays may be overwritten.
 
-        The gradients of an id that occurs several times are summed in the order in which they occur. The servers then
-        sum over all workers, in rank order, and update every row that any worker has named.
+        If an id occurs several times, its gradients are summed in the order in which they occur. The servers then sum
+        over all workers, in rank order, and update every row that any worker has named.
 
         Args:
-            ids: int64, any shape. In a synchronous store a worker without ids pushes an empty array.
-            gradients: In the table's dtype, with shape ids.shape + (dim,).
+            ids: int64, any shape. In a synchronous store a worker without ids must push an empty array.
+            gradients: Array of the table's dtype, of shape ids.shape + (dim,).
 
         Raises:
             ValueError, TypeError: An argument is bad. Nothing has been sent.
-            MemoryError: A server has no memory for new rows. In a synchronous store the round then counts on no server,
-                the rows are as before, and the store can be used further. The other workers get the error in this call
-                or in a later one. In an asynchronous store only this worker's push is refused.
+            MemoryError: A server has no memory for new rows. In a synchronous store no server applies the round, the
+                rows are unchanged, and the store remains usable. The other workers get the error in this call or in a
+                later one. In an asynchronous store only this worker's push is refused.
 
         Example:
             >>> table.push(np.array([7, -3, 7]), np.ones((3, table.dim), table.dtype))
@@ -82,18 +82,18 @@ class Table(NotCopyable):
         push_together([(self, ids, gradients)])
 
     def pull(self, ids: object, out: object = None) -> Any:
-        """Return the rows of these ids as they are after this worker's pushes. Blocking.
+        """Return the rows of these ids, after all earlier pushes of this worker. Blocking.
 
-        An id without a row gets its first values. A pull makes no rows.
+        For an id without a row the result has its first values. A pull does not make rows.
 
         Args:
             ids: int64, any shape.
-            out: Array to write the rows into and to return: in the table's dtype, with shape ids.shape + (dim,). None
-                makes a new array.
+            out: Array into which the rows are written, and which is returned. It must have the table's dtype and shape
+                ids.shape + (dim,). None makes a new array.
 
         Raises:
             ValueError, TypeError: An argument is bad. Nothing has been sent.
-            MemoryError: One of this worker's pushes was refused; see `push`.
+            MemoryError: Servers have refused one of this worker's pushes; see `push`.
 
         Example:
             >>> table.pull(np.array([[7, -3], [8, 7]])).shape == (2, 2, table.dim)
@@ -109,8 +109,8 @@ class Table(NotCopyable):
     def ipull(self, ids: object, out: object = None) -> Handle:
         """Begin a `pull` and return a handle at once. The handle's `wait()` returns the rows.
 
-        Leave `ids` and `out` unchanged until then. Calls of one table run in program order: the next call waits for
-        this one.
+        Leave `ids` and `out` unchanged until `wait()` returns. Calls of one table run in program order: the next call
+        waits for this one.
 
         Args:
             ids, out: As in `pull`.
@@ -139,7 +139,7 @@ class Table(NotCopyable):
             out: As in `pull`.
 
         Raises:
-            ValueError, TypeError, MemoryError: As `push` and `pull`.
+            ValueError, TypeError, MemoryError: As in `push` and `pull`.
 
         Example:
             >>> rows = table.pushpull(np.array([7, -3]), np.ones((2, table.dim), table.dtype))
@@ -153,23 +153,20 @@ class Table(NotCopyable):
 
     @property
     def pushes(self) -> int:
-        """The number of this worker's pushes that count.
-
-        Pushes that were refused, or that a recovery has undone, do not.
-        """
+        """The number of this worker's pushes, without those that servers have refused or a recovery has undone."""
         return self._known.round
 
     @property
     def origin(self) -> tuple[int, int]:
-        """Changes whenever rows change other than by a push (a load, a recovery).
+        """A value that changes whenever something other than a push changes rows, such as a load or a recovery.
 
-        Rows that were prefetched before are then stale.
+        Rows that were prefetched before the change are then stale.
         """
         return self._store.generation.number, self._known.loads
 
     @property
     def contributors(self) -> int:
-        """The number of workers whose gradients are summed in one update; 1 in an asynchronous store."""
+        """The number of workers whose gradients are summed in one update. It is 1 in an asynchronous store."""
         layout = self._store.layout
         return 1 if layout.asynchronous else layout.num_workers
 
@@ -179,10 +176,10 @@ class Table(NotCopyable):
         return not self._store.layout.asynchronous
 
     def is_any(self, what: str, own: bool) -> bool:
-        """Return True if `mine` is true on any worker of a synchronous store. Collective over the workers, blocking.
+        """Return True if `own` is true on any worker of a synchronous store. Collective over the workers, blocking.
 
-        Raises ValueError in an asynchronous store with several workers, because those do not wait for each other.
-        `what` begins the sentence of that error.
+        Raises ValueError in an asynchronous store with several workers, because its workers do not wait for each other.
+        The message begins with `what`.
         """
         if self._store.layout.num_workers == 1:
             return own
@@ -197,16 +194,20 @@ class Table(NotCopyable):
 
     @property
     def rows(self) -> int:
-        """The number of rows on all servers now. Asks the servers; other workers may be adding rows meanwhile."""
+        """The number of rows on all servers. Asks the servers, while other workers may be adding rows."""
         return self.stats()["rows"]
 
     def stats(self) -> dict[str, int]:
-        """Return figures of this table, summed over all servers, after this worker's pushes. Blocking.
+        """Return figures of this table, summed over all servers, after all earlier pushes of this worker. Blocking.
 
         Returns:
-            A dict with `rows`; `bytes`, the memory of the rows with optimizer state, index and counts; `updates`;
-            `evicted`, the number of rows dropped; `refused`, the number of gradients dropped because `admit` gave their
-            id no row; and `counted`, the number of ids without a row whose updates are being counted.
+            A dict with these keys:
+            `rows`: number of rows;
+            `bytes`: memory of the rows, with optimizer state, index and counts;
+            `updates`: number of updates of the table;
+            `evicted`: number of rows dropped;
+            `refused`: number of gradients dropped because `admit` gave their id no row;
+            `counted`: number of ids without a row whose updates are being counted.
 
         Example:
             >>> table.push(np.array([7, -3, 7]), np.ones((3, table.dim), table.dtype))
@@ -227,16 +228,16 @@ class Table(NotCopyable):
         }
 
     def update_optimizer(self, **numbers: Any) -> None:
-        """Change numbers of the optimizer, such as `learning_rate`, from the next update on. Collective; blocking.
+        """Change hyperparameters of the optimizer, such as `learning_rate`, from the next update on.
 
-        The optimizer's state is kept.
+        The optimizer keeps its state. Collective, blocking.
 
         Args:
-            numbers: The new values.
+            numbers: The new values of hyperparameters, by name.
 
         Raises:
-            ValueError, TypeError: On all workers. A number is bad or unknown, or in a synchronous store one worker has
-                pushed more often than another. Nothing has changed.
+            ValueError, TypeError: On all workers. A hyperparameter is bad or unknown, or in a synchronous store one
+                worker has pushed more often than another. Nothing has changed.
 
         Example:
             >>> table.update_optimizer(learning_rate=0.01)
@@ -252,13 +253,15 @@ class Table(NotCopyable):
         card.numbers = options
 
     def save(self, path: str | os.PathLike[str], since: int | None = None) -> int:
-        """Write all rows with their optimizer state to a file (safetensors), after the same round on all servers.
+        """Write all rows with their optimizer state to a file (safetensors). All servers write the same round.
 
-        Collective over all workers; blocking. With `since`, the file is an increment: it has only the rows that later
-        updates have changed, and the ids of rows dropped since. Give `load` all the files.
+        Collective over all workers, blocking. With `since`, the file is an increment: it has only the rows that later
+        updates have changed, and the ids of rows that were dropped after `since`. To load increments, pass `load` the
+        full file and all increments.
 
         Args:
-            path: If the job is killed meanwhile, the old file or the whole new one is there.
+            path: The file. If the job is killed during the call, `path` has either the old file or the complete new
+                one.
             since: The value that an earlier `save` returned. None writes all rows.
 
         Returns:
@@ -277,9 +280,10 @@ class Table(NotCopyable):
         return table_files.save(self._store, self._tables, self._known, path, lambda: _since(self.name, "save", since))
 
     def load(self, path: str | os.PathLike[str], *increments: str | os.PathLike[str]) -> None:
-        """Replace the table by what `save` wrote, on any number of servers and workers. Collective over all workers.
+        """Replace the rows of the table by those in files that `save` wrote. Collective over all workers.
 
-        The table keeps its own learning rate and seed.
+        The store may have other numbers of servers and workers than the store that saved. The table keeps its own
+        learning rate and seed.
 
         Args:
             path: A file with all rows.
@@ -297,22 +301,25 @@ class Table(NotCopyable):
         table_files.load(self._store, self._tables, self._known, (path, *increments))
 
     def export(self, path: str | os.PathLike[str], since: int | None = None) -> int:
-        """Write rows to a file (safetensors) for programs that serve. Collective over all workers; blocking.
+        """Write rows to a file (safetensors), for programs that serve the trained model.
 
-        The file has the tensors `ids`, `values` and `dropped`. With `since` it has only rows that later updates have
-        changed, and `dropped` names the rows that were dropped after it. To follow a table, a reader takes file after
-        file: it forgets the ids in `dropped`, then sets the others.
+        Collective over all workers, blocking. The file has the tensors `ids`, `values` and `dropped`. With `since` it
+        has only rows that later updates have changed, and `dropped` has the ids of rows that were dropped after
+        `since`. To follow a table, a reader reads the files in order. For each file it removes the ids in `dropped`,
+        then sets the rows in `ids` and `values`.
 
         Args:
-            path: If the job is killed meanwhile, the old file or the whole new one is there.
+            path: The file. If the job is killed during the call, `path` has either the old file or the complete new
+                one.
             since: The value that an earlier export returned. None writes all rows.
 
         Returns:
             The number of updates of the table, to be passed as `since` to the next export.
 
         Raises:
-            ValueError: On all workers. The file cannot be written; no file of these rows was written at `since` (a file
-                written before a load is of other rows); or the servers no longer know which rows were dropped after it.
+            ValueError: On all workers, in one of three cases. The file cannot be written. No file of these rows was
+                written at `since` (a file from before a `load` has other rows). Or the servers no longer know which
+                rows were dropped after `since`.
 
         Example:
             >>> updates = table.export(path)
@@ -337,18 +344,18 @@ class Table(NotCopyable):
             ring.end(sequence)
 
     def _read(self, what: str, ids: Ids, out: Array, target: object) -> Task[object]:
-        """Pull into `out`, and return `target`, the array or tensor whose memory `out` is."""
+        """Pull into `out`, and return `target`, the caller's array or tensor. `out` is a view of its memory."""
         yield from self._tables.pull(self._known, ids, out)
         return target
 
     def _record(self, what: str, rows: int, starts: bool = True) -> Begun:
-        """Begin the record of a call that names so many rows."""
+        """Begin the timing record of a call that names `rows` rows."""
         return self._route.marks.begin_record(
             what, self._known, f"table {self.name!r}", rows * self.dim, self.dtype, starts
         )
 
     def _begin(self, what: str) -> None:
-        """Show this call on the rank's page, and wait for the last `ipull`."""
+        """Show other processes that this worker is in the call `what`, and wait for the last `ipull`."""
         self._route.mark(what)
         if self._last is not None:
             (last, generation), self._last = self._last, None
@@ -358,7 +365,7 @@ class Table(NotCopyable):
     # ---- arguments
 
     def _check_there(self, what: str) -> None:
-        """Raise StoreError if the generation is over, ValueError if the table was lost with an earlier generation."""
+        """Raise StoreError if the store must recover first, or ValueError if the table was lost in a recovery."""
         self._store.operations.check_open()
         if self._tables.known.get(self.name) is not self._known:
             raise of_caller(
@@ -369,7 +376,7 @@ class Table(NotCopyable):
             )
 
     def _check_push(self, what: str, ids: object, gradients: object) -> tuple[Ids, Array]:
-        """Check the arguments of a push. Return its ids and gradients as (k,) and (k, dim)."""
+        """Check the arguments of a push. Return the ids with shape (k,), and the gradients with shape (k, dim)."""
         self._check_there(what)
         with CALLER_ERRORS:
             flat_ids, shape = self._ids_of(what, ids)
@@ -381,7 +388,7 @@ class Table(NotCopyable):
         return flat_ids, flat
 
     def _ids_of(self, what: str, ids: object) -> tuple[Ids, tuple[int, ...]]:
-        """Check ids. Return them as (k,), and the shape that the caller gave them."""
+        """Check ids. Return them as a 1-D array, and their original shape."""
         name = f"{what} of table {self.name!r}: ids"
         if isinstance(ids, (list, tuple, int, np.integer)):
             raise TypeError(f"{name} are of type {type(ids).__name__}: pass numpy.array(ids, numpy.int64)")
@@ -397,7 +404,7 @@ class Table(NotCopyable):
         return np.ascontiguousarray(array).reshape(-1), array.shape
 
     def _array_of(self, what: str, argument: str, given: object, shape: tuple[int, ...]) -> Array:
-        """Check that an array holds rows for ids of this shape. `argument` is its name in errors."""
+        """Check that an array has rows for ids of this shape. `argument` is the array's name in errors."""
         name = f"{what} of table {self.name!r}: {argument}"
         array = arrays.host(given, name)  # type: ignore[arg-type]
         if array.dtype != self.dtype:
@@ -409,7 +416,7 @@ class Table(NotCopyable):
         return array
 
     def _target_of(self, what: str, out: object, shape: tuple[int, ...]) -> tuple[Any, Array]:
-        """Return the array that a pull returns, and its memory as (k, dim)."""
+        """Return the array that a pull returns, and a view of it of shape (k, dim)."""
         if out is None:
             made = np.empty((*shape, self.dim), self.dtype)
             return made, made.reshape(-1, self.dim)
@@ -419,7 +426,10 @@ class Table(NotCopyable):
         return out, array.reshape(-1, self.dim)
 
     def _check_finite(self, what: str, ids: Ids, gradients: Array) -> None:
-        """Raise FloatingPointError if a push holds NaN or infinity, with its rank, table, number and first bad id."""
+        """Raise FloatingPointError if a push holds NaN or infinity.
+
+        The message names the rank, the table, the push and the first id with a bad gradient.
+        """
         fine = np.isfinite(gradients)
         if fine.all():
             return
@@ -436,13 +446,13 @@ class Table(NotCopyable):
 
 
 def push_together(pushes: Sequence[tuple[Table, object, object]]) -> None:
-    """Push to several tables at once, each at most once, and wait only once for each store. Blocking.
+    """Push to several tables at once, and wait only once for each store. Blocking.
 
     Nothing is sent if any argument is bad.
 
     Args:
-        pushes: (table, ids, gradients), as `Table.push` takes them. The tables may belong to several stores, which are
-            served one after the other.
+        pushes: (table, ids, gradients) with the arguments of `Table.push`. Each table may occur only once. Tables may
+            belong to several stores. The stores are handled one after the other.
     """
     seen = [(table, *table._check_push("push", ids, gradients)) for table, ids, gradients in pushes]
     for tables in by_store(table for table, *_ in seen):
@@ -474,7 +484,7 @@ def _push_all(what: str, pushes: Sequence[tuple[Table, Ids, Array]]) -> None:
 
 
 def _since(name: str, call: str, given: object) -> int:
-    """Check an argument `since`. Return it as a number of updates; None is 0, which means all rows."""
+    """Check an argument `since`. Return it as a number of updates. For None return 0, which means all rows."""
     since = 0 if given is None else whole(name, "since", given)
     if since < 0:
         raise ValueError(f"table {name!r}: since={since}: give what {call} has returned, or None")

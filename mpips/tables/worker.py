@@ -1,4 +1,7 @@
-"""The tables of a store on a worker, as the store sees them: collections of a service (`worker.interface`)."""
+"""The tables of a store on a worker, as a service of the store (`worker.interface`).
+
+A *service* is anything that servers keep besides keys. Each table is a *collection* of this service.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ class WorkerTables:
         counts = [msgspec.msgpack.decode(data, type=list[int]) for data in refusals]
         for table, known in zip(self.client.known.values(), zip(*counts)):
             if table.refusals < max(known):
-                # The answer to a question about the next round is the refusal.
+                # Ask the servers about the next round. They answer with the refusal, which raises RoomError.
                 yield from self.client.stats(table, ahead=1)
 
     def tell_wait(self, names: Sequence[Name]) -> None:
@@ -52,7 +55,7 @@ class WorkerTables:
         self.client.renew()
 
     def begin(self, plan: TablesPlan | None, rounds: Mapping[Name, int]) -> None:
-        """Go on with the tables of the plan at these rounds. `Table` objects keep their `KnownTable`."""
+        """Begin a generation with the tables of the plan at these rounds. `Table` objects keep their `KnownTable`."""
         before, self.client.known = self.client.known, {}
         for card in [] if plan is None else plan.cards:
             table = self.client.known[card.table] = before.get(card.table) or KnownTable(card)
@@ -66,7 +69,7 @@ class WorkerTables:
         return SavedTables(frozen, [record_of(table, frozen) for table in self.client.known.values()])
 
     def check_records(self, path: str, records: Sequence[TableRecord]) -> None:
-        """Raise ValueError unless a checkpoint has all tables of the store, of the same kinds."""
+        """Raise ValueError if a checkpoint lacks a table of the store, or if dim, dtype or optimizer differ."""
         by_name = {record.name: record for record in records}
         for table in self.client.known.values():
             if table.name not in by_name:
@@ -96,16 +99,16 @@ class WorkerTables:
 
 @dataclass
 class SavedTables:
-    """All tables of a store as they were at one moment, to be written to a checkpoint."""
+    """All tables of a store as they were at one moment, for a checkpoint."""
 
     frozen: FrozenOnServers
     records: list[TableRecord]
 
     def pieces(self) -> Iterator[RowsPiece]:
-        """Yield all rows, table by table."""
+        """Yield the rows of all tables in pieces, table by table."""
         for record in self.records:
             yield from files.pieces(record, table_prefix(record.name), self.frozen)
 
     def release(self) -> Task[None]:
-        """Have the servers forget the frozen rows."""
+        """Let the servers drop the frozen rows."""
         yield from self.frozen.release()

@@ -1,5 +1,6 @@
-"""Checkpoints: what a store holds, to a file and back.
+"""Checkpoints: write the content of a store to a file, and load it again.
 
-`save` and `load` handle values, optimizers and their states, compression and its residuals. `resume` has a store save
-itself in a `folder` and go on from there. `file` writes a file that is there whole or not at all.
+`save` and `load` handle values, optimizers with their states, and compression with its residuals (the parts of
+gradients that it has held back). `resume` lets a store save itself regularly in a `folder`, and continue from the
+newest checkpoint there. `file` writes a file in such a way that it is either complete or absent.
 """

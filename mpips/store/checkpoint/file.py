@@ -1,11 +1,12 @@
-"""Write and read a checkpoint's file, piece by piece (safetensors, checksums); `finish` makes all valid at once.
+"""Write and read the file of a checkpoint piece by piece (safetensors, with checksums).
 
-`Reader` opens what a store has saved, and checks that it holds what its header promises. `Writer` and `TensorFile`
-write and read any arrays piece by piece.
+`Writer` writes arrays to a file that replaces the old one only when `finish` is called. `TensorFile` reads arrays from
+a file. `Reader` opens the checkpoint of a store, and checks that the file has everything that its header promises.
 
-Checksums are CRC-32. They are in the metadata under `mpips.crc32`: first that of the header, then one for each tensor
-in the order of the file. The header's checksum covers the file up to the first tensor, with zeros in its own place.
-Other programs see it as one more entry. Any flipped bit is noticed, and so is a file that was cut short.
+Checksums are CRC-32, in the metadata under `mpips.crc32`. The first one is that of the header. It covers the file up to
+the first tensor, with zeros in place of the checksum itself. A checksum for each tensor follows, in the order of the
+file. Other programs see the checksums as one more metadata entry. They reveal any flipped bit, and a file that was cut
+short.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from mpips.collectives.files import NewFile
 from mpips.store.keys.key import Array
 from mpips.store.options import MOST
 
-# key of the metadata that has the header
+# metadata key of the store's header
 STORE = "mpips.store"
 # Version 2 came with services. A file without collections of services is written as version 1.
 VERSION = 2
@@ -38,10 +39,10 @@ class KeyRecord(msgspec.Struct):
     """A key in the header.
 
     Attributes:
-        round: The round after which it was saved.
-        step: How often the optimizer had updated it.
-        state: Dtypes of the optimizer's arrays; each has as many elements as the key.
-        optimizer: The key's own optimizer, as data; None: the default one.
+        round: The round after which the key was saved.
+        step: The number of times that the optimizer had updated the key.
+        state: Dtypes of the optimizer's state arrays. Each array has as many elements as the key.
+        optimizer: The key's own optimizer, as data. None if the key uses the default optimizer.
     """
 
     key: int | str
@@ -58,7 +59,7 @@ class KeyRecord(msgspec.Struct):
 
     @property
     def floats(self) -> bool:
-        """True if an optimizer can update it, and pushes of it are compressed."""
+        """True if the elements are floats. Only float keys can have optimizers and compression."""
         return np.dtype(self.dtype).kind not in "iub"
 
 
@@ -70,13 +71,13 @@ class CollectionRecord(Protocol):
 
     @property
     def noun(self) -> str:
-        """The word for it in error messages."""
+        """The word for this kind of collection in error messages, such as "table"."""
 
     def check(self, path: str) -> None:
-        """Raise ValueError, with the file's path, if a number is out of range or the content is unknown here."""
+        """Raise ValueError with the file's path if the record has a number out of range or something unknown."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the names and types of its tensors in the file."""
+        """Yield the names and types of the collection's tensors in the file."""
 
 
 Decoder = Callable[[bytes], Sequence[CollectionRecord]]
@@ -87,9 +88,9 @@ class StoreHeader(msgspec.Struct):
     """The header of a store's file.
 
     Attributes:
-        kind, options: Of the store that was saved. For human readers.
-        optimizer: The default optimizer, as data; None: there is none.
-        residuals: Number of workers or clients that compressed their pushes; 0: none.
+        kind, options: The kind and the options of the store that was saved. Only people read them.
+        optimizer: The default optimizer, as data, or None if the store had no default optimizer.
+        residuals: Number of workers or clients that compressed their pushes. 0 if pushes were not compressed.
         services: Name of a service -> the records of its collections. In the file each name is a field of its own.
     """
 
@@ -125,7 +126,7 @@ def value_name(key: int | str) -> str:
 
 
 def state_name(key: int | str, slot: int) -> str:
-    """Return the name of the tensor with one array of the optimizer's state of a key."""
+    """Return the name of the tensor with one state array of a key's optimizer."""
     return f"state{slot}/{key}"
 
 
@@ -135,14 +136,14 @@ def residual_name(key: int | str, group: int) -> str:
 
 
 def residual_dtype(dtype: str) -> np.dtype:
-    """Return the dtype of residuals of a key of this dtype: float64 for float64, else float32."""
+    """Return the dtype in which residuals of a key are saved: float64 for keys of float64, float32 for others."""
     return np.dtype(np.float64 if dtype == "float64" else np.float32)
 
 
 def file_name(what: str, argument: str, path: object) -> str:
     """Check an argument that names a file, and return it as a str.
 
-    Raises TypeError or ValueError, with the names of call and argument, if it cannot be a file's name.
+    Raises TypeError or ValueError if the argument cannot be a file's name. The message names the call and the argument.
     """
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(name, str):
@@ -155,15 +156,15 @@ def file_name(what: str, argument: str, path: object) -> str:
 
 
 def why(error: Exception) -> str:
-    """Return what went wrong with a file, without the file's name."""
+    """Return the message of an error about a file, without the file's name."""
     return getattr(error, "strerror", None) or str(error)
 
 
 class Reader:
-    """An open checkpoint of a store. It reads this file even if another one is put in its place.
+    """An open checkpoint of a store. It stays readable even if another file replaces it under the same path.
 
-    Raises ValueError if the file is not a checkpoint of a store, cannot be read, is damaged, or lacks something that
-    its header promises.
+    The constructor raises ValueError if the file is not a checkpoint of a store, cannot be read, is damaged, or lacks
+    something that its header promises.
 
     Args:
         decoders: See `decode_header`.
@@ -177,7 +178,7 @@ class Reader:
             if text is None:
                 raise ValueError(f"{self.path} was not written by save: it has no header of a store")
             try:
-                # the header, as text
+                # the header as bytes, in the form in which it is sent to other workers
                 self.encoded = text.encode()
                 self.header = decode_header(self.encoded, decoders)
             except (msgspec.MsgspecError, OverflowError, RecursionError) as error:
@@ -232,17 +233,18 @@ class Reader:
 
 
 def metadata(header: StoreHeader) -> dict[str, str]:
-    """Return the header as metadata of safetensors."""
+    """Encode the header as metadata of a safetensors file."""
     fields = msgspec.to_builtins(header)
     fields |= fields.pop("services")
     return {STORE: msgspec.json.encode(fields).decode()}
 
 
 def decode_header(text: bytes, decoders: Mapping[str, Decoder]) -> StoreHeader:
-    """Decode the header from metadata. MsgspecError if it is none.
+    """Decode the header from metadata. Raise MsgspecError if the text is not a header.
 
     Args:
-        decoders: For each service by name, what decodes its field. Fields of other services are left out.
+        decoders: Name of a service -> the function that decodes the service's field. Fields of services without a
+            decoder are ignored.
     """
     fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     services = {name: decode(fields[name]) for name, decode in decoders.items() if name in fields}
@@ -270,11 +272,11 @@ DTYPES = {theirs: np.dtype(name) for name, theirs in NAMES.items()}
 HOLDS = f"a checkpoint holds {', '.join(NAMES)}"
 
 SUMS = "mpips.crc32"
-# A header with checksums begins with this, followed by their digits.
+# A header with checksums begins with these bytes. The digits of the checksums follow.
 START = b'{"__metadata__": {"' + SUMS.encode() + b'": "'
 DIGITS = 8
 LENGTH_BYTES = 8
-# limit on the size of a header, the same as in other programs
+# The largest header that is read. Other programs have the same limit.
 MOST_HEADER = 100_000_000
 PIECE_BYTES = 1 << 20
 
@@ -294,33 +296,33 @@ class Tensor(NamedTuple):
 
 
 class Writer:
-    """A file that is being written next to `path`. `finish` puts it in place.
+    """A file that is being written next to `path`. `finish` moves it to `path`.
 
-    The constructor raises OSError if the file cannot be made: `path` is a folder, a device or a pipe, or its folder
-    does not exist. Later errors are kept, and raised by `finish`.
+    The constructor raises OSError if the file cannot be made, for example because `path` is a folder, a device or a
+    pipe, or because its folder does not exist. `finish` raises errors that occurred while writing.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = NewFile(path)
         self.path = self._file.path
-        # the header with its length before it, and zeros in place of the checksums
+        # the length of the header, then the header with zeros in place of the checksums
         self._header = bytearray()
         self._places: dict[str, tuple[int, Tensor]] = {}
-        # checksum of what has been written of each tensor, in the order of the file
+        # name of a tensor -> checksum of its elements written so far, in the order of the file
         self._sums: dict[str, int] = {}
-        # number of elements written of each tensor
+        # name of a tensor -> number of its elements written so far
         self._written: dict[str, int] = {}
         self._failure: OSError | None = None
 
     def begin(self, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        """Write the header. To be called once, before `write`.
+        """Write the header. Call it once, before `write`.
 
-        Raises ValueError for a dtype that the format does not have.
+        Raises ValueError for a dtype that the file format does not have.
         """
         words = {name: text for name, text in metadata.items() if name != SUMS}
         header: dict[str, Any] = {"__metadata__": {SUMS: "0" * DIGITS * (1 + len(tensors)), **words}}
         offset, offsets = 0, {}
-        # Larger elements first, so that every tensor is aligned.
+        # Put tensors with larger elements first, so that every tensor is aligned.
         for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
             if tensor.dtype.name not in NAMES:
                 raise ValueError(f"{name} is of {tensor.dtype.name}: {HOLDS}")
@@ -342,7 +344,7 @@ class Writer:
         self._places = {name: (base + offsets[name], tensor) for name, tensor in tensors.items()}
 
     def write(self, name: str, start: int, values: Array) -> None:
-        """Write elements of a tensor, flat and in its dtype. `start` must be the number of elements written before."""
+        """Write elements of a tensor, 1-D and in its dtype. `start` must be the number of elements written before."""
         place, tensor = self._places[name]
         assert values.dtype == tensor.dtype and start + values.size <= math.prod(tensor.shape), name
         assert start == self._written[name], name
@@ -357,7 +359,7 @@ class Writer:
         self.write(name, self._written[name], values)
 
     def finish(self) -> None:
-        """Put the file in place. Blocks until the disk has it: then it survives a crash of the machine."""
+        """Move the file to its path. Blocks until the file is on disk, so that it survives a crash of the machine."""
         first = LENGTH_BYTES + len(START)
         sums = "".join(f"{value:0{DIGITS}x}" for value in self._sums.values()).encode()
         self._header[first + DIGITS : first + DIGITS + len(sums)] = sums
@@ -371,11 +373,11 @@ class Writer:
             self._file.abandon()
 
     def abandon(self) -> None:
-        """Give the file up, and leave what was at `path`. Does nothing once `finish` has begun."""
+        """Delete the unfinished file, and leave the old file at `path`. Does nothing once `finish` has begun."""
         self._file.abandon()
 
     def _put(self, data: bytes | bytearray | memoryview, offset: int) -> None:
-        """Write at an offset. With no data, set the length of the file to `offset`."""
+        """Write data at an offset. If `data` is empty, set the length of the file to `offset`."""
         left = memoryview(data)
         try:
             if not len(left):
@@ -396,7 +398,7 @@ def open_writer(path: str) -> Writer:
 
 
 def write(path: str | os.PathLike[str], arrays: Mapping[str, Array], metadata: Mapping[str, str]) -> None:
-    """Write arrays of any shapes and some metadata to a file. Blocking. Raises OSError if it cannot be written."""
+    """Write arrays of any shapes and metadata to a file. Blocking. Raises OSError if the file cannot be written."""
     with contextlib.ExitStack() as stack:
         writer = Writer(path)
         stack.callback(writer.abandon)
@@ -415,20 +417,20 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TensorFile:
-    """An open file of safetensors. It reads this file even if another one is put in its place.
+    """An open safetensors file. It stays readable even if another file replaces it under the same path.
 
-    Raises ValueError if it is not one, cannot be read, or is damaged.
+    The constructor raises ValueError if the file is not a safetensors file, cannot be read, or is damaged.
 
     Attributes:
-        tensors: Its tensors, in the order of the file.
-        metadata: Its metadata.
+        tensors: Name -> dtype and shape of each tensor, in the order of the file.
+        metadata: The metadata of the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         self.tensors: dict[str, Tensor] = {}
         self.metadata: dict[str, str] = {}
-        # checksums of the tensors; None if another program or an older mpips wrote the file
+        # checksums of the tensors; None if the file has none, because another program or an older mpips wrote it
         self._sums: list[str] | None = None
         self._offsets: dict[str, int] = {}
         with contextlib.ExitStack() as stack:
@@ -451,10 +453,11 @@ class TensorFile:
     def check_sums(self, known: Collection[str], warns: bool = True) -> None:
         """Check the tensors against their checksums. Raises ValueError if one does not match.
 
-        A file without checksums is accepted if its metadata has only `known` keys, as an older mpips wrote it.
+        A file without checksums is accepted only if its metadata has no keys besides `known`. Older versions of mpips
+        wrote such files.
 
         Args:
-            warns: Warn of such a file. Give True on one rank only.
+            warns: Warn of a file without checksums. Pass True on one rank only.
         """
         if self._sums is None and set(self.metadata) <= set(known):
             if warns:
@@ -476,7 +479,7 @@ class TensorFile:
     def get(self, name: str, rows: slice | None = None) -> Array:
         """Return a tensor, or some of its rows, as a writable array.
 
-        Raises ValueError if there is no such tensor, or the disk fails.
+        Raises ValueError if the file has no tensor of this name, or if the disk fails.
         """
         if name not in self.tensors:
             raise ValueError(f"{self.path} has no tensor {name!r}: save it anew")
@@ -510,7 +513,7 @@ class TensorFile:
         return ValueError(f"{self.path} is damaged: {why}; take another checkpoint")
 
     def _header(self) -> tuple[bytes, int]:
-        """Read the header. Return it, and the number of bytes after it."""
+        """Read the header. Return the header, and the number of bytes that follow it in the file."""
         size = os.fstat(self._fd).st_size
         length = bytearray(LENGTH_BYTES)
         if size >= LENGTH_BYTES:
@@ -528,7 +531,7 @@ class TensorFile:
         return bytes(text), size - LENGTH_BYTES - count
 
     def _check_header(self, text: bytes, size: int) -> None:
-        """Parse a header. Raises ValueError if it does not fit `size` bytes of data."""
+        """Parse the header. Raises ValueError if its tensors do not take exactly `size` bytes."""
         try:
             raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
             self.metadata = msgspec.json.decode(raw.pop("__metadata__", b"{}"), type=dict[str, str])
@@ -553,7 +556,7 @@ class TensorFile:
                 raise self._damaged("it has not as many checksums as tensors")
 
     def _read(self, buffer: memoryview, offset: int) -> None:
-        """Fill a buffer from an offset. Raises ValueError if the disk fails."""
+        """Fill a buffer with the bytes at an offset. Raises ValueError if the disk fails or the file is too short."""
         left = buffer
         try:
             while len(left):

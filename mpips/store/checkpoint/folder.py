@@ -1,10 +1,10 @@
-"""The folder in which a store saves itself: one file for each save, whole or absent. The newest two stay.
+"""The folder in which a store saves itself: one file for each save. Only the two newest files are kept.
 
     FOLDER/store-00000100.safetensors
 
-While a file is being written it is named `store-*.part`. The files of a Trainer have other names
-(`mpips.training.checkpoint`), and count only for `newest_step`. This module needs nothing but Python, because the
-launcher uses it too.
+A file of this name is always complete. While it is being written, its name is `store-*.part`. The files of a Trainer
+have other names (`mpips.training.checkpoint`); only `newest_step` looks at them. This module needs nothing but Python,
+because the launcher also uses it.
 """
 
 from __future__ import annotations
@@ -28,25 +28,28 @@ def path_of(folder: str, step: int) -> str:
 
 
 def steps_in(folder: str) -> dict[int, str]:
-    """Return step -> path of the stores' checkpoints in a folder, oldest first. Empty if the folder does not exist."""
+    """Return step -> path of each checkpoint of a store in the folder, oldest first.
+
+    The result is empty if the folder does not exist.
+    """
     return {step: path_of(folder, step) for step in _steps(folder, OURS)}
 
 
 def newest_step(folder: str) -> int | None:
-    """Return the step from which a job goes on, from a checkpoint of a store or of a Trainer; None if there is none."""
+    """Return the step of the newest checkpoint of a store or a Trainer, or None if the folder has no checkpoint."""
     return max([*_steps(folder, OURS), *_steps(folder, TRAINERS)], default=None)
 
 
 def prune(folder: str) -> None:
-    """Remove all checkpoints of stores but the newest ones."""
+    """Remove all checkpoints of stores except the KEPT newest ones."""
     for path in list(steps_in(folder).values())[:-KEPT]:
         _remove(path)
 
 
 def clear_parts(folder: str) -> None:
-    """Remove unfinished files that a killed job has left, also those of older versions.
+    """Remove unfinished files that a killed job of this or an older version of mpips has left.
 
-    Files that another job is writing stay.
+    Files that another job is still writing are not removed.
     """
     remove_abandoned(folder, OURS.pattern)
     with contextlib.suppress(OSError):
@@ -55,7 +58,7 @@ def clear_parts(folder: str) -> None:
 
 
 def make(folder: str) -> None:
-    """Make the folder. Raises ValueError if it cannot be made or written to."""
+    """Make the folder if it does not exist. Raises ValueError if files cannot be written in it."""
     try:
         os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

@@ -1,13 +1,14 @@
-"""`kv.load` and the optimizers' states alone: read a checkpoint into a store of any number of servers and workers.
+"""Read a checkpoint into a store with any number of servers and workers (`kv.load`), or only optimizer states.
 
-Worker 0 reads; other nodes need not see the file. Whether it fits is checked before anything changes. If it does not,
-all workers raise the same ValueError. Keys that the store does not have are made. It is an error if the file lacks a
-key of the store.
+Only worker 0 reads the file, so other nodes need not have access to it. Before anything changes, worker 0 checks that
+the file fits the store. If it does not, all workers raise the same ValueError. Keys of the file that the store does not
+have are made. A file that lacks a key of the store does not fit.
 
-If as many workers (or clients) load as have saved, each gets its own residuals of compression back. Otherwise worker i
-of n gets the sum of residuals i, i + n, i + 2n, ... So nothing is lost, and nothing is sent twice.
+Compression holds back parts of gradients, the *residuals*. If as many workers (or clients) load as have saved, each
+gets its own residuals. Otherwise worker i of n gets the sum of residuals i, i + n, i + 2n, ... So every residual is
+pushed exactly once.
 
-`save_states` and `load_states` are behind `save_optimizer_states` and `load_optimizer_states`, which MXNet has too.
+`save_states` and `load_states` implement `save_optimizer_states` and `load_optimizer_states`, which MXNet also has.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def load(store: WorkerStore, path: str | os.PathLike[str]) -> None:
     """Load a checkpoint; see `KVStore.load`. Collective."""
     store.finish()
     if store.saving is not None:
-        # The save before may be writing this very file.
+        # The last save may still be writing this file.
         store.saving.finish()
     with contextlib.ExitStack() as stack:
         name, refusal = attempt(lambda: file_name("load", "path", path))
@@ -71,14 +72,14 @@ def load(store: WorkerStore, path: str | os.PathLike[str]) -> None:
 def _opened(store: WorkerStore, path: str, stack: contextlib.ExitStack) -> Reader | None:
     """Open the file on worker 0. On other workers return None.
 
-    Raises ValueError if it cannot be read or does not fit the store.
+    Raises ValueError if the file cannot be read or does not fit the store.
     """
     if store.layout.rank:
         return None
     reader = stack.enter_context(Reader(path, DECODERS))
     _check_keys(store, reader.path, reader.header)
     _check_collections(store, reader.path, reader.header)
-    # Raises if the user has not registered an optimizer that the file names.
+    # This raises if the file names an optimizer that the user has not registered.
     groups = _used(store, _groups(reader.header))
     for record in reader.header.records:
         _check_state(reader.path, record, groups.of(record.key))
@@ -103,7 +104,11 @@ def _check_keys(store: WorkerStore, path: str, header: StoreHeader) -> None:
 
 
 def _check_collections(store: WorkerStore, path: str, header: StoreHeader) -> None:
-    """Raise ValueError unless the file has all collections of the store, of the same kinds, and no other's names."""
+    """Raise ValueError if the file's collections do not fit the store.
+
+    The file must have every collection of the store, and each must fit. No name may stand for a key and for a
+    collection.
+    """
     services = {service.name: service for service in store.backend.services}
     for name, records in header.services.items():
         if records and name not in services:
@@ -123,7 +128,7 @@ def _check_collections(store: WorkerStore, path: str, header: StoreHeader) -> No
 
 
 def _check_state(path: str, record: KeyRecord, optimizer: Optimizer | None) -> None:
-    """Raise ValueError if the optimizer cannot update the key, or the state in the file is of another optimizer."""
+    """Raise ValueError if the optimizer cannot update the key, or if another optimizer made the state in the file."""
     if optimizer is None:
         return
     if not record.floats:
@@ -143,18 +148,18 @@ def _check_state(path: str, record: KeyRecord, optimizer: Optimizer | None) -> N
 
 
 def _used(store: WorkerStore, groups: Groups) -> Groups:
-    """Return the optimizers after the load: those of the file if it has any."""
+    """Return the optimizers after the load: those of the file, or those of the store if the file has none."""
     return Groups(groups.default or store.groups.default, groups.own) if groups else store.groups
 
 
 def _groups(header: StoreHeader) -> Groups:
-    """Return the file's optimizers. Raises ValueError or TypeError if one is unknown here."""
+    """Return the file's optimizers. Raises ValueError or TypeError if one is not registered in this process."""
     own = {record.key: from_data(record.optimizer) for record in header.records if record.optimizer is not None}
     return Groups(None if header.optimizer is None else from_data(header.optimizer), own)
 
 
 def _loaded(store: WorkerStore, reader: Reader | None, header: StoreHeader) -> Task[None]:
-    """Load everything into the store, some keys at a time. Worker 0 reads the file. Collective."""
+    """Load the whole file into the store, a group of keys at a time. Worker 0 reads the file. Collective."""
     parts = [header.records[run] for run in runs(map(_nbytes, header.records))]
     for records in parts:
         yield from _values_loaded(store, reader, records)
@@ -172,10 +177,10 @@ def _loaded(store: WorkerStore, reader: Reader | None, header: StoreHeader) -> T
 
 
 def _use(store: WorkerStore, groups: Groups, compressor: Compressor | None) -> Task[None]:
-    """Set these optimizers and this compression, which are the same on all workers."""
+    """Set the optimizers and, unless it is None, the compression. All workers pass equal arguments. Collective."""
     if groups.default is not None:
         yield from store.backend.set_optimizer(groups.default, None)
-    # Keys with equal optimizers are set with one request.
+    # Use one request for all keys with equal optimizers.
     alike: dict[str, list[Name]] = {}
     for name, optimizer in groups.own.items():
         alike.setdefault(repr(optimizer), []).append(name)
@@ -188,7 +193,7 @@ def _use(store: WorkerStore, groups: Groups, compressor: Compressor | None) -> T
 
 
 def _nbytes(record: KeyRecord) -> int:
-    """Return the bytes of a key's values and of its optimizer's state."""
+    """Return the size of a key's values and of its optimizer's state, in bytes."""
     return record.size * sum(np.dtype(dtype).itemsize for dtype in (record.dtype, *record.state))
 
 
@@ -240,8 +245,10 @@ def give_back_residuals(
 ) -> Task[None]:
     """Give each sender its share of the residuals that `groups` senders have saved. Collective.
 
+    A sender is a worker or a whole client (see `save.senders`).
+
     Args:
-        saved: For each of these senders an array for each key. Only worker 0's are used.
+        saved: For each sender that has saved, a list with one array per key. Only worker 0's arrays are used.
     """
     group = next(number for number, ranks in enumerate(senders(layout)) if layout.rank in ranks)
     totals = [np.zeros(key.size) for key in keys]
@@ -255,16 +262,16 @@ def give_back_residuals(
 
 
 def _read(reader: Reader | None, name: str, shape: tuple[int, ...], dtype: str) -> Array:
-    """Return a tensor of the file. Without a reader return an uninitialised array of its size."""
+    """Return a tensor of the file. If `reader` is None, return an uninitialised array of this shape and dtype."""
     return np.empty(shape, np.dtype(dtype)) if reader is None else reader.get(name)
 
 
-# keys of the metadata
+# metadata keys in a file of optimizer states
 STEPS, OPTIMIZERS = "steps", "optimizers"
 
 
 def save_states(store: WorkerStore, fname: str, dump_optimizer: bool) -> None:
-    """Save the optimizers' states; see `KVStore.save_optimizer_states`. Collective."""
+    """Save only the optimizers' states; see `KVStore.save_optimizer_states`. Collective."""
     _all_come(store, "save_optimizer_states", fname)
     states = store.run("save_optimizer_states", store.backend.stored.states(list(store.keys.values())))
 
@@ -287,7 +294,7 @@ def save_states(store: WorkerStore, fname: str, dump_optimizer: bool) -> None:
 
 
 def load_states(store: WorkerStore, fname: str) -> None:
-    """Load the optimizers' states; see `KVStore.load_optimizer_states`. Collective."""
+    """Load only the optimizers' states; see `KVStore.load_optimizer_states`. Collective."""
     keys = [key for key in store.keys.values() if store.groups.of(key.name) is not None]
     _all_come(store, "load_optimizer_states", fname)
     states, refusal = attempt(lambda: _fitting(store, _read_states(fname, keys)) if store.layout.rank == 0 else {})
@@ -305,9 +312,9 @@ def load_states(store: WorkerStore, fname: str) -> None:
 
 
 def _all_come(store: WorkerStore, what: str, fname: str) -> None:
-    """Check that all workers make this call with the same name after the same rounds, and that an optimizer is set.
+    """Check a call that saves or loads optimizer states. Raises ValueError on all workers if the check fails.
 
-    Raises ValueError on all workers if not.
+    All workers must make the call with the same file name after the same rounds, and an optimizer must be set.
     """
     name, unfit = attempt(lambda: file.file_name(what, "fname", fname))
     refusal = None if store.groups else ValueError("it needs an optimizer; call set_optimizer first")
@@ -315,7 +322,7 @@ def _all_come(store: WorkerStore, what: str, fname: str) -> None:
 
 
 def _fitting(store: WorkerStore, states: States) -> States:
-    """Return the states. Raises ValueError if one does not fit its key's optimizer."""
+    """Return `states` after a check. Raises ValueError if the state of a key does not fit the key's optimizer."""
     for name, (step, arrays) in states.items():
         optimizer = store.groups.of(name)
         if not (step or arrays) or optimizer is None:
@@ -334,9 +341,10 @@ def _text(data: object) -> str:
 
 
 def _read_states(fname: str | os.PathLike[str], keys: Sequence[Key]) -> States:
-    """Read the states of `keys`.
+    """Read the optimizer states of `keys` from a file.
 
-    Raises ValueError, with the file and the key, if one is missing or its step or state cannot be right.
+    Raises ValueError if the file lacks a key, or has an impossible step or state. The message names the file and the
+    key.
     """
     result: dict[Name, tuple[int, list[str]]] = {}
     with file.TensorFile(fname) as saved:

@@ -1,16 +1,16 @@
-"""A store that goes on from a folder and saves itself there (options `checkpoint` and `every`).
+"""Let a store save itself in a folder and continue from there (options `checkpoint` and `every`).
 
-`resume` loads the newest checkpoint that can be read. A job that goes on makes the same calls as a job that begins. So
-does a worker that joins a store which others train, and after a recovery a program may repeat them (`worker.restored`).
+`resume` loads the newest checkpoint that can be read. After that the program makes the same calls as in a job that
+starts from scratch (see `worker.restored`).
 
-`RegularSaves` is the schedule. A *step* of a program pushes each key once. On a worker a step ends when it begins to
-push some key more often than it has pushed any key before. So all workers of a synchronous store come to the same end
-of a step, each in its own time, and save together there. After a step at whose end some keys have been pushed more
-often than others, nothing is saved.
+`RegularSaves` is the schedule of saves. A *step* of a program pushes each key once. A worker ends a step when it begins
+to push some key more often than it has pushed any key before. So each worker of a synchronous store finds the same end
+of a step without communication, and the workers save together there. If some keys have been pushed more often than
+others at the end of a step, the store is not saved.
 
-In an asynchronous store worker 0 saves alone, after steps of its own: each key as it is then, with what others have
-pushed, and without residuals of compression. If the last save is still being written, the next one comes after a later
-step, and nobody waits for it. When all workers close the store, what it then holds is saved too.
+In an asynchronous store worker 0 saves alone, after its own steps. It saves each key as it is at that moment, including
+pushes of other workers, but without residuals of compression. No save waits for another: if the last save is still
+being written, the next one is put off to a later step. When all workers close the store, its final content is saved.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mpips.store.runtime.generation import Generation
 from mpips.store.worker.restored import Restored
 from mpips.store.worker.store import WorkerStore
 
-# of the message of `tell_spares`, on the store's communicator
+# tag of the message of `tell_spares`, on the store's communicator
 TAG = 6
 
 
@@ -41,10 +41,11 @@ def resume(store: WorkerStore) -> tuple[int, Restored]:
     """Load the newest checkpoint of the folder that can be read. Collective, blocking.
 
     Returns:
-        Its step (0 if there is none), and what the program may then ask for.
+        The step of the checkpoint (0 if the folder has no checkpoint), and the content that the program may claim.
 
     Raises:
-        ValueError: On all workers. There is no folder and none can be made, or none of its files can be read.
+        ValueError: On all workers. The folder does not exist and cannot be made, or it has checkpoints and none of them
+            can be read.
     """
     folder = store.layout.options.checkpoint
     steps: dict[int, str] = {}
@@ -65,7 +66,7 @@ def resume(store: WorkerStore) -> tuple[int, Restored]:
         except CollectiveError:
             raise
         except ValueError as error:
-            # All workers raise the same error, and nothing has changed.
+            # `load` has raised this error on all workers and has changed nothing. So all try the next older file.
             failure = failure or error
             if store.layout.rank == 0:
                 warn(f"the checkpoint of step {step} is left out: {error}")
@@ -79,9 +80,9 @@ def resume(store: WorkerStore) -> tuple[int, Restored]:
 
 
 def tell_spares(layout: Layout, step: int | None) -> None:
-    """Tell the spares from which step the store goes on, to save itself from there. Called on all; worker 0 tells.
+    """Tell the spares from which step the store continues. They need it for the schedule of saves. Does not block.
 
-    `step` None: the store does not save itself. Does not block.
+    Called on all ranks, but only worker 0 sends the message. `step` is None if the store does not save itself.
     """
     if layout.spares and layout.rank == 0:
         size = layout.world.Get_size()
@@ -89,7 +90,7 @@ def tell_spares(layout: Layout, step: int | None) -> None:
 
 
 def hear_step(layout: Layout, generation: Generation) -> int | None:
-    """Wait on a spare for what worker 0 tells. Blocking."""
+    """On a spare, wait for the step that worker 0 sends by `tell_spares`. Blocking."""
     received: list[bytes] = []
 
     def heard() -> bool:
@@ -102,15 +103,16 @@ def hear_step(layout: Layout, generation: Generation) -> int | None:
 
 
 LISTS = (list, tuple)
-# While a save is under way, and after a recovery, the next save is tried after 1 / LATER of the steps between two.
+# If the last save is still being written, and after a recovery, the next save is tried after 1 / LATER of the usual
+# steps between two saves.
 LATER = 8
 
 
 class RegularSaves:
-    """The schedule by which the store of this worker saves itself.
+    """The schedule by which a store saves itself, on one worker.
 
     Args:
-        step: The step from which the store goes on.
+        step: The step from which the store continues.
     """
 
     def __init__(self, store: WorkerStore, step: int) -> None:
@@ -122,10 +124,10 @@ class RegularSaves:
         self.pushing: object = ()
         # number of this worker's pushes of each key and collection
         self._counts: dict[Name, int] = {}
-        # steps that this worker has begun since `step`
+        # number of steps that this worker has begun since `step`; it is the largest of `_counts`
         self._most = 0
         self._next: float = self._after(step)
-        # the last step that was saved, or that the store goes on from
+        # the last step that was saved, or at first the step from which the store continues
         self._saved = step
         self._warned = False
 
@@ -136,9 +138,9 @@ class RegularSaves:
         return min(self._after(step), step + max(1, self.every // LATER))
 
     def is_due(self, key: Any) -> bool:
-        """True if a push of this key, or list of keys, begins a step before which the store must be saved."""
+        """True if the store has to be saved before a push of this key or list of keys."""
         for name, collection in self._store.collections.items():
-            # The numbers differ after a round was refused.
+            # The two numbers differ after servers have refused a round.
             if collection.round != self._counts.get(name, 0):
                 self._counts[name] = collection.round
                 self._most = max(self._counts.values())
@@ -149,7 +151,7 @@ class RegularSaves:
         counts = self._counts
         try:
             pushed = max([counts.get(name, 0) for name in (key if type(key) in LISTS else (key,))], default=0)
-        # Keys of such types do not exist. The push raises the error.
+        # A key of an unhashable type does not exist. The push itself will raise the error.
         except TypeError:
             return False
         return pushed == self._most and (self._store.layout.asynchronous or self._are_equal())
@@ -162,21 +164,21 @@ class RegularSaves:
                 self._most = count
 
     def leave(self) -> tuple[str, int]:
-        """Stop saving, because the caller does it. Return the folder, and the number of steps between two saves."""
+        """Stop saving, because the caller takes over. Return the folder, and the number of steps between two saves."""
         self._next = math.inf
         return self.folder, self.every
 
     def set_rounds(self, rounds: Mapping[Name, int]) -> None:
-        """Count from these rounds, at which the store stands after `recover`."""
+        """Continue counting from `rounds`, the rounds of keys and collections after `recover`."""
         self._counts, self._most = dict(rounds), max(rounds.values(), default=0)
-        # Soon, because the last save may have been lost.
+        # Save soon, because the failure may have ended the last save before it was complete.
         self._next = self._soon(self._step + self._most)
 
     def save(self) -> Saving | None:
-        """Begin to save the store. It is written while training goes on. Collective in a synchronous store.
+        """Begin to save the store while training continues. Collective in a synchronous store.
 
-        Return None if that is left to a later step because a save is under way, or was not possible, of which worker 0
-        warns.
+        Return None if no save was begun. Either the last save is still being written, and a later step will save. Or
+        the store cannot be saved, and worker 0 warns.
         """
         store, step, alone = self._store, self._step + self._most, self._store.layout.asynchronous
         store.finish()
@@ -192,7 +194,7 @@ class RegularSaves:
         except CollectiveError:
             raise
         except ValueError as error:
-            # All workers raise the same error, and nothing has changed.
+            # The error was raised on all workers, and nothing has changed. So training can continue without this save.
             if store.layout.rank == 0:
                 warn(f"the store was not saved after step {step}: {error}")
             return None
@@ -201,9 +203,9 @@ class RegularSaves:
         return saving
 
     def save_last(self, alike: bool) -> None:
-        """Begin to save what is stored at the end, unless it is saved already or the caller saves.
+        """Begin to save the final content of the store, unless it has been saved already or `leave` has stopped saves.
 
-        Collective in a synchronous store. `alike`: all workers have pushed each key equally often.
+        Collective in a synchronous store. `alike`: True if all workers have pushed each key equally often.
         """
         store, step, alone = self._store, self._step + self._most, self._store.layout.asynchronous
         if self._next == math.inf or step == self._saved or (alone and store.layout.rank):
@@ -216,7 +218,7 @@ class RegularSaves:
             warn(f"the store is not saved after step {step}: workers close it after unequal numbers of pushes")
 
     def _are_equal(self) -> bool:
-        """True if all keys that were pushed at all were pushed equally often. Worker 0 warns once if not."""
+        """True if all keys that were ever pushed were pushed equally often. Otherwise worker 0 warns, but only once."""
         pushed = {name: count for name in self._store.pushed if (count := self._counts.get(name, 0))}
         few = min(pushed, key=pushed.__getitem__, default=None)
         if few is None or pushed[few] == self._most:

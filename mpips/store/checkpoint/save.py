@@ -1,11 +1,12 @@
-"""`kv.save`: freeze what a store holds after one round, then write it while training goes on.
+"""Save a store (`kv.save`): freeze its content after one round, then write the file, also while training continues.
 
-All workers check that they are after the same round, and wait until the servers have applied it. Then the backend makes
-a *snapshot*, which later rounds do not change, and all may push again. Worker 0 reads the snapshot piece by piece and
-writes the file. Residuals of compression are written before training goes on.
+All workers check that they have made the same number of rounds, and wait until the servers have applied them. Then the
+backend makes a *snapshot*, which later rounds do not change, and all workers may push again. Worker 0 reads the
+snapshot piece by piece and writes the file. *Residuals*, the parts of gradients that compression has held back, are
+written before training continues.
 
-`Saving` writes during the training. At the end of a call of the store it begins some pieces, as many as the time since
-the last ones allows. Then it rests, and has nothing under way, so that calls take their fast paths.
+`Saving` writes the file during training. At the end of a call of the store it begins as many pieces as the time since
+the last pieces allows. Then it pauses without unfinished operations, so that calls can take their fast paths.
 """
 
 from __future__ import annotations
@@ -59,11 +60,14 @@ LOG = log.get("mpips.store")
 
 
 def save(store: WorkerStore, path: str | os.PathLike[str], wait: bool) -> Saving | None:
-    """Save the store; see `KVStore.save`. Collective. With `wait` False, return what goes on writing."""
+    """Save the store; see `KVStore.save`. Collective.
+
+    If `wait` is False, return the `Saving` that writes the file in the background, else None.
+    """
     with contextlib.ExitStack() as stack:
         store.finish()
         if store.saving is not None:
-            # The save before may be writing to the same place.
+            # The last save may still be writing the same file.
             store.saving.finish()
         name, refusal = attempt(lambda: file_name("save", "path", path))
         writer, unfit = attempt(lambda: open_writer(name) if name and store.layout.rank == 0 else None)
@@ -79,7 +83,7 @@ def save(store: WorkerStore, path: str | os.PathLike[str], wait: bool) -> Saving
             failure = store.run("save", write_content(content, writer))
             _log_end(name, begun, failure)
             refusal = ValueError(f"{name} cannot be written: {failure}") if failure else None
-        # Until all have met here nobody has pushed, so the file has the same round of every key.
+        # No worker pushes before all have come here, so the file has the same round of every key.
         store.agree("save", refusal=refusal)
         if wait:
             return None
@@ -89,9 +93,9 @@ def save(store: WorkerStore, path: str | os.PathLike[str], wait: bool) -> Saving
 
 
 def save_alone(store: WorkerStore, path: str) -> Saving:
-    """Begin a save by worker 0 alone, in an asynchronous store.
+    """Begin a save of an asynchronous store by worker 0 alone.
 
-    The file has each key as it is at one moment after this worker's pushes, and no residuals of compression.
+    The file has each key as it is at some moment after this worker's pushes, and no residuals of compression.
 
     Raises:
         ValueError: The file cannot be written.
@@ -113,21 +117,21 @@ def save_alone(store: WorkerStore, path: str) -> Saving:
 
 
 class Content(NamedTuple):
-    """What a store holds at one moment. `services` is empty on workers other than worker 0."""
+    """The frozen content of a store. `services` is empty on all workers except worker 0."""
 
     keys: Sequence[Key]
     snapshot: Snapshot
     services: Mapping[str, FrozenService]
 
     def release(self) -> Task[None]:
-        """Have the servers forget it."""
+        """Let the servers drop the frozen content."""
         yield from self.snapshot.release()
         for service in self.services.values():
             yield from service.release()
 
 
 def _content(store: WorkerStore, keys: Sequence[Key], snapshot: Snapshot) -> Task[Content]:
-    """Freeze the collections of services too, as they are now."""
+    """Add the collections of services to a snapshot, frozen as they are now."""
     frozen = {}
     for service in store.backend.services:
         if service.collections and not store.layout.rank:
@@ -140,7 +144,7 @@ def _frozen(
 ) -> Task[tuple[Content, BaseException | None]]:
     """Make a snapshot of the store, and write the header and the residuals of compression.
 
-    The error, if any, says why that cannot be written.
+    Return the content, and the error if header or residuals cannot be written, else None.
     """
     snapshot = yield from store.backend.stored.snapshot(keys)
     content = yield from _content(store, keys, snapshot)
@@ -158,7 +162,7 @@ def _frozen(
 
 
 class Begun(NamedTuple):
-    """When a save began, and its record."""
+    """The beginning of a save: its time, and its timing record (ring and sequence number in the ring)."""
 
     at: float
     ring: RecordRing
@@ -166,7 +170,7 @@ class Begun(NamedTuple):
 
 
 def _log_begun(path: str, keys: Sequence[Key]) -> Begun:
-    """Log and record that a save begins."""
+    """Log that a save begins, and begin its timing record."""
     LOG.info("checkpoint %s: %d keys, %d bytes of values", path, len(keys), sum(key.nbytes for key in keys))
     return Begun(time.perf_counter(), *recorder.begin_rare("checkpoint", path))
 
@@ -192,7 +196,7 @@ def _begun(header: StoreHeader, writer: Writer) -> None:
 
 
 def _header(store: WorkerStore, content: Content, groups: int) -> StoreHeader:
-    """Return the header. `groups` is the number of workers or clients whose residuals are in the file."""
+    """Return the header of the file. `groups` is the number of workers or clients whose residuals are in the file."""
     records = []
     for key in content.keys:
         round_, step, dtypes = content.snapshot.records[key.name]
@@ -216,9 +220,10 @@ def _header(store: WorkerStore, content: Content, groups: int) -> StoreHeader:
 
 
 def senders(layout: Layout) -> list[range]:
-    """Return the groups of workers, by rank, that compress as one.
+    """Return the groups of workers (by rank) that compress their pushes together.
 
-    Those are whole clients if servers sum over clients, and otherwise single workers.
+    In a store with servers and clients (groups of workers that sum before they push) each client is a group. In all
+    other stores each worker is a group.
     """
     if layout.num_servers and layout.kind.startswith("mpi_"):
         return [range(*client) for client in layout.clients]
@@ -226,9 +231,9 @@ def senders(layout: Layout) -> list[range]:
 
 
 def gathered(layout: Layout, stored: StateAccess, keys: Sequence[Key]) -> Task[list[list[Array]]]:
-    """Gather the residuals of float keys: for each sender an array for each key. Collective.
+    """Gather the residuals of float keys on worker 0. Collective.
 
-    Only worker 0 gets them; the others get an empty list.
+    Return for each sender a list with one array per key. Workers other than worker 0 get an empty list.
     """
     residuals = yield from stored.residuals(keys)
     ends = np.cumsum([key.size for key in keys])[:-1]
@@ -244,7 +249,7 @@ def gathered(layout: Layout, stored: StateAccess, keys: Sequence[Key]) -> Task[l
 
 
 def from_worker(layout: Layout, root: int, names: Sequence[Name], arrays: Sequence[Array], what: str = "load") -> None:
-    """Copy the root's arrays to all workers. Collective over them, blocking. `names` are the keys, for errors."""
+    """Copy the arrays of worker `root` to all workers. Collective, blocking. `names` are the keys, for errors."""
     if layout.num_workers > 1:
         text = label(what, names)
         for run in runs(array.nbytes for array in arrays):
@@ -257,13 +262,13 @@ def from_worker(layout: Layout, root: int, names: Sequence[Name], arrays: Sequen
 
 # size of the pieces that are read and written
 PIECE_BYTES = 1 << 20
-# small pieces that servers are asked for before the first has come
+# the most small pieces that worker 0 requests from servers before the first has arrived
 AT_ONCE = 64
-# A piece costs this worker and its server together about this many times as long as writing it takes.
+# This worker and its server together spend about this many times the time that writing a piece takes.
 COST = 3
-# After pieces comes a rest of this many times their cost, so that saving takes 1/30 of the time.
+# After some pieces a save pauses for this many times their cost, so that saving takes 1/30 of the time.
 REST = 29
-# pause between two looks of a worker that waits for the file
+# time between two checks of a worker that waits for the file
 LOOK_SECONDS = 5e-5
 
 
@@ -283,7 +288,7 @@ class KeyPiece(NamedTuple):
 
 
 def pieces(content: Content) -> Iterator[CheckpointPiece]:
-    """Yield all that a store holds: its keys in order, then what services keep."""
+    """Yield all pieces of a store's content: the keys in order, then the collections of services."""
     snapshot = content.snapshot
     for key in content.keys:
         for slot, dtype in enumerate((key.dtype.name, *snapshot.records[key.name].dtypes), -1):
@@ -298,7 +303,7 @@ def pieces(content: Content) -> Iterator[CheckpointPiece]:
 
 
 def copy_piece(piece: CheckpointPiece, writer: Writer) -> Task[float]:
-    """Read a piece and write it to the file. Return the seconds that this has cost."""
+    """Read a piece and write it to the file. Return the estimated cost in seconds, for this worker and the server."""
     parts = yield from piece.read()
     begun = time.perf_counter()
     for name, values in parts:
@@ -307,10 +312,10 @@ def copy_piece(piece: CheckpointPiece, writer: Writer) -> Task[float]:
 
 
 def write_content(content: Content, writer: Writer) -> Task[str]:
-    """Write everything, and put the file in place. Return the reason if that failed, or ""."""
+    """Write all pieces, and move the file to its path. Return the reason if that failed, else ""."""
     every = [*pieces(content)]
-    # A run never has two pieces of one tensor, because a piece is as long as a run may be. Pieces of a run are written
-    # as they come, and those of one tensor must be written in order.
+    # Pieces of a run are written in the order of arrival, but pieces of one tensor must be written in order. A run
+    # never has two pieces of one tensor, because the first is as long as a run may be.
     for run in runs((piece.nbytes for piece in every), PIECE_BYTES):
         yield from run_together([copy_piece(piece, writer) for piece in every[run]], AT_ONCE)
         yield True
@@ -322,7 +327,7 @@ def write_content(content: Content, writer: Writer) -> Task[str]:
 
 
 class Disk:
-    """A thread that waits until a complete file is on disk, and then puts it in place."""
+    """A thread that waits until a complete file is on disk, and then moves it to its path."""
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
@@ -338,14 +343,14 @@ class Disk:
 
     @property
     def done(self) -> bool:
-        """True when that is over. `failure` then says why the file is not in place, or is ""."""
+        """True once the thread has ended. Then `failure` is "" if the file is at its path, or the reason why not."""
         return not self._thread.is_alive()
 
 
 class Saving:
-    """A checkpoint that is being written, as `KVStore.save` returns it with `wait=False`.
+    """A checkpoint that is being written. `KVStore.save` returns it with `wait=False`.
 
-    On workers other than worker 0 it is over at once.
+    Only worker 0 writes the file. On other workers the save is over at once.
     """
 
     def __init__(self, store: WorkerStore, content: Content, writer: Writer | None) -> None:
@@ -353,28 +358,28 @@ class Saving:
         self._content = content
         self._writer = writer
         self._generation = store.generation.number
-        # rest after pieces, in multiples of their cost; 0 once somebody waits for the file
+        # length of the pause after pieces, in multiples of their cost; 0 once the program waits for the file
         self._rest = REST
-        # no piece is begun before this time
+        # the time at which the next pieces may begin
         self._due = 0.0
-        # when the last pieces were begun
+        # the time at which the last pieces were begun
         self._begun = time.perf_counter()
-        # pieces that are still to be written
+        # the pieces that have not been begun yet
         self._left = pieces(content) if writer is not None else iter(())
-        # the pieces that are under way
+        # the handle of the last pieces that were begun
         self._step: Handle | None = None
-        # set when all is written, and the file is on its way to the disk
+        # set once all pieces are written and only the disk is not done yet
         self._disk: Disk | None = None
         self._over = writer is None
-        # True once the error was raised or warned of
+        # True once the error has been raised, or shown as a warning
         self._told = False
         self._started = None if writer is None else _log_begun(writer.path, content.keys)
         self._error: BaseException | None = None
-        # folder from which older checkpoints are removed when this one is over; "": none
+        # the folder from which older checkpoints are removed when this save is over, or ""
         self.pruned = ""
 
     def test(self) -> bool:
-        """Return True if the file is in place. Does not block, and advances the save a little.
+        """Return True if the file is complete and at its path. Does not block, but advances the save a little.
 
         Raises the errors of `wait`.
         """
@@ -387,10 +392,10 @@ class Saving:
         return True
 
     def wait(self) -> None:
-        """Block until the file is in place. From now on it is written without rests.
+        """Block until the file is complete and at its path. The save no longer pauses between pieces.
 
         Raises:
-            ValueError: The file cannot be written. What was in its place is still there.
+            ValueError: The file cannot be written. An older file at its path is unchanged.
             StoreError: The generation has ended before everything was written.
         """
         self._finish()
@@ -399,14 +404,14 @@ class Saving:
             raise self._error
 
     def finish(self) -> None:
-        """Wait as `wait` does, but warn instead of raising an error, and only if nobody has heard of it."""
+        """Wait as `wait` does. If the save has failed, warn instead of raising, unless the error was raised before."""
         self._finish()
         if self._error is not None and not self._told:
             warn(str(self._error))
         self._told = True
 
     def go_on(self) -> bool:
-        """Begin the next pieces if the last ones and the rest after them are over. Return True if the save is over.
+        """Begin the next pieces if the last ones and the pause after them are over. Return True if the save is over.
 
         Does not block.
         """
@@ -430,7 +435,7 @@ class Saving:
         return "" if self._writer is None else self._writer.path
 
     def _lost(self) -> bool:
-        """True if the servers have forgotten the snapshot before everything was written."""
+        """True if the generation has ended before everything was written, so that the snapshot is gone."""
         at = self._store.generation
         return self._disk is None and (at.over is not None or at.number != self._generation)
 
@@ -446,7 +451,7 @@ class Saving:
             self._disk = Disk(self._writer)
 
     def _some(self, piece: CheckpointPiece | None, writer: Writer, allowed: float) -> Task[None]:
-        """Write pieces that together cost about `allowed` seconds, `piece` first."""
+        """Write `piece`, and then more pieces until all together have cost about `allowed` seconds."""
         cost = 0.0
         while piece is not None:
             cost += yield from copy_piece(piece, writer)
@@ -459,7 +464,7 @@ class Saving:
             if self._step is None or self._step.done:
                 time.sleep(LOOK_SECONDS)
             else:
-                # go_on() looks at the error.
+                # Ignore the error here, because go_on() handles it.
                 with contextlib.suppress(CollectiveError, RuntimeError):
                     self._step.wait()
 

@@ -1,9 +1,12 @@
-"""Check all arguments of a store call before anything is sent, and view any library's arrays. Local.
+"""Check all arguments of a store call before anything is sent, and view the arrays of any library as NumPy arrays.
 
-A call becomes pairs of a key and its arrays. Errors name the key and the values. Host arrays are viewed, never copied:
-NumPy arrays, arrays with `__array_interface__` or DLPack, and PyTorch's CPU tensors. JAX arrays can be read but not
-written. Arrays on GPUs are summed on the device into pinned host memory, and results are copied back from there
-(`collectives.tensor`). These copies start after the work that the user has already queued on the device's streams.
+The functions are local. They turn a call into pairs of a key and its arrays. Error messages name the key and the
+values.
+
+Host arrays are viewed, never copied: NumPy arrays, arrays with `__array_interface__` or DLPack, and PyTorch's CPU
+tensors. JAX arrays can be read but not written. Arrays on GPUs are summed on the device into pinned host memory, and
+results are copied from this memory to the device (`collectives.tensor`). These copies start after the work that the
+user has already queued on the device's streams.
 """
 
 from __future__ import annotations
@@ -73,7 +76,7 @@ def check_new(name: Name, what: str, noun: str = "key") -> None:
 
 
 def of_other_kind(keys: Iterable[Name], name: Name) -> Name | None:
-    """Return the first key that is a str if `name` is an int, or an int if `name` is a str. None if there is none."""
+    """Return the first key whose type, int or str, differs from that of `name`. Return None if all types are equal."""
     return next((key for key in keys if isinstance(key, str) != isinstance(name, str)), None)
 
 
@@ -89,7 +92,7 @@ def find_key(keys: Mapping[Name, T], name: Name, what: str) -> T:
 
 
 def check_priority(value: object, what: str) -> None:
-    """Raise TypeError or ValueError if a priority is not an int that fits into a message."""
+    """Raise TypeError or ValueError unless a priority is an int that fits into a message."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{what}: priority={value!r} is no int: pass one, the highest goes first")
     if int(value).bit_length() > PRIORITY_BITS:
@@ -100,7 +103,8 @@ def check_priority(value: object, what: str) -> None:
 def versions(key: object, newer_than: object) -> list[int]:
     """Return the argument `newer_than` of a pull as a list with one version for each key.
 
-    Raises TypeError or ValueError if a version is not an int of at least -1, or their number is not that of the keys.
+    Raises TypeError or ValueError if a version is not an int of at least -1, or if the numbers of versions and keys
+    differ.
     """
     keys = names(key)
     given = newer_than if isinstance(key, (list, tuple)) else [newer_than]
@@ -124,9 +128,9 @@ def versions(key: object, newer_than: object) -> list[int]:
 
 
 def turns(given: Iterable[Hashable], what: str) -> list[Hashable]:
-    """Return the argument `turns` of a call as a list: names that, like its keys, order it after earlier calls.
+    """Return the argument `turns` of a call as a list. Raises TypeError if a name in it is not hashable.
 
-    Raises TypeError if a name is not hashable.
+    A call runs after all earlier calls that share a name in `turns`, as it does for calls that share a key.
     """
     chosen = list(given)
     for name in chosen:
@@ -138,10 +142,12 @@ def turns(given: Iterable[Hashable], what: str) -> list[Hashable]:
 
 
 def pairs(key: object, value: object, what: str, argument: str = "value") -> list[tuple[Name, list[Any]]]:
-    """Return (key, its arrays) for each key. `key` and `value` are one key and its value, or lists of equal length.
+    """Return (key, list of the key's arrays) for each key.
 
-    A key's value is one array or a list of arrays. `argument` is the name of the caller's argument with the values, for
-    error messages.
+    Args:
+        key: One key or a list of keys.
+        value: The value of the one key, or a list with a value for each key. A value is one array or a list of arrays.
+        argument: The name of the caller's argument that has the values, for error messages.
     """
     keys = names(key)
     if not isinstance(key, (list, tuple)):
@@ -218,7 +224,10 @@ def check_dtype(dtype: np.dtype, name: Name, what: str) -> None:
 def fits(
     array: Array | RowSparse, shape: tuple[int, ...], dtype: np.dtype, name: Name, what: str, rows: int | None = None
 ) -> None:
-    """Raise ValueError unless the array has this shape and dtype: the key's, or those of `rows` rows of the key."""
+    """Raise ValueError unless the array has this shape and dtype.
+
+    They are those of the whole key, or if `rows` is given, those of `rows` rows of the key.
+    """
     if array.shape != shape or array.dtype != dtype:
         cure = f"shape {shape}" if array.shape != shape else f"dtype {dtype.name}, as astype makes it"
         there = f"key {name!r} was initialised as" if rows is None else f"{rows} rows of key {name!r} are"
@@ -254,7 +263,7 @@ def total(values: Sequence[Array]) -> Array:
 def check_one_round(what: str, pushed: Sequence[Pushed], rounds: Sequence[Sequence[int]]) -> None:
     """Raise ValueError unless all workers have pushed each key or collection equally often.
 
-    `rounds[rank]` has a count for each. The sentence is such as
+    `rounds[rank][i]` is the number of pushes of `pushed[i]` by that rank. An example of the message:
     "save: the number of pushes of key 'w' is 1 on rank 0 and 0 on rank 1: call it after a round that all have pushed".
     """
     if any(counts != rounds[0] for counts in rounds):
@@ -301,7 +310,7 @@ def viewed(x: Any) -> Any:
         return x
     try:
         return arrays.host(x)
-    # Return it unchanged: the call's own checks will raise an error that says what is wrong.
+    # Return the tensor unchanged. The call's own checks will raise an error that says what is wrong with it.
     except (TypeError, RuntimeError):
         return x
 
@@ -312,7 +321,10 @@ def is_jax(x: object) -> bool:
 
 
 def runs(sizes: Iterable[int], most: int = PACK_BYTES) -> Iterator[slice]:
-    """Split a list of sizes into slices whose sizes add up to at most `most`. A larger size gets a slice of its own."""
+    """Yield slices of a list, so that the sizes in each slice add up to at most `most`.
+
+    A size above `most` gets a slice of its own.
+    """
     start, end, total = 0, 0, 0
     for size in sizes:
         if end > start and total + size > most:
@@ -342,18 +354,18 @@ def unpack(vector: Array, into: Sequence[Array]) -> None:
 class HostStaging:
     """Arrays of one shape on GPUs (and perhaps on the host), and one host array in pinned memory for their sum.
 
-    The constructor must run in the thread that calls the store, because work that this thread has queued on its streams
-    comes first. It raises ValueError or TypeError if the arrays differ in shape or dtype. The arrays must not change
-    while a task of this object runs.
+    The constructor must run in the thread that calls the store, so that the sum starts after the work that this thread
+    has queued on its streams. The constructor raises ValueError or TypeError if the arrays differ in shape or dtype.
+    The arrays must not change while a task of this object runs.
 
-    `host` has the shape of the arrays.
+    `host` is the host array. It has the shape of the arrays.
     """
 
     def __init__(self, values: Sequence[Any], written: bool) -> None:
         from mpips.collectives.tensor.cuda import CudaVectors  # needs CuPy
         from mpips.collectives.tensor.vectors import vector_place
 
-        # `place` keeps no array alive.
+        # Keep the arrays alive, because a `place` does not.
         self._values = values
         places = [vector_place(value, f"array {index}", written) for index, value in enumerate(values)]
         shapes = {tuple(value.shape) for value in values}
@@ -390,7 +402,7 @@ class HostStaging:
                 yield False
 
     def close(self) -> None:
-        """Make sure that nothing runs on the arrays and the pinned memory any more."""
+        """Wait until no copy or sum uses the arrays and the pinned memory any more."""
         if self._open:
             self._open = False
             self._vectors.finish()
@@ -404,26 +416,25 @@ Known = Mapping[Name, Key]
 
 
 class KeyCall(NamedTuple):
-    """One call for one key: what it contributes, and where its result goes."""
+    """One call for one key: the array that it pushes, and the arrays that it writes."""
 
     key: Key
     # the sum of the caller's arrays, in the key's shape; None if the call only pulls
     payload: Array | RowSparse | None
-    # empty if the call only pushes
+    # the host arrays that get the result; empty if the call only pushes
     targets: Sequence[Array]
-    # waits until GPUs have summed the payload
+    # the task that waits until GPUs have summed the payload; None if the payload is not on GPUs
     gathered: Task[None] | None = None
-    # copies the first target, which is its host array, to GPUs
+    # copies the result to GPUs; its host array is then the first target. None if the result does not go to GPUs.
     spread: HostStaging | None = None
 
 
 def check(known: Known, what: str, key: object, value: object = None, out: object = None) -> list[KeyCall]:
-    """Check a call, and split it into one `KeyCall` for each key. Raises ValueError or TypeError if it has bad
-    arguments.
+    """Check a call, and split it into one `KeyCall` for each key. Raises ValueError or TypeError for bad arguments.
 
     Args:
         known: The initialised keys.
-        what: "push", "pull", or "pushpull", which writes into `value` if `out` is None.
+        what: "push", "pull" or "pushpull". A "pushpull" writes into `value` if `out` is None.
     """
     values = pairs(key, value, what) if what != "pull" else None
     target, argument = (value, "value") if out is None and what != "pull" else (out, "out")
@@ -474,10 +485,7 @@ def rows(known: Known, key: object, out: object, row_ids: Any) -> list[tuple[Key
 
 
 def _lists(row_ids: object) -> object:
-    """Return a key's row numbers as a list of lists.
-
-    The caller may have given one list of numbers, or several lists.
-    """
+    """Return a key's row numbers as a list of lists. The caller may have passed one list or several lists."""
     one = isinstance(row_ids, (list, tuple)) and not any(np.ndim(each) for each in row_ids)
     return [row_ids] if one else row_ids
 

@@ -1,4 +1,9 @@
-"""Cut a new key as `sharding` decides: into pieces and shards for a worker, and into units, described to servers."""
+"""Cut a new key into parts for the servers, as `sharding` decides.
+
+A *unit* is a part on one server that always has the same contributors. To a worker a unit is a *shard*, and its
+description for the server is a *card*. A *piece* is a part of a key that a client, which is a group of workers, sums
+at a time. A piece consists of one or more shards.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +30,9 @@ class Cutting:
     """Knows which server has which elements, and cuts new keys.
 
     Args:
-        one_node: All ranks of the store are on one node.
-        side_by_side: Every process has a core of its own, so that a server sums one block while workers copy the next.
+        one_node: True if all ranks of the store are on one node.
+        side_by_side: True if every process has a core of its own. Then a server sums one block while workers copy the
+            next one.
     """
 
     def __init__(
@@ -47,12 +53,12 @@ class Cutting:
         self._numbers = numbers or UnitNumbers()
 
     def copy(self) -> Cutting:
-        """Return a copy, for trying a change without keeping it."""
+        """Return a copy. A caller cuts keys with the copy first, and keeps it if all goes well."""
         placement, numbers = self._placement.copy(), self._numbers.copy()
         return Cutting(self._layout, self._one_node, self._side_by_side, placement, numbers)
 
     def free(self, keys: Iterable[Key]) -> None:
-        """Free the load and the unit numbers of keys that are no longer stored."""
+        """Release the unit numbers of removed keys, and subtract the keys from the loads of servers."""
         for key in keys:
             self._placement.remove_load(_parts(key), key.dtype.itemsize)
             self._numbers.release(shard.number for shard in key.shards)
@@ -60,19 +66,20 @@ class Cutting:
     def cut(
         self, key: Key, lines: Sequence[LineToServer], cards: Cards, parts: Sequence[tuple[int, Interval]] | None = None
     ) -> None:
-        """Give a key its pieces and shards, and append its units to `cards`. Raises ValueError if there are too many
-        units.
+        """Give a key its pieces and shards, and append its units to `cards`.
+
+        Raises ValueError if the store has too many units.
 
         Args:
-            lines: The connections to the servers, one for each; a None for each server on ranks that have no
-            connections.
-            parts: (server, interval) for each server's part of the key, if the key is placed already. None: place it.
+            lines: The connection to each server. On ranks without connections, a None for each server.
+            parts: (server, interval) for each server's part of the key, if servers already have the key. None: choose
+                the servers.
         """
         options = self._layout.options
         sharers = max(map(len, self._groups))
         grain = grain_of(key.shape, self._layout.num_servers * (sharers * MOST_CHUNKS if sharers > 1 else 1))
         if self._one_node and sharers > 1:
-            # The members of a client use `collectives.reduce_scatter`, which cuts between any two elements.
+            # The members of a client use `collectives.reduce_scatter`, which may cut between any two elements.
             grain = 1
         by_server = []
         if parts is None:
@@ -87,8 +94,8 @@ class Cutting:
                 if chunk.size or not part.size:
                     self._cut_piece(key, server, chunk, grain, lines[server], cards[server])
             by_server.append(key.pieces[first:])
-        # Alternate between the servers, so that the few pieces in progress keep all servers busy. All workers use the
-        # same order, because a server takes only a few pieces at a time.
+        # Alternate between the servers, so that the few pieces in progress keep all servers busy. All workers must use
+        # one order, because a server takes only a few pieces at a time.
         key.pieces = [piece for row in zip_longest(*by_server) for piece in row if piece is not None]
         key.pushes = [shard for piece in key.pieces for shard in piece.pushes]
         if self._one_node and self._grouped and options.masters == "one":
@@ -121,7 +128,7 @@ class Cutting:
         key.pieces.append(piece)
 
     def _block_elements(self, size: int, itemsize: int) -> int:
-        """Return the number of elements in each block of a unit of `size`. Between nodes a message holds one block."""
+        """Return the block size, in elements, of a unit with `size` elements. Between nodes a message has one block."""
         options = self._layout.options
         nbytes = options.chunk_bytes
         if self._one_node:

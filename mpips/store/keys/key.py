@@ -1,4 +1,9 @@
-"""One key as a worker sees it: its shape, where the servers keep its elements, its round, and its fast path."""
+"""A worker's record of a key: its shape, its parts on servers (*shards*), its round, and its fast path.
+
+The server's name for a shard is *unit*. The server sums a shard block by block. The *words* of a unit are counters in
+memory that workers on the server's node can read. An *outbox* is memory into which a worker copies arrays that a server
+cannot read in place.
+"""
 
 from __future__ import annotations
 
@@ -24,22 +29,19 @@ NO_MARKS = {"push": 0, "pull": 0, "pushpull": 0}
 class Fast(Protocol):
     """The fast path of one key, bound at `init`, for C-contiguous arrays of the key's shape and dtype.
 
-    Each call waits for a moment at most. It returns None if it has finished, or else a task that does the rest. If it
-    could not begin at all, that task does everything. Used only while no other operation is in progress.
+    A call waits only for a moment. It returns None if it has finished. Otherwise it returns a task that does the rest,
+    or that does everything if the call could not begin. The fast path is used only while no other operation runs.
     """
 
-    # True if a call with a list of keys may use it too: `post` for all keys, then `wait_until_read` for all, then
-    # `pull`
+    # True if a call with a list of keys may use this fast path. Such a call runs `post` for all keys, then
+    # `wait_until_read` for all, then `pull`.
     lists: bool
 
     def push(self, array: Array, priority: int) -> Task[None] | None:
-        """Contribute to the next round. Once this has finished, the array may be overwritten."""
+        """Contribute to the next round. Once the push has finished, the array may be overwritten."""
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
-        """Contribute to the next round.
-
-        Does not wait for servers that read the array in place: see `wait_until_read`.
-        """
+        """Contribute to the next round, without waiting until servers have read the array (see `wait_until_read`)."""
 
     def wait_until_read(self) -> Task[None] | None:
         """Wait until the servers have read the array, after a `post` that returned None."""
@@ -71,13 +73,13 @@ class FastList(Protocol):
 
 
 class Rounds(dict[Name, int]):
-    """Name of a key or collection -> the round that it holds after `recover`: its last complete one.
+    """Name of a key or collection -> its round after `recover`, which is the last complete round.
 
-    In an asynchronous store, the number is instead how many pushes of this worker, or of its client, were applied.
+    In an asynchronous store the number is instead the number of applied pushes of this worker or its client.
 
     Attributes:
-        step: The round of all keys and collections that were ever pushed, or None if their rounds differ. In an
-            asynchronous store, the lowest of their numbers.
+        step: In a synchronous store the common round of all keys and collections that were ever pushed, or None if
+            their rounds differ. In an asynchronous store the smallest of the numbers.
         torn: Keys and collections whose last round was applied only in part. They must be loaded from a checkpoint.
     """
 
@@ -96,37 +98,37 @@ class Pushed(Protocol):
 
     @property
     def noun(self) -> str:
-        """The word for it in error messages."""
+        """The word for this kind of thing in error messages, such as "key"."""
 
 
 @dataclass
 class Key:
-    """One key, as a worker knows it."""
+    """A worker's record of one key."""
 
     name: Name
     shape: tuple[int, ...]
     dtype: np.dtype
-    # number of pushes that this worker has begun; after `recover`, the last round that is complete
+    # number of pushes that this worker has begun; after `recover`, the last complete round
     round: int = 0
     shards: list[Shard] = field(default_factory=list)
     # the shards that this worker contributes to
     pushes: list[Shard] = field(default_factory=list)
-    # The parts of the key that a client's pipeline handles one by one. Each is one server's part of the key, or a chunk
-    # of that part.
+    # The parts of the key that a client sums, pushes and pulls one by one. A piece is one server's part of the key, or
+    # a chunk of such a part.
     pieces: list[Piece] = field(default_factory=list)
     # the fast path, or None if the key has none
     fast: Fast | None = None
-    # the weight of this worker's next push, in a round that ends as soon as a quorum of workers has pushed
+    # the weight of this worker's next push; used in a store with a quorum
     weight: int = 1
-    # True if, since the last pull that returned a version, the value may have changed other than by a round
+    # True if the value may have changed by something other than a round since the last pull that returned a version
     replaced: bool = True
-    # Operation -> the mark on this rank's page that shows other processes a call of this operation for this key. 0 if
-    # it is not known yet, or the call is timed.
+    # Operation -> the number that shows other processes that this worker is in this operation of this key (see
+    # `worker.route.CallMarks`). It is 0 if no call has been made yet, or if calls are timed.
     marks: dict[str, int] = field(default_factory=NO_MARKS.copy, compare=False, repr=False)
     noun = "key"
 
     def __post_init__(self) -> None:
-        # Every call for a long key is timed.
+        # Calls of long keys are always timed.
         self.is_long = self.nbytes >= LONG_BYTES
 
     @property
@@ -146,9 +148,10 @@ class Key:
 
 
 def label(what: str, names: Sequence[Name]) -> str:
-    """Describe a call, such as "push of key 'w'", for messages and for comparing the calls of different workers.
+    """Describe a call, for example "push of key 'w'". Used in error messages, and to compare the calls of workers.
 
-    For more than a few keys, the description has their number and a checksum, so that it differs for different lists.
+    A description of more than SHOWN keys has their number and a checksum, so that different lists of keys have
+    different descriptions.
     """
     keys = f"key{'' if len(names) == 1 else 's'} {', '.join(map(repr, names[:SHOWN]))}"
     if len(names) > SHOWN:
@@ -158,7 +161,10 @@ def label(what: str, names: Sequence[Name]) -> str:
 
 
 class LineToServer(Protocol):
-    """A connection that sends frames to a server (`transport.lines`). For the fields see `transport.frames.Frame`."""
+    """A connection that sends frames to a server (`transport.lines`).
+
+    The arguments of `post` become fields of the frame (`transport.frames.Frame`).
+    """
 
     local: bool
 
@@ -202,9 +208,10 @@ class Shard:
     block_elements: int
     blocks: int
     # On one node, a pull waits until this many blocks are ready and copies them together (`sharding.pulled_at_once`).
-    # Towards the end, with fewer than twice as many left, it waits for all of them.
+    # If fewer than 2 * least blocks are left, the pull waits for all remaining blocks.
     least: int = 1
-    # index in `words` of the number of this worker's pushes that the server has read; -1 if it does not contribute
+    # Index in `words` of the counter of this worker's pushes that the server has read. -1 if this worker does not push
+    # the shard.
     mine: int = -1
     # on one node: the unit's words in the server's memory; word 0 is the number of blocks summed in all rounds so far
     words: Any = None
@@ -212,7 +219,7 @@ class Shard:
     stored: Array | None = None
     # on one node: the outbox for arrays that the server cannot read in place
     outbox: Any = None
-    # on one node: the push of the outbox's content
+    # on one node: the `RepeatedPush` of the outbox
     outbox_push: Any = None
     # on one node: the compressed or row-sparse payload that the server may still read
     kept: Array | None = None
@@ -220,10 +227,10 @@ class Shard:
     credits: list[int] = field(default_factory=list)
     # between nodes: number of this worker's pushes that the server has reported as read
     told: int = 0
-    # In an asynchronous store, while the server keeps the shard unchanged for this worker: number of pushes applied to
-    # it. Otherwise -1.
+    # In an asynchronous store: the number of pushes that the shard contains, while the server keeps it unchanged for
+    # this worker. Otherwise -1.
     held: int = -1
-    # True once the server has granted this worker's read, or (between nodes) has received its first value
+    # True once the server has granted this worker's read, or between nodes, has received the shard's first value
     granted: bool = False
 
     def __post_init__(self) -> None:
@@ -231,7 +238,7 @@ class Shard:
         self.local = self.line is not None and self.line.local
 
     def enough(self, done: int) -> int:
-        """Return the number of blocks that must be ready before a pull that has copied `done` blocks goes on."""
+        """Return the number of blocks that must be ready before a pull that has copied `done` blocks copies more."""
         return done + self.least if self.blocks - done >= 2 * self.least else self.blocks
 
     def consumed(self) -> int:
@@ -245,7 +252,7 @@ class Piece:
 
     cuts: list[int]
     pushes: list[Shard]
-    # its index among the pieces of the key
+    # index of the piece among the pieces of the key
     number: int
-    # memory for the sum, over the client's members, of the elements that this worker owns
+    # memory for the elements that this worker owns, summed over the client's members
     reduced: Array | None = None

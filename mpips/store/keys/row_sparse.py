@@ -1,4 +1,4 @@
-"""Row-sparse gradients, as of embedding layers: merge them, pack them for messages, apply them to weights."""
+"""Row-sparse gradients, for example of embedding layers: merge them, pack them for messages, apply them to weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RowSparse:
     The arrays are checked once, in the constructor, and not copied.
 
     Args:
-        rows: Row numbers: integers of shape (k,), in any order. The values of a row that is named repeatedly are added.
+        rows: Row numbers: integers of shape (k,), in any order. If a row number repeats, its values are added.
         values: The rows, of shape (k, *shape[1:]).
         shape: The shape of the whole array.
 
@@ -62,9 +62,9 @@ class RowSparse:
         return self.values.dtype
 
     def merged(self) -> RowSparse:
-        """Return the same array with ascending rows and no repeats.
+        """Return an equal array with ascending row numbers and no repeats.
 
-        Values of a repeated row are added in their order.
+        The values of a repeated row are added from first to last.
         """
         if np.all(self.rows[1:] > self.rows[:-1]):
             return self
@@ -94,10 +94,10 @@ class RowSparse:
 
 
 class EmptyPush(RowSparse):
-    """A push without values, which still counts towards the round of its key.
+    """A push without values. It still counts as this worker's contribution to the round.
 
-    If all contributors push it, the key and its optimizer's state and step count stay as they are. If others push
-    values, it counts as zeros.
+    If all workers make empty pushes, the key and its optimizer's state and step count stay as they are. If other
+    workers push values, an empty push counts as zeros.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
@@ -113,7 +113,7 @@ def _array(x: object, name: str) -> np.ndarray:
 
 
 def add(parts: Sequence[RowSparse]) -> RowSparse:
-    """Return the merged sum of arrays of one shape and dtype, all their values added in the order given."""
+    """Return the merged sum of arrays of one shape and dtype. The values of a row are added from first to last."""
     rows = np.concatenate([part.rows for part in parts])
     return RowSparse(rows, np.concatenate([part.values for part in parts]), parts[0].shape).merged()
 
@@ -121,7 +121,7 @@ def add(parts: Sequence[RowSparse]) -> RowSparse:
 def sum_of(parts: Sequence[RowSparse]) -> RowSparse:
     """Return the merged sum of arrays of one shape and dtype, added from first to last.
 
-    Each array is merged before it is added, unlike in `add`.
+    Unlike `add`, this function merges each array before it adds it to the others.
     """
     first, width = parts[0], math.prod(parts[0].shape[1:])
     merged = [part.merged() for part in parts]
@@ -143,30 +143,31 @@ def unpacked(data: np.ndarray, shape: tuple[int, ...], dtype: np.dtype) -> RowSp
 
 
 class RowGather:
-    """Gives each rank of a communicator the rows that all of them push.
+    """Gives each rank of a communicator the rows that all ranks push.
 
-    There are two allgathers. The first has the number of bytes of each rank's rows. The second has the rows, in blocks
-    that are all as long as the longest.
+    This takes two allgathers. The first exchanges the size of each rank's rows. The second exchanges the rows, in one
+    block for each rank. All blocks are as long as the longest one needs.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._sizes = np.zeros(size, np.int64)
-        # reused, because collectives cache their plans by it
+        # Reuse the array, because collectives find their cached plan by the array's identity.
         self._blocks = np.empty(0, np.uint8)
 
     def gather(
         self, rows: RowSparse, allgather: Callable[[np.ndarray], Task[None]], every: list[RowSparse]
     ) -> Task[None]:
-        """A task that appends the merged rows of each rank to `every`, in the order of ranks. Valid until the next one.
+        """Append the merged rows of each rank to `every`, in the order of ranks. They are valid until the next call.
 
         Args:
-            allgather: Makes the task of an allgather in place: each rank fills its block of the array, all as long.
+            allgather: Returns the task of an allgather in place. The array has one block for each rank, and all blocks
+                are equally long.
         """
         mine = packed(rows.merged())
         self._sizes[self._rank] = mine.size
         yield from allgather(self._sizes)
-        # a power of 2, so that collectives need plans for only a few lengths
+        # Use powers of 2, so that collectives need plans for only a few lengths.
         block = max(64, 1 << (int(self._sizes.max()) - 1).bit_length())
         if self._blocks.size < block * len(self._sizes):
             self._blocks = np.empty(block * len(self._sizes), np.uint8)
@@ -179,12 +180,13 @@ class RowGather:
 def update_rows(
     optimizer: Optimizer, weights: np.ndarray, gradient: RowSparse, state: Sequence[np.ndarray], step: int
 ) -> None:
-    """Update the rows named in a gradient, none of them repeatedly, in place in `weights` and `state`.
+    """Update the rows of a gradient in place, in `weights` and `state`.
 
-    Other rows keep their values and state ("lazy": no decay of momentum or weights for them), as in MXNet.
+    All other rows keep their values and state: their momentum and weights do not decay ("lazy" updates, as in MXNet).
 
     Args:
         weights: C-contiguous, of the gradient's shape.
+        gradient: A merged gradient, so that no row repeats.
         state: The state arrays, as created by `optimizer.init(weights.reshape(-1))`.
         step: The number of this update, from 1.
     """

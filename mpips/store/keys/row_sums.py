@@ -1,8 +1,10 @@
-"""Sums of rows, for row-sparse gradients of keys and for tables: which ids repeat, which server has each, and totals.
+"""Sum rows with equal ids, and find the server of each id. Used for row-sparse gradients of keys and for tables.
 
-The order of additions is fixed: the first gradient of a row is copied, and the others are added in the order in which
-they stand, or in the order of the workers. Compiled loops find repeated ids with a hash table, and without them NumPy
-sorts. Both give rows with the same bits; only the order of ids differs.
+The order of additions is fixed: the first gradient of a row is copied, and the others are added in the order of the
+array. When pushes of several workers are summed, they are added in the order of the workers.
+
+Compiled loops find repeated ids with a hash table. Without compiled loops NumPy sorts the ids. Both ways give rows with
+the same bits, and differ only in the order of ids.
 """
 
 from __future__ import annotations
@@ -42,12 +44,12 @@ def mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def hashes_of(ids: Ids) -> NDArray[np.uint64]:
-    """Return a hash of each id. Its upper half chooses the server, its lower half the slot in an index."""
+    """Return a hash of each id. The upper half of a hash chooses the server, the lower half the slot in an index."""
     return mixed(ids.view(np.uint64) + np.uint64(GOLDEN))
 
 
 def owners_of(ids: Ids, servers: int) -> NDArray[np.int64]:
-    """Return the server of each id's row, from 0 on, if rows are spread by hash."""
+    """Return the server of each id, as a number from 0 to `servers` - 1. Ids are spread over servers by hash."""
     upper = hashes_of(ids) >> np.uint64(32)
     return ((upper * np.uint64(servers)) >> np.uint64(32)).astype(np.int64)
 
@@ -60,11 +62,11 @@ def merge(ids: Array, slots: Array, distinct: Array, places: Array, owners: Arra
     """Find the distinct ids. Return their number.
 
     Args:
-        slots: Scratch; its size is a power of two greater than the number of ids.
-        distinct: Gets each id once, in order of first appearance.
-        places: Gets for each given id its index in `distinct`.
-        owners: Gets the server of each distinct id.
-        counts: Gets the number of distinct ids for each server.
+        slots: Scratch memory. Its size is a power of two greater than the number of ids.
+        distinct: Output: each id once, in order of first appearance.
+        places: Output: for each element of `ids` its index in `distinct`.
+        owners: Output: the server of each distinct id.
+        counts: Output: the number of distinct ids for each server.
     """
     mask, servers, count = np.uint64(slots.size - 1), np.uint64(counts.size), 0
     slots[:] = 0
@@ -92,7 +94,7 @@ def merge(ids: Array, slots: Array, distinct: Array, places: Array, owners: Arra
 
 @compiled("stored[], const stored[], const int64[], uint8[], int64", ("float32", "float64"), CONSTANTS)
 def add_rows(total: Array, gradients: Array, rows: Array, begun: Array, dim: int) -> int:
-    """Add gradients to rows of `total` in order. The first gradient of a row that has not `begun` replaces the row."""
+    """Add gradients to rows of `total` in order. If `begun[row]` is 0, the first gradient of the row replaces it."""
     for i in range(rows.size):
         ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
         prefetch(total, ahead)
@@ -116,9 +118,9 @@ class Distinct(NamedTuple):
 
     Attributes:
         ids: Each id once.
-        owners: The server of each of them.
-        places: For each given id its index in `ids`.
-        per_server: Number of distinct ids for each server.
+        owners: The server of each id in `ids`.
+        places: For each id of the push or pull its index in `ids`.
+        per_server: The number of distinct ids for each server.
     """
 
     ids: Ids
@@ -128,7 +130,7 @@ class Distinct(NamedTuple):
 
 
 def distinct(ids: Ids, servers: int = 1) -> Distinct:
-    """Find the distinct ids, and the server that each belongs to if they are spread by hash."""
+    """Find the distinct ids and the server of each. Ids are spread over servers by hash."""
     count = len(ids)
     # a power of two, at least twice the number of ids
     slots = _slots(1 << (2 * count - 1).bit_length()) if count else NO_SLOTS
@@ -142,7 +144,7 @@ def distinct(ids: Ids, servers: int = 1) -> Distinct:
 
 
 def _slots(size: int) -> NDArray[np.int32]:
-    """Return scratch memory that this thread keeps."""
+    """Return scratch memory. This thread keeps the memory for later calls."""
     have: NDArray[np.int32] = getattr(_SCRATCH, "slots", NO_SLOTS)
     if len(have) < size:
         have = _SCRATCH.slots = np.empty(size, np.int32)
@@ -154,7 +156,7 @@ def _slots(size: int) -> NDArray[np.int32]:
 
 @quiet
 def sum_into(total: Array, gradients: Array, rows: Places) -> None:
-    """Set rows of `total` to sums of gradients (k, dim), added in order. `rows` says which row each belongs to."""
+    """Set rows of `total` to sums of gradients (k, dim), added in order. Gradient i belongs to row `rows[i]`."""
     begun = np.zeros(len(total), np.uint8)
     if len(rows) and not add_rows(total.reshape(-1), gradients.reshape(-1), rows, begun, total.shape[1]):
         once, sums = sorted_sums(rows, gradients)
@@ -165,7 +167,7 @@ def sum_into(total: Array, gradients: Array, rows: Places) -> None:
 def sorted_sums(rows: Ids, values: Array) -> tuple[Ids, Array]:
     """Sum the values of each row from first to last. Return the row numbers, ascending, and the sums.
 
-    `np.add.reduceat` adds in another order, and takes ten times as long for wide rows.
+    `np.add.reduceat` would add in another order, and takes ten times as long for wide rows.
     """
     order = np.argsort(rows, kind="stable")
     rows = rows[order]
@@ -173,8 +175,8 @@ def sorted_sums(rows: Ids, values: Array) -> tuple[Ids, Array]:
     sums, counts = values[order[starts]], np.diff(starts, append=len(order))
     done, most = 1, int(counts.max())
     longer = np.flatnonzero(counts > done)
-    # Add the next value of every run with one call, as long as that needs fewer calls than adding up the runs that are
-    # left one by one.
+    # A run is the values of one row. Add the next value of every run with one call, as long as this takes fewer calls
+    # than adding up the remaining runs one by one.
     while len(longer) > most - done:
         sums[longer] += values[order[starts[longer] + done]]
         done += 1
@@ -193,12 +195,11 @@ def sorted_sums(rows: Ids, values: Array) -> tuple[Ids, Array]:
 
 @quiet
 def summed(parts: Sequence[tuple[Ids, Array]], ascending: bool = False) -> tuple[Ids, Array]:
-    """Sum pushes, given as (ids, gradients (k, dim)), from first to last. Return distinct ids and their gradients.
-
-    No id repeats within a push.
+    """Sum pushes from first to last. Return the distinct ids and their summed gradients.
 
     Args:
-        ascending: The ids of each push ascend. Then those of the sum do, too.
+        parts: (ids, gradients (k, dim)) for each push. No id repeats within a push.
+        ascending: True if the ids of each push ascend. Then the ids of the result ascend.
     """
     parts = [part for part in parts if len(part[0])] or parts[:1]
     if len(parts) == 1:
@@ -227,7 +228,7 @@ def update_in_blocks(
 ) -> None:
     """Update rows `at` of arrays in blocks: copy the rows of a block from each array, update them, and write them back.
 
-    `update` gets the slice of `at` and the copied rows, which it changes in place.
+    `update` is called with a slice of `at` and the copied rows of each array. It changes these rows in place.
     """
     for start in range(0, len(at), rows_at_once):
         block = slice(start, start + rows_at_once)

@@ -1,13 +1,14 @@
 """Decide which server keeps which elements of a key. Pure functions over half-open intervals.
 
 An array of `big_array` elements or more is cut evenly over all servers. Any other array goes as a whole to the server
-that holds the fewest bytes, unless it has at least a quarter of `big_array` elements and would leave that server with
-much more than its share of all bytes. In that case it is cut too.
+that holds the fewest bytes, with one exception: an array of at least a quarter of `big_array` elements is cut if it
+would leave that server with much more than its share of all bytes.
 
-A server's part of an array is cut again into *units*, the atoms of a server's state. A unit always has the same
-contributors, the workers that push to it. In dist_* stores these are all workers. With masters="one" they are the
-masters of the clients. With masters="all" they are one member of each client: member i of p pushes the i-th of p
-slices.
+A server's part of an array is cut again into *units*, the smallest parts of a server's state. A unit always has the
+same contributors, which are the workers that push to it. In dist_* stores all workers contribute to every unit. In
+mpi_* stores workers form *clients*, groups that sum before they push. With masters="one" the first worker of each
+client, its master, contributes to every unit. With masters="all" one member of each client contributes to a unit:
+member i of p pushes the i-th of p slices.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Blocks are never shorter than the longest allowed block divided by this. Shorter blocks would cost more than the
-# overlap of summing and copying saves.
+# Blocks are never shorter than the longest allowed block divided by this number. Shorter blocks would cost more time
+# than the overlap of summing and copying saves.
 SHORT = 8
 CACHE_LINE = 64
-# An array of at least big_array / MEDIUM elements may be cut, if a server that took it whole would hold more than
+# An array of at least big_array / MEDIUM elements is cut if a server that took the whole array would hold more than
 # (1 + 1 / ABOVE_SHARE) times its share of all bytes.
 MEDIUM = 4
 ABOVE_SHARE = 4
@@ -38,7 +39,7 @@ class Interval(NamedTuple):
 
 
 class CutUnit(NamedTuple):
-    """Elements [start, stop) of a key's flattened array, on one server, pushed by `contributors` (worker ranks)."""
+    """Elements [start, stop) of a key's flattened array, on one server. The ranks in `contributors` push them."""
 
     key: int
     server: int
@@ -54,7 +55,7 @@ class CutUnit(NamedTuple):
 def split(interval: Interval, parts: int, grain: int = 1) -> list[Interval]:
     """Cut an interval into `parts` adjacent intervals whose sizes differ by at most one grain, larger ones first.
 
-    Cuts lie on multiples of `grain`, counted from element 0. With the length of a row as grain, a matrix is cut between
+    Cuts are at multiples of `grain`, counted from element 0. If `grain` is the length of a row, a matrix is cut between
     rows.
     """
     if parts < 1 or grain < 1:
@@ -87,8 +88,8 @@ def block_bytes(nbytes: int, most: int, side_by_side: bool) -> int:
 
     Args:
         most: The largest block size allowed.
-        side_by_side: Every process has a core of its own. Then the server sums one block while workers copy the next,
-            so every unit that is not short gets at least two blocks.
+        side_by_side: True if every process has a core of its own. Then the server sums one block while workers copy the
+            next. So every unit that is not short gets at least two blocks.
     """
     if not side_by_side:
         return most
@@ -97,19 +98,19 @@ def block_bytes(nbytes: int, most: int, side_by_side: bool) -> int:
 
 
 def pulled_at_once(nbytes: int, block: int, past_caches: int) -> int:
-    """Return how many blocks of `block` bytes a pull waits for before it copies them all with one call.
+    """Return the number of blocks of `block` bytes that a pull waits for and then copies with one call.
 
-    A copy of at least `past_caches` bytes bypasses the caches when it writes, so it need not fetch the lines that it
-    overwrites. That saves more than reading each block while it is in the server's cache. Smaller pulls copy one block
-    at a time.
+    A copy of at least `past_caches` bytes bypasses the caches when it writes, so it does not fetch the cache lines that
+    it overwrites. That saves more time than reading each block while it is in the server's cache. Pulls of fewer bytes
+    copy one block at a time.
     """
     return -(-past_caches // block) if nbytes >= past_caches else 1
 
 
 class Placement:
-    """Places arrays on servers, balancing the bytes that each server holds.
+    """Chooses servers for arrays, so that servers hold about equally many bytes.
 
-    Deterministic: the same calls in the same order give the same places on every rank.
+    All ranks make the same calls in the same order, and so get the same result.
     """
 
     def __init__(self, servers: int, big_array: int) -> None:
@@ -117,20 +118,20 @@ class Placement:
         self._big_array = big_array
 
     def copy(self) -> Placement:
-        """Return a copy, for placing arrays on trial."""
+        """Return a copy. A caller places arrays on the copy first, and keeps it if all goes well."""
         placement = Placement(0, self._big_array)
         placement.loads = self.loads.copy()
         return placement
 
     def remove_load(self, parts: Sequence[tuple[int, int]], itemsize: int) -> None:
-        """Subtract an array that is no longer stored. `parts`: (server, number of elements)."""
+        """Subtract a removed array from the loads of its servers. `parts`: (server, number of elements)."""
         for server, elements in parts:
             self.loads[server] -= elements * itemsize
 
     def place(self, shape: Sequence[int], itemsize: int) -> list[tuple[int, Interval]]:
-        """Place an array and add it to the loads. Return (server, interval) pairs that cover it.
+        """Choose servers for an array and add it to their loads. Return (server, interval) pairs that cover the array.
 
-        Empty intervals are left out, except that an empty array has one.
+        The pairs have no empty intervals, except that an empty array gets one pair with an empty interval.
         """
         size = 1
         for extent in shape:
@@ -146,7 +147,7 @@ class Placement:
         return pieces
 
     def add_load(self, parts: Sequence[tuple[int, Interval]], itemsize: int) -> None:
-        """Add an array that is placed already. `parts`: (server, interval)."""
+        """Add an array to the loads of its servers. `parts`: (server, interval)."""
         for server, part in parts:
             self.loads[server] += part.size * itemsize
 
@@ -159,7 +160,8 @@ class Placement:
 def owners(clients: Sequence[Interval], kind: str, masters: str) -> list[list[int]]:
     """Return the groups of workers that contribute to a key. Each group as a whole pushes every element once.
 
-    A group is a single worker, a client's master, or all members of a client, who push a slice each.
+    In dist_* stores a group is a single worker. With masters="one" a group is the master of a client. With
+    masters="all" a group is all members of a client, and each member pushes one slice.
     """
     if kind.startswith("dist_"):
         return [[worker] for client in clients for worker in range(*client)]
@@ -169,7 +171,7 @@ def owners(clients: Sequence[Interval], kind: str, masters: str) -> list[list[in
 
 
 def units(key: int, server: int, part: Interval, groups: Sequence[Sequence[int]], grain: int = 1) -> list[CutUnit]:
-    """Cut a server's part of a key into units: wherever, in any group, one worker's slice ends and the next begins."""
+    """Cut a server's part of a key into units. Each point where a worker's slice ends, in any group, is a cut."""
     slices = [split(part, len(group), grain) for group in groups]
     cuts = sorted({part.start, part.stop, *(piece.start for pieces in slices for piece in pieces)})
     result = []

@@ -1,12 +1,14 @@
-"""Push and pull whole keys: a worker by itself (`SingleWorker`), or the members of a client, who sum first (`Client`).
+"""Push and pull whole keys, either as a single worker (`SingleWorker`) or as a member of a client (`Client`).
 
-With masters="one" rank 0 of the client pushes the members' sum and broadcasts the values that it pulls (the paper,
-section 4.2). With masters="all" the client does a reduce-scatter, every member pushes and pulls its own slice, and an
-allgather puts the slices together. Between nodes this is done piece by piece, so that the phases overlap. In a
-synchronous store the members of a client that shares its node with all servers read the servers' memory instead.
+A *client* is a group of workers, its *members*, that sum their gradients before they push. With masters="one" rank 0 of
+the client pushes the members' sum, and broadcasts the values that it pulls (the paper, section 4.2). With masters="all"
+the client does a reduce-scatter, every member pushes and pulls its own slice, and an allgather puts the slices
+together. Between nodes the client handles a key piece by piece, so that these steps overlap.
 
-Small keys of one list travel as one vector (`VectorMemory`), because a collective of a small key costs only its latency
-(as MG-WFBP merges gradients, section 4). Servers and optimizers still see every key by itself.
+If a client of a synchronous store is on one node with all servers, each member pulls by reading the servers' memory.
+
+Small keys of one list travel as one vector (`VectorMemory`), because the cost of a collective of a small key is mostly
+latency (as MG-WFBP merges gradients, section 4). Servers and optimizers still see every key by itself.
 """
 
 from __future__ import annotations
@@ -26,32 +28,32 @@ from mpips.store.roles import Layout
 
 
 class SingleWorker(RowTransfers):
-    """The pushes and pulls of a worker by itself. `one_node`: all servers are on its node."""
+    """The pushes and pulls of a worker that is not in a client. `one_node`: all workers and servers share a node."""
 
     def __init__(self, layout: Layout, push: Push, pull: Pull, one_node: bool) -> None:
         super().__init__(layout, push, pull, None)
         self._one_node = one_node
 
     def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
-        """Push all keys. Each is sent before the task waits for any of them."""
+        """Push all keys. The task sends every key before it waits for any of them."""
         return run_together(
             [self._push.push_part(key, 0, flat, priority, key.pushes) for key, flat in zip(keys, flats)]
         )
 
     def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
-        """Pull all keys. Each is asked for before the task waits for any of them."""
+        """Pull all keys. The task asks for every key before it waits for any of them."""
         return run_together([self._pull.pull_part(key, out, key.shards) for key, out in zip(keys, outs)])
 
     def pushpull(self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int) -> Task[None]:
-        """Push and pull all keys, side by side."""
+        """Push and pull all keys. Keys do not wait for each other."""
         each = zip(keys, flats, outs, strict=True)
         return run_together([self._pushpull_key(key, flat, out, priority) for key, flat, out in each])
 
     def _pushpull_key(self, key: Key, flat: Array, out: Array, priority: int) -> Task[None]:
-        """Push and pull a key. Between nodes later pieces go to the servers while the answers to earlier ones come."""
+        """Push and pull a key. Between nodes, push later pieces while the answers to earlier pieces arrive."""
         if self._one_node or self._asynchronous or len(key.pieces) == 1:
-            # If the arrays overlap, servers may still read later elements of `flat` while earlier ones of the result
-            # are written.
+            # If the arrays overlap, writing the first elements of the result may destroy later elements of `flat` that
+            # servers still have to read. So wait until they have read `flat`.
             wait = self._asynchronous or (out is not flat and np.may_share_memory(flat, out))
             yield from self._push.push_part(key, 0, flat, priority, key.pushes, wait=wait)
             yield from self._pull.pull_part(key, out, key.shards)
@@ -63,7 +65,10 @@ class SingleWorker(RowTransfers):
 
 
 class Client(RowTransfers):
-    """The pushes and pulls of one member of a client of several. `direct`: each member reads the servers' memory."""
+    """The pushes and pulls of one member of a client with several members.
+
+    `direct`: True if every member pulls by reading the servers' memory.
+    """
 
     def __init__(self, layout: Layout, push: Push, pull: Pull, members: Members, direct: bool) -> None:
         super().__init__(layout, push, pull, members)
@@ -83,12 +88,12 @@ class Client(RowTransfers):
         yield from call.run(self._some([self._push_piece(call, key, piece, flat, priority) for piece in key.pieces]))
 
     def _pull_key(self, key: Key, out: Array) -> Task[None]:
-        """Read the key into `out` (1-D), in a client whose members do not read by themselves."""
+        """Read the key into `out` (1-D), in a client that is not `direct`."""
         call = self._call(label("pull", [key]))
         yield from call.run(self._some([self._pull_piece(call, key, piece, out) for piece in key.pieces]))
 
     def _pushpull_key(self, key: Key, flat: Array, out: Array, priority: int) -> Task[None]:
-        """Push and pull, in a client whose members do not read by themselves. Pieces do not wait for each other."""
+        """Push and pull, in a client that is not `direct`. Pieces do not wait for each other."""
         key.round += 1
         call = self._call(label("pushpull", [key]))
         yield from call.run(self._some([self._through(call, key, piece, flat, out, priority) for piece in key.pieces]))
@@ -98,7 +103,7 @@ class Client(RowTransfers):
         yield from self._pull_piece(call, key, piece, out)
 
     def _push_piece(self, call: ClientCall, key: Key, piece: Piece, flat: Array, priority: int) -> Task[None]:
-        """Sum a piece over the members, and push the part that this member owns. Servers read it in place."""
+        """Sum a piece over the members, and push the part of the sum that this member owns, without copying it."""
         start, stop = piece.cuts[0], piece.cuts[-1]
         flat = flat[start:stop]
         if self._all:
@@ -119,20 +124,23 @@ class Client(RowTransfers):
             yield from self._push.push_part(key, key.round, total, priority, piece.pushes, start, wait=False, own=True)
 
     def _pull_piece(self, call: ClientCall, key: Key, piece: Piece, out: Array) -> Task[None]:
-        """Read the part of a piece that this member owns, then exchange the parts, so that all have the whole."""
+        """Read the part of a piece that this member owns. Then exchange parts, so that all members have the piece."""
         if piece.pushes:
             yield from self._pull.pull_part(key, out, piece.pushes)
         whole = out[piece.cuts[0] : piece.cuts[-1]]
         yield from call.allgather(piece, whole) if self._all else call.broadcast(piece, whole)
 
     def _some(self, tasks: list[Task[None]]) -> Task[None]:
-        """Run tasks in order: one at a time on one node, a few at a time between nodes, where each has its own tags."""
+        """Run tasks in order: one at a time on one node, a few at a time between nodes.
+
+        Between nodes tasks can overlap, because each has its own message tags.
+        """
         return run_together(tasks, self._abreast)
 
     # ---- lists
 
     def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
-        """Push keys in this order. Small ones of one dtype go as one vector."""
+        """Push keys in this order. Small keys of one dtype go as one vector."""
         for chosen in self._steps(keys):
             if len(chosen) > 1:
                 yield from self._push_vector([keys[i] for i in chosen], [flats[i] for i in chosen], priority)
@@ -154,7 +162,7 @@ class Client(RowTransfers):
                 yield from self._pull_vector([keys[i] for i in chosen], [outs[i] for i in chosen])
 
     def _read_directly(self, keys: Sequence[Key], outs: Sequence[Array]) -> list[Task[None]]:
-        """Pull keys in turn, as far as possible without waiting. Return tasks for the rest."""
+        """Pull keys one by one until one would have to wait. Return tasks for that key and all later ones."""
         left: list[Task[None]] = []
         for key, out in zip(keys, outs, strict=True):
             task = self._pull.pull_part(key, out, key.shards) if left or key.fast is None else key.fast.pull(out)
@@ -163,7 +171,11 @@ class Client(RowTransfers):
         return left
 
     def pushpull(self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int) -> Task[None]:
-        """Push keys in this order. If members do not read by themselves, a key that goes alone is pulled at once."""
+        """Push and pull keys in this order.
+
+        In a `direct` client all keys are pushed before the first is pulled. Otherwise a key that is not in a vector is
+        pulled right after its push, and keys in vectors are pulled at the end.
+        """
         if self._direct:
             yield from self.push(keys, flats, priority)
             yield from self.pull(keys, outs)
@@ -179,13 +191,13 @@ class Client(RowTransfers):
             yield from self._pull_vector([keys[i] for i in chosen], [outs[i] for i in chosen])
 
     def _steps(self, keys: Sequence[Key]) -> Sequence[Sequence[int]]:
-        """Return the indices of keys that go together, in the order in which they go."""
+        """Return groups of indices of keys. The keys of a group travel together, and the groups in this order."""
         if self._all:
             return [[place] for place in range(len(keys))]
         return steps(keys)
 
     def _push_vector(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
-        """Push keys of one dtype, which the members sum as one vector."""
+        """Push keys of one dtype. The members sum them as one vector."""
         vector, total, parts = self._vectors.lay(flats)
         for key in keys:
             key.round += 1
@@ -201,7 +213,7 @@ class Client(RowTransfers):
             )
 
     def _pull_vector(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
-        """Read keys of one dtype, which rank 0 broadcasts as one vector."""
+        """Read keys of one dtype. Rank 0 broadcasts them as one vector."""
         vector, _, slices = self._vectors.room(outs)
         call = self._call(label("pull", keys))
         if self._rank == 0:
@@ -212,15 +224,18 @@ class Client(RowTransfers):
             out[...] = vector[each]
 
 
-# Longest key with a fast path (True) and without one (False) that travels in a vector. Longer ones go alone, because
-# copying them takes as long as it saves.
+# Has the key a fast path? -> the most bytes of a key that travels in a vector. A longer key goes alone, because copying
+# it into the vector takes as long as the vector saves.
 SMALL_BYTES = {True: 1 << 14, False: 1 << 16}
-# the most bytes of one vector
+# the largest size of a vector, in bytes
 MOST_BYTES = 1 << 20
 
 
 def steps(keys: Sequence[Key]) -> list[list[int]]:
-    """Return the indices of keys that go together, in the order in which they go. The same on every worker."""
+    """Return groups of indices of keys. The keys of a group travel together, and the groups in this order.
+
+    For equal `keys` every worker gets an equal result.
+    """
     result: list[list[int]] = []
     open_: dict[np.dtype, tuple[list[int], int]] = {}
     for place, key in enumerate(keys):
@@ -237,9 +252,9 @@ def steps(keys: Sequence[Key]) -> list[list[int]]:
 
 
 class VectorMemory:
-    """Memory for the vector in which small keys travel together, and for its sum, reused by every call.
+    """Memory for the vector in which small keys travel together, and for the vector's sum. Every call reuses it.
 
-    `shared`: allocate the vector in memory that all processes of the node can read.
+    `shared`: True to allocate the vector in memory that all processes of the node can read.
     """
 
     def __init__(self, shared: bool) -> None:
@@ -247,13 +262,13 @@ class VectorMemory:
         self._memory: dict[np.dtype, tuple[Array, Array]] = {}
 
     def room(self, like: Sequence[Array]) -> tuple[Array, Array, list[slice]]:
-        """Return a vector as long as these 1-D arrays of one dtype, another for its sum, and each array's slice."""
+        """Return a vector for all these 1-D arrays of one dtype, a vector for its sum, and the slice of each array."""
         dtype, cuts = like[0].dtype, [0, *accumulate(array.size for array in like)]
         if dtype not in self._memory or self._memory[dtype][0].size < cuts[-1]:
             size = max(cuts[-1], MOST_BYTES // dtype.itemsize)
             try:
                 vector = self._empty(size, dtype)
-            # The node's shared memory is full. Sums take any other memory too.
+            # The node's shared memory is full. Collectives also accept ordinary memory.
             except MemoryError:
                 vector = np.empty(size, dtype)
             self._memory[dtype] = vector, np.empty(size, dtype)
@@ -261,7 +276,7 @@ class VectorMemory:
         return vector, total, [slice(*ends) for ends in pairwise(cuts)]
 
     def lay(self, values: Sequence[Array]) -> tuple[Array, Array, list[Array]]:
-        """Copy arrays into a vector. Return it, the memory for its sum, and the parts of the sum."""
+        """Copy arrays into a vector. Return the vector, the memory for its sum, and each array's part of the sum."""
         vector, total, slices = self.room(values)
         np.concatenate(values, out=vector)
         return vector, total, [total[each] for each in slices]

@@ -1,10 +1,15 @@
 """The fast path of plain arrays within a node: one straight-line function for a push, one for a pull, bound at `init`.
 
-It is a short-cut of the general path, which is `transfers.Push` and `transfers.Pull`, and leaves out what other cases
-need: a task, other nodes, compression (`worker.route` has the figure that justifies it). It handles keys whose servers
-are all on this node and whose pushes are not compressed, while no operation is running. It waits only for a moment. If
-that is not enough, a call returns a task of the general path that does the rest (`SlowPath`). Otherwise the call
-returns None.
+The fast path is a short-cut of the general path (`transfers.Push` and `transfers.Pull`). It handles keys whose servers
+are all on this node and whose pushes are not compressed, while no other operation is running. So it needs no task, no
+messages and no compressor. The docstring of `worker.route` tells how much time it saves.
+
+A call of the fast path waits only for a moment. If it can finish in that time, it returns None. Otherwise it returns a
+task of the general path that does the rest (`SlowPath`).
+
+A server keeps *words* (counters) in memory that workers of its node read: word 0 counts the blocks that it has summed,
+and one word for each worker counts the pushes of that worker that it has read. A *shard* is the part of a key on one
+server.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ YIELDS = 500
 
 
 def spin_until(words: memoryview, word: int, count: int) -> bool:
-    """Spin until a server's counter `words[word]` has reached `count`. False if it has not after `YIELDS` tries."""
+    """Spin until a server's counter `words[word]` has reached `count`. Return False if YIELDS tries were not enough."""
     for _ in range(YIELDS):
         if words[word] >= count:
             return True
@@ -42,7 +47,7 @@ class SlowPath:
     """The general path of a key, to which a fast path falls back when it cannot finish at once.
 
     Args:
-        flag: `flag[0]` is not 0 once the generation has ended.
+        flag: `flag[0]` becomes nonzero when the generation ends.
     """
 
     def __init__(self, flag: memoryview, link: ServerLink, push: Push, pull: Pull) -> None:
@@ -60,11 +65,11 @@ class SlowPath:
         return self._pull.pull_part(key, out.reshape(-1), key.shards)
 
     def wait_until_read(self, key: Key) -> Task[None]:
-        """Wait until the servers have read what was pushed."""
+        """Wait until the servers have read this worker's last push of the key."""
         return self._push.wait_until_read(key.round, key.pushes)
 
     def then_pull(self, key: Key, push: Task[None], out: Array) -> Task[None]:
-        """Finish a push that takes longer, then pull."""
+        """Finish the push `push`, then pull into `out`."""
         yield from push
         yield from self.pull(key, out)
 
@@ -96,7 +101,10 @@ class FastRoute:
         return self.wait_until_read() if left is None else left
 
     def pushpull(self, array: Array, out: Array, priority: int) -> Task[None] | None:
-        """Push, then pull. No wait between them: if the result can be read, the server has read the array."""
+        """Push, then pull.
+
+        There is no wait between push and pull: once the result can be read, the server must have read the array.
+        """
         left = self.post(array, priority)
         return self.pull(out) if left is None else self._slow_path.then_pull(self._key, left, out)
 
@@ -133,7 +141,7 @@ class OneBlock(FastRoute):
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
         key = self._key
-        # As long as the server has not read the last push, it may read the outbox, or the array that was pushed.
+        # Until the server has read the previous push, it may still read the outbox or the array of that push.
         if self._flag[0] or self._words[self._mine] != key.round:
             return self._slow_path.push(key, array, priority)
         pushes = self._lent.of(array) if self._lent is not None else None
@@ -158,25 +166,25 @@ class OneBlock(FastRoute):
 
     def pull(self, out: Array) -> Task[None] | None:
         key = self._key
-        # If the server has sent a message, such as a warning, the general path takes it in.
+        # If the server has sent a message, such as a warning, the general path handles it.
         if self._flag[0] or not spin_until(self._words, 0, key.round) or self._line.waiting():
             return self._slow_path.pull(key, out)
         out[...] = self._stored
         return None
 
     def _room(self) -> Array:
-        """Return the outbox as an array of the key's shape. It is made at the first call."""
+        """Return the shard's outbox as an array of the key's shape. The first call makes the outbox."""
         self._copy = self._slow_path.link.outbox(self._key, self._shard).slots.reshape(self._key.shape)
         return self._copy
 
 
 class OneBlockAsync(OneBlock):
-    """The fast path of a key of one block in an asynchronous store, where no pull waits for another worker."""
+    """The fast path of a key that is one block, in an asynchronous store. No pull waits for another worker there."""
 
     __slots__ = ()
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
-        # Only the server may be behind, so a short wait is enough.
+        # Only the server can be late, because it waits for no other worker. So a short wait is mostly enough.
         spin_until(self._words, self._mine, self._key.round)
         return super().post(array, priority)
 
@@ -245,7 +253,7 @@ class Blocks(FastRoute):
                 if words[0] < needed and not spin_until(words, 0, needed):
                     return self._slow_path.pull(key, flat)
                 there = words[0] - before
-                # One copy for the whole shard if all of it is there already.
+                # If the whole shard is ready at the first look, copy it with one statement.
                 if there == blocks and not done:
                     flat[start:stop] = stored
                 else:
@@ -257,18 +265,19 @@ class Blocks(FastRoute):
         return None
 
     def pushpull(self, array: Array, out: Array, priority: int) -> Task[None] | None:
-        # If the arrays overlap, servers may still read later elements of `array` while earlier ones of the result are
-        # written: then wait for the push.
+        # If the arrays overlap, writing the first elements of the result may destroy later elements of `array` that
+        # servers still have to read. In that case wait for the push.
         apart = out is array or not np.may_share_memory(array, out)
         left = self.post(array, priority) if apart else self.push(array, priority)
         return self.pull(out) if left is None else self._slow_path.then_pull(self._key, left, out)
 
 
 class ClientFastPath(FastRoute):
-    """The fast path of a key in a client of one node, for each member.
+    """The fast path of a key for a member of a client, if the client and all servers are on one node.
 
-    The members sum by one collective. Rank 0 pushes the sum, and all read the result from the servers' memory. In a
-    round some members may take this path and others the general one, `push`: both run the same collective.
+    The members sum their arrays by one collective. Rank 0 pushes the sum, and every member reads the result from the
+    servers' memory. In one round some members may take this path and others the general path (`push`), because both
+    run the same collective.
     """
 
     lists = False
@@ -290,7 +299,7 @@ class ClientFastPath(FastRoute):
 
     def post(self, array: Array, priority: int) -> Task[None] | None:
         key = self._key
-        # A 1-D array is passed on as it is: collectives find its plan by the array's identity.
+        # Pass on a 1-D array as it is, because collectives find their plan by the array's identity.
         flat = array if array.ndim == 1 else array.reshape(-1)
         if self._flag[0]:
             return self._push(key, flat, priority)
@@ -309,15 +318,15 @@ class ClientFastPath(FastRoute):
         return None
 
     def wait_until_read(self) -> None:
-        """Return at once: the array has been added to the client's sum already."""
+        """Return at once, because `post` has already added the array to the client's sum."""
 
     def pull(self, out: Array) -> Task[None] | None:
         return self._reading.pull(out)
 
     def _room(self) -> Array:
-        """Allocate the array for the sum, unless the piece has one, and create in-place pushes of it. Return the array.
+        """Return the array for the sum, and create pushes that the servers read from this array.
 
-        The general path uses the same array.
+        The piece of the key keeps the array. The general path uses it as well.
         """
         piece = self._key.pieces[0]
         if piece.reduced is None:
@@ -327,7 +336,7 @@ class ClientFastPath(FastRoute):
 
 
 def by_itself(slow_path: SlowPath, key: Key, layout: Layout) -> Fast | None:
-    """Return the fast path of a worker that pushes and pulls by itself, or None if the key has none."""
+    """Return the key's fast path on a worker that is not in a client, or None if the key has no fast path."""
     if layout.options.staleness >= 0:
         return None
     if len(key.shards) > 1 or key.shards[0].blocks > 1:
@@ -338,7 +347,10 @@ def by_itself(slow_path: SlowPath, key: Key, layout: Layout) -> Fast | None:
 def in_client(
     slow_path: SlowPath, key: Key, layout: Layout, slow: Callable[[Key, Array, int], Task[None]]
 ) -> Fast | None:
-    """Return the fast path of a member of a client, or None if the key has none. `slow`: a push by the general path."""
+    """Return the key's fast path on a member of a client, or None if the key has no fast path.
+
+    `slow` makes a push by the general path.
+    """
     if layout.options.masters != "one" or not key.size:
         return None
     assert layout.sums is not None

@@ -1,4 +1,10 @@
-"""A worker's end of the lines to all servers: frames both ways, and `Sender`: pushes to other nodes, as messages."""
+"""A worker's connections to all servers (`ServerLink`), and the messages of its pushes to other nodes (`Sender`).
+
+A *line* is the connection to one server. It carries *frames*, small messages of fixed layout. A *shard* is the part of
+a key on one server, and a *unit* is the server's name for it. A push to another node is a frame and a *payload*, which
+is the data. To limit the memory that servers need, a worker sends only a limited number of bytes at once, and waits
+with other payloads until a server asks for them.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +36,10 @@ LOOK_SECONDS = 1e-4
 
 
 class ServerLink:
-    """The lines to all servers of one store, and the keys behind them. Used by one thread at a time.
+    """The lines to all servers of one store, and the keys that these servers store. Used by one thread at a time.
 
-    Tasks of the store do not listen to servers by themselves: whoever runs a task calls `listen` before each step.
+    Tasks of the store do not read the servers' messages themselves. Whoever runs a task calls `listen` before each step
+    of it.
     """
 
     def __init__(self, layout: Layout, lines: list[Line]) -> None:
@@ -40,8 +47,8 @@ class ServerLink:
         self._keys: dict[Name, Key] = {}
         self._shards: dict[int, Shard] = {}
         self._tokens = 0
-        # Outboxes with the values to fill them. An outbox is listed before its server is told of it, and removed once
-        # full.
+        # Outboxes that this worker is filling, with their values. An outbox is added before its server learns of it,
+        # and removed once it is full.
         self.filling: Grows = []
         self._connect(lines)
 
@@ -54,7 +61,7 @@ class ServerLink:
         self.filling.clear()
 
     def renew(self, lines: list[Line]) -> None:
-        """Begin the next generation over these lines, with no keys and nothing under way."""
+        """Begin the next generation over these lines, without keys and unfinished messages."""
         self._keys.clear()
         self._shards.clear()
         self._connect(lines)
@@ -62,7 +69,7 @@ class ServerLink:
     # ---- keys
 
     def add(self, key: Key) -> None:
-        """Handle servers' messages about a key from now on. Called before its first value is sent."""
+        """Register a key, so that `listen` handles messages about it. Called before its first value is sent."""
         self._keys[key.name] = key
         for shard in key.shards:
             self._shards[shard.number] = shard
@@ -76,9 +83,10 @@ class ServerLink:
             self._count(key, shard, -1)
 
     def from_own_server(self, shards: Iterable[Shard]) -> list[Shard]:
-        """Sort shards so that each worker begins with another server, and they do not all use the same link first.
+        """Sort shards so that each worker begins with another server. So workers do not all load the same link first.
 
-        The shards of one server stay in order, because it can answer the first shard once all workers have sent that.
+        The shards of one server keep their order, because the server can answer the first shard once all workers have
+        sent that shard.
         """
         first = self._layout.rank * self._layout.num_servers // self._layout.num_workers
         return sorted(shards, key=lambda shard: (shard.server - first) % self._layout.num_servers)
@@ -86,7 +94,7 @@ class ServerLink:
     def outbox(self, key: Key, shard: Shard) -> Outbox:
         """Return a shard's outbox.
 
-        It is made at the first call, together with the push of its content (`shard.outbox_push`).
+        The first call makes the outbox and the push of its content (`shard.outbox_push`).
         """
         if shard.outbox is None:
             size = shard.stop - shard.start
@@ -103,8 +111,8 @@ class ServerLink:
     # ---- messages from servers
 
     def listen(self) -> None:
-        """Take in messages from servers. Does not block."""
-        # One look at MPI for the servers of all other nodes: a look costs as much as everything else here.
+        """Read and handle messages from servers. Does not block."""
+        # Ask MPI once for all servers of other nodes, because asking costs as much as everything else in this function.
         heard = not self.all_local and any_waiting(self._distant)
         for line in self.lines:
             if (heard or line.local) and line.waiting():
@@ -117,11 +125,11 @@ class ServerLink:
         elif frame.op == Op.WARNING:
             warn(line.body(frame).tobytes().decode())
         elif (shard := self._shards.get(frame.unit)) is None:
-            # a key that is forgotten
+            # The key was forgotten.
             return
         elif frame.op == Op.CONSUMED:
             shard.told = max(shard.told, frame.round)
-            # round 0: the first values have been received
+            # Round 0 means that the server has received the first values.
             shard.granted = shard.granted or not frame.round
         elif frame.op == Op.GRANT:
             shard.granted = True
@@ -137,9 +145,12 @@ class ServerLink:
         return self.post_request_with(server, frames.encode(request), 0)
 
     def post_request_with(self, server: int, body: bytes | NDArray[np.uint8], rows: int) -> int:
-        """Send a request to a server, with `rows` bytes of data in front of it. Return the token of its answer.
+        """Send a request to a server. Return the token of its answer.
 
-        An array in memory that the node shares is not copied.
+        Args:
+            body: The encoded request, with data in front of it. If it is an array in memory that the node shares, it is
+                not copied.
+            rows: The number of bytes of that data.
         """
         self._tokens += 1
         self.lines[server].post_body(body, Op.CONTROL, token=self._tokens, aux=rows)
@@ -148,7 +159,8 @@ class ServerLink:
     def wait_for_answer(self, token: int, decode: Callable[[bytes], Any] = frames.decode_answer) -> Task[Any]:
         """Wait for the answer to a request, and return it. A service passes its own `decode`.
 
-        If the server refuses the request, raise ValueError with its message, or ServerMemoryError if it lacks memory.
+        Raise ValueError with the server's message if the server refuses the request, and ServerMemoryError if the
+        server lacks the memory for it.
         """
         self.listen()
         while token not in self._answers:
@@ -162,13 +174,13 @@ class ServerLink:
     def request(
         self, server: int, request: msgspec.Struct, decode: Callable[[bytes], Any] = frames.decode_answer
     ) -> Task[Any]:
-        """Send a request to a server and return its answer. Raises as `wait_for_answer`."""
+        """Send a request to a server and return its answer. Raises the errors of `wait_for_answer`."""
         return (yield from self.wait_for_answer(self.post_request(server, request), decode))
 
     def set_first_values(self, pairs: Iterable[tuple[Key, Array]]) -> Task[None]:
-        """Send keys their first values (1-D).
+        """Send the first values (1-D) of keys to the servers.
 
-        One worker does so, before any other uses the keys. The task ends when all values have arrived.
+        Only one worker calls this, before any worker uses the keys. The task ends when all values have arrived.
         """
         shards = ((shard, flat[shard.start : shard.stop]) for key, flat in pairs for shard in key.shards)
         return self.in_window((self._set(*part), part[1].nbytes) for part in shards)
@@ -181,7 +193,7 @@ class ServerLink:
         shard.stored[...] = values
 
     def in_window(self, tasks: Iterable[tuple[Task[Any], int]]) -> Task[None]:
-        """Run (task, bytes) pairs side by side, as many at a time as fit into a worker's room at the servers."""
+        """Run tasks, given as (task, bytes). Several run at once if their bytes together stay below the limit."""
         waiting = iter(tasks)
         room = self._layout.options.chunks_in_flight * self._layout.options.chunk_bytes
         running: deque[tuple[Task[Any], int]] = deque()
@@ -212,11 +224,13 @@ class ServerLink:
     # ---- the end of the generation
 
     def quiesce(self) -> None:
-        """Make sure, at the end of a generation, that nothing reads or writes memory that the caller gets back.
+        """At the end of a generation, make sure that nothing reads or writes the caller's arrays any more.
 
-        First fill the outboxes that servers have been told of, so that an interrupt leaves no round half applied. Then
-        wait until servers of this node have read, or have stopped reading, the caller's arrays, and until messages have
-        ended. Blocks for some seconds at most. If Ctrl-C interrupts this call, make it again.
+        1. Fill the outboxes that servers already know of, so that an interrupt does not leave a round half applied.
+        2. Wait until the servers of this node have read the caller's arrays or have stopped reading.
+        3. Wait until all messages have ended.
+
+        Blocks for a few seconds at most. If Ctrl-C interrupts this call, make it again.
         """
         if self.filling:
             fill(self.filling)
@@ -230,33 +244,33 @@ class ServerLink:
 
 
 def _lent(keys: Iterable[Key]) -> bool:
-    """True if a server of this node may still read what this worker has pushed."""
+    """True if a server of this node may still read arrays that this worker has pushed."""
     pushes: Sequence[tuple[Key, Shard]] = [(key, shard) for key in keys for shard in key.pushes]
     return any(shard.local and shard.consumed() < key.round and not shard.line.stopped() for key, shard in pushes)
 
 
-# round, and first element in the key
+# the round of a payload, and its first element in the key
 Place = tuple[int, int]
-# what a payload costs a server in addition to its bytes, in bytes
+# The extra cost of a payload to a server, in bytes. It is added to the payload's size.
 FRAME_COST = 2048
 
 
 class Sender:
-    """One worker's messages with payloads, to and from all servers of other nodes, in one generation."""
+    """One worker's payloads to and from the servers of other nodes, as MPI messages, in one generation."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._world = layout.world
         self._under_way = MessagesUnderWay()
         self._windows = [UnreadPayloads() for _ in range(layout.num_servers)]
-        # (server, key) -> places of shards that wait for room at the server
+        # (server, key) -> places of payloads that wait until the server has room
         self._waiting: dict[tuple[int, Name], list[Place]] = {}
         self._stored = [0] * layout.num_servers
         self._senders = sum(map(len, layout.groups()))
         self._ranks = [layout.num_workers + server for server in range(layout.num_servers)]
 
     def stored(self, server: int, nbytes: int) -> None:
-        """Note that a server keeps `nbytes` more of keys."""
+        """Note that a server stores `nbytes` more bytes of keys than before."""
         self._stored[server] += nbytes
 
     def stop(self) -> bool:
@@ -274,7 +288,10 @@ class Sender:
         priority: int,
         coding: Coding = Coding.PLAIN,
     ) -> Task[None]:
-        """Send a payload (uint8) of a round to a server of another node. Over when the payload may be overwritten."""
+        """Send a payload (uint8) of a round to a server of another node.
+
+        The task is over when the payload may be overwritten.
+        """
         blocks = shard.blocks if coding == Coding.PLAIN else 1
         region = Region(0, 0, 0, 0, data.size)
         if blocks > 1:
@@ -291,7 +308,7 @@ class Sender:
             yield from self._as_asked(shard, data, data.size, 1)
 
     def send_first(self, shard: Shard, values: Array) -> Task[None]:
-        """Send the first value of a unit to a server of another node. Over when it has arrived."""
+        """Send the first value of a unit to a server of another node. The task is over when the value has arrived."""
         shard.granted = False
         slices = cut_bytes(values, shard.block_elements * values.itemsize)
         shard.line.post(Op.SET, shard.number, 0, Region(0, 0, 0, 0, slices[0].size), aux=len(slices))
@@ -300,7 +317,7 @@ class Sender:
             yield False
 
     def _as_asked(self, shard: Shard, data: Array, size: int, blocks: int) -> Task[None]:
-        """Send blocks of `size` bytes when the server asks for them."""
+        """Send `blocks` blocks of `size` bytes, each when the server asks for it."""
         exchange, sent = self._under_way.begin(), 0
         while sent < blocks:
             for block in shard.credits:
@@ -313,9 +330,9 @@ class Sender:
         yield from exchange.wait()
 
     def _turn(self, key: Key, shard: Shard, data: Array, round_: int) -> Task[None]:
-        """Wait until the server has room, or has read everything that comes before in the key (see `UnreadPayloads`).
+        """Wait until the server has room, or has read all earlier payloads of the key (see `UnreadPayloads`).
 
-        So shards of a key are finished one after another, and are answered while later ones arrive.
+        So the server finishes the shards of a key one after another, and answers a shard while later ones arrive.
         """
         window, where, place = self._windows[shard.server], (shard.server, key.name), (round_, shard.start)
         waiting = self._waiting.setdefault(where, [])
@@ -327,10 +344,10 @@ class Sender:
             del self._waiting[where]
 
     def _admits(self, shard: Shard, data: Array) -> bool:
-        """True if the payload may go to its server without being asked for.
+        """True if the worker may send the payload without waiting until the server asks for it.
 
-        A worker may have payloads under way up to its share of the server's data, but at least two messages: one is on
-        the link while the news travels back that the other has been read.
+        The limit on a worker's unread bytes is its share of the data that the server stores, but at least two messages.
+        So one message can travel while the server reports that it has read the other.
         """
         options = self._layout.options
         share = max(self._stored[shard.server] // self._senders, 2 * (options.chunk_bytes + FRAME_COST))
@@ -343,16 +360,16 @@ class Sender:
     # ---- in
 
     def receive(self, shard: Shard, slices: Sequence[Array]) -> MessageGroup:
-        """Begin to receive an answer of a shard's server, message by message.
+        """Begin to receive a shard's answer as one message for each slice.
 
-        It has arrived when none is `pending`. `stop` cancels what is given up.
+        The answer has arrived when `pending()` of the result is 0. `stop` cancels messages that have not arrived.
         """
         server, tag = self._ranks[shard.server], pull_tag(shard.number)
         return self._under_way.begin([self._world.Irecv(data, server, tag) for data in slices])
 
 
 class _Sent(NamedTuple):
-    """A payload on its way. The server has read it when `consumed()` reaches its round."""
+    """A payload that was sent. The server has read it when `consumed()` reaches the round of the payload."""
 
     key: Hashable
     place: Place
@@ -361,7 +378,7 @@ class _Sent(NamedTuple):
 
 
 class UnreadPayloads:
-    """Payloads that a worker has sent to one server without being asked, and that the server has not read yet.
+    """Payloads that a worker has sent before the server asked for them, and that the server has not read yet.
 
     A payload has a place in its key: its round and its first element. A server reads a part of a round once that part
     has arrived from all workers. So before a worker sends a payload, it may wait only for payloads at earlier places of
@@ -374,17 +391,17 @@ class UnreadPayloads:
         self._bytes = 0
 
     def admits(self, nbytes: int, limit: int) -> bool:
-        """True if `nbytes` may be sent now. At most `limit` bytes may be under way, or a single payload of any size."""
+        """True if `nbytes` may be sent now. At most `limit` bytes may be unread, or a single payload of any size."""
         if self._open and self._bytes + nbytes + FRAME_COST > limit:
             self._open = [sent for sent in self._open if sent.consumed() < sent.place[0]]
             self._bytes = sum(sent.nbytes for sent in self._open)
         return not self._open or self._bytes + nbytes + FRAME_COST <= limit
 
     def holds(self, key: Hashable, before: Place) -> bool:
-        """True if a payload of the key at an earlier place is under way."""
+        """True if the server has not yet read a payload of the key at an earlier place than `before`."""
         return any(sent.key == key and sent.consumed() < sent.place[0] and sent.place < before for sent in self._open)
 
     def add(self, key: Hashable, place: Place, consumed: Callable[[], int], nbytes: int) -> None:
-        """Note a payload that is sent. It has been read when `consumed()` reaches its round."""
+        """Note a payload that was sent. The server has read it when `consumed()` reaches the round in `place`."""
         self._open.append(_Sent(key, place, consumed, nbytes + FRAME_COST))
         self._bytes += nbytes + FRAME_COST

@@ -1,8 +1,8 @@
-"""Let the members of a client meet, for one call at a time, and sum and spread vectors among them.
+"""Collectives among the members of a client (a group of workers that sum before they push), for one call at a time.
 
-On one node members meet in `collectives`, which raises MismatchError on all of them if their calls differ. Between
-nodes each member sends all others the name of its call along with the payload, and servers are told of the call only
-when all members have sent the same name.
+On one node the members use `collectives`, which raises MismatchError on all of them if their calls differ. Between
+nodes each member sends the name of its call to all others together with its data. A member pushes to the servers only
+after it has received the same name from all others.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from mpips.store.runtime.rendezvous import LeftRanks
 from mpips.store.transport.client_sums import ClientSums
 from mpips.store.transport.pending import COMPARE_TAG, MessageGroup, MessagesUnderWay, member_tag
 
-# time between two looks whether the other members are still there
+# time between two checks whether the other members are still alive
 LOOK_SECONDS = 0.02
-# How much of a call's text members tell each other. The rest of a longer text is compared by its checksum.
+# Size of the message in which a member sends the name of its call. A longer name is cut, and compared by its checksum.
 TEXT_BYTES = 192
 
 
 def label(what: str, keys: Sequence[Key]) -> str:
-    """Return the name of a call, as members of a client compare it.
+    """Return the name of a call. The members of a client compare these names to check that their calls are equal.
 
-    The same call of the same keys has the same name.
+    Equal calls with equal keys have equal names.
     """
     return key_label(what, [key.name for key in keys])
 
 
 class Members:
-    """The members of one client, as one of them sees them.
+    """One member's view of its client.
 
     Args:
-        home: The communicator of `collectives` for them.
-        first: The store's rank of the first member.
-        one_node: All workers share a node with all servers.
+        home: The client's communicator, as an object of `collectives`.
+        comm: The client's communicator, as an object of MPI.
+        first: The rank of the first member in the store.
+        one_node: True if all workers and servers of the store are on one node.
     """
 
     def __init__(self, home: Communicator, comm: MPI.Intracomm, first: int, one_node: bool) -> None:
@@ -61,7 +62,7 @@ class Members:
         self.calls = 0
 
     def call(self, text: str) -> ClientCall:
-        """Begin the next call, which all members make. Calls take turns on the client's communicator."""
+        """Begin the client's next call. All members make the same calls in the same order."""
         self.calls += 1
         return ClientCall(self, text) if self.sums is None else CallBetweenNodes(self, self.sums, text)
 
@@ -74,7 +75,7 @@ class Members:
 
 
 class ClientCall:
-    """One call of members on one node. Vectors are 1-D. Each method returns a task that all members run."""
+    """One call of the members of a client on one node. Vectors are 1-D. All members run the task of each method."""
 
     def __init__(self, members: Members, text: str) -> None:
         self._members = members
@@ -84,7 +85,7 @@ class ClientCall:
         return task
 
     def agreed(self) -> Task[None]:
-        """Wait until this member knows that all members make this call. On one node the collective checks that."""
+        """Wait until all members are known to make this call. On one node the collective itself checks that."""
         yield from ()
 
     def met(self) -> Task[None]:
@@ -93,7 +94,7 @@ class ClientCall:
         yield from ()
 
     def reduce(self, piece: Piece, flat: Array, total: Array | None) -> Task[None]:
-        """Sum `flat` over the members into `total` on rank 0. `total` is None on the others."""
+        """Sum `flat` over the members into `total` on rank 0. `total` is None on other ranks."""
         out = total if total is not None else flat if flat.flags.writeable else np.empty_like(flat)
         collectives.reduce(flat, self._members.comm, out=out, label=self._text)
         yield from ()
@@ -109,13 +110,16 @@ class ClientCall:
         yield from ()
 
     def allgather(self, piece: Piece, out: Array) -> Task[None]:
-        """Gather the parts of a piece that the members own, in place, on all members."""
+        """Copy the part of a piece that each member owns to all members, in place."""
         collectives.allgather(out, self._members.comm, label=self._text)
         yield from ()
 
 
 class CallBetweenNodes(ClientCall):
-    """One call of members on several nodes. Message tags contain the piece's number, to tell pieces apart."""
+    """One call of the members of a client on several nodes.
+
+    The message tags of each piece differ, so that messages of several pieces can overlap.
+    """
 
     def __init__(self, members: Members, sums: ClientSums, text: str) -> None:
         super().__init__(members, text)
@@ -131,7 +135,7 @@ class CallBetweenNodes(ClientCall):
         self._due = time.monotonic() + LOOK_SECONDS
 
     def run(self, task: Task[None]) -> Task[None]:
-        """Run the task of the call. MismatchError if another member makes another call."""
+        """Run the task of the call. Raise MismatchError if another member makes a different call."""
         comm = self._members.comm
         self._receives = [comm.Irecv(self._theirs[rank], rank, COMPARE_TAG) for rank in self._others]
         sends = [send(comm, self._mine, rank, COMPARE_TAG) for rank in self._others]
@@ -142,22 +146,22 @@ class CallBetweenNodes(ClientCall):
         yield from self.agreed()
 
     def agreed(self) -> Task[None]:
-        """Wait until all members have said that they make this call."""
+        """Wait until all members have sent the name of this call."""
         while not self._look():
             yield False
 
     def met(self) -> Task[None]:
-        """Wait until all members have come to this call, which they tell in `run`."""
+        """Wait until all members have come to this call. Each sends the call's name at the beginning of `run`."""
         return self.agreed()
 
     def _look(self) -> bool:
-        """True if all members have said that they make this call. Raise MismatchError if one makes another call."""
+        """True if all members have sent the name of this call. Raise MismatchError if one has sent another name."""
         exchange = self._exchange
         if exchange is None:
             return True
         left = exchange.pending()
         for rank, request in zip(self._others, self._receives, strict=True):
-            # A null request has completed: the member's text has arrived.
+            # A null request has completed, so the name that the member has sent has arrived.
             if not request and not np.array_equal(self._theirs[rank], self._mine):
                 first = self._members.first
                 calls = {self._members.rank: self._mine, rank: self._theirs[rank]}
@@ -169,7 +173,7 @@ class CallBetweenNodes(ClientCall):
         return True
 
     def _look_around(self) -> None:
-        """Raise CollectiveError if a member has left before it told that it makes this call."""
+        """Raise CollectiveError if a member has left before it sent the name of this call."""
         if time.monotonic() > self._due:
             missing = [rank for rank, request in zip(self._others, self._receives, strict=True) if request]
             self._presence.see([self._members.first + rank for rank in missing], self._members.home.gone_ranks())
@@ -196,7 +200,7 @@ class CallBetweenNodes(ClientCall):
 
 
 def _encoded(text: str) -> Array:
-    """Encode a text for other members: its beginning, filled up with zeros, then its checksum."""
+    """Encode the name of a call for other members: the name cut or padded to a fixed length, then its checksum."""
     data = text.encode()
     encoded = np.zeros(TEXT_BYTES, np.uint8)
     beginning = np.frombuffer(data[: TEXT_BYTES - 4], np.uint8)
@@ -206,5 +210,5 @@ def _encoded(text: str) -> Array:
 
 
 def _decoded(encoded: Array) -> str:
-    """Decode a text that another member has sent."""
+    """Decode the name of a call that another member has sent."""
     return encoded[:-4].tobytes().rstrip(b"\0").decode(errors="replace")

@@ -1,8 +1,10 @@
-"""Make, forget and recover keys, on all workers and servers alike.
+"""Make, forget and recover keys on all workers and servers.
 
-Rank 0 tells the servers. The other workers wait for it in one rendezvous, in which they learn where the keys' memory
-lies. A key exists once this is over on all workers. If the generation ends before that, the next one begins without the
-key.
+Rank 0 sends the requests to the servers. The other workers wait for rank 0 in one rendezvous, which also tells them
+where the keys' memory is. A key exists once the rendezvous is over on all workers. If the generation ends before that,
+the next generation begins without the key. (A generation is the life of a store between two failures.)
+
+Servers store a key in *units*. Each unit is one shard of the key, with a number of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from mpips.store.transport.frames import UnitCard
 
 
 class Setup:
-    """The keys of one worker. `keys` are those that are complete on all workers."""
+    """The keys of one worker. `keys` has only keys that all workers and servers have finished making."""
 
     def __init__(self, layout: Layout, generation: Generation, link: ServerLink) -> None:
         self._layout = layout
@@ -36,13 +38,13 @@ class Setup:
         self._link = link
         self.cutting = Cutting(layout, True, False)
         self.keys: dict[Name, Key] = {}
-        # keys that servers may have been told to forget
+        # keys that the workers are forgetting; some servers may have forgotten them already
         self._going: set[Name] = set()
 
     def at_rank_0(self, do: Callable[[], Task[bytes]], what: str) -> Task[bytes]:
-        """Let rank 0 run a task, and tell all workers its result. Collective.
+        """Let rank 0 run a task, and return its result on all workers. Collective.
 
-        If the task raises ValueError on rank 0, because a server refuses, all workers raise it, and nothing has
+        If a server refuses, the task raises ValueError on rank 0. Then all workers raise that error, and nothing has
         changed.
         """
         done, failure, lacks_memory = b"", "", False
@@ -60,10 +62,10 @@ class Setup:
         return done
 
     def tell_all(self, request: msgspec.Struct) -> Task[bytes]:
-        """Send a request to all servers. For rank 0.
+        """Send a request to all servers. Called only on rank 0.
 
-        Raise ValueError if the first server refuses. If only a later one does, the servers now differ, so raise
-        CollectiveError, which ends the generation.
+        Raise ValueError if the first server refuses. If only a later server refuses, the servers now differ. In that
+        case raise CollectiveError, which ends the generation.
         """
         yield from self._link.request(0, request)
         for server in range(1, self._layout.num_servers):
@@ -71,7 +73,7 @@ class Setup:
         return b""
 
     def _surely(self, server: int, request: msgspec.Struct) -> Task[Any]:
-        """Send a request that the server can no longer refuse."""
+        """Send a request to a server after another server has accepted it. Raise CollectiveError on a refusal."""
         try:
             return (yield from self._link.request(server, request))
         except ValueError as error:
@@ -81,7 +83,7 @@ class Setup:
     # ---- creating and forgetting keys
 
     def init(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """Make the keys on the servers, with rank 0's values. Collective."""
+        """Make keys on the servers with rank 0's values. Collective."""
         cutting = self.cutting.copy()
         cards: Cards = {server: [] for server in range(self._layout.num_servers)}
         for key in keys:
@@ -93,7 +95,7 @@ class Setup:
         self.keys.update((key.name, key) for key in keys)
 
     def _make(self, keys: Sequence[Key], values: Sequence[Array], cards: Cards) -> Task[bytes]:
-        """Tell the servers, and send the keys' first values. Return where each server has put its units."""
+        """On rank 0, make the units on servers and send first values. Return the memory that each server has chosen."""
         answers: list[frames.Created | None] = []
         for server, new in cards.items():
             try:
@@ -107,16 +109,19 @@ class Setup:
         self._know(keys, cards, encoded)
         yield from self._write(keys, values)
         if self._layout.options.mirrors:
-            # By this servers learn that all values have arrived, and may go to the mirrors.
+            # This message tells servers that all values have arrived. Now they may copy the values to the mirrors.
             yield from self._set_torn(keys, False)
         return encoded
 
     def store_values(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """Overwrite keys by rank 0's values, while nothing is under way. They are no longer torn. Collective."""
+        """Overwrite keys with rank 0's values, while no operation runs on them. Collective.
+
+        Keys that were torn (left half updated by a failure) are whole afterwards.
+        """
         yield from self.at_rank_0(lambda: self._put(keys, values), "load")
 
     def _put(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[bytes]:
-        # torn until all values have arrived
+        # Mark the keys as torn until all values have arrived, because a failure now would leave them half written.
         yield from self._set_torn(keys, True)
         yield from self._write(keys, values)
         yield from self._set_torn(keys, False)
@@ -131,7 +136,7 @@ class Setup:
         yield from self._link.set_first_values(zip(keys, flat, strict=True))
 
     def _know(self, keys: Sequence[Key], cards: Cards, told: bytes) -> None:
-        """Register keys that the servers have made, and map their memory."""
+        """Register keys that the servers have made. Map the memory of units on this node."""
         created = msgspec.msgpack.decode(told, type=list[frames.Created | None])
         shards = {shard.number: shard for key in keys for shard in key.shards}
         for server, new in cards.items():
@@ -142,7 +147,7 @@ class Setup:
             self._link.add(key)
 
     def forget(self, keys: Sequence[Key]) -> Task[None]:
-        """Remove keys. Collective; all workers have agreed on it, and have nothing under way on them."""
+        """Remove keys. Collective. All workers have agreed to do so, and have no unfinished operation on the keys."""
         self._going.update(key.name for key in keys)
         yield from self.at_rank_0(lambda: self._forget(keys), "forget")
         self._going.difference_update(key.name for key in keys)
@@ -157,7 +162,7 @@ class Setup:
         return b""
 
     def _by_server(self, keys: Iterable[Key]) -> dict[int, list[Shard]]:
-        """Return the shards of keys by server."""
+        """Return server -> the shards of the keys on that server."""
         shards: dict[int, list[Shard]] = {}
         for key in keys:
             for shard in key.shards:
@@ -167,7 +172,7 @@ class Setup:
     # ---- the next generation
 
     def known_keys(self, known: Container[Name]) -> list[Key]:
-        """Return the keys of `known` at the end of a generation, without those that were about to be forgotten."""
+        """Return the keys whose names are in `known`, except keys that a call of `forget` has not finished removing."""
         return [key for name, key in self.keys.items() if name in known and name not in self._going]
 
     def begin(self, keys: Sequence[Key], cutting: Cutting, cut: Cards, placed: Sequence[frames.Created | None]) -> None:
@@ -175,7 +180,7 @@ class Setup:
 
         Args:
             cut: The units of each server.
-            placed: Where each server keeps its units.
+            placed: The memory in which each server keeps its units, or None for a server without units.
         """
         for key in keys:
             for shard in key.shards:
@@ -192,7 +197,7 @@ class Setup:
 
 
 def _attach(shards: Sequence[Shard], cards: Sequence[UnitCard], where: frames.Created) -> None:
-    """Map the memory of units of a server on this node."""
+    """Map the memory of a server on this node into these shards."""
     first_words, _ = frames.arrange_words(cards)
     words = arena.attach(Region(*where.words)).view(np.uint64)
     for shard, card, word, values in zip(shards, cards, first_words, where.values, strict=True):

@@ -1,9 +1,10 @@
-"""Row-sparse pushes and pulls of a worker with servers: only rows that are named move.
+"""Row-sparse pushes and pulls in a store with servers: only the rows that the call names are moved.
 
-A key moves as a whole if it is compressed or its shards cut rows. The members of a client give each other their rows,
-and each member pushes the sum to the shards that it contributes to. On a node rows are read from the server's memory. A
-server of another node is told which rows are wanted, and sends those. Each member pulls by itself, because the members
-of a client mostly name different rows.
+If pushes are compressed, or a key's shards cut rows in two, the whole key is moved instead.
+
+The members of a client first give each other their rows. Then each member pushes the sum to the shards that it
+contributes to. Each member pulls separately, because the members mostly want different rows. A worker reads rows from
+the memory of a server on its node. To a server of another node it sends the row numbers, and the server sends the rows.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ def whole(key: Key) -> bool:
 
 
 class RowTransfers:
-    """Pushes and pulls rows for one worker. Subclasses push and pull whole keys.
+    """Pushes and pulls rows for one worker. Subclasses add methods for whole keys.
 
     Args:
-        members: The members of its client, or None if it is alone.
+        members: The members of this worker's client, or None if it is not in a client.
     """
 
     def __init__(self, layout: Layout, push: Push, pull: Pull, members: Members | None) -> None:
@@ -56,7 +57,7 @@ class RowTransfers:
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
         """Contribute rows to the key's next round."""
-        # Members of a client all push nothing, or none does, so they need not meet for it.
+        # Either all members of a client make an empty push or none does. So an empty push needs no collective.
         nothing = isinstance(rows, EmptyPush)
         if not nothing and (self._push.residuals is not None or not whole(key)):
             yield from self.push([key], [rows.to_dense().reshape(-1)], priority)
@@ -82,7 +83,10 @@ class RowTransfers:
         )
 
     def _sum_of_members(self, key: Key, rows: RowSparse) -> Task[RowSparse]:
-        """Return the sum of the members' rows, added in their order, on members that push some of the key."""
+        """Return the members' sum of rows, added in the order of members.
+
+        A member that does not push any part of the key gets its own rows back, which nobody uses.
+        """
         assert self._members is not None and self._gather is not None
         call, size = self._members.call(label("push of rows", [key])), self._members.size
         every: list[RowSparse] = []
@@ -109,8 +113,9 @@ class RowTransfers:
             if stop > start or (others is not None and shard.mine >= 0):
                 parts.append((shard, wanted[start:stop] - shard.start // row, table[start:stop]))
         if others is not None:
-            # An asynchronous server holds a read back until the pushes of the worker that reads are applied. So each
-            # member first reads the shards that it pushes to, if only no rows of them, and then those of other members.
+            # An asynchronous server answers a read only after it has applied the earlier pushes of the worker that
+            # reads. So each member first reads the shards that it pushes to, even if it wants no rows of them. When all
+            # members have done so, all pushes are applied, and each member reads from the remaining shards.
             yield from self._pull.ask(key, [part for part in parts if part[0].mine >= 0])
             call = others.call(label("pull of rows", [key]))
             yield from call.run(call.met())

@@ -1,4 +1,7 @@
-"""Optimizers and compression of a store with servers, their states, and copies that go to files."""
+"""Set optimizers and compression on servers, read and write their states, and take snapshots for checkpoints.
+
+A *shard* is the part of a key on one server. Servers call it a *unit*.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +28,21 @@ from mpips.store.worker.interface import Frozen, States
 
 
 class Changes(NamedTuple):
-    """Changes of settings: the number that a worker has begun, the number it has made, and the last one, encoded."""
+    """A worker's record of the changes of settings in its store, which a recovery compares between workers."""
 
+    # number of changes that this worker has begun
     begun: int = 0
+    # number of changes that this worker has completed
     made: int = 0
+    # the encoded request of the last change
     last: bytes = b""
 
 
 class ServerSettings:
-    """The settings that all workers change together. A change counts from the next push after all servers have made it.
+    """The settings that all workers change together: optimizers and compression.
 
-    If the generation ends before that, the servers make the change at the beginning of the next one.
+    A change takes effect from the first push after all servers have made it. If the generation ends before all servers
+    have made the change, they make it at the beginning of the next generation.
     """
 
     def __init__(self, layout: Layout, setup: Setup, push: Push) -> None:
@@ -43,25 +50,25 @@ class ServerSettings:
         self._push = push
         self._rank = layout.rank
         self._asynchronous = layout.asynchronous
-        # True if pushes of every key are applied: in a synchronous store, or with an optimizer for all keys
+        # True if servers can apply pushes of every key: in a synchronous store, or with an optimizer for all keys
         self._all = not self._asynchronous
         # keys that have an optimizer of their own
         self._own: set[Name] = set()
         self.changes = Changes()
 
     def updates(self, name: Name) -> bool:
-        """True if pushes of this key are applied."""
+        """True if servers can apply pushes of this key."""
         return self._all or name in self._own
 
     def check_updated(self, keys: Sequence[Key], what: str) -> None:
-        """Raise ValueError if pushes of one of the keys would not be applied."""
+        """Raise ValueError if servers cannot apply pushes of one of the keys, because it has no optimizer."""
         for key in keys:
             if not self.updates(key.name):
                 why = f"key {key.name!r} has no optimizer, and an asynchronous store needs an optimizer"
                 raise of_caller(ValueError(f"{what}: {why}; call set_optimizer first"))
 
     def forget(self, names: Iterable[Name]) -> None:
-        """Forget keys that are gone."""
+        """Forget the settings of keys that no longer exist."""
         self._own.difference_update(names)
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
@@ -74,7 +81,12 @@ class ServerSettings:
         return self._change(frames.SetCompression(compression.options(compressor)), "set_gradient_compression")
 
     def begin(self, changes: Changes, groups: Groups) -> None:
-        """Begin a generation with these optimizers on the servers, after these changes."""
+        """Begin a generation.
+
+        Args:
+            changes: The changes of settings so far.
+            groups: The optimizers that the servers have after these changes.
+        """
         self.changes = changes
         self._all = not self._asynchronous or groups.default is not None
         self._own = set(groups.own)
@@ -85,7 +97,7 @@ class ServerSettings:
         try:
             yield from self._setup.at_rank_0(lambda: self._setup.tell_all(change), what)
         except ValueError as error:
-            # The servers have refused it: nothing has changed.
+            # The servers have refused the change, so nothing has changed.
             if not isinstance(error, CollectiveError):
                 self.changes = before
             raise
@@ -109,7 +121,7 @@ class RemoteStates:
         self._snapshots = 0
 
     def states(self, keys: Sequence[Key]) -> Task[States]:
-        """Return each key's step and optimizer state on rank 0, and nothing elsewhere."""
+        """Return each key's step and optimizer state on rank 0, and an empty dict on other ranks."""
         if self._layout.rank:
             return {}
         found: dict[int, frames.StatePart] = {}
@@ -121,7 +133,10 @@ class RemoteStates:
         found[shard.number] = yield from self._link.request(shard.server, frames.GetState(shard.number))
 
     def put_states(self, keys: Sequence[Key], states: States) -> Task[None]:
-        """Send every unit its part of rank 0's states. Collective; ValueError on all workers if they do not fit."""
+        """Send rank 0's states to the servers, cut into units. Collective.
+
+        Raise ValueError on all workers if the states do not fit the optimizer.
+        """
         yield from self._setup.at_rank_0(lambda: self._put_all(keys, states), "load_optimizer_states")
 
     def _put_all(self, keys: Sequence[Key], states: States) -> Task[bytes]:
@@ -137,7 +152,7 @@ class RemoteStates:
         return b""
 
     def _put(self, parts: Sequence[tuple[Key, Shard]], states: States) -> Task[None]:
-        """Send units of one server their parts of the states."""
+        """Send one server the states of some of its units."""
         given = []
         for key, shard in parts:
             step, arrays = states[key.name]
@@ -179,7 +194,7 @@ class RemoteStates:
 
 
 class RemoteSnapshot:
-    """Keys as they were after one round, on the servers (`worker.interface.Snapshot`)."""
+    """A snapshot of keys that the servers keep (`worker.interface.Snapshot`)."""
 
     def __init__(self, link: ServerLink, number: int) -> None:
         self._link = link
@@ -188,7 +203,7 @@ class RemoteSnapshot:
         self.records: dict[Name, Frozen] = {}
 
     def freeze(self, keys: Sequence[Key]) -> Task[bytes]:
-        """Let the servers make the snapshot. For rank 0."""
+        """Let the servers make the snapshot. Called only on rank 0."""
         by_server: dict[int, list[int]] = {}
         for key in keys:
             for shard in key.shards:
@@ -217,7 +232,7 @@ class RemoteSnapshot:
         return out
 
     def release(self) -> Task[None]:
-        """Let the servers drop it."""
+        """Let the servers drop the snapshot."""
         for server in self._servers:
             yield from self._link.request(server, frames.DropSnapshot(self._number))
 
@@ -232,7 +247,7 @@ def _nbytes(key: Key, shard: Shard) -> int:
 
 
 def _joined(parts: Sequence[frames.StatePart]) -> tuple[int, list[Array]]:
-    """Join the states of a key's units. A unit that was not updated yet has none."""
+    """Join the states of a key's units into (step, state arrays) of the whole key."""
     pieces = [
         [np.frombuffer(data, frames.dtype_of(name)) for data, name in zip(part.arrays, part.dtypes)] for part in parts
     ]

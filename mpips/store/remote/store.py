@@ -1,7 +1,7 @@
-"""The operations of a store with servers, on a worker.
+"""A worker's operations in a store with servers.
 
-In dist_* kinds every worker pushes and pulls by itself. In mpi_* kinds the members of a client push together, once
-(`client`).
+In stores of the kinds dist_* every worker pushes and pulls by itself. In the kinds mpi_* a group of workers, called a
+client, sums its gradients and pushes the sum (see `client`).
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from mpips.store.worker.interface import Recovered, WorkerService
 
 
 class WorkerCarryOver(NamedTuple):
-    """A worker's keys and settings, kept from the end of a generation to the next one."""
+    """The keys and settings that a worker carries from one generation into the next one."""
 
     keys: list[Key]
     residuals: Residuals | None
     changes: Changes
-    # name of a service -> what this worker knows of it
+    # name of a service -> its collections, as `WorkerService.describe` encodes them
     services: dict[str, bytes]
 
 
 class RemoteStore(Member[Recovered]):
-    """One worker of a store with servers. It may be used after `begin` or `rebuild`.
+    """One worker of a store with servers. Call `begin` or `rebuild` before its other methods.
 
     Args:
-        cores_shared: Processes of the store share cores.
-        memory: What this rank kept of other ranks' memory while it was a spare.
+        cores_shared: True if processes of the store share cores.
+        memory: The memory of other ranks that this rank kept mapped while it was a spare, or None if it was none.
     """
 
     def __init__(
@@ -80,16 +80,16 @@ class RemoteStore(Member[Recovered]):
         self._setup.cutting = Cutting(self.layout, self.one_node, side_by_side)
 
     def _serve(self, near: Sequence[bool]) -> None:
-        """Make the parts that live as long as one generation.
+        """Make the objects that live as long as one generation.
 
         Args:
-            near: For each worker, True if it shares its node with all servers.
+            near: For each worker, True if all servers are on its node.
         """
         layout, self._members = self.layout, None
         names = range(*layout.clients[layout.client_number]) if layout.kind.startswith("mpi_") else [layout.rank]
         self.one_node = all(near)
         self._size = len(names)
-        # True if each member of this client reads the servers' memory by itself
+        # True if each member of this client pulls by reading the servers' memory
         self._reads = all(near[worker] for worker in names) and not layout.asynchronous
         self.communicators: tuple[Hashable, ...] = (("communicator", "client"),) if self._size > 1 else ()
         self.transfers: SingleWorker | Client = SingleWorker(layout, self._push, self._pull, self.one_node)
@@ -102,12 +102,12 @@ class RemoteStore(Member[Recovered]):
         self._slow_path = SlowPath(self.generation.flag, self._link, self._push, self._pull)
 
     def _quiesce(self) -> None:
-        """At the end of a generation, let nothing touch memory that the caller gets back."""
+        """At the end of a generation, make sure that nothing reads or writes the caller's arrays any more."""
         in_order(self._link.quiesce, *([] if self._members is None else [self._members.stop]))
 
     @property
     def quick_list(self) -> FastList | None:
-        """None: keys of a list go one by one. See `Backend`."""
+        """None, because the keys of a list go one by one. See `Backend`."""
         return None
 
     # ---- keys
@@ -127,7 +127,7 @@ class RemoteStore(Member[Recovered]):
         return self._setup.store_values(keys, values)
 
     def bind(self, key: Key) -> Fast | None:
-        """Return the fast path of a key, or None if it has none."""
+        """Return the fast path of a key, or None if the key must take the general path."""
         if self._push.residuals is not None or not self._settings.updates(key.name) or not self._link.all_local:
             return None
         if isinstance(self.transfers, Client):
@@ -142,7 +142,7 @@ class RemoteStore(Member[Recovered]):
     # ---- pushes and pulls
 
     def versions(self, keys: Sequence[Key]) -> Task[list[int]]:
-        # No round ends without this worker, so its own count is the version.
+        # In a synchronous store no round ends without this worker, so its own count is the version.
         if not self._asynchronous:
             return [key.round for key in keys]
         for key in keys:
@@ -195,7 +195,7 @@ class RemoteStore(Member[Recovered]):
         return self._link.lines
 
     def take_inventory(self, known: Container[Name]) -> Inventory:
-        """Add this worker's keys and changes of settings, and what it knows of services."""
+        """Return the inventory of `Member`, with this worker's keys, changes of settings and collections added."""
         services = {service.name: data for service in self.services if (data := service.describe(known))}
         now = WorkerCarryOver(self._setup.known_keys(known), self._push.residuals, self._settings.changes, services)
         old = self._carry_over.get_or_save(self.generation.number, now)
@@ -225,7 +225,7 @@ class RemoteStore(Member[Recovered]):
         self._carry_over.forget()
 
     def open_store(self, request: frames.OpenStore) -> Task[None]:
-        """Ask all servers to take part in making another store. All workers ask, and then make it."""
+        """Ask all servers to take part in making another store. All workers do so before they make that store."""
         for server in range(self.layout.num_servers):
             yield from self._link.request(server, request)
 
@@ -236,7 +236,10 @@ class RemoteStore(Member[Recovered]):
 def _residuals(
     old: WorkerCarryOver, keys: Sequence[Key], compressor: Compressor | None, changes: Changes, rank: int
 ) -> Residuals | None:
-    """Return the residuals of compression for keys that may be cut differently now. Those of a dead worker are lost."""
+    """Return this worker's residuals for keys that may be cut differently than before the recovery.
+
+    A residual is the part of a gradient that compression has held back. The residuals of dead workers are lost.
+    """
     if compressor is None:
         return None
     made, before = Residuals(compressor, rank), old.residuals

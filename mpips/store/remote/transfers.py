@@ -1,9 +1,15 @@
 """Push a worker's keys to the servers and pull them back, as tasks that yield while they wait.
 
-On a node a push is a frame that says where the payload lies: in the caller's own array if `mpips.empty` made it, else
-in the shard's outbox, which the worker fills while the server reads behind it. A synchronous pull copies blocks from
-the server's memory as the server finishes them. An asynchronous pull reads between two updates (`snapshot`), or when
-the server has granted it. Between nodes payloads and answers are messages (`link.Sender`).
+A *shard* is the part of a key on one server, and a *unit* is the server's name for it. A *frame* is a small message of
+fixed layout.
+
+Within a node a push is a frame that says where the data lies. If `mpips.empty` made the caller's array, the server
+reads this array. Otherwise the worker copies the data into the shard's *outbox*, and the server reads each block while
+the worker copies the next one. A pull in a synchronous store copies blocks from the server's memory as the server
+finishes them. In an asynchronous store a pull copies a unit between two updates (`snapshot`), or after the server has
+granted the read.
+
+Between nodes the data of pushes and pulls travels as MPI messages (`link.Sender`).
 """
 
 from __future__ import annotations
@@ -27,9 +33,10 @@ from mpips.store.transport.pending import MessageGroup
 
 
 class Push:
-    """The pushes of one worker to servers. Whoever runs a task listens to the servers meanwhile (`Operations.hearing`).
+    """The pushes of one worker to servers.
 
-    `residuals` are those of compression, by shard numbers. None if pushes are not compressed.
+    The code that runs a task also handles messages from servers (`Operations.hearing`). `residuals` are the parts of
+    gradients that compression has held back, by shard number. It is None if pushes are not compressed.
     """
 
     def __init__(self, layout: Layout, link: ServerLink) -> None:
@@ -52,10 +59,11 @@ class Push:
         """Contribute to a round of some shards.
 
         Args:
-            round_: The round, or 0 for the key's next one.
-            values: 1-D, the key's elements from `base` on.
-            wait: The task is over only when `values` may be overwritten.
-            own: The caller keeps `values` unchanged until the servers have read them, so they can be read in place.
+            round_: The round, or 0 for the key's next round.
+            values: The key's elements from index `base` on, 1-D.
+            wait: If True, the task is over only when `values` may be overwritten.
+            own: True if the caller leaves `values` unchanged until the servers have read them. Then servers of this
+                node read `values` directly.
         """
         if not round_:
             key.round = round_ = key.round + 1
@@ -77,16 +85,17 @@ class Push:
         yield from run_together(tasks)
 
     def wait_until_read(self, round_: int, shards: Sequence[Shard]) -> Task[None]:
-        """Wait until the servers have read this worker's contributions up to `round_`."""
+        """Wait until the servers have read this worker's contributions up to and including round `round_`."""
         for shard in shards:
             while shard.consumed() < round_:
                 yield False
 
     def settle(self, keys: Sequence[Key], meets: bool = False) -> Task[None]:
-        """Wait until the servers have read, and in an asynchronous store applied, this worker's contributions.
+        """Wait until the servers have read this worker's contributions. In an asynchronous store also wait until they
+        have applied them.
 
         Args:
-            meets: This worker waits for all others afterwards. Servers hold nobody back for it.
+            meets: True if this worker waits for all others afterwards. Then servers make no other worker wait for it.
         """
         if self._layout.asynchronous:
             for line in self._link.lines if meets else ():
@@ -98,7 +107,10 @@ class Push:
             yield from self.wait_until_read(key.round, key.pushes)
 
     def tell_wait(self, keys: Sequence[Key]) -> None:
-        """Tell servers that the program has waited long in a call of these keys, so that they look for circles."""
+        """Tell servers that the program has waited long in a call of these keys.
+
+        The servers then look for workers that wait for one another in a circle.
+        """
         if not self._layout.asynchronous:
             for key in keys:
                 for shard in key.shards:
@@ -110,12 +122,13 @@ class Push:
     ) -> Task[None]:
         """Contribute a compressed or row-sparse payload (uint8) to a round of a shard.
 
-        The shard's server must have read the round before. The task is over when the payload may be freed.
+        The server must have read this worker's push of the previous round. The task is over when the caller may free
+        the payload.
         """
         if not shard.local:
             yield from self._link.sender.send(key, shard, payload, round_, priority, coding)
             return
-        # Keep it until the next push, which waits until the server has read this one.
+        # Keep the payload until the next push, which first waits until the server has read this one.
         shard.kept = payload
         if not arena.locate(payload):
             shard.kept = arena.empty(payload.size, np.uint8)
@@ -123,10 +136,11 @@ class Push:
         shard.line.post(Op.PUSH, shard.number, round_, arena.region_of(shard.kept), coding, priority)
 
     def copy_in(self, key: Key, round_: int, payloads: Sequence[tuple[Shard, Array]], priority: int) -> None:
-        """Contribute copies of 1-D arrays to a round of shards of this node, whose servers have read all rounds before.
+        """Contribute copies of 1-D arrays to a round of shards on this node.
 
-        Does not wait for other workers. When it returns the arrays may be overwritten. After an interrupt the link
-        fills the outboxes that servers count on (`ServerLink.filling`).
+        The servers must have read this worker's pushes of all earlier rounds. Does not wait for other workers. When the
+        function returns, the arrays may be overwritten. If an interrupt stops it, `ServerLink.quiesce` fills the
+        outboxes that servers already read.
         """
         growing = self._link.filling
         for shard, values in payloads:
@@ -144,7 +158,7 @@ class Push:
     def _push_here(
         self, key: Key, round_: int, payloads: Sequence[tuple[Shard, Array]], priority: int, wait: bool, own: bool
     ) -> Task[None]:
-        """Contribute plain elements to servers of this node."""
+        """Contribute uncompressed elements to servers of this node."""
         lent: list[Shard] = []
         copies: list[tuple[Shard, Array]] = []
         for shard, values in payloads:
@@ -160,7 +174,7 @@ class Push:
             yield from self.wait_until_read(round_, lent)
 
     def _compressed(self, key: Key, round_: int, shard: Shard, values: Array, priority: int) -> Task[None]:
-        """Contribute a shard's elements, compressed."""
+        """Compress a shard's elements and contribute them."""
         assert self.residuals is not None
         yield from self.wait_until_read(round_ - 1, [shard])
         payload = self.residuals.payload(shard.number, values, key.name, shard.start)
@@ -168,15 +182,15 @@ class Push:
 
 
 TRIES = 4
-# A shard that is read, and the array for its elements. Or some of its rows, and the array for these, (number of rows,
-# elements of a row).
+# One read: (shard, row numbers, output). If the row numbers are None, the whole shard is read, and the output is 1-D.
+# Otherwise the output has the shape (number of rows, elements of a row).
 Part = tuple[Shard, NDArray[np.int64] | None, Array]
 
 
 def snapshot(words: memoryview, stored: Array, out: Array) -> bool:
-    """Copy a unit of an asynchronous store without asking its server. False if updates came between, several times.
+    """Copy a unit of an asynchronous store without asking its server. Return False if updates disturb TRIES attempts.
 
-    `words[0]` is odd while an update is written, and has grown after it.
+    `words[0]` is odd while the server writes an update, and larger after the update than before.
     """
     for _ in range(TRIES):
         before = words[0]
@@ -189,12 +203,15 @@ def snapshot(words: memoryview, stored: Array, out: Array) -> bool:
 
 
 class Pull:
-    """One worker's reads from servers. Whoever runs a task listens to the servers meanwhile (`Operations.hearing`)."""
+    """One worker's reads from servers.
+
+    The code that runs a task also handles messages from servers (`Operations.hearing`).
+    """
 
     def __init__(self, layout: Layout, link: ServerLink) -> None:
         self._link = link
         self._asynchronous = layout.asynchronous
-        # True if a unit of an asynchronous store may be read between two updates, without asking
+        # True if a worker may read a unit of an asynchronous store between two updates, without asking the server
         self._between = layout.asynchronous and layout.options.staleness < 0
 
     def pull_part(self, key: Key, out: Array, shards: Sequence[Shard], asked: bool = False) -> Task[None]:
@@ -202,7 +219,7 @@ class Pull:
 
         Args:
             out: 1-D, of the whole key's size.
-            asked: Servers of other nodes have been asked already.
+            asked: True if servers of other nodes have already been asked for these shards.
         """
         if self._asynchronous:
             behind, rest = [], shards
@@ -217,10 +234,10 @@ class Pull:
             yield from self.ask(key, parts, asked)
 
     def exchange(self, key: Key, push: Task[None], out: Array, shards: Sequence[Shard]) -> Task[None]:
-        """Run `push`, a contribution to these shards, and pull them.
+        """Run `push`, which contributes to these shards, and pull the shards.
 
-        Servers of other nodes are asked for the answer as soon as the payload is under way. Later the request would
-        wait in the link behind payloads that follow.
+        The worker asks servers of other nodes for their answers as soon as it has begun to send. A later request would
+        have to wait behind the payloads of later pushes.
         """
         asked = False
         for moved in push:
@@ -233,9 +250,9 @@ class Pull:
         yield from self.pull_part(key, out, shards, asked)
 
     def versions(self, keys: Sequence[Key]) -> Task[list[int]]:
-        """Return the number of pushes that all shards of each key of an asynchronous store have in them.
+        """Return for each key of an asynchronous store the number of pushes that all of its shards contain.
 
-        On a node the servers' words tell it. Other servers are asked, and answer at once.
+        The counters of servers on this node are read from memory. Servers of other nodes are asked, and answer at once.
         """
         distant: dict[int, list[int]] = {}
         for key in keys:
@@ -251,14 +268,14 @@ class Pull:
         ]
 
     def whole(self, key: Key, out: Array, found: dict[Name, int]) -> Task[None]:
-        """Read all shards of a key of an asynchronous store at one version, and write that into `found`.
+        """Read all shards of a key of an asynchronous store at one version. Write that version into `found`.
 
-        1. Ask the servers to hold all shards, so that they no longer change.
-        2. Release shards that have fewer pushes than others, until they have caught up. They will, because every push
-           goes to all shards.
+        1. Ask the servers to hold all shards, so that the shards no longer change.
+        2. Release shards that contain fewer pushes than others, until they have caught up. They always catch up,
+           because every push goes to all shards.
         3. Read all shards.
 
-        Another reader cannot block this, because it releases shards in the same way.
+        Two workers that read at the same time cannot block each other, because both release shards in step 2.
         """
         shards = self._link.from_own_server(key.shards)
         for shard in shards:
@@ -285,17 +302,19 @@ class Pull:
             yield False
 
     def _hold(self, shard: Shard, pushes: int) -> None:
-        """Ask the server to keep a shard unchanged once it has this many pushes in it."""
+        """Ask the server to keep a shard unchanged as soon as it contains `pushes` pushes."""
         shard.held = -1
         shard.line.post(Op.HOLD, shard.number, pushes)
 
     def ask(self, key: Key, parts: Sequence[Part], asked: bool = False) -> Task[None]:
-        """Read shards or rows after this worker's pushes: on a node in the server's memory, else as messages.
+        """Read shards or rows after this worker's pushes.
 
-        In an asynchronous store a server of this node grants the read first, so that nothing changes meanwhile.
+        A worker reads the memory of servers on its node, and receives messages from other servers. In an asynchronous
+        store a server on this node first has to grant the read, so that its memory does not change meanwhile.
 
         Args:
-            asked: Servers of other nodes have been asked already.
+            parts: The shards or rows to read.
+            asked: True if servers of other nodes have already been asked.
         """
         waiting: list[Part] = []
         coming: list[MessageGroup] = []
@@ -324,7 +343,7 @@ class Pull:
                 yield left < before
 
     def _follow(self, key: Key, out: Array, shards: Sequence[Shard]) -> Task[None]:
-        """Copy blocks as the servers finish them. Nothing is overwritten before this worker's next push."""
+        """Copy blocks as the servers finish them. Servers overwrite no block before this worker's next push."""
         before = key.round - 1
         copied = [0] * len(shards)
         left, moved = len(shards), False
@@ -347,7 +366,7 @@ class Pull:
                 yield went_on
 
     def _between_updates(self, key: Key, out: Array, shards: Sequence[Shard]) -> Task[Sequence[Shard]]:
-        """Read units of one block on this node, after this worker's pushes. Return the shards that are left."""
+        """Read the units on this node that have one block, after this worker's pushes. Return the shards not read."""
         left = []
         for shard in shards:
             if not shard.local or shard.blocks > 1:
@@ -360,7 +379,7 @@ class Pull:
         return left
 
     def _take(self, key: Key, shard: Shard, rows: NDArray[np.int64] | None, out: Array) -> bool:
-        """Copy a shard, or rows of it, out of a server's memory on this node. True if it could be read now."""
+        """Copy a shard, or some of its rows, from the memory of a server on this node. Return False if not ready."""
         ready = shard.granted if self._asynchronous else shard.words[0] >= key.round * shard.blocks
         if ready:
             assert shard.stored is not None

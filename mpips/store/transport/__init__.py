@@ -1,6 +1,6 @@
-"""The wire between workers and servers: frames, lines that carry them, and the payloads of pushes and pulls.
+"""The communication between workers and servers: messages, connections, and the data of pushes and pulls.
 
-`frames` defines the messages. `lines` carries them, by rings on a node and by MPI messages between nodes. `pending`
-keeps track of messages under way, and gives them tags. Payloads: `outbox` (on a node) and `client_sums` (between the
-members of a client on several nodes).
+`frames` defines the messages. `lines` carries them, in shared memory within a node and as MPI messages between nodes.
+`pending` tracks MPI messages in flight and assigns their tags. `outbox` passes the data of a push to a server on the
+same node. `client_sums` sums data among the members of a client that spans several nodes.
 """

@@ -1,8 +1,8 @@
-"""Sums between the members of a client on several nodes: reduce, broadcast, reduce-scatter, allgather, as tasks.
+"""Collectives among the members of a client on several nodes: reduce, broadcast, reduce-scatter, allgather, as tasks.
 
-All sums add in the order of the ranks, so that an element's bits do not depend on how keys are cut. Several may be
-under way at the same time, in any order, with different tags. MPI's own non-blocking collectives would have to start in
-the same order on all ranks.
+A client is a group of workers that sum before they push. All sums add in the order of the ranks, so that an element's
+bits do not depend on how keys are cut. Several collectives with different tags may overlap, and ranks may start them in
+different orders. MPI's own non-blocking collectives would have to start in the same order on all ranks.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from mpips.collectives.schedule.model import cut
 from mpips.store.keys.key import Array
 from mpips.store.transport.pending import LOOK_SECONDS, QUIET_SECONDS, QUIET_TAG, MessagesUnderWay
 
-# Up to this size one message from every member to rank 0 counts as faster than two rounds of smaller messages.
+# Up to this size one round of whole vectors is taken to be faster than two rounds of slices.
 SHORT_BYTES = 8 << 10
-# how long a member that sends nothing itself receives what others send at the end of a generation
+# At the end of a generation a member without sends of its own receives the messages of other members for this long.
 ALONE_SECONDS = 1.0
 
 
 class ClientSums:
-    """The sums of one member of a client. `comm` is the client's communicator, used for nothing else.
+    """The collectives of one member of a client. `comm` is the client's communicator.
 
-    Each call returns a task that all members of the client run. It is over when this member may overwrite its input and
-    has its result. Vectors are 1-D, of any dtype. Tags come from `pending.member_tag`.
+    Each method returns a task that all members of the client run. The task is over when this member has its result and
+    may overwrite its input. Vectors are 1-D, of any dtype. Tags come from `pending.member_tag`.
     """
 
     def __init__(self, comm: MPI.Comm) -> None:
@@ -43,10 +43,11 @@ class ClientSums:
         self._under_way = MessagesUnderWay()
 
     def stop(self, other: MessagesUnderWay) -> None:
-        """At the end of a generation, make MPI stop using the caller's memory, for messages of this object and `other`.
+        """At the end of a generation, end the messages of this object and of `other`, so that MPI leaves their memory.
 
-        MPI cannot cancel a send. So members receive what others send until all have said that they send nothing more.
-        This takes ALONE_SECONDS at most, or QUIET_SECONDS while this member is still sending itself.
+        MPI cannot cancel a send. So each member receives the messages of other members until all have announced that
+        they send nothing more. This takes at most QUIET_SECONDS while this member has unfinished sends of its own, and
+        otherwise at most ALONE_SECONDS.
         """
         ways, quiet = (self._under_way, other), _Quiet(self._comm)
         for way in ways:
@@ -73,7 +74,10 @@ class ClientSums:
             yield from self._all([], [self._send(x, to, tag) for to in range(1, self._size)])
 
     def reduce_scatter(self, x: Array, out: Array, cuts: Sequence[int], tag: int) -> Task[None]:
-        """Sum x over the ranks, and write elements [cuts[i], cuts[i+1]) into out on rank i. All send slices to all."""
+        """Sum x over the ranks, and write elements [cuts[i], cuts[i+1]) of the sum into out on rank i.
+
+        Every rank sends one slice to every other rank.
+        """
         rank, others = self._rank, [(self._rank + i) % self._size for i in range(1, self._size)]
         parts = dict(zip(others, np.empty((self._size - 1, out.size), x.dtype)))
         receives = [self._receive(parts[source], source, tag) for source in reversed(others) if out.size]
@@ -83,9 +87,10 @@ class ClientSums:
         add_parts([parts[member] for member in range(self._size)], out)
 
     def reduce_to_first(self, x: Array, out: Array | None, tag: int) -> Task[None]:
-        """Sum x over the ranks into out on rank 0. out is None on the others.
+        """Sum x over the ranks into out on rank 0. out is None on other ranks.
 
-        A long vector is reduce-scattered, and the slices go to rank 0. A short one goes there whole.
+        A long vector is reduce-scattered, and the slices are sent to rank 0. A short vector is sent to rank 0 as a
+        whole.
         """
         owners = self._size if x.nbytes > SHORT_BYTES else 1
         cuts = [int(cut(x.size, owners, min(i, owners))) for i in range(self._size + 1)]
@@ -100,7 +105,10 @@ class ClientSums:
         yield from self._all([self._receive(slices[i], i, tag) for i in range(1, self._size) if slices[i].size])
 
     def spread(self, x: Array, tag: int) -> Task[None]:
-        """Copy rank 0's x to every rank in two rounds: a slice from rank 0 to each rank, then each slice to all."""
+        """Copy rank 0's x to every rank in two rounds.
+
+        First rank 0 sends a different slice to each rank. Then every rank sends its slice to all others.
+        """
         rank, size = self._rank, self._size
         cuts = [int(cut(x.size, size, i)) for i in range(size + 1)]
         slices = [x[a:b] for a, b in pairwise(cuts)]
@@ -115,7 +123,7 @@ class ClientSums:
         yield from others.wait()
 
     def allgather(self, x: Array, cuts: Sequence[int], tag: int) -> Task[None]:
-        """Copy rank i's elements [cuts[i], cuts[i+1]) of x to every rank, in place."""
+        """Copy elements [cuts[i], cuts[i+1]) of x from each rank i to all ranks, in place."""
         rank, size = self._rank, self._size
         slices = [x[a:b] for a, b in pairwise(cuts)]
         sources = [(rank - i) % size for i in range(1, size)]
@@ -133,7 +141,7 @@ class ClientSums:
 
 
 class _Quiet:
-    """Keeps track of the members that may still send. Each tells the others when it sends nothing more."""
+    """Keeps track of the members that may still send. Each member announces when it will send nothing more."""
 
     def __init__(self, comm: MPI.Comm) -> None:
         self._comm = comm
@@ -141,14 +149,14 @@ class _Quiet:
         self._others = set(range(comm.Get_size())) - {comm.Get_rank()}
 
     def say(self) -> None:
-        """Tell the others, once, that this member sends nothing more."""
+        """Announce to the others that this member sends nothing more. Only the first call sends a message."""
         if not self._said:
             self._said = True
             others = set(range(self._comm.Get_size())) - {self._comm.Get_rank()}
             send_to_all(self._comm, b"", sorted(others), QUIET_TAG)
 
     def all_quiet(self) -> bool:
-        """Receive and drop messages that have arrived. True if no member sends any more."""
+        """Receive and drop messages that have arrived. Return True if no member sends any more."""
         status = MPI.Status()
         try:
             while (message := self._comm.Improbe(MPI.ANY_SOURCE, MPI.ANY_TAG, status)) is not None:

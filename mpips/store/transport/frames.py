@@ -1,8 +1,9 @@
-"""The messages between workers and servers: a 64-byte frame for everything, typed bodies (msgspec) for rare things.
+"""The messages between workers and servers: a 64-byte frame for everything, and a typed body (msgspec) for rare things.
 
-A frame gives an operation, a unit, a round and the place of the payload. Between processes of one node the place is a
-region of shared memory (pid, fd, inode, offset, nbytes). Between nodes only its nbytes count, and the payload follows
-as messages. Nothing is pickled.
+A *unit* is the part of a key on one server that always has the same contributors. A *payload* is the data of a push or
+a pull. A frame has an operation, a unit, a round and the place of the payload. Within a node the place is a region of
+shared memory (pid, fd, inode, offset, nbytes). Between nodes only nbytes is used, and the payload follows as MPI
+messages. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -23,53 +24,55 @@ FRAME_BYTES = 64
 FRAME = struct.Struct("<BBHiIIiiQQQqq")
 assert FRAME.size == FRAME_BYTES
 ROUND = struct.Struct("<q")
-# where `round` lies in a frame; everything before it is the same in all pushes of one region
+# offset of `round` in a frame; the bytes before it are equal in all pushes of one region with one priority
 ROUND_AT = FRAME_BYTES - ROUND.size
 NOWHERE = Region(0, 0, 0, 0, 0)
-# flag of a PUSH whose payload follows at once
+# flag of a PUSH: the worker sends the payload at once, without waiting for CREDIT
 ALONG = 1
-# flags of an ANSWER that is an error message: the server refuses the request, or has no memory for it
+# flags of an ANSWER with an error message: the server refuses the request, or lacks the memory for it
 REFUSED, NO_MEMORY = 1, 2
 
 
 class Op(IntEnum):
-    """The operation of a frame. First those from a worker to a server, then those from a server to a worker."""
+    """The operation of a frame. Workers send operations with numbers below 16. Servers send the others, and BYE."""
 
-    # A contribution to a round of a unit. The payload is a region, or follows as messages.
+    # A contribution to a round of a unit. The payload lies in a region of shared memory, or follows as messages.
     PUSH = 1
-    # The worker wants to read a unit after `round` of its own pushes.
+    # The worker wants to read a unit once the unit contains the worker's first `round` pushes.
     PULL = 3
-    # The worker has read the unit that was granted or held.
+    # The worker has read a unit after GRANT or HELD, so the server may change the unit again.
     RELEASE = 4
-    # The first value of a unit, from another node: `aux` messages follow, each of `nbytes`, the last one perhaps
-    # shorter.
+    # The first value of a unit, from a worker on another node. `aux` messages of `nbytes` each follow. The last one may
+    # be shorter.
     SET = 5
-    # A request: a typed body, with `aux` bytes of rows and ids in front of it. The server answers with ANSWER.
+    # A request. The body is `aux` bytes of rows and ids, then the typed request. The server answers with ANSWER.
     CONTROL = 6
-    # The worker has finished. A server of another node answers with the same.
+    # The worker has finished. A server of another node answers with BYE.
     BYE = 7
-    # PULL of some rows, between nodes. The body has their numbers (int64).
+    # A PULL of some rows of a unit, between nodes. The body has the row numbers (int64).
     PULL_ROWS = 8
     # The worker has waited long for `round` of the unit.
     WAITS = 9
-    # The worker is in a barrier, and pushes nothing until all workers are. In stores with `staleness` or `quorum`.
+    # The worker waits in a barrier, and pushes nothing until all workers have come. Sent in stores with `staleness` or
+    # `quorum`.
     MEETS = 11
-    # The worker wants the unit to stay unchanged, from the moment it has `round` pushes in it until RELEASE. In
+    # The worker wants the unit to stay unchanged until RELEASE, as soon as the unit contains `round` pushes. Sent in
     # asynchronous stores.
     HOLD = 10
-    # The contribution to this round has been read, so the worker may overwrite it. Only sent between nodes; on a node
-    # the worker reads a counter in shared memory instead. Round 0: the first value has arrived.
+    # The server has read the contribution to this round, so the worker may overwrite it. Sent only between nodes;
+    # within a node the worker reads a counter in shared memory instead. Round 0: the first value has arrived.
     CONSUMED = 16
     # The server is ready to receive block `aux` of the worker's contribution to this round.
     CREDIT = 17
-    # The unit may be read now, and does not change until RELEASE. Between nodes its blocks follow as messages.
+    # The worker may now read the unit, which does not change until RELEASE. Between nodes the unit's blocks follow as
+    # messages.
     GRANT = 18
-    # A round has waited for long. The body is the text of a warning.
+    # A round has waited for a long time. The body is the text of a warning.
     WARNING = 20
-    # The answer to a CONTROL. Its body is typed, or with the flag REFUSED or NO_MEMORY an error message.
+    # The answer to a CONTROL. The body is typed. With the flag REFUSED or NO_MEMORY the body is an error message.
     ANSWER = 21
 
-    # The unit has `round` pushes in it, and does not change until RELEASE.
+    # The unit contains `round` pushes, and does not change until RELEASE.
     HELD = 22
 
 
@@ -78,22 +81,22 @@ WITH_BODY = frozenset({Op.CONTROL, Op.PULL_ROWS, Op.WARNING, Op.ANSWER})
 
 
 class Coding(IntEnum):
-    """The coding of a payload."""
+    """The encoding of a payload."""
 
-    # the elements, complete
+    # all elements of the unit
     PLAIN = 0
-    # the elements in an `outbox`, which is being filled block by block
+    # all elements of the unit, in an `outbox` that the worker is still filling block by block
     GROWING = 1
     # the elements, encoded by the store's compressor
     COMPRESSED = 2
-    # row numbers (int64), then the values of these rows
+    # row numbers (int64), then the values of the rows
     ROWS = 3
-    # no payload: the push only counts as a round
+    # no payload: the push contributes nothing, and only completes the round
     NOTHING = 4
 
 
 class Frame(NamedTuple):
-    """A frame, unpacked."""
+    """The fields of a frame."""
 
     op: int
     flags: int
@@ -121,7 +124,7 @@ class Frame(NamedTuple):
 
 
 class UnitCard(msgspec.Struct, array_like=True):
-    """The description of a unit, for its server."""
+    """The description of a unit that a worker sends to the unit's server."""
 
     number: int
     key: int | str
@@ -134,35 +137,37 @@ class UnitCard(msgspec.Struct, array_like=True):
 
 
 class Create(msgspec.Struct, tag=True):
-    """Make units. Answered with Created once their memory is there."""
+    """Make units. Answered with Created once the units have memory."""
 
     units: list[UnitCard]
 
 
 class Created(msgspec.Struct, tag=True):
-    """Where one server keeps new units: a region of words for all (`arrange_words`), and one of values for each."""
+    """The memory in which one server keeps new units."""
 
+    # one region with the words of all units (`arrange_words`)
     words: tuple[int, ...]
+    # for each unit the region with its values
     values: list[tuple[int, ...]]
 
 
 class Forget(msgspec.Struct, tag=True):
-    """Forget units that nobody will use again."""
+    """Remove units and free their memory. Sent when no worker uses the units any more."""
 
     units: list[int]
 
 
 class Flush(msgspec.Struct, tag=True):
-    """Answered when everything pushed before has been applied, except what `staleness` holds back.
+    """Wait for earlier pushes. Answered when the server has applied them, except those that `staleness` holds back.
 
-    If all workers have said MEETS before, nothing is held back.
+    If all workers have sent MEETS before, `staleness` holds back no push.
     """
 
 
 class OpenStore(msgspec.Struct, tag=True):
     """Make another store with these servers. Sent by every worker.
 
-    Answered before the server joins in making it, which is collective over all ranks.
+    The server first answers, and then takes part in making the store, which is collective over all ranks.
     """
 
     kind: str
@@ -170,24 +175,25 @@ class OpenStore(msgspec.Struct, tag=True):
 
 
 class SetOptimizer(msgspec.Struct, tag=True):
-    """Use this optimizer (`mpips.optimizers.encode`) for these keys (None: all) from now on, with new state."""
+    """Use an optimizer with fresh state for the keys from now on."""
 
+    # encoded by `mpips.optimizers.encode`
     optimizer: bytes
+    # None: all keys
     keys: list[int | str] | None = None
 
 
 class UpdateOptimizer(msgspec.Struct, tag=True):
-    """Change hyperparameters of these keys' optimizers (None: of all keys) from the next round on.
+    """Change hyperparameters of the keys' optimizers from the next round on. The optimizers keep their state."""
 
-    `numbers` comes from `mpips.optimizers.encode_numbers`. The optimizers' state is kept.
-    """
-
+    # the new hyperparameters, encoded by `mpips.optimizers.encode_numbers`
     numbers: bytes
+    # None: all keys
     keys: list[int | str] | None = None
 
 
 class SetCompression(msgspec.Struct, tag=True):
-    """Decode contributions with this compressor from now on. `options` are those of `mpips.compression.create`."""
+    """Decode contributions with this compressor from now on. `options` are arguments of `mpips.compression.create`."""
 
     options: dict[str, str | int | float]
 
@@ -199,7 +205,7 @@ class GetState(msgspec.Struct, tag=True):
 
 
 class StatePart(msgspec.Struct, tag=True):
-    """The optimizer state of a unit: its step and its arrays, as bytes in their dtypes."""
+    """The optimizer state of a unit: the step, and for each state array its dtype and its bytes."""
 
     step: int
     dtypes: list[str]
@@ -207,46 +213,53 @@ class StatePart(msgspec.Struct, tag=True):
 
 
 class GetVersions(msgspec.Struct, tag=True):
-    """Ask how many pushes units of an asynchronous store have in them. Answered with Versions, at once."""
+    """Ask how many pushes each of some units of an asynchronous store contains. Answered at once, with Versions."""
 
     units: list[int]
 
 
 class Versions(msgspec.Struct, tag=True):
-    """The number of pushes in each unit of a GetVersions."""
+    """The number of pushes that each unit of a GetVersions contains."""
 
     counts: list[int]
 
 
 class PutState(msgspec.Struct, tag=True):
-    """Replace the optimizer state of each unit by the one of `states` at the same index."""
+    """Replace the optimizer states of units: `states[i]` is the new state of `units[i]`."""
 
     units: list[int]
     states: list[StatePart]
 
 
 class SetTorn(msgspec.Struct, tag=True):
-    """Note that values of units are about to be overwritten (`torn`), or that all of them have been (not `torn`)."""
+    """Mark units as torn, because a worker begins to overwrite their values, or as whole, because it has finished.
+
+    If a failure leaves a unit torn, its values must be loaded from a checkpoint.
+    """
 
     units: list[int]
     torn: bool
 
 
 class TakeSnapshot(msgspec.Struct, tag=True):
-    """Freeze values and states of units under a number. Answered with Snapshotted."""
+    """Make a snapshot of values and states of units, and keep it under a number. Answered with Snapshotted."""
 
     number: int
     units: list[int]
 
 
 class Snapshotted(msgspec.Struct, tag=True):
-    """The frozen units: for each its round, the optimizer's step, and the dtypes of its state arrays."""
+    """The units in a new snapshot."""
 
+    # for each unit: its round, the optimizer's step, and the dtypes of its state arrays
     units: list[tuple[int, int, list[str]]]
 
 
 class ReadSnapshot(msgspec.Struct, tag=True):
-    """Ask for elements [start, stop) of a frozen unit's values (slot -1) or of a state array. Answered with Bytes."""
+    """Ask for elements [start, stop) of a unit's values (slot -1) or of a state array. Answered with Bytes.
+
+    `number` is the number of the snapshot.
+    """
 
     number: int
     unit: int
@@ -256,13 +269,13 @@ class ReadSnapshot(msgspec.Struct, tag=True):
 
 
 class Bytes(msgspec.Struct, tag=True):
-    """Elements of an array, as bytes in its dtype."""
+    """Elements of an array, as bytes."""
 
     data: bytes
 
 
 class DropSnapshot(msgspec.Struct, tag=True):
-    """Drop what was frozen under this number."""
+    """Drop the snapshot with this number."""
 
     number: int
 
@@ -289,7 +302,7 @@ Request = (
 )
 Answer = Created | StatePart | Snapshotted | Bytes | Versions | RequestDone
 
-# settings that hold for all workers
+# requests that change a setting for all workers
 Change = SetOptimizer | UpdateOptimizer | SetCompression
 
 encode = msgspec.msgpack.Encoder().encode
@@ -298,18 +311,18 @@ decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 def request_decoder(others: Iterable[Any]) -> Callable[[memoryview], Any]:
-    """Return a function that decodes the requests of the store and those of its services.
+    """Return a function that decodes the requests of the store and of its services.
 
     Args:
-        others: For each service the type, or the union of types, of its requests.
+        others: For each service the type of its requests, which may be a union of types.
     """
     return msgspec.msgpack.Decoder(functools.reduce(operator.or_, others, Request)).decode
 
 
 def arrange(cards: Sequence[UnitCard], itemsizes: Sequence[int]) -> tuple[list[int], int]:
-    """Lay out the values of units in one piece of memory. Return the first byte of each, and the total of bytes.
+    """Lay out the values of units in one piece of memory. Return the offset of each unit, and the total size, in bytes.
 
-    Each begins on a cache line.
+    Each unit begins on a cache line.
     """
     values, byte = [], 0
     for card, itemsize in zip(cards, itemsizes, strict=True):
@@ -319,9 +332,10 @@ def arrange(cards: Sequence[UnitCard], itemsizes: Sequence[int]) -> tuple[list[i
 
 
 def arrange_words(cards: Sequence[UnitCard]) -> tuple[list[int], int]:
-    """Lay out the words of units in one region. Return the first word of each, and the total of words.
+    """Lay out the words of units in one region. Return the index of each unit's first word, and the number of words.
 
-    A unit has a progress word and a word for each contributor. Each unit begins on a cache line.
+    Words are 8-byte counters that tell workers how far a server is. A unit has one progress word, and one word for each
+    contributor. Each unit begins on a cache line.
     """
     words, word = [], 0
     for card in cards:
@@ -331,7 +345,7 @@ def arrange_words(cards: Sequence[UnitCard]) -> tuple[list[int], int]:
 
 
 def dtype_of(name: str) -> np.dtype:
-    """Return the dtype of a name. bfloat16 and the like need the package ml_dtypes."""
+    """Return the dtype with this name. For bfloat16 and similar dtypes import the package ml_dtypes."""
     try:
         return np.dtype(name)
     except TypeError:

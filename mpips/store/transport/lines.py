@@ -1,10 +1,13 @@
-"""Lines carry frames, and now and then a body, between one worker and one server, in order, both ways.
+"""A line is the connection between one worker and one server. It carries frames in both directions, in order.
 
-`connect` makes them: a `SharedLine` of two rings if both ends can map each other's memory, else a `MessageLine` of MPI
-messages. A ring is a queue of slots in memory that both ends map, with one writer and one reader. The writer fills a
-slot, then raises the tail. The reader reads up to the tail, then raises the head. This needs a processor that keeps
-stores in order (total store order, as x86 has); on others frames travel as messages. The tails of all workers' rings
-lie side by side, so that one comparison tells a server whether any worker has written.
+A *frame* is a message of 64 bytes (see `frames`). Some frames are followed by a *body*, an array of bytes. `connect`
+makes the lines: a `SharedLine` of two rings if both ends can map each other's memory, else a `MessageLine` of MPI
+messages.
+
+A *ring* is a queue of slots in memory that both ends map, with one writer and one reader. The writer fills a slot, then
+raises the tail. The reader reads up to the tail, then raises the head. This needs a processor that keeps stores in
+order (total store order, as x86 has); on other processors frames travel as messages. The tails of all workers' rings
+lie side by side, so that a server learns by one comparison whether any worker has written.
 """
 
 from __future__ import annotations
@@ -35,27 +38,28 @@ WHAT = "mpips.create"
 # how many sends a line collects before it checks which of them MPI has completed
 SENT = 32
 SLOTS = 256
-# words of each worker: request tail, request head, reply tail, reply head
+# number of words that the two rings of a worker have: request tail, request head, reply tail, reply head
 WORDS = 4
-# waits until a condition is true, as `Generation.wait`
+# a function like `Generation.wait`: it waits until the condition is true; the text says what it waits for
 Wait = Callable[[Callable[[], object], str], object]
 
 
 class Connection(NamedTuple):
-    """A rank's lines, a server's own rings, and where other servers of the node keep their ledgers.
+    """A rank's connections to other ranks of the store."""
 
-    A worker has a line to every server, a server has one to every worker, a spare has none.
-    """
-
+    # On a worker: one line to every server. On a server: one line to every worker. Empty on a spare.
     lines: list[Line]
+    # on a server its own rings
     rings: Rings | None
+    # rank of each other server on this node -> its ledger, the memory in which it notes where its units are
     ledgers: dict[int, Region]
 
 
 class _Offer(msgspec.Struct, array_like=True):
-    """Memory that a rank offers to the others of its node, which try to map it.
+    """Memory that a rank offers to other ranks on its node. They try to map it.
 
-    A server offers its rings, and tells where its ledger is. A worker offers a few bytes.
+    A server offers its rings, and also its ledger if it has one. A worker offers a few bytes, only so that servers can
+    test whether they can map its memory.
     """
 
     region: tuple[int, ...]
@@ -63,16 +67,16 @@ class _Offer(msgspec.Struct, array_like=True):
 
 
 def connect(layout: Layout, place: MeetingPlace, wait: Wait, ledger: Region | None = None) -> Connection:
-    """Connect workers and servers. Collective over all ranks of the store, blocking; called once in each generation.
+    """Connect workers and servers. Collective over all ranks of the store, blocking. Called once in each generation.
 
-    A worker and a server use rings if MPI says that they share a node, and each could map the other's memory. With a
-    quorum all use messages, so that a stalled worker holds no memory that others need. Rank 0 warns (RuntimeWarning) if
-    this processor may reorder stores, because then messages replace the rings.
+    A worker and a server use rings if MPI says that they share a node, and if each could map the other's memory. In a
+    store with a quorum all use messages, so that a stalled worker holds no memory that others need. If this processor
+    may reorder stores, all use messages as well, and rank 0 warns of it (RuntimeWarning).
 
     Args:
-        place: Where the ranks meet.
-        wait: How a worker waits for room in a ring.
-        ledger: This server's ledger, if it keeps one.
+        place: The rendezvous through which the ranks exchange data.
+        wait: The function by which a worker waits for room in a ring.
+        ledger: This server's ledger, or None if it has none.
     """
     own = Rings.create(layout.num_workers) if layout.is_server else None
     region = arena.region_of(own.memory if own else arena.empty(64, np.uint8))
@@ -85,7 +89,7 @@ def connect(layout: Layout, place: MeetingPlace, wait: Wait, ledger: Region | No
         if layout.same_node(layout.rank, peer) and ORDERED_STORES and layout.options.quorum < 0:
             try:
                 mapped[peer] = arena.attach(Region(*offers[peer].region))
-            # The peer is in another container: MPI can share memory with it, but we cannot map its memory.
+            # The peer is in another container. MPI can share memory with such a process, but we cannot map its memory.
             except CollectiveError:
                 continue
     verdicts = place.meet(bytes(peer in mapped for peer in range(len(offers))), WHAT, True)
@@ -114,12 +118,12 @@ def connect(layout: Layout, place: MeetingPlace, wait: Wait, ledger: Region | No
 
 
 class SharedLine:
-    """A line of two rings. A body lies in its sender's memory until the other end has finished with its frame.
+    """A line of two rings. A body stays in its sender's memory until the other end has finished with the frame.
 
     Args:
-        wait: How to wait while the ring is full. A worker waits, because servers always read on. A server never waits
-            for a worker: it has no `wait`, and keeps frames that find no room until `flush`, which each later frame
-            calls too.
+        wait: The function that waits while the ring is full, or None. A worker can wait, because servers always read
+            their rings. A server must never wait for a worker, so it passes None. Then the line keeps frames that find
+            no room in a list, and sends them in the next call of `flush`, `waiting` or `post`.
         gone: Returns True if the process at the other end has ended.
     """
 
@@ -133,9 +137,9 @@ class SharedLine:
         self._in = incoming
         self._wait = wait
         self._gone = gone
-        # (frame, body) that found no room in the ring
+        # (frame, body) of frames that have not been written yet, because the ring was full
         self._backlog: deque[tuple[tuple[int, ...], NDArray[Any] | None]] = deque()
-        # (number of its frame, body) of each body that the other end may still read
+        # (number of the frame, body) of each body that the other end may still read
         self._bodies: deque[tuple[int, NDArray[Any]]] = deque()
 
     def post(
@@ -154,7 +158,7 @@ class SharedLine:
             self._queue((op, flags, coding, priority, unit, aux, *region, token, round_), None)
 
     def repost(self, frame: bytes, round_: int) -> None:
-        """Send a packed frame, with another round."""
+        """Send a packed frame with its round replaced."""
         if self._backlog or not self._out.repost(frame, round_):
             self._queue(Frame.of(frame)._replace(round=round_), None)
 
@@ -178,7 +182,7 @@ class SharedLine:
             self._wait(self.flush, "a server's ring has no room")
 
     def flush(self) -> bool:
-        """Send frames that found no room before, and free bodies that were read. True if no frame is left."""
+        """Send frames that are waiting for room, and free bodies that were read. Return True if no frame is waiting."""
         while self._bodies and self._bodies[0][0] <= self._out.passed:
             self._bodies.popleft()
         while self._backlog:
@@ -201,15 +205,18 @@ class SharedLine:
         return self._in.read()
 
     def body(self, frame: Frame) -> NDArray[np.uint8]:
-        """Return the body of a frame that has been read, in its sender's memory.
+        """Return the body of a frame that has been read. The array lies in the sender's memory.
 
-        It stays until the next frame is read, and longer if the sender keeps it.
+        The array is valid until the next frame is read, or longer if the sender keeps its memory.
         """
         region = Region(*frame.region)
         return arena.segment(region)[region.offset : region.offset + region.nbytes]
 
     def stopped(self) -> bool:
-        """True if the server at the other end no longer reads this worker's memory, because its generation is over."""
+        """True if the server at the other end no longer reads this worker's memory.
+
+        That is so if the server has noticed the end of the generation, or if its process has ended.
+        """
         return self._in.rings.stopped() or self._gone()
 
 
@@ -221,9 +228,10 @@ def _shared(data: bytes) -> NDArray[np.uint8]:
 
 
 class MessageLine:
-    """Frames and bodies as MPI messages. Nothing here blocks.
+    """A line that sends frames and bodies as MPI messages. No method blocks.
 
-    The sender's copies are kept until MPI has taken them. A frame with a body has arrived when all of the body has.
+    The line keeps sent data until MPI has completed the send. A frame with a body counts as arrived once the whole body
+    has arrived.
     """
 
     local = False
@@ -233,7 +241,7 @@ class MessageLine:
         self.peer = peer
         self._sends: list[MPI.Request] = []
         self._body = bytearray()
-        # a frame whose body is on its way
+        # a received frame whose body has not arrived yet, or b""
         self._frame = b""
         self._request = MPI.REQUEST_NULL
 
@@ -252,7 +260,7 @@ class MessageLine:
         self._send(FRAME.pack(op, flags, coding, priority, unit, aux, *region, token, round_), TAG_FRAME)
 
     def repost(self, frame: bytes, round_: int) -> None:
-        """Send a packed frame, with another round."""
+        """Send a packed frame with its round replaced."""
         self._send(frame[:ROUND_AT] + ROUND.pack(round_), TAG_FRAME)
 
     def post_body(
@@ -265,7 +273,7 @@ class MessageLine:
         flags: int = 0,
         aux: int = 0,
     ) -> None:
-        """Send a frame, then its body, which must not change before the answer."""
+        """Send a frame, then its body. The caller must not change the body before the answer has arrived."""
         self.post(op, unit, round_, (0, 0, 0, 0, len(body)), aux=aux, token=token, flags=flags)
         self._send(body, TAG_BODY)
 
@@ -275,16 +283,16 @@ class MessageLine:
         self._sends.append(send(self.comm, data, self.peer, tag))
 
     def flush(self) -> bool:
-        """Do nothing, and return True: MPI has everything."""
+        """Do nothing, and return True, because MPI has all frames."""
         return True
 
     @property
     def coming(self) -> bool:
-        """True if the body of a frame is on its way."""
+        """True if a frame has been received and its body has not arrived yet."""
         return bool(self._frame)
 
     def waiting(self) -> bool:
-        """True if a frame has arrived, or its body is on its way."""
+        """True if a frame has arrived, with or without its body."""
         return self.coming or self.comm.Iprobe(self.peer, TAG_FRAME)
 
     def read(self) -> Iterator[bytes]:
@@ -310,7 +318,7 @@ class MessageLine:
         return np.frombuffer(self._body, np.uint8)
 
     def stopped(self) -> bool:
-        """Return True: a server of another node never reads this worker's memory."""
+        """Return True, because a server of another node never reads this worker's memory."""
         return True
 
     def done(self) -> bool:
@@ -319,24 +327,25 @@ class MessageLine:
         return not self._sends
 
     def leave(self) -> None:
-        """End the line. MPI finishes sends that are under way."""
+        """End the line. MPI finishes unfinished sends in the background."""
         keep_until_complete(self._sends)
         self._sends = []
 
 
-# One end of a line. Nothing blocks, except a worker's post while its ring is full: servers always read on.
+# One end of a line. No method blocks, except that a worker waits when it posts to a full ring. That wait ends, because
+# servers always read their rings.
 Line = SharedLine | MessageLine
 
 
 def any_waiting(lines: Sequence[MessageLine]) -> bool:
-    """True if any of these lines may have a frame. Looks at MPI once for all of them; they share a communicator."""
+    """True if any of these lines may have a frame. Asks MPI only once, because all lines share a communicator."""
     return bool(lines) and (lines[0].comm.Iprobe(MPI.ANY_SOURCE, TAG_FRAME) or any(line.coming for line in lines))
 
 
 class Rings:
-    """The rings between one server and `workers` workers, in a region that the server makes and workers attach.
+    """The rings between one server and its workers, in a region of memory that the server makes and the workers map.
 
-    The region holds the words of all rings, a word that tells that the server has stopped, and the slots.
+    The region holds the heads and tails of all rings, a word that is 1 once the server has stopped, and the slots.
     """
 
     def __init__(self, workers: int, memory: NDArray[np.uint8]) -> None:
@@ -349,7 +358,7 @@ class Rings:
 
     @staticmethod
     def _header(workers: int) -> int:
-        """Size of everything before the slots, in bytes, rounded up to whole cache lines."""
+        """Return the number of bytes before the slots, rounded up to whole cache lines."""
         return -(-(WORDS * workers + 1) * 8 // 64) * 64
 
     @classmethod
@@ -360,7 +369,7 @@ class Rings:
         return cls(workers, memory)
 
     def any_written(self) -> bool:
-        """True if any worker has written since the last call that returned True. For the server."""
+        """True if any worker has written since the last call that returned True. Called by the server."""
         tails = self.words[: self.workers].tobytes()
         if tails == self._seen:
             return False
@@ -368,7 +377,7 @@ class Rings:
         return True
 
     def stop(self) -> None:
-        """Tell workers that the generation is over, and the server no longer reads their memory. For the server."""
+        """Tell workers that the server no longer reads their memory, because the generation is over."""
         self.words[self._stopped] = 1
 
     def stopped(self) -> bool:
@@ -385,7 +394,10 @@ class Rings:
 
 
 class FrameRing:
-    """One direction of one worker's rings. The writer uses `post` and `repost`, the reader `waiting` and `read`."""
+    """The ring of one direction between a worker and a server.
+
+    The writer calls `post` and `repost`, the reader calls `waiting` and `read`.
+    """
 
     __slots__ = ("_base", "_head", "_head_word", "_slots", "_tail", "_tail_word", "_words", "rings")
 
@@ -400,7 +412,7 @@ class FrameRing:
         self._head = self._words[self._head_word]
 
     def post(self, *fields: int) -> bool:
-        """Write a frame. False if the ring is full."""
+        """Write a frame. Return False, with nothing written, if the ring is full."""
         tail = self._tail
         if tail - self._words[self._head_word] >= SLOTS:
             return False
@@ -409,7 +421,7 @@ class FrameRing:
         return True
 
     def repost(self, frame: bytes, round_: int) -> bool:
-        """Write a packed frame, with another round. False if the ring is full."""
+        """Write a packed frame with its round replaced. Return False, with nothing written, if the ring is full."""
         tail = self._tail
         if tail - self._words[self._head_word] >= SLOTS:
             return False
@@ -420,11 +432,11 @@ class FrameRing:
         return True
 
     def waiting(self) -> bool:
-        """True if there is a frame to read."""
+        """True if the ring has a frame to read."""
         return self._words[self._tail_word] != self._head
 
     def read(self) -> Iterator[bytes]:
-        """Yield the frames in the ring, packed, in order. A slot is free again when the next frame is asked for."""
+        """Yield the frames in the ring, packed, in order. Asking for the next frame frees the slot of the last one."""
         tail = self._words[self._tail_word]
         while self._head < tail:
             slot = self._base + (self._head % SLOTS) * FRAME_BYTES

@@ -1,17 +1,17 @@
-"""How a worker gives a server on its node the values of a push without sending them.
+"""Pass the values of a push to a server on the same node through shared memory.
 
 An array made by `mpips.empty` lies in memory that the node shares, and the server reads it there (`InPlacePushes`).
-Any other array is copied into an `Outbox`, which the server can read, and the server sums each block while the worker
-copies the next one.
+The worker copies any other array into an `Outbox`, which is in shared memory, and the server sums each block while the
+worker copies the next one.
 
-An outbox holds fewer blocks than the array. If every block had a place of its own, its cache lines would be evicted
-before the next round and fetched again only to be overwritten. So blocks go into slots, and a slot is used again once
-the server has summed the block in it. A few slots are enough as long as all workers push at the same time and the
-server keeps up. If it does not, the outbox takes another slot, up to one for each block: a push never waits for a
-worker that comes late.
+An outbox mostly uses only a small part of its memory. If every block had a place of its own, its cache lines would be
+evicted before the next round and fetched again only to be overwritten. So blocks go into slots, and a slot is reused
+once the server has summed the block in it. A few slots are enough as long as all workers push at the same time and the
+server keeps up. If the server falls behind, the outbox takes another slot, up to one slot for each block. So a push
+never has to wait for a worker that comes late.
 
-Layout of the memory: word 0 counts the blocks filled since the first round. The words from `PLACES` on say which slot
-each block of this round is in. The slots follow. This needs a processor that keeps stores in order (see
+Layout of the memory: word 0 counts the blocks filled since the first round. The words from `PLACES` on hold the slot of
+each block of the current round. The slots follow. This needs a processor that keeps stores in order (see
 `lines.connect`).
 """
 
@@ -32,15 +32,16 @@ from mpips.store.transport.frames import FRAME, NOWHERE, Op
 PUSH = int(Op.PUSH)
 # index of the first word that names a slot
 PLACES = 8
-# slots to take before waiting for the server to free one: about this many blocks are being copied or summed at a time
+# The outbox takes this many slots before it waits for the server to free one. About as many blocks are being copied or
+# summed at a time.
 WARM = 3
-# how long to wait for a slot: this many times the time that filling took so far, but at most PATIENCE_SECONDS
+# An outbox waits for a slot this many times as long as the round has taken so far, but at most PATIENCE_SECONDS.
 PATIENCE = 8
 PATIENCE_SECONDS = 1e-2
 
 
 def header_bytes(blocks: int) -> int:
-    """Size of the words before the slots, rounded up to whole cache lines."""
+    """Return the number of bytes before the slots, rounded up to whole cache lines."""
     return -(-(PLACES + blocks) * 8 // 64) * 64
 
 
@@ -48,10 +49,10 @@ class Outbox:
     """The memory into which a worker copies its pushes of one shard, block by block.
 
     Args:
-        words: The progress words of the shard's unit. The server counts in `words[0]` the blocks it has summed.
-        size: Elements of the shard.
-        blocks: Into how many blocks it is cut.
-        block_elements: Elements of a block; the last one may be shorter.
+        words: The progress words of the shard. In `words[0]` the server counts the blocks that it has summed.
+        size: Number of elements of the shard.
+        blocks: Number of blocks of the shard.
+        block_elements: Number of elements of a block. The last block may be shorter.
     """
 
     def __init__(self, words: memoryview, size: int, blocks: int, block_elements: int, dtype: np.dtype) -> None:
@@ -62,24 +63,25 @@ class Outbox:
         elements = size if blocks == 1 else blocks * block_elements
         memory = arena.empty(header + elements * dtype.itemsize, np.uint8)
         self._mine = memoryview(memory[:header].view(np.uint64))  # type: ignore[arg-type]
-        # 1-D; for a shard of one block this is the whole shard
+        # All slots, 1-D. If the shard is one block, this is the memory for the whole shard.
         self.slots: Array = memory[header:].view(dtype)
-        # where the server finds the outbox while it is being filled, and where it finds the values alone
+        # the region of header and slots, for pushes that are filled block by block
         self.growing: Region = arena.locate(memory) or NOWHERE
+        # the region of the slots alone, for shards of one block
         self.plain: Region = arena.locate(self.slots) or NOWHERE
-        # blocks filled in all earlier rounds
+        # number of blocks filled in all earlier rounds
         self._before = 0
-        # slots taken in this round
+        # number of slots taken in this round
         self._used = 0
-        # blocks of this round that the server has summed, as far as this worker has looked
+        # number of blocks of this round that the server had summed when this worker looked last
         self._summed = 0
         self._free: list[int] = []
         self._began = 0.0
-        # False once a wait for a slot was in vain: then the rest of the round takes new slots at once
+        # False once a wait for a slot has failed. The rest of the round then takes new slots without waiting.
         self._patient = False
 
     def begin(self, round_: int) -> None:
-        """Begin a round. The server must have read everything of the round before."""
+        """Begin a round. The server must have read all blocks of the previous round."""
         self._before = self._mine[0] = (round_ - 1) * self._blocks
         self._used = self._summed = 0
         self._free.clear()
@@ -87,16 +89,16 @@ class Outbox:
 
     @property
     def filled(self) -> int:
-        """Number of blocks of this round that have been copied in."""
+        """Number of blocks of this round that the worker has copied into the outbox."""
         return int(self._mine[0] - self._before)
 
     @property
     def full(self) -> bool:
-        """True once every block of this round has been copied in."""
+        """True once the worker has copied every block of this round into the outbox."""
         return self.filled >= self._blocks
 
     def put_block(self, values: Array) -> None:
-        """Copy the next block of the shard's values in, and let the server see it."""
+        """Copy the next block of the shard's values into a slot, and show it to the server."""
         mine, step = self._mine, self._step
         slot = self._free.pop() if self._free else self._slot()
         block = mine[0] - self._before
@@ -106,11 +108,11 @@ class Outbox:
         mine[0] += 1
 
     def _slot(self) -> int:
-        """Return a slot whose block the server has summed, or a new slot if there is none soon."""
+        """Return a slot whose block the server has summed. If no slot becomes free soon, return a new slot."""
         if not self._look() and self._used >= WARM and self._summed and self._patient:
             self._patient = self._wait()
-        # An interrupt between this function and put_block() loses a slot. When no slot is left, find the lost one:
-        # it is one that no filled block names.
+        # An interrupt after this function and before put_block() stores the slot number loses a slot. When no slot is
+        # left, find the lost slots: no filled block is in them.
         if self._used == self._blocks and not self._free:
             kept = {self._mine[PLACES + block] for block in range(self._summed, self.filled)}
             self._free = [slot for slot in range(self._blocks) if slot not in kept]
@@ -121,7 +123,7 @@ class Outbox:
 
     def _look(self) -> bool:
         """Collect the slots of blocks that the server has summed. Return True if any slot is free."""
-        # When a round has failed, the server counts all of its blocks at once, also those not filled yet.
+        # When a round has failed, the server counts all its blocks as summed, even blocks that are not filled yet.
         summed = min(self._words[0] - self._before, self.filled)
         while self._summed < summed:
             slot = self._mine[PLACES + self._summed]
@@ -140,15 +142,15 @@ class Outbox:
         return True
 
 
-# outboxes, each with the values to fill it with
+# (outbox, values to fill it with)
 Grows = list[tuple[Outbox, Array]]
 
 
 def fill(grows: Grows) -> None:
-    """Fill outboxes to the end, one block of each in turn.
+    """Fill outboxes to the end, one block of each outbox in turn.
 
-    After each block the worker yields its core, so that workers on the same core advance together and the server finds
-    the blocks of all of them in the cache.
+    The worker yields its core after each block. So workers on one core advance together, and the server finds the
+    blocks of all of them in the cache.
     """
     while left := [item for item in grows if not item[0].full]:
         for outbox, values in left:
@@ -157,12 +159,12 @@ def fill(grows: Grows) -> None:
 
 
 class RepeatedPush:
-    """Pushes the same region of memory every round. The frame is packed again only when the priority changes."""
+    """Pushes one region of memory in every round. Packs the frame again only when the priority changes."""
 
     __slots__ = ("_coding", "_frame", "_priority", "_region", "_repost", "_unit")
 
     def __init__(self, repost: Callable[[bytes, int], None], unit: int, region: Region, coding: int = 0) -> None:
-        """`repost` posts a packed frame for a round to the server of the unit."""
+        """`repost` sends a packed frame, with another round, to the server of the unit."""
         self._repost = repost
         self._unit = unit
         self._region = region
@@ -179,9 +181,9 @@ class RepeatedPush:
 
 
 class InPlacePushes:
-    """Pushes of an array that servers read in place, one for each shard of a key.
+    """Pushes of an array that servers read in its own memory, one push for each shard of a key.
 
-    Remembers the pushes of the last array, because a training loop pushes the same array at every step.
+    Remembers the pushes of the last array, because a training loop mostly pushes the same array at every step.
     """
 
     __slots__ = ("_last", "_pushes", "_shards")
@@ -214,6 +216,6 @@ class InPlacePushes:
                 ]
             )
             last = weakref.ref(array)
-            # In one statement: an interrupt between two would leave the pushes of another array.
+            # Use one statement, because an interrupt between two would leave the new array with the old pushes.
             self._last, self._pushes = last, pushes
         return self._pushes

@@ -1,12 +1,13 @@
-"""Messages of arrays between nodes: those under way, the bytes they carry, and their tags.
+"""Track MPI messages that carry arrays between nodes, and assign message tags.
 
-When a call ends early, MPI must no longer touch memory that the caller gets back. So every send and receive in such
-memory is noted in `MessagesUnderWay` until it has completed, and `MessagesUnderWay.stop` deals with what is left at the
-end of a generation.
+When a call ends early, the caller gets its arrays back, and MPI must no longer read or write them. So
+`MessagesUnderWay` notes every send and receive in such memory until it has completed. At the end of a generation
+`MessagesUnderWay.stop` cancels the rest, or waits for it.
 
-Each unit in use has two tags of its own. MPI limits the number of tags, and by that the number of units. Frames, bodies
-and payloads of units go over the store's communicator. The members of a client have a communicator of their own, with a
-tag for each piece of a key in a call, and one for the comparison of calls.
+A *unit* is the part of a key on one server, as the server numbers it. Each unit in use has two tags of its own. So the
+number of tags that MPI allows limits the number of units. All messages between workers and servers use the store's
+communicator. The members of a client (a group of workers that sum before they push) have a communicator of their own.
+On this communicator each piece of a key has a tag in a call, and one more tag is for the comparison of calls.
 """
 
 from __future__ import annotations
@@ -27,20 +28,22 @@ from mpips.collectives.fabric.requests import is_over, keep_until_complete, last
 from mpips.collectives.fabric.tasks import Task
 
 Bytes = NDArray[np.uint8]
-# How long the end of a generation waits for messages in the caller's memory. A peer that answers at all is faster.
+# At the end of a generation a rank waits at most this long for messages in the caller's memory. A peer that is alive
+# answers sooner.
 QUIET_SECONDS = 5.0
 LOOK_SECONDS = 1e-4
 TAG_FRAME, TAG_BODY, TAG_DATA = 1, 2, 16
-# tags inside a client: the comparison of calls; the end of a generation
+# tags inside a client: for the comparison of calls, and for the end of a generation
 COMPARE_TAG, QUIET_TAG = 1, 2
-# The members' tags of a piece repeat after this many calls. Messages of one sender and tag stay in order anyway.
+# Inside a client the tag of a piece repeats after this many calls. That is safe, because MPI keeps messages with equal
+# sender and tag in order.
 CALLS = 4
-# The tags of a call repeat after this many pieces. Fewer are under way at a time.
+# Within a call tags repeat after this many pieces. Fewer pieces are in flight at a time.
 PIECES = 1024
 
 
 class MessageGroup:
-    """Messages that belong together, noted in `MessagesUnderWay` until all have completed."""
+    """Messages that belong together. `MessagesUnderWay` keeps the group until all its messages have completed."""
 
     def __init__(
         self, known: dict[int, MessageGroup], receives: Sequence[MPI.Request], sends: Sequence[MPI.Request]
@@ -51,7 +54,7 @@ class MessageGroup:
         known[id(self)] = self
 
     def pending(self) -> int:
-        """Return the number under way. Looks at MPI twice: once for all receives, once for all sends."""
+        """Return the number of messages still in flight. Asks MPI twice: once for all receives, once for all sends."""
         self.receives, self.sends = _not_ended(self.receives), _not_ended(self.sends)
         left = len(self.receives) + len(self.sends)
         if not left:
@@ -59,13 +62,13 @@ class MessageGroup:
         return left
 
     def left(self) -> int:
-        """Return the number under way at the end of a generation, without those to and from dead ranks."""
+        """Return the number of messages still in flight at the end of a generation. Skip messages of dead ranks."""
         self.receives = [request for request in self.receives if not is_over(request)]
         self.sends = [request for request in self.sends if not is_over(request)]
         return len(self.receives) + len(self.sends)
 
     def wait(self) -> Task[None]:
-        """Wait until all have completed."""
+        """Wait until all messages of the group have completed."""
         before = len(self.receives) + len(self.sends)
         while left := self.pending():
             yield left < before
@@ -79,15 +82,15 @@ class MessagesUnderWay:
         self._open: dict[int, MessageGroup] = {}
 
     def begin(self, receives: Sequence[MPI.Request] = (), sends: Sequence[MPI.Request] = ()) -> MessageGroup:
-        """Keep track of requests whose memory may be the caller's, until `pending` returns 0."""
+        """Track requests that may use the caller's memory, until `pending` of the group returns 0."""
         return MessageGroup(self._open, receives, sends)
 
     def stop(self, seconds: float = QUIET_SECONDS) -> bool:
-        """Make MPI stop using the caller's memory, at the end of a generation. Return True if all messages have ended.
+        """At the end of a generation, make MPI stop using the caller's memory. Return True if all messages have ended.
 
-        Receives are cancelled. Sends are waited for, for `seconds` at most. If a peer does not answer, its requests are
-        kept with their memory until MPI has finished with them. Nothing may be begun or waited for afterwards, until
-        the next generation.
+        Cancels receives, and waits at most `seconds` for sends. If a peer does not answer, its requests are kept
+        together with their memory until MPI has finished with them. Before the next generation no message may be begun
+        or waited for.
         """
         self.cancel()
         clock = Clock()
@@ -98,21 +101,24 @@ class MessagesUnderWay:
     def cancel(self) -> None:
         """Cancel all receives, except those whose message is arriving already."""
         for group in list(self._open.values()):
-            # In reverse order: a message that arrives meanwhile belongs to an earlier receive.
+            # Cancel in reverse order, because a message that arrives meanwhile is matched to the earliest receive.
             for request in reversed(group.receives):
                 if request:
                     request.Cancel()
 
     def pending(self) -> int:
-        """Return the number of messages under way."""
+        """Return the number of messages still in flight."""
         return sum(group.pending() for group in list(self._open.values()))
 
     def left(self) -> int:
-        """Return the number under way at the end of a generation, without those to and from dead ranks."""
+        """Return the number of messages still in flight at the end of a generation. Skip messages of dead ranks."""
         return sum(group.left() for group in list(self._open.values()))
 
     def leave(self) -> bool:
-        """Forget all groups. True if none was under way; those that are keep their memory until MPI has finished."""
+        """Forget all groups. Return True if no message was in flight.
+
+        Messages that are in flight keep their memory until MPI has finished with them.
+        """
         left = [group for group in list(self._open.values()) if group.left()]
         for group in left:
             keep_until_complete(group.receives + group.sends)
@@ -121,9 +127,10 @@ class MessagesUnderWay:
 
 
 def _not_ended(requests: list[Any]) -> list[Any]:
-    """Return the requests that have not completed, with one look at MPI for all of them.
+    """Return the requests that have not completed. Asks MPI once for all of them.
 
-    The list may hold requests that an earlier look has seen complete, if an interrupt came right after it.
+    `requests` may contain null requests: if an interrupt came right after an earlier call, MPI had completed requests
+    that were not yet removed from the list.
     """
     if not requests or MPI.Request.Testsome(requests) == []:
         return requests
@@ -135,30 +142,30 @@ def _not_ended(requests: list[Any]) -> list[Any]:
 
 @cache
 def most_units() -> int:
-    """Return how many units may be in use at a time. The same on all ranks of a job."""
+    """Return the largest number of units that may be in use at a time. All ranks of a job get the same number."""
     return (last_tag() - TAG_DATA) // 2
 
 
 def push_tag(unit: int) -> int:
-    """Return the tag of a unit's payloads to the server."""
+    """Return the tag of messages that carry a unit's data to the server."""
     return TAG_DATA + 2 * (unit % most_units())
 
 
 def pull_tag(unit: int) -> int:
-    """Return the tag of a unit's payloads from the server."""
+    """Return the tag of messages that carry a unit's data from the server."""
     return push_tag(unit) + 1
 
 
 def member_tag(piece: int, call: int, text: bytes = b"") -> int:
-    """Return the tag of a piece's messages inside a client, in a call. It differs from the two tags above.
+    """Return the tag of a piece's messages in a call inside a client. It differs from COMPARE_TAG and QUIET_TAG.
 
-    The text of the call is part of it. Otherwise members that make different calls could get each other's messages, and
-    a message that is longer than the memory for it makes Open MPI write beyond its end.
+    The tag depends on the text of the call. Otherwise members that make different calls could receive each other's
+    messages. If such a message is longer than the receiver's memory, Open MPI writes beyond the end of the memory.
 
     Args:
         piece: The number of the piece in its key.
         call: The number of the call.
-        text: The call, as members compare it.
+        text: The name of the call, which members compare.
     """
     span = last_tag() - TAG_DATA
     place = (CALLS * piece + call % CALLS) % min(CALLS * PIECES, span)
@@ -166,22 +173,22 @@ def member_tag(piece: int, call: int, text: bytes = b"") -> int:
 
 
 class UnitNumbers:
-    """Numbers of units. Each is assigned only once, because a server may still speak of a unit that is forgotten."""
+    """Assigns numbers to units. It never reuses a number, because servers may still send messages about old units."""
 
     def __init__(self, used: Iterable[int] = ()) -> None:
-        """`used`: numbers that are in use already."""
+        """`used` are the numbers of existing units."""
         numbers = list(used)
         self._next = max(numbers, default=-1) + 1
         self._tagged = {number % most_units() for number in numbers}
 
     def copy(self) -> UnitNumbers:
-        """Return a copy on which numbers can be assigned on trial."""
+        """Return a copy. A caller assigns numbers on the copy first, and keeps it if all goes well."""
         numbers = UnitNumbers()
         numbers._next, numbers._tagged = self._next, self._tagged.copy()
         return numbers
 
     def assign(self, key: int | str) -> int:
-        """Return a number for a new unit of the key. ValueError if all tags are in use."""
+        """Return a number for a new unit of the key. Raise ValueError if all tags are in use."""
         most = most_units()
         if len(self._tagged) >= most:
             raise of_caller(
@@ -197,5 +204,5 @@ class UnitNumbers:
         return self._next - 1
 
     def release(self, numbers: Iterable[int]) -> None:
-        """Release the tags of units that are no longer in use. Their numbers are not assigned again."""
+        """Release the tags of units that are no longer in use. The numbers of these units are not assigned again."""
         self._tagged.difference_update(number % most_units() for number in numbers)

@@ -1,7 +1,7 @@
-"""The calls of a worker: checked, put in order, then run or started, whether the store has servers or not.
+"""A worker's calls of the store: check them, put them in order and run them, in stores with and without servers.
 
-`route` takes every push and pull, on a fast path for plain arrays. `operations` is the path of all other calls. `store`
-has the calls that all workers make together, and `recut` the one that replaces keys. `restored` knows what came from a
-checkpoint and is not asked for yet. `waiting` finds workers that wait in vain. `interface` is the protocol that stores
-with and without servers implement.
+`route` takes every push and pull, and sends plain arrays along a fast path. `operations` is the general path for all
+other pushes and pulls. `store` has the calls that all workers make together. `recut` has one more such call, which
+replaces keys. `restored` tracks content that came from a checkpoint and that the program has not asked for yet.
+`waiting` detects deadlocks between workers. `interface` is the protocol that stores with and without servers implement.
 """

@@ -1,11 +1,16 @@
-"""Define the protocol of a store's backend: with servers (`remote`) and without (`replicated`).
+"""Protocols of a store's backend. Stores with servers (`remote`) and without servers (`replicated`) implement them.
 
-Contract of all methods: arguments have been checked. Arrays are C-contiguous host arrays of the key's dtype; `flat` and
-`out` are 1-D and hold the whole key. A method that returns a task does nothing before the task's first step. Arrays may
-be read and written until the task is over, and not after.
+Contract of all methods: the caller has checked the arguments. Arrays are C-contiguous host arrays of the key's dtype;
+`flat` and `out` are 1-D and hold the whole key. A method that returns a task does nothing before the task's first step.
+A task may read and write its arrays until it is over, and not afterwards.
 
-Errors: a task raises what goes wrong, and its runner (`worker.operations`) then ends the generation. Two errors do not
-end it, because nothing has changed: a ValueError that all workers raise (marked by `of_caller`), and a RoomError.
+Errors: a task raises an exception, and its runner (`worker.operations`) then ends the generation, that is, the store is
+unusable until it recovers. Two exceptions do not end the generation, because they leave the store unchanged: a
+ValueError that all workers raise (marked by `of_caller`), and a RoomError.
+
+Some words: a key is *torn* if a failure has left only some of its parts updated. A *service* is anything that servers
+keep besides keys, and its parts are *collections*. *Residuals* are the parts of gradients that compression has held
+back.
 """
 
 from __future__ import annotations
@@ -36,7 +41,7 @@ class Frozen(NamedTuple):
 
 
 class Recovered(NamedTuple):
-    """The content of a store when the next generation begins. The same on all workers."""
+    """The content of a store after a recovery, when the next generation begins. All workers get equal values."""
 
     rounds: Rounds
     keys: list[Key]
@@ -59,67 +64,77 @@ class Snapshot(Protocol):
         """
 
     def release(self) -> Task[None]:
-        """Free its memory."""
+        """Free the memory of the snapshot."""
 
 
 class StateAccess(Protocol):
-    """Reads and writes the states of keys, for files and for `recut`."""
+    """Reads and writes optimizer states and residuals of keys, for checkpoints and for `recut`."""
 
     def states(self, keys: Sequence[Key]) -> Task[States]:
-        """Return steps and optimizer states. Complete on rank 0; without servers, on every rank. Collective."""
+        """Return the optimizer's step and state for each key. Collective.
+
+        In a store with servers only rank 0 gets them, and other ranks get an empty dict. Without servers every rank
+        gets them.
+        """
 
     def put_states(self, keys: Sequence[Key], states: States) -> Task[None]:
-        """Write steps and optimizer states. Collective.
+        """Set the optimizer's step and state for each key. Collective.
 
-        Only rank 0's states are used, and other ranks may give none. Without servers they must be the same everywhere.
-        ValueError if they do not fit the optimizer.
+        In a store with servers only rank 0's `states` are used, and other ranks may pass an empty dict. Without servers
+        all ranks must pass equal states. Raise ValueError if the states do not fit the optimizer.
         """
 
     def residuals(self, keys: Sequence[Key]) -> Task[Array | None]:
-        """Return the residuals of compression in this worker's client: float64, one key after another. Collective.
+        """Return the residuals of the keys in this worker's client as one float64 array, key after key. Collective.
 
-        None if nothing is compressed.
+        Return None if pushes are not compressed.
         """
 
     def put_residuals(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """Write residuals, one 1-D array for each key, to this worker. Local."""
+        """Set the residuals of this worker, from one 1-D array per key. Local."""
 
     def snapshot(self, keys: Sequence[Key], alone: bool = False) -> Task[Snapshot]:
-        """Make a copy that later pushes do not change. Collective.
+        """Make a copy of the keys that later pushes do not change. Collective, unless `alone`.
 
         Args:
-            alone: Worker 0 of an asynchronous store makes it by itself.
+            alone: True if only worker 0 makes this call. Allowed in an asynchronous store.
         """
 
 
 class Transfers(Protocol):
-    """Pushes and pulls keys, several in one step if that is faster. In collectives all workers give the same list."""
+    """Pushes and pulls keys, several keys in one step if that is faster.
+
+    Where a backend implements a method by collectives, all workers must pass equal lists of keys.
+    """
 
     def push(self, keys: Sequence[Key], flats: Sequence[Array], priority: int) -> Task[None]:
-        """Contribute to the keys' next rounds. When the task is over, `flats` may be overwritten."""
+        """Contribute `flats` to the keys' next rounds. When the task is over, `flats` may be overwritten."""
 
     def pull(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[None]:
-        """Write the keys' values into `outs`, with all earlier pushes of this worker."""
+        """Write the keys' values into `outs`. They include all earlier pushes of this worker."""
 
     def pushpull(self, keys: Sequence[Key], flats: Sequence[Array], outs: Sequence[Array], priority: int) -> Task[None]:
-        """Push and pull. An array of `outs` may be the same as its array of `flats`, but must not overlap any other."""
+        """Push `flats`, then pull into `outs`. A key's `flat` and `out` may be one array; no other two may overlap."""
 
     def push_rows(self, key: Key, rows: RowSparse, priority: int) -> Task[None]:
         """Contribute some rows to the key's next round."""
 
     def pull_rows(self, key: Key, out: Array, ids: Array) -> Task[None]:
-        """Write rows of the key into `out` of shape (len(ids), ...). `ids`: int64 (k,), any order, repeats allowed."""
+        """Write the rows `ids` of the key into `out` of shape (len(ids), ...).
+
+        `ids` is an int64 array of shape (k,), in any order. It may name a row more than once.
+        """
 
 
 class CheckpointPiece(Protocol):
-    """A part of a checkpoint that is read and written at once."""
+    """A part of a checkpoint that is read from the store and written to the file in one step."""
 
     @property
     def nbytes(self) -> int:
-        """Size in the file."""
+        """Size of the piece in the file."""
 
     def read(self) -> Task[Sequence[tuple[str, Array]]]:
-        """Return (name of a tensor, its next elements, flat). The arrays are valid until the next read."""
+        """Return pairs of a tensor's name and its next elements (1-D). The arrays are valid until the next read."""
 
 
 class FrozenService(Protocol):
@@ -127,22 +142,22 @@ class FrozenService(Protocol):
 
     @property
     def records(self) -> Sequence[CollectionRecord]:
-        """What the header says of each collection."""
+        """One record per collection for the header of the checkpoint."""
 
     def pieces(self) -> Iterator[CheckpointPiece]:
-        """Yield everything that the collections hold."""
+        """Yield the content of all collections, piece by piece."""
 
     def release(self) -> Task[None]:
-        """Free its memory."""
+        """Free the memory of the frozen copy."""
 
 
 class WorkerService(Protocol):
-    """A worker's part in a service, which is anything that servers keep besides keys (see `server.service`).
+    """A worker's side of a service, which is anything that servers keep besides keys (see `server.service`).
 
-    A service keeps *collections*. A collection has a name that no key has, and is pushed to in rounds, as keys are.
+    A service keeps *collections*. A collection has a name that no key has. Workers push to it in rounds, as to a key.
     """
 
-    # the name of its kind; in the header of a checkpoint its records have it, too
+    # the name of the kind of service; the service's records in the header of a checkpoint have the same name
     name: str
 
     @property
@@ -150,60 +165,69 @@ class WorkerService(Protocol):
         """The collections that this worker knows, by name."""
 
     def refusals(self) -> bytes:
-        """Encode which refused rounds this worker knows of. All workers have to know of the same ones."""
+        """Encode which refused rounds this worker knows of. All workers must know of the same refused rounds."""
 
     def learn_refusals(self, refusals: Sequence[bytes]) -> Task[None]:
-        """Learn of the refused rounds that only other workers know of. RoomError if there are any."""
+        """Learn of the refused rounds that only other workers know of. Raise RoomError if there are any such rounds."""
 
     def tell_wait(self, names: Sequence[Name]) -> None:
-        """Tell the servers that the program has waited long in a call with those of these names that are its own."""
+        """Tell the servers that the program has waited long in a call with some of this service's collections.
+
+        `names` holds all keys and collections of the call. Names of other services are ignored.
+        """
 
     def describe(self, known: Container[Name]) -> bytes:
-        """Return the collections whose names are in `known`, for a recovery. b"" if there are none."""
+        """Encode the collections whose names are in `known`, for a recovery. Return b"" if there are none."""
 
     def renew(self) -> None:
-        """Forget what belongs to the generation that has ended. Servers no longer use this worker's memory."""
+        """Forget everything that belongs to the generation that has ended.
+
+        Called when servers no longer use this worker's memory.
+        """
 
     def begin(self, plan: Any, rounds: Mapping[Name, int]) -> None:
-        """Begin the next generation with the collections of a `ServicePlan` (None: with none), at these rounds."""
+        """Begin the next generation with the collections of `plan`, at the given rounds.
+
+        `plan` is a `ServicePlan`, or None if the service has no collections.
+        """
 
     def freeze(self) -> Task[FrozenService]:
         """Freeze all collections as they are now. Called by one worker."""
 
     def check_records(self, path: str, records: Sequence[Any]) -> None:
-        """Raise ValueError unless a checkpoint's records have all collections of this service, and fit them."""
+        """Raise ValueError if the records of a checkpoint lack a collection of this service or do not fit it."""
 
     def load(self, reader: Reader | None, records: Sequence[Any]) -> Task[list[str]]:
-        """Make the collections of a checkpoint that do not exist, and replace the content of all. Collective.
+        """Load all collections of a checkpoint. Make those that do not exist yet. Collective.
 
         Args:
-            reader: The open checkpoint, on worker 0.
+            reader: The open checkpoint on worker 0, None on other workers.
 
         Returns:
-            The names of the collections that it has made.
+            The names of the collections that this call has made.
         """
 
 
 class Backend(Protocol):
     """The operations of one store on one worker. "Collective" means: all workers call it, in the same order."""
 
-    # Set by `worker.operations` while it runs a task and no other is under way. The task may then block in a collective
-    # instead of yielding. Workers that block and workers that yield can take part in the same collective.
+    # True while `worker.operations` runs a task and no other task is unfinished. The task may then block in a
+    # collective instead of yielding. Workers that block and workers that yield can take part in one collective.
     direct: bool
-    # names of the communicators that all operations use; operations take turns on them, in program order
+    # names of the communicators that all operations use; operations that share one run one by one, in program order
     communicators: tuple[Hashable, ...]
 
     @property
     def services(self) -> Sequence[WorkerService]:
-        """Everything that servers keep besides keys. Empty in a store without servers."""
+        """The services of the store. Empty in a store without servers."""
 
     @property
     def stored(self) -> StateAccess:
-        """Access to everything that keys have besides their values."""
+        """Access to optimizer states, residuals and snapshots of keys."""
 
     @property
     def quick_list(self) -> FastList | None:
-        """The fast path of lists, or None if keys are better pushed one by one."""
+        """The fast path for a list of keys, or None if it is faster to push the keys one by one."""
 
     # ---- keys
 
@@ -211,47 +235,49 @@ class Backend(Protocol):
         """Make keys with rank 0's values, and bind their fast paths. Collective."""
 
     def forget(self, keys: Sequence[Key]) -> Task[None]:
-        """Remove keys and free their memory. No operation on them is under way. Collective."""
+        """Remove keys and free their memory. All operations on the keys must have finished. Collective."""
 
     def store_values(self, keys: Sequence[Key], values: Sequence[Array]) -> Task[None]:
-        """Set existing keys to worker 0's values. They are no longer torn. Collective."""
+        """Set existing keys to worker 0's values. Keys that were torn are whole again. Collective."""
 
     # ---- pushes and pulls
 
     @property
     def transfers(self) -> Transfers:
-        """The pushes and pulls of the present generation."""
+        """The pushes and pulls of the current generation."""
 
     def versions(self, keys: Sequence[Key]) -> Task[list[int]]:
         """Return each key's version after this worker's own pushes. Local.
 
-        That is the number of rounds; in an asynchronous store, the number of pushes of all workers.
+        In a synchronous store the version is the key's number of rounds. In an asynchronous store it is the number of
+        pushes by all workers.
         """
 
     def pull_versions(self, keys: Sequence[Key], outs: Sequence[Array]) -> Task[list[int]]:
-        """Write the keys' values into `outs`, each with all its parts at one version, and return these versions."""
+        """Write the keys' values into `outs`, and return the keys' versions. All parts of a key have one version."""
 
     def listen(self) -> None:
-        """Take in messages of the servers. Called before each step of a task. Does not block."""
+        """Handle messages that servers have sent. Called before each step of a task. Does not block."""
 
     def settle(self, keys: Sequence[Key], meets: bool = False) -> Task[None]:
-        """Wait until the servers have read, and in an asynchronous store applied, all pushes of this worker.
+        """Wait until the servers have read this worker's pushes. In an asynchronous store, also wait until the servers
+        have applied the pushes.
 
         Args:
-            meets: This worker waits for all others afterwards, and pushes nothing until all have come. `staleness` then
-                does not count it.
+            meets: True if this worker waits for all others afterwards, and pushes nothing until they have come. Then
+                the limit `staleness` does not make others wait for this worker.
         """
 
     def tell_wait(self, names: Sequence[Name]) -> None:
         """Tell the servers that the program has waited long in a call with these keys and collections. Local.
 
-        From this the servers detect workers that wait for one another in a circle.
+        The servers use these messages to detect workers that wait for one another in a circle.
         """
 
     def sums(self) -> tuple[int, str]:
-        """Return the number of sums over all workers that this one has begun, and the last one's name. Local.
+        """Return the number of sums over all workers that this worker has begun, and the name of the last one. Local.
 
-        (0, "") in a store with servers.
+        In a store with servers return (0, "").
         """
 
     # ---- settings
@@ -260,16 +286,16 @@ class Backend(Protocol):
         """Raise ValueError if an asynchronous store has no optimizer to apply a push of a key. Local."""
 
     def set_optimizer(self, optimizer: Optimizer, keys: Sequence[Name] | None) -> Task[None]:
-        """Update keys by an optimizer from now on, with new state. Collective.
+        """Let an optimizer with fresh state update the keys from now on. Collective.
 
-        ValueError on all workers, with nothing changed, if a server does not know the optimizer.
+        If a server does not know the optimizer, all workers raise ValueError and nothing has changed.
 
         Args:
-            keys: None: all keys, also those made later.
+            keys: The keys to update. None means all keys, including those made later.
         """
 
     def update_optimizer(self, numbers: Mapping[str, Any], keys: Sequence[Name] | None) -> Task[None]:
-        """Change hyperparameters of keys from their next round on. The optimizers' state is kept. Collective."""
+        """Change the hyperparameters of the keys' optimizers from the next round on. Keep their state. Collective."""
 
     def set_compression(self, options: dict[str, Any], compressor: Compressor) -> Task[None]:
         """Compress pushes of float keys from now on. Residuals start at zero. Collective."""
@@ -277,45 +303,45 @@ class Backend(Protocol):
     # ---- the end
 
     def finish(self) -> None:
-        """Tell the servers that this worker makes no more calls. Local; does not wait."""
+        """Tell the servers that this worker will make no more calls. Local. Does not wait."""
 
 
 # ---- checkpoints, as the calls of a worker see them
 
 
 class BackgroundSave(Protocol):
-    """A checkpoint that is written while the training goes on."""
+    """A checkpoint that is written while training continues."""
 
     def go_on(self) -> bool:
-        """Begin writing the next pieces if it is time. Return True once the file is complete. Does not block."""
+        """Begin to write the next pieces if it is time. Return True once the file is complete. Does not block."""
 
     def finish(self) -> None:
-        """Wait until all is written."""
+        """Wait until the file is complete."""
 
 
 class SaveSchedule(Protocol):
     """The schedule by which a store saves itself (`resume.RegularSaves`)."""
 
-    # the key, or list of keys, of the push that is being made; () outside a push
+    # the key or list of keys of the current push; () outside a push
     pushing: object
 
     def is_due(self, key: object) -> bool:
-        """True if a push of this key, or list of keys, begins a step before which the store has to be saved."""
+        """True if the store has to be saved before a push of this key or list of keys."""
 
     def count(self, key: object) -> None:
         """Count a push of this key, or list of keys."""
 
     def save(self) -> BackgroundSave | None:
-        """Begin a save in the background. None if none was begun."""
+        """Begin a save in the background and return it. Return None if no save was begun."""
 
     def save_last(self, alike: bool) -> None:
-        """Begin the save at the end of the store, unless it is saved already.
+        """Begin the last save when the store closes, unless the current state has been saved already.
 
-        `alike`: all workers have pushed as often.
+        `alike`: True if all workers have pushed equally often.
         """
 
     def set_rounds(self, rounds: Mapping[Name, int]) -> None:
-        """Continue to count from `rounds`, the state of the store after `recover`."""
+        """Continue counting from `rounds`, the rounds of the keys after `recover`."""
 
     def leave(self) -> tuple[str, int]:
-        """Stop saving, because the caller takes over. Return the folder, and the number of rounds between two saves."""
+        """Stop saving, because the caller takes over. Return the folder and the number of rounds between two saves."""

@@ -1,6 +1,7 @@
 """The general path of pushes and pulls: check the arguments, put calls in order, and run them as tasks.
 
-A bad argument is raised before anything is sent, and changes nothing. Any other error ends the generation.
+A bad argument raises an error before anything is sent, and changes nothing. Any other error ends the *generation*: the
+store is then unusable until it recovers.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from mpips.store.runtime.errors import refused
 from mpips.store.worker.interface import Backend
 
 T = TypeVar("T")
-# a record that has begun: its ring, its sequence number there, and what the call pushes or pulls
+# a timing record that has begun: its ring, its sequence number in the ring, and the key or collection of the call
 Begun: TypeAlias = tuple[RecordRing, int, Pushed]
-# Peers are told what this worker waits for when it has waited this long.
+# After this long in a call, this worker tells the servers what it waits for.
 LONG_SECONDS = 1.0
 CLOSED = "the store is closed: make this call before close()"
 
@@ -49,7 +50,7 @@ class Guard:
 
 
 class CallerErrors:
-    """A context in which arguments are checked. Its ValueErrors and TypeErrors are shown with the caller's lines."""
+    """A context that checks arguments. Its ValueErrors and TypeErrors point at the line of the user's call."""
 
     def __enter__(self) -> None:
         pass
@@ -72,7 +73,7 @@ class Operations:
         # the initialised keys
         self._known = known
         self.closed = False
-        # refuse pushes that hold NaN or infinity
+        # True if a push that holds NaN or infinity raises FloatingPointError
         self.checks_finite = False
 
     def do(self, what: str, key: object, value: Any, out: object, priority: int) -> None:
@@ -94,7 +95,7 @@ class Operations:
         Operations that share a key or a name in `turns` run in program order.
 
         Args:
-            begun: Records of the operation, which start and end with it.
+            begun: Timing records, which start and end together with the operation.
         """
         with CALLER_ERRORS:
             others = arguments.turns(turns, what)
@@ -105,14 +106,14 @@ class Operations:
             return self._engine.submit(order, self.hearing(task), priority, text(what, names))
 
     def check_pull(self, keys: Sequence[Key], key: object, out: object, priority: int) -> None:
-        """Check the arguments of a pull of keys that do not exist yet. ValueError or TypeError if they are bad."""
+        """Check the arguments of a pull of keys that do not exist yet. Raise ValueError or TypeError if one is bad."""
         arguments.check_priority(priority, "pull")
         arguments.check({record.name: record for record in keys}, "pull", key, out=out)
 
     def read_by_servers(self, key: object, push: Handle, reported: bool) -> Handle:
-        """Return a handle that is done when the servers have read a push of these keys.
+        """Return a handle that is done when the servers have read the push `push` of these keys.
 
-        `reported` is False if the servers do not report this. Then `push` itself is returned.
+        `reported` is False if servers do not report what they have read. The result is then `push` itself.
         """
         self.check_open()
         with CALLER_ERRORS:
@@ -138,10 +139,10 @@ class Operations:
             self.run([record.name], self._backend.transfers.pull_rows(record, target, ids), priority, what)
 
     def pull_newer(self, key: object, out: object, newer_than: object, priority: int, base: int) -> list[int]:
-        """Pull keys that are not at the versions in `newer_than`. Return the versions that `out` then holds.
+        """Pull those keys whose version differs from that in `newer_than`. Return the versions that `out` now holds.
 
         Args:
-            base: Rounds of the job that this one continues. Versions count them too.
+            base: Number of rounds of the earlier job that this job continues. It is part of every version.
         """
         self.check_open()
         with CALLER_ERRORS:
@@ -159,7 +160,7 @@ class Operations:
 
         Args:
             names: The keys of the call.
-            collections: Collections of services for whose rounds it may wait; `what` names them.
+            collections: Collections of services whose rounds the task may wait for. The text `what` names them.
         """
         with self.guard(what, names):
             self._backend.direct = not self._engine.under_way
@@ -170,7 +171,7 @@ class Operations:
                 self._backend.direct = False
 
     def guard(self, what: str, names: Sequence[Name] = ()) -> Guard:
-        """Return a context in which any exception ends the generation, except those that change nothing (`refused`)."""
+        """Return a context in which any exception ends the generation, except those that `refused` accepts."""
         return Guard(self._engine.generation, what, names)
 
     def pull(self, key: Key, out: Array) -> Task[None]:
@@ -186,7 +187,7 @@ class Operations:
             raise of_caller(RuntimeError(CLOSED))
 
     def check_open(self) -> None:
-        """Raise RuntimeError if the store is closed, StoreError if the generation has ended."""
+        """Raise RuntimeError if the store is closed, or StoreError if the generation has ended."""
         self.check_not_closed()
         try:
             self._engine.generation.check()
@@ -196,11 +197,11 @@ class Operations:
     # ---- inside
 
     def hearing(self, task: Task[T], names: Sequence[Name] | None = None) -> Task[T]:
-        """Run a task, and take in the servers' messages before each step.
+        """Run a task, and handle messages from servers before each step.
 
         Args:
-            names: Keys and collections of a call that the program waits for. If it makes no progress for LONG_SECONDS,
-                the servers are told, once.
+            names: Keys and collections of a call that the program waits for, or None if it does not wait. If the task
+                makes no progress for LONG_SECONDS, this worker reports the wait to the servers, once.
         """
         since = 0.0
         try:
@@ -222,7 +223,7 @@ class Operations:
             task.close()
 
     def _prepare(self, what: str, key: object, value: Any, out: object, priority: int) -> tuple[list[Name], Task[None]]:
-        """Check a call, and return its keys and its task. ValueError or TypeError if an argument is bad."""
+        """Check a call, and return its keys and its task. Raise ValueError or TypeError if an argument is bad."""
         self.check_open()
         with CALLER_ERRORS:
             arguments.check_priority(priority, what)
@@ -240,10 +241,10 @@ class Operations:
         return names, self._several(made, priority, mixed)
 
     def _several(self, made: Sequence[KeyCall], priority: int, mixed: bool) -> Task[None]:
-        """Transfer several keys: dense ones as one list, then row-sparse ones one by one.
+        """Transfer several keys: the dense keys together as one list, then the row-sparse keys one by one.
 
         Args:
-            mixed: The result of one key may overwrite the array that is pushed to another key.
+            mixed: True if the result of one key may overwrite the array that is pushed to another key.
         """
         yield from run_together([call.gathered for call in made if call.gathered is not None])
         dense = [call for call in made if not isinstance(call.payload, RowSparse)]
@@ -280,7 +281,7 @@ class Operations:
         yield from _finish(call)
 
     def _transfer(self, call: KeyCall, priority: int) -> Task[None]:
-        """Push, pull or both, of one key. The first target gets the result."""
+        """Push one key, pull it, or both. The first target gets the result."""
         transfers, key, payload = self._backend.transfers, call.key, call.payload
         outs = [call.targets[0].reshape(-1)] if call.targets else []
         if isinstance(payload, np.ndarray):
@@ -294,7 +295,7 @@ class Operations:
         return run_in_turn(push, transfers.pull([key], outs)) if outs else push
 
     def _newer(self, made: Sequence[KeyCall], held: list[int]) -> Task[None]:
-        """Pull the keys whose version differs from that in `found`, and write their new versions there."""
+        """Pull the keys whose version differs from that in `held`, and write the new versions into `held`."""
         versions = yield from self._backend.versions([call.key for call in made])
         chosen = [at for at, version in enumerate(versions) if made[at].key.replaced or version != held[at]]
         if not chosen:
@@ -312,15 +313,16 @@ class Operations:
             yield from self._backend.settle(keys)
 
     def _order(self, names: Sequence[Name]) -> list[Hashable]:
-        """Return the names that order an operation: operations that share one of them run in program order.
+        """Return the names that order an operation. Operations that share a name run in program order.
 
-        These are its keys, and the communicators, which all workers must use in the same order.
+        The names are the operation's keys and the store's communicators. All workers must use a communicator in the
+        same order.
         """
         return [*names, *self._backend.communicators]
 
 
 def recorded(what: str, task: Task[T], begun: Sequence[Begun]) -> Task[T]:
-    """Run a task, and record when it starts and ends."""
+    """Run a task, and note its start and its end in the timing records `begun`."""
     for ring, sequence, key in begun:
         ring.start(sequence, 0, key.round + (what != "pull"))
     result = yield from task
@@ -336,12 +338,15 @@ def text(what: str, names: Sequence[Name]) -> str:
 
 
 def step_of_push() -> str:
-    """Return text for an error message that names the last training step noted on this rank, or "" if none was."""
+    """Return text for an error message that names the last training step noted on this rank, or "" without a step."""
     return f" (the step noted last is {recorder.rank_state.step})" if recorder.rank_state.step >= 0 else ""
 
 
 def check_finite(rank: int, what: str, call: KeyCall) -> None:
-    """Raise FloatingPointError if a push holds NaN or infinity. It names rank, key, push and the first such element."""
+    """Raise FloatingPointError if a push holds NaN or infinity.
+
+    The error names the rank, the key, the push and the first such element.
+    """
     rows = call.payload if isinstance(call.payload, RowSparse) else None
     values = call.payload if rows is None else rows.values
     if not isinstance(values, np.ndarray) or values.dtype.kind in "iub":
@@ -362,7 +367,7 @@ def check_finite(rank: int, what: str, call: KeyCall) -> None:
 
 
 def _finish(call: KeyCall) -> Generator[bool | None, None, None]:
-    """Copy the result from the first target to the others, and to GPUs."""
+    """Copy the result from the first target to the other targets and to GPUs."""
     for other in call.targets[1:]:
         np.copyto(other, call.targets[0])
     if call.spread is not None:

@@ -1,4 +1,4 @@
-"""Move elements to other keys: another plan of groups of layers needs other keys."""
+"""Move the elements of some keys into new keys. Training needs this when it groups its layers differently."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def recut(store: WorkerStore, keys: Sequence[Name], new: Mapping[Name, int]) -> 
     _, refusal = attempt(lambda: _check_steps(old, states))
     values = _values(store, old)
     kept = store.run("recut", store.backend.stored.residuals(old))
-    # All workers have read what the servers are about to forget.
+    # Wait until all workers have read the old keys. After that the servers may forget them.
     store.agree("recut", refusal=refusal)
     store.drop(old, "recut")
     made = [Key(name, (size,), values.dtype) for name, size in sizes.items()]
@@ -37,7 +37,7 @@ def recut(store: WorkerStore, keys: Sequence[Name], new: Mapping[Name, int]) -> 
 
 
 def _asked(store: WorkerStore, keys: Sequence[Name], new: Mapping[Name, int]) -> tuple[list[Key], dict[Name, int]]:
-    """Return the old keys and the sizes of the new ones. ValueError or TypeError if they do not fit."""
+    """Return the old keys, and the size of each new key. Raise ValueError or TypeError if the arguments do not fit."""
     old = store.known(keys, "recut")
     if not isinstance(new, Mapping):
         raise TypeError(f"recut: the new keys are a dict of names and sizes, not {type(new).__name__}")
@@ -79,7 +79,7 @@ def _check_steps(keys: Sequence[Key], states: States) -> None:
 
 
 def _values(store: WorkerStore, keys: Sequence[Key]) -> Array:
-    """Return the stored values, one key after another."""
+    """Return the stored values of the keys as one 1-D array, in the order of `keys`."""
     values = np.empty(sum(key.size for key in keys), keys[0].dtype)
     start = 0
     for key in keys:
@@ -89,7 +89,10 @@ def _values(store: WorkerStore, keys: Sequence[Key]) -> Array:
 
 
 def _cut(old: Sequence[Key], states: States, new: Sequence[Key], cuts: NDArray[np.int64]) -> States:
-    """Cut the optimizer's states of the old keys, which were updated equally often, for the new keys."""
+    """Join the optimizer states of the old keys, and cut them at `cuts` into states for the new keys.
+
+    The old keys must have been updated equally often.
+    """
     if not states:
         return {}
     rows = zip(*(states[key.name][1] for key in old), strict=True)

@@ -1,10 +1,15 @@
-"""Keep what a store has restored and its program has not asked for yet: keys, collections, optimizers, compression.
+"""Track restored content that the program has not asked for yet: keys, collections, optimizers and compression.
 
-A job that resumes from a checkpoint makes the same calls as one that begins. So does a worker that joins a running
-store, and after a recovery a program may repeat them. On restored content these calls keep what the store has: `init`
-the values, the call that makes a collection its content, `set_optimizer` the optimizer with its numbers and state, and
-`set_gradient_compression` the residuals. Such a call is local, because other workers make it at another time or have
-made it long ago.
+A job that resumes from a checkpoint makes the same calls as a job that starts from scratch. A worker that joins a
+running store also makes these calls, and a program may repeat them after a recovery. When such a call asks for restored
+content, the store keeps that content, and the program is said to *claim* it:
+
+- `init` keeps the restored values.
+- The call that makes a collection keeps its restored content.
+- `set_optimizer` keeps the restored optimizer with its hyperparameters and state.
+- `set_gradient_compression` keeps the restored residuals.
+
+A call that only claims restored content is local, because other workers may claim it at another time.
 """
 
 from __future__ import annotations
@@ -26,9 +31,11 @@ class Restored:
     Args:
         source: The checkpoint or store, as error messages name it.
         names: Names of the restored keys and collections.
-        later: Those that may also be claimed after the first push. None: all of them.
-        saved: The content was saved by another job, so perhaps by another training.
-        strict: Setting an optimizer of another class raises ValueError.
+        groups: The restored optimizers of the keys.
+        compressor: The restored compression.
+        later: Names that may also be claimed after the first push. None means all names.
+        saved: True if another job has saved the content. That job may have trained another model.
+        strict: Raise ValueError if the program sets an optimizer of another class.
     """
 
     def __init__(
@@ -46,7 +53,7 @@ class Restored:
         self.names = set(names)
         self._compressor = compressor
         self.cure = "give the same, or another folder" if saved else "give the same"
-        # True until the first `init`, if the content was saved by another job
+        # True until the first `init` if another job has saved the content; False otherwise
         self._unasked = saved
         self._strict = strict
         self._default = None if groups is None else groups.default
@@ -55,17 +62,17 @@ class Restored:
         self._later = set(self.names if later is None else later)
 
     def renewed(self, source: str, names: Iterable[Name], groups: Groups, compressor: Compressor | None) -> Restored:
-        """Return the content that may be claimed after a recovery, until the first push: everything."""
+        """Return a `Restored` for the time after a recovery. Until the first push all content may be claimed."""
         all_names = set(names)
         return Restored(source, all_names, groups, compressor, later=all_names & self._later)
 
     def pushed(self) -> None:
-        """Note the first push. From now on optimizer and compression calls are collective, and claim nothing."""
+        """Note the first push. Optimizer and compression calls after it are collective, and claim nothing."""
         self.names = self._later
         self._default, self._own, self._compressor = None, {}, None
 
     def offer(self, names: Iterable[Name]) -> None:
-        """Add names that have been restored too."""
+        """Add names of restored keys and collections. They may also be claimed after the first push."""
         self.names |= {*names}
         self._later |= {*names}
 
@@ -85,7 +92,7 @@ class Restored:
             )
 
     def claim(self, names: Iterable[Name]) -> None:
-        """Remove names that `init` has asked for, or whose keys no longer exist. They cannot be claimed again."""
+        """Remove names that `init` has asked for, or whose keys no longer exist. Nobody can claim them again."""
         self._unasked = False
         self.keep_only((self.names | self._later).difference(names))
 
@@ -100,9 +107,9 @@ class Restored:
         return self._default is not None or bool(self._own)
 
     def unrestored(self, chosen: Optimizer, names: Sequence[Name] | None) -> Sequence[Name] | None:
-        """Return the keys of a `set_optimizer` whose optimizer has to be set anew: [] if all are restored.
+        """Return those of `names` whose optimizer was not restored and so has to be set. [] if all were restored.
 
-        None stands for all keys, in the argument and in the result.
+        None stands for all keys, both as the argument and as the result.
         """
         if names is None:
             return [] if self._suits(self._default, chosen) else None
@@ -115,22 +122,22 @@ class Restored:
         return type(restored) is type(chosen)
 
     def ignored_numbers(self, chosen: Optimizer, names: Sequence[Name] | None) -> str:
-        """Return a warning if hyperparameters of `chosen` differ from the restored ones, which are kept, or "".
+        """Return a warning if hyperparameters of `chosen` differ from the restored ones, else "".
 
-        `names` of None stands for all keys.
+        The store keeps the restored hyperparameters. `names` of None stands for all keys.
         """
         held = [self._default] if names is None else [self._own.get(name, self._default) for name in names]
         differences = [unlike(restored, chosen) for restored in held if self._strict and type(restored) is type(chosen)]
         return next(filter(None, differences), "")
 
     def claim_optimizers(self, names: Sequence[Name] | None) -> None:
-        """Remove the optimizers of these keys (None: the default optimizer), which `set_optimizer` has asked for."""
+        """Remove the optimizers that `set_optimizer` has asked for: those of `names`, or if None, the default one."""
         if names is None:
             self._default = None
         for name in names or ():
             self._own.pop(name, None)
 
     def claim_compressor(self, chosen: Compressor) -> bool:
-        """True if this compression is restored, with its residuals. It can be claimed only once."""
+        """Return True if `chosen` equals the restored compression. Only the first call can claim it."""
         held, self._compressor = self._compressor, None
         return held is not None and options(held) == options(chosen)

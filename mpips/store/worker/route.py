@@ -1,10 +1,14 @@
-"""Route every push, pull and pushpull of a worker: by the general path, or for plain arrays by a short-cut of it.
+"""Route every push, pull and pushpull of a worker: plain arrays by a short-cut, everything else by the general path.
 
 `Route.call` is the general path. It does what is due before and after a call, such as saves, and leaves the call itself
-to `operations`. `Route.try_fast` is the short-cut: one straight-line function that checks only what a plain array can
-have wrong, and calls the fast path of the key. If it cannot serve a call, it has done nothing. It is there because an
-8-byte `pushpull` through a server of the node takes 25 microseconds by the short-cut, and 200 by the general path (two
-busy cores, 2026-11-29). `CallMarks` shows other processes which call this worker is in.
+to `operations`. `Route.try_fast` is the short-cut: one straight-line function that checks only what can be wrong with a
+plain array, and then calls the fast path of the key. If the short-cut cannot serve a call, it changes nothing. The
+short-cut saves time: an 8-byte `pushpull` through a server of the node takes 25 microseconds by the short-cut, and 200
+by the general path (two busy cores, 2026-11-29).
+
+`CallMarks` shows other processes which call this worker is in. Each rank has a *page*, a file in the host's memory that
+other processes read. The store has one *lane* (slot) of the page. The *mark* is a number in that lane which stands for
+the text of the call.
 """
 
 from __future__ import annotations
@@ -32,12 +36,15 @@ from mpips.store.worker.interface import Backend, BackgroundSave, SaveSchedule
 from mpips.store.worker.operations import Array, Begun, Operations, text
 
 LISTS = (list, tuple)
-# how many texts of calls a worker keeps, one for each pair of operation and keys
+# the most call texts that a worker keeps; each pair of operation and keys has one text
 MOST_TOKENS = 4096
 
 
 class CallMarks:
-    """Shows other processes which call this worker has begun last, and times long calls, or all of them."""
+    """Shows other processes which call this worker has begun last, and records how long calls take.
+
+    By default only calls of long keys are recorded. With `set_timed(True)` all calls are.
+    """
 
     def __init__(self, known: Mapping[Name, Key], lane: int) -> None:
         self._known = known
@@ -45,21 +52,24 @@ class CallMarks:
         self._tokens = dict[Any, int]()
         self.word = self._marks.word
         self._forms = dict[Any, bytes]()
-        # time the calls of every key, not only of long ones
+        # record the calls of every key, not only those of long keys
         self.every = False
-        # True inside a call whose records have begun already
+        # True inside a call whose timing records have already begun
         self.records = False
         recorder.add_timeable(self)
 
     def set_timed(self, every: bool) -> None:
-        """Time the calls of every key from now on, or only of long ones. See `recorder.own.trace`."""
+        """Time the calls of every key from now on, or if not `every`, only those of long keys.
+
+        See `recorder.own.trace`.
+        """
         self.every = every
         self._forget_marks()
 
     def mark_first(self, what: str, record: Key) -> int:
-        """Return the mark of a call of one key, and store it in the key.
+        """Return the mark of a call of one key. For a call that is never timed, also store the mark in the key.
 
-        0 if the call has to be timed: then `call` makes the mark and the records.
+        Return 0 if the call has to be timed. Then `Route.call` makes the mark and the records.
         """
         timed = self.every or record.is_long
         if timed and not self.records:
@@ -74,11 +84,11 @@ class CallMarks:
             one.marks.update(NO_MARKS)
 
     def mark(self, what: str, key: Any) -> int:
-        """Show which call this worker begins. Return its mark, or 0 if the key is no valid key."""
+        """Show other processes which call this worker begins. Return the call's mark, or 0 if the key is not valid."""
         name = key if type(key) is not list else (*key[:1], len(key))
         try:
             token = self._tokens.get((what, name), 0)
-        # An unhashable key. The call itself will raise.
+        # The key is unhashable. The call itself will raise the error.
         except TypeError:
             return 0
         if not token:
@@ -91,7 +101,7 @@ class CallMarks:
         return token
 
     def begin_records(self, what: str, key: Any, starts: bool = True) -> list[Begun]:
-        """Begin a record for each key of a call that is timed."""
+        """Begin a timing record for each key of a call, except for keys whose calls are not timed."""
         begun: list[Begun] = []
         for name in key if type(key) in LISTS else (key,):
             known = self._known.get(name) if isinstance(name, (str, int)) else None
@@ -102,11 +112,11 @@ class CallMarks:
     def begin_record(
         self, what: str, pushed: Pushed, label: str, elements: int, dtype: dtype_of, starts: bool = True
     ) -> Begun:
-        """Begin the record of a call that transfers so many elements of a key or collection.
+        """Begin the timing record of a call that transfers `elements` elements of a key or collection.
 
         Args:
             label: The key or collection, as `mpips why` and traces show it.
-            starts: False: the call starts later.
+            starts: True if the call starts now, False if it starts later.
         """
         encoded = self._forms.get((what, label, elements))
         if encoded is None:
@@ -121,7 +131,10 @@ class CallMarks:
 
 
 class ListTransfers:
-    """Pushes and pulls a list of keys, each with one plain array, by fast paths: that of lists if there is one."""
+    """Pushes and pulls a list of keys, each with one plain array, by fast paths.
+
+    If the backend has a fast path for whole lists, that one is used. Otherwise each key's own fast path is used.
+    """
 
     def __init__(self, operations: Operations, backend: Backend) -> None:
         self._operations = operations
@@ -132,8 +145,8 @@ class ListTransfers:
         if self._backend.quick_list is not None:
             self._as_one(self._backend.quick_list, what, records, values, targets, priority)
             return
-        # If arrays overlap, the pull of one key may overwrite what a server still reads for another: wait before
-        # pulling.
+        # If arrays overlap, the pull of one key may overwrite an array that a server still reads for another key. In
+        # this case wait for all pushes before pulling.
         mixed = what == "pushpull" and (outs is not None or len(set(map(id, values))) < len(values))
         if what != "pull":
             self._push_all(records, values, priority, what == "push" or mixed, what)
@@ -153,7 +166,7 @@ class ListTransfers:
             self._operations.run([record.name for record in records], left, priority, what)
 
     def _push_all(self, records: Sequence[Key], values: Sequence[Array], priority: int, wait: bool, what: str) -> None:
-        """Push all keys. With `wait`, return when all arrays may be overwritten."""
+        """Push all keys. With `wait`, return only when all arrays may be overwritten."""
         left: list[tuple[Key, Task[None]]] = []
         posted = []
         for record, value in zip(records, values):
@@ -170,7 +183,7 @@ class ListTransfers:
             self._run(left, priority, what)
 
     def _pull_all(self, records: Sequence[Key], outs: Sequence[Array], priority: int, what: str) -> None:
-        """Pull the keys in turn. From the first one that has to wait, run the rest together as one task."""
+        """Pull the keys one by one until one would have to wait. Run that key and all later ones as one task."""
         left: list[tuple[Key, Task[None]]] = []
         for record, out in zip(records, outs):
             task = self._operations.pull(record, out) if left else record.fast.pull(out)  # type: ignore[union-attr]
@@ -185,15 +198,16 @@ class ListTransfers:
 
 
 class Route:
-    """Makes the calls of a store on a worker: by `call`, unless the short-cut `try_fast` can make them.
+    """Makes a worker's pushes and pulls: by the short-cut `try_fast` if it can make them, else by `call`.
 
-    All keys of a list are pushed before the call waits for any of them, because other workers may list them in another
-    order. Then they are pulled one by one until one would have to wait; that one and the rest run as one task.
+    All keys of a list are pushed before the call waits for any of them, because other workers may list the keys in
+    another order. Then the keys are pulled one by one until one would have to wait. That key and all later ones run as
+    one task.
 
     Args:
         known: The initialised keys.
-        under_way: The operations under way. Fast paths are used only while there are none.
-        lane: The recorder's number of the store.
+        under_way: The unfinished operations. Fast paths are used only while it is empty.
+        lane: The number of the store's slot in this rank's page (see the module's docstring).
     """
 
     def __init__(
@@ -207,12 +221,12 @@ class Route:
         self._written: BackgroundSave | None = None
         self._first_push: Callable[[], None] | None = None
         self._checks = operations.checks_finite
-        # True while any of the four attributes above is set. Calls then take the general path.
+        # True while _saves, _written, _first_push or _checks is set. Calls then take the general path.
         self._slow_path_due = self._checks
         self._lists = ListTransfers(operations, backend)
         self.marks = CallMarks(known, lane)
         self._word = self.marks.word
-        # identifier of the thread that is in a call of the store, or 0
+        # identifier of the thread that is inside a call of the store, or 0
         self._inside = 0
 
     def make(self, what: str, key: Any, value: Any, out: Any, priority: int) -> None:
@@ -227,7 +241,7 @@ class Route:
             self._inside = 0
 
     def _check_thread(self, what: str) -> None:
-        """End the generation with an error if another thread is in a call of the store."""
+        """End the generation with an error if another thread is already inside a call of the store."""
         if self._inside not in (0, get_ident()):
             one, other = thread_name(get_ident()), thread_name(self._inside)
             error = CollectiveError(
@@ -237,7 +251,7 @@ class Route:
             raise self._operations.end_by(what, [], error)
 
     def call(self, what: str, key: object, value: object, out: object, priority: int) -> None:
-        """Make a push, pull or pushpull by the general path, blocking, with what is due before and after it."""
+        """Make a push, pull or pushpull by the general path, with all saves and records that are due. Blocking."""
         due = self._slow_path_due
         self.marks.mark(what, key)
         begun = self.marks.begin_records(what, key)
@@ -246,7 +260,7 @@ class Route:
             saves.pushing = key
         self.marks.records, self._slow_path_due = True, False
         try:
-            # If only a record or a save was due, the transfer itself can still take the fast path.
+            # If the call came here only because of a record or a save, the transfer itself can still be fast.
             if self._checks or not (begun or due) or not self.try_fast(what, key, value, out, priority):
                 self._operations.do(what, key, value, out, priority)
         finally:
@@ -269,12 +283,12 @@ class Route:
         else:
             record = self._one(key, value, priority, writes=out is None)
         if record is not None:
-            # Without a mark the call has to be timed, which `call` does before it comes back here.
+            # A mark of 0 means that the call has to be timed. `call` begins the timing and then calls `try_fast` again.
             mark = record.marks[what] or self.marks.mark_first(what, record)
             if not mark:
                 return False
             self._word[0] = mark
-        # PyTorch's CPU tensors take the fast path too, as NumPy views.
+        # PyTorch's CPU tensors can take the fast path as NumPy views of their memory.
         elif "torch" in sys.modules:
             views = arguments.viewed(value), arguments.viewed(out)
             if views[0] is not value or views[1] is not out:
@@ -301,7 +315,10 @@ class Route:
     def start(
         self, what: str, key: object, value: object, out: object, priority: int, turns: Sequence[Hashable]
     ) -> Handle:
-        """Start a call and return its handle. Does not block. The call takes turns on its keys and on `turns`."""
+        """Start a call and return its handle. Does not block.
+
+        Calls that share a key or a name in `turns` run in program order.
+        """
         self._check_thread(f"i{what}")
         self.marks.mark(what, key)
         saves = self._prepare(what, key) if self._slow_path_due else None
@@ -313,7 +330,7 @@ class Route:
 
     @contextmanager
     def marked(self, what: str) -> Iterator[None]:
-        """Show other processes that this worker is in a call without a key, or with many, until the block ends."""
+        """Until the block ends, show other processes that this worker is in the call `what`, without naming keys."""
         self.mark(what)
         outer, self._inside = self._inside, get_ident()
         try:
@@ -334,11 +351,11 @@ class Route:
     # ---- what is due before and after a call
 
     def save_regularly(self, saves: SaveSchedule) -> None:
-        """Before each step, let `saves` begin a save if one is due."""
+        """From now on, let `saves` begin a save before each step for which one is due."""
         self._saves, self._slow_path_due = saves, True
 
     def write(self, saving: BackgroundSave | None) -> None:
-        """Write a checkpoint piece by piece after each call, until it is complete or another one begins."""
+        """Write the checkpoint `saving` piece by piece, after each call, until it is complete or another one begins."""
         if saving is not None:
             self._written, self._slow_path_due = saving, True
 
@@ -348,14 +365,17 @@ class Route:
 
     @contextmanager
     def pushing(self, names: list[str]) -> Iterator[None]:
-        """Do what is due before and after a push of these collections, which is made in the block."""
+        """Do the saves that are due before and after a push to these collections. The caller pushes in the block."""
         saves = self._prepare("push", names) if self._slow_path_due else None
         yield
         if self._slow_path_due:
             self._follow(saves, names)
 
     def _prepare(self, what: str, key: object) -> SaveSchedule | None:
-        """Do what is due before a call. Return the schedule of saves in which this push has to be counted."""
+        """Before a push, run the callback of `before_a_push`, and begin a save if one is due. Do nothing for a pull.
+
+        Return the save schedule that must count the push, or None if nothing has to count it.
+        """
         if what == "pull":
             return None
         if self._first_push is not None:
@@ -366,7 +386,7 @@ class Route:
         return self._saves
 
     def _follow(self, saves: SaveSchedule | None, key: object) -> None:
-        """Do what is due after a call."""
+        """After a call, let `saves` count it, and begin to write the next pieces of an unfinished checkpoint."""
         if saves is not None:
             saves.count(key)
         if self._written is not None and self._written.go_on():
@@ -385,7 +405,7 @@ class Route:
         if what != "push" and not all(array.flags.writeable for array in targets):
             return False
         if outs is not None and len(set(map(id, outs))) < len(outs):
-            # One array is `out` of two keys. The general path raises an error that names them.
+            # Two keys have the same array as `out`. The general path raises an error that names the keys.
             return False
         self._lists.run(what, records, values, outs, priority)
         return True
@@ -393,9 +413,10 @@ class Route:
     # ---- which calls can take a fast path
 
     def _one(self, key: Any, array: Any, priority: int, writes: bool = False) -> Key | None:
-        """Return the key if a call of one plain array can take a fast path, else None.
+        """Return the key's record if a call of one plain array can take a fast path, else None.
 
-        `writes`: the call writes into the array.
+        Args:
+            writes: True if the call writes into the array.
         """
         if type(array) is not ndarray or type(key) not in (str, int) or self._under_way:
             return None
@@ -408,7 +429,7 @@ class Route:
         return record if (flags.carray if writes else flags.c_contiguous) else None
 
     def _all(self, keys: Sequence[Any], arrays: Any, priority: int) -> list[Key] | None:
-        """Return the keys if a call with one plain array for each can take fast paths, else None."""
+        """Return the keys' records if a call with one plain array for each key can take fast paths, else None."""
         if not keys or type(arrays) not in LISTS or len(arrays) != len(keys):
             return None
         records, as_one, any_length = [], self._backend.quick_list is not None, self.marks.records

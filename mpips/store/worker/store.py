@@ -1,7 +1,8 @@
 """The calls that all workers make together: keys, optimizers, compression, barrier (`WorkerStore`).
 
-Bad arguments are compared in one rendezvous: all workers raise the same ValueError or TypeError, and nothing has
-changed. Any error after that ends the generation.
+All workers first compare their arguments in one rendezvous. If an argument is bad, all workers raise the same
+ValueError or TypeError, and nothing has changed. Any error after the rendezvous ends the generation: the store is then
+unusable until it recovers.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from mpips.store.worker.restored import Restored
 LOG = log.get("mpips.store")
 
 T = TypeVar("T")
-# all stores of this process that are in use, for `_end_in_fork`
+# all live stores of this process; `_end_in_fork` ends them
 _stores: weakref.WeakSet[WorkerStore] = weakref.WeakSet()
 
 
 def _end_in_fork() -> None:
-    """End the stores in a fork of this process: it has its parent's memory, and would take its parent's messages."""
+    """End the stores in a fork of this process. The fork shares memory with its parent, and would take its messages."""
     for store in _stores:
         rank = f"rank {store.layout.rank}"
         store.unbind()
@@ -57,12 +58,13 @@ os.register_at_fork(after_in_child=_end_in_fork)
 class WorkerStore:
     """A store on one worker: its keys, optimizers and compression, and the calls that change them.
 
-    These are the same on all workers. Users call `KVStore`; checkpoints, services and trainers use this class directly.
+    All workers have equal keys, optimizers and compression. Users call `KVStore`; checkpoints, services and trainers
+    use this class directly.
     """
 
     def __init__(self, layout: Layout, backend: Backend, generation: Generation) -> None:
         level = MPI.Query_thread()
-        # MPI does not allow calls of two threads at the same time
+        # True if MPI does not allow two threads to call it at the same time
         self._alone = level < MPI.THREAD_MULTIPLE
         self.layout = layout
         self.backend = backend
@@ -73,20 +75,19 @@ class WorkerStore:
         generation.checks.append(self._check_waits)
         self.keys: dict[Name, Key] = {}
         self.operations = Operations(layout.rank, backend, self.engine, self.keys)
-        # the optimizers of keys
         self.groups = Groups()
         self.compressor: Compressor | None = None
-        # the last checkpoint that was begun in the background
+        # the most recent background save, finished or not
         self.saving: BackgroundSave | None = None
-        # the step from which the job has resumed; rounds count from there
+        # the step from which the job has resumed; rounds are counted from this step
         self.base = 0
         # see `KVStore.resumed`
         self.resumed: int | None = 0
-        # content of the store that the program has not asked for yet
+        # restored content that the program has not asked for yet
         self.restored = Restored()
-        # this worker has taken a dead worker's place, and has yet to reach the step that the others are at
+        # True if this worker has replaced a dead one, and has not yet reached the step of the other workers
         self.fresh = False
-        # the schedule by which the store saves itself
+        # the schedule of the store's regular saves, or None if the store does not save itself
         self.regular: SaveSchedule | None = None
 
     @property
@@ -96,13 +97,13 @@ class WorkerStore:
 
     @property
     def pushed(self) -> dict[Name, Pushed]:
-        """All that is pushed in rounds: keys and collections."""
+        """All keys and collections, by name."""
         return {**self.keys, **self.collections}
 
     # ---- keys
 
     def init(self, key: object, value: object, see: Callable[[Sequence[Key]], None] = lambda keys: None) -> None:
-        """See `KVStore.init`. `see` is called with the keys to be created; it raises if the caller cannot use them."""
+        """See `KVStore.init`. `see` gets the keys, and raises an error if the caller cannot use them."""
 
         held: dict[Name, Key] = {}
         names: Sequence[Name] = ()
@@ -142,14 +143,14 @@ class WorkerStore:
         self.drop(records, "forget")
 
     def add(self, keys: Iterable[Key]) -> None:
-        """Register keys that have been made."""
+        """Register keys that the backend has made."""
         for key in keys:
             self.keys[key.name] = key
             if self.compressor is not None:
                 self.compressor.prepare(key.dtype)
 
     def drop(self, keys: Sequence[Key], what: str) -> None:
-        """Remove keys after all workers have agreed on it. Collective."""
+        """Remove keys. All workers have agreed to remove them before. Collective."""
         self.run(what, self.backend.forget(keys), [key.name for key in keys])
         self.groups.forget(key.name for key in keys)
         self.restored.claim(key.name for key in keys)
@@ -158,7 +159,7 @@ class WorkerStore:
             key.fast = None
 
     def known(self, names: object, what: str) -> list[Key]:
-        """Return the keys of these names, one or a list. ValueError or TypeError if a name is unknown."""
+        """Return the keys of one name or of a list of names. Raise ValueError or TypeError if a name is unknown."""
         return [arguments.find_key(self.keys, name, what) for name in arguments.names(names)]
 
     # ---- what all keys have in common
@@ -215,35 +216,37 @@ class WorkerStore:
         self.agree("barrier")
 
     def pushes(self) -> None:
-        """Note the first push after which restored content can no longer be claimed."""
+        """Note the first push. After it the program can no longer claim restored optimizers and compression."""
         self.fresh = False
         self.restored.pushed()
 
     def unbind(self) -> None:
-        """Disable all fast paths. The general path then raises the reason."""
+        """Disable all fast paths. Later calls take the general path, which raises the error of the ended generation."""
         for key in self.keys.values():
             key.fast = None
 
     # ---- waiting for operations, agreeing with the other workers, running tasks
 
     def finish(self) -> None:
-        """Wait for all operations that were started before. Raise the first failure that nobody has seen."""
+        """Wait for all operations that were started before. Raise the first error that no call has raised yet."""
         self.operations.check_open()
         self.engine.finish()
 
     def settle(self) -> None:
-        """Wait for all operations, and until the servers have read (asynchronous: applied) this worker's pushes.
+        """Wait for all operations, and until the servers have read this worker's pushes.
 
-        A setting that is changed afterwards counts from the next push on.
+        In an asynchronous store, also wait until the servers have applied the pushes. A setting that the caller changes
+        afterwards takes effect from the next push on.
         """
         self.finish()
         self.run("settle", self.backend.settle(list(self.keys.values())))
 
     def agree_on_refusals(self, what: str) -> None:
-        """Let each worker learn of rounds that servers have refused, before all compare their rounds in a call.
+        """Let every worker learn which rounds servers have refused, before the workers compare their rounds.
 
-        Collective in a synchronous store. Raise RoomError on a worker that had not heard of a refusal. The others wait
-        until it makes the call `what` again.
+        Servers refuse a round if they lack the memory for it. Collective in a synchronous store. Raise RoomError on
+        each worker that did not know of a refusal. The other workers wait until that worker makes the call `what`
+        again.
         """
         for service in () if self.layout.asynchronous else self.backend.services:
             while service.collections:
@@ -257,8 +260,8 @@ class WorkerStore:
     ) -> list[bytes]:
         """Run `agree` and `settle` on all workers. Return the `data` of each worker.
 
-        Raise ValueError on all workers of a synchronous store if some have pushed more often than others, because the
-        servers would wait for those that have pushed less.
+        Raise ValueError on all workers of a synchronous store if some workers have pushed more often than others,
+        because the servers would wait for the workers that have pushed less.
         """
         self.finish()
         self.agree_on_refusals(what)
@@ -270,7 +273,7 @@ class WorkerStore:
         ]
         if not self.layout.asynchronous:
             arguments.check_one_round(what, pushed, [rounds for rounds, _ in answers])
-        # Worker 0 sends the request for all workers, so the servers must have read every worker's pushes before.
+        # Worker 0 sends the request for all workers. So the servers must first have read the pushes of every worker.
         if self.layout.num_servers:
             self.settle()
             self.agree(what)
@@ -285,24 +288,25 @@ class WorkerStore:
         data: bytes = b"",
         alike: str = "",
     ) -> list[bytes]:
-        """Check that all workers make the same call, and exchange data. All raise the same error if their calls differ.
+        """Check that all workers make the same call, and exchange data. If calls differ, all raise the same error.
 
-        In an asynchronous store a worker that waits here holds up nobody else by `staleness` or `quorum`.
+        While a worker of an asynchronous store waits in this call, the limits `staleness` and `quorum` do not make
+        other workers wait for it.
 
         Args:
-            what: The call.
-            items: (name, value) of arguments that must be the same.
-            refusal: The error of this worker's arguments.
-            noun: What the names of `items` are, for error messages.
+            what: The name of the call.
+            items: (name, value) of each argument that must be equal on all workers.
+            refusal: The error in this worker's arguments, or None.
+            noun: The word for the names of `items` in error messages.
             data: Bytes for the other workers.
-            alike: A name. Calls that give the same name here may meet each other even if their `what` differs.
+            alike: If two calls pass the same `alike`, they match each other even if their `what` differs.
 
         Returns:
             The data of all workers.
         """
         self.operations.check_open()
         if self._alone:
-            # MPI does not allow calls of two threads at once: let the communication thread finish first.
+            # MPI does not allow two threads to call it at once. So let the communication thread finish first.
             self.engine.finish()
         with self.operations.guard(what):
             if self.layout.asynchronous and max(self.layout.options.staleness, self.layout.options.quorum) >= 0:
@@ -315,24 +319,27 @@ class WorkerStore:
 
         Args:
             names: The keys of the call.
-            collections: Collections of services for whose rounds it may wait.
+            collections: Collections of services whose rounds the task may wait for.
         """
         results: list[T] = []
         self.operations.run(names, append_result(task, results), 0, what, collections)
         return results[0]
 
     def start(self, what: str, task: Task[Any], detached: bool = True, collections: Sequence[str] = ()) -> Handle:
-        """Run a task in the background, in turn with others of the same `what` or of these collections.
+        """Run a task in the background. It runs after all earlier tasks with the same `what` or a shared collection.
 
         Args:
-            detached: Only the end of the store waits for it.
+            detached: True if only the end of the store waits for the task.
         """
         return self.engine.submit([("beside", what), *collections], self.operations.hearing(task), 0, what, detached)
 
     # ---- inside
 
     def _describe_wait(self, what: str) -> bytes:
-        """Encode how far this worker has pushed when it waits in a collective call. b"" if it may still push."""
+        """Encode how often this worker has pushed, for a wait in the collective call `what`.
+
+        Return b"" if an unfinished operation uses a communicator, because that operation may still push.
+        """
         used = self.engine.names_in_use()
         if any(name in used for name in self.backend.communicators):
             return b""
@@ -340,9 +347,10 @@ class WorkerStore:
         return waiting.describe(what, self.backend.sums()[0], [*keys, *self.collections.values()])
 
     def _check_waits(self) -> None:
-        """Tell the others how far this worker has pushed, if it waits in a collective call.
+        """If this worker waits in a collective call, tell the other workers how often it has pushed.
 
-        Raise MismatchError if it waits for a push by a worker that waits for this one in a collective call.
+        Raise MismatchError on a deadlock: this worker waits for a push by another worker, which waits for this worker
+        in a collective call.
         """
         if (what := self.generation.undescribed) and (word := self._describe_wait(what)):
             self.generation.describe_wait(word)
@@ -355,7 +363,7 @@ class WorkerStore:
         if blocked is not None:
             names, call = blocked[0], blocked[1]()
             if any(name in names for name in self.backend.communicators):
-                # Operations that were started before it hold it up too.
+                # The blocked operation also waits for unfinished operations that were started before it.
                 names = self.engine.names_in_use() | set(names)
             elif not self.layout.num_servers:
                 return
@@ -371,7 +379,7 @@ class WorkerStore:
 
 
 def _restored_keys(restored: Restored, known: Mapping[Name, Key], pairs: Sequence[tuple[Name, Any]]) -> dict[Name, Key]:
-    """Return those keys of an `init` that are restored. Raise ValueError if their shape or dtype differs."""
+    """Return those keys of an `init` that were restored. Raise ValueError if `init` asks for another shape or dtype."""
     restored.check_first_init([name for name, _ in pairs])
     restored_keys = {}
     for name, values in pairs:
@@ -382,7 +390,7 @@ def _restored_keys(restored: Restored, known: Mapping[Name, Key], pairs: Sequenc
 
 
 def _first_values(known: Mapping[Name, Key], key: object, value: object) -> list[tuple[Name, Array]]:
-    """Return new keys with their first values. ValueError or TypeError if one cannot be made."""
+    """Return (name, first value) of the keys to be made. Raise ValueError or TypeError if one cannot be made."""
     result = []
     for name, values in arguments.pairs(key, value, "init"):
         if name in known:
@@ -396,7 +404,7 @@ def _first_values(known: Mapping[Name, Key], key: object, value: object) -> list
 
 
 def _optimizer(layout: Layout, optimizer: str | Optimizer, keywords: Mapping[str, Any]) -> Optimizer:
-    """Make an optimizer. Raise ValueError if the store has a quorum and the optimizer cannot use means of gradients."""
+    """Make an optimizer. Raise ValueError if the store has a quorum and the optimizer cannot use mean gradients."""
     chosen = optimizers.create(optimizer, **keywords)
     takes_mean = is_dataclass(chosen) and "rescale" in {field.name for field in fields(chosen)}
     if layout.options.quorum >= 0 and layout.asynchronous and (isinstance(chosen, Elastic1) or not takes_mean):
@@ -409,7 +417,7 @@ def _optimizer(layout: Layout, optimizer: str | Optimizer, keywords: Mapping[str
 
 
 def _names_of_floats(store: WorkerStore, keys: object, what: str) -> list[Name] | None:
-    """Return the names of keys (None for all), after a check that an optimizer can update them."""
+    """Check that an optimizer can update the keys. Return their names, or None if `keys` is None (all keys)."""
     chosen = list(store.keys.values()) if keys is None else store.known(keys, what)
     _check_floats(chosen, what, "give keys=[...] without it")
     return None if keys is None else [key.name for key in chosen]

@@ -1,8 +1,9 @@
-"""Detect deadlocks: a worker waits for a push by another that has closed the store or is in a collective call.
+"""Detect deadlocks: one worker waits for a push by another worker that closes the store or waits in a collective call.
 
-A worker that closes the store tells how often it has pushed each key, and each collection of a service. A worker in a
-collective call tells the same for those that no running operation of its own can still push. A worker that needs one
-more push compares these numbers with its own, and raises an error that names both calls. No I/O here.
+A worker that closes the store reports how often it has pushed each key, and each collection of a service. A worker in a
+collective call also reports these numbers, but only for keys and collections that none of its running operations can
+still push. A worker that needs one more push compares these numbers with its own, and raises an error that names both
+calls. This module does no I/O.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from mpips.store.keys.key import Key, Name, Pushed
 from mpips.store.roles import Layout
 from mpips.store.runtime.rendezvous import data_of
 
-# the call in which a worker that closes meets the others
+# the name of the collective call in which workers close the store
 CLOSE = "close"
 
 
@@ -26,14 +27,14 @@ def pushes_of(pushed: Mapping[Name, Pushed]) -> bytes:
 
 
 def waits_for_closed(words: Sequence[bytes], pushed: Mapping[Name, Pushed], pushing: Sequence[Name] = ()) -> str:
-    """Find a worker that closes a synchronous store although this one waits for its next push.
+    """Find a worker that closes a synchronous store although this worker needs another push by that worker.
 
     Return an error message, or "" if there is no such worker.
 
     Args:
         words: The last message of each worker in a rendezvous.
         pushed: This worker's keys and collections.
-        pushing: Keys of a push that is not counted yet.
+        pushing: Keys of a push that this worker is making and has not counted yet.
     """
     for rank, word in enumerate(words):
         data = data_of(word, CLOSE)
@@ -45,37 +46,38 @@ def waits_for_closed(words: Sequence[bytes], pushed: Mapping[Name, Pushed], push
 
 
 class WaitingWorker(msgspec.Struct, array_like=True):
-    """How far a worker that waits in the collective call `what` has pushed."""
+    """How often a worker that waits in the collective call `what` has pushed."""
 
     what: str
-    # without servers: number of sums over all keys that it has begun
+    # in a store without servers: the number of sums that the worker has begun, over all keys
     sums: int
-    # with servers: (name, number of pushes) of keys and collections that no operation under way pushes
+    # in a store with servers: (name, number of pushes) of keys and collections that no unfinished operation pushes
     rounds: list[tuple[Name, int]]
 
 
 class Blocked(NamedTuple):
-    """What this worker's program waits for."""
+    """The wait that blocks this worker's program."""
 
-    # the call; "" stands for a collective of its client
+    # the blocked call; "" stands for a collective among the members of this worker's client
     call: str
-    # number of sums that it has begun
+    # the number of sums that this worker has begun
     sums: int
-    # with servers: key or collection -> the round that needs the other workers
+    # in a store with servers: key or collection -> the round that other workers have to push
     rounds: Mapping[Name, int]
-    # True if it blocks in a collective
+    # True if this worker is blocked inside a collective
     inside: bool
 
 
 def describe(what: str, sums: int, pushed: Iterable[Pushed]) -> bytes:
-    """Encode a `WaitingWorker`. `pushed`: keys and collections that no operation under way pushes."""
+    """Encode a `WaitingWorker`. `pushed` are the keys and collections that no unfinished operation pushes."""
     return msgspec.msgpack.encode(WaitingWorker(what, sums, [(each.name, each.round) for each in pushed]))
 
 
 def needed(key: Key, call: str) -> int:
-    """Return the round of the key that all workers must have pushed before the call ends.
+    """Return the round of the key that all workers must have pushed before the call can end.
 
-    A push whose previous round has not been read by the servers waits only for that previous round.
+    This is the key's current round, except for a push while the servers have not yet read this worker's previous one.
+    Such a push waits only for the previous round.
     """
     early = call.startswith("push ") and not all(
         shard.local and shard.consumed() >= key.round - 1 for shard in key.pushes
@@ -84,9 +86,9 @@ def needed(key: Key, call: str) -> int:
 
 
 def why_in_vain(own: Blocked, layout: Layout, others: Mapping[int, bytes]) -> str:
-    """Return an error message that names the two calls of a deadlock, or "" if there is none.
+    """Return an error message that names the two calls of a deadlock, or "" if nothing is deadlocked.
 
-    `others`: rank -> its `WaitingWorker`, encoded.
+    `others`: rank of a worker -> the encoded `WaitingWorker` of that worker.
     """
     for rank, word in others.items():
         other = msgspec.msgpack.decode(word, type=WaitingWorker)
@@ -108,7 +110,7 @@ def waits_for(own: Blocked, layout: Layout, rank: int, other: WaitingWorker) -> 
     if own.inside and not fellow:
         return ""
     if layout.asynchronous and not fellow:
-        # Servers hold up nobody for a worker that waits for all.
+        # Asynchronous servers let other workers continue while a worker waits for all.
         return ""
     for name, count in other.rounds:
         if own.rounds.get(name, 0) > count:
