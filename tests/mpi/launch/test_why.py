@@ -357,11 +357,11 @@ def test_who_takes_a_place_is_told_and_counters_go_on(tmp_path: Path) -> None:
         before = counts()
         os.kill(next(one["pid"] for one in why(name)["ranks"] if one["rank"] == 1), signal.SIGKILL)
         limit = time.monotonic() + 30
-        while b"has become" not in history.shown() and time.monotonic() < limit:
+        while b"has become" not in history.to_json() and time.monotonic() < limit:
             history.look()
         found = ask_until(name, lambda found: found["kind"] in ("runs", "slow") and 1 not in found["culprits"])
         after = counts()
-    assert b"rank 3, a spare, has become worker 1" in history.shown() and b"rank 1 is gone" in history.shown()
+    assert b"rank 3, a spare, has become worker 1" in history.to_json() and b"rank 1 is gone" in history.to_json()
     assert found["kind"] in ("runs", "slow") and 1 not in found["culprits"], found["sentence"]
     assert ("mpips_rank_up", "1") in before and ("mpips_rank_up", "1") not in after
     assert all(after[key] >= before[key] for key in before if key[0].endswith("_total") and key[1] in "02")
