@@ -363,7 +363,7 @@ class LocalRounds:
     def _send(self, number: int, places: Sequence[int], wait: bool = True) -> Handle | None:
         """Push the prepared values of some parameters of a fragment, and pull the centre. Blocking if `wait`."""
         for place in places if self._quorum else ():
-            self._kv.worker.keys[self._keys[place]].weight = self._weights[number]
+            self._kv.worker.keys[self._keys[place]].quorum_weight = self._weights[number]
         return self._exchange.send(places, wait)
 
     def _sum_of_tokens(self, number: int) -> int:

@@ -118,8 +118,8 @@ class Key:
     pieces: list[Piece] = field(default_factory=list)
     # the fast path, or None if the key has none
     fast: Fast | None = None
-    # the weight of this worker's next push; used in a store with a quorum
-    weight: int = 1
+    # the weight of this worker's next push in the round that a quorum closes; otherwise without effect
+    quorum_weight: int = 1
     # True if the value may have changed by something other than a round since the last pull that returned a version
     replaced: bool = True
     # Operation -> the number that shows other processes that this worker is in this operation of this key (see

@@ -295,16 +295,18 @@ class Sender:
         blocks = shard.blocks if coding == Coding.PLAIN else 1
         region = Region(0, 0, 0, 0, data.size)
         if blocks > 1:
-            shard.line.post(Op.PUSH, shard.number, round_, region, coding, priority, token=key.weight)
+            shard.line.post(Op.PUSH, shard.number, round_, region, coding, priority, token=key.quorum_weight)
             yield from self._as_asked(shard, data, shard.block_elements * key.dtype.itemsize, blocks)
             return
         yield from self._turn(key, shard, data, round_)
         if self._admits(shard, data):
             self._windows[shard.server].add(key.name, (round_, shard.start), shard.consumed, data.size)
-            shard.line.post(Op.PUSH, shard.number, round_, region, coding, priority, token=key.weight, flags=ALONG)
+            shard.line.post(
+                Op.PUSH, shard.number, round_, region, coding, priority, token=key.quorum_weight, flags=ALONG
+            )
             yield from self._under_way.begin(sends=[self._isend(shard, data)]).wait()
         else:
-            shard.line.post(Op.PUSH, shard.number, round_, region, coding, priority, token=key.weight)
+            shard.line.post(Op.PUSH, shard.number, round_, region, coding, priority, token=key.quorum_weight)
             yield from self._as_asked(shard, data, data.size, 1)
 
     def send_first(self, shard: Shard, values: Array) -> Task[None]:

@@ -263,7 +263,7 @@ class QuorumState(ServerState):
                 if not source.ready(0):
                     coming.add(index)
                     break
-                given = open_round.give(index, source.weight)
+                given = open_round.give(index, source.quorum_weight)
                 if unit.number not in self.open:
                     self.open[unit.number] = unit
                     unit.opened, unit.warned = None, False

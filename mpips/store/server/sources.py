@@ -309,7 +309,7 @@ class WholeMessage(Contribution):
         self._unit = unit
         self._frame = frame
         # The token of a push holds the weight of its worker.
-        self.weight = frame.token
+        self.quorum_weight = frame.token
         self._read = read
         self._data = np.empty(frame.nbytes, np.uint8)
         step = frame.nbytes if read is not None else unit.block_elements * unit.stored.itemsize

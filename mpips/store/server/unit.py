@@ -62,7 +62,7 @@ class Contribution:
     # all elements of the unit, if they are complete and in memory of this node; otherwise None
     steady: Array | None = None
     # the weight of the push in a round that a quorum closes
-    weight = 1
+    quorum_weight = 1
 
     def ready(self, block: int) -> bool:
         """True if this block can be read. The call may start to fetch the block."""

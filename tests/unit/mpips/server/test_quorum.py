@@ -95,7 +95,7 @@ class Whole(Elements):
 
     def __init__(self, array, weight=1, there=True):
         super().__init__(array)
-        self.weight, self.there = weight, there
+        self.quorum_weight, self.there = weight, there
 
     def ready(self, block):
         return self.there
