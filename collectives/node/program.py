@@ -1,6 +1,6 @@
 """Programs over a node's shared memory: actions between meetings, of four kinds, which `executor` chooses and runs.
 
-An action copies a vector (`Copy`), reduces several to one (`Reduce`), or is a step that only Python can take. So a
+An action copies a vector (`Copy`), reduces several to one (`Combine`), or is a step that only Python can take. So a
 program is data: `steps_of` turns actions into calls of NumPy, and `short_cut` into a record for one compiled function.
 
 **Slots.** Every rank copies its small vector into its slot, all ranks meet once, and each reads what it needs from the
@@ -60,7 +60,7 @@ class Copy(NamedTuple):
     source: Vector
 
 
-class Reduce(NamedTuple):
+class Combine(NamedTuple):
     """An action: set `total` to the reduction of all parts, in their order.
 
     One of the parts may be `total` itself. `scratch` has the size of a part.
@@ -72,7 +72,7 @@ class Reduce(NamedTuple):
     scratch: Vector
 
 
-Action: TypeAlias = "Copy | Reduce | Step"
+Action: TypeAlias = "Copy | Combine | Step"
 # Actions of even operations, and of odd ones. They differ because slots are used in turn.
 Turns: TypeAlias = "tuple[Sequence[Action], Sequence[Action]]"
 NOTHING: Turns = ((), ())
@@ -88,7 +88,7 @@ def steps_of(actions: Iterable[Action]) -> tuple[Step, ...]:
                 steps.append((target.__setitem__, (slice(None), source)))
             else:
                 steps.append((np.copyto, tuple(action)))
-        elif isinstance(action, Reduce):
+        elif isinstance(action, Combine):
             call = action.call
             assert call.reduction is not None
             divisor = call.p if call.reduction.is_mean else 1
@@ -148,11 +148,11 @@ def copy(to: Vector, source: Vector) -> Iterator[Copy]:
 
 
 def combine(call: Call, parts: Sequence[Vector], total: Vector, scratch: Vector) -> Iterator[Action]:
-    """Yield the action that sets `total` to the reduction of all parts; see `Reduce`."""
+    """Yield the action that sets `total` to the reduction of all parts; see `Combine`."""
     if len(parts) == 1:
         yield from copy(total, parts[0])
     elif total.size:
-        yield Reduce(call, tuple(parts), total, scratch)
+        yield Combine(call, tuple(parts), total, scratch)
 
 
 def slot_puts(memory: NodeAreas, call: Call, x: Window, parity: int) -> tuple[Action, ...]:

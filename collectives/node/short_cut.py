@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mpips.collectives.fabric.board import NUMBERS, Board
 from mpips.collectives.kernels.engine import Kernel
 from mpips.collectives.kernels.function import compiled, narrow, widen
-from mpips.collectives.node.program import Action, Copy, NodeProgram, Reduce, Turns
+from mpips.collectives.node.program import Action, Copy, NodeProgram, Combine, Turns
 
 # Results of a fast path. DONE: the call is complete. NOT_BEGUN: run `Executor.steps`. MET: all ranks have entered; run
 # `Executor.rest`.
@@ -185,7 +185,7 @@ def record_of(board: Board, tokens: Sequence[int], puts: Turns, program: NodePro
         return None
     actions = [*puts[0], *puts[1], *program.last[0], *program.last[1]]
     actions += [action for phase in program.phases for action in (*phase.before, *phase.after)]
-    dtypes = {action.total.dtype for action in actions if isinstance(action, Reduce)}
+    dtypes = {action.total.dtype for action in actions if isinstance(action, Combine)}
     if len(dtypes) > 1 or not all(map(_is_compiled, actions)):
         return None
     kernel = carry_out.prepare(dtypes.pop() if dtypes else np.dtype(np.float32))
@@ -208,7 +208,7 @@ def _is_compiled(action: Action) -> bool:
     """True if `carry_out` can carry out the action."""
     if isinstance(action, Copy):
         return True
-    if not isinstance(action, Reduce) or action.call.reduction is None or action.call.reduction.combine is not np.add:
+    if not isinstance(action, Combine) or action.call.reduction is None or action.call.reduction.combine is not np.add:
         return False
     return all(array.flags.aligned and array.dtype.isnative for array in (action.total, *action.parts))
 
@@ -220,7 +220,7 @@ def _words_of(actions: Sequence[Action], kept: list[Any]) -> list[int]:
         if isinstance(action, Copy):
             words += [COPY, _address(action.to), action.to.nbytes, _address(action.source)]
             continue
-        assert isinstance(action, Reduce)
+        assert isinstance(action, Combine)
         assert action.call.reduction is not None
         total, divisor = action.total, 0
         if action.call.reduction.is_mean:
