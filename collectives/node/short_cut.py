@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from mpips.collectives.fabric.board import NUMBERS, Board
 from mpips.collectives.kernels.engine import Kernel
 from mpips.collectives.kernels.function import compiled, narrow, widen
-from mpips.collectives.node.program import Action, Copy, NodeProgram, Combine, Turns
+from mpips.collectives.node.program import Action, Combine, Copy, NodeProgram, Turns
 
 # Results of a fast path. DONE: the call is complete. NOT_BEGUN: run `Executor.steps`. MET: all ranks have entered; run
 # `Executor.rest`.
