@@ -1,4 +1,4 @@
-"""The public calls, `allreduce` to `grouped_allreduce`, and the lookup of the plan that each call runs.
+"""The public calls, `allreduce` to `grouped_allreduce`: how a repeated call finds its plan at once and runs it.
 
 A plan is a call compiled for given arrays. The docstring of `allreduce` describes the arguments and errors that all
 calls, and the function `plan`, share.

@@ -1,4 +1,4 @@
-"""Tasks, i.e. generators for work that has to wait now and then, and functions that run several tasks at once. No I/O.
+"""Tasks: generators for work that has to wait now and then, and functions that run several tasks at once. No I/O.
 
 A task yields whenever it has to wait: True if it has advanced since its last yield, False or None if not. After True,
 the caller resumes the task soon; otherwise the caller may sleep a little first. The result of a task is the value that

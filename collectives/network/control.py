@@ -1,4 +1,4 @@
-"""Notes, i.e. short messages between nodes that say that a rank has failed or that calls differ.
+"""Notes between nodes: short messages by which all ranks learn that a rank has failed, or that calls differ.
 
 Within a node the board does this work (`fabric.board`). No rank sends a note while all goes well. Every rank numbers
 its operations. A note carries the number of an operation and its name, which is the text of the call.

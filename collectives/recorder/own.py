@@ -1,4 +1,4 @@
-"""The page of this process, i.e. the file in which it records what it does, so that other processes can read it.
+"""The page of this process: the file in which it records what it does, so that other processes can read it.
 
 The page is opened when the process becomes a rank, removed when the process ends well, and kept when the process fails.
 It is in the folder of the job (`folders`). On `SIGNAL`, the process writes the stacks of all threads into a file beside

@@ -1,4 +1,4 @@
-"""Predicts the time of an algorithm on a topology by simulation, for example of a ring on a fat-tree.
+"""Predicts the time of an algorithm on a topology, such as a ring on a fat-tree, by simulation and by formula (`cost`).
 
 The simulation advances the clocks of all ranks step by step. (`schedule.model` explains steps, lanes and turns.) A
 message starts when its sender and its receiver have reached the step that the message belongs to. Every message costs

@@ -1,4 +1,4 @@
-"""The CUDA kernels that reduce several GPU vectors to one.
+"""The text of the CUDA kernels that reduce several GPU vectors to one; `cuda` launches them and waits for streams.
 
 `source` writes a kernel for an operation, an element type and a number of vectors. The kernel needs no CUDA header. Its
 result has the same bits as that of `collectives.kernels.sums` on the host, so a result does not depend on where the

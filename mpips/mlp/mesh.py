@@ -1,4 +1,4 @@
-"""The device mesh of batch x model ranks: each rank's two indices, and the communicators along both directions.
+"""The device mesh of batch x model ranks: which rank holds which part of the layers, and the communicators along it.
 
 Source: the paper, section 7, which calls the mesh a process grid. The functions at the end of the module (`agree`,
 `attempt`, `alike`) raise an error of one rank on all ranks.

@@ -1,4 +1,4 @@
-"""Choose a plan from a profile, and check whether the plan still fits. `strategies` and `joint` group the layers.
+"""Decide which strategy's groups of layers travel together, from a profile, and check whether the plan still fits.
 
 Plans cover one direction or both, on any number of nodes. For PyTorch, see `mpips.torch.buckets`.
 """

@@ -1,4 +1,4 @@
-"""Decide which layers travel together, one direction at a time: a pure function for each strategy.
+"""Strategies that group layers into messages, one direction at a time: a pure function for each. `planner` chooses.
 
 `optimal` is the exact optimum, and `merged` is MG-WFBP's rule. `single` and `layerwise` depend only on the number of
 layers. `single` is SyncEASGD's single message after the backward pass (MG-WFBP, section I), which is also what

@@ -1,4 +1,4 @@
-"""The worker's side of tables: merge repeated ids, spread ids over the servers by hash, and send requests.
+"""The worker's side of tables: merge repeated ids, find their servers (`keys.row_sums`), and send requests.
 
 Each worker sends requests to the servers itself. Even in `mpi_*` stores the members of a client do not sum their
 gradients first. They mostly name different rows, so the sum would save little.
