@@ -189,7 +189,7 @@ def record_of(board: Board, tokens: Sequence[int], puts: Turns, program: NodePro
     if len(dtypes) > 1 or not all(map(_is_compiled, actions)):
         return None
     kernel = carry_out.prepare(dtypes.pop() if dtypes else np.dtype(np.float32))
-    if kernel is None:
+    if kernel is None or kernel.failure:
         return None
     spins = SPINS_SHARED if board.memory.crowded else SPINS_ALONE
     rows = [_address(row) for pair in (board.entries, board.progress) for row in pair]
@@ -227,12 +227,12 @@ def _words_of(actions: Sequence[Action], kept: list[Any]) -> list[int]:
             kept.append(np.array([action.call.p], total.dtype))
             divisor = _address(kept[-1])
         # A partial sum may not overwrite a part that is still to be read, and a compiled loop that reads what it writes
-        # is slow. Then the sum is made beside the total, and copied.
+        # is slow. Then the sum is made in the scratch array, and copied.
         start, end = _address(total), _address(total) + total.nbytes
         apart = all(_address(part) + part.nbytes <= start or end <= _address(part) for part in action.parts)
         if not apart:
-            kept.append(np.empty_like(total))
-            total = kept[-1]
+            total = action.scratch[: total.size]
+            kept.append(total)
         parts = [_address(part) for part in action.parts]
         words += [len(parts), _address(total), total.size, divisor, *parts]
         if not apart:

@@ -89,9 +89,10 @@ def all_reduce(tensor: Tensor, op: str = "sum", group: dist.ProcessGroup | None 
         MismatchError: The ranks make different calls. All ranks raise the same message.
         CollectiveError: A rank has died or was interrupted.
 
-    >>> tensor = torch.ones(4)
-    >>> mpips.torch.all_reduce(tensor, "mean")
+    >>> torch.distributed.init_process_group("mpips")
+    >>> mpips.torch.all_reduce(torch.ones(4), "mean")
     tensor([1., 1., 1., 1.])
+    >>> torch.distributed.destroy_process_group()
     """
     if op not in REDUCTIONS:
         raise ValueError(f"all_reduce: op is {op!r}: give {', '.join(REDUCTIONS)}")
