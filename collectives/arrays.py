@@ -7,7 +7,6 @@ Arrays with ``__cuda_array_interface__`` are in the memory of a GPU; `collective
 from __future__ import annotations
 
 import ctypes
-import functools
 import sys
 from typing import Any, NamedTuple, TypeAlias
 
@@ -125,32 +124,13 @@ def _host_torch(x: Array, name: str) -> Vector:
     if x.layout is not torch.strided:
         raise TypeError(f"{name} is a tensor of layout {x.layout}: pass a dense one, as tensor.to_dense()")
     values = x.detach()
-    if values.is_conj() or values.is_neg():
-        # The memory does not hold the tensor's values. numpy() raises an error that says what to do.
+    if values.dtype != torch.bfloat16:
         return values.numpy()
-    dtype = _numpy_dtype(values.dtype, name)
-    if not values.numel():
-        return np.empty(tuple(values.shape), dtype)
-    nbytes = values.untyped_storage().nbytes() - values.storage_offset() * dtype.itemsize
-    # Do not use `values.numpy()`: it marks the tensor's storage as not resizable, and FSDP resizes storages.
-    memory = (ctypes.c_char * nbytes).from_address(values.data_ptr())
-    # This keeps the memory alive as long as the array.
-    memory.tensor = values
-    strides = [stride * dtype.itemsize for stride in values.stride()]
-    return np.ndarray(tuple(values.shape), dtype, buffer=memory, strides=strides)
-
-
-@functools.cache
-def _numpy_dtype(dtype: Any, name: str) -> np.dtype[Any]:
-    """Return NumPy's dtype for a dtype of PyTorch. For bfloat16, this is the dtype of the ml_dtypes package."""
-    torch = sys.modules["torch"]
-    if dtype != torch.bfloat16:
-        return torch.empty(0, dtype=dtype).numpy().dtype  # type: ignore[no-any-return]
     try:
         import ml_dtypes
     except ImportError:
         raise TypeError(f"{name} holds bfloat16, which needs the package ml_dtypes: pip install ml_dtypes") from None
-    return np.dtype(ml_dtypes.bfloat16)
+    return values.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
 
 
 def flat(array: Vector, name: str, written: bool) -> Flat:

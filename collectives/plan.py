@@ -209,7 +209,8 @@ class Plan(NotCopyable):
             self._retired = True
         elif not self._freed:
             self._freed = True
-            self.runner.fast = not_begun
+            # both: `set_timed` may change from one to the other later
+            self.runner.fast = self._bare.fast = not_begun
             self._bare.free()
             self._arrays = self._result = None
 

@@ -373,8 +373,10 @@ class Board:
         # lent no arrays or has finished the phase for which it lent them. Then let them complete the operation.
         if lending or not self._complete():
             self.entries[self.number & 1][self.rank] = OUT
-        # OUT is greater than any phase, so other ranks see that this rank does not touch their arrays any more.
-        self.progress[self.phase + 1 & 1][self.rank] = OUT
+        # OUT is greater than any phase, so other ranks see that this rank does not touch their arrays any more. The row
+        # of the last signal stays as it is, because slower ranks may still wait for that signal. `phase` does not tell
+        # which row that is: a fast path sets it before the phases.
+        self.progress[last_signal + 1 & 1][self.rank] = OUT
         if self.fence is not None:
             self.fence()
         time.sleep(SETTLE_SECONDS)

@@ -31,8 +31,9 @@ NOT_MET, UNFINISHED = 3, 4
 MOST_BYTES = 1 << 20
 # Looks at a row before a rank yields its core: if it has a core of its own, and if ranks share cores.
 SPINS_ALONE, SPINS_SHARED = 300, 3
-# looks after that, before `carry_out` returns
-MOST_YIELDS = 200
+# Looks after that, each after a yield, before `carry_out` returns. A yield may take a time slice of another process,
+# and this process's other threads wait for the GIL meanwhile.
+MOST_YIELDS = 4
 
 # Fields of a record. EVEN and ODD say where the instructions for even and for odd operations begin in the record. The
 # tokens of all ranks begin at TOKENS.

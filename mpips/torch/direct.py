@@ -29,16 +29,17 @@ class TensorViews:
 
     def __init__(self) -> None:
         # id of a tensor -> a reference to the tensor, its address, its number of elements, and its view
-        self._views: dict[int, tuple[weakref.ref[Tensor], int, int, Vector]] = {}
+        self._views: dict[int, tuple[weakref.ref[Tensor], int, int, torch.dtype, Vector]] = {}
 
     def find(self, tensor: Tensor) -> Vector | None:
         """Return a 1-D view of a tensor, or None if the fast path does not support this tensor."""
         known = self._views.get(id(tensor))
         if known is not None:
-            reference, address, count, view = known
-            # The program may have given the tensor other memory or strides, or a new tensor may have a dead one's id.
-            moved = tensor.data_ptr() != address or tensor.numel() != count or not tensor.is_contiguous()
-            if not moved and reference() is tensor:
+            reference, address, count, dtype, view = known
+            # The program may have given the tensor other memory, strides or elements. A new tensor may have the id of a
+            # dead one.
+            unmoved = tensor.data_ptr() == address and tensor.numel() == count and tensor.is_contiguous()
+            if unmoved and tensor.dtype is dtype and reference() is tensor:
                 return view
         return self._make(tensor)
 
@@ -48,10 +49,12 @@ class TensorViews:
             return None
         if not (tensor.is_floating_point() or tensor.dtype in (torch.int32, torch.int64)):
             return None
+        if tensor.data_ptr() == 0:
+            return None
         number = id(tensor)
-        view = arrays.host(tensor.detach().view(-1), "tensor")
+        view = arrays.flat(arrays.host(tensor.detach().view(-1), "tensor"), "tensor", True).vector()
         reference = weakref.ref(tensor, lambda _: self._views.pop(number, None))
-        self._views[number] = (reference, tensor.data_ptr(), tensor.numel(), view)
+        self._views[number] = (reference, tensor.data_ptr(), tensor.numel(), tensor.dtype, view)
         return view
 
 
@@ -97,8 +100,8 @@ def all_reduce(tensor: Tensor, op: str = "sum", group: dist.ProcessGroup | None 
     if op not in REDUCTIONS:
         raise ValueError(f"all_reduce: op is {op!r}: give {', '.join(REDUCTIONS)}")
     if torch.compiler.is_compiling():
-        name = (group or dist.group.WORLD).group_name  # type: ignore[union-attr]
-        torch.ops.mpips.all_reduce(tensor, op, name)
+        chosen: Any = dist.group.WORLD if group is None else group
+        torch.ops.mpips.all_reduce(tensor, op, chosen.group_name)
         return tensor
     _reduce(tensor, op, group)
     return tensor
@@ -114,6 +117,9 @@ def _comm_of(group: Any) -> MPI.Intracomm | None:
     """Return the communicator of a group with the backend "mpips", or None for a group of another backend."""
     if group is None:
         raise ValueError('all_reduce: there is no process group yet: call dist.init_process_group("mpips") first')
+    if not isinstance(group, dist.ProcessGroup):
+        # GroupMember.NON_GROUP_MEMBER: this rank is not in the group, and dist.all_reduce says so.
+        return None
     comm = getattr(group, "comm", None)
     if comm is None:
         comm = getattr(group._get_backend(torch.device("cpu")), "comm", None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import warnings
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -55,7 +57,6 @@ def test_a_tensor_that_gets_other_memory_or_strides_is_reduced_where_it_is():
     for change in (
         lambda: None,
         lambda: setattr(tensor, "data", torch.full((4, 4), RANK + 1.0)),
-        lambda: tensor.resize_(8, 8).fill_(RANK + 1.0),
         lambda: tensor.t_().fill_(RANK + 1.0),
         lambda: setattr(tensor, "data", torch.full((8, 6), RANK + 1.0)[:, ::2]),
     ):
@@ -66,12 +67,33 @@ def test_a_tensor_that_gets_other_memory_or_strides_is_reduced_where_it_is():
     assert all(results)
 
 
-def test_the_memory_of_a_tensor_can_be_resized_afterwards():
-    """As FSDP does. `Tensor.numpy()` would forbid it."""
-    for call in (mpips.torch.all_reduce, dist.all_reduce):
-        tensor = torch.full((3,), RANK + 1.0)
-        call(tensor)
-        tensor.untyped_storage().resize_(0)
+def test_a_tensor_that_gets_another_dtype_is_reduced_as_that() -> None:
+    wrong = []
+    for before, after in ((torch.float16, torch.bfloat16), (torch.int32, torch.float32)):
+        tensor = torch.full((4,), 1, dtype=before)
+        mpips.torch.all_reduce(tensor)
+        tensor.data = tensor.data.view(after)
+        tensor.fill_(1.5)
+        mpips.torch.all_reduce(tensor)
+        if not bool((tensor == 1.5 * P).all()):
+            wrong.append((before, after))
+    assert not wrong
+
+
+def test_memory_that_a_tensor_gives_up_is_freed() -> None:
+    tensor = torch.ones(1 << 20)
+    storage = weakref.ref(tensor.untyped_storage())
+    mpips.torch.all_reduce(tensor)
+    tensor.data = torch.empty(0)
+    assert storage() is None
+
+
+def test_a_rank_outside_of_the_group_is_left_out() -> None:
+    group, tensor = dist.new_group([0]), torch.full((3,), RANK + 1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mpips.torch.all_reduce(tensor, group=group)
+    assert bool((tensor == RANK + 1.0).all())
 
 
 def test_new_tensors_are_not_taken_for_old_ones():

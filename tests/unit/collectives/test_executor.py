@@ -219,7 +219,7 @@ def test_an_interrupt_at_any_bytecode_of_a_short_way_ends_the_generation_for_all
         assert told[1] in (2, 3) or str(told[1]) == "rank 0 was interrupted", at
         if told[1] in (2, 3):
             with pytest.raises(Exception, match="rank 0 was interrupted"):
-                boards[1].hear()
+                boards[1].look_at_all()
     raise AssertionError("never through")
 
 
