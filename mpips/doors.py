@@ -1,7 +1,7 @@
 """Make `collectives` and `launch` short names of the packages `mpips.collectives` and `mpips.launch`.
 
 Our own modules import one another only as `mpips.collectives...` and `mpips.launch...`. The short names are common
-words, and a user's program may have a file `collectives.py` or a folder `launch` of its own. In that case the program's
+words, and a user's program may have a file `collectives` or a folder `launch` of its own. In that case the program's
 imports find the program's file, and our imports still find our modules. In a clone `mpips/collectives` and
 `mpips/launch` are symbolic links, and in an installed package they are folders.
 """
