@@ -366,7 +366,7 @@ def test_what_one_rank_asks_otherwise_all_hear() -> None:
         "argument 'init' is Uniform(bound=": ("table", {}, {"init": mpips.uniform(0.5)}),
         "unknown optimizer 'rprop' of a table: the known ones are sgd,": ("table", {}, {"optimizer": "rprop"}),
         "a table has no argument momentum": ("table", {}, {"momentum": 0.9}),
-        "rank 0 calls table 'u'; rank": ("table", {}, {"name": "v"}),
+        "calls table 'v': let all ranks make the same call": ("table", {}, {"name": "v"}),
         "a key has the name 'key': choose another": ("table", {"name": "w"}, {"name": "key"}),
         "'t' was already made": ("table", {"name": "w"}, {"name": "t"}),
         "a table has the name 't': choose another": ("init", {"key": "w"}, {"key": "t"}),
