@@ -70,8 +70,6 @@ OUT = (1 << 64) - 1
 OUT_TOKEN = OUT & NUMBERS
 # How often a rank reads the row before it yields its core: with a core of its own, and if ranks share cores.
 SPINS_ALONE, SPINS_SHARED = 64, 1
-# how often it reads the row after that, before the wait loop (`drive`) takes over
-MOST_LOOKS = 256
 LOOK_AT_PEERS_SECONDS = 0.05
 # the longest time that a failing rank waits until no other rank touches its arrays
 LEAVING_SECONDS = 5.0
@@ -215,9 +213,6 @@ class Board:
         # Fast paths may begin only with a descriptor whose running number is above this; see `hold_fast_paths`.
         self.spent = -DESCRIPTORS
         self.spins = SPINS_SHARED if memory.crowded else SPINS_ALONE
-        # A fast path reads a row this often before it enters the wait loop. After the first `spins` reads, it yields
-        # its core between two reads.
-        self.looks = range(self.spins + MOST_LOOKS)
         self._held = False
         # True while this rank carries out an operation over messages
         self._carrying = False
@@ -264,13 +259,9 @@ class Board:
         if self.fence is not None:
             self.fence()
 
-    def meet(self, row: memoryview, wanted: int, what: str) -> bool:
-        """Wait until all ranks have entered the current operation. Return True if `row` then is `wanted`. Blocking.
-
-        Fast paths call this when `looks` reads were not enough. `what` names the call in errors.
-        """
+    def meet(self, what: str) -> None:
+        """Wait until all ranks have entered the current operation. Blocking. `what` names the call in errors."""
         drive(wait_until(self._complete), self, what)
-        return int.from_bytes(row, ORDER) == wanted
 
     def tokens(self) -> tuple[int, ...]:
         """Return the token of each rank. Valid after a meeting, until this rank enters the next operation."""
@@ -305,8 +296,8 @@ class Board:
         if self.fence is not None:
             self.fence()
 
-    def follow(self, row: memoryview, finished: int, what: str) -> None:
-        """Like `followed`, but blocking. Fast paths call this when `looks` reads were not enough."""
+    def follow(self, what: str) -> None:
+        """Like `followed`, but blocking. `what` names the call in errors."""
         drive(self.followed(), self, what)
 
     def carried_out(self, steps: Iterator[None]) -> Iterator[None]:

@@ -245,12 +245,12 @@ class NodeExecutor:
     def _go_on_after(self, phase: int) -> None:
         """Finish a call after this rank has finished the phase with this index. Blocking."""
         board = self._board
-        board.follow(board.progress[board.phase & 1], board.phase * board.ones, self._text)
+        board.follow(self._text)
         for before, after in self._program.phases[phase + 1 :]:
             perform(before)
             board.signal()
             perform(after)
-            board.follow(board.progress[board.phase & 1], board.phase * board.ones, self._text)
+            board.follow(self._text)
         perform(self._program.last[board.number & 1])
 
     def _compile(self, number: int, descriptors: Sequence[Descriptor]) -> NodeProgram:

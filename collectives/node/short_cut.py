@@ -21,8 +21,8 @@ from mpips.collectives.kernels.engine import Kernel
 from mpips.collectives.kernels.function import compiled, narrow, widen
 from mpips.collectives.node.program import Action, Combine, Copy, NodeProgram, Turns
 
-# Results of a fast path. DONE: the call is complete. NOT_BEGUN: run `Executor.steps`. MET: all ranks have entered; run
-# `Executor.rest`.
+# Results of a fast path. DONE: the call is complete. NOT_BEGUN: run `NodeExecutor.steps`. MET: all ranks have entered;
+# run `NodeExecutor.rest`.
 DONE, NOT_BEGUN, MET = 0, 1, 2
 # More results of `carry_out`. NOT_MET: not all ranks have entered yet. UNFINISHED + k: this rank has finished phase k,
 # counted from 0, and some other rank has not.
@@ -266,7 +266,6 @@ def short_cut(
         record: The address of the call's record.
         go_on: Finishes the call after the phase with this index, which this rank has finished. Blocking.
     """
-    entries = board.entries
 
     def fast() -> int:
         number = board.number + 1
@@ -289,7 +288,7 @@ def short_cut(
         if phases:
             board.phase = finished
         if code == NOT_MET:
-            board.meet(entries[number & 1], 0, text)
+            board.meet(text)
         return MET
 
     return fast

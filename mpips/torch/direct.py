@@ -28,7 +28,8 @@ class TensorViews:
     """Caches NumPy views of tensors. A view is kept as long as its tensor exists and stays at the same address."""
 
     def __init__(self) -> None:
-        # id of a tensor -> a reference to the tensor, its address, its number of elements, and its view
+        # id of a tensor -> a reference to it, its address, its number of elements, its dtype, and its view, which does
+        # not keep the memory alive
         self._views: dict[int, tuple[weakref.ref[Tensor], int, int, torch.dtype, Vector]] = {}
 
     def find(self, tensor: Tensor) -> Vector | None:

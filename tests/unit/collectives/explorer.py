@@ -212,7 +212,7 @@ class World:
     def board(self, kind: type[Stepping] | None = None) -> board.Board:
         """The real board over these words."""
         made = (kind or Stepping)(self._memory(), range(self.size), wait.Limits())
-        made._world, made.spins, made.looks = self, 0, range(1)
+        made._world, made.spins = self, 0
         made._due = float("inf")  # processes do not end here
         made.poison.flag = self.words(("flag", 0), ("flag", 1))  # type: ignore[assignment]
         made.poison._memory = Bytes(self, "sentence")  # type: ignore[assignment]
