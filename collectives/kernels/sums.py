@@ -95,7 +95,7 @@ def _add_group(parts: Sequence[Vector], out: Vector) -> None:
 def pays(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: int, mean: bool = False) -> bool:
     """True if a kernel pays for a reduction of `parts` vectors of `nbytes` bytes each.
 
-    Kernels for wider elements than 16 bits pay only if this process compiles kernels anyway.
+    Kernels for wider elements than 16 bits pay only if this process has loaded Numba anyway.
     """
     limit = _threshold(dtype)
     if limit is None or combine not in SIGNS or not (dtype.itemsize == 2 or engine.in_use()):
@@ -104,7 +104,7 @@ def pays(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: 
 
 
 def _call(kernel: engine.Kernel, out: Vector) -> Callable[..., Any] | None:
-    """Return the function of a kernel, or None until it is compiled. Only 16-bit elements count towards compilation."""
+    """Return the function of a kernel, or None until it is loaded. Only 16-bit elements count towards loading."""
     return kernel.call_for(out.size) if out.itemsize == 2 else kernel.call
 
 
@@ -115,11 +115,13 @@ def _threshold(dtype: np.dtype[Any]) -> KernelThreshold | None:
 
 
 def prepare(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: int, mean: bool = False) -> None:
-    """Request the kernels of a reduction, if they pay, so that they are compiled in time. Does not block."""
+    """Load the kernels of a reduction, if they pay. Blocking then, up to a second or two."""
     if pays(combine, dtype, parts, nbytes, mean):
-        _kernel(combine, dtype.name, min(parts, MOST_PARTS))
+        groups = {min(parts, MOST_PARTS)}
         if parts > MOST_PARTS and (rest := (parts - 1) % (MOST_PARTS - 1)):
-            _kernel(combine, dtype.name, rest + 1)
+            groups.add(rest + 1)
+        for count in groups:
+            _kernel(combine, dtype.name, count).prepare(nbytes // dtype.itemsize)
 
 
 def steps(
@@ -185,7 +187,7 @@ def _pairs(
 def _one_pass(
     combine: Callable[..., Any], parts: Sequence[Vector], out: Vector, scratch: Vector | None, divisor: int
 ) -> Step:
-    """Return a step that runs a kernel, or NumPy calls as long as the kernel is not compiled."""
+    """Return a step that runs a kernel, or NumPy calls as long as the kernel is not loaded."""
     kernel, by_numpy = _kernel(combine, out.dtype.name, len(parts)), _pairs(combine, parts, out, scratch, divisor)
     arguments = _arguments(parts, out, divisor)
 

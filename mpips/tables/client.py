@@ -198,7 +198,7 @@ class RemoteTables:
     def make(self, card: messages.MakeTable) -> Task[None]:
         """Make a table on all servers. Collective. Raises ValueError on all workers if a server cannot make it."""
         yield from self._setup.at_rank_0(lambda: self._setup.tell_all(card), f"table {card.table!r}")
-        kernels.load(np.dtype(card.dtype), kernels.OF_WORKERS, kernels.LOADED_SECONDS)
+        kernels.load(np.dtype(card.dtype), kernels.OF_WORKERS)
         self.known[card.table] = KnownTable(card)
 
     def update(self, table: str, numbers: bytes) -> Task[None]:

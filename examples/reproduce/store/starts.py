@@ -103,7 +103,7 @@ def load() -> None:
         optimizers.RMSProp(),
     ):
         optimizer.prepare(np.dtype(np.float32))
-    engine.settle(LIMIT)
+    engine.load_all()
     print(json.dumps({name: value - before[name] for name, value in look().items()}))
 
 

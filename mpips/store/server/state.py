@@ -321,9 +321,9 @@ class ServerState(ABC):
         self._prepare(unit)
 
     def _prepare(self, unit: Unit) -> None:
-        """Request the compiled loops that will sum and update a unit, so that they are ready when they are needed."""
+        """Load the compiled loops that will sum and update a unit, if they pay. Blocking then."""
         if self.compressor is not None:
-            self.compressor.prepare(unit.stored.dtype)
+            self.compressor.prepare(unit.stored.dtype, unit.stored.size)
         nbytes, size, dtype = unit.stored.nbytes, unit.stored.size, unit.stored.dtype.name
         what = "sum" if unit.optimizer is None else "update"
         unit.form = form(self.lane, what, repr(unit.key), nbytes, size, dtype, unit.start)
@@ -338,7 +338,7 @@ class ServerState(ABC):
         if unit.optimizer is None:
             sums.prepare(np.add, unit.stored.dtype, parts, unit.stored.nbytes)
         else:
-            prepare(unit.optimizer, unit.stored.dtype, parts)
+            prepare(unit.optimizer, unit.stored.dtype, parts, unit.stored.size)
 
     def changed(self, unit: Unit) -> None:
         """Send a unit to its mirror after a change that was not a push."""

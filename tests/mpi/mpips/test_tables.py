@@ -229,7 +229,7 @@ def test_rows_are_read_in_place(
         table = kv.table("users", 3, "float64", mpips.uniform(0.5), "adam", **life, **SMALL_RATE)
         expected = ReferenceTable("users", 3, "float64", 0.5, "adam", **life, servers=options["servers"])
         table.pull(EDGES)
-        engine.settle(200)
+        engine.load_all()
         kv.barrier()
         in_place = engine.status().engine == "numba" and "shared_memory" not in options
         for repeat in range(12):
