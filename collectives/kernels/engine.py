@@ -93,7 +93,7 @@ class Kernel:
 
         Blocking, up to a second or two, if NumPy has done enough in place of kernels: then they are loaded.
         """
-        if self.is_open:
+        if self.compiled is None and not self.failure:
             _engine.count(max(elements, CALL_ELEMENTS))
         return self.call
 
@@ -214,6 +214,8 @@ class _Engine:
                 # MPIPS_KERNELS names no engine
                 known.failure = self._unusable = str(error)
                 _warn(self._unusable)
+            if os.environ.get(VARIABLE):
+                self._elements = ENOUGH_ELEMENTS
         return known
 
     def prepare(self, kernel: Kernel, elements: int) -> None:
@@ -225,7 +227,7 @@ class _Engine:
     def count(self, elements: int) -> None:
         """Count elements that NumPy processes in place of a kernel. Load all kernels if there are enough."""
         self._elements += elements
-        if self._elements >= ENOUGH_ELEMENTS or os.environ.get(VARIABLE):
+        if self._elements >= ENOUGH_ELEMENTS:
             self.load_all()
 
     def load_all(self) -> None:

@@ -62,9 +62,9 @@ def add_parts(parts: Sequence[Vector], out: Vector) -> None:
 
     `out` may be the first of them, but must not overlap another.
     """
-    # NumPy adds two of them as fast as a kernel.
-    if len(parts) == 2 and out.itemsize > 2:
-        quietly(np.add, parts[0], parts[1], out)
+    # NumPy adds short arrays, and two of any length, as fast as a kernel.
+    if out.itemsize > 2 and (len(parts) == 2 or out.nbytes < LEAST_WIDER_BYTES):
+        quietly(_add_by_numpy, parts, out)
         return
     group, others = parts[:MOST_PARTS], parts[MOST_PARTS:]
     _add_group(group, out)
@@ -82,14 +82,22 @@ def _add_group(parts: Sequence[Vector], out: Vector) -> None:
         if call is not None and all(_kernel_can_take(part, out) for part in parts):
             call(*_arguments(parts, out, 1))
             return
+    quietly(_add_by_numpy, parts, out)
+
+
+def _add_by_numpy(parts: Sequence[Vector], out: Vector) -> None:
+    if len(parts) > 2 and out.nbytes > PIECE_BYTES:
+        step = PIECE_BYTES // out.itemsize
+        for start in range(0, out.size, step):
+            piece = slice(start, start + step)
+            _add_by_numpy([part[piece] for part in parts], out[piece])
+        return
     if len(parts) == 1:
         np.copyto(out, parts[0])
-    step = out.size if len(parts) == 2 else max(1, PIECE_BYTES // out.itemsize)
-    for start in range(0, out.size if len(parts) > 1 else 0, max(1, step)):
-        total, first, *others = (array[start : start + step] for array in (out, *parts))
-        for other in others:
-            quietly(np.add, first, other, total)
-            first = total
+    first = parts[0]
+    for other in parts[1:]:
+        np.add(first, other, out)
+        first = out
 
 
 def pays(combine: Callable[..., Any], dtype: np.dtype[Any], parts: int, nbytes: int, mean: bool = False) -> bool:

@@ -117,7 +117,11 @@ class ServerState(ABC):
 
     @abstractmethod
     def pushed(self, unit: Unit, index: int, source: Contribution, priority: int, clock: float) -> None:
-        """Take a push of the contributor at `index`. MismatchError if the round of this push can never end."""
+        """Take a push of the contributor at `index`. MismatchError if the round of this push can never end.
+
+        `clock` counts only in a store with a quorum. Elsewhere the next `tick` sets when a round began to wait, because
+        reading the clock at every push takes time.
+        """
 
     def pulled(self, number: int, worker: int, round_: int, rows: NDArray[Any] | None = None) -> Replies:
         """Let a worker read a unit, or some rows of it, once the unit contains `round_` pushes of this worker."""
@@ -421,7 +425,7 @@ class SynchronousState(ServerState):
         queue = unit.queues[index]
         if not queue:
             if unit.missing == len(unit.queues):
-                unit.opened, unit.warned = clock, False
+                unit.opened, unit.warned = None, False
                 self.open[unit.number] = unit
             unit.missing -= 1
         queue.append(source)
