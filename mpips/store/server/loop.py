@@ -424,8 +424,7 @@ class WorkerTraffic:
         self._callers = [*enumerate(lines)][first:] + [*enumerate(lines)][:first]
         # first values that are arriving: (function that returns True once all have arrived, unit, line of the sender)
         self._firsts: list[tuple[Callable[[], bool], int, Line]] = []
-        self._has_quorum = layout.options.quorum >= 0
-        self._pushes = Pushes(state, self._receiver, self._has_quorum)
+        self._pushes = Pushes(state, self._receiver, layout.options.quorum >= 0)
         assert layout.servers is not None
         self._gossip = Gossip(layout.servers, state.late)
         self._units_changed()
@@ -442,7 +441,7 @@ class WorkerTraffic:
         if not ((self._rings is not None and self._rings.any_written()) or (self.remote and any_waiting(self.remote))):
             return False
         heard = False
-        now = CLOCK.seconds() if self._has_quorum else 0.0
+        now = CLOCK.seconds() if self._pushes.wholly else 0.0
         known, new, pushed = self._pushes.known, self._pushes.new, self._state.pushed
         try:
             for worker, line in self._callers:
