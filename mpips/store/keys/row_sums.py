@@ -22,6 +22,10 @@ from mpips.collectives.kernels.quiet import quiet
 if TYPE_CHECKING:
     from mpips.collectives.kernels.compiler import mixed64, prefetch
 
+    def values_at(address: int, count: int) -> Any:
+        """View numbers at an address. Kernels have this function for the dtype of their first array."""
+
+
 Array = NDArray[Any]
 Ids = NDArray[np.int64]
 Places = NDArray[np.int64]
@@ -110,6 +114,34 @@ def add_rows(total: Array, gradients: Array, rows: Array, begun: Array, dim: int
     return 1
 
 
+@compiled("stored[], const int64[], int64[], int64, int64", ("float32", "float64"), CONSTANTS)
+def fold_rows(gradients: Array, places: Array, sums: Array, address: int, dim: int) -> int:
+    """Add the gradients of ids that earlier pushes have named to the sums there. Move the other rows together.
+
+    Args:
+        places: For each gradient the number of its id.
+        sums: For each number of an id the address of the row with its sum, or 0. The rows that stay here are noted.
+        address: The address of `gradients`.
+
+    Return 1 + the number of rows that stay, which are now the first rows, in their old order.
+    """
+    count = 0
+    for i in range(places.size):
+        g_ = gradients[i * dim : (i + 1) * dim]
+        if sums[places[i]]:
+            t_ = values_at(sums[places[i]], dim)
+            for k in range(g_.size):
+                t_[k] += g_[k]
+        else:
+            sums[places[i]] = address + count * dim * gradients.itemsize
+            if count < i:
+                s_ = gradients[count * dim : (count + 1) * dim]
+                for k in range(g_.size):
+                    s_[k] = g_[k]
+            count += 1
+    return count + 1
+
+
 # ---- repeated ids
 
 
@@ -194,22 +226,18 @@ def sorted_sums(rows: Ids, values: Array) -> tuple[Ids, Array]:
 
 
 @quiet
-def summed(parts: Sequence[tuple[Ids, Array]], ascending: bool = False) -> tuple[Ids, Array]:
-    """Sum pushes from first to last. Return the distinct ids and their summed gradients.
+def summed(parts: Sequence[tuple[Ids, Array]]) -> tuple[Ids, Array]:
+    """Sum pushes from first to last. Return the distinct ids, ascending, and their summed gradients.
 
     Args:
         parts: (ids, gradients (k, dim)) for each push. No id repeats within a push.
-        ascending: True if the ids of each push ascend. Then the ids of the result ascend.
     """
     parts = [part for part in parts if len(part[0])] or parts[:1]
     if len(parts) == 1:
         return parts[0]
+    # With `return_index` NumPy sorts by merging, which is as fast as a hash table for ids that ascend in parts.
     every = np.concatenate([part[0] for part in parts])
-    if ascending:
-        # With `return_index` NumPy sorts by merging, which is as fast as a hash table for ids that ascend in parts.
-        once, _, places = np.unique(every, return_index=True, return_inverse=True)
-    else:
-        once, _, places, _ = distinct(every)
+    once, _, places = np.unique(every, return_index=True, return_inverse=True)
     dim, start = parts[0][1].shape[1], 0
     total, begun = np.empty((len(once), dim), parts[0][1].dtype), np.zeros(len(once), np.uint8)
     for ids, gradients in parts:
@@ -221,6 +249,32 @@ def summed(parts: Sequence[tuple[Ids, Array]], ascending: bool = False) -> tuple
             begun[rows] = 1
         start += len(ids)
     return once, total
+
+
+def summed_in_place(parts: Sequence[tuple[Ids, Array]]) -> tuple[Ids, list[Array]]:
+    """Sum pushes from first to last. Return the distinct ids, and arrays whose rows together are their sums, in order.
+
+    Most ids are in one push only, so their gradients stay where they are. The others are added to the first push that
+    names them. So the arrays of `parts` are overwritten. Without a compiled loop, the sums are a new array.
+
+    Args:
+        parts: (ids, gradients (k, dim)) for each push. No id repeats within a push.
+    """
+    parts = [part for part in parts if len(part[0])] or parts[:1]
+    if len(parts) == 1:
+        return parts[0][0], [parts[0][1]]
+    if not fold_rows.ready(parts[0][1]):
+        once, total = summed(parts)
+        return once, [total]
+    once, _, places, _ = distinct(np.concatenate([part[0] for part in parts]))
+    sums, start, kept = np.zeros(len(once), np.int64), 0, []
+    for ids, pushed in parts:
+        # A push from another node may lie in memory that is only read.
+        gradients = np.require(pushed, requirements=["C", "A", "W"])
+        at, flat = places[start : start + len(ids)], gradients.reshape(-1)
+        kept.append(gradients[: fold_rows(flat, at, sums, gradients.ctypes.data, gradients.shape[1]) - 1])
+        start += len(ids)
+    return once, kept
 
 
 def update_in_blocks(

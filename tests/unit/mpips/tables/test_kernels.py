@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from collectives.kernels import engine
-from mpips.store.keys.row_sums import distinct, owners_of, sum_into, summed
+from mpips.store.keys.row_sums import distinct, owners_of, sum_into, summed_in_place
 from mpips.tables.client import deal
 from mpips.tables.row_optimizers import ROW_OPTIMIZERS
 from mpips.tables.rows import TableRows
@@ -39,7 +39,7 @@ def rounds(optimizer: str, dim: int, dtype: Any) -> Iterator[bytes]:
             sum_into(rows, gradients, places)
             assert sorted(words[:first].tolist()) == sorted(set(ids[owners_of(ids, 2) == 0].tolist()))
             parts.append((words[:first], rows[:first]))
-        table.update(*summed(parts), step)
+        table.update(*summed_in_place(parts), step)
         yield table.pull(np.concatenate([np.arange(-210, 210), np.array(WIDE)])).tobytes()
 
 
