@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from mpips.collectives.kernels.compiler import prefetch
 
 # least number of ids in a sample; with small batches a sample is several calls
-LEAST_IDS = 1 << 15
+LEAST_IDS = 1 << 18
 # number of different batches, used in turn
 BATCHES = 4
 # number of ids pushed at a time while the rows are made
@@ -140,7 +140,9 @@ class PlainRows:
 
     def __init__(self, servers: int, rows: int, dim: int) -> None:
         self._servers = servers
-        self._values = np.full((rows, dim), 0.5, np.float32)
+        # Rows begin at cache lines, as in the servers' memory.
+        memory = np.full(rows * dim + 16, 0.5, np.float32)
+        self._values = memory[-memory.ctypes.data % 64 // 4 :][: rows * dim].reshape(rows, dim)
 
     def sample(self, batches: Ids, calls: int, gradients: Any, out: Any, comm: MPI.Comm) -> Sample:
         """Return the seconds of `calls` lookups and updates, in all processes and in one. Collective."""

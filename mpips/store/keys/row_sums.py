@@ -75,8 +75,16 @@ def merge(ids: Array, slots: Array, distinct: Array, places: Array, owners: Arra
     mask, servers, count = np.uint64(slots.size - 1), np.uint64(counts.size), 0
     slots[:] = 0
     counts[:] = 0
-    for i in range(ids.size):
-        word = mixed64(np.uint64(ids[i]) + np.uint64(GOLDEN))
+    words = np.empty(16, np.uint64)
+    for step in range(ids.size + AHEAD):
+        if step < ids.size:
+            word = mixed64(np.uint64(ids[step]) + np.uint64(GOLDEN))
+            words[step & 15] = word
+            prefetch(slots, np.int64(word & mask))
+        i = step - AHEAD
+        if i < 0:
+            continue
+        word = words[i & 15]
         at = word & mask
         while True:
             place = slots[at] - 1
@@ -114,32 +122,37 @@ def add_rows(total: Array, gradients: Array, rows: Array, begun: Array, dim: int
     return 1
 
 
-@compiled("stored[], const int64[], int64[], int64, int64", ("float32", "float64"), CONSTANTS)
-def fold_rows(gradients: Array, places: Array, sums: Array, address: int, dim: int) -> int:
-    """Add the gradients of ids that earlier pushes have named to the sums there. Move the other rows together.
+@compiled("stored[], int64[], int64[], int64[], int64, int64", ("float32", "float64"), CONSTANTS)
+def fold_rows(gradients: Array, ids: Array, places: Array, sums: Array, address: int, dim: int) -> int:
+    """Add the gradients of ids that earlier pushes have named to the sums there. The last rows take their places.
 
     Args:
         places: For each gradient the number of its id.
         sums: For each number of an id the address of the row with its sum, or 0. The rows that stay here are noted.
         address: The address of `gradients`.
 
-    Return 1 + the number of rows that stay, which are now the first rows, in their old order.
+    Return 1 + the number of rows that stay. They are now the first rows, with their ids.
     """
-    count = 0
-    for i in range(places.size):
-        g_ = gradients[i * dim : (i + 1) * dim]
-        if sums[places[i]]:
-            t_ = values_at(sums[places[i]], dim)
-            for k in range(g_.size):
-                t_[k] += g_[k]
-        else:
-            sums[places[i]] = address + count * dim * gradients.itemsize
-            if count < i:
-                s_ = gradients[count * dim : (count + 1) * dim]
-                for k in range(g_.size):
-                    s_[k] = g_[k]
-            count += 1
-    return count + 1
+    i, stop = 0, ids.size
+    while i < stop:
+        # The sums are at random places, which may still be in the cache of the core that has written them.
+        ahead = sums[places[min(i + AHEAD, ids.size - 1)]]
+        for k in range(0, dim if ahead else 0, 16):
+            prefetch(values_at(ahead, dim), k)
+        g_, home = gradients[i * dim : (i + 1) * dim], sums[places[i]]
+        if home == 0:
+            sums[places[i]] = address + i * dim * gradients.itemsize
+            i += 1
+            continue
+        t_ = values_at(home, dim)
+        for k in range(g_.size):
+            t_[k] += g_[k]
+        stop -= 1
+        l_ = gradients[stop * dim : (stop + 1) * dim]
+        for k in range(g_.size):
+            g_[k] = l_[k]
+        ids[i], places[i] = ids[stop], places[stop]
+    return stop + 1
 
 
 # ---- repeated ids
@@ -255,7 +268,7 @@ def summed_in_place(parts: Sequence[tuple[Ids, Array]]) -> tuple[Ids, list[Array
     """Sum pushes from first to last. Return the distinct ids, and arrays whose rows together are their sums, in order.
 
     Most ids are in one push only, so their gradients stay where they are. The others are added to the first push that
-    names them. So the arrays of `parts` are overwritten. Without a compiled loop, the sums are a new array.
+    names them. So `parts` are overwritten. Without a compiled loop, the sums are a new array.
 
     Args:
         parts: (ids, gradients (k, dim)) for each push. No id repeats within a push.
@@ -266,15 +279,18 @@ def summed_in_place(parts: Sequence[tuple[Ids, Array]]) -> tuple[Ids, list[Array
     if not fold_rows.ready(parts[0][1]):
         once, total = summed(parts)
         return once, [total]
-    once, _, places, _ = distinct(np.concatenate([part[0] for part in parts]))
-    sums, start, kept = np.zeros(len(once), np.int64), 0, []
-    for ids, pushed in parts:
+    found = distinct(np.concatenate([part[0] for part in parts]))
+    if len(found.ids) == len(found.places):
+        return found.ids, [part[1] for part in parts]
+    sums, start, stay = np.zeros(len(found.ids), np.int64), 0, []
+    for part in parts:
         # A push from another node may lie in memory that is only read.
-        gradients = np.require(pushed, requirements=["C", "A", "W"])
-        at, flat = places[start : start + len(ids)], gradients.reshape(-1)
-        kept.append(gradients[: fold_rows(flat, at, sums, gradients.ctypes.data, gradients.shape[1]) - 1])
-        start += len(ids)
-    return once, kept
+        ids, gradients = (np.require(array, requirements=["C", "A", "W"]) for array in part)
+        places, start = found.places[start : start + len(ids)], start + len(ids)
+        address, dim = gradients.ctypes.data, gradients.shape[1]
+        count = fold_rows(gradients.reshape(-1), ids, places, sums, address, dim) - 1
+        stay.append((ids[:count], gradients[:count]))
+    return np.concatenate([ids for ids, _ in stay]), [gradients for _, gradients in stay]
 
 
 def update_in_blocks(
