@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from mpips.collectives.kernels.compiler import prefetch
 
 # least number of ids in a sample; with small batches a sample is several calls
-LEAST_IDS = 1 << 18
+LEAST_IDS = 1 << 15
 # number of different batches, used in turn
 BATCHES = 4
 # number of ids pushed at a time while the rows are made
