@@ -15,7 +15,7 @@ import numpy as np
 
 from mpips.collectives.kernels import engine
 from mpips.collectives.kernels.function import Compiled, compiled
-from mpips.store.keys.row_sums import AHEAD, CONSTANTS, GOLDEN, add_rows, fold_rows, merge
+from mpips.store.keys.row_sums import AHEAD, CONSTANTS, GOLDEN, add_rows, merge
 
 if TYPE_CHECKING:
     from mpips.collectives.kernels.compiler import mixed64, prefetch
@@ -296,4 +296,4 @@ def adam(
 
 
 OF_WORKERS = merge, add_rows, read_rows
-OF_SERVERS = merge, fold_rows, find, insert, first_values
+OF_SERVERS = merge, add_rows, find, insert, first_values

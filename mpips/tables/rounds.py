@@ -32,7 +32,7 @@ from mpips.collectives.errors import CollectiveError, MismatchError
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.recorder import own as recorder
 from mpips.collectives.recorder.ring import RecordRing, form
-from mpips.store.keys.row_sums import Ids, summed_in_place
+from mpips.store.keys.row_sums import Ids, summed
 from mpips.store.server.late import BEFORE_LEAVING, Wait
 from mpips.store.server.service import Answers, Asker, Payload
 from mpips.store.transport import frames
@@ -380,7 +380,7 @@ class ServerTable:
     def _apply(self, workers: Sequence[int], pushes: Sequence[TablePush]) -> None:
         """Apply one push of each of these workers, all together as one round of the journal."""
         begun = self._begin_record(self._done[workers[0]] + 1, pushes) if recorder.is_traced else None
-        ids, gradients = summed_in_place([(push.ids, push.gradients) for push in pushes])
+        ids, gradients = summed([(push.ids, push.gradients) for push in pushes])
         self.opened, self.warned = None, False
         self.updates += 1
         # The table of counts and this table complete the round one after the other. If this server dies in between, a
@@ -393,7 +393,7 @@ class ServerTable:
             if self.seen_counts is not None or self.card.chance < 1:
                 admitted = self._admitted(ids)
                 self.refused += len(ids) - len(admitted)
-                ids, gradients = ids[admitted], [np.concatenate(gradients)[admitted]]
+                ids, gradients = ids[admitted], gradients[admitted]
             self.rows.update(ids, gradients, self.updates)
         except Exception as error:
             raise CollectiveError(f"table {self.card.table!r}: update {self.updates} failed: {error}") from error

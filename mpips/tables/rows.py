@@ -138,16 +138,16 @@ class TableRows:
         self._write_first_values(rows, missing, ids[missing])
         return rows
 
-    def update(self, ids: Ids, gradients: Array | list[Array], step: int) -> None:
+    def update(self, ids: Ids, gradients: Array, step: int) -> None:
         """Update the rows of distinct ids with gradients (k, dim). Rows that do not exist are made.
 
-        The gradients may be in several arrays, one after the other. `step` is the number of this update of the table,
-        counted from 1. Schedules and ages of rows use it. If this raises MemoryError, nothing has changed.
+        `step` is the number of this update of the table, counted from 1. Schedules and ages of rows use it. If this
+        raises MemoryError, nothing has changed.
         """
         self.change_rows(ids, gradients, step)
         self.drop_due_rows()
 
-    def change_rows(self, ids: Ids, gradients: Array | list[Array], step: int) -> None:
+    def change_rows(self, ids: Ids, gradients: Array, step: int) -> None:
         """Do the first half of `update`: change rows, without dropping any. Call `drop_due_rows` afterwards."""
         if self._put:
             self.positions.rebuild_order()
@@ -159,13 +159,8 @@ class TableRows:
         if self._counts is not None:
             counts = self._counts[at] + 1
             self._counts[at] = counts
-        start = 0
-        for part in gradients if isinstance(gradients, list) else [gradients]:
-            some = slice(start, start + len(part))
-            start += len(part)
-            counted = None if counts is None else counts[some]
-            if not self.optimizer.update_at(at[some], self._values, part, self._state, counted, step):
-                self._update_blocks(at[some], part, counted, step)
+        if not self.optimizer.update_at(at, self._values, gradients, self._state, counts, step):
+            self._update_blocks(at, gradients, counts, step)
         self.positions.touch(at, step)
 
     def drop_due_rows(self) -> None:

@@ -125,7 +125,7 @@ def sum_of(parts: Sequence[RowSparse]) -> RowSparse:
     """
     first, width = parts[0], math.prod(parts[0].shape[1:])
     merged = [part.merged() for part in parts]
-    rows, values = summed([(part.rows, part.values.reshape(len(part.rows), width)) for part in merged])
+    rows, values = summed([(part.rows, part.values.reshape(len(part.rows), width)) for part in merged], ascending=True)
     return RowSparse(rows, values.reshape(len(rows), *first.shape[1:]), first.shape)
 
 

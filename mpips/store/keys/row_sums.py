@@ -22,10 +22,6 @@ from mpips.collectives.kernels.quiet import quiet
 if TYPE_CHECKING:
     from mpips.collectives.kernels.compiler import mixed64, prefetch
 
-    def values_at(address: int, count: int) -> Any:
-        """View numbers at an address. Kernels have this function for the dtype of their first array."""
-
-
 Array = NDArray[Any]
 Ids = NDArray[np.int64]
 Places = NDArray[np.int64]
@@ -75,16 +71,8 @@ def merge(ids: Array, slots: Array, distinct: Array, places: Array, owners: Arra
     mask, servers, count = np.uint64(slots.size - 1), np.uint64(counts.size), 0
     slots[:] = 0
     counts[:] = 0
-    words = np.empty(16, np.uint64)
-    for step in range(ids.size + AHEAD):
-        if step < ids.size:
-            word = mixed64(np.uint64(ids[step]) + np.uint64(GOLDEN))
-            words[step & 15] = word
-            prefetch(slots, np.int64(word & mask))
-        i = step - AHEAD
-        if i < 0:
-            continue
-        word = words[i & 15]
+    for i in range(ids.size):
+        word = mixed64(np.uint64(ids[i]) + np.uint64(GOLDEN))
         at = word & mask
         while True:
             place = slots[at] - 1
@@ -120,39 +108,6 @@ def add_rows(total: Array, gradients: Array, rows: Array, begun: Array, dim: int
             for k in range(g_.size):
                 t_[k] = g_[k]
     return 1
-
-
-@compiled("stored[], int64[], int64[], int64[], int64, int64", ("float32", "float64"), CONSTANTS)
-def fold_rows(gradients: Array, ids: Array, places: Array, sums: Array, address: int, dim: int) -> int:
-    """Add the gradients of ids that earlier pushes have named to the sums there. The last rows take their places.
-
-    Args:
-        places: For each gradient the number of its id.
-        sums: For each number of an id the address of the row with its sum, or 0. The rows that stay here are noted.
-        address: The address of `gradients`.
-
-    Return 1 + the number of rows that stay. They are now the first rows, with their ids.
-    """
-    i, stop = 0, ids.size
-    while i < stop:
-        # The sums are at random places, which may still be in the cache of the core that has written them.
-        ahead = sums[places[min(i + AHEAD, ids.size - 1)]]
-        for k in range(0, dim if ahead else 0, 16):
-            prefetch(values_at(ahead, dim), k)
-        g_, home = gradients[i * dim : (i + 1) * dim], sums[places[i]]
-        if home == 0:
-            sums[places[i]] = address + i * dim * gradients.itemsize
-            i += 1
-            continue
-        t_ = values_at(home, dim)
-        for k in range(g_.size):
-            t_[k] += g_[k]
-        stop -= 1
-        l_ = gradients[stop * dim : (stop + 1) * dim]
-        for k in range(g_.size):
-            g_[k] = l_[k]
-        ids[i], places[i] = ids[stop], places[stop]
-    return stop + 1
 
 
 # ---- repeated ids
@@ -239,18 +194,22 @@ def sorted_sums(rows: Ids, values: Array) -> tuple[Ids, Array]:
 
 
 @quiet
-def summed(parts: Sequence[tuple[Ids, Array]]) -> tuple[Ids, Array]:
-    """Sum pushes from first to last. Return the distinct ids, ascending, and their summed gradients.
+def summed(parts: Sequence[tuple[Ids, Array]], ascending: bool = False) -> tuple[Ids, Array]:
+    """Sum pushes from first to last. Return the distinct ids and their summed gradients.
 
     Args:
         parts: (ids, gradients (k, dim)) for each push. No id repeats within a push.
+        ascending: True if the ids of each push ascend. Then the ids of the result ascend.
     """
     parts = [part for part in parts if len(part[0])] or parts[:1]
     if len(parts) == 1:
         return parts[0]
-    # With `return_index` NumPy sorts by merging, which is as fast as a hash table for ids that ascend in parts.
     every = np.concatenate([part[0] for part in parts])
-    once, _, places = np.unique(every, return_index=True, return_inverse=True)
+    if ascending:
+        # With `return_index` NumPy sorts by merging, which is as fast as a hash table for ids that ascend in parts.
+        once, _, places = np.unique(every, return_index=True, return_inverse=True)
+    else:
+        once, _, places, _ = distinct(every)
     dim, start = parts[0][1].shape[1], 0
     total, begun = np.empty((len(once), dim), parts[0][1].dtype), np.zeros(len(once), np.uint8)
     for ids, gradients in parts:
@@ -262,35 +221,6 @@ def summed(parts: Sequence[tuple[Ids, Array]]) -> tuple[Ids, Array]:
             begun[rows] = 1
         start += len(ids)
     return once, total
-
-
-def summed_in_place(parts: Sequence[tuple[Ids, Array]]) -> tuple[Ids, list[Array]]:
-    """Sum pushes from first to last. Return the distinct ids, and arrays whose rows together are their sums, in order.
-
-    Most ids are in one push only, so their gradients stay where they are. The others are added to the first push that
-    names them. So `parts` are overwritten. Without a compiled loop, the sums are a new array.
-
-    Args:
-        parts: (ids, gradients (k, dim)) for each push. No id repeats within a push.
-    """
-    parts = [part for part in parts if len(part[0])] or parts[:1]
-    if len(parts) == 1:
-        return parts[0][0], [parts[0][1]]
-    if not fold_rows.ready(parts[0][1]):
-        once, total = summed(parts)
-        return once, [total]
-    found = distinct(np.concatenate([part[0] for part in parts]))
-    if len(found.ids) == len(found.places):
-        return found.ids, [part[1] for part in parts]
-    sums, start, stay = np.zeros(len(found.ids), np.int64), 0, []
-    for part in parts:
-        # A push from another node may lie in memory that is only read.
-        ids, gradients = (np.require(array, requirements=["C", "A", "W"]) for array in part)
-        places, start = found.places[start : start + len(ids)], start + len(ids)
-        address, dim = gradients.ctypes.data, gradients.shape[1]
-        count = fold_rows(gradients.reshape(-1), ids, places, sums, address, dim) - 1
-        stay.append((ids[:count], gradients[:count]))
-    return np.concatenate([ids for ids, _ in stay]), [gradients for _, gradients in stay]
 
 
 def update_in_blocks(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpips.store.keys.row_sums import distinct, owners_of, sum_into, summed_in_place
+from mpips.store.keys.row_sums import distinct, owners_of, sum_into, summed
 from mpips.tables import places
 from mpips.tables.client import deal
 from mpips.tables.initial import first_rows, key_of, uniform
@@ -88,7 +88,7 @@ def test_rounds_equal_a_serial_dictionary(rounds: list[list[list[int]]], optimiz
             (np.array(ids, np.int64), random.standard_normal((len(ids), dim)).astype(np.float32)) for ids in workers
         ]
         expected.push(pushes)
-        table.update(*summed_in_place([merged(*push) for push in pushes]), step + 1)
+        table.update(*summed([merged(*push) for push in pushes]), step + 1)
         ids = np.unique(np.concatenate([ids for ids, _ in pushes]))
         assert table.pull(ids).tobytes() == expected.pull(ids).tobytes()
     assert table.count == len(expected.rows)
