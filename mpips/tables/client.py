@@ -90,10 +90,6 @@ class _Part(NamedTuple):
     dim: int
     dtype: np.dtype
 
-    @property
-    def row_bytes(self) -> int:
-        return self.dim * self.dtype.itemsize
-
 
 class _Block:
     """The memory of a push or a pull: for each server the rows of each table, the ids, then the encoded request.
@@ -102,8 +98,8 @@ class _Block:
 
     Args:
         parts: The rows of each table.
-        requests: For each server its request for each table, or None for a table without ids of the server. Several
-            requests to one server are pulls; they are sent as one.
+        requests: For each server its request for each table, or None for a table without ids of the server. If there
+            are several tables, all requests are pulls.
     """
 
     def __init__(
@@ -112,44 +108,46 @@ class _Block:
         parts: Sequence[_Part],
         requests: Sequence[Sequence[messages.PushRows | messages.PullRows | None]],
     ) -> None:
-        # for each server the offsets of its part of the memory, its ids and its request
-        self._starts: list[tuple[int, int, int]] = []
-        encoded: list[bytes] = []
+        row_bytes = [part.dim * part.dtype.itemsize for part in parts]
+        self._per_server = [part.ids.per_server for part in parts]
         # for each table and server the number of the first row, and the number of the first id
         self._first_rows: list[list[int]] = [[] for _ in parts]
         first_ids: list[list[int]] = [[] for _ in parts]
-        self._per_server = [part.ids.per_server for part in parts]
-        end = 0
-        for server, of_server in enumerate(requests):
-            at = start = _round_up(end, math.lcm(parts[0].row_bytes, 8))
-            for part, request, first in zip(parts, of_server, self._first_rows):
+        # for each server the offsets of its part of the memory, its ids and its request, and the encoded request
+        places: list[tuple[int, int, int, bytes]] = []
+        end, unit = 0, math.lcm(row_bytes[0], 8)
+        for server, asked in enumerate(requests):
+            at = start = _round_up(end, unit)
+            for size, counts, request, first in zip(row_bytes, self._per_server, asked, self._first_rows):
                 # The rows of a table begin at a multiple of the row size, so that the whole memory can be viewed as
                 # rows of this table.
-                at = _round_up(at, part.row_bytes)
-                first.append(at // part.row_bytes)
+                at = _round_up(at, size)
+                first.append(at // size)
                 if isinstance(request, messages.PullRows):
                     request.rows_at = at - start
-                at += part.ids.per_server[server] * part.row_bytes
+                at += counts[server] * size
             at = ids_at = _round_up(at, 8)
-            for part, first in zip(parts, first_ids):
+            for counts, first in zip(self._per_server, first_ids):
                 first.append(at // 8)
-                at += 8 * part.ids.per_server[server]
-            self._starts.append((start, ids_at, at))
-            encoded.append(_encode([request for request in of_server if request is not None]))
-            end = at + len(encoded[-1])
+                at += 8 * counts[server]
+            data = _encode(asked)
+            places.append((start, ids_at, at, data))
+            end = at + len(data)
         end = _round_up(end, 8)
         self.memory = pool.borrow(end)
-        self._bodies = []
-        for (start, _, request_at), data in zip(self._starts, encoded):
-            self._bodies.append(self.memory[start : request_at + len(data)])
-            self._bodies[-1][request_at - start :] = np.frombuffer(data, np.uint8)
+        # for each server its part of the memory, and the offsets of its ids and its request there
+        self._bodies: list[tuple[Payload, int, int]] = []
+        for start, ids_at, at, data in places:
+            body = self.memory[start : at + len(data)]
+            body[at - start :] = np.frombuffer(data, np.uint8)
+            self._bodies.append((body, ids_at - start, at - start))
         words = self.memory[:end].view(np.int64)
         # for each table the whole memory viewed as its rows, of which only some are used
         self.rows: list[Array] = []
         # for each table and each id of the caller the index of its row in `rows`
         self.places: list[Places] = []
-        for part, first_row, first_id in zip(parts, self._first_rows, first_ids):
-            whole = self.memory[: end // part.row_bytes * part.row_bytes]
+        for part, size, first_row, first_id in zip(parts, row_bytes, self._first_rows, first_ids):
+            whole = self.memory[: end // size * size]
             self.rows.append(whole.view(part.dtype).reshape(-1, part.dim))
             self.places.append(deal(part.ids, first_row, first_id, words))
 
@@ -163,16 +161,18 @@ class _Block:
         Args:
             with_rows: False to leave out the rows, for a pull from a server on another node.
         """
-        start, ids_at, request_at = self._starts[server]
-        skipped = 0 if with_rows else ids_at - start
-        return self._bodies[server][skipped:], request_at - start - skipped
+        body, ids_at, request_at = self._bodies[server]
+        skipped = 0 if with_rows else ids_at
+        return body[skipped:], request_at - skipped
 
 
-def _encode(requests: Sequence[Any]) -> bytes:
-    """Encode the requests to one server, several pulls as one."""
-    if len(requests) < 2:
-        return b"".join(map(frames.encode, requests))
-    return frames.encode(messages.PullTables(list(requests)))
+def _encode(requests: Sequence[messages.PushRows | messages.PullRows | None]) -> bytes:
+    """Encode the requests to one server. Those of a call of several tables, which are pulls, are sent as one."""
+    if len(requests) == 1:
+        return frames.encode(requests[0]) if requests[0] is not None else b""
+    return frames.encode(
+        messages.PullTables([request for request in requests if isinstance(request, messages.PullRows)])
+    )
 
 
 def _round_up(number: int, unit: int) -> int:

@@ -105,6 +105,13 @@ def test_an_asynchronous_pull_has_this_workers_own_pushes(kind: str, options: di
         meet(kv)
         for rows in mpips.pull_rows(dict.fromkeys(tables, ids)).values():
             assert (rows[0] == 5 * kv.num_workers).all()
+        # Some servers are asked for rows of one of the tables alone.
+        for some in (tables, tables[::-1]):
+            rows = mpips.pull_rows({some[0]: ids[:0], some[1]: ids[:1], some[2]: np.arange(2, 30)})
+            assert [*map(len, rows.values())] == [0, 1, 28]
+            assert (rows[some[1]] == 5 * kv.num_workers).all()
+            expected = np.where(np.arange(2, 30) == 7, 5 * kv.num_workers, 0)
+            assert (rows[some[2]] == expected[:, None]).all()
 
     run(kind, body, **options)
 
