@@ -13,6 +13,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import click
 import numpy as np
@@ -24,7 +25,7 @@ from collectives.kernels import engine
 from collectives.terminal import RankedCommand, show_table
 from mpips.tables.table import push_together
 
-STORES = {
+STORES: dict[str, tuple[str, dict[str, Any]]] = {
     "in place": ("dist_sync", {}),
     "rings": ("dist_async", {"staleness": 1000}),
     "messages": ("dist_sync", {"shared_memory": False}),
@@ -45,6 +46,7 @@ def microseconds(comm: MPI.Comm, do: Callable[[], object]) -> float:
 def measure(kv: mpips.KVStore, tables: int, dim: int, ids: int, rounds: int) -> dict[str, float]:
     """Return the median times of each way. Collective."""
     comm, random = kv.layout.workers, np.random.default_rng(kv.rank)
+    assert comm is not None
     made = [kv.table(f"{kv.type} {number}", dim, learning_rate=0.01) for number in range(tables)]
     batches = [[random.integers(0, 100_000, ids) for _ in made] for _ in range(BATCHES)]
     gradients, found = random.standard_normal((ids, dim), np.float32), dict[str, list[float]]()
@@ -52,7 +54,7 @@ def measure(kv: mpips.KVStore, tables: int, dim: int, ids: int, rounds: int) -> 
         batch = batches[round_ % BATCHES]
         pushes = [(table, some, gradients) for table, some in zip(made, batch)]
         ways: dict[str, Callable[[], object]] = {
-            "push each": lambda: [table.push(some, gradients) for table, some in zip(made, batch)],  # noqa: B023
+            "push each": lambda: [table.push(*rest) for table, *rest in pushes],  # type: ignore[func-returns-value]  # noqa: B023
             "push at once": lambda: push_together(pushes),  # noqa: B023
             "pull each": lambda: [table.pull(some) for table, some in zip(made, batch)],  # noqa: B023
             "pull at once": lambda: mpips.pull_rows(dict(zip(made, batch))),  # noqa: B023

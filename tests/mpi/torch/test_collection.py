@@ -119,10 +119,10 @@ def test_a_collection_trains_as_pytorch_does(kind: str, options: dict[str, Any])
             sgd.step()
         collection = mpips.torch.EmbeddingBagCollection(tables, MODES)
         found = train(collection, kv.rank)
-        for step, (pooled, wanted) in enumerate(zip(found, expected)):
-            assert [*pooled] == [*FEATURES]
+        for step, (ours, wanted) in enumerate(zip(found, expected)):
+            assert [*ours] == [*FEATURES]
             for feature in FEATURES:
-                assert torch.allclose(pooled[feature], wanted[feature], rtol=1e-10, atol=1e-12), (step, feature)
+                assert torch.allclose(ours[feature], wanted[feature], rtol=1e-10, atol=1e-12), (step, feature)
         for table in tables.values():
             assert torch.allclose(rows_of(table), weights[table.name], rtol=1e-10, atol=1e-12), table
             assert table.pushes == STEPS
