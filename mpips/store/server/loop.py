@@ -441,6 +441,7 @@ class WorkerTraffic:
         if not ((self._rings is not None and self._rings.any_written()) or (self.remote and any_waiting(self.remote))):
             return False
         heard = False
+        # Only a store with a quorum needs the time of a push.
         now = CLOCK.seconds() if self._pushes.wholly else 0.0
         known, new, pushed = self._pushes.known, self._pushes.new, self._state.pushed
         try:
