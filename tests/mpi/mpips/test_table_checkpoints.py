@@ -20,7 +20,8 @@ from tests.mpi.mpips.support import WORLD, failure, need, run
 from tests.mpi.sizes import either_mpi, only_on
 
 DIM, STEPS, SAVED = 5, 12, 4
-KINDS = {"users": "adam", "items": "row_adagrad"}
+KINDS = {"users": "row_adam", "items": "ftrl"}
+INITS = {"users": mpips.normal(std=0.5), "items": mpips.constant(0.25)}
 LIVES: dict[str, dict[str, Any]] = {"users": {"admit": mpips.seen(2), "evict": 5}, "items": {}}
 NOTHING = np.zeros(0, np.int64), np.zeros((0, DIM), np.float32)
 
@@ -33,7 +34,7 @@ def batch(step: int) -> tuple[Any, Any]:
 
 def tables(kv: mpips.KVStore) -> dict[str, Any]:
     return {
-        name: kv.table(name, DIM, init=mpips.uniform(0.5), optimizer=optimizer, learning_rate=0.1, **LIVES[name])
+        name: kv.table(name, DIM, init=INITS[name], optimizer=optimizer, learning_rate=0.1, **LIVES[name])
         for name, optimizer in KINDS.items()
     }
 
@@ -50,7 +51,7 @@ def train(kv: mpips.KVStore, made: dict[str, Any], steps: range) -> None:
 def check(kv: mpips.KVStore, made: dict[str, Any], steps: int) -> None:
     ids = np.concatenate([batch(step)[0] for step in range(STEPS)])
     for name, optimizer in KINDS.items():
-        expected = ReferenceTable(name, DIM, "float32", 0.5, optimizer, **LIVES[name])
+        expected = ReferenceTable(name, DIM, "float32", INITS[name], optimizer, **LIVES[name])
         for step in range(steps):
             expected.push([batch(step)])
         assert made[name].pull(ids).tobytes() == expected.pull(ids).tobytes(), name
@@ -104,7 +105,7 @@ def test_a_checkpoint_holds_tables_of_its_round(folder: Path, wait: bool, known:
     "optimizer, life",
     [
         ("adam", {"admit": mpips.seen(2), "evict": 3}),
-        ("row_adagrad", {"limit": 90}),
+        ("ftrl", {"limit": 90}),
         ("sgd", {}),
     ],
 )
