@@ -229,7 +229,10 @@ def sum_of_row(values: Any) -> Any:
         for start in range(8, whole, 8):
             for k in range(8):
                 values[k] += values[start + k]
-        left, right = (values[0] + values[1]) + (values[2] + values[3]), (values[4] + values[5]) + (values[6] + values[7])
+        left, right = (
+            (values[0] + values[1]) + (values[2] + values[3]),
+            (values[4] + values[5]) + (values[6] + values[7]),
+        )
         total = left + right
     for k in range(max(whole, 1), values.size):
         total += values[k]

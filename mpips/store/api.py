@@ -237,8 +237,8 @@ class KVStore(NotCopyable):
             dtype: "float32" or "float64".
             init: The first values: `mpips.uniform`, `mpips.normal`, `mpips.truncated_normal`, `mpips.constant`, or a
                 function of ids that `mpips.register_init` has made known. None: `mpips.uniform(0.05)`.
-            optimizer: "sgd", "adagrad", "row_adagrad" (one accumulator for each row), "adam" (its bias correction counts
-                each row's own updates), "row_adam" (one second moment for each row) or "ftrl".
+            optimizer: "sgd", "adagrad", "row_adagrad" (one accumulator for each row), "adam" (its bias correction
+                counts each row's own updates), "row_adam" (one second moment for each row) or "ftrl".
             seed: Any int.
             admit: Which ids get a row: `mpips.seen(times)` or `mpips.chance(probability)`. Gradients of other ids are
                 dropped, and a pull of such an id returns its first values. None: all ids get a row.

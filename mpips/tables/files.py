@@ -194,8 +194,8 @@ def check_fit(what: str, path: str, record: TableRecord, table: KnownTable) -> N
     saved, here = (row_optimizers.fixed(card.optimizer, card.numbers) for card in (record.card, table.card))
     if saved != here:
         raise ValueError(
-            f"{what}: {path} has state of {record.card.optimizer} with {saved}, and the table has {here}: make it as it "
-            "was saved"
+            f"{what}: {path} has state of {record.card.optimizer} with {saved}, and the table has {here}: make it as "
+            "it was saved"
         )
 
 

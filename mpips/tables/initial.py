@@ -5,8 +5,8 @@ A random value depends on the table's key (a hash of seed and table name), the i
     word(key, id, column) = mix(mix(id ^ key) + (column + 1) * golden ratio)
 
 So the first values of a row are equal, bit by bit, at any time and on any server. The integers are exact. The
-arithmetic that makes floats of them (`uniforms`, `normals`) uses only +, -, *, / and square roots, which every processor
-rounds in the same way. A logarithm of the C library could differ in the last bit.
+arithmetic that makes floats of them (`uniforms`, `normals`) uses only +, -, *, / and square roots, which every
+processor rounds in the same way. A logarithm of the C library could differ in the last bit.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def constant(value: float) -> Init:
 def register_init(function: F) -> F:
     """Make a function known that gives the first values of rows by their ids. Use it as a decorator.
 
-    Put it above the function, before `mpips.create`: servers and spares run the script up to that call, and so learn the
-    function by its name. Nothing but the name is sent. Then pass the function to `kv.table` as `init`.
+    Put it above the function, before `mpips.create`: servers and spares run the script up to that call, and so learn
+    the function by its name. Nothing but the name is sent. Then pass the function to `kv.table` as `init`.
 
     The function takes int64 ids (k,), which may repeat, and returns an array (k, dim) of numbers. Servers call it for
     rows that they make, and servers and workers for pulled ids that have no row. So it must accept every id that the
@@ -171,7 +171,9 @@ def checked(name: str, init: object) -> Init:
     if callable(init) and _FUNCTIONS.get(function) is init:
         return Init(function)
     rules = "mpips.uniform, mpips.normal, mpips.truncated_normal or mpips.constant"
-    cure = "put @mpips.register_init above it, before mpips.create" if callable(init) else f"give {rules}, or a function"
+    cure = (
+        "put @mpips.register_init above it, before mpips.create" if callable(init) else f"give {rules}, or a function"
+    )
     raise ValueError(f"table {name!r}: init={init!r}: {cure}")
 
 
@@ -224,8 +226,8 @@ class FirstValues:
             raise ValueError(f"{what} failed for {first}: {type(error).__name__}: {error}") from error
         if values.shape != wanted or not np.can_cast(values.dtype, dtype, "same_kind"):
             raise ValueError(
-                f"{what} returned {values.dtype.name} of shape {values.shape}, and {wanted[0]} ids need {dtype.name} of "
-                f"shape {wanted}: return a row for each id"
+                f"{what} returned {values.dtype.name} of shape {values.shape}, and {wanted[0]} ids need {dtype.name} "
+                f"of shape {wanted}: return a row for each id"
             )
         return values
 

@@ -19,7 +19,7 @@ from mpips.store.worker.route import Route
 from mpips.store.worker.store import WorkerStore
 from mpips.tables import initial, row_optimizers
 from mpips.tables.admission import Chance, Seen
-from mpips.tables.initial import FirstValues, Init, key_of, uniform
+from mpips.tables.initial import FirstValues, key_of, uniform
 from mpips.tables.messages import COUNTS, DTYPES, MakeTable, TableOptions
 from mpips.tables.table import MOST_BYTES, Table, whole, with_name
 from mpips.tables.worker import WorkerTables

@@ -267,7 +267,9 @@ class FTRL:
 
     def __post_init__(self) -> None:
         if isinstance(self.learning_rate, RateSchedule):
-            raise ValueError(f"FTRL(learning_rate={self.learning_rate!r}): its state depends on the rate: give a number")
+            raise ValueError(
+                f"FTRL(learning_rate={self.learning_rate!r}): its state depends on the rate: give a number"
+            )
         check(self, at_least_zero=["learning_rate", "beta", "l1", "l2", "clipnorm"])
         if not self.learning_rate:
             raise ValueError("FTRL(learning_rate=0.0): gradients are divided by the rate: give a number above 0")

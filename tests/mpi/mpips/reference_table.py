@@ -95,8 +95,8 @@ def plainly_mixed(word: int) -> int:
 class ReferenceTable:
     """Rows in a dictionary; gradients are summed from first to last.
 
-    `init`: a rule of first values, or a function of ids; a number: the bound of even ones. `evict`, `limit`, `admit`: as `KVStore.table` says; 0: none. `servers`: how many share the limits. `numbers`: of the
-    optimizer."""
+    `init`: a rule of first values, or a function of ids; a number: the bound of even ones. `evict`, `limit`, `admit`:
+    as `KVStore.table` says; 0: none. `servers`: how many share the limits. `numbers`: of the optimizer."""
 
     def __init__(
         self,

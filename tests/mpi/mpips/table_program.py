@@ -114,9 +114,7 @@ class Played:
         self.life = {word: value for word, value in life.items() if value is not None}
         self._kind = {"dim": dim, "dtype": dtype, "optimizer": optimizer, "seed": seed}, init
         self.models = [
-            ReferenceTable(
-                name, init=init, servers=kv.layout.num_servers, **self._kind[0], **self.life, **self.numbers
-            )
+            ReferenceTable(name, init=init, servers=kv.layout.num_servers, **self._kind[0], **self.life, **self.numbers)
             for _ in range(self.lanes)
         ]
         self.saved: dict[tuple[str, ...], Any] = {}

@@ -104,13 +104,15 @@ def test_a_function_that_is_not_known_is_refused(registered: Callable[..., Any])
     def zeros(ids: np.ndarray) -> np.ndarray:
         return np.zeros((len(ids), 4))
 
-    with pytest.raises(ValueError, match="put @mpips.register_init above it, before mpips.create"):
+    with pytest.raises(ValueError, match=r"put @mpips.register_init above it, before mpips.create"):
         initial.checked("t", zeros)
-    with pytest.raises(ValueError, match="by the function 'zeros', which is not known here"):
+    with pytest.raises(ValueError, match=r"by the function 'zeros', which is not known here"):
         rows_of(Init("zeros"), np.arange(3))
     registered(zeros)
     assert not rows_of(Init("zeros"), np.arange(3)).any()
-    with pytest.raises(ValueError, match=r"returned float64 of shape \(3, 4\), and 3 ids need float64 of shape \(3, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"returned float64 of shape \(3, 4\), and 3 ids need float64 of shape \(3, 5\)"
+    ):
         rows_of(Init("zeros"), np.arange(3), dim=5)
 
 
@@ -123,10 +125,10 @@ def test_one_name_stands_for_one_function(registered: Callable[..., Any]) -> Non
 
     first = registered(made(1))
     assert registered(first) is first
-    with pytest.raises(ValueError, match="'give' is another function, .*: choose another name"):
+    with pytest.raises(ValueError, match=r"'give' is another function, .*: choose another name"):
         registered(made(2))
     first.__name__ = "uniform"
-    with pytest.raises(ValueError, match="'uniform' is a rule of mpips: choose another name"):
+    with pytest.raises(ValueError, match=r"'uniform' is a rule of mpips: choose another name"):
         registered(first)
     for wrong in (lambda ids: ids, "halves", 3):
         with pytest.raises(TypeError, match="give a function with a name"):

@@ -98,7 +98,9 @@ def test_only_pushed_rows_decay() -> None:
 @pytest.mark.parametrize("dim", [1, 7, 200])
 def test_a_gradient_is_clipped_by_its_norm(dim: int) -> None:
     random = np.random.default_rng(4)
-    gradients = random.standard_normal((20, dim)).astype(np.float32) * np.logspace(-3, 30, 20, dtype=np.float32)[:, None]
+    gradients = (
+        random.standard_normal((20, dim)).astype(np.float32) * np.logspace(-3, 30, 20, dtype=np.float32)[:, None]
+    )
     norms = np.linalg.norm(gradients.astype(float), axis=1)
     found = clipped(gradients, 2.0)
     assert found[norms <= 2].tobytes() == gradients[norms <= 2].tobytes()
@@ -125,6 +127,8 @@ def test_what_an_optimizer_cannot_have_is_refused(name: str, options: dict[str, 
 
 def test_the_rate_of_ftrl_cannot_change() -> None:
     _, numbers = encode(create("ftrl", {"learning_rate": 0.1}))
-    with pytest.raises(ValueError, match="keeps its state in terms of learning_rate, which cannot change: leave it out"):
+    with pytest.raises(
+        ValueError, match="keeps its state in terms of learning_rate, which cannot change: leave it out"
+    ):
         changed("ftrl", numbers, {"learning_rate": 0.2})
     assert changed("ftrl", numbers, {"learning_rate": 0.1, "l2": 0.5}) == encode(create("ftrl", {"l2": 0.5}))[1]
