@@ -427,6 +427,27 @@ def test_a_function_that_servers_do_not_know_is_refused_on_all_ranks(monkeypatch
     run("dist_sync", body, servers=1)
 
 
+@mpips.register_init
+def of_positive_ids(ids: Any) -> Any:
+    if ids.min() < 0:
+        raise KeyError(int(ids.min()))
+    return np.ones((len(ids), 3))
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_function_that_raises_ends_the_generation_with_its_text(shared_memory: bool) -> None:
+    need(servers=1)
+
+    def body(kv: mpips.KVStore) -> None:
+        table = kv.table("t", 3, init=of_positive_ids, learning_rate=1.0)
+        said = failure(lambda: table.pushpull(np.array([-2]), np.ones((1, 3), np.float32)))
+        assert "table 't': the function 'of_positive_ids' of init failed for 1 ids, the first -2: KeyError: -2" in said
+        kv.recover()
+        assert table.pushpull(np.array([2]), np.ones((1, 3), np.float32)).tolist() == [[1.0 - kv.num_workers] * 3]
+
+    run("dist_sync", body, servers=1, shared_memory=shared_memory)
+
+
 def test_what_one_rank_asks_otherwise_all_hear() -> None:
     """Or that rank alone, where the others need not wait. Then all go on."""
     need(workers=2, servers=1)
