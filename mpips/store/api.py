@@ -25,7 +25,8 @@ from mpips.store.worker.route import Route
 from mpips.store.worker.store import WorkerStore
 
 if TYPE_CHECKING:
-    from mpips.tables.make import Chance, Init, Seen, Table
+    from mpips.tables.initial import Init
+    from mpips.tables.make import Chance, Seen, Table
 
 # any hashable names; operations that have a name in common run in program order (see `KVStore.ipush`)
 Turns = Sequence[Hashable]
