@@ -15,6 +15,6 @@ def test_a_candidate_that_does_nothing_is_seen(comm, kind):
     source, result = case.arrays("ordinary")
     assert (source is result) == (kind in IN_PLACE)
     assert good.check() == 0
-    assert case._check(lambda: None, source, result)() > 0
+    assert case.check(lambda: None, source, result)() > 0
     assert good.check() == 0
     good.close()

@@ -104,7 +104,7 @@ def test_the_command_line_is_understood() -> None:
         ("sizes", "many", "not a size"),
         ("dtype", "float31", "float31"),
         ("dtype", "object", "not a number type"),
-        ("algorithms", "fast", "choose one of auto, shared_memory, native, one_shot, gloo, ring, "),
+        ("algorithms", "fast", "choose one of auto, shared_memory, native, one_shot, gloo, MPI, ring, "),
         ("algorithms", "ring(", "not written as"),
         ("algorithms", "bcube(n=3,k=2)", r"3\^2 ranks"),
         ("algorithms", "ring(over=messages)", "ring has no parameter 'over'"),
@@ -122,7 +122,7 @@ def test_what_cannot_be_is_refused(name: str, value: str, said: str) -> None:
 @pytest.mark.parametrize(
     "collective, name, choices",
     [
-        ("alltoall", "ring", "auto, shared_memory, native, one_shot, direct"),
+        ("alltoall", "ring", "auto, shared_memory, native, one_shot, MPI, direct"),
         ("iallreduce", "one_shot", "auto, shared_memory, native, ring, "),
         ("iallreduce", "gloo", "auto, shared_memory, native, ring, "),
     ],
