@@ -21,6 +21,7 @@ import os
 import statistics
 import subprocess
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -101,6 +102,7 @@ class Sample(NamedTuple):
 
 OURS = "mpips"
 OUR_ALGORITHMS = ("auto", "one_shot")
+MPI_ALONE, GLOO_ALONE = (("--algorithms", name, "--arrays", "ordinary") for name in ("MPI", "gloo"))
 # our calls in the table -> (algorithm, kind of array)
 CALLS = {"ordinary": ("auto", "ordinary"), "empty": ("auto", "empty"), "one_shot": ("one_shot", "ordinary")}
 # case -> a median (microseconds) from each round
@@ -120,15 +122,13 @@ def jobs(
             continue
         for setting in settings(where.launcher.flavour, collective):
             name = f"{where.name}: {setting.name}"
-            words = ("--algorithms", "MPI", "--arrays", "ordinary")
-            found.append(Job(name, where, bench, words, setting.variables, ("MPI",)))
+            found.append(Job(name, where, bench, MPI_ALONE, setting.variables, ("MPI",)))
     if dtype != "float32" or collective not in GLOO_KINDS:
         _leave_out("gloo", f"it is compared on {' and '.join(GLOO_KINDS)} of float32 only")
     elif not with_torch:
         _leave_out("gloo", "name an interpreter with PyTorch by --torch")
     else:
-        words = ("--algorithms", "gloo", "--arrays", "ordinary")
-        found.append(Job("gloo", with_torch[0], bench, words, {}, ("gloo",)))
+        found.append(Job("gloo", with_torch[0], bench, GLOO_ALONE, {}, ("gloo",)))
     for name, (module, package) in FROM_TORCH.items():
         having = next((each for each in with_torch if _has(each.python, module)), None)
         if collective != "allreduce":
@@ -136,8 +136,8 @@ def jobs(
         elif having is None:
             _leave_out(name, f"no interpreter of --torch has it: pip install {package}")
         else:
-            words = ("-m", "examples.reproduce.allreduce.rivals", name)
-            found.append(Job(name, having, ("run", "-w"), words, {}, (name,)))
+            program = ("-m", "examples.reproduce.allreduce.rivals", name)
+            found.append(Job(name, having, ("run", "-w"), program, {}, (name,)))
     return found
 
 
@@ -187,8 +187,10 @@ def run(job: Job, ranks: int, dtype: str, sizes: str, seconds: float) -> list[di
         argv = [job.where.python, "-m", "launch.cli", *words, "--json", str(report)]
         environment = variables(job.where.launcher, {**os.environ, **job.variables})
         try:
-            subprocess.run(argv, cwd=ROOT, check=True, timeout=600, stdout=subprocess.DEVNULL, env=environment)
-        except subprocess.SubprocessError as error:
+            subprocess.run(argv, cwd=ROOT, check=True, timeout=600, capture_output=True, text=True, env=environment)
+        except subprocess.CalledProcessError as error:
+            raise click.ClickException(f"{job.name}, {ranks} ranks: {error}\n{error.stdout}\n{error.stderr}") from None
+        except subprocess.TimeoutExpired as error:
             raise click.ClickException(f"{job.name}, {ranks} ranks: {error}") from None
         rows: list[dict[str, Any]] = json.loads(report.read_text())
         if wrong := [row for row in rows if row["wrong"]]:
@@ -229,10 +231,12 @@ def main(
     for number in range(1, rounds + 1):
         for count in counts:
             for job in chosen:
+                begun = time.monotonic()
                 keep(samples, job, run(job, count, dtype, sizes, seconds))
+                click.echo(f"round {number}, {count} ranks, {job.name}: {time.monotonic() - begun:.0f} s", err=True)
                 write_json(json_path, {"samples": dump(samples), "rows": summary(samples)})
-            click.echo(f"{count} ranks: round {number} done", err=True)
-    click.echo(table(summary(samples)))
+    rows = summary(samples)
+    click.echo(table([row for row in rows if (row["collective"], row["dtype"]) == (collective, dtype)]))
 
 
 def parse_ranks(ranks: str, sizes: str, dtype: str) -> list[int]:

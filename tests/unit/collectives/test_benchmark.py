@@ -184,6 +184,17 @@ def test_every_call_has_a_batch_in_every_round(clock: VirtualTime) -> None:
     assert clock.now == pytest.approx(7.0, abs=2.5)
 
 
+def test_new_values_before_each_batch_take_no_time_of_it(clock: VirtualTime) -> None:
+    renewed = []
+
+    def renew() -> None:
+        clock.sleep(1.0)
+        renewed.append(clock.now)
+
+    (timing,) = harness.measure(MPI.COMM_SELF, [lambda: clock.sleep(0.5)], 0.0, rounds=3, renew=renew)
+    assert (len(renewed), timing.median) == (3, pytest.approx(0.5))
+
+
 def test_a_rank_without_a_part_in_a_call_only_waits(clock: VirtualTime) -> None:
     assert harness.measure(MPI.COMM_SELF, [None], 0.0, rounds=2)[0].median == 0.0
 
