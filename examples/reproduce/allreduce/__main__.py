@@ -30,7 +30,16 @@ from typing import Any, NamedTuple
 import click
 
 from collectives.benchmark.case import GLOO_KINDS
-from collectives.terminal import Interruptible, Seconds, describe_unwritable, parse_counts, write_json, writing
+from collectives.machine import usable_cores
+from collectives.terminal import (
+    Interruptible,
+    Seconds,
+    describe_unwritable,
+    parse_counts,
+    parse_sizes,
+    write_json,
+    writing,
+)
 from examples.reproduce.allreduce.mpi_settings import COLLECTIVES, settings
 from examples.reproduce.interpreter import LOOK, Interpreter
 from launch import NAMES, Launcher, LauncherError, find
@@ -85,6 +94,8 @@ class Job(NamedTuple):
     variables: Mapping[str, str]
     # the algorithms of the rows that count
     algorithms: Sequence[str]
+    # the longest vector in bytes where ranks share cores; None for any length
+    longest_on_shared_cores: int | None = None
 
 
 class Sample(NamedTuple):
@@ -122,7 +133,8 @@ def jobs(
             continue
         for setting in settings(where.launcher.flavour, collective):
             name = f"{where.name}: {setting.name}"
-            found.append(Job(name, where, bench, MPI_ALONE, setting.variables, ("MPI",)))
+            longest = setting.longest_on_shared_cores
+            found.append(Job(name, where, bench, MPI_ALONE, setting.variables, ("MPI",), longest))
     if dtype != "float32" or collective not in GLOO_KINDS:
         _leave_out("gloo", f"it is compared on {' and '.join(GLOO_KINDS)} of float32 only")
     elif not with_torch:
@@ -180,6 +192,10 @@ def variables(launcher: Launcher, given: Mapping[str, str]) -> dict[str, str]:
 
 def run(job: Job, ranks: int, dtype: str, sizes: str, seconds: float) -> list[dict[str, Any]]:
     """Run a job and return its rows. Raise click.ClickException if it fails or a result is wrong."""
+    if job.longest_on_shared_cores and ranks > usable_cores():
+        sizes = ",".join(str(size) for size in parse_sizes(sizes) if size <= job.longest_on_shared_cores)
+        if not sizes:
+            return []
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "rows.json")
         words = [*job.start, str(ranks), *job.words, "--dtype", dtype, "--sizes", sizes, "--seconds", str(seconds)]

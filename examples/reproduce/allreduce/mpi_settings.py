@@ -50,6 +50,8 @@ BY_MESSAGES = {
 # the collectives for which MPICH has algorithms in shared memory. The size of their cells is a setting.
 IN_CELLS = ("allreduce", "broadcast")
 CELLS = {"cells of 256 KiB": "262144", "cells of 1 MiB": "1048576"}
+# Ranks wait for a cell without yielding their core. Where they share cores, a call of 64 MiB would take many seconds.
+LONGEST_IN_CELLS = 256 << 10
 
 # presets of Intel MPI's allreduce that use shared memory
 ADJUST = ("10", "11", "12")
@@ -60,6 +62,8 @@ class Setting(NamedTuple):
 
     name: str
     variables: Mapping[str, str]
+    # The longest vector in bytes where ranks share cores. None: any length.
+    longest_on_shared_cores: int | None = None
 
 
 def settings(flavour: str, collective: str) -> list[Setting]:
@@ -69,11 +73,16 @@ def settings(flavour: str, collective: str) -> list[Setting]:
         flavour: "openmpi", "mpich", or any other MPI.
         collective: One of `COLLECTIVES`.
     """
-    special = {"openmpi": _openmpi, "mpich": _mpich, "intel": _intel}.get(flavour, lambda _: iter(()))
-    return [Setting("as mpi4py starts it", {}), Setting("default", SERIALIZED), *special(collective)]
+    special = {"openmpi": _openmpi, "mpich": _mpich, "intel": _intel}.get(flavour, _default)
+    return [Setting("as mpi4py starts it", {}), *special(collective)]
+
+
+def _default(_: str) -> Iterator[Setting]:
+    yield Setting("default", SERIALIZED)
 
 
 def _openmpi(collective: str) -> Iterator[Setting]:
+    yield Setting("default", SERIALIZED)
     if collective in SM:
         yield Setting("coll/sm, 8 KiB", SM_FIRST)
         yield Setting("coll/sm, 64 KiB", {**SM_FIRST, "OMPI_MCA_coll_sm_fragment_size": "65536"})
@@ -90,18 +99,21 @@ def _openmpi(collective: str) -> Iterator[Setting]:
 def _mpich(collective: str) -> Iterator[Setting]:
     (call, *_) = CALLS[collective]
     by_messages = dict(SERIALIZED)
+    longest = LONGEST_IN_CELLS if collective in IN_CELLS else None
+    yield Setting("default", SERIALIZED, longest)
     if collective in IN_CELLS:
         by_messages[f"MPIR_CVAR_{call.upper()}_POSIX_INTRA_ALGORITHM"] = "mpir"
         yield Setting("mpir", by_messages)
         for name, size in CELLS.items():
             cells = {f"MPIR_CVAR_{kind}_INTRANODE_BUFFER_TOTAL_SIZE": size for kind in ("REDUCE", "BCAST")}
-            yield Setting(name, {**SERIALIZED, **cells})
+            yield Setting(name, {**SERIALIZED, **cells}, longest)
     for algorithm in BY_MESSAGES[collective]:
         chosen = {f"MPIR_CVAR_{call.upper()}_INTRA_ALGORITHM": algorithm for call in CALLS[collective]}
         yield Setting(algorithm, {**by_messages, **chosen})
 
 
 def _intel(collective: str) -> Iterator[Setting]:
+    yield Setting("default", SERIALIZED)
     if collective == "allreduce":
         for number in ADJUST:
             yield Setting(f"adjust {number}", {**SERIALIZED, "I_MPI_ADJUST_ALLREDUCE": number})
