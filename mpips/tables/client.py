@@ -178,7 +178,7 @@ class KnownTable:
         self.loads, self.room = self.loads + 1, {}
 
 
-class TablePush(NamedTuple):
+class RowsPush(NamedTuple):
     """A worker's contribution to the next round of a table: a push, or a call of `set` or `remove`.
 
     Attributes:
@@ -235,7 +235,7 @@ class RemoteTables:
         request = messages.UpdateTable(table, numbers)
         yield from self._setup.at_rank_0(lambda: self._setup.tell_all(request), f"update_optimizer of table {table!r}")
 
-    def push(self, pushes: Sequence[TablePush]) -> Task[None]:
+    def push(self, pushes: Sequence[RowsPush]) -> Task[None]:
         """Contribute to the next round of each table, on every server.
 
         When the task is over, the arrays may be overwritten. Raises RoomError if servers refuse this round or an
@@ -262,7 +262,7 @@ class RemoteTables:
                 del memories[:-1]
         yield from self._check_refused(every)
 
-    def _send(self, push: TablePush, ids: Distinct) -> list[int]:
+    def _send(self, push: RowsPush, ids: Distinct) -> list[int]:
         """Send a push to all servers. Return the tokens of the answers."""
         table, rows = push.table, push.rows
         time = eviction.now() if table.card.evict_after else 0

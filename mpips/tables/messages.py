@@ -79,7 +79,7 @@ class UpdateTable(msgspec.Struct, tag=True):
     numbers: bytes
 
 
-class PushRows(msgspec.Struct, tag=True):
+class PushRows(msgspec.Struct, tag=True, omit_defaults=True):
     """A worker's contribution to the next round of a table: gradients of `count` different ids, then the ids.
 
     If the table evicts by score, a score (float64) for each id follows. Answered with RoomGranted once the worker's

@@ -161,8 +161,9 @@ class Places:
 
         These rows leave the order, so the caller must call `remove` next. The same holds for `expired` and `excess`.
         """
-        due = self._order.older_than(update - self._evict + 1) if self._order is not None and self._evict else []
-        return np.concatenate([NONE, *due])
+        if self._order is None or not self._evict:
+            return NONE
+        return np.concatenate([NONE, *self._order.older_than(update - self._evict + 1)])
 
     def expired(self, now: int) -> Positions:
         """Return the positions of rows that `evict_after` drops at the time `now`."""

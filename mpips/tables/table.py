@@ -28,7 +28,7 @@ from mpips.store.worker.route import Route
 from mpips.store.worker.store import WorkerStore
 from mpips.tables import files as table_files
 from mpips.tables import messages, row_optimizers
-from mpips.tables.client import KnownTable, RemoteTables, TablePush
+from mpips.tables.client import KnownTable, RemoteTables, RowsPush
 from mpips.tables.eviction import SCORE
 
 T = TypeVar("T")
@@ -134,7 +134,7 @@ class Table(NotCopyable):
         self._check_there("remove")
         with CALLER_ERRORS:
             where, _ = self._ids_of("remove", ids)
-        _push_all("remove", [(self, TablePush(self._known, where, None))])
+        _push_all("remove", [(self, RowsPush(self._known, where, None))])
 
     def exists(self, ids: object) -> NDArray[np.bool_]:
         """Return a mask of the ids that have a row, after all earlier pushes of this worker. Local, blocking.
@@ -465,7 +465,7 @@ class Table(NotCopyable):
                 )
             )
 
-    def _check_push(self, what: str, ids: object, rows: object, scores: object = None) -> tuple[Table, TablePush]:
+    def _check_push(self, what: str, ids: object, rows: object, scores: object = None) -> tuple[Table, RowsPush]:
         """Check the arguments of a push. `rows` are gradients, or for the call `set` values."""
         self._check_there(what)
         with CALLER_ERRORS:
@@ -476,7 +476,7 @@ class Table(NotCopyable):
         if self._store.operations.checks_finite:
             with self._store.operations.guard(f"{what} of table {self.name!r}"):
                 self._check_finite(what, flat_ids, flat)
-        return self, TablePush(self._known, flat_ids, flat, flat_scores, what == "set")
+        return self, RowsPush(self._known, flat_ids, flat, flat_scores, what == "set")
 
     def _scores_of(self, what: str, scores: object, shape: tuple[int, ...]) -> Array | None:
         """Check the scores of ids of this shape. Return them with shape (k,), or None if the table needs none."""
@@ -577,7 +577,7 @@ def by_store(tables: Iterable[Table]) -> list[list[Table]]:
     return list(groups.values())
 
 
-def _push_all(what: str, pushes: Sequence[tuple[Table, TablePush]]) -> None:
+def _push_all(what: str, pushes: Sequence[tuple[Table, RowsPush]]) -> None:
     """Push to several tables of one store."""
     first, names = pushes[0][0], [table.name for table, _ in pushes]
     others = f" and {len(names) - 1} others" if len(names) > 1 else ""
