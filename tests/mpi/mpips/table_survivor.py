@@ -142,6 +142,11 @@ def train(kv: mpips.KVStore, job: Job, folder: Path) -> tuple[dict[str, np.ndarr
                     if step % 7 == 0:
                         there = [one in model.tables[name].rows for one in ids.tolist()]
                         assert table.exists(ids).tolist() == there or not same, f"step {step}: {name} differs"
+                if step % 4 == 0:
+                    wanted = {table: EVERY[step % 7 :: 1 + number] for number, table in enumerate(made.values())}
+                    for table, rows in mpips.pull_rows(wanted).items():
+                        expected, same = model.tables[table.name].pull(wanted[table]), job.spares >= len(job.kills)
+                        assert rows.tobytes() == expected.tobytes() or not same, f"step {step}: {table} differs"
                 kv.pushpull("w", np.full(3, -1.0), w)
                 step += 1
                 job.start_clocks(folder, kv.generation)
