@@ -270,7 +270,7 @@ MUTATIONS = (
     Mutation(
         "a new row goes on with the updates that the row before it in its place has counted",
         "mpips/tables/rows.py",
-        "for array in (*self._state, self._counts, self._scores):",
+        "for kept in (*self._state, self._counts, self._scores):",
         "for array in self._state:",
         ((0, "tests/unit/mpips/tables/test_rows.py"), *TABLES),
     ),

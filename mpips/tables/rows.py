@@ -313,9 +313,9 @@ class TableRows:
             arena.use_huge_pages(array, top * row_bytes, (top + len(ids)) * row_bytes)
         positions, again = self.positions.add(ids)
         # A position that had another row before still has that row's state.
-        for array in (*self._state, self._counts, self._scores):
-            if array is not None:
-                array[again] = 0
+        for kept in (*self._state, self._counts, self._scores):
+            if kept is not None:
+                kept[again] = 0
         self._write_first_values(self._values, positions, ids)
         self.journal.words[ROWS] = self.positions.top
         return positions
