@@ -46,7 +46,7 @@ class MakeTable(msgspec.Struct, tag=True):
     # number of values in a row
     dim: int
     dtype: str
-    # the key and the bound of the rows' first values (see `initial`)
+    # the key and the spread of the rows' first values (see `initial`)
     key: int
     bound: float
     # name and encoded hyperparameters of the optimizer
@@ -65,6 +65,9 @@ class MakeTable(msgspec.Struct, tag=True):
     evict_by: str = "age"
     # Drop a row this many microseconds after its last update. 0: never.
     evict_after: int = 0
+    # the rule of first values (`initial.Init`): its name, and the mean; the spread is `bound`
+    init: str = "uniform"
+    mean: float = 0.0
 
     @property
     def table_of_counts(self) -> str:
