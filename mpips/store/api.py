@@ -224,6 +224,8 @@ class KVStore(NotCopyable):
         admit: Seen | Chance | None = None,
         evict: int | None = None,
         limit: int | None = None,
+        evict_by: str | None = None,
+        evict_after: str | float | None = None,
         **options: Any,
     ) -> Table:
         """Create an embedding table. Servers create a row when it is first pushed to. Collective over all workers.
@@ -246,6 +248,11 @@ class KVStore(NotCopyable):
             evict: Drop rows that none of the last `evict` updates has used. None: keep all rows.
             limit: The maximum number of rows that the table holds after an update. The least recently used rows are
                 dropped first. Each server has an equal share of the limit. None: no limit.
+            evict_by: The order in which `limit` drops rows: "age" (the oldest last update first), "count" (the fewest
+                updates first) or "score" (the smallest of the scores that `push` and `set` get). Among equal rows the
+                oldest last update comes first, then the smallest id. None: "age".
+            evict_after: Drop rows whose last update is at least this long ago on the wall clock of worker 0: "7d",
+                "12h", "30m", "90s", or seconds. None: keep all rows.
             options: The optimizer's hyperparameters, such as `learning_rate`, which may be a schedule, whose steps are
                 the updates of the table. All optimizers take `clipnorm`, which scales a row's summed gradient down to
                 this norm, and all but "ftrl" take `weight_decay`, which is decoupled as in AdamW.
@@ -263,7 +270,7 @@ class KVStore(NotCopyable):
         from mpips.tables.make import TableOptions, make
 
         with self._route.marked("table"):
-            chosen = TableOptions(dim, dtype, init, optimizer, seed, admit, evict, limit)
+            chosen = TableOptions(dim, dtype, init, optimizer, seed, admit, evict, limit, evict_by, evict_after)
             return make(self.worker, self._route, name, chosen, options)
 
     def recut(self, keys: Sequence[Name], new: Mapping[Name, int]) -> None:
