@@ -371,8 +371,7 @@ class Communicator:
             return
         if self.cache is not None:
             self.cache.free()
-        self.board.marks.close()
-        self.board.memory.close()
+        self.board.close()
         self.node.Free()
         for comm in self._message_comms():
             close_later(comm, self._kept, self.native.begun if comm is self.comm else 0)
