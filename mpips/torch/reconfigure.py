@@ -21,6 +21,7 @@ A process may die at any moment of an *attempt* to make the group:
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import threading
 import time
@@ -40,6 +41,7 @@ from mpips.collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive
 from mpips.collectives.recorder import own as recorder
 from mpips.ending.process import say_role
 from mpips.store.ranks import size as count_workers
+from mpips.store.world import WATCHED
 from mpips.torch.process_group import GroupJobs
 from mpips.torch.tensors import ArgumentError
 
@@ -105,8 +107,7 @@ class Member:
     """This process as a member of a process group that can be reconfigured. Creating one is local."""
 
     def __init__(self) -> None:
-        self._number = next_number = len(_numbers)
-        _numbers.append(next_number)
+        self._number = next(_numbers)
         self._attempts = 0
         # the uuids of all attempts, and the uuid of the one that is under way
         self._used: set[int] = set()
@@ -192,6 +193,10 @@ class Member:
         if not self._has_joined and MPI.COMM_WORLD.rank >= count_workers():
             say_role("worker")
         self._has_joined = True
+        if WATCHED in os.environ:
+            from mpips.chaos.injector import join_group
+
+            join_group(jobs.comm.rank, jobs.comm.size)
         return jobs
 
     def name_deaths(self, comm: MPI.Intracomm) -> str:
@@ -215,8 +220,8 @@ class Member:
         return self._notes.setdefault(uuid, {})
 
 
-# a number for each `Member` that this process has made
-_numbers: list[int] = []
+# the numbers of the members that this process makes
+_numbers = itertools.count()
 _members: WeakValueDictionary[int, Member] = WeakValueDictionary()
 _receiving = threading.Lock()
 
@@ -263,8 +268,8 @@ class _Attempt:
         first = self._create(everybody)
         clock, left = Clock(), self._seconds - self._clock.seconds()
         with CommCreationGuard(first, lambda: clock.seconds() > left or bool(self._dead())) as guard:
-            # Open MPI 5.0 numbers the first communicator differently on each rank, so it does not find it on other ranks
-            # when one revokes it. Its copy has one number.
+            # The first communicator has another number on each rank. Open MPI 5.0 does not find it by that number when
+            # another rank revokes it. Its copy has the same number on all ranks.
             self._jobs = jobs = GroupJobs(guard_comm(first.Dup()), timeout_seconds)
             self._tell(everybody, MADE)
             self._wait(MADE, everybody)

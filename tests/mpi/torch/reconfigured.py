@@ -180,7 +180,7 @@ def death(job: Job) -> Any:
     ranks = [*(rank for rank in EVERYBODY if rank > 1), WORKERS, WORKERS + 1]
     victim, seconds = job.random.choice(ranks), job.random.uniform(0, 0.05)
     handles, begun = job.collect("death", ranks), job.folder / "begun"
-    if ME == victim:
+    if victim == ME:
         die_later(begun, seconds)
     job.wait("death, begun", ranks)
     begun.touch()
