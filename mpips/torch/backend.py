@@ -24,7 +24,7 @@ from mpips.ending.process import before_mpi_ends
 from mpips.store.create import why_deaths_end_job, workers_of
 from mpips.store.world import MASTER, PORT, RANK, SIZE, launched_as, lost, without_place
 from mpips.torch.process_group import ProcessGroup
-from mpips.torch.reconfigure import Member
+from mpips.torch.reconfigure import Member, make_pairs
 from mpips.torch.samplers import watch_samplers
 from mpips.torch.tensors import ArgumentError
 from mpips.torch.works import communication
@@ -95,15 +95,17 @@ def _create_group(options: Any, group_options: Any = None) -> ProcessGroup:
 
 
 def _begin_reconfigurable(options: Any, world: MPI.Intracomm) -> ProcessGroup:
-    """Create a process group that has no members until `reconfigure`. Local, as other ranks may have died.
+    """Create a process group that has no members until `reconfigure`. The first call is collective over MPI_COMM_WORLD.
 
     Raises:
+        CollectiveError: A rank has died before the first call.
         RuntimeError: A death would end the job.
         ArgumentError: The given rank or size differs from MPI's.
     """
     if refusal := why_deaths_end_job("enable_reconfigure=True"):
         raise of_caller(RuntimeError(f"init_process_group: {refusal}"))
     _refuse_place(world.rank, options.group_rank, options.group_size, world.size)
+    make_pairs()
     return ProcessGroup.without_members(world.rank, world.size, options.timeout, Member())
 
 

@@ -4,16 +4,18 @@ A process group that was initialized with `enable_reconfigure=True` has a `Membe
 short text) to the others, by a store of the program. Then all processes of the next group pass the same list of handles
 and the same number, the *uuid*, to `reconfigure`. The list may lack processes of the old group, and have others of the
 job, so the old group's communicator is of no use. Neither is MPI_COMM_WORLD: once one of its ranks has died, Open MPI
-refuses all calls that would make a communicator from it, also one without that rank. So the communicator is made by
-MPI_Comm_create_from_group, which needs no other communicator.
+refuses all calls that would make a communicator from it, also one without that rank. (MPI_Comm_create_from_group, which
+needs no communicator, hangs now and then in Open MPI 5.0.11, also if nobody dies.) So each rank makes a communicator
+with each other rank while all live (`_pairs`). Of two living ranks it has no dead rank, and groups are merged over it.
 
 A process may die at any moment of an *attempt* to make the group:
 
 1. The members first tell each other that they have come, by notes. These are small messages on MPI_COMM_WORLD, which
    still works between living ranks. No rank waits for a note inside of MPI.
-2. MPI_Comm_create_from_group takes a few milliseconds. If a member dies meanwhile, it never returns on the others. So
-   it runs in a thread, which sleeps for good in that case.
-3. The other communicators of the group are made in a `CommCreationGuard`.
+2. Single members are merged into groups of two, these into groups of four, and so on (`_merge_all`). The first ranks of
+   two groups connect these by a copy of their pair's communicator. They make the copy when both have said that they are
+   ready, and if one of them dies, the other gets an error.
+3. All other communicators are made in a `CommCreationGuard`, which revokes them on a death, so that no rank waits.
 4. The members tell each other that they have the group. A member that sees a death until then gives the attempt up, and
    tells the others why.
 """
@@ -25,7 +27,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
@@ -36,7 +38,7 @@ from mpips.collectives import log
 from mpips.collectives.clock import Clock
 from mpips.collectives.errors import KINDS, CollectiveError, MismatchError, format_ranks, kind_index
 from mpips.collectives.fabric.failure import DEATH_SECONDS, CommCreationGuard, dead_ranks, guard_comm
-from mpips.collectives.fabric.requests import ranks_of_job, receive_next, send_to_all
+from mpips.collectives.fabric.requests import ArrivalBarrier, ranks_of_job, receive_next, send_to_all
 from mpips.collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, read_limits, wait_until
 from mpips.collectives.recorder import own as recorder
 from mpips.ending.process import say_role
@@ -47,11 +49,41 @@ from mpips.torch.tensors import ArgumentError
 
 LOG = log.get("mpips.torch")
 PREFIX = "mpips"
-# the tag of notes on MPI_COMM_WORLD
+# the tag of notes on MPI_COMM_WORLD, and of the calls that make communicators
 TAG = 7302
-# What a note says: its sender has called `reconfigure`, has the group, or has given the attempt up. CREATED is never
-# said: it stands for the step between the first two.
-ARRIVED, CREATED, MADE, GIVEN_UP = range(4)
+# What a note says: its sender has called `reconfigure`, can make a communicator with the receiver, has the group, or
+# has given the attempt up.
+ARRIVED, READY, MADE, GIVEN_UP = range(4)
+# another rank of the job -> the communicator of this rank and that one; the lower rank of the job is rank 0
+_pairs: dict[int, MPI.Intracomm] = {}
+
+
+def make_pairs() -> None:
+    """Make a communicator of each two ranks of the job. Collective over MPI_COMM_WORLD, blocking.
+
+    A second call does nothing, and is local.
+
+    Raises:
+        CollectiveError: A rank has died before.
+    """
+    world = MPI.COMM_WORLD
+    if _pairs or world.size == 1:
+        return
+    try:
+        ArrivalBarrier(world, "init_process_group").wait(read_limits())
+        everybody = world.Get_group()
+        # All ranks make their pairs in one order, so none waits for a pair whose other rank waits for a later one.
+        for other in range(world.size):
+            if other != world.rank:
+                pair = everybody.Incl(sorted((other, world.rank)))
+                _pairs[other] = world.Create_group(pair, TAG)
+                pair.Free()
+        everybody.Free()
+    except MPI.Exception as error:
+        _pairs.clear()
+        why = _have_died(dead_ranks(world)) if dead_ranks(world) else str(error)
+        sentence = f"init_process_group: {why}, before all ranks were connected: start the job again"
+        raise CollectiveError(sentence) from None
 
 
 class Handle(NamedTuple):
@@ -95,7 +127,7 @@ class Note(msgspec.Struct, array_like=True):
     # the receiver's number in its process
     member: int
     uuid: int
-    # ARRIVED, MADE or GIVEN_UP
+    # ARRIVED, READY, MADE or GIVEN_UP
     step: int
     # ARRIVED: the digest of the handles. GIVEN_UP: the reason.
     text: str = ""
@@ -256,6 +288,8 @@ class _Attempt:
         # the ranks in MPI_COMM_WORLD, in the order of the new ranks
         self.ranks = [handle.rank for handle in handles]
         self.limits = Limits()
+        # communicators that are not needed any more when the group is there
+        self._steps: list[MPI.Comm] = []
         # what the present wait is for
         self._awaited: tuple[int, Collection[int]] = (ARRIVED, ())
         self._jobs: GroupJobs | None = None
@@ -265,37 +299,47 @@ class _Attempt:
         everybody = range(len(self.ranks))
         self._tell(everybody, ARRIVED, self._digest)
         self._wait(ARRIVED, everybody)
-        first = self._create(everybody)
-        clock, left = Clock(), self._seconds - self._clock.seconds()
-        with CommCreationGuard(first, lambda: clock.seconds() > left or bool(self._dead())) as guard:
-            # The first communicator has another number on each rank. Open MPI 5.0 does not find it by that number when
-            # another rank revokes it. Its copy has the same number on all ranks.
-            self._jobs = jobs = GroupJobs(guard_comm(first.Dup()), timeout_seconds)
+        own, clock, left = MPI.COMM_SELF.Dup(), Clock(), self._seconds - self._clock.seconds()
+        with CommCreationGuard(own, lambda: clock.seconds() > left or bool(self._dead())) as guard:
+            self._jobs = jobs = GroupJobs(self._merge_all(own), timeout_seconds)
             self._tell(everybody, MADE)
             self._wait(MADE, everybody)
         if guard.broken:
             raise CollectiveError(self._death() or f"{self._what} has taken longer than {self._seconds:.3g} s")
-        first.Free()
+        for comm in self._steps:
+            comm.Free()
         return jobs
 
-    def _create(self, everybody: Collection[int]) -> MPI.Intracomm:
-        """Make the communicator of all members. Collective over them, blocking."""
-        made: list[MPI.Intracomm | Exception] = []
+    def _merge_all(self, own: MPI.Intracomm) -> MPI.Intracomm:
+        """Merge communicators of single members into one of all. Collective over the members, blocking.
 
-        def create() -> None:
-            world = MPI.COMM_WORLD.Get_group()
-            members = world.Incl(self.ranks)
-            try:
-                # The digest differs in each attempt, because the handles do.
-                made.append(MPI.Intracomm.Create_from_group(members, f"mpips {self._digest}"))
-            except Exception as error:
-                made.append(error)
+        In each round, members [low, middle) and [middle, high) are merged. So the new ranks have the order of the
+        handles.
+        """
+        size, me = len(self.ranks), self.ranks.index(MPI.COMM_WORLD.rank)
+        comm, width = own, 1
+        while width < size:
+            low = me // (2 * width) * (2 * width)
+            middle = low + width
+            if middle < size:
+                is_upper = me >= middle
+                bridge, far = MPI.COMM_SELF, 0
+                if me in (low, middle):
+                    bridge = self._copy_pair(low if is_upper else middle)
+                    far = 1 - bridge.rank
+                inter = guard_comm(comm.Create_intercomm(0, bridge, far, TAG))
+                self._steps += [inter, comm]
+                comm = guard_comm(inter.Merge(is_upper))
+            width *= 2
+        return comm
 
-        threading.Thread(target=create, name="mpips reconfigure", daemon=True).start()
-        self._wait(CREATED, everybody, lambda: bool(made))
-        if isinstance(made[0], Exception):
-            raise made[0]
-        return made[0]
+    def _copy_pair(self, other: int) -> MPI.Intracomm:
+        """Make a communicator of this member and another one. Blocking."""
+        self._tell([other], READY)
+        self._wait(READY, [other])
+        copy = guard_comm(_pairs[self.ranks[other]].Dup())
+        self._steps.append(copy)
+        return copy
 
     def give_up(self, error: BaseException) -> BaseException:
         """Tell the other members that the attempt has failed on this one. Return the error to raise."""
@@ -322,19 +366,19 @@ class _Attempt:
         """Send a note to the members with these new ranks. Does not block."""
         self._member.send([self._handles[place] for place in places], Note(0, self._uuid, step, text, kind))
 
-    def _wait(self, step: int, places: Collection[int], ready: Callable[[], bool] | None = None) -> None:
-        """Wait until these members have said that they are at `step`, or until `ready()`. Blocking."""
+    def _wait(self, step: int, places: Collection[int]) -> None:
+        """Wait until the members with these new ranks have said that they are at `step`. Blocking."""
         ranks = [self.ranks[place] for place in places if self.ranks[place] != MPI.COMM_WORLD.rank]
         self._awaited = step, ranks
         left = max(self._seconds - self._clock.seconds(), 1e-3)
         self.limits = Limits(read_limits().stall_seconds, left)
 
-        def has_come() -> bool:
+        def have_come() -> bool:
             _receive_notes()
             self.look(0.0)
-            return not self.late() if ready is None else ready()
+            return not self.late()
 
-        drive(wait_until(has_come), self, self._what)
+        drive(wait_until(have_come), self, self._what)
 
     def late(self) -> list[int]:
         """Return the ranks of the job from which the awaited notes have not come."""
