@@ -22,6 +22,7 @@ from mpips.collectives.fabric.requests import ArrivalBarrier
 from mpips.collectives.fabric.wait import Limits, read_limits
 from mpips.ending.process import before_mpi_ends
 from mpips.store.create import why_deaths_end_job, workers_of
+from mpips.store.options import read as read_options
 from mpips.store.world import MASTER, PORT, RANK, SIZE, launched_as, lost, without_place
 from mpips.torch.process_group import ProcessGroup
 from mpips.torch.reconfigure import Member, make_pairs
@@ -102,7 +103,10 @@ def _begin_reconfigurable(options: Any, world: MPI.Intracomm) -> ProcessGroup:
         RuntimeError: A death would end the job.
         ArgumentError: The given rank or size differs from MPI's.
     """
-    if refusal := why_deaths_end_job("enable_reconfigure=True"):
+    refusal = why_deaths_end_job("enable_reconfigure=True")
+    if not refusal and (servers := read_options().servers):
+        refusal = f"enable_reconfigure=True is not possible in a job with servers={servers}: start it without servers"
+    if refusal:
         raise of_caller(RuntimeError(f"init_process_group: {refusal}"))
     _refuse_place(world.rank, options.group_rank, options.group_size, world.size)
     make_pairs()
