@@ -1,6 +1,9 @@
 """A job whose process group is made anew again and again, while ranks die: each rank says what it has seen.
 
-mpips run -w 3 --spares 2 -m tests.mpi.torch.reconfigured FOLDER SEED
+mpips run -w 3 --spares 2 -m tests.mpi.torch.reconfigured FOLDER SEED [ddp]
+
+With "ddp", ranks that join also train. Without it they do not, because DDP imports PyTorch's compiler, which takes
+seconds of each process.
 """
 
 from __future__ import annotations
@@ -31,8 +34,9 @@ EVERYBODY = list(range(WORKERS))
 class Job:
     """One rank's part: it calls each case, in the order in which they stand here."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, trains: bool) -> None:
         self.folder = folder
+        self.trains = trains
         self.random = random.Random(seed)
         self.store = dist.FileStore(str(folder / "store"), -1)
         # case -> what this rank has seen
@@ -143,7 +147,7 @@ def shrink(job: Job) -> Any:
 def grow(job: Job) -> Any:
     """The first spare joins, and trains on from the state of the first rank."""
     ranks = [*(rank for rank in EVERYBODY if rank != 1), WORKERS]
-    return [job.join(ranks), trained(ranks)]
+    return [job.join(ranks), trained(ranks) if job.trains else [True, []]]
 
 
 def trained(ranks: Sequence[int]) -> list[Any]:
@@ -172,7 +176,7 @@ def shrink_and_grow(job: Job) -> Any:
         die()
     wait_until_dead([0])
     ranks = [*(rank for rank in EVERYBODY if rank > 1), WORKERS, WORKERS + 1]
-    return [job.join(ranks), trained(ranks)]
+    return [job.join(ranks), trained(ranks) if job.trains else [True, []]]
 
 
 def death(job: Job) -> Any:
@@ -208,16 +212,18 @@ CASES: tuple[tuple[Callable[[Job], Any], range], ...] = (
 )
 
 
-def main(folder: Path, seed: int) -> None:
+def main(folder: Path, seed: int, *words: str) -> None:
     torch.set_num_threads(1)
-    job = Job(folder, seed)
+    job = Job(folder, seed, "ddp" in words)
     for number, (case, ranks) in enumerate(CASES):
         job.uuid = 10 * number
         if ME in ranks:
+            start = time.monotonic()
             job.seen[case.__name__] = case(job)
+            print(f"rank {ME}: {case.__name__} in {time.monotonic() - start:.2f} s", flush=True)
     Path(folder, f"rank-{ME}.json").write_text(json.dumps(job.seen))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -32,7 +32,7 @@ def seen(case: str, workers: int, folder: Path, seed: int = 1) -> dict[int, Any]
     if workers not in _seen:
         start = [sys.executable, "-m", "launch.cli", "run", "-w", str(workers), "--spares", "2"]
         said = BytesIO()
-        words = ["-m", "tests.mpi.torch.reconfigured", str(folder), str(seed)]
+        words = ["-m", "tests.mpi.torch.reconfigured", str(folder), str(seed), *(["ddp"] if workers == 3 else [])]
         code = child.run([*start, *words], JOB_LIMIT, ROOT, said)
         assert not code, said.getvalue().decode(errors="replace")[-3000:]
         _seen[workers] = {int(path.stem[5:]): json.loads(path.read_text()) for path in folder.glob("rank-*.json")}
