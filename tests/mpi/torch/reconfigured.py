@@ -193,7 +193,7 @@ def death(job: Job) -> Any:
     # The victim may outlive the call by some milliseconds.
     while not error:
         error = heard(lambda: dist.barrier())
-    if ME == victim:
+    if victim == ME:
         time.sleep(LIMIT.total_seconds())
     took = time.monotonic() - start
     wait_until_dead([victim])
