@@ -149,7 +149,8 @@ def _rendezvous_by_mpi(
             ) from error
         return
     ArrivalBarrier(world, "init_process_group").wait(Limits(read_limits().stall_seconds, timeout.total_seconds()))
-    _check_place(*(int(asked.get(name, ["-1"])[0]) for name in ("rank", "world_size")), world)
+    rank, size = (int(asked.get(name, ["-1"])[0]) for name in ("rank", "world_size"))
+    _check_place(rank, size, world)
     address = find_address("init_process_group", world)
     server = dist.TCPStore(address, 0, world.size, True, timeout, wait_for_workers=False) if world.rank == 0 else None
     port = np.array([0 if server is None else server.port])
