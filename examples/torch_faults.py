@@ -79,7 +79,9 @@ def main(options: argparse.Namespace) -> None:
         loss.backward()
         optimizer.step()
         time.sleep(options.step_seconds)
-        mpips.chaos.note(step, loss)
+        # Not so if the step was not committed, or if this replica has just taken a later state from a peer.
+        if manager.current_step() == step + 1:
+            mpips.chaos.note(step, loss)
         if step % 100 == 0:
             print(f"rank {ME}: step {step}, {manager.num_participants()} replicas, loss {loss.item():.4f}", flush=True)
     done.set("done", "")
