@@ -23,7 +23,7 @@ needs_interface = pytest.mark.skipif(
     not hasattr(dist, "_reconfigure"), reason="this PyTorch has no interface for faults"
 )
 workers = pytest.mark.parametrize("workers", [3, pytest.param(7, marks=pytest.mark.slow)])
-# number of workers -> what each rank that is left has seen, by its rank in the job and by the case
+# number of workers -> what each rank has seen, by its rank in the job and by the case
 _seen: dict[int, dict[int, dict[str, Any]]] = {}
 
 
