@@ -107,6 +107,8 @@ def _begin_reconfigurable(options: Any, world: MPI.Intracomm) -> ProcessGroup:
     if not refusal and (servers := read_options().servers):
         refusal = f"enable_reconfigure=True is not possible in a job with servers={servers}: start it without servers"
     if refusal:
+        # If rank 0 raised at once, its store would end before the other ranks have connected to it.
+        ArrivalBarrier(world, "init_process_group").wait(read_limits())
         raise of_caller(RuntimeError(f"init_process_group: {refusal}"))
     _refuse_place(world.rank, options.group_rank, options.group_size, world.size)
     make_pairs()
