@@ -93,7 +93,7 @@ class TableModule(nn.Module):
         Args:
             ids: int64 ids of any shape, on the host.
         """
-        self._check(ids)
+        check_ids(self._what, ids)
         # Tensors that are created in inference mode cannot be saved for a backward pass.
         with torch.inference_mode(False):
             wanted, places = torch.unique(ids, return_inverse=True)
@@ -167,21 +167,17 @@ class TableModule(nn.Module):
             raise of_caller(ValueError(f"{self._what}: padding_idx={index} is no int64: give an id"))
         return index
 
-    def _check(self, ids: object) -> None:
-        """Raise TypeError or ValueError unless `ids` is a tensor of ids: int64, on the host."""
-        if not isinstance(ids, Tensor):
-            raise of_caller(TypeError(f"{self._what}: ids are a {type(ids).__name__}: pass a torch.int64 tensor"))
-        if ids.dtype != torch.int64:
-            sentence = f"{self._what}: ids have dtype {ids.dtype}, and need torch.int64: pass ids.long()"
-            raise of_caller(TypeError(sentence))
-        check_on_host([ids], self._what)
-
-    def _find_prefetched(self, ids: Tensor) -> tuple[Tensor, Tensor, Handle | None]:
+    def find_prefetched(self, ids: Tensor) -> tuple[Tensor, Tensor, Handle | None]:
         """Return the unique ids, the index among them for each position of `ids`, and the handle of a prefetch or None.
 
         The handle is None if the rows were not prefetched or are stale. A prefetched batch can be used only once.
         """
-        self._check(ids)
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            advice = (
+                "a trace would keep the rows of these ids for all ids: trace the layers behind, and export the table"
+            )
+            raise of_caller(RuntimeError(f"{self._what}: {advice}"))
+        check_ids(self._what, ids)
         for place, batch in enumerate(self._next):
             if torch.equal(batch.ids[batch.places], ids):
                 del self._next[place]
@@ -198,19 +194,21 @@ class TableModule(nn.Module):
             zeros (None if it is not among the ids). If gradients are wanted, the rows come from a leaf of autograd's
             graph.
         """
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():
-            advice = (
-                "a trace would keep the rows of these ids for all ids: trace the layers behind, and export the table"
-            )
-            raise of_caller(RuntimeError(f"{self._what}: {advice}"))
-        wanted, places, handle = self._find_prefetched(ids)
+        wanted, places, handle = self.find_prefetched(ids)
         rows = torch.from_numpy(self.table.pull(wanted.numpy()) if handle is None else handle.wait())
         padding = [] if self.padding_idx is None else (wanted == self.padding_idx).nonzero().flatten().tolist()
         rows[padding] = 0
+        return places, self.follow_gradient(wanted, rows), padding[0] if padding else None
+
+    def follow_gradient(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """Return pulled rows in the module's dtype. If gradients are wanted, `rows` becomes a leaf of autograd's graph.
+
+        `ids` are different ids, one for each row.
+        """
         if self._learns and torch.is_grad_enabled():
             rows.requires_grad_()
-            rows.register_post_accumulate_grad_hook(lambda leaf: self._keep(wanted, leaf))
-        return places, rows.to(self._dtype), padding[0] if padding else None
+            rows.register_post_accumulate_grad_hook(lambda leaf: self._keep(ids, leaf))
+        return rows.to(self._dtype)
 
     def _keep(self, ids: Tensor, rows: Tensor) -> None:
         """Keep rows whose gradient backward has just computed, until `step` pushes that gradient.
@@ -227,6 +225,15 @@ class TableModule(nn.Module):
         self._leaves[id(rows)] = ids, rows
         if len(self._leaves) == MANY:
             warn(f"{self._what}: gradients of {MANY} forward passes wait: call step() of the TableOptimizer")
+
+
+def check_ids(what: str, ids: object) -> None:
+    """Raise TypeError or ValueError unless `ids` is a tensor of ids: int64, on the host. `what` begins the sentence."""
+    if not isinstance(ids, Tensor):
+        raise of_caller(TypeError(f"{what}: ids are a {type(ids).__name__}: pass a torch.int64 tensor"))
+    if ids.dtype != torch.int64:
+        raise of_caller(TypeError(f"{what}: ids have dtype {ids.dtype}, and need torch.int64: pass ids.long()"))
+    check_on_host([ids], what)
 
 
 class Embedding(TableModule):
@@ -328,7 +335,8 @@ class TableOptimizer:
     `GradScaler.step` accepts a TableOptimizer if the store is synchronous or has one worker.
 
     Args:
-        model: A module that holds `Embedding` or `EmbeddingBag` modules at any depth, the same on all workers.
+        model: A module that holds `Embedding`, `EmbeddingBag` or `EmbeddingBagCollection` modules at any depth, the
+            same on all workers.
 
     Raises:
         TypeError, ValueError: `model` is not a module, or holds no `Embedding` or `EmbeddingBag`.
