@@ -106,7 +106,8 @@ class CommCreationGuard:
             self.revoke_all()
         self._over.set()
         self._thread.join()
-        CommCreationGuard.present = None
+        if CommCreationGuard.present is self:
+            CommCreationGuard.present = None
 
     def add(self, comm: MPI.Comm) -> None:
         """Let `revoke_all` revoke this new communicator as well. After `revoke_all`, revoke it at once."""

@@ -16,7 +16,9 @@ A process may die at any moment of an *attempt* to make the group:
    two groups connect these by a copy of their pair's communicator. They make the copy when both have said that they are
    ready, and if one of them dies, the other gets an error.
 3. All other communicators are made in a `CommCreationGuard`, which revokes them on a death, so that no rank waits.
-4. The members tell each other that they have the group. A member that sees a death until then gives the attempt up, and
+4. Steps 2, 3 and 5 run in a thread. Now and then a call of MPI does not return although its communicator was revoked. Then
+   the thread is given up, so that the caller gets an error all the same.
+5. The members tell each other that they have the group. A member that sees a death until then gives the attempt up, and
    tells the others why.
 """
 
@@ -36,7 +38,7 @@ from mpi4py import MPI
 
 from mpips.collectives import log
 from mpips.collectives.clock import Clock
-from mpips.collectives.errors import KINDS, CollectiveError, MismatchError, format_ranks, kind_index
+from mpips.collectives.errors import KINDS, CollectiveError, MismatchError, StallError, format_ranks, kind_index
 from mpips.collectives.fabric.failure import DEATH_SECONDS, CommCreationGuard, dead_ranks, guard_comm
 from mpips.collectives.fabric.requests import ArrivalBarrier, ranks_of_job, receive_next, send_to_all
 from mpips.collectives.fabric.wait import NAP_AFTER_BETWEEN_NODES, Limits, drive, read_limits, wait_until
@@ -54,6 +56,8 @@ TAG = 7302
 # What a note says: its sender has called `reconfigure`, can make a communicator with the receiver, has the group, or
 # has given the attempt up.
 ARRIVED, READY, MADE, GIVEN_UP = range(4)
+# seconds between two looks at the thread that makes a group, and how long it may take to end after a death
+JOIN_SECONDS, GIVING_UP_SECONDS = 2e-3, 2.0
 # another rank of the job -> the communicator of this rank and that one; the lower rank of the job is rank 0
 _pairs: dict[int, MPI.Intracomm] = {}
 
@@ -299,6 +303,30 @@ class _Attempt:
         everybody = range(len(self.ranks))
         self._tell(everybody, ARRIVED, self._digest)
         self._wait(ARRIVED, everybody)
+        made: list[GroupJobs | BaseException] = []
+
+        def make() -> None:
+            try:
+                made.append(self._make(everybody, timeout_seconds))
+            except BaseException as error:
+                made.append(error)
+
+        maker = threading.Thread(target=make, name="mpips reconfigure", daemon=True)
+        maker.start()
+        hopeless = Clock()
+        while maker.is_alive():
+            maker.join(JOIN_SECONDS)
+            if not self._dead() and self._clock.seconds() < self._seconds:
+                hopeless = Clock()
+            elif hopeless.seconds() > GIVING_UP_SECONDS and not made:
+                late = f"{self._what} has taken longer than {self._seconds:.3g} s"
+                raise CollectiveError(self._death()) if self._dead() else StallError(late)
+        if isinstance(made[0], BaseException):
+            raise made[0]
+        return made[0]
+
+    def _make(self, everybody: Collection[int], timeout_seconds: float) -> GroupJobs:
+        """Make the communicators, and wait until all members have them. Collective over the members, blocking."""
         own, clock, left = MPI.COMM_SELF.Dup(), Clock(), self._seconds - self._clock.seconds()
         with CommCreationGuard(own, lambda: clock.seconds() > left or bool(self._dead())) as guard:
             self._jobs = jobs = GroupJobs(self._merge_all(own), timeout_seconds)
