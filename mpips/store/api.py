@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -25,7 +25,8 @@ from mpips.store.worker.route import Route
 from mpips.store.worker.store import WorkerStore
 
 if TYPE_CHECKING:
-    from mpips.tables.make import Chance, Seen, Table, Uniform
+    from mpips.tables.initial import Init
+    from mpips.tables.make import Chance, Seen, Table
 
 # any hashable names; operations that have a name in common run in program order (see `KVStore.ipush`)
 Turns = Sequence[Hashable]
@@ -217,7 +218,7 @@ class KVStore(NotCopyable):
         name: str,
         dim: int,
         dtype: object = "float32",
-        init: Uniform | None = None,
+        init: Init | Callable[[Any], Any] | None = None,
         optimizer: str = "sgd",
         seed: int = 0,
         admit: Seen | Chance | None = None,
@@ -235,17 +236,19 @@ class KVStore(NotCopyable):
             name: A name that no key and no other table has.
             dim: Number of values in a row.
             dtype: "float32" or "float64".
-            init: The distribution of first values, `mpips.uniform(bound)`. None: `mpips.uniform(0.05)`.
-            optimizer: "sgd", "adagrad", "row_adagrad" (one accumulator for each row) or "adam" (its bias correction
-                counts each row's own updates).
+            init: The first values: `mpips.uniform`, `mpips.normal`, `mpips.truncated_normal`, `mpips.constant`, or a
+                function of ids that `mpips.register_init` has made known. None: `mpips.uniform(0.05)`.
+            optimizer: "sgd", "adagrad", "row_adagrad" (one accumulator for each row), "adam" (its bias correction
+                counts each row's own updates), "row_adam" (one second moment for each row) or "ftrl".
             seed: Any int.
             admit: Which ids get a row: `mpips.seen(times)` or `mpips.chance(probability)`. Gradients of other ids are
                 dropped, and a pull of such an id returns its first values. None: all ids get a row.
             evict: Drop rows that none of the last `evict` updates has used. None: keep all rows.
             limit: The maximum number of rows that the table holds after an update. The least recently used rows are
                 dropped first. Each server has an equal share of the limit. None: no limit.
-            options: The optimizer's hyperparameters, such as `learning_rate`. A value may be a schedule, which counts
-                the updates of the table.
+            options: The optimizer's hyperparameters, such as `learning_rate`, which may be a schedule, whose steps are
+                the updates of the table. All optimizers take `clipnorm`, which scales a row's summed gradient down to
+                this norm, and all but "ftrl" take `weight_decay`, which is decoupled as in AdamW.
 
         Raises:
             ValueError: An argument is bad or differs between workers, or the store has no servers. Nothing has changed.

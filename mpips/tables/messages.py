@@ -44,7 +44,7 @@ class MakeTable(msgspec.Struct, tag=True):
     # number of values in a row
     dim: int
     dtype: str
-    # the key and the bound of the rows' first values (see `initial`)
+    # the key and the spread of the rows' first values (see `initial`)
     key: int
     bound: float
     # name and encoded hyperparameters of the optimizer
@@ -59,6 +59,9 @@ class MakeTable(msgspec.Struct, tag=True):
     seen: int = 0
     # the probability with which an update that names an id gives the id a row
     chance: float = 1.0
+    # the rule of first values (`initial.Init`): its name, and the mean; the spread is `bound`
+    init: str = "uniform"
+    mean: float = 0.0
 
     @property
     def table_of_counts(self) -> str:

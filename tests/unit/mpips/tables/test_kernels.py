@@ -22,9 +22,19 @@ if engine.status().engine != "numba":
 WIDE = range(-(2**63), 2**63, 2**55)
 
 
-def rounds(optimizer: str, dim: int, dtype: Any) -> Iterator[bytes]:
+INITS: dict[str, dict[str, Any]] = {
+    "uniform": {},
+    "normal": {"init": "normal", "mean": 0.1},
+    "truncated": {"init": "truncated_normal"},
+    "constant": {"bound": 0.0, "mean": -0.3},
+}
+
+
+def rounds(
+    optimizer: str, dim: int, dtype: Any, init: str = "uniform", numbers: dict[str, Any] | None = None
+) -> Iterator[bytes]:
     """Rows after each of some rounds of three workers with repeated ids, as server 0 of 2 sees them."""
-    table = TableRows(card_of(dim, np.dtype(dtype).name, optimizer, 7, rate=0.1))
+    table = TableRows(card_of(dim, np.dtype(dtype).name, optimizer, 7, rate=0.1, numbers=numbers, **INITS[init]))
     random = np.random.default_rng(5)
     for step in range(1, 5):
         parts = []
@@ -47,8 +57,26 @@ def rounds(optimizer: str, dim: int, dtype: Any) -> Iterator[bytes]:
 @pytest.mark.parametrize("dim", [1, 3, 8, 33, 128, 130])
 @pytest.mark.parametrize("optimizer", sorted(ROW_OPTIMIZERS))
 def test_tables_have_the_bits_of_numpy(optimizer: str, dim: int, dtype: str) -> None:
+    check_bits(optimizer, dim, dtype)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dim", [1, 11, 128, 130])
+@pytest.mark.parametrize("optimizer", sorted(ROW_OPTIMIZERS))
+def test_decayed_and_clipped_tables_have_the_bits_of_numpy(optimizer: str, dim: int, dtype: str) -> None:
+    more = {"l1": 0.3, "l2": 0.1, "beta": 0.0} if optimizer == "ftrl" else {"weight_decay": 0.3}
+    check_bits(optimizer, dim, dtype, numbers={"clipnorm": 1.5, **more})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("init", sorted(INITS))
+def test_first_values_have_the_bits_of_numpy(init: str, dtype: str) -> None:
+    check_bits("sgd", 33, dtype, init)
+
+
+def check_bits(*given: Any, **more: Any) -> None:
     with engine.numpy_only():
-        expected = list(rounds(optimizer, dim, dtype))
-    list(rounds(optimizer, dim, dtype))
+        expected = list(rounds(*given, **more))
+    list(rounds(*given, **more))
     assert engine.settle(200)
-    assert list(rounds(optimizer, dim, dtype)) == expected
+    assert list(rounds(*given, **more)) == expected
