@@ -16,8 +16,8 @@ A process may die at any moment of an *attempt* to make the group:
    two groups connect these by a copy of their pair's communicator. They make the copy when both have said that they are
    ready, and if one of them dies, the other gets an error.
 3. All other communicators are made in a `CommCreationGuard`, which revokes them on a death, so that no rank waits.
-4. Steps 2, 3 and 5 run in a thread. Now and then a call of MPI does not return although its communicator was revoked. Then
-   the thread is given up, so that the caller gets an error all the same.
+4. Steps 2, 3 and 5 run in a thread. Now and then a call of MPI does not return although its communicator was revoked.
+   Then the thread is given up, so that the caller gets an error all the same.
 5. The members tell each other that they have the group. A member that sees a death until then gives the attempt up, and
    tells the others why.
 """
