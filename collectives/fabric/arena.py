@@ -1,9 +1,10 @@
 """Arrays that every process of the node can read and write in place.
 
 `empty` takes memory from *segments*: sparse memory files (memfd) of this process, mapped as shared. Another process of
-the node opens ``/proc/<pid>/fd/<fd>`` and maps the same pages. So no call of this module is collective, the files have
-no names in a file system, and their memory does not outlive the processes. Each segment is twice as large as the one
-before, up to a limit. So there are few segments, and other processes map each of them once.
+the node opens ``/proc/<pid>/fd/<fd>`` and maps the same pages. So no call of this module is collective, and the files
+have no names in a file system. The system frees their memory when no process maps it any more. Until then, other
+processes can still read the memory of a process that has died: recovery does so. Each segment is twice as large as the
+one before, up to a limit. So there are few segments, and other processes map each of them once.
 
 Making an array touches its pages, so that the kernel allocates them: as huge pages if it has them, and never more pages
 than are free. A segment keeps the pages of freed arrays for later arrays, up to `IDLE_BYTES`. Further pages go back to

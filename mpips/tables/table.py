@@ -93,7 +93,8 @@ class Table(NotCopyable):
         id occurs several times, its last values count, in the order of the workers.
 
         An id without a row gets one, whatever `admit` says. Its optimizer state is that of a new row. An existing row
-        keeps its state.
+        keeps its state. FTRL computes rows from this state, so the next push to an existing row would undo most of the
+        change: call `remove` first.
 
         Args:
             ids: int64, any shape.

@@ -144,16 +144,16 @@ class ServerLink:
         """Send a request to a server. Return the token of its answer."""
         return self.post_request_with(server, frames.encode(request), 0)
 
-    def post_request_with(self, server: int, body: bytes | NDArray[np.uint8], rows: int) -> int:
+    def post_request_with(self, server: int, body: bytes | NDArray[np.uint8], data_bytes: int) -> int:
         """Send a request to a server. Return the token of its answer.
 
         Args:
             body: The encoded request, with data in front of it. If it is an array in memory that the node shares, it is
                 not copied.
-            rows: The number of bytes of that data.
+            data_bytes: The size of that data.
         """
         self._tokens += 1
-        self.lines[server].post_body(body, Op.CONTROL, token=self._tokens, aux=rows)
+        self.lines[server].post_body(body, Op.CONTROL, token=self._tokens, aux=data_bytes)
         return self._tokens
 
     def wait_for_answer(self, token: int, decode: Callable[[bytes], Any] = frames.decode_answer) -> Task[Any]:

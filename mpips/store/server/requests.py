@@ -1,4 +1,6 @@
-"""Rare requests of workers to a server: new units, settings, states and snapshots.
+"""Requests of workers to a server that are not pushes or pulls of keys.
+
+They are new units, settings, states and snapshots, and all requests of services, such as pushes to tables.
 
 A new setting counts from the next push on, so its request waits until all earlier pushes have been applied. Requests
 that concern no push are answered at once, because other workers may push only after the answer.
