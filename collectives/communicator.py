@@ -323,9 +323,10 @@ class Communicator:
             kept: Objects to keep alive, because other ranks or MPI may still touch their memory.
         """
         if self.end_error is not None or not self.open:
-            # The sentence says more than MPI's error does.
-            is_known = self.end_error is not None and isinstance(error, MPI.Exception)
-            return type(self.end_error)(str(self.end_error)) if is_known else error
+            if self.end_error is not None and isinstance(error, MPI.Exception):
+                # The sentence says more than MPI's error does.
+                return type(self.end_error)(str(self.end_error))
+            return error
         self._kept.append(kept)
         try:
             shared_error = self.ending.end(_error_of_failure(self, what, error))
