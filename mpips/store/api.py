@@ -223,6 +223,7 @@ class KVStore(NotCopyable):
         admit: Seen | Chance | None = None,
         evict: int | None = None,
         limit: int | None = None,
+        rounding: str = "nearest",
         **options: Any,
     ) -> Table:
         """Create an embedding table. Servers create a row when it is first pushed to. Collective over all workers.
@@ -234,7 +235,8 @@ class KVStore(NotCopyable):
         Args:
             name: A name that no key and no other table has.
             dim: Number of values in a row.
-            dtype: "float32" or "float64".
+            dtype: "float16", "bfloat16", "float32" or "float64". Rows of 16 bits are updated in float32, and have
+                optimizer state in float32.
             init: The distribution of first values, `mpips.uniform(bound)`. None: `mpips.uniform(0.05)`.
             optimizer: "sgd", "adagrad", "row_adagrad" (one accumulator for each row) or "adam" (its bias correction
                 counts each row's own updates).
@@ -244,6 +246,9 @@ class KVStore(NotCopyable):
             evict: Drop rows that none of the last `evict` updates has used. None: keep all rows.
             limit: The maximum number of rows that the table holds after an update. The least recently used rows are
                 dropped first. Each server has an equal share of the limit. None: no limit.
+            rounding: How updated rows of float16 or bfloat16 are rounded: to "nearest", or "stochastic", which means
+                at random to one of the two neighbours. The random numbers depend only on seed, table name, id, number
+                of the update and column.
             options: The optimizer's hyperparameters, such as `learning_rate`. A value may be a schedule, which counts
                 the updates of the table.
 
@@ -260,7 +265,7 @@ class KVStore(NotCopyable):
         from mpips.tables.make import TableOptions, make
 
         with self._route.marked("table"):
-            chosen = TableOptions(dim, dtype, init, optimizer, seed, admit, evict, limit)
+            chosen = TableOptions(dim, dtype, init, optimizer, seed, admit, evict, limit, rounding)
             return make(self.worker, self._route, name, chosen, options)
 
     def recut(self, keys: Sequence[Name], new: Mapping[Name, int]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpips.optimizers.base import working_dtype
 from mpips.store.keys.row_sums import GOLDEN, Ids, mixed
 
 # The number of values that are computed at a time. With 8 bytes for each value they fit into the cache.
@@ -54,11 +55,15 @@ def key_of(seed: int, table: str) -> int:
 
 
 def first_rows(key: int, bound: float, ids: Ids, dim: int, dtype: np.dtype) -> Iterator[tuple[slice, NDArray[Any]]]:
-    """Yield the first values of rows piece by piece, as (slice of `ids`, values (k, dim))."""
+    """Yield the first values of rows piece by piece, as (slice of `ids`, values (k, dim)).
+
+    Values of float16 and bfloat16 are rounded to float32 first.
+    """
     columns = np.arange(1, dim + 1, dtype=np.uint64) * np.uint64(GOLDEN)
     step = max(1, MADE_AT_ONCE // dim)
     for start in range(0, len(ids), step):
         piece = slice(start, start + step)
         streams = mixed(ids[piece].view(np.uint64) ^ np.uint64(key))
         words = mixed(streams[:, None] + columns) >> np.uint64(11)
-        yield piece, (words.astype(np.float64) * (2 * bound / (1 << 53)) - bound).astype(dtype)
+        values = words.astype(np.float64) * (2 * bound / (1 << 53)) - bound
+        yield piece, values.astype(working_dtype(np.dtype(dtype)), copy=False).astype(dtype, copy=False)

@@ -14,14 +14,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpips.collectives.kernels import engine
-from mpips.collectives.kernels.function import Compiled, compiled
-from mpips.store.keys.row_sums import AHEAD, CONSTANTS, GOLDEN, add_rows, merge
+from mpips.collectives.kernels.function import Compiled, compiled, narrow, narrow_at_random, widen
+from mpips.optimizers.base import working_dtype
+from mpips.store.keys.row_sums import AHEAD, CONSTANTS, GOLDEN, HALVES, add_halves, add_rows, merge
 
 if TYPE_CHECKING:
     from mpips.collectives.kernels.compiler import mixed64, prefetch
 
 Array = np.ndarray
 FLOATS = ("float32", "float64")
+# dtypes of rows; `update_at` of optimizers only gets FLOATS
+ROWS = (*HALVES, *FLOATS)
 IDS = ("int64",)
 # NumPy sums rows longer than this number pairwise, in parts. `row_adagrad` cannot reproduce this order.
 PAIRWISE = 128
@@ -35,7 +38,8 @@ def load(dtype: np.dtype, loops: Sequence[Compiled], seconds: float = 0.0) -> No
     While Numba is being loaded, a push can take up to 0.1 s longer, because both need Python's interpreter lock.
     """
     for loop in loops:
-        if loop.prepare(dtype) is None:
+        # A loop is for rows, for the dtype in which rows are updated, or for ids.
+        if loop.prepare(dtype) is None and loop.prepare(working_dtype(dtype)) is None:
             loop.prepare(np.dtype(np.int64))
     engine.settle(seconds)
 
@@ -90,7 +94,7 @@ def insert(ids: Array, slots: Array, positions: Array) -> int:
     return 1
 
 
-@compiled("stored[], const int64[], const int64[], const uint64[], const float64[], int64", FLOATS, CONSTANTS)
+@compiled("stored[], const int64[], const int64[], const uint64[], const float64[], int64", ROWS, CONSTANTS)
 def first_values(values: Array, ids: Array, rows: Array, key: Array, spread: Array, dim: int) -> int:
     """Write the first values of ids into the rows `rows`.
 
@@ -103,14 +107,14 @@ def first_values(values: Array, ids: Array, rows: Array, key: Array, spread: Arr
         v_ = values[rows[i] * dim : (rows[i] + 1) * dim]
         for k in range(v_.size):
             word = mixed64(stream + np.uint64(k + 1) * np.uint64(GOLDEN)) >> np.uint64(11)
-            v_[k] = np.float64(np.int64(word)) * spread[0] - spread[1]
+            v_[k] = narrow(np.float64(np.int64(word)) * spread[0] - spread[1])
     return 1
 
 
 @compiled(
     "stored[], const stored[], const int64[], const uint32[], const uint32[], const int64[], const uint64[], "
     "const float64[], int64",
-    FLOATS,
+    ROWS,
     CONSTANTS,
 )
 def read_rows(
@@ -183,7 +187,44 @@ def read_rows(
                 stream = mixed64(np.uint64(ids[i]) ^ numbers[0])
                 for k in range(o_.size):
                     word = mixed64(stream + np.uint64(k + 1) * np.uint64(GOLDEN)) >> np.uint64(11)
-                    o_[k] = np.float64(np.int64(word)) * spread[0] - spread[1]
+                    o_[k] = narrow(np.float64(np.int64(word)) * spread[0] - spread[1])
+    return 1
+
+
+@compiled("const stored[], wide[], const int64[], int64", HALVES, CONSTANTS)
+def take_halves(values: Array, out: Array, rows: Array, dim: int) -> int:
+    """Write the rows `rows` of float16 or bfloat16 values into `out`, as float32."""
+    for i in range(rows.size):
+        ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
+        for k in range(0, dim, 32):
+            prefetch(values, ahead + k)
+        v_, o_ = values[rows[i] * dim : (rows[i] + 1) * dim], out[i * dim : (i + 1) * dim]
+        for k in range(o_.size):
+            o_[k] = widen(v_[k])
+    return 1
+
+
+@compiled("stored[], const wide[], const int64[], int64", HALVES)
+def put_halves(values: Array, wide: Array, rows: Array, dim: int) -> int:
+    """Write float32 rows into the rows `rows` of float16 or bfloat16 values, rounded to nearest."""
+    for i in range(rows.size):
+        v_, r_ = values[rows[i] * dim : (rows[i] + 1) * dim], wide[i * dim : (i + 1) * dim]
+        for k in range(r_.size):
+            v_[k] = narrow(r_[k])
+    return 1
+
+
+@compiled("stored[], const wide[], const int64[], const int64[], const uint64[], int64", HALVES, CONSTANTS)
+def put_halves_at_random(values: Array, wide: Array, rows: Array, ids: Array, numbers: Array, dim: int) -> int:
+    """Write float32 rows like `put_halves`, but round like `halves.rounded_at_random`.
+
+    `numbers`: the table's key for rounding, and the number of the update times GOLDEN.
+    """
+    for i in range(rows.size):
+        stream = mixed64(mixed64(np.uint64(ids[i]) ^ numbers[0]) + numbers[1])
+        v_, r_ = values[rows[i] * dim : (rows[i] + 1) * dim], wide[i * dim : (i + 1) * dim]
+        for k in range(r_.size):
+            v_[k] = narrow_at_random(r_[k], mixed64(stream + np.uint64(k + 1) * np.uint64(GOLDEN)))
     return 1
 
 
@@ -295,5 +336,5 @@ def adam(
     return 1
 
 
-OF_WORKERS = merge, add_rows, read_rows
-OF_SERVERS = merge, add_rows, find, insert, first_values
+OF_WORKERS = merge, add_rows, add_halves, read_rows
+OF_SERVERS = merge, add_rows, find, insert, first_values, take_halves, put_halves, put_halves_at_random

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from mpips.collectives.errors import warn
@@ -19,6 +20,7 @@ from mpips.store.worker.route import Route
 from mpips.store.worker.store import WorkerStore
 from mpips.tables import row_optimizers
 from mpips.tables.admission import Chance, Seen
+from mpips.tables.halves import is_half
 from mpips.tables.initial import Uniform, key_of, uniform
 from mpips.tables.messages import COUNTS, DTYPES, MakeTable, TableOptions
 from mpips.tables.table import MOST_BYTES, Table, whole, with_name
@@ -28,6 +30,7 @@ from mpips.tables.worker import WorkerTables
 DEFAULT_INIT = uniform(0.05)
 # `evict`, `limit` and the number of updates of a table are below this: ages of rows are int32.
 MOST_COUNT = 1 << 31
+ROUNDINGS = ("nearest", "stochastic")
 
 
 def make(store: WorkerStore, route: Route, name: Any, options: TableOptions, numbers: dict[str, Any]) -> Table:
@@ -85,7 +88,7 @@ def _checked(store: WorkerStore, name: str, options: TableOptions, numbers: dict
 
     In the result `optimizer` is an object with the hyperparameters `numbers`.
     """
-    dim, dtype, init, optimizer, seed, admit, evict, limit = options
+    dim, dtype, init, optimizer, seed, admit, evict, limit, rounding = options
     servers, collections = store.layout.num_servers, store.collections
     if not (admit is None or isinstance(admit, (Seen, Chance))):
         raise ValueError(f"table {name!r}: admit={admit!r}: give mpips.seen(times), mpips.chance(probability) or None")
@@ -99,14 +102,21 @@ def _checked(store: WorkerStore, name: str, options: TableOptions, numbers: dict
     except TypeError:
         dtype = repr(dtype).removeprefix("torch.")
     if dtype not in DTYPES:
-        raise ValueError(f"table {name!r}: dtype={dtype}, and a table holds {' or '.join(DTYPES)}: give one of them")
+        raise ValueError(f"table {name!r}: dtype={dtype}, and a table holds {', '.join(DTYPES)}: give one of them")
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"table {name!r}: rounding={rounding!r}: give {' or '.join(map(repr, ROUNDINGS))}")
+    if rounding != "nearest" and not is_half(np.dtype(dtype)):
+        raise ValueError(
+            f"table {name!r}: rounding={rounding!r} is for rows of float16 or bfloat16, and these are {dtype}: "
+            "leave it out, or give another dtype"
+        )
     dim = whole(name, "dim", dim)
     if not 0 < dim <= MOST_BYTES // 8:
         raise ValueError(f"table {name!r}: dim={dim}: give at least 1 and at most {MOST_BYTES // 8}")
     init = DEFAULT_INIT if init is None else init
     if not isinstance(init, Uniform):
         raise ValueError(f"table {name!r}: init={init!r}: give mpips.uniform(bound); uniform(0) are zeros")
-    if init.bound > np.finfo(dtype).max:
+    if init.bound > float(ml_dtypes.finfo(np.dtype(dtype)).max):
         raise ValueError(f"table {name!r}: init={init!r} is infinite in {dtype}: give a smaller bound")
     if isinstance(admit, Seen):
         _check_count(name, "remember", admit.remember, servers)
@@ -119,6 +129,7 @@ def _checked(store: WorkerStore, name: str, options: TableOptions, numbers: dict
         admit,
         _check_count(name, "evict", evict, 1),
         _check_count(name, "limit", limit, servers),
+        rounding,
     )
 
 
@@ -138,6 +149,7 @@ def card_of(name: str, options: TableOptions) -> MakeTable:
         options.limit or 0,
         seen=admit.times if isinstance(admit, Seen) else 0,
         chance=admit.probability if isinstance(admit, Chance) else 1.0,
+        stochastic=options.rounding == "stochastic",
     )
 
 

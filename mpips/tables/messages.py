@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 by name)
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ from mpips.store.transport.frames import Bytes, RequestDone
 # suffix of the name of the hidden table that counts updates of ids without a row
 COUNTS = "/seen"
 # dtypes of values
-DTYPES = ("float32", "float64")
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class TableOptions(NamedTuple):
@@ -35,6 +36,7 @@ class TableOptions(NamedTuple):
     admit: Any
     evict: Any
     limit: Any
+    rounding: Any = "nearest"
 
 
 class MakeTable(msgspec.Struct, tag=True):
@@ -59,6 +61,8 @@ class MakeTable(msgspec.Struct, tag=True):
     seen: int = 0
     # the probability with which an update that names an id gives the id a row
     chance: float = 1.0
+    # True if rows of float16 or bfloat16 are rounded at random (see `halves`), False if they are rounded to nearest
+    stochastic: bool = False
 
     @property
     def table_of_counts(self) -> str:

@@ -32,6 +32,7 @@ from mpips.collectives.errors import CollectiveError, MismatchError
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.recorder import own as recorder
 from mpips.collectives.recorder.ring import RecordRing, form
+from mpips.optimizers.base import working_dtype
 from mpips.store.keys.row_sums import Ids, summed
 from mpips.store.server.late import BEFORE_LEAVING, Wait
 from mpips.store.server.service import Answers, Asker, Payload
@@ -380,7 +381,8 @@ class ServerTable:
     def _apply(self, workers: Sequence[int], pushes: Sequence[TablePush]) -> None:
         """Apply one push of each of these workers, all together as one round of the journal."""
         begun = self._begin_record(self._done[workers[0]] + 1, pushes) if recorder.is_traced else None
-        ids, gradients = summed([(push.ids, push.gradients) for push in pushes])
+        pushed = [(push.ids, push.gradients) for push in pushes]
+        ids, gradients = summed(pushed, dtype=working_dtype(np.dtype(self.card.dtype)))
         self.opened, self.warned = None, False
         self.updates += 1
         # The table of counts and this table complete the round one after the other. If this server dies in between, a

@@ -25,8 +25,10 @@ from numpy.typing import NDArray
 
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.kernels.quiet import quiet
+from mpips.optimizers.base import working_dtype
 from mpips.store.keys.row_sums import Ids, update_in_blocks
 from mpips.tables import index, kernels, row_optimizers
+from mpips.tables.halves import Rounding, is_half, widened
 from mpips.tables.index import MOST_ROWS, Positions
 from mpips.tables.initial import first_rows
 from mpips.tables.journal import HERE, KEPT, ROWS, WORDS, Journal, RowsRound, kept_arrays
@@ -48,8 +50,8 @@ def arrays_of(card: MakeTable) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
     Raises ValueError or TypeError if this process does not have the optimizer.
     """
     dim, dtype = card.dim, np.dtype(card.dtype)
-    optimizer = row_optimizers.decode(card.optimizer, card.numbers)
-    state = {f"state{number}": (dtype, (width,)) for number, width in enumerate(optimizer.widths(dim))}
+    optimizer, wide = row_optimizers.decode(card.optimizer, card.numbers), working_dtype(dtype)
+    state = {f"state{number}": (wide, (width,)) for number, width in enumerate(optimizer.widths(dim))}
     counts = {"counts": (np.dtype(np.int32), ())} if optimizer.counts_updates else {}
     ages = {"touched": (np.dtype(np.int32), ())}
     return {"ids": (np.dtype(np.int64), ()), "values": (dtype, (dim,)), **state, **counts, **ages}
@@ -79,6 +81,7 @@ class TableRows:
         self._dtype = np.dtype(card.dtype)
         self._key = card.key
         self._bound = card.bound
+        self._rounding = Rounding(card.key, card.stochastic) if is_half(self._dtype) else None
         self.optimizer = row_optimizers.decode(card.optimizer, card.numbers)
         self._file = SparseFile() if file is None else file
         # name of an array, or "words", "done" or "index" -> offset in the file
@@ -158,7 +161,9 @@ class TableRows:
         if self._counts is not None:
             counts = self._counts[at] + 1
             self._counts[at] = counts
-        if not self.optimizer.update_at(at, self._values, gradients, self._state, counts, step):
+        if self._rounding is not None:
+            self._update_halves(self._rounding, at, ids, gradients, counts, step)
+        elif not self.optimizer.update_at(at, self._values, gradients, self._state, counts, step):
             self._update_blocks(at, gradients, counts, step)
         self.positions.touch(at, step)
 
@@ -179,6 +184,26 @@ class TableRows:
             self.optimizer.update(values, gradients[block], state, None if counts is None else counts[block], step)
 
         update_in_blocks(at, [self._values, *self._state], step_rows, update)
+
+    @quiet
+    def _update_halves(
+        self, rounding: Rounding, at: Positions, ids: Ids, gradients: Array, counts: Array | None, step: int
+    ) -> None:
+        """Update rows of float16 or bfloat16 in blocks, by float32 copies of a block's rows."""
+        step_rows = max(1, BLOCK_BYTES // self.row_bytes)
+        for start in range(0, len(at), step_rows):
+            block = slice(start, start + step_rows)
+            places = at[block]
+            here = np.arange(len(places))
+            values, state = widened(self._values, places), [array[places] for array in self._state]
+            # Gradients of a single worker are still in the dtype of rows.
+            change = gradients[block] if gradients.dtype == values.dtype else widened(gradients[block], here)
+            some = None if counts is None else counts[block]
+            if not self.optimizer.update_at(here, values, change, state, some, step):
+                self.optimizer.update(values, change, state, some, step)
+            rounding.put(self._values, places, values, ids[block], step)
+            for array, rows in zip(self._state, state):
+                array[places] = rows
 
     def remove(self, ids: Ids) -> None:
         """Drop the rows of these ids. All rows must exist, and no id may repeat."""

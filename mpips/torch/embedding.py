@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, Self
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -73,7 +72,7 @@ class TableModule(nn.Module):
         self.padding_idx = None if padding_idx is None else self._id_of(padding_idx)
         self.embedding_dim = table.dim
         # dtype of the result of a forward pass; it may differ from that of the table (half(), to())
-        self._dtype: torch.dtype = getattr(torch, table.dtype.name)
+        self._dtype: torch.dtype = _dtype_of(table)
         # False if the rows are frozen (requires_grad_)
         self._learns = True
         # True if a TableOptimizer pushes the gradients
@@ -153,7 +152,8 @@ class TableModule(nn.Module):
         return super()._apply(fn, recurse)
 
     def _ask(self, ids: Tensor, places: Tensor) -> _Next:
-        return _Next(ids, places, self.table.ipull(ids.numpy()), self.table.origin, self.table.pushes)
+        handle = self.table.ipull(ids.numpy(), _empty_rows(self.table, len(ids)))
+        return _Next(ids, places, handle, self.table.origin, self.table.pushes)
 
     def _id_of(self, given: object) -> int:
         """Convert a NumPy integer or a tensor to an int. Raise TypeError or ValueError if `given` is no id."""
@@ -204,7 +204,10 @@ class TableModule(nn.Module):
             )
             raise of_caller(RuntimeError(f"{self._what}: {advice}"))
         wanted, places, handle = self._find_prefetched(ids)
-        rows = torch.from_numpy(self.table.pull(wanted.numpy()) if handle is None else handle.wait())
+        if handle is None:
+            rows = self.table.pull(wanted.numpy(), _empty_rows(self.table, len(wanted)))
+        else:
+            rows = handle.wait()
         padding = [] if self.padding_idx is None else (wanted == self.padding_idx).nonzero().flatten().tolist()
         rows[padding] = 0
         if self._learns and torch.is_grad_enabled():
@@ -375,7 +378,7 @@ class TableOptimizer:
             ids, gradients = _joined(table, parts)
             if table.contributors > 1:
                 gradients = gradients / table.contributors
-            pushes.append((table, ids.numpy(), gradients.contiguous().numpy()))
+            pushes.append((table, ids.numpy(), gradients.contiguous()))
         push_together(pushes)
         for module in self._modules:
             module.note_push()
@@ -400,11 +403,21 @@ class TableOptimizer:
             module.take_gradients()
 
 
+def _dtype_of(table: Table) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, table.dtype.name)
+    return dtype
+
+
+def _empty_rows(table: Table, count: int) -> Tensor:
+    """Return memory for `count` rows. PyTorch makes it, because PyTorch does not know NumPy's bfloat16."""
+    return torch.empty(count, table.dim, dtype=_dtype_of(table))
+
+
 def _joined(table: Table, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Concatenate the ids and the gradients of all parts."""
     if len(parts) == 1:
         return parts[0]
     if not parts:
-        return torch.from_numpy(np.empty(0, np.int64)), torch.from_numpy(np.empty((0, table.dim), table.dtype))
+        return torch.empty(0, dtype=torch.int64), _empty_rows(table, 0)
     ids, gradients = zip(*parts)
     return torch.cat(ids), torch.cat(gradients)

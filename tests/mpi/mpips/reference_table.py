@@ -11,7 +11,7 @@ import numpy as np
 
 from mpips.optimizers.base import at
 from mpips.store.checkpoint.file import TensorFile
-from mpips.store.keys.row_sums import owners_of
+from mpips.store.keys.row_sums import mixed, owners_of
 from mpips.tables.admission import Chance
 from mpips.tables.initial import first_rows, key_of
 
@@ -60,11 +60,25 @@ def plainly_mixed(word: int) -> int:
     return word ^ (word >> 31)
 
 
-class ReferenceTable:
-    """Rows in a dictionary; gradients are summed from first to last.
+def rounded_up_or_down(row: Any, words: Any, dtype: np.dtype) -> Any:
+    """Round a float32 row at random to float16 or bfloat16: find both neighbours of each number, and choose."""
+    with np.errstate(over="ignore"):
+        near = row.astype(dtype)
+    size, bits = np.abs(row.astype(np.float64)), np.abs(near).view(np.uint16)
+    # the neighbour that is not above, and the one after it, as bits
+    low = bits - (np.abs(near).astype(np.float64) > size)
+    a, b = (each.view(dtype).astype(np.float64) for each in (low, low + np.uint16(1)))
+    # infinity stands for the power of two behind the largest number
+    b = np.where(np.isinf(b), 2.0 ** (16 if dtype.name == "float16" else 128), b)
+    up = (size - a) / (b - a) >= 1 - (words >> np.uint64(11)).astype(np.float64) / 2**53
+    return (low + up.astype(np.uint16) | np.signbit(row).astype(np.uint16) << np.uint16(15)).view(dtype)
 
-    `evict`, `limit`, `admit`: as `KVStore.table` says; 0: none. `servers`: how many share the limits. `numbers`: of the
-    optimizer."""
+
+class ReferenceTable:
+    """Rows in a dictionary; gradients are summed from first to last, those of 16 bits in float32.
+
+    `evict`, `limit`, `admit`, `rounding`: as `KVStore.table` says; 0: none. `servers`: how many share the limits.
+    `numbers`: of the optimizer."""
 
     def __init__(
         self,
@@ -78,8 +92,10 @@ class ReferenceTable:
         limit: int = 0,
         servers: int = 1,
         admit: Any = None,
+        rounding: str = "nearest",
         **numbers: Any,
     ) -> None:
+        self._stochastic = rounding == "stochastic"
         self._evict, self._limit, self.servers, self._admit = evict, limit, servers, admit
         self.numbers: Numbers = {"learning_rate": 0.1, **numbers}
         self.touched: dict[int, int] = {}
@@ -88,6 +104,7 @@ class ReferenceTable:
         self._counted: dict[int, int] = {}  # by id the update that has counted last
         self.refused = 0
         self.dim, self.dtype, self._bound = dim, np.dtype(dtype), bound
+        self._wide = np.dtype(np.float32) if self.dtype.itemsize == 2 else self.dtype
         self._key, self._update = key_of(seed, name), UPDATES[optimizer]
         self.rows: dict[int, Any] = {}
         self._state: dict[int, dict[str, Any]] = {}
@@ -110,20 +127,30 @@ class ReferenceTable:
         total: dict[int, Any] = {}
         for ids, gradients in pushes:
             own: dict[int, Any] = {}
-            for one, gradient in zip(ids.reshape(-1).tolist(), gradients.reshape(-1, self.dim)):
+            for one, gradient in zip(ids.reshape(-1).tolist(), gradients.reshape(-1, self.dim).astype(self._wide)):
                 own[one] = own[one] + gradient if one in own else gradient
             for one, gradient in own.items():
+                gradient = gradient.astype(self.dtype).astype(self._wide)  # as it travels
                 total[one] = total[one] + gradient if one in total else gradient
         refused = {one for one in total if one not in self.rows} - self._admitted({*total} - {*self.rows})
         self.refused += len(refused)
-        rate = self.dtype.type(at(self.numbers["learning_rate"], self.updates))
+        rate = self._wide.type(at(self.numbers["learning_rate"], self.updates))
         for one, gradient in total.items():
             if one in refused:
                 continue
             state = self._state.setdefault(one, {})
-            self.rows[one] = self._update(self._row(one), gradient, state, rate, self.numbers)
+            row = self._update(self._row(one).astype(self._wide), gradient, state, rate, self.numbers)
+            self.rows[one] = self._rounded(one, row)
             self.touched[one] = self.updates
         self._drop()
+
+    def _rounded(self, one: int, row: Any) -> Any:
+        if not self._stochastic:
+            return row.astype(self.dtype)
+        stream = plainly_mixed((one % 2**64) ^ self._key ^ 0x2545F4914F6CDD1D)
+        stream = plainly_mixed((stream + self.updates * 0x9E3779B97F4A7C15) % 2**64)
+        columns = np.arange(1, self.dim + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        return rounded_up_or_down(row, mixed(np.uint64(stream) + columns), self.dtype)
 
     def _drop(self) -> None:
         due = self._due(self.touched, self._limit)

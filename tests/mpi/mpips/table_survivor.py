@@ -18,8 +18,8 @@ from tests.mpi.mpips.survivor import Job, main
 DIM = 5
 TABLES: dict[str, dict[str, Any]] = {
     "users": {"optimizer": "adam", "evict": 9},
-    "items": {"optimizer": "row_adagrad", "admit": mpips.seen(2)},
-    "words": {"optimizer": "adagrad", "admit": mpips.chance(0.7)},
+    "items": {"optimizer": "row_adagrad", "admit": mpips.seen(2), "dtype": "bfloat16", "rounding": "stochastic"},
+    "words": {"optimizer": "adagrad", "admit": mpips.chance(0.7), "dtype": "float16"},
 }
 LIMITED = {"tags": {"optimizer": "sgd", "limit": 40}}
 """Servers share the limit, so that what is dropped depends on how many there are."""
@@ -35,7 +35,8 @@ def tables_of(job: Job) -> dict[str, dict[str, Any]]:
 def batch(name: str, step: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng([len(name), step, rank])
     ids = random.choice(EVERY, (step + rank) % 13)
-    return ids, random.standard_normal((len(ids), DIM)).astype(np.float32)
+    dtype = np.dtype((TABLES | LIMITED)[name].get("dtype", "float32"))
+    return ids, random.standard_normal((len(ids), DIM)).astype(dtype)
 
 
 def call_before(job: Job, name: str, step: int) -> str:
@@ -50,7 +51,7 @@ class Expected:
     def __init__(self, job: Job) -> None:
         self._job, self.step = job, 0
         self.tables = {
-            name: ReferenceTable(name, DIM, "float32", 0.5, servers=job.servers, **more)
+            name: ReferenceTable(name, DIM, bound=0.5, servers=job.servers, **{"dtype": "float32", **more})
             for name, more in tables_of(job).items()
         }
         self._saved: dict[str, Any] = {}
@@ -122,16 +123,18 @@ def train(kv: mpips.KVStore, job: Job, folder: Path) -> tuple[dict[str, np.ndarr
 
 
 def train_alone(kv: mpips.KVStore, job: Job, folder: Path) -> tuple[dict[str, np.ndarray], list[list[int]]]:
-    """Push 1 to a row of one's own, in an asynchronous store: each counts once, but for one under way at a death."""
+    """Push 1 to a row of one's own, in an asynchronous store: each counts once, but for one under way at a death.
+
+    float16 has all whole numbers up to 2048."""
     mine, table = np.array([kv.rank]), None
     unsure = int(kv.resumed != 0)  # who takes a dead worker's place goes on with its row
     while True:
         try:
-            table = table or kv.table("t", DIM, init=mpips.uniform(0), learning_rate=1.0)
+            table = table or kv.table("t", DIM, "float16", mpips.uniform(0), learning_rate=1.0)
             while table.pushes < job.steps:
                 if table.pushes == job.steps - 1:
                     job.wait_for_deaths()
-                row = table.pushpull(mine, np.full((1, DIM), -1, np.float32))
+                row = table.pushpull(mine, np.full((1, DIM), -1, np.float16))
                 assert (row == row[0, 0]).all() and table.pushes - unsure <= row[0, 0] <= table.pushes
                 job.start_clocks(folder, kv.generation)
             return {"right": np.ones(1)}, [[0, kv.num_workers]]

@@ -1,0 +1,87 @@
+"""Rows in float16 and bfloat16: update them in float32, and round them to nearest or at random.
+
+An optimizer gets float32 copies of the rows, and float32 gradients. Its state is float32. So optimizers know nothing of
+this module.
+
+Rounding at random ("stochastic") replaces a number x between two neighbours a and b, with |a| < |b|, by b with the
+probability (x - a) / (b - a). So updates that are smaller than half the distance of neighbours are not lost: their
+expected effect is right. The random number depends only on the table's seed and name, the id, the number of the update
+and the column:
+
+    word = mix(mix(mix(id ^ key) + update * golden ratio) + (column + 1) * golden ratio)
+    b is chosen  <=>  (x - a) / (b - a) + (word >> 11) / 2^53 >= 1
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from mpips.collectives.kernels.quiet import quiet
+from mpips.optimizers.base import working_dtype
+from mpips.store.keys.row_sums import GOLDEN, HALVES, Ids, mixed
+from mpips.tables import kernels
+
+Array = NDArray[Any]
+Positions = NDArray[np.int64]
+# changes the key, so that the random numbers for rounding differ from those for first values
+OTHER = 0x2545F4914F6CDD1D
+
+
+def is_half(dtype: np.dtype) -> bool:
+    return dtype.name in HALVES
+
+
+def widened(values: Array, at: Positions) -> Array:
+    """Return the rows at positions `at` of float16 or bfloat16 values, as a new float32 array."""
+    wide = np.empty((len(at), values.shape[1]), working_dtype(values.dtype))
+    if not kernels.take_halves(values.reshape(-1), wide.reshape(-1), at, values.shape[1]):
+        wide[...] = values[at]
+    return wide
+
+
+class Rounding:
+    """The rounding of one table's rows.
+
+    Args:
+        key: The table's key for first values.
+        stochastic: True to round at random, False to round to nearest (ties to even).
+    """
+
+    def __init__(self, key: int, stochastic: bool) -> None:
+        self._key = key ^ OTHER
+        self._stochastic = stochastic
+
+    @quiet
+    def put(self, values: Array, at: Positions, rows: Array, ids: Ids, update: int) -> None:
+        """Write float32 rows (k, dim) into float16 or bfloat16 values at positions `at`. `update` is its number."""
+        dim, flat = values.shape[1], (values.reshape(-1), rows.reshape(-1), at)
+        if not self._stochastic:
+            if not kernels.put_halves(*flat, dim):
+                values[at] = rows
+            return
+        step = update * GOLDEN % (1 << 64)
+        if not kernels.put_halves_at_random(*flat, ids, np.array([self._key, step], np.uint64), dim):
+            streams = mixed(mixed(ids.view(np.uint64) ^ np.uint64(self._key)) + np.uint64(step))
+            columns = np.arange(1, dim + 1, dtype=np.uint64) * np.uint64(GOLDEN)
+            values[at] = rounded_at_random(rows, mixed(streams[:, None] + columns), values.dtype)
+
+
+@quiet
+def rounded_at_random(x: Array, words: NDArray[np.uint64], dtype: np.dtype) -> Array:
+    """Round float32 numbers to one of their two neighbours in float16 or bfloat16, by 64 random bits for each.
+
+    Infinity and NaN stay as they are. Beyond the largest number the upper neighbour is infinity.
+    """
+    info: Any = ml_dtypes.finfo(dtype)
+    # float64 represents all of these numbers exactly
+    sizes = np.abs(x.astype(np.float64))
+    _, exponents = np.frexp(sizes)
+    steps = np.ldexp(1.0, np.maximum(exponents - 1, info.minexp) - info.nmant)
+    below = np.floor(sizes / steps)
+    up = sizes / steps - below >= (float(1 << 53) - (words >> np.uint64(11)).astype(np.float64)) / (1 << 53)
+    rounded = np.copysign((below + up) * steps, x)
+    return np.where(np.isfinite(x), rounded, x).astype(np.float32).astype(dtype)
