@@ -31,7 +31,7 @@ from mpips.store.remote.setup import Setup
 from mpips.store.roles import Layout
 from mpips.store.runtime.errors import RoomError
 from mpips.store.transport import frames
-from mpips.tables import kernels, messages
+from mpips.tables import halves, kernels, messages
 from mpips.tables.in_place import RowsInPlace
 from mpips.tables.messages import decode_answer
 
@@ -235,7 +235,7 @@ class RemoteTables:
         """Send a push to all servers. Return the tokens of the answers."""
         requests = [messages.PushRows(table.name, count, table.refusals) for count in ids.per_server]
         block = _Block(self._pool, ids, gradients.shape[1], gradients.dtype, requests)
-        sum_into(block.rows, gradients, block.places)
+        (halves.sum_into if halves.is_half(gradients.dtype) else sum_into)(block.rows, gradients, block.places)
         self._pushes.setdefault(table.name, []).append(block.memory)
         return [self._link.post_request_with(server, *block.body(server)) for server in range(self._servers)]
 

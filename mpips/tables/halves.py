@@ -1,4 +1,4 @@
-"""Rows in float16 and bfloat16: update them in float32, and round them to nearest or at random.
+"""Rows in float16 and bfloat16: sum gradients and update rows in float32, and round to nearest or at random.
 
 An optimizer gets float32 copies of the rows, and float32 gradients. Its state is float32. So optimizers know nothing of
 this module.
@@ -14,6 +14,7 @@ and the column:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from mpips.collectives.kernels.quiet import quiet
 from mpips.optimizers.base import working_dtype
-from mpips.store.keys.row_sums import GOLDEN, HALVES, Ids, mixed
+from mpips.store.keys.row_sums import GOLDEN, Ids, Places, distinct, mixed, sorted_sums
 from mpips.tables import kernels
 
 Array = NDArray[Any]
@@ -32,7 +33,46 @@ OTHER = 0x2545F4914F6CDD1D
 
 
 def is_half(dtype: np.dtype) -> bool:
-    return dtype.name in HALVES
+    return dtype.name in kernels.HALVES
+
+
+@quiet
+def sum_into(total: Array, gradients: Array, rows: Places) -> None:
+    """Set rows of `total` to sums of gradients (k, dim), like `row_sums.sum_into`.
+
+    Both arrays are float16 or bfloat16. The sums are computed in float32 and rounded once.
+    """
+    if not len(rows):
+        return
+    dim, wide = total.shape[1], working_dtype(total.dtype)
+    begun, scratch = np.zeros(len(total), np.int32), np.empty(len(rows) // 2 * dim, wide)
+    bits = gradients.reshape(-1).view(np.uint16)
+    if not kernels.merge_halves(total.reshape(-1), bits, rows, begun, scratch, dim):
+        once, sums = sorted_sums(rows, gradients.astype(wide))
+        total[once] = sums
+
+
+@quiet
+def summed(parts: Sequence[tuple[Ids, Array]]) -> tuple[Ids, Array]:
+    """Sum pushes of float16 or bfloat16 in float32, from first to last, like `row_sums.summed`.
+
+    If only one push has ids, its gradients are returned as they are.
+    """
+    parts = [part for part in parts if len(part[0])] or parts[:1]
+    if len(parts) == 1:
+        return parts[0]
+    once, _, places, _ = distinct(np.concatenate([part[0] for part in parts]))
+    dim, start = parts[0][1].shape[1], 0
+    total, begun = np.empty((len(once), dim), working_dtype(parts[0][1].dtype)), np.zeros(len(once), np.uint8)
+    for ids, gradients in parts:
+        rows = places[start : start + len(ids)]
+        if not kernels.add_halves(gradients.reshape(-1), total.reshape(-1), rows, begun, dim):
+            again = begun[rows] != 0
+            total[rows[~again]] = gradients[~again]
+            total[rows[again]] += gradients[again]
+            begun[rows] = 1
+        start += len(ids)
+    return once, total
 
 
 def widened(values: Array, at: Positions) -> Array:

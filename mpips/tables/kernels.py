@@ -16,14 +16,15 @@ import numpy as np
 from mpips.collectives.kernels import engine
 from mpips.collectives.kernels.function import Compiled, compiled, narrow, narrow_at_random, widen
 from mpips.optimizers.base import working_dtype
-from mpips.store.keys.row_sums import AHEAD, CONSTANTS, GOLDEN, HALVES, add_halves, add_rows, merge
+from mpips.store.keys.row_sums import AHEAD, CONSTANTS, GOLDEN, add_rows, merge
 
 if TYPE_CHECKING:
     from mpips.collectives.kernels.compiler import mixed64, prefetch
 
 Array = np.ndarray
 FLOATS = ("float32", "float64")
-# dtypes of rows; `update_at` of optimizers only gets FLOATS
+HALVES = ("float16", "bfloat16")
+# dtypes of rows; optimizers only get FLOATS
 ROWS = (*HALVES, *FLOATS)
 IDS = ("int64",)
 # NumPy sums rows longer than this number pairwise, in parts. `row_adagrad` cannot reproduce this order.
@@ -191,6 +192,59 @@ def read_rows(
     return 1
 
 
+@compiled("stored[], const stored[], const int64[], int32[], wide[], int64", HALVES)
+def merge_halves(total: Array, gradients: Array, rows: Array, begun: Array, sums: Array, dim: int) -> int:
+    """Set rows of `total` to sums of gradients, added in order in float32 and then rounded once.
+
+    Args:
+        begun: Zeros, one for each row of `total`. The loop stores there 1 if a row has one gradient so far, and 2 + i
+            if it has several, whose sum is row i of `sums`.
+        sums: Scratch memory for the sums of all rows that have several gradients.
+    """
+    count = 0
+    for i in range(rows.size):
+        row = rows[i]
+        t_, g_ = total[row * dim : (row + 1) * dim], gradients[i * dim : (i + 1) * dim]
+        if begun[row] == 0:
+            begun[row] = 1
+            for k in range(g_.size):
+                t_[k] = g_[k]
+            continue
+        if begun[row] == 1:
+            begun[row] = 2 + count
+            count += 1
+            s_ = sums[(count - 1) * dim : count * dim]
+            for k in range(s_.size):
+                s_[k] = widen(t_[k])
+        s_ = sums[(begun[row] - 2) * dim : (begun[row] - 1) * dim]
+        for k in range(s_.size):
+            s_[k] += widen(g_[k])
+    for row in range(begun.size):
+        if begun[row] > 1:
+            t_, s_ = total[row * dim : (row + 1) * dim], sums[(begun[row] - 2) * dim : (begun[row] - 1) * dim]
+            for k in range(s_.size):
+                t_[k] = narrow(s_[k])
+    return 1
+
+
+@compiled("const stored[], wide[], const int64[], uint8[], int64", HALVES, CONSTANTS)
+def add_halves(gradients: Array, total: Array, rows: Array, begun: Array, dim: int) -> int:
+    """Add gradients to rows of `total`, which is float32, like `add_rows`."""
+    for i in range(rows.size):
+        ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
+        prefetch(total, ahead)
+        row = rows[i]
+        t_, g_ = total[row * dim : (row + 1) * dim], gradients[i * dim : (i + 1) * dim]
+        if begun[row]:
+            for k in range(g_.size):
+                t_[k] += widen(g_[k])
+        else:
+            begun[row] = 1
+            for k in range(g_.size):
+                t_[k] = widen(g_[k])
+    return 1
+
+
 @compiled("const stored[], wide[], const int64[], int64", HALVES, CONSTANTS)
 def take_halves(values: Array, out: Array, rows: Array, dim: int) -> int:
     """Write the rows `rows` of float16 or bfloat16 values into `out`, as float32."""
@@ -336,5 +390,5 @@ def adam(
     return 1
 
 
-OF_WORKERS = merge, add_rows, add_halves, read_rows
-OF_SERVERS = merge, add_rows, find, insert, first_values, take_halves, put_halves, put_halves_at_random
+OF_WORKERS = merge, add_rows, merge_halves, read_rows
+OF_SERVERS = merge, add_rows, find, insert, first_values, add_halves, take_halves, put_halves, put_halves_at_random

@@ -32,12 +32,11 @@ from mpips.collectives.errors import CollectiveError, MismatchError
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.recorder import own as recorder
 from mpips.collectives.recorder.ring import RecordRing, form
-from mpips.optimizers.base import working_dtype
 from mpips.store.keys.row_sums import Ids, summed
 from mpips.store.server.late import BEFORE_LEAVING, Wait
 from mpips.store.server.service import Answers, Asker, Payload
 from mpips.store.transport import frames
-from mpips.tables import admission, messages, row_optimizers
+from mpips.tables import admission, halves, messages, row_optimizers
 from mpips.tables.journal import HERE, REFUSALS, TORN, RowsRound
 from mpips.tables.mirror import RowMirror
 from mpips.tables.rows import Array, TableRows, arrays_of
@@ -381,8 +380,8 @@ class ServerTable:
     def _apply(self, workers: Sequence[int], pushes: Sequence[TablePush]) -> None:
         """Apply one push of each of these workers, all together as one round of the journal."""
         begun = self._begin_record(self._done[workers[0]] + 1, pushes) if recorder.is_traced else None
-        pushed = [(push.ids, push.gradients) for push in pushes]
-        ids, gradients = summed(pushed, dtype=working_dtype(np.dtype(self.card.dtype)))
+        sum_up = halves.summed if halves.is_half(pushes[0].gradients.dtype) else summed
+        ids, gradients = sum_up([(push.ids, push.gradients) for push in pushes])
         self.opened, self.warned = None, False
         self.updates += 1
         # The table of counts and this table complete the round one after the other. If this server dies in between, a

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from mpips.collectives.kernels.function import compiled, narrow, widen
+from mpips.collectives.kernels.function import compiled
 from mpips.collectives.kernels.quiet import quiet
-from mpips.optimizers.base import working_dtype
 
 if TYPE_CHECKING:
     from mpips.collectives.kernels.compiler import mixed64, prefetch
@@ -31,7 +30,6 @@ CONSTANTS = {"GOLDEN": 0x9E3779B97F4A7C15, "AHEAD": 12}
 GOLDEN, AHEAD = CONSTANTS["GOLDEN"], CONSTANTS["AHEAD"]
 MULTIPLIERS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 NO_SLOTS = np.zeros(1, np.int32)
-HALVES = ("float16", "bfloat16")
 _SCRATCH = threading.local()
 
 
@@ -94,12 +92,9 @@ def merge(ids: Array, slots: Array, distinct: Array, places: Array, owners: Arra
     return count
 
 
-@compiled("const stored[], wide[], const int64[], uint8[], int64", constants=CONSTANTS)
-def add_rows(gradients: Array, total: Array, rows: Array, begun: Array, dim: int) -> int:
-    """Add gradients to rows of `total` in order. If `begun[row]` is 0, the first gradient of the row replaces it.
-
-    If gradients are float16 or bfloat16, `total` is float32.
-    """
+@compiled("stored[], const stored[], const int64[], uint8[], int64", ("float32", "float64"), CONSTANTS)
+def add_rows(total: Array, gradients: Array, rows: Array, begun: Array, dim: int) -> int:
+    """Add gradients to rows of `total` in order. If `begun[row]` is 0, the first gradient of the row replaces it."""
     for i in range(rows.size):
         ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
         prefetch(total, ahead)
@@ -107,46 +102,11 @@ def add_rows(gradients: Array, total: Array, rows: Array, begun: Array, dim: int
         t_, g_ = total[row * dim : (row + 1) * dim], gradients[i * dim : (i + 1) * dim]
         if begun[row]:
             for k in range(g_.size):
-                t_[k] += widen(g_[k])
+                t_[k] += g_[k]
         else:
             begun[row] = 1
             for k in range(g_.size):
-                t_[k] = widen(g_[k])
-    return 1
-
-
-@compiled("stored[], const stored[], const int64[], int32[], wide[], int64", HALVES)
-def add_halves(total: Array, gradients: Array, rows: Array, begun: Array, sums: Array, dim: int) -> int:
-    """Set rows of `total` to sums of gradients, added in order in float32 and then rounded once.
-
-    Args:
-        begun: int32, zeros: one element for each row of `total`. The loop stores there 1 if a row has one gradient so
-            far, and 2 + i if it has several, whose sum is row i of `sums`.
-        sums: Scratch memory for all rows that have several gradients.
-    """
-    count = 0
-    for i in range(rows.size):
-        row = rows[i]
-        t_, g_ = total[row * dim : (row + 1) * dim], gradients[i * dim : (i + 1) * dim]
-        if begun[row] == 0:
-            begun[row] = 1
-            for k in range(g_.size):
                 t_[k] = g_[k]
-            continue
-        if begun[row] == 1:
-            begun[row] = 2 + count
-            count += 1
-            s_ = sums[(count - 1) * dim : count * dim]
-            for k in range(s_.size):
-                s_[k] = widen(t_[k])
-        s_ = sums[(begun[row] - 2) * dim : (begun[row] - 1) * dim]
-        for k in range(s_.size):
-            s_[k] += widen(g_[k])
-    for row in range(begun.size):
-        if begun[row] > 1:
-            s_, t_ = sums[(begun[row] - 2) * dim : (begun[row] - 1) * dim], total[row * dim : (row + 1) * dim]
-            for k in range(s_.size):
-                t_[k] = narrow(s_[k])
     return 1
 
 
@@ -196,20 +156,10 @@ def _slots(size: int) -> NDArray[np.int32]:
 
 @quiet
 def sum_into(total: Array, gradients: Array, rows: Places) -> None:
-    """Set rows of `total` to sums of gradients (k, dim), added in order. Gradient i belongs to row `rows[i]`.
-
-    Both have the same dtype. float16 and bfloat16 are added in float32, and each sum is rounded once.
-    """
-    if not len(rows):
-        return
-    dim, wide = total.shape[1], working_dtype(total.dtype)
-    if wide == total.dtype:
-        done = add_rows(gradients.reshape(-1), total.reshape(-1), rows, np.zeros(len(total), np.uint8), dim)
-    else:
-        begun, sums = np.zeros(len(total), np.int32), np.empty(len(rows) // 2 * dim, wide)
-        done = add_halves(total.reshape(-1), gradients.reshape(-1).view(np.uint16), rows, begun, sums, dim)
-    if not done:
-        once, sums = sorted_sums(rows, gradients.astype(wide, copy=False))
+    """Set rows of `total` to sums of gradients (k, dim), added in order. Gradient i belongs to row `rows[i]`."""
+    begun = np.zeros(len(total), np.uint8)
+    if len(rows) and not add_rows(total.reshape(-1), gradients.reshape(-1), rows, begun, total.shape[1]):
+        once, sums = sorted_sums(rows, gradients)
         total[once] = sums
 
 
@@ -244,16 +194,12 @@ def sorted_sums(rows: Ids, values: Array) -> tuple[Ids, Array]:
 
 
 @quiet
-def summed(
-    parts: Sequence[tuple[Ids, Array]], ascending: bool = False, dtype: np.dtype | None = None
-) -> tuple[Ids, Array]:
+def summed(parts: Sequence[tuple[Ids, Array]], ascending: bool = False) -> tuple[Ids, Array]:
     """Sum pushes from first to last. Return the distinct ids and their summed gradients.
 
     Args:
         parts: (ids, gradients (k, dim)) for each push. No id repeats within a push.
         ascending: True if the ids of each push ascend. Then the ids of the result ascend.
-        dtype: The dtype in which gradients are added: that of the gradients (None), or float32 for float16 and
-            bfloat16. If only one push has ids, its gradients are returned as they are.
     """
     parts = [part for part in parts if len(part[0])] or parts[:1]
     if len(parts) == 1:
@@ -265,11 +211,10 @@ def summed(
     else:
         once, _, places, _ = distinct(every)
     dim, start = parts[0][1].shape[1], 0
-    total, begun = np.empty((len(once), dim), dtype or parts[0][1].dtype), np.zeros(len(once), np.uint8)
+    total, begun = np.empty((len(once), dim), parts[0][1].dtype), np.zeros(len(once), np.uint8)
     for ids, gradients in parts:
         rows = places[start : start + len(ids)]
-        is_wide = total.dtype.name not in HALVES
-        if not (is_wide and add_rows(gradients.reshape(-1), total.reshape(-1), rows, begun, dim)):
+        if not add_rows(total.reshape(-1), gradients.reshape(-1), rows, begun, dim):
             again = begun[rows] != 0
             total[rows[~again]] = gradients[~again]
             total[rows[again]] += gradients[again]

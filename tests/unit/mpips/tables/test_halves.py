@@ -15,7 +15,7 @@ from mpips.tables import kernels
 from mpips.tables.halves import Rounding, rounded_at_random, widened
 from tests.mpi.mpips.reference_table import rounded_up_or_down
 
-HALVES = ["float16", "bfloat16"]
+HALVES = [np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)]
 
 
 def numbers_of_all_sizes(dtype: np.dtype) -> np.ndarray:
@@ -28,7 +28,7 @@ def numbers_of_all_sizes(dtype: np.dtype) -> np.ndarray:
     return np.concatenate([any_bits, *np.array([edges, -edges], np.float32), near.astype(np.float32), every])
 
 
-@pytest.mark.parametrize("dtype", map(np.dtype, HALVES), ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_a_number_goes_to_one_of_its_neighbours(dtype: np.dtype) -> None:
     x = numbers_of_all_sizes(dtype)
     words = mixed(np.arange(len(x), dtype=np.uint64))
@@ -41,7 +41,7 @@ def test_a_number_goes_to_one_of_its_neighbours(dtype: np.dtype) -> None:
         assert np.array_equal(same, exact, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", map(np.dtype, HALVES), ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_the_mean_of_rounded_numbers_is_the_number(dtype: np.dtype) -> None:
     count, step = 100_000, float(ml_dtypes.finfo(dtype).eps)
     for share in (0.5, 0.03, 0.9):
@@ -68,7 +68,7 @@ def test_random_numbers_depend_on_key_id_update_and_column_alone() -> None:
     assert (first != first[:, :1]).any()
 
 
-@pytest.mark.parametrize("dtype", map(np.dtype, HALVES), ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_compiled_loops_round_like_numpy(dtype: np.dtype, stochastic: bool) -> None:
     pytest.importorskip("numba")
@@ -77,9 +77,10 @@ def test_compiled_loops_round_like_numpy(dtype: np.dtype, stochastic: bool) -> N
     x = numbers_of_all_sizes(dtype)
     x = x[~np.isnan(x)].reshape(-1, 1)
     at, ids, found = np.random.default_rng(2).permutation(len(x)), np.arange(len(x)) * 7, []
-    for loop in (kernels.take_halves, kernels.put_halves, kernels.put_halves_at_random):
+    loops = kernels.take_halves, kernels.put_halves, kernels.put_halves_at_random
+    for loop in loops:
         loop.prepare(dtype)
-    assert engine.settle(200)
+    assert engine.settle(200) and all(loop.ready(np.zeros(1, dtype)) for loop in loops)
     for wanted in (engine.numpy_only, nullcontext):
         values = np.zeros(x.shape, dtype)
         with wanted():

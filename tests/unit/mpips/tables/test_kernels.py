@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from collectives.kernels import engine
-from mpips.optimizers.base import working_dtype
 from mpips.store.keys.row_sums import distinct, owners_of, sum_into, summed
+from mpips.tables import halves, kernels
 from mpips.tables.client import deal
 from mpips.tables.row_optimizers import ROW_OPTIMIZERS
 from mpips.tables.rows import TableRows
@@ -39,10 +39,10 @@ def rounds(optimizer: str, dim: int, dtype: str, stochastic: bool = False) -> It
             first = found.per_server[0]
             rows, words = np.zeros((len(found.ids) + 3, dim), dtype), np.zeros(len(found.ids) + 4, np.int64)
             places = deal(found, [0, first + 3], [0, first + 4], words)
-            sum_into(rows, gradients, places)
+            (halves.sum_into if "16" in dtype else sum_into)(rows, gradients, places)
             assert sorted(words[:first].tolist()) == sorted(set(ids[owners_of(ids, 2) == 0].tolist()))
             parts.append((words[:first], rows[:first]))
-        table.update(*summed(parts, dtype=working_dtype(np.dtype(dtype))), step)
+        table.update(*(halves.summed if "16" in dtype else summed)(parts), step)
         yield table.pull(np.concatenate([np.arange(-210, 210), np.array(WIDE)])).tobytes()
 
 
@@ -67,3 +67,5 @@ def test_tables_have_the_bits_of_numpy(optimizer: str, dim: int, dtype: str) -> 
 @pytest.mark.parametrize("optimizer", sorted(ROW_OPTIMIZERS))
 def test_half_rows_have_the_bits_of_numpy(optimizer: str, dtype: str, stochastic: bool) -> None:
     check_bits(optimizer, 33, dtype, stochastic)
+    loops = kernels.merge_halves, kernels.add_halves, kernels.first_values
+    assert all(loop.ready(np.zeros(1, dtype)) for loop in loops)
