@@ -76,11 +76,18 @@ def summed(parts: Sequence[tuple[Ids, Array]]) -> tuple[Ids, Array]:
 
 
 def widened(values: Array, at: Positions) -> Array:
-    """Return the rows at positions `at` of float16 or bfloat16 values, as a new float32 array."""
+    """Return the rows at positions `at` of values or state as a new array of float32."""
     wide = np.empty((len(at), values.shape[1]), working_dtype(values.dtype))
-    if not kernels.take_halves(values.reshape(-1), wide.reshape(-1), at, values.shape[1]):
+    if not kernels.take_rows(values.reshape(-1), wide.reshape(-1), at, values.shape[1]):
         wide[...] = values[at]
     return wide
+
+
+@quiet
+def put(values: Array, at: Positions, rows: Array) -> None:
+    """Write float32 rows (k, dim) to positions `at` of values or state. Values are rounded to nearest."""
+    if not kernels.put_rows(values.reshape(-1), rows.reshape(-1), at, values.shape[1]):
+        values[at] = rows
 
 
 class Rounding:
@@ -97,14 +104,13 @@ class Rounding:
 
     @quiet
     def put(self, values: Array, at: Positions, rows: Array, ids: Ids, update: int) -> None:
-        """Write float32 rows (k, dim) into float16 or bfloat16 values at positions `at`. `update` is its number."""
-        dim, flat = values.shape[1], (values.reshape(-1), rows.reshape(-1), at)
+        """Write float32 rows (k, dim) to positions `at` of float16 or bfloat16 values, in the update `update`."""
         if not self._stochastic:
-            if not kernels.put_halves(*flat, dim):
-                values[at] = rows
+            put(values, at, rows)
             return
+        dim, flat = values.shape[1], (values.reshape(-1), rows.reshape(-1), at)
         step = update * GOLDEN % (1 << 64)
-        if not kernels.put_halves_at_random(*flat, ids, np.array([self._key, step], np.uint64), dim):
+        if not kernels.put_rows_at_random(*flat, ids, np.array([self._key, step], np.uint64), dim):
             streams = mixed(mixed(ids.view(np.uint64) ^ np.uint64(self._key)) + np.uint64(step))
             columns = np.arange(1, dim + 1, dtype=np.uint64) * np.uint64(GOLDEN)
             values[at] = rounded_at_random(rows, mixed(streams[:, None] + columns), values.dtype)

@@ -39,8 +39,9 @@ def load(dtype: np.dtype, loops: Sequence[Compiled], seconds: float = 0.0) -> No
     While Numba is being loaded, a push can take up to 0.1 s longer, because both need Python's interpreter lock.
     """
     for loop in loops:
-        # A loop is for rows, for the dtype in which rows are updated, or for ids.
-        if loop.prepare(dtype) is None and loop.prepare(working_dtype(dtype)) is None:
+        # A loop is for rows and the dtype in which they are updated, or for ids.
+        kinds = [loop.prepare(kind) for kind in (dtype, working_dtype(dtype))]
+        if not any(kinds):
             loop.prepare(np.dtype(np.int64))
     engine.settle(seconds)
 
@@ -245,12 +246,12 @@ def add_halves(gradients: Array, total: Array, rows: Array, begun: Array, dim: i
     return 1
 
 
-@compiled("const stored[], wide[], const int64[], int64", HALVES, CONSTANTS)
-def take_halves(values: Array, out: Array, rows: Array, dim: int) -> int:
-    """Write the rows `rows` of float16 or bfloat16 values into `out`, as float32."""
+@compiled("const stored[], wide[], const int64[], int64", ROWS, CONSTANTS)
+def take_rows(values: Array, out: Array, rows: Array, dim: int) -> int:
+    """Write the rows `rows` of `values` into `out`, which is float32 if `values` is float16 or bfloat16."""
     for i in range(rows.size):
         ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
-        for k in range(0, dim, 32):
+        for k in range(0, dim, 16):
             prefetch(values, ahead + k)
         v_, o_ = values[rows[i] * dim : (rows[i] + 1) * dim], out[i * dim : (i + 1) * dim]
         for k in range(o_.size):
@@ -258,27 +259,27 @@ def take_halves(values: Array, out: Array, rows: Array, dim: int) -> int:
     return 1
 
 
-@compiled("stored[], const wide[], const int64[], int64", HALVES)
-def put_halves(values: Array, wide: Array, rows: Array, dim: int) -> int:
-    """Write float32 rows into the rows `rows` of float16 or bfloat16 values, rounded to nearest."""
+@compiled("stored[], const wide[], const int64[], int64", ROWS)
+def put_rows(values: Array, wide: Array, rows: Array, dim: int) -> int:
+    """Write `wide` into the rows `rows` of `values`. float16 and bfloat16 are rounded to nearest."""
     for i in range(rows.size):
-        v_, r_ = values[rows[i] * dim : (rows[i] + 1) * dim], wide[i * dim : (i + 1) * dim]
-        for k in range(r_.size):
-            v_[k] = narrow(r_[k])
+        v_, w_ = values[rows[i] * dim : (rows[i] + 1) * dim], wide[i * dim : (i + 1) * dim]
+        for k in range(w_.size):
+            v_[k] = narrow(w_[k])
     return 1
 
 
 @compiled("stored[], const wide[], const int64[], const int64[], const uint64[], int64", HALVES, CONSTANTS)
-def put_halves_at_random(values: Array, wide: Array, rows: Array, ids: Array, numbers: Array, dim: int) -> int:
-    """Write float32 rows like `put_halves`, but round like `halves.rounded_at_random`.
+def put_rows_at_random(values: Array, wide: Array, rows: Array, ids: Array, numbers: Array, dim: int) -> int:
+    """Write float32 rows like `put_rows`, but round like `halves.rounded_at_random`.
 
     `numbers`: the table's key for rounding, and the number of the update times GOLDEN.
     """
     for i in range(rows.size):
         stream = mixed64(mixed64(np.uint64(ids[i]) ^ numbers[0]) + numbers[1])
-        v_, r_ = values[rows[i] * dim : (rows[i] + 1) * dim], wide[i * dim : (i + 1) * dim]
-        for k in range(r_.size):
-            v_[k] = narrow_at_random(r_[k], mixed64(stream + np.uint64(k + 1) * np.uint64(GOLDEN)))
+        v_, w_ = values[rows[i] * dim : (rows[i] + 1) * dim], wide[i * dim : (i + 1) * dim]
+        for k in range(w_.size):
+            v_[k] = narrow_at_random(w_[k], mixed64(stream + np.uint64(k + 1) * np.uint64(GOLDEN)))
     return 1
 
 
@@ -391,4 +392,4 @@ def adam(
 
 
 OF_WORKERS = merge, add_rows, merge_halves, read_rows
-OF_SERVERS = merge, add_rows, find, insert, first_values, add_halves, take_halves, put_halves, put_halves_at_random
+OF_SERVERS = merge, add_rows, find, insert, first_values, add_halves, take_rows, put_rows, put_rows_at_random

@@ -27,8 +27,7 @@ from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.kernels.quiet import quiet
 from mpips.optimizers.base import working_dtype
 from mpips.store.keys.row_sums import Ids, update_in_blocks
-from mpips.tables import index, kernels, row_optimizers
-from mpips.tables.halves import Rounding, is_half, widened
+from mpips.tables import halves, index, kernels, row_optimizers
 from mpips.tables.index import MOST_ROWS, Positions
 from mpips.tables.initial import first_rows
 from mpips.tables.journal import HERE, KEPT, ROWS, WORDS, Journal, RowsRound, kept_arrays
@@ -81,7 +80,7 @@ class TableRows:
         self._dtype = np.dtype(card.dtype)
         self._key = card.key
         self._bound = card.bound
-        self._rounding = Rounding(card.key, card.stochastic) if is_half(self._dtype) else None
+        self._rounding = halves.Rounding(card.key, card.stochastic) if halves.is_half(self._dtype) else None
         self.optimizer = row_optimizers.decode(card.optimizer, card.numbers)
         self._file = SparseFile() if file is None else file
         # name of an array, or "words", "done" or "index" -> offset in the file
@@ -187,7 +186,7 @@ class TableRows:
 
     @quiet
     def _update_halves(
-        self, rounding: Rounding, at: Positions, ids: Ids, gradients: Array, counts: Array | None, step: int
+        self, rounding: halves.Rounding, at: Positions, ids: Ids, gradients: Array, counts: Array | None, step: int
     ) -> None:
         """Update rows of float16 or bfloat16 in blocks, by float32 copies of a block's rows."""
         step_rows = max(1, BLOCK_BYTES // self.row_bytes)
@@ -195,15 +194,15 @@ class TableRows:
             block = slice(start, start + step_rows)
             places = at[block]
             here = np.arange(len(places))
-            values, state = widened(self._values, places), [array[places] for array in self._state]
+            values, *state = (halves.widened(array, places) for array in (self._values, *self._state))
             # Gradients of a single worker are still in the dtype of rows.
-            change = gradients[block] if gradients.dtype == values.dtype else widened(gradients[block], here)
+            change = gradients[block] if gradients.dtype == values.dtype else halves.widened(gradients[block], here)
             some = None if counts is None else counts[block]
             if not self.optimizer.update_at(here, values, change, state, some, step):
                 self.optimizer.update(values, change, state, some, step)
             rounding.put(self._values, places, values, ids[block], step)
             for array, rows in zip(self._state, state):
-                array[places] = rows
+                halves.put(array, places, rows)
 
     def remove(self, ids: Ids) -> None:
         """Drop the rows of these ids. All rows must exist, and no id may repeat."""

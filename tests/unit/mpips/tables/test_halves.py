@@ -77,7 +77,7 @@ def test_compiled_loops_round_like_numpy(dtype: np.dtype, stochastic: bool) -> N
     x = numbers_of_all_sizes(dtype)
     x = x[~np.isnan(x)].reshape(-1, 1)
     at, ids, found = np.random.default_rng(2).permutation(len(x)), np.arange(len(x)) * 7, []
-    loops = kernels.take_halves, kernels.put_halves, kernels.put_halves_at_random
+    loops = kernels.take_rows, kernels.put_rows, kernels.put_rows_at_random
     for loop in loops:
         loop.prepare(dtype)
     assert engine.settle(200) and all(loop.ready(np.zeros(1, dtype)) for loop in loops)
