@@ -49,6 +49,10 @@ def difference(every: Mapping[int, Items]) -> str:
     known = dict(every.get(first, ()))
     for rank in sorted(every):
         theirs = dict(every[rank])
+        mine_only = [thing for thing in known if thing not in theirs]
+        theirs_only = [thing for thing in theirs if thing not in known]
+        if mine_only and theirs_only:
+            return f"rank {first} has {mine_only[0]} where rank {rank} has {theirs_only[0]}"
         for thing in known | theirs:
             if (value := known.get(thing, MISSING)) != (other := theirs.get(thing, MISSING)):
                 return f"{thing} is {value} on rank {first} and {other} on rank {rank}"

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from mpips.collectives.arrays import same_address
 from mpips.collectives.fabric.board import NUMBERS, Board
 from mpips.collectives.kernels.engine import Kernel
 from mpips.collectives.kernels.function import compiled, narrow, widen
@@ -28,7 +29,7 @@ DONE, NOT_BEGUN, MET = 0, 1, 2
 # counted from 0, and some other rank has not.
 NOT_MET, UNFINISHED = 3, 4
 # Longer calls take the general steps: they gain nothing here, and would hold the GIL.
-MOST_BYTES = 1 << 20
+MOST_BYTES = 4 << 20
 # Looks at a row before a rank yields its core: if it has a core of its own, and if ranks share cores.
 SPINS_ALONE, SPINS_SHARED = 300, 3
 # Looks after that, each after a yield, before `carry_out` returns. A yield may take a time slice of another process,
@@ -40,6 +41,7 @@ MOST_YIELDS = 4
 RANK, RANKS, SPINS, LOOKS, MARK, EVEN, ODD, ENTRIES, ODD_ENTRIES, PROGRESS, ODD_PROGRESS, TOKENS = range(12)
 # Instructions. A reduction begins with the number of its parts, which is 2 or more:
 #   (parts, address of the total, elements, address of the divisor or 0, addresses of the parts)
+# The total may lie at the address of the first part, but must not overlap another part.
 # and a copy is (COPY, target, bytes, source). The others have no arguments. ENTER tells the other ranks that this one
 # has entered the operation, and waits until all have. SIGNAL tells them that it has finished a phase. FOLLOW waits
 # until all ranks have finished it.
@@ -110,11 +112,14 @@ def carry_out(record, number, first_phase):  # type: ignore[no-untyped-def]
         elif instruction > COPY:
             length = words[at + 2]
             total = values_at(words[at + 1], length)
-            first = values_at(words[at + 4], length)
-            second = values_at(words[at + 5], length)
-            for i in range(length):
-                total[i] = narrow(widen(first[i]) + widen(second[i]))
-            for part in range(2, instruction):
+            added = 1
+            if words[at + 4] != words[at + 1]:
+                first = values_at(words[at + 4], length)
+                second = values_at(words[at + 5], length)
+                for i in range(length):
+                    total[i] = narrow(widen(first[i]) + widen(second[i]))
+                added = 2
+            for part in range(added, instruction):
                 other = values_at(words[at + 4 + part], length)
                 for i in range(length):
                     total[i] = narrow(widen(total[i]) + widen(other[i]))
@@ -222,23 +227,30 @@ def _words_of(actions: Sequence[Action], kept: list[Any]) -> list[int]:
             words += [COPY, _address(action.to), action.to.nbytes, _address(action.source)]
             continue
         assert isinstance(action, Combine)
-        assert action.call.reduction is not None
-        total, divisor = action.total, 0
-        if action.call.reduction.is_mean:
-            kept.append(np.array([action.call.p], total.dtype))
-            divisor = _address(kept[-1])
-        # A partial sum may not overwrite a part that is still to be read, and a compiled loop that reads what it writes
-        # is slow. Then the sum is made in the scratch array, and copied.
-        start, end = _address(total), _address(total) + total.nbytes
-        apart = all(_address(part) + part.nbytes <= start or end <= _address(part) for part in action.parts)
-        if not apart:
-            total = action.scratch[: total.size]
-            kept.append(total)
-        parts = [_address(part) for part in action.parts]
-        words += [len(parts), _address(total), total.size, divisor, *parts]
-        if not apart:
-            words += [COPY, start, total.nbytes, _address(total)]
+        words += _words_of_sum(action, kept)
     return words
+
+
+def _words_of_sum(action: Combine, kept: list[Any]) -> list[int]:
+    """Return the instructions for a sum or mean."""
+    assert action.call.reduction is not None
+    total, parts = action.total, list(action.parts)
+    words: list[int] = []
+    own = next((index for index, part in enumerate(parts) if same_address(part, total)), 0)
+    if own:
+        # The total lies on a later part, which must be read before it is overwritten. So the parts before it are summed
+        # first, in the scratch array. a + b and b + a have the same bits.
+        before = parts[:own]
+        if own > 1:
+            kept.append(action.scratch[: total.size])
+            words += [own, _address(kept[-1]), total.size, 0, *map(_address, before)]
+            before = [kept[-1]]
+        parts = [total, *before, *parts[own + 1 :]]
+    divisor = 0
+    if action.call.reduction.is_mean:
+        kept.append(np.array([action.call.p], total.dtype))
+        divisor = _address(kept[-1])
+    return [*words, len(parts), _address(total), total.size, divisor, *map(_address, parts)]
 
 
 def _address(memory: Any) -> int:

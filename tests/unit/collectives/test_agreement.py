@@ -27,6 +27,7 @@ def test_the_examples_give_what_they_say():
         ({0: ONE, 1: ONE[:1]}, "b is 2 on rank 0 and missing on rank 1"),
         ({0: ONE[1:], 1: ONE}, "a is missing on rank 0 and 1 on rank 1"),
         ({0: ONE, 1: TWO}, "rank 0 has a where rank 1 has b"),
+        ({0: [*ONE, ("c", "1")], 1: [*ONE, ("d", "1")]}, "rank 0 has c where rank 1 has d"),
         ({0: [], 1: ONE}, "a is missing on rank 0 and 1 on rank 1"),
     ],
 )
