@@ -54,13 +54,11 @@ def sum_into(total: Array, gradients: Array, rows: Places) -> None:
 
 @quiet
 def summed(parts: Sequence[tuple[Ids, Array]]) -> tuple[Ids, Array]:
-    """Sum pushes of float16 or bfloat16 in float32, from first to last, like `row_sums.summed`.
-
-    If only one push has ids, its gradients are returned as they are.
-    """
+    """Sum pushes of float16 or bfloat16 from first to last, like `row_sums.summed`. The sums are float32."""
     parts = [part for part in parts if len(part[0])] or parts[:1]
     if len(parts) == 1:
-        return parts[0]
+        ids, gradients = parts[0]
+        return ids, widened(gradients, np.arange(len(ids)))
     once, _, places, _ = distinct(np.concatenate([part[0] for part in parts]))
     dim, start = parts[0][1].shape[1], 0
     total, begun = np.empty((len(once), dim), working_dtype(parts[0][1].dtype)), np.zeros(len(once), np.uint8)

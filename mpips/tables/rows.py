@@ -142,6 +142,8 @@ class TableRows:
     def update(self, ids: Ids, gradients: Array, step: int) -> None:
         """Update the rows of distinct ids with gradients (k, dim). Rows that do not exist are made.
 
+        Gradients of rows of float16 and bfloat16 are float32.
+
         `step` is the number of this update of the table, counted from 1. Schedules and ages of rows use it. If this
         raises MemoryError, nothing has changed.
         """
@@ -188,18 +190,16 @@ class TableRows:
     def _update_halves(
         self, rounding: halves.Rounding, at: Positions, ids: Ids, gradients: Array, counts: Array | None, step: int
     ) -> None:
-        """Update rows of float16 or bfloat16 in blocks, by float32 copies of a block's rows."""
+        """Update rows of float16 or bfloat16 in blocks, by float32 copies of a block's rows. Gradients are float32."""
         step_rows = max(1, BLOCK_BYTES // self.row_bytes)
         for start in range(0, len(at), step_rows):
             block = slice(start, start + step_rows)
             places = at[block]
             here = np.arange(len(places))
             values, *state = (halves.widened(array, places) for array in (self._values, *self._state))
-            # Gradients of a single worker are still in the dtype of rows.
-            change = gradients[block] if gradients.dtype == values.dtype else halves.widened(gradients[block], here)
             some = None if counts is None else counts[block]
-            if not self.optimizer.update_at(here, values, change, state, some, step):
-                self.optimizer.update(values, change, state, some, step)
+            if not self.optimizer.update_at(here, values, gradients[block], state, some, step):
+                self.optimizer.update(values, gradients[block], state, some, step)
             rounding.put(self._values, places, values, ids[block], step)
             for array, rows in zip(self._state, state):
                 halves.put(array, places, rows)
