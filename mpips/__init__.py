@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mpips.store.runtime.errors import StoreError, StoreMismatchError, StoreStallError
     from mpips.tables.admission import chance, seen
     from mpips.tables.initial import uniform
-    from mpips.tables.table import Table
+    from mpips.tables.table import Table, pull_rows
     from mpips.training.local import Elastic
     from mpips.training.model import Model
     from mpips.training.trainer import Trainer
@@ -67,6 +67,7 @@ _HOMES = {
     "StoreMismatchError": "mpips.store.runtime.errors",
     "StoreStallError": "mpips.store.runtime.errors",
     "Table": "mpips.tables.table",
+    "pull_rows": "mpips.tables.table",
     "uniform": "mpips.tables.initial",
     "seen": "mpips.tables.admission",
     "chance": "mpips.tables.admission",
@@ -98,6 +99,7 @@ __all__ = [
     "empty",
     "note",
     "optimizers",
+    "pull_rows",
     "rank",
     "seen",
     "size",

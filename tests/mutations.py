@@ -74,8 +74,8 @@ MUTATIONS = (
     Mutation(
         "a compiled sum leaves the third rank's vector out",
         "collectives/node/short_cut.py",
-        "for part in range(2, instruction):",
-        "for part in range(3, instruction):",
+        "for part in range(added, instruction):",
+        "for part in range(added + 1, instruction):",
         ((0, "tests/unit/collectives"), *COLLECTIVES),
     ),
     Mutation(

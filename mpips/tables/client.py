@@ -10,11 +10,10 @@ number of ids that the worker may push next without asking for memory (see `roun
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -83,46 +82,78 @@ def deal(found: Distinct, first_rows: Sequence[int], first_words: Sequence[int],
     return rows[found.places]
 
 
+class _Part(NamedTuple):
+    """The rows of one table in a push or a pull."""
+
+    ids: Distinct
+    # number of values in a row
+    dim: int
+    dtype: np.dtype
+
+
 class _Block:
-    """The memory of one push or pull: for each server its rows, then its ids, then its encoded request.
+    """The memory of a push or a pull: for each server the rows of each table, the ids, then the encoded request.
 
     A server on this node reads gradients from this memory, or writes rows into it.
 
     Args:
-        ids: The distinct ids of the call.
-        dim: Number of values in a row.
-        requests: One request for each server.
+        parts: The rows of each table.
+        requests: For each server its request for each table, or None for a table without ids of the server. If there
+            are several tables, all requests are pulls.
     """
 
     def __init__(
-        self, pool: _Pool, ids: Distinct, dim: int, dtype: np.dtype, requests: Sequence[messages.TableRequest]
+        self,
+        pool: _Pool,
+        parts: Sequence[_Part],
+        requests: Sequence[Sequence[messages.PushRows | messages.PullRows | None]],
     ) -> None:
-        self.per_server = ids.per_server
-        encoded, row_bytes = list(map(frames.encode, requests)), dim * dtype.itemsize
-        ids_at = [messages.ids_at(count, row_bytes) for count in self.per_server]
-        self._words_at = [at + 8 * count for at, count in zip(ids_at, self.per_server)]
-        # Each server's part begins at a multiple of the row size and of 8 bytes, so that the whole memory can be viewed
-        # both as rows and as ids.
-        unit = math.lcm(row_bytes, 8)
-        sizes = [-(-(at + len(data)) // unit) * unit for at, data in zip(self._words_at, encoded)]
-        *starts, total = [0, *itertools.accumulate(sizes)]
-        self.memory = pool.borrow(total)
-        whole = self.memory[:total]
-        # the whole memory viewed as rows; only the rows at the beginning of each server's part are used
-        self.rows: Array = whole.view(dtype).reshape(-1, dim)
-        self._first_rows = [start // row_bytes for start in starts]
-        self._ids_at = ids_at
-        self._bodies = []
-        for start, at, data in zip(starts, self._words_at, encoded):
-            self._bodies.append(whole[start : start + at + len(data)])
-            self._bodies[-1][at:] = np.frombuffer(data, np.uint8)
-        first_ids = [(start + at) // 8 for start, at in zip(starts, ids_at)]
-        # for each id of the caller the index of its row in `rows`
-        self.places = deal(ids, self._first_rows, first_ids, whole.view(np.int64))
+        row_bytes = [part.dim * part.dtype.itemsize for part in parts]
+        self._per_server = [part.ids.per_server for part in parts]
+        # for each table and server the number of the first row, and the number of the first id
+        self._first_rows: list[list[int]] = [[] for _ in parts]
+        first_ids: list[list[int]] = [[] for _ in parts]
+        # for each server the offsets of its part of the memory, its ids and its request, and the encoded request
+        places: list[tuple[int, int, int, bytes]] = []
+        end, unit = 0, math.lcm(row_bytes[0], 8)
+        for server, asked in enumerate(requests):
+            at = start = _round_up(end, unit)
+            for size, counts, request, first in zip(row_bytes, self._per_server, asked, self._first_rows):
+                # The rows of a table begin at a multiple of the row size, so that the whole memory can be viewed as
+                # rows of this table.
+                at = _round_up(at, size)
+                first.append(at // size)
+                if isinstance(request, messages.PullRows):
+                    request.rows_at = at - start
+                at += counts[server] * size
+            at = ids_at = _round_up(at, 8)
+            for counts, first in zip(self._per_server, first_ids):
+                first.append(at // 8)
+                at += 8 * counts[server]
+            data = _encode(asked)
+            places.append((start, ids_at, at, data))
+            end = at + len(data)
+        end = _round_up(end, 8)
+        self.memory = pool.borrow(end)
+        # for each server its part of the memory, and the offsets of its ids and its request there
+        self._bodies: list[tuple[Payload, int, int]] = []
+        for start, ids_at, at, data in places:
+            body = self.memory[start : at + len(data)]
+            body[at - start :] = np.frombuffer(data, np.uint8)
+            self._bodies.append((body, ids_at - start, at - start))
+        words = self.memory[:end].view(np.int64)
+        # for each table the whole memory viewed as its rows, of which only some are used
+        self.rows: list[Array] = []
+        # for each table and each id of the caller the index of its row in `rows`
+        self.places: list[Places] = []
+        for part, size, first_row, first_id in zip(parts, row_bytes, self._first_rows, first_ids):
+            whole = self.memory[: end // size * size]
+            self.rows.append(whole.view(part.dtype).reshape(-1, part.dim))
+            self.places.append(deal(part.ids, first_row, first_id, words))
 
-    def rows_of(self, server: int) -> Array:
-        """Return the rows of the ids that belong to a server."""
-        return self.rows[self._first_rows[server] :][: self.per_server[server]]
+    def rows_of(self, number: int, server: int) -> Array:
+        """Return the rows of the ids of a table that belong to a server. `number` is that of the table in `parts`."""
+        return self.rows[number][self._first_rows[number][server] :][: self._per_server[number][server]]
 
     def body(self, server: int, with_rows: bool = True) -> tuple[Payload, int]:
         """Return the bytes to send to a server, and the number of bytes in front of the request.
@@ -130,8 +161,22 @@ class _Block:
         Args:
             with_rows: False to leave out the rows, for a pull from a server on another node.
         """
-        skipped = 0 if with_rows else self._ids_at[server]
-        return self._bodies[server][skipped:], self._words_at[server] - skipped
+        body, ids_at, request_at = self._bodies[server]
+        skipped = 0 if with_rows else ids_at
+        return body[skipped:], request_at - skipped
+
+
+def _encode(requests: Sequence[messages.PushRows | messages.PullRows | None]) -> bytes:
+    """Encode the requests to one server. Those of a call of several tables, which are pulls, are sent as one."""
+    if len(requests) == 1:
+        return frames.encode(requests[0]) if requests[0] is not None else b""
+    return frames.encode(
+        messages.PullTables([request for request in requests if isinstance(request, messages.PullRows)])
+    )
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
 
 
 @dataclass
@@ -233,9 +278,9 @@ class RemoteTables:
 
     def _send(self, table: KnownTable, ids: Distinct, gradients: Array) -> list[int]:
         """Send a push to all servers. Return the tokens of the answers."""
-        requests = [messages.PushRows(table.name, count, table.refusals) for count in ids.per_server]
-        block = _Block(self._pool, ids, gradients.shape[1], gradients.dtype, requests)
-        (halves.sum_into if halves.is_half(gradients.dtype) else sum_into)(block.rows, gradients, block.places)
+        requests = [[messages.PushRows(table.name, count, table.refusals)] for count in ids.per_server]
+        block = _Block(self._pool, [_Part(ids, gradients.shape[1], gradients.dtype)], requests)
+        (halves.sum_into if halves.is_half(gradients.dtype) else sum_into)(block.rows[0], gradients, block.places[0])
         self._pushes.setdefault(table.name, []).append(block.memory)
         return [self._link.post_request_with(server, *block.body(server)) for server in range(self._servers)]
 
@@ -305,44 +350,60 @@ class RemoteTables:
         """Send a request to all servers, and wait for their answers."""
         return self._answers([self._link.post_request(server, request) for server in range(self._servers)])
 
-    def pull(self, table: KnownTable, ids: Ids, out: Array) -> Task[None]:
-        """Write the rows of `ids` into `out`. They include all earlier pushes of this worker.
+    def pull(self, pulls: Sequence[tuple[KnownTable, Ids, Array]]) -> Task[None]:
+        """For each (table, ids, out) write the rows of `ids` into `out`, with all earlier pushes of this worker.
 
         Raises RoomError if one of these pushes was refused.
         """
         options = self._layout.options
         # A worker must ask the servers if they may hold pulls back, either because of `staleness`, or because a round
         # counts only once the mirror has it.
-        free = options.staleness < 0 and not options.mirrors
-        near = free and self._link.all_local and kernels.read_rows.ready(out)
-        if near and (yield from self._read_in_place(table, ids, out)):
-            table.numbers[IN_PLACE] += len(ids)
-            return
-        merged, local = distinct(ids, self._servers), [line.local for line in self._link.lines]
-        requests = [
-            messages.PullRows(table.name, table.round, count, near, table.refusals)
-            for count, near in zip(merged.per_server, local)
-        ]
-        block = _Block(self._pool, merged, out.shape[1], out.dtype, requests)
-        self._pulls[id(block.memory)] = block.memory
-        # Ask only the servers of the ids. If the call has no ids, ask the first server, because its answer says whether
+        near = options.staleness < 0 and not options.mirrors and self._link.all_local
+        asked = []
+        for table, ids, out in pulls:
+            if near and kernels.read_rows.ready(out) and (yield from self._read_in_place(table, ids, out)):
+                table.numbers[IN_PLACE] += len(ids)
+            else:
+                asked.append((table, ids, out))
+        if asked:
+            yield from self._ask_for_rows(asked)
+
+    def _ask_for_rows(self, pulls: Sequence[tuple[KnownTable, Ids, Array]]) -> Task[None]:
+        """Pull rows by one request to each server."""
+        parts = [_Part(distinct(ids, self._servers), out.shape[1], out.dtype) for _, ids, out in pulls]
+        local = [line.local for line in self._link.lines]
+        # Ask only the servers of the ids. If a table has no ids, ask the first server, because its answer says whether
         # the worker's last push counts.
-        asked = [
-            (server, self._link.post_request_with(server, *block.body(server, local[server])))
-            for server, count in enumerate(block.per_server)
-            if count or not (server or len(ids))
+        requests = [
+            [
+                messages.PullRows(table.name, table.round, count, local[server], table.refusals)
+                if (count := part.ids.per_server[server]) or not (server or len(ids))
+                else None
+                for (table, ids, _), part in zip(pulls, parts)
+            ]
+            for server in range(self._servers)
         ]
-        answers = yield from self._answers([token for _, token in asked])
-        for (server, _), answer in zip(asked, answers):
-            if isinstance(answer, frames.Bytes):
-                block.rows_of(server)[...] = np.frombuffer(answer.data, out.dtype).reshape(-1, out.shape[1])
+        block = _Block(self._pool, parts, requests)
+        self._pulls[id(block.memory)] = block.memory
+        servers = [server for server in range(self._servers) if any(requests[server])]
+        tokens = [self._link.post_request_with(server, *block.body(server, local[server])) for server in servers]
+        every: list[Any] = []
+        for server, answer in zip(servers, (yield from self._answers(tokens))):
+            answers = answer.answers if isinstance(answer, messages.TablesPulled) else [answer]
+            numbers = [number for number, request in enumerate(requests[server]) if request is not None]
+            for number, one in zip(numbers, answers):
+                if isinstance(one, frames.Bytes):
+                    rows = block.rows_of(number, server)
+                    rows[...] = np.frombuffer(one.data, rows.dtype).reshape(rows.shape)
+            every += answers
         del self._pulls[id(block.memory)]
-        yield from self._check_refused(answers)
-        # Without mode="clip" NumPy would first write into a copy of `out`, to leave `out` unchanged if an index is
-        # wrong.
-        np.take(block.rows, block.places, axis=0, out=out, mode="clip")
+        yield from self._check_refused(every)
+        for number, (table, ids, out) in enumerate(pulls):
+            # Without mode="clip" NumPy would first write into a copy of `out`, to leave `out` unchanged if an index is
+            # wrong.
+            np.take(block.rows[number], block.places[number], axis=0, out=out, mode="clip")
+            table.numbers[ASKED] += len(ids)
         self._pool.give_back(block.memory)
-        table.numbers[ASKED] += len(ids)
 
     def _read_in_place(self, table: KnownTable, ids: Ids, out: Array) -> Task[bool]:
         """Read rows in the servers' memory.

@@ -17,6 +17,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.store.keys.row_sums import Ids, hashes_of
 from mpips.tables import kernels
@@ -131,6 +132,7 @@ class Index:
         if len(self._next) != size:
             (self._next, self._next_at), self._written = self._file.zeros((size,), np.uint32), 0
         stop = min(size, self._written + count)
+        arena.use_huge_pages(self._next, self._next[: self._written].nbytes, self._next[:stop].nbytes)
         self._next[self._written : stop] = 0
         self._written = stop
 

@@ -140,6 +140,17 @@ class PullRows(msgspec.Struct, tag=True):
     count: int
     shared: bool
     refusals: int = 0
+    # if `shared`: the offset of the rows in the payload, in bytes
+    rows_at: int = 0
+
+
+class PullTables(msgspec.Struct, tag=True):
+    """Several pulls in one message. Their ids follow one another at the end of the payload, in the order of `pulls`.
+
+    Answered with TablesPulled once each of the pulls can be answered.
+    """
+
+    pulls: list[PullRows]
 
 
 class LocateTable(msgspec.Struct, tag=True):
@@ -282,11 +293,18 @@ class RoundRefused(msgspec.Struct, tag=True):
     step: list[TableRound] = []
 
 
+class TablesPulled(msgspec.Struct, tag=True):
+    """The answers to the pulls of a PullTables, in the order of `pulls`."""
+
+    answers: list[Bytes | RequestDone | RoundRefused]
+
+
 TableRequest = (
     MakeTable
     | UpdateTable
     | PushRows
     | PullRows
+    | PullTables
     | GetTableStats
     | FreezeTables
     | ReadTable
@@ -300,7 +318,9 @@ TableRequest = (
     | LocateTable
     | WaitForTable
 )
-TableAnswer = TableStats | FrozenTables | PutRows | RoomGranted | RoundRefused | TablePlaces | Bytes | RequestDone
+TableAnswer = (
+    TableStats | FrozenTables | PutRows | RoomGranted | RoundRefused | TablePlaces | TablesPulled | Bytes | RequestDone
+)
 
 decode_answer = msgspec.msgpack.Decoder(TableAnswer).decode
 

@@ -248,10 +248,13 @@ class ServerTable:
 
     def parts(self, payload: Payload, count: int) -> tuple[Ids, Array]:
         """Split a payload into `count` ids and rows (count, dim), without a copy."""
+        rows = self.rows_in(payload, count)
+        return messages.ids_in(payload, count, self.card.dim * rows.itemsize), rows
+
+    def rows_in(self, payload: Payload, count: int, at: int = 0) -> Array:
+        """Return the `count` rows at offset `at` of a payload, without a copy."""
         dtype, dim = np.dtype(self.card.dtype), self.card.dim
-        row_bytes = dtype.itemsize * dim
-        rows = payload[: count * row_bytes].view(dtype).reshape(count, dim)
-        return messages.ids_in(payload, count, row_bytes), rows
+        return payload[at:][: count * dim * dtype.itemsize].view(dtype).reshape(count, dim)
 
     def push(self, worker: int, asker: Asker, request: messages.PushRows, payload: Payload, gone: set[int]) -> Answers:
         """Accept a push. Return the answers that are due now. `gone` are workers that push nothing any more."""

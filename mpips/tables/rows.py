@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mpips.collectives.fabric import arena
 from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.kernels.quiet import quiet
 from mpips.optimizers.base import working_dtype
@@ -286,6 +287,10 @@ class TableRows:
 
     def _add(self, ids: Ids) -> Positions:
         """Make rows for these ids, and return their positions."""
+        top = self.positions.top
+        for array in self._arrays.values():
+            row_bytes = array[:1].nbytes
+            arena.use_huge_pages(array, top * row_bytes, (top + len(ids)) * row_bytes)
         positions, again = self.positions.add(ids)
         # A position that had another row before still has that row's state.
         for array in self._state if self._counts is None else (*self._state, self._counts):

@@ -8,6 +8,7 @@ rows.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple, cast
 
 import msgspec
 import numpy as np
@@ -27,8 +28,16 @@ from mpips.tables.plan import RowsCopy, TableEntry, TablesPlan, describe_rows
 from mpips.tables.rounds import NO_IDS, NOTHING, ServerTable, TableRead
 from mpips.tables.rows import FrozenRows, TableRows
 
-# requests that do not name a table
-WITHOUT_TABLE = messages.FreezeTables | messages.ThawTables
+# requests that do not name a single table
+WITHOUT_TABLE = messages.FreezeTables | messages.ThawTables | messages.PullTables
+
+
+class PullTogether(NamedTuple):
+    """A PullTables that is not answered yet."""
+
+    asker: Asker
+    # the answer to each pull; None while there is no answer
+    answers: list[messages.TableAnswer | None]
 
 
 class ServerTables:
@@ -150,7 +159,7 @@ class ServerTables:
         self._changed |= isinstance(request, messages.MakeTable | messages.ResetTable)
         if isinstance(request, messages.MakeTable | messages.ResetTable | messages.EndLoad):
             self._mirror_all(self._tables[request.table])
-        return answers if isinstance(request, WITHOUT_TABLE) else self._hold(request.table, answers)
+        return self._gather(answers if isinstance(request, WITHOUT_TABLE) else self._hold(request.table, answers))
 
     def waits(self, request: messages.TableRequest) -> bool:
         """True if the server must not handle a request before the mirror has all rows of its table."""
@@ -160,7 +169,7 @@ class ServerTables:
         """Return the waiting answers of tables whose rows the mirror now has. Called after each check of the mirror."""
         mirror = self._mirror
         ready = [table for table in self._held if mirror is None or mirror.has(table)]
-        return [answer for table in ready for answer in self._held.pop(table)]
+        return self._gather([answer for table in ready for answer in self._held.pop(table)])
 
     def _hold(self, table: str, answers: Answers) -> Answers:
         """Return the answers if the mirror has the table's rows. Otherwise keep them, and return an empty list."""
@@ -168,6 +177,19 @@ class ServerTables:
             return answers
         self._held.setdefault(table, []).extend(answers)
         return []
+
+    def _gather(self, answers: Answers) -> Answers:
+        """Combine the answers to the pulls of a PullTables into one, once all of them are there."""
+        ready: list[tuple[Asker, msgspec.Struct]] = []
+        for asker, answer in answers:
+            if isinstance(asker[0], PullTogether):
+                whole, number = asker
+                whole.answers[number] = answer
+                if None in whole.answers:
+                    continue
+                asker, answer = whole.asker, messages.TablesPulled(whole.answers)
+            ready.append((asker, answer))
+        return ready
 
     def _mirror_all(self, table: ServerTable) -> None:
         if self._mirror is not None:
@@ -188,6 +210,8 @@ class ServerTables:
             case messages.WaitForTable() if request.table not in self._tables:
                 # WaitForTable has no answer.
                 return []
+            case messages.PullTables():
+                return self._pull_together(worker, asker, request.pulls, payload)
         table = self._tables[request.table]
         match request:
             case messages.UpdateTable():
@@ -226,6 +250,22 @@ class ServerTables:
                     self._late.note_wait(table, worker, request.round)
                 return []
         return [(asker, answer)]
+
+    def _pull_together(
+        self, worker: int, asker: Asker, pulls: list[messages.PullRows], payload: Payload
+    ) -> list[tuple[Asker, msgspec.Struct]]:
+        """Accept pulls of several tables. Their askers are (PullTogether, number of the pull) until `_gather`."""
+        tables = [self._tables[pull.table] for pull in pulls]
+        whole = PullTogether(asker, [None] * len(pulls))
+        ids_at = payload.nbytes - 8 * sum(pull.count for pull in pulls)
+        answers: list[tuple[Asker, msgspec.Struct]] = []
+        for number, (table, pull) in enumerate(zip(tables, pulls)):
+            ids = payload[ids_at:][: 8 * pull.count].view(np.int64)
+            out = table.rows_in(payload, pull.count, pull.rows_at) if pull.shared else None
+            ids_at += 8 * pull.count
+            part = cast(Asker, (whole, number))
+            answers += self._hold(pull.table, table.read(TableRead(worker, part, pull, ids, out), self._absent))
+        return answers
 
     def _answer_of_frozen(
         self, request: messages.FreezeTables | messages.ReadTable | messages.ReadDropped | messages.ThawTables
@@ -338,7 +378,9 @@ class ServerTables:
 
     def _go_on(self) -> Answers:
         tables = self._tables.items()
-        return [answer for name, table in tables for answer in self._hold(name, table.go_on(self._absent))]
+        return self._gather(
+            [answer for name, table in tables for answer in self._hold(name, table.go_on(self._absent))]
+        )
 
     @property
     def _absent(self) -> set[int]:

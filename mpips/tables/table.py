@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -103,7 +103,7 @@ class Table(NotCopyable):
         with CALLER_ERRORS:
             where, shape = self._ids_of("pull", ids)
             target, rows = self._target_of("pull", out, shape)
-        self._pull("pull", where, rows)
+        _run("pull", "pull", [(self, where, rows)])
         return target
 
     def ipull(self, ids: object, out: object = None) -> Handle:
@@ -148,7 +148,7 @@ class Table(NotCopyable):
         with CALLER_ERRORS:
             target, rows = self._target_of("pushpull", out, self._ids_of("pushpull", ids)[1])
         _push_all("pushpull", [(self, where, flat)])
-        self._pull("pushpull", where, rows)
+        _run("pushpull", "pull", [(self, where, rows)])
         return target
 
     @property
@@ -335,17 +335,9 @@ class Table(NotCopyable):
         what = f"stats of table {table.name!r} after push {self.pushes}"
         return self._store.run(what, self._tables.stats(table), collections=[self.name])
 
-    def _pull(self, what: str, ids: Ids, out: Array) -> None:
-        self._begin(call := f"{what} of table {self.name!r}")
-        begun = [self._record("pull", len(ids))] if recorder.is_traced else ()
-        task = self._tables.pull(self._known, ids, out)
-        self._store.run(f"{call} after push {self.pushes}", task, collections=[self.name])
-        for ring, sequence, _ in begun:
-            ring.end(sequence)
-
     def _read(self, what: str, ids: Ids, out: Array, target: object) -> Task[object]:
         """Pull into `out`, and return `target`, the caller's array or tensor. `out` is a view of its memory."""
-        yield from self._tables.pull(self._known, ids, out)
+        yield from self._tables.pull([(self._known, ids, out)])
         return target
 
     def _record(self, what: str, rows: int, starts: bool = True) -> Begun:
@@ -459,6 +451,62 @@ def push_together(pushes: Sequence[tuple[Table, object, object]]) -> None:
         _push_all("push", [push for push in seen if push[0] in tables])
 
 
+def pull_rows(ids: Mapping[Table, object]) -> dict[Table, Any]:
+    """Return the rows of several tables of one store, after all earlier pushes of this worker. Blocking.
+
+    Each server gets one message for all tables, instead of one for each table. The rows are those that `Table.pull`
+    returns for each table.
+
+    Args:
+        ids: For each table its ids, as in `Table.pull`.
+
+    Returns:
+        For each table its rows, of shape ids.shape + (dim,).
+
+    Raises:
+        ValueError, TypeError: An argument is bad, or the tables belong to several stores. Nothing has been sent.
+        MemoryError: Servers have refused one of this worker's pushes; see `Table.push`.
+
+    Example:
+        >>> rows = mpips.pull_rows({table: np.array([7, -3])})
+        >>> rows[table].shape == (2, table.dim)
+        True
+    """
+    if not isinstance(ids, Mapping):
+        raise of_caller(TypeError(f"pull_rows: ids are a {type(ids).__name__}: give a dict of tables and their ids"))
+    check_one_store("pull_rows", ids)
+    found: dict[Table, Any] = {}
+    pulls = []
+    for table, given in ids.items():
+        table._check_there("pull_rows")
+        with CALLER_ERRORS:
+            where, shape = table._ids_of("pull_rows", given)
+        found[table], rows = table._target_of("pull_rows", None, shape)
+        pulls.append((table, where, rows))
+    if (nbytes := sum(rows.nbytes for *_, rows in pulls)) > MOST_BYTES:
+        raise of_caller(
+            ValueError(
+                f"pull_rows: the rows of these {len(pulls)} tables are {nbytes} bytes, and one call takes at most "
+                f"{MOST_BYTES}: give fewer tables or ids at a time"
+            )
+        )
+    if pulls:
+        _run("pull_rows", "pull", pulls)
+    return found
+
+
+def check_one_store(what: str, tables: Iterable[object]) -> None:
+    """Raise TypeError if one of these is not a table, or ValueError if they belong to several stores."""
+    known: list[Table] = []
+    for table in tables:
+        if not isinstance(table, Table):
+            raise of_caller(TypeError(f"{what}: {table!r} is not a table: give tables that kv.table(...) returns"))
+        known.append(table)
+    if len(stores := by_store(known)) > 1:
+        names = " and ".join(repr(of_store[0].name) for of_store in stores[:2])
+        raise of_caller(ValueError(f"{what}: tables {names} belong to different stores: make one call for each store"))
+
+
 def by_store(tables: Iterable[Table]) -> list[list[Table]]:
     """Group tables by the store that they belong to."""
     groups: dict[int, list[Table]] = {}
@@ -469,18 +517,23 @@ def by_store(tables: Iterable[Table]) -> list[list[Table]]:
 
 def _push_all(what: str, pushes: Sequence[tuple[Table, Ids, Array]]) -> None:
     """Push to several tables of one store."""
-    first, names = pushes[0][0], [table.name for table, *_ in pushes]
+    with pushes[0][0]._route.pushing([table.name for table, *_ in pushes]):
+        _run(what, "push", pushes)
+
+
+def _run(what: str, kind: str, calls: Sequence[tuple[Table, Ids, Array]]) -> None:
+    """Push to several tables of one store, or pull from them (`kind`)."""
+    first, names = calls[0][0], [table.name for table, *_ in calls]
     others = f" and {len(names) - 1} others" if len(names) > 1 else ""
     call = f"{what} of table {names[0]!r}{others}"
-    with first._route.pushing(names):
-        for table, *_ in pushes:
-            table._begin(call)
-        begun = [table._record("push", len(ids)) for table, ids, _ in pushes if recorder.is_traced]
-        parts = [(table._known, ids, gradients) for table, ids, gradients in pushes]
-        call = call if others else f"{call} after push {first.pushes}"
-        first._store.run(call, first._tables.push(parts), collections=names)
-        for ring, sequence, _ in begun:
-            ring.end(sequence)
+    for table, *_ in calls:
+        table._begin(call)
+    begun = [table._record(kind, len(ids)) for table, ids, _ in calls if recorder.is_traced]
+    parts = [(table._known, ids, rows) for table, ids, rows in calls]
+    task = first._tables.push(parts) if kind == "push" else first._tables.pull(parts)
+    first._store.run(call if others else f"{call} after push {first.pushes}", task, collections=names)
+    for ring, sequence, _ in begun:
+        ring.end(sequence)
 
 
 def _since(name: str, call: str, given: object) -> int:

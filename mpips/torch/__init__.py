@@ -14,6 +14,7 @@ if find_spec("torch") is None:
 
 from mpips.ending import end_job_on_error
 from mpips.torch.backend import register
+from mpips.torch.collection import EmbeddingBagCollection
 from mpips.torch.data_parallel import DataParallel
 from mpips.torch.direct import all_reduce
 from mpips.torch.embedding import Embedding, EmbeddingBag, TableOptimizer
@@ -26,6 +27,7 @@ __all__ = [
     "DistributedOptimizer",
     "Embedding",
     "EmbeddingBag",
+    "EmbeddingBagCollection",
     "LocalSGD",
     "TableOptimizer",
     "all_reduce",

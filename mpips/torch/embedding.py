@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -27,7 +28,7 @@ from torch.nn import functional
 from mpips.collectives.errors import of_caller, warn
 from mpips.store.runtime.engine import Handle
 from mpips.tables.table import Table, by_store, push_together
-from mpips.torch.tensors import check_on_host, find_overflow, uncompiled
+from mpips.torch.tensors import check_on_host, find_overflow, from_array, uncompiled
 
 MODES = ("sum", "mean")
 WHERE = "give numbers such as the rate to kv.table or table.update_optimizer"
@@ -72,7 +73,7 @@ class TableModule(nn.Module):
         self.padding_idx = None if padding_idx is None else self._id_of(padding_idx)
         self.embedding_dim = table.dim
         # dtype of the result of a forward pass; it may differ from that of the table (half(), to())
-        self._dtype: torch.dtype = _dtype_of(table)
+        self._dtype: torch.dtype = getattr(torch, table.dtype.name)
         # False if the rows are frozen (requires_grad_)
         self._learns = True
         # True if a TableOptimizer pushes the gradients
@@ -92,7 +93,7 @@ class TableModule(nn.Module):
         Args:
             ids: int64 ids of any shape, on the host.
         """
-        self._check(ids)
+        check_ids(self._what, ids)
         # Tensors that are created in inference mode cannot be saved for a backward pass.
         with torch.inference_mode(False):
             wanted, places = torch.unique(ids, return_inverse=True)
@@ -152,8 +153,7 @@ class TableModule(nn.Module):
         return super()._apply(fn, recurse)
 
     def _ask(self, ids: Tensor, places: Tensor) -> _Next:
-        handle = self.table.ipull(ids.numpy(), _empty_rows(self.table, len(ids)))
-        return _Next(ids, places, handle, self.table.origin, self.table.pushes)
+        return _Next(ids, places, self.table.ipull(ids.numpy()), self.table.origin, self.table.pushes)
 
     def _id_of(self, given: object) -> int:
         """Convert a NumPy integer or a tensor to an int. Raise TypeError or ValueError if `given` is no id."""
@@ -167,21 +167,17 @@ class TableModule(nn.Module):
             raise of_caller(ValueError(f"{self._what}: padding_idx={index} is no int64: give an id"))
         return index
 
-    def _check(self, ids: object) -> None:
-        """Raise TypeError or ValueError unless `ids` is a tensor of ids: int64, on the host."""
-        if not isinstance(ids, Tensor):
-            raise of_caller(TypeError(f"{self._what}: ids are a {type(ids).__name__}: pass a torch.int64 tensor"))
-        if ids.dtype != torch.int64:
-            sentence = f"{self._what}: ids have dtype {ids.dtype}, and need torch.int64: pass ids.long()"
-            raise of_caller(TypeError(sentence))
-        check_on_host([ids], self._what)
-
-    def _find_prefetched(self, ids: Tensor) -> tuple[Tensor, Tensor, Handle | None]:
+    def find_prefetched(self, ids: Tensor) -> tuple[Tensor, Tensor, Handle | None]:
         """Return the unique ids, the index among them for each position of `ids`, and the handle of a prefetch or None.
 
         The handle is None if the rows were not prefetched or are stale. A prefetched batch can be used only once.
         """
-        self._check(ids)
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            advice = (
+                "a trace would keep the rows of these ids for all ids: trace the layers behind, and export the table"
+            )
+            raise of_caller(RuntimeError(f"{self._what}: {advice}"))
+        check_ids(self._what, ids)
         for place, batch in enumerate(self._next):
             if torch.equal(batch.ids[batch.places], ids):
                 del self._next[place]
@@ -198,22 +194,21 @@ class TableModule(nn.Module):
             zeros (None if it is not among the ids). If gradients are wanted, the rows come from a leaf of autograd's
             graph.
         """
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():
-            advice = (
-                "a trace would keep the rows of these ids for all ids: trace the layers behind, and export the table"
-            )
-            raise of_caller(RuntimeError(f"{self._what}: {advice}"))
-        wanted, places, handle = self._find_prefetched(ids)
-        if handle is None:
-            rows = self.table.pull(wanted.numpy(), _empty_rows(self.table, len(wanted)))
-        else:
-            rows = handle.wait()
+        wanted, places, handle = self.find_prefetched(ids)
+        rows = from_array(self.table.pull(wanted.numpy()) if handle is None else handle.wait())
         padding = [] if self.padding_idx is None else (wanted == self.padding_idx).nonzero().flatten().tolist()
         rows[padding] = 0
+        return places, self.follow_gradient(wanted, rows), padding[0] if padding else None
+
+    def follow_gradient(self, ids: Tensor, rows: Tensor) -> Tensor:
+        """Return pulled rows in the module's dtype. If gradients are wanted, `rows` becomes a leaf of autograd's graph.
+
+        `ids` are different ids, one for each row.
+        """
         if self._learns and torch.is_grad_enabled():
             rows.requires_grad_()
-            rows.register_post_accumulate_grad_hook(lambda leaf: self._keep(wanted, leaf))
-        return places, rows.to(self._dtype), padding[0] if padding else None
+            rows.register_post_accumulate_grad_hook(lambda leaf: self._keep(ids, leaf))
+        return rows.to(self._dtype)
 
     def _keep(self, ids: Tensor, rows: Tensor) -> None:
         """Keep rows whose gradient backward has just computed, until `step` pushes that gradient.
@@ -230,6 +225,15 @@ class TableModule(nn.Module):
         self._leaves[id(rows)] = ids, rows
         if len(self._leaves) == MANY:
             warn(f"{self._what}: gradients of {MANY} forward passes wait: call step() of the TableOptimizer")
+
+
+def check_ids(what: str, ids: object) -> None:
+    """Raise TypeError or ValueError unless `ids` is a tensor of ids: int64, on the host. `what` begins the sentence."""
+    if not isinstance(ids, Tensor):
+        raise of_caller(TypeError(f"{what}: ids are a {type(ids).__name__}: pass a torch.int64 tensor"))
+    if ids.dtype != torch.int64:
+        raise of_caller(TypeError(f"{what}: ids have dtype {ids.dtype}, and need torch.int64: pass ids.long()"))
+    check_on_host([ids], what)
 
 
 class Embedding(TableModule):
@@ -331,7 +335,8 @@ class TableOptimizer:
     `GradScaler.step` accepts a TableOptimizer if the store is synchronous or has one worker.
 
     Args:
-        model: A module that holds `Embedding` or `EmbeddingBag` modules at any depth, the same on all workers.
+        model: A module that holds `Embedding`, `EmbeddingBag` or `EmbeddingBagCollection` modules at any depth, the
+            same on all workers.
 
     Raises:
         TypeError, ValueError: `model` is not a module, or holds no `Embedding` or `EmbeddingBag`.
@@ -403,21 +408,11 @@ class TableOptimizer:
             module.take_gradients()
 
 
-def _dtype_of(table: Table) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, table.dtype.name)
-    return dtype
-
-
-def _empty_rows(table: Table, count: int) -> Tensor:
-    """Return memory for `count` rows. PyTorch makes it, because PyTorch does not know NumPy's bfloat16."""
-    return torch.empty(count, table.dim, dtype=_dtype_of(table))
-
-
 def _joined(table: Table, parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Concatenate the ids and the gradients of all parts."""
     if len(parts) == 1:
         return parts[0]
     if not parts:
-        return torch.empty(0, dtype=torch.int64), _empty_rows(table, 0)
+        return torch.from_numpy(np.empty(0, np.int64)), from_array(np.empty((0, table.dim), table.dtype))
     ids, gradients = zip(*parts)
     return torch.cat(ids), torch.cat(gradients)

@@ -7,9 +7,11 @@ Adagrad. A row counts each time that an id names it, on each worker. A sample ta
 the result is the median over the rounds. The first column of each contender is a lookup, the second is gradients until
 the rows are updated, and the third is a lookup and then gradients, as in a training step.
 
-The bound is what the memory allows. It is the number of bytes that every implementation has to move, over the bytes
-that all workers together can copy in a second. A lookup moves ids, rows written to the worker, and each distinct row
-read from the table. An update moves ids, gradients, and each distinct row with its state, both read and written.
+The bound is what random rows allow on this machine: a plain array of as many rows, in the memory of one process, and a
+loop that knows where each row lies. `gather` copies the rows of a worker's ids, on all workers at the same time.
+`scatter` adds the gradients of all workers to the rows of their ids, in as many processes as there are servers, each
+for the ids of one server. (Adagrad also reads and writes a row of state for each id.) Both are also measured in one
+process while the others wait. The loops are compiled if Numba is installed, and `numpy.take` and `numpy.add.at` if not.
 
 A rival that is not installed is left out, with a message. torchrec needs the build of fbgemm-gpu for CPUs:
 
@@ -25,7 +27,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 import numpy as np
@@ -35,20 +37,24 @@ from rich.table import Table
 
 import mpips
 from collectives.kernels import engine
+from collectives.kernels.function import compiled
 from collectives.terminal import OutFile, RankedCommand, show_table, split_words, write_text
+from mpips.store.keys.row_sums import AHEAD, CONSTANTS, owners_of
+
+if TYPE_CHECKING:
+    from mpips.collectives.kernels.compiler import prefetch
 
 # least number of ids in a sample; with small batches a sample is several calls
 LEAST_IDS = 1 << 15
 # number of different batches, used in turn
 BATCHES = 4
-# bytes that a worker copies to measure the bandwidth
-COPIED = 1 << 26
 # number of ids pushed at a time while the rows are made
 MADE_AT_ONCE = 1 << 17
 # most seconds to wait for kernels to be compiled
 SETTLE_SECONDS = 60.0
 # pause between contenders, after which a server sleeps and leaves its core to them
 QUIET_SECONDS = 0.02
+Array = NDArray[Any]
 Ids = list[NDArray[np.int64]]
 Sample = dict[str, float]
 
@@ -78,11 +84,14 @@ class Row(NamedTuple):
     torchrec_push: float
     torchrec_step: float
     over_torchrec: float
-    # what the memory allows, and our share of it
-    pull_bound: float
-    push_bound: float
-    share_of_pull_bound: float
-    share_of_push_bound: float
+    # plain loops over random rows: in one process, and in all workers (for pulls) or as many as servers (for pushes)
+    gather_one: float
+    gather: float
+    scatter_one: float
+    scatter: float
+    # pull over `gather`, and push over `scatter`
+    share_of_gather: float
+    share_of_scatter: float
 
 
 def drawn(kind: str, rows: int, batch: int, rank: int) -> Ids:
@@ -100,17 +109,67 @@ def drawn(kind: str, rows: int, batch: int, rank: int) -> Ids:
     return [places[np.searchsorted(weights, random.random(batch) * weights[-1])] for _ in range(BATCHES)]
 
 
-def copied_bytes(comm: MPI.Comm) -> float:
-    """Measure the bytes a second, read plus written, of copies by all workers at the same time. Collective."""
-    source, target = np.ones(COPIED, np.uint8), np.ones(COPIED, np.uint8)
-    best = 0.0
-    for _ in range(5):
-        comm.Barrier()
-        begun = time.perf_counter()
-        for _ in range(4):
-            np.copyto(target, source)
-        best = max(best, 8 * COPIED * comm.size / comm.allreduce(time.perf_counter() - begun, MPI.MAX))
-    return best
+@compiled("stored[], const stored[], const int64[], int64", ("float32",), CONSTANTS)
+def gather(out: Array, values: Array, ids: Array, dim: int) -> int:
+    """Copy the rows of ids into `out`."""
+    for i in range(ids.size):
+        ahead = ids[min(i + AHEAD, ids.size - 1)] * dim
+        for k in range(0, dim, 16):
+            prefetch(values, ahead + k)
+        o_, v_ = out[i * dim : (i + 1) * dim], values[ids[i] * dim : (ids[i] + 1) * dim]
+        for k in range(o_.size):
+            o_[k] = v_[k]
+    return 1
+
+
+@compiled("stored[], const stored[], const int64[], int64", ("float32",), CONSTANTS)
+def scatter_add(values: Array, gradients: Array, ids: Array, dim: int) -> int:
+    """Add gradients to the rows of ids."""
+    for i in range(ids.size):
+        ahead = ids[min(i + AHEAD, ids.size - 1)] * dim
+        for k in range(0, dim, 16):
+            prefetch(values, ahead + k)
+        v_, g_ = values[ids[i] * dim : (ids[i] + 1) * dim], gradients[i * dim : (i + 1) * dim]
+        for k in range(g_.size):
+            v_[k] += g_[k]
+    return 1
+
+
+class PlainRows:
+    """The bound: a plain array of rows on each worker, read by `gather` and changed by `scatter_add`."""
+
+    def __init__(self, servers: int, rows: int, dim: int) -> None:
+        self._servers = servers
+        # Rows begin at cache lines, as in the servers' memory.
+        memory = np.full(rows * dim + 16, 0.5, np.float32)
+        self._values = memory[-memory.ctypes.data % 64 // 4 :][: rows * dim].reshape(rows, dim)
+
+    def sample(self, batches: Ids, calls: int, gradients: Any, out: Any, comm: MPI.Comm) -> Sample:
+        """Return the seconds of `calls` lookups and updates, in all processes and in one. Collective."""
+        values, dim = self._values, out.shape[1]
+        every = [np.concatenate(ids) for ids in zip(*comm.allgather(batches))]
+        threads = min(self._servers, comm.size)
+        shares = [ids[owners_of(ids, threads) == comm.rank] for ids in every]
+        pushed = np.resize(gradients, (len(every[0]), dim))
+
+        def gathers() -> None:
+            for call in range(calls):
+                ids = batches[call % BATCHES]
+                if not gather(out.reshape(-1), values.reshape(-1), ids, dim):
+                    np.take(values, ids, axis=0, out=out, mode="clip")
+
+        def scatters(parts: Ids) -> None:
+            for call in range(calls):
+                ids = parts[call % BATCHES]
+                if not scatter_add(values.reshape(-1), pushed.reshape(-1), ids, dim):
+                    np.add.at(values, ids, pushed[: len(ids)])
+
+        return {
+            "pull": seconds(comm, gathers),
+            "push": seconds(comm, lambda: scatters(shares)),
+            "pull_one": seconds(comm, lambda: None if comm.rank else gathers()) * comm.size,
+            "push_one": seconds(comm, lambda: None if comm.rank else scatters(every)),
+        }
 
 
 class OurTable:
@@ -281,12 +340,8 @@ def measure(
     batch: int,
     rows: int,
     rounds: int,
-    bandwidth: float,
 ) -> Row:
-    """Time all contenders in one case, in turns. The first round warms up. Collective.
-
-    `bandwidth` is the result of `copied_bytes`.
-    """
+    """Time all contenders in one case, in turns. The first round warms up. Collective."""
     batches, calls = drawn(kind, rows, batch, comm.rank), max(1, LEAST_IDS // batch)
     gradients = np.random.default_rng(comm.rank).standard_normal((batch, dim), np.float32)
     out = np.zeros((batch, dim), np.float32)
@@ -306,10 +361,6 @@ def measure(
         for word in samples[0]
     }
     distinct = len(np.unique(batches[0])) / batch
-    every = len(np.unique(np.concatenate(comm.allgather(batches[0])))) / (batch * comm.size)
-    row = 4 * dim
-    pull_bound = bandwidth / (8 + row + distinct * row) / 1e6
-    push_bound = bandwidth / (8 + row + every * 4 * row) / 1e6
     ours, *others = ([rate.get((name, word), 0.0) for word in ("pull", "push", "step")] for name in ("table", *RIVALS))
     beside = [number for other in others for number in (*other, ours[2] / other[2] if other[2] else 0.0)]
     return Row(
@@ -321,10 +372,12 @@ def measure(
         distinct,
         *ours,
         *beside,
-        pull_bound,
-        push_bound,
-        ours[0] / pull_bound,
-        ours[1] / push_bound,
+        rate["plain", "pull_one"],
+        rate["plain", "pull"],
+        rate["plain", "push_one"],
+        rate["plain", "push"],
+        ours[0] / rate["plain", "pull"],
+        ours[1] / rate["plain", "push"],
     )
 
 
@@ -345,10 +398,12 @@ def table_of(rows: list[Row], title: str) -> Table:
         "torchrec_push": "gradients",
         "torchrec_step": "step",
         "over_torchrec": "x torchrec",
-        "pull_bound": "bound: pull",
-        "push_bound": "push",
-        "share_of_pull_bound": "share: pull",
-        "share_of_push_bound": "push",
+        "gather_one": "gather: one",
+        "gather": "all",
+        "scatter_one": "scatter: one",
+        "scatter": "all",
+        "share_of_gather": "pull / gather",
+        "share_of_scatter": "push / scatter",
     }
     shown = Table(*columns.values(), title=title)
     for row in rows:
@@ -400,19 +455,22 @@ def main(
         servers = kv.layout.num_servers
         rivals = importable(rivals)
         group = gloo_group(comm) if rivals else None
-        bandwidth, found = copied_bytes(comm), []
+        found = []
         for dim in map(int, dims):
-            contenders: dict[str, Any] = {"table": OurTable(kv, rows, dim)}
+            contenders: dict[str, Any] = {
+                "table": OurTable(kv, rows, dim),
+                "plain": PlainRows(servers, rows, dim),
+            }
             contenders |= {name: RIVALS[name][0](group, rows, dim) for name in rivals}
             for kind in kinds:
                 for batch in map(int, batches):
-                    found.append(measure(comm, servers, contenders, dim, kind, batch, rows, rounds, bandwidth))
+                    found.append(measure(comm, servers, contenders, dim, kind, batch, rows, rounds))
                     if comm.rank == 0:
                         click.echo(
                             "  ".join(f"{value:.3g}" if isinstance(value, float) else str(value) for value in found[-1])
                         )
         if comm.rank == 0:
-            title = f"million rows a second: {servers} servers, {comm.size} workers, {bandwidth / 1e9:.1f} GB/s copied"
+            title = f"million rows a second: {servers} servers, {comm.size} workers"
             show_table(table_of(found, title))
             if json_path:
                 write_text(json_path, json.dumps([row._asdict() for row in found], indent=1))

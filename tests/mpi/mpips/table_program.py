@@ -25,6 +25,7 @@ CALLS = {
     "pushpull": 3,
     "push_all": 2,
     "pull": 6,
+    "pull_all": 3,
     "ipull": 4,
     "wait": 2,
     "stats": 3,
@@ -288,6 +289,14 @@ class Player:
             self.check(found, played.pull(ids), played)
             least = played.models[self.kv.rank % played.lanes].pull(ids)
             assert not played.whole or (found >= least).all(), f"{self.said}: own pushes are missing"
+
+    def pull_all(self) -> None:
+        """Each worker pulls from some tables together."""
+        some = self.own.sample(self.played, self.own.randint(1, len(self.played)))
+        wanted = {played.table: self.wanted(played) for played in some}
+        found = mpips.pull_rows(wanted)
+        for played in some:
+            self.check(found[played.table], played.pull(wanted[played.table]), played)
 
     def ipull(self) -> None:
         played = self.some()

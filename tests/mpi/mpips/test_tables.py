@@ -511,7 +511,9 @@ def test_a_server_without_memory_refuses_the_whole_round(
 
 @pytest.mark.core(7)
 @pytest.mark.parametrize("kind", ["dist_sync", "dist_async"])
-@pytest.mark.parametrize("heard", ["pull of the one", "pull of the other", "pull of nothing", "next step", "stats"])
+@pytest.mark.parametrize(
+    "heard", ["pull of the one", "pull of the other", "pull of all", "pull of nothing", "next step", "stats"]
+)
 @pytest.mark.parametrize("options", SERVERS[1:4])
 def test_a_step_of_several_tables_counts_for_all_or_for_none(
     options: dict[str, Any],
@@ -535,6 +537,7 @@ def test_a_step_of_several_tables_counts_for_all_or_for_none(
         calls: dict[str, Any] = {
             "pull of the one": lambda: tables[1].pull(old),
             "pull of the other": lambda: tables[0].pull(old),
+            "pull of all": lambda: mpips.pull_rows(dict.fromkeys(tables, old)),
             "pull of nothing": lambda: tables[1].pull(old[:0]),
             "next step": lambda: step(tables, old, old, old),
             "stats": lambda: tables[2].stats(),

@@ -128,12 +128,14 @@ def test_rows_of_16_bits_are_tensors_of_that_type(dtype: torch.dtype) -> None:
         expected = ReferenceTable("t", DIM, bound=0.5, **kind)
         rows = mpips.torch.Embedding(table)
         bags = mpips.torch.EmbeddingBag(table, mode="sum")
+        both = mpips.torch.EmbeddingBagCollection({"a": table}, mode="sum")
         optimizer = mpips.torch.TableOptimizer(nn.ModuleList([rows, bags]))
         factors = torch.arange(1, DIM + 1).to(dtype)
         for step in range(STEPS):
             ids = [ids_of(step, rank) for rank in range(kv.num_workers)]
             found = rows(ids[kv.rank])
             assert found.dtype == bags(ids[kv.rank]).dtype == dtype
+            assert torch.equal(both({"a": ids[kv.rank]})["a"], bags(ids[kv.rank]))
             wanted = torch.from_numpy(expected.pull(ids[kv.rank].numpy()).view(np.int16)).view(dtype)
             assert torch.equal(found, wanted), step
             (found * factors).sum().backward()

@@ -10,7 +10,7 @@ import mpips.torch
 from tests.mpi.mpips.support import need, run
 from tests.pages import failed_examples
 
-TABLES = ("Embedding", "EmbeddingBag", "TableOptimizer")
+TABLES = ("Embedding", "EmbeddingBag", "EmbeddingBagCollection", "TableOptimizer")
 STORES = ("init", "pull", "pushpull")
 COLLECTIVES = ("allgather", "allreduce", "alltoall", "barrier", "broadcast", "reduce_scatter")
 

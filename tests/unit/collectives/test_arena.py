@@ -340,6 +340,22 @@ def test_arrays_may_all_lie_in_one_segment_as_large_as_the_memory(monkeypatch):
     assert arena.segment(first).nbytes >= memory
 
 
+def test_arrays_that_grow_into_huge_pages_keep_their_bytes_and_those_of_others():
+    file = arena.SparseFile()
+    # the second array lies behind the first one, and each is more than FEW_HUGE_PAGES long
+    (first, _), (rows, offset) = (file.zeros((5 << 20,), np.uint16) for _ in range(2))
+    there = arena.SparseFile.opened(file.region).view(offset, (5 << 20,), np.uint16)
+    rows[: 1 << 20] = 7
+    arena.use_huge_pages(rows, 2 << 20, 9 << 20)
+    rows[4 << 20 :] = 8
+    del first
+    assert [np.unique(part).tolist() for part in (there[: 1 << 20], there[1 << 20 : 4 << 20], there[4 << 20 :])] == [
+        [7],
+        [0],
+        [8],
+    ]
+
+
 def _write(told):
     file = arena.SparseFile()
     file.zeros((3,), np.int8)
