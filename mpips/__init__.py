@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mpips.store.ranks import rank, size
     from mpips.store.runtime.errors import StoreError, StoreMismatchError, StoreStallError
     from mpips.tables.admission import chance, seen
-    from mpips.tables.initial import uniform
+    from mpips.tables.initial import constant, normal, register_init, truncated_normal, uniform
     from mpips.tables.table import Table, pull_rows
     from mpips.training.local import Elastic
     from mpips.training.model import Model
@@ -68,6 +68,10 @@ _HOMES = {
     "StoreStallError": "mpips.store.runtime.errors",
     "Table": "mpips.tables.table",
     "pull_rows": "mpips.tables.table",
+    "constant": "mpips.tables.initial",
+    "normal": "mpips.tables.initial",
+    "register_init": "mpips.tables.initial",
+    "truncated_normal": "mpips.tables.initial",
     "uniform": "mpips.tables.initial",
     "seen": "mpips.tables.admission",
     "chance": "mpips.tables.admission",
@@ -95,15 +99,19 @@ __all__ = [
     "chance",
     "chaos",
     "compression",
+    "constant",
     "create",
     "empty",
+    "normal",
     "note",
     "optimizers",
     "pull_rows",
     "rank",
+    "register_init",
     "seen",
     "size",
     "training",
+    "truncated_normal",
     "uniform",
 ]
 

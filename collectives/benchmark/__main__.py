@@ -61,7 +61,7 @@ KERNEL_SECONDS = 60.0
 # algorithms that `schedule.catalog` does not have
 PLANS = ("auto", "shared_memory", "native")
 # algorithms that can only be called and block, without a separate start and wait
-ONE_SHOTS = ("one_shot", "gloo")
+ONE_SHOTS = ("one_shot", "gloo", MPI_NAME)
 ARRAYS = ("ordinary", "empty")
 
 # options of every command
@@ -165,12 +165,15 @@ def _collective(
     native = case.mpi()
     chosen = list(_candidates(case, algorithms, arrays))
     try:
+        native_wrong = sum(candidate.check() for candidate in native) if checked else None
         faults = [candidate.check() if checked else None for candidate in chosen]
         for candidate in chosen:
             candidate.run()
         # Calls are timed as they are later in a job: with their kernels, if there are any.
         engine.settle(KERNEL_SECONDS)
-        copy, *timings = measure(case.comm, [case.copy(), *(c.run for c in [*native, *chosen])], seconds)
+        copy, *timings = measure(
+            case.comm, [case.copy(), *(c.run for c in [*native, *chosen])], seconds, renew=case.renew
+        )
     finally:
         for candidate in chosen:
             candidate.close()
@@ -178,7 +181,7 @@ def _collective(
     floor = copy.median * FLOOR_SHARE[case.kind](case.comm.size)
     op = case.op if case.kind in REDUCING else "none"
     row = partial(Row.measured, case.kind, case.dtype, op, case.comm.size, case.n, native=best, floor=floor)
-    rows = [] if best is None else [row(MPI_NAME, "ordinary", best)]
+    rows = [] if best is None else [row(MPI_NAME, "ordinary", best, wrong=native_wrong)]
     for candidate, timing, wrong in zip(chosen, timings[len(native) :], faults):
         rows.append(row(candidate.algorithm, candidate.array, timing, wrong=wrong, predicted=candidate.predicted))
     return rows
@@ -186,6 +189,9 @@ def _collective(
 
 def _candidates(case: BenchmarkCase, algorithms: list[str], arrays: list[str]) -> Iterable[Candidate]:
     for algorithm in algorithms:
+        if algorithm == MPI_NAME:
+            # MPI's own calls are always measured. This name is for measuring nothing else.
+            continue
         if algorithm == "gloo":
             reason = why_no_gloo(case.kind, case.dtype)
             if reason is None:

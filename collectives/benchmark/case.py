@@ -10,11 +10,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from itertools import cycle
+from typing import Any, NamedTuple, TypeAlias
 
 import click
 import numpy as np
@@ -73,7 +74,10 @@ class BenchmarkCase:
     dtype: np.dtype[Any]
     n: int
     comm: MPI.Comm
-    _arrays: dict[str, tuple[NDArray[Any], NDArray[Any]]] = field(default_factory=dict)
+    # kind of array -> (source, result); `arrays` makes those that are missing
+    made: dict[str, tuple[NDArray[Any], NDArray[Any]]] = field(default_factory=dict)
+    # yields numbers for `renew`, the same on all ranks
+    _turns: Iterator[int] = field(default_factory=lambda: cycle((1, 2)))
 
     @property
     def bounds(self) -> list[int]:
@@ -86,9 +90,9 @@ class BenchmarkCase:
         All candidates get the same arrays, because the speed of a call depends on which memory pages an array happens
         to get, and on how these pages map to the caches.
         """
-        if array not in self._arrays:
-            self._arrays[array] = self._make(array)
-        return self._arrays[array]
+        if array not in self.made:
+            self.made[array] = self._make(array)
+        return self.made[array]
 
     def _make(self, array: str) -> tuple[NDArray[Any], NDArray[Any]]:
         blocks = np.diff(self.bounds)
@@ -107,6 +111,16 @@ class BenchmarkCase:
         x.fill(0)
         return x
 
+    def renew(self) -> None:
+        """Give all sources new values, so that no cache has them.
+
+        The values of all ranks have the sum 0, so that a sum in place does not grow from call to call.
+        """
+        turn = next(self._turns)
+        value = (turn if self.comm.rank else turn * (1 - self.comm.size)) if self.op in ("sum", "mean") else turn - 1
+        for source, _ in self.made.values():
+            source.fill(np.array(value).astype(self.dtype))
+
     def plan(self, algorithm: str, array: str) -> Candidate:
         """Return a plan of this package as a candidate. Collective.
 
@@ -116,7 +130,7 @@ class BenchmarkCase:
         source, result = self.arrays(array)
         out = None if self.kind in IN_PLACE else result
         plan = compiled(self.kind, source, self.comm, op=self.op, algorithm=algorithm, out=out)
-        check = self._check(plan, source, result)
+        check = self.check(plan, source, result)
         return Candidate(algorithm, array, plan, check, plan.free, plan.predicted_seconds)
 
     def mpi(self) -> list[Candidate]:
@@ -124,7 +138,8 @@ class BenchmarkCase:
         source, result = self.arrays("ordinary")
         blocks = [int(b) for b in np.diff(self.bounds)]
         calls = mpi_calls(self.kind, self.op, self.comm, source, result, blocks)
-        return [Candidate(MPI_NAME, "ordinary", call, lambda: 0, lambda: None, None) for call in calls]
+        checks = [self.check(call, source, result) for call in calls]
+        return [Candidate(MPI_NAME, "ordinary", *both, lambda: None, None) for both in zip(calls, checks)]
 
     def one_shot(self, function: Callable[..., Any], array: str) -> Candidate:
         """Return a one-shot call such as api.allreduce as a candidate. Each call looks up its plan."""
@@ -133,7 +148,7 @@ class BenchmarkCase:
         if self.kind in REDUCING:
             keywords["op"] = self.op
         call = partial(function, source, self.comm, **keywords)
-        return Candidate("one_shot", array, call, self._check(call, source, result), lambda: None, None)
+        return Candidate("one_shot", array, call, self.check(call, source, result), lambda: None, None)
 
     def copy(self) -> Callable[[], object]:
         """Return a call in which every rank copies n elements from one ordinary array to another.
@@ -155,22 +170,29 @@ class BenchmarkCase:
         call = gloo_call(self.kind, self.op, self.comm, source)
         # gloo has no mean, so it only sums; the time of the division is left out.
         op = "sum" if self.op == "mean" else self.op
-        check = replace(self, op=op)._check(call, source, result)
+        check = replace(self, op=op).check(call, source, result)
         return Candidate("gloo", "ordinary", call, check, lambda: None, None)
 
-    def _check(self, run: Callable[[], object], source: NDArray[Any], result: NDArray[Any]) -> Callable[[], int]:
+    @cached_property
+    def _known(self) -> tuple[NDArray[Any], NDArray[Any]]:
+        """What this rank contributes in a check, and what it must get."""
+        rank, p = self.comm.rank, self.comm.size
+        whole = contribution(self.op, rank, self.n, self.dtype, p)
+        own = slice(self.bounds[rank], self.bounds[rank + 1])
+        wanted = expected(self.kind, self.op, rank, p, self.n, self.dtype, self.bounds)
+        return whole[own] if self.kind == "allgather" else whole, wanted
+
+    def check(self, run: Callable[[], object], source: NDArray[Any], result: NDArray[Any]) -> Callable[[], int]:
         """Return a function that fills the source, runs the call, counts wrong elements, and zeroes the arrays."""
         comm, rank = self.comm, self.comm.rank
 
         def check() -> int:
-            whole = contribution(self.op, rank, self.n, self.dtype, comm.size)
-            own = slice(self.bounds[rank], self.bounds[rank + 1])
+            own, wanted = self._known
             # Overwrite `result`: an earlier candidate may have left the right values in it.
             result.fill(1)
-            source[...] = whole[own] if self.kind == "allgather" else whole
+            source[...] = own
             run()
             relevant = self.kind != "reduce" or rank == 0
-            wanted = expected(self.kind, self.op, rank, comm.size, self.n, self.dtype, self.bounds)
             faults = np.array([count_wrong(result, wanted) if relevant else 0], np.int64)
             comm.Allreduce(MPI.IN_PLACE, faults)
             comm.Barrier()
@@ -190,8 +212,8 @@ PRIME = 251
 def contribution(op: str, rank: int, n: int, dtype: np.dtype[Any], p: int) -> NDArray[Any]:
     """Return the n elements that a rank contributes: whole numbers, small enough for an exact result if possible."""
     span = 2 if op == "prod" else max(2, min(PRIME, _exact_limit(dtype) // max(1, p)))
-    index = np.arange(n, dtype=np.int64)
-    return (((index + 7 * rank) % PRIME) % span + (op == "prod")).astype(dtype)
+    period = (((np.arange(PRIME) + 7 * rank) % PRIME) % span + (op == "prod")).astype(dtype)
+    return np.resize(period, n)
 
 
 def expected(kind: str, op: str, rank: int, p: int, n: int, dtype: np.dtype[Any], bounds: list[int]) -> NDArray[Any]:
@@ -214,7 +236,7 @@ def expected(kind: str, op: str, rank: int, p: int, n: int, dtype: np.dtype[Any]
         return contribution(op, 0, n, dtype, p)
     if kind == "alltoall":
         return np.concatenate([contribution(op, r, n, dtype, p)[own] for r in range(p)])
-    total = _reduce(op, p, n, dtype)
+    total = np.resize(_reduce(op, p, PRIME, dtype), n)
     return total[own] if kind == "reduce_scatter" else total
 
 
@@ -233,6 +255,8 @@ def count_wrong(result: NDArray[Any], wanted: NDArray[Any]) -> int:
     """Return the number of wrong elements. Integers must be equal, floats within two units in the last place."""
     if result.shape != wanted.shape:
         return max(result.size, wanted.size)
+    if np.array_equal(result, wanted):
+        return 0
     if result.dtype.kind in "iu":
         return int(np.count_nonzero(result != wanted))
     epsilon = 2.0 / _exact_limit(result.dtype)
@@ -255,12 +279,16 @@ GLOO_ATTEMPTS = 3
 GLOO_SECONDS = 60.0
 
 RivalCall = Callable[[], object]
+# a blocking and a non-blocking call of MPI, and their arguments
+MPICalls: TypeAlias = tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]
 
 
 def mpi_calls(
     kind: str, op: str, comm: MPI.Comm, source: NDArray[Any], out: NDArray[Any], blocks: list[int]
 ) -> list[RivalCall]:
     """Return MPI's blocking and non-blocking calls, or an empty list if MPI does not know the dtype.
+
+    If all blocks are equal, the calls for equal blocks are among them.
 
     Args:
         kind: The collective.
@@ -276,7 +304,7 @@ def mpi_calls(
     except ValueError:
         return []
     own, all_blocks = [source, source.size], (out, (blocks, None))
-    calls: dict[str, tuple[Callable[..., Any], Callable[..., Any], tuple[Any, ...]]] = {
+    calls: dict[str, MPICalls] = {
         "allreduce": (comm.Allreduce, comm.Iallreduce, (MPI.IN_PLACE, out, mpi_op)),
         "broadcast": (comm.Bcast, comm.Ibcast, (out, 0)),
         "reduce": (comm.Reduce, comm.Ireduce, (source, out if comm.rank == 0 else None, mpi_op, 0)),
@@ -287,8 +315,23 @@ def mpi_calls(
         own_counts = [blocks[comm.rank]] * comm.size
         arguments: tuple[Any, ...] = ((source, (blocks, None)), (out, (own_counts, None)))
         calls["alltoall"] = (comm.Alltoallv, comm.Ialltoallv, arguments)
-    blocking, nonblocking, arguments = calls[kind]
-    return [lambda: blocking(*arguments), lambda: nonblocking(*arguments).Wait()]
+    chosen = [calls[kind]]
+    if len(set(blocks)) == 1:
+        of_equal_blocks: dict[str, MPICalls] = {
+            "reduce_scatter": (comm.Reduce_scatter_block, comm.Ireduce_scatter_block, (source, out, mpi_op)),
+            "allgather": (comm.Allgather, comm.Iallgather, (source, out)),
+            "alltoall": (comm.Alltoall, comm.Ialltoall, (source, out)),
+        }
+        chosen += [of_equal_blocks[kind]] if kind in of_equal_blocks else []
+    found: list[RivalCall] = []
+    for blocking, nonblocking, arguments in chosen:
+        found.append(partial(blocking, *arguments))
+        found.append(partial(_complete, nonblocking, arguments))
+    return found
+
+
+def _complete(nonblocking: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    nonblocking(*arguments).Wait()
 
 
 def why_no_gloo(kind: str, dtype: np.dtype[Any]) -> str | None:

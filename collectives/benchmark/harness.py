@@ -3,7 +3,8 @@
 In every round each call runs one batch, that is, it is repeated several times. All ranks begin a batch together. A
 batch is long compared with the differences between the times at which ranks begin it. It is also long compared with its
 first call, which finds another call's data in the caches. Each round has a new random order, so that a call does not
-always follow the same other call. Slow changes in the speed of the machine affect all calls alike.
+always follow the same other call. Slow changes in the speed of the machine affect all calls alike. The caller may give
+the arrays new values before each batch: a copy of unchanged memory can come from a cache.
 
 Calls may be as short as a microsecond or as long as a second, and may run on all ranks or only on some. Alpha and beta
 are the parameters of the cost model (`simulator.cost`).
@@ -56,7 +57,12 @@ class Timing(NamedTuple):
 
 
 def measure(
-    comm: MPI.Comm, calls: Sequence[TimedCall | None], seconds: float, rounds: int | None = None, settle: bool = True
+    comm: MPI.Comm,
+    calls: Sequence[TimedCall | None],
+    seconds: float,
+    rounds: int | None = None,
+    settle: bool = True,
+    renew: TimedCall | None = None,
 ) -> list[Timing]:
     """Time calls in alternation. Collective and blocking, for about `seconds` in all.
 
@@ -68,6 +74,7 @@ def measure(
         rounds: The number of rounds. Their batches then share `seconds`. Default: batches of `BATCH_SECONDS`, and as
             many rounds as `seconds` allow, at least `LEAST_ROUNDS` and at most `MOST_ROUNDS`.
         settle: First wait until the kernels that the calls need are compiled.
+        renew: Runs before each batch. Its time does not count.
 
     Returns:
         The timing of each call, the same on every rank.
@@ -88,6 +95,8 @@ def measure(
     orders = np.random.default_rng(0)
     for turn in range(rounds):
         for which in orders.permutation(len(calls)):
+            if renew is not None:
+                renew()
             samples[which, turn] = _sample(comm, calls[which], batches[which][1])
     comm.Allreduce(MPI.IN_PLACE, samples, op=MPI.MAX)
     return [Timing(row) for row in samples]

@@ -249,6 +249,28 @@ def sum_of_128(typingctx: Context, array: types.Type, start: types.Type) -> Type
 
 
 @njit(inline="always")
+def sum_of_row(values: Any) -> Any:
+    """Return the sum of 1 to 128 values, added in NumPy's order. Overwrites the first eight values.
+
+    First eight running sums go over the values, then these sums are added in pairs, then the remaining values are added
+    one by one.
+    """
+    whole, total = values.size // 8 * 8, values[0]
+    if whole:
+        for start in range(8, whole, 8):
+            for k in range(8):
+                values[k] += values[start + k]
+        left, right = (
+            (values[0] + values[1]) + (values[2] + values[3]),
+            (values[4] + values[5]) + (values[6] + values[7]),
+        )
+        total = left + right
+    for k in range(max(whole, 1), values.size):
+        total += values[k]
+    return total
+
+
+@njit(inline="always")
 def mixed64(word: np.uint64) -> np.uint64:
     """Return a hash of a uint64, different for every value (the finalizer of SplitMix64)."""
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -355,6 +377,7 @@ CONVERSIONS: dict[str, Any] = {
     "float_of": float_of,
     "bits_of": bits_of,
     "sum_of_128": sum_of_128,
+    "sum_of_row": sum_of_row,
     "mixed64": mixed64,
     "prefetch": prefetch,
     "load_word": load_word,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -25,7 +25,8 @@ from mpips.store.worker.route import Route
 from mpips.store.worker.store import WorkerStore
 
 if TYPE_CHECKING:
-    from mpips.tables.make import Chance, Seen, Table, Uniform
+    from mpips.tables.initial import Init
+    from mpips.tables.make import Chance, Seen, Table
 
 # any hashable names; operations that have a name in common run in program order (see `KVStore.ipush`)
 Turns = Sequence[Hashable]
@@ -217,7 +218,7 @@ class KVStore(NotCopyable):
         name: str,
         dim: int,
         dtype: object = "float32",
-        init: Uniform | None = None,
+        init: Init | Callable[[Any], Any] | None = None,
         optimizer: str = "sgd",
         seed: int = 0,
         admit: Seen | Chance | None = None,
@@ -237,9 +238,10 @@ class KVStore(NotCopyable):
             dim: Number of values in a row.
             dtype: "float16", "bfloat16", "float32" or "float64". Rows of 16 bits are updated in float32, and have
                 optimizer state in float32.
-            init: The distribution of first values, `mpips.uniform(bound)`. None: `mpips.uniform(0.05)`.
-            optimizer: "sgd", "adagrad", "row_adagrad" (one accumulator for each row) or "adam" (its bias correction
-                counts each row's own updates).
+            init: The first values: `mpips.uniform`, `mpips.normal`, `mpips.truncated_normal`, `mpips.constant`, or a
+                function of ids that `mpips.register_init` has made known. None: `mpips.uniform(0.05)`.
+            optimizer: "sgd", "adagrad", "row_adagrad" (one accumulator for each row), "adam" (its bias correction
+                counts each row's own updates), "row_adam" (one second moment for each row) or "ftrl".
             seed: Any int.
             admit: Which ids get a row: `mpips.seen(times)` or `mpips.chance(probability)`. Gradients of other ids are
                 dropped, and a pull of such an id returns its first values. None: all ids get a row.
@@ -249,8 +251,9 @@ class KVStore(NotCopyable):
             rounding: How updated rows of float16 or bfloat16 are rounded: to "nearest", or "stochastic", which means
                 at random to one of the two neighbours. The random numbers depend only on seed, table name, id, number
                 of the update and column.
-            options: The optimizer's hyperparameters, such as `learning_rate`. A value may be a schedule, which counts
-                the updates of the table.
+            options: The optimizer's hyperparameters, such as `learning_rate`, which may be a schedule, whose steps are
+                the updates of the table. All optimizers take `clipnorm`, which scales a row's summed gradient down to
+                this norm, and all but "ftrl" take `weight_decay`, which is decoupled as in AdamW.
 
         Raises:
             ValueError: An argument is bad or differs between workers, or the store has no servers. Nothing has changed.

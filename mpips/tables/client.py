@@ -32,6 +32,7 @@ from mpips.store.runtime.errors import RoomError
 from mpips.store.transport import frames
 from mpips.tables import halves, kernels, messages
 from mpips.tables.in_place import RowsInPlace
+from mpips.tables.initial import FirstValues
 from mpips.tables.messages import decode_answer
 
 Payload = NDArray[np.uint8]
@@ -243,7 +244,8 @@ class RemoteTables:
     def make(self, card: messages.MakeTable) -> Task[None]:
         """Make a table on all servers. Collective. Raises ValueError on all workers if a server cannot make it."""
         yield from self._setup.at_rank_0(lambda: self._setup.tell_all(card), f"table {card.table!r}")
-        kernels.load(np.dtype(card.dtype), kernels.OF_WORKERS, kernels.LOADED_SECONDS)
+        loops = [*kernels.OF_WORKERS, *FirstValues(card).loops]
+        kernels.load(np.dtype(card.dtype), loops, kernels.LOADED_SECONDS)
         self.known[card.table] = KnownTable(card)
 
     def update(self, table: str, numbers: bytes) -> Task[None]:

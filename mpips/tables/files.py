@@ -44,6 +44,7 @@ from mpips.store.keys.row_sums import Ids
 from mpips.store.options import MOST
 from mpips.store.runtime.rendezvous import Items, attempt
 from mpips.store.worker.store import WorkerStore
+from mpips.tables import row_optimizers
 from mpips.tables.client import FrozenOnServers, KnownTable, RemoteTables
 from mpips.tables.messages import DTYPES, MakeTable, TableStats
 from mpips.tables.rows import arrays_of
@@ -190,6 +191,12 @@ def check_fit(what: str, path: str, record: TableRecord, table: KnownTable) -> N
         in_file, in_table = getattr(record.card, field), getattr(table.card, field)
         if in_file != in_table:
             raise ValueError(f"{what}: {path} has {field} {in_file}, and the table {in_table}: make it as it was saved")
+    saved, here = (row_optimizers.fixed(card.optimizer, card.numbers) for card in (record.card, table.card))
+    if saved != here:
+        raise ValueError(
+            f"{what}: {path} has state of {record.card.optimizer} with {saved}, and the table has {here}: make it as "
+            "it was saved"
+        )
 
 
 def _row_bytes(record: TableRecord) -> int:

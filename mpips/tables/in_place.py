@@ -27,6 +27,7 @@ from mpips.collectives.fabric.arena import Region, SparseFile
 from mpips.store.keys.row_sums import Ids
 from mpips.tables import index, kernels
 from mpips.tables.halves import is_half
+from mpips.tables.initial import FirstValues
 from mpips.tables.journal import CLOSED, HERE, OPENED, REFUSALS, WORDS
 from mpips.tables.messages import MakeTable, TablePlaces
 
@@ -59,8 +60,8 @@ class RowsInPlace:
         # Compiled loops read float16 and bfloat16 as uint16.
         kind = np.dtype(np.uint16) if is_half(dtype) else dtype
         self._values = file.view(places["values"], (capacity * card.dim,), kind)
-        self._numbers = np.array([card.key, *server], np.uint64)
-        self._spread = np.array([2 * card.bound / (1 << 53), card.bound])
+        self._server = np.array(server, np.uint64)
+        self._first_values = FirstValues(card)
         # the contents of `_index` when `_slots` and `_growing` were mapped
         self._where: list[int] = []
         self._slots = NO_SLOTS
@@ -101,8 +102,14 @@ class RowsInPlace:
             self._slots = self._view(where[index.SLOTS_AT], where[index.SLOTS])
             self._growing = self._view(where[index.GROWING_AT], where[index.GROWING])
             self._where = where
-        rest = self._slots, self._growing, self._ids, self._numbers, self._spread, self._dim
-        return bool(kernels.read_rows(out.reshape(-1), self._values, ids, *rest)) and self._unchanged(round_)
+        missing = np.empty(len(ids), np.int64)
+        rest = self._slots, self._growing, self._ids, self._server, missing, self._dim
+        found = kernels.read_rows(out.reshape(-1), self._values, ids, *rest)
+        if not (found and self._unchanged(round_)):
+            return False
+        missing = missing[: found - 1]
+        self._first_values.write(out, missing, ids[missing])
+        return True
 
     def _unchanged(self, round_: int) -> bool:
         return self._words[OPENED] == round_ and self.valid

@@ -1,38 +1,87 @@
-"""Compute the first values of rows from their ids alone, by a counter-based random generator (SplitMix64).
+"""Compute the first values of rows from their ids alone: with a counter-based random generator, or by a function.
 
-    value(seed, table, id, column) = a + (b - a) * mix(mix(id ^ key) + (column + 1) * golden ratio) / 2^64
+A random value depends on the table's key (a hash of seed and table name), the id and the column (SplitMix64):
 
-Here [a, b] is [-bound, bound], and the key is a hash of seed and table name. So the first values of a row are equal,
-bit by bit, at any time and on any server. The arithmetic uses integers modulo 2^64 and is exact, up to one conversion
-to float64.
+    word(key, id, column) = mix(mix(id ^ key) + (column + 1) * golden ratio)
+
+So the first values of a row are equal, bit by bit, at any time and on any server. The integers are exact. The
+arithmetic that makes floats of them (`uniforms`, `normals`) uses only +, -, *, / and square roots, which every
+processor rounds in the same way. A logarithm of the C library could differ in the last bit.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from mpips.collectives.errors import of_caller
+from mpips.collectives.kernels.function import Compiled
+from mpips.collectives.kernels.quiet import quiet
 from mpips.optimizers.base import working_dtype
-from mpips.store.keys.row_sums import GOLDEN, Ids, mixed
+from mpips.store.keys.row_sums import GOLDEN, Ids, Places, mixed
+from mpips.tables import kernels
+from mpips.tables.messages import MakeTable
 
+F = TypeVar("F", bound=Callable[[Ids], Any])
+Array = NDArray[Any]
 # The number of values that are computed at a time. With 8 bytes for each value they fit into the cache.
 MADE_AT_ONCE = 1 << 14
+# rule of random first values -> the compiled loop that writes them
+LOOPS = {
+    "uniform": kernels.first_values,
+    "normal": kernels.first_normals,
+    "truncated_normal": kernels.first_normals,
+}
+# Rule -> the share of the normal distribution that values are drawn from. Two standard deviations on both sides of the
+# mean are 0.95449974 of it. The share is a little smaller, so that no rounding error leads out of this range.
+SHARES = {"normal": 1.0, "truncated_normal": 0.9544997}
+# Peter Acklam's rational approximation of the inverse of the normal distribution function (2003), whose relative error
+# is below 1.15e-9: numerator and denominator for the middle, then for the tails. Each denominator ends with + 1.
+COEFFICIENTS = (
+    (-3.969683028665376e01, 2.209460984245205e02, -2.759285104469687e02)
+    + (1.383577518672690e02, -3.066479806614716e01, 2.506628277459239e00),
+    (-5.447609879822406e01, 1.615858368580409e02, -1.556989798598866e02, 6.680131188771972e01, -1.328068155288572e01),
+    (-7.784894002430293e-03, -3.223964580411365e-01, -2.400758277161838e00)
+    + (-2.549732539343734e00, 4.374664141464968e00, 2.938163982698783e00),
+    (7.784695709041462e-03, 3.224671290700398e-01, 2.445134137142996e00, 3.754408661907416e00),
+)
+# name -> function of ids that the program has registered
+_FUNCTIONS: dict[str, Callable[[Ids], Any]] = {}
 
 
 @dataclass(frozen=True)
-class Uniform:
-    """A rule for first values: they are spread evenly over [-bound, bound]. Made by `mpips.uniform`."""
+class Init:
+    """A rule for first values. Made by `mpips.uniform`, `normal`, `truncated_normal` and `constant`.
 
-    bound: float
+    Attributes:
+        rule: "uniform", "normal", "truncated_normal", or the name of a registered function.
+        mean: The mean of the values.
+        spread: The standard deviation, or half the width of a uniform distribution. 0 for a constant.
+    """
+
+    rule: str
+    mean: float = 0.0
+    spread: float = 0.0
+
+    def __repr__(self) -> str:
+        """Return the call that makes an equal rule, or the name of the function. Errors show it."""
+        if self.rule == "uniform":
+            return f"mpips.uniform({self.spread!r})" if self.spread else f"mpips.constant({self.mean!r})"
+        return f"mpips.{self.rule}({self.mean!r}, {self.spread!r})" if self.rule in LOOPS else self.rule
+
+    @property
+    def most(self) -> float:
+        """No value has a larger magnitude. (Normal values are at most 8.3 standard deviations from the mean.)"""
+        return abs(self.mean) + self.spread * {"uniform": 1, "truncated_normal": 2}.get(self.rule, 9)
 
 
-def uniform(bound: float) -> Uniform:
+def uniform(bound: float) -> Init:
     """Return a rule for a table's first values: spread evenly over [-bound, bound].
 
     `uniform(0)` gives zeros.
@@ -40,13 +89,93 @@ def uniform(bound: float) -> Uniform:
     Raises:
         ValueError: `bound` is not a finite number >= 0.
     """
-    try:
-        number = float(bound)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not (math.isfinite(number) and number >= 0):
-        raise ValueError(f"uniform(bound={bound!r}): give a finite number >= 0")
-    return Uniform(number)
+    return Init("uniform", 0.0, _number("uniform", "bound", bound, least=0))
+
+
+def normal(mean: float = 0.0, std: float = 0.05) -> Init:
+    """Return a rule for a table's first values: normally distributed.
+
+    Args:
+        mean: The mean.
+        std: The standard deviation.
+
+    Raises:
+        ValueError: An argument is not a finite number, or `std` is negative.
+    """
+    return Init("normal", _number("normal", "mean", mean), _number("normal", "std", std, least=0))
+
+
+def truncated_normal(mean: float = 0.0, std: float = 0.05) -> Init:
+    """Return a rule for a table's first values: normally distributed, but within [mean - 2 std, mean + 2 std].
+
+    Args:
+        mean: The mean.
+        std: The standard deviation of the distribution from which values farther than 2 std from the mean are left out.
+
+    Raises:
+        ValueError: An argument is not a finite number, or `std` is negative.
+    """
+    name = "truncated_normal"
+    return Init(name, _number(name, "mean", mean), _number(name, "std", std, least=0))
+
+
+def constant(value: float) -> Init:
+    """Return a rule for a table's first values: all are `value`.
+
+    Raises:
+        ValueError: `value` is not a finite number.
+    """
+    return Init("uniform", _number("constant", "value", value))
+
+
+def register_init(function: F) -> F:
+    """Make a function known that gives the first values of rows by their ids. Use it as a decorator.
+
+    Put it above the function, before `mpips.create`: servers and spares run the script up to that call, and so learn
+    the function by its name. Nothing but the name is sent. Then pass the function to `kv.table` as `init`.
+
+    The function takes int64 ids (k,), which may repeat, and returns an array (k, dim) of numbers. Servers call it for
+    rows that they make, and servers and workers for pulled ids that have no row. So it must accept every id that the
+    program uses, and each row must depend on its id alone, bit by bit: not on the other ids of the call, the process or
+    the time. (A matrix product does not promise that, because BLAS may add in another order for more rows.)
+    `kv.table` calls it once with the id 0 as a test.
+
+    Raises:
+        TypeError: `function` is no function with a name.
+        ValueError: Another function of the program, or a rule of mpips, has the name.
+
+    Example:
+        >>> @mpips.register_init
+        ... def halves(ids):
+        ...     return np.repeat(ids[:, None] / 2, 3, axis=1)
+        >>> halves(np.array([4])).tolist()
+        [[2.0, 2.0, 2.0]]
+    """
+    name = getattr(function, "__name__", "")
+    if not (callable(function) and name.isidentifier()):
+        raise of_caller(TypeError(f"register_init({function!r}): give a function with a name, made by def"))
+    other = _FUNCTIONS.get(name, function)
+    same = (other.__module__, other.__qualname__) == (function.__module__, function.__qualname__)
+    # Functions that one call defines anew each time have equal names, and may give other rows.
+    if name in LOOPS or not (other is function or (same and "<locals>" not in function.__qualname__)):
+        taken = "a rule of mpips" if name in LOOPS else f"another function, {other.__module__}.{other.__qualname__}"
+        raise of_caller(ValueError(f"register_init: {name!r} is {taken}: choose another name"))
+    _FUNCTIONS[name] = function
+    return function
+
+
+def checked(name: str, init: object) -> Init:
+    """Return the rule that table `name` gets as `init`. Raises ValueError if it is neither a rule nor registered."""
+    if isinstance(init, Init):
+        return init
+    function = getattr(init, "__name__", "")
+    if callable(init) and _FUNCTIONS.get(function) is init:
+        return Init(function)
+    rules = "mpips.uniform, mpips.normal, mpips.truncated_normal or mpips.constant"
+    cure = (
+        "put @mpips.register_init above it, before mpips.create" if callable(init) else f"give {rules}, or a function"
+    )
+    raise ValueError(f"table {name!r}: init={init!r}: {cure}")
 
 
 def key_of(seed: int, table: str) -> int:
@@ -54,8 +183,59 @@ def key_of(seed: int, table: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {table}".encode(), digest_size=8).digest(), "little")
 
 
-def first_rows(key: int, bound: float, ids: Ids, dim: int, dtype: np.dtype) -> Iterator[tuple[slice, NDArray[Any]]]:
-    """Yield the first values of rows piece by piece, as (slice of `ids`, values (k, dim)).
+class FirstValues:
+    """Writes the first values of a table's rows. Raises ValueError if the table's function is not registered here."""
+
+    def __init__(self, card: MakeTable) -> None:
+        self._card = card
+        self._init = init = Init(card.init, card.mean, card.bound)
+        self._function = None if init.rule in LOOPS else _FUNCTIONS.get(init.rule)
+        if init.rule not in LOOPS and self._function is None:
+            raise ValueError(
+                f"table {card.table!r} has first values by the function {init.rule!r}, which is not known here: put "
+                "@mpips.register_init above it, before mpips.create in the script that servers run, too"
+            )
+        self._key = np.array([card.key], np.uint64)
+        if init.rule == "uniform":
+            self._numbers = np.array([2 * init.spread / (1 << 53), init.spread - init.mean])
+        elif self._function is None:
+            every = (number for part in COEFFICIENTS for number in part)
+            self._numbers = np.array([init.mean, init.spread, SHARES[init.rule], *every])
+
+    @property
+    def loops(self) -> Sequence[Compiled]:
+        """The compiled loops that `write` calls."""
+        return () if self._function is not None else (LOOPS[self._init.rule],)
+
+    def write(self, rows: Array, at: Places, ids: Ids) -> None:
+        """Write the first values of ids into the array `rows` (n, dim), at the indices `at`."""
+        if not len(ids):
+            return
+        if self._function is not None:
+            rows[at] = self._call(self._function, ids.copy(), rows.dtype)
+        elif not LOOPS[self._init.rule](rows.reshape(-1), ids, at, self._key, self._numbers, self._card.dim):
+            for piece, values in first_rows(self._card.key, self._init, ids, self._card.dim, rows.dtype):
+                rows[at[piece]] = values
+
+    def _call(self, function: Callable[[Ids], Any], ids: Ids, dtype: np.dtype) -> Array:
+        what = f"table {self._card.table!r}: the function {self._init.rule!r} of init"
+        wanted = len(ids), self._card.dim
+        try:
+            values = np.asarray(function(ids))
+        except Exception as error:
+            first = f"{len(ids)} ids, the first {ids[0]}"
+            raise ValueError(f"{what} failed for {first}: {type(error).__name__}: {error}") from error
+        # The check is for the dtype in which rows are updated, because NumPy would let complex numbers become bfloat16.
+        if values.shape != wanted or not np.can_cast(values.dtype, working_dtype(dtype), "same_kind"):
+            raise ValueError(
+                f"{what} returned {values.dtype.name} of shape {values.shape}, and {wanted[0]} ids need {dtype.name} "
+                f"of shape {wanted}: return a row for each id"
+            )
+        return values
+
+
+def first_rows(key: int, init: Init, ids: Ids, dim: int, dtype: np.dtype) -> Iterator[tuple[slice, Array]]:
+    """Yield random first values of rows piece by piece, as (slice of `ids`, values (k, dim)).
 
     Values of float16 and bfloat16 are rounded to float32 first.
     """
@@ -64,6 +244,61 @@ def first_rows(key: int, bound: float, ids: Ids, dim: int, dtype: np.dtype) -> I
     for start in range(0, len(ids), step):
         piece = slice(start, start + step)
         streams = mixed(ids[piece].view(np.uint64) ^ np.uint64(key))
-        words = mixed(streams[:, None] + columns) >> np.uint64(11)
-        values = words.astype(np.float64) * (2 * bound / (1 << 53)) - bound
+        words = mixed(streams[:, None] + columns)
+        if init.rule == "uniform":
+            values = uniforms(words) * (2 * init.spread / (1 << 53)) - (init.spread - init.mean)
+        else:
+            values = normals(words, SHARES[init.rule]) * init.spread + init.mean
         yield piece, values.astype(working_dtype(np.dtype(dtype)), copy=False).astype(dtype, copy=False)
+
+
+def uniforms(words: NDArray[np.uint64]) -> NDArray[np.float64]:
+    """Return evenly distributed whole numbers from 0 to 2^53 - 1."""
+    return (words >> np.uint64(11)).astype(np.float64)
+
+
+@quiet
+def normals(words: NDArray[np.uint64], share: float) -> NDArray[np.float64]:
+    """Return numbers of a normal distribution with mean 0 and deviation 1, from the middle `share` of the distribution.
+
+    Half of the middle is below 0. A word chooses the value of the distribution function, and the number is the
+    approximate inverse of this value.
+    """
+    middle, below_middle, tail, below_tail = COEFFICIENTS
+    q = (((words >> np.uint64(12)).astype(np.float64) + 0.5) / 2.0**52 - 0.5) * share
+    r = q * q
+    x = _polynomial(middle, r) * q / (_polynomial(below_middle, r) * r + 1.0)
+    in_tail = np.abs(q) > 0.47575
+    r = np.sqrt(_minus_logarithms(0.5 - np.abs(q[in_tail])) * 2.0)
+    far = _polynomial(tail, r) / (_polynomial(below_tail, r) * r + 1.0)
+    x[in_tail] = np.where(q[in_tail] > 0, -far, far)
+    return x
+
+
+def _minus_logarithms(p: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return -log(p) of numbers in (0, 1), by the series of atanh, around the square root of 1/2."""
+    m, exponents = np.frexp(p)
+    s = (m - 0.7071067811865476) / (m + 0.7071067811865476)
+    z, series = s * s, np.zeros_like(s)
+    for j in range(17, 0, -2):
+        series = series * z + 1.0 / j
+    return (0.5 - exponents) * 0.6931471805599453 - s * 2.0 * series
+
+
+def _polynomial(coefficients: Sequence[float], x: NDArray[np.float64]) -> NDArray[np.float64]:
+    total = np.full_like(x, coefficients[0])
+    for coefficient in coefficients[1:]:
+        total = total * x + coefficient
+    return total
+
+
+def _number(rule: str, argument: str, given: float, least: float = -math.inf) -> float:
+    try:
+        number = float(given)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (math.isfinite(number) and number >= least):
+        raise of_caller(
+            ValueError(f"{rule}({argument}={given!r}): give a finite number{' >= 0' if least == 0 else ''}")
+        )
+    return number

@@ -19,7 +19,7 @@ from mpips.optimizers.base import working_dtype
 from mpips.store.keys.row_sums import AHEAD, CONSTANTS, GOLDEN, add_rows, merge
 
 if TYPE_CHECKING:
-    from mpips.collectives.kernels.compiler import mixed64, prefetch
+    from mpips.collectives.kernels.compiler import mixed64, prefetch, sum_of_row
 
 Array = np.ndarray
 FLOATS = ("float32", "float64")
@@ -27,8 +27,10 @@ HALVES = ("float16", "bfloat16")
 # dtypes of rows; optimizers only get FLOATS
 ROWS = (*HALVES, *FLOATS)
 IDS = ("int64",)
-# NumPy sums rows longer than this number pairwise, in parts. `row_adagrad` cannot reproduce this order.
+# NumPy sums rows longer than this number pairwise, in parts. Loops that sum over a row cannot reproduce this order, and
+# return 0 for such rows.
 PAIRWISE = 128
+SUMS = {**CONSTANTS, "PAIRWISE": PAIRWISE}
 # A worker that makes a table waits at most this long for the compiled loops.
 LOADED_SECONDS = 3.0
 
@@ -102,7 +104,7 @@ def first_values(values: Array, ids: Array, rows: Array, key: Array, spread: Arr
 
     Args:
         key: The table's key for first values, as an array with one number.
-        spread: The step between two possible values, and the bound.
+        spread: The step between two possible values, and minus the smallest value.
     """
     for i in range(ids.size):
         stream = mixed64(np.uint64(ids[i]) ^ key[0])
@@ -113,9 +115,51 @@ def first_values(values: Array, ids: Array, rows: Array, key: Array, spread: Arr
     return 1
 
 
+@compiled("stored[], const int64[], const int64[], const uint64[], const float64[], int64", ROWS, CONSTANTS)
+def first_normals(values: Array, ids: Array, rows: Array, key: Array, numbers: Array, dim: int) -> int:
+    """Write normally distributed first values like `initial.normals`. Arguments as in `first_values`.
+
+    Args:
+        numbers: Mean, standard deviation and share, then the 21 coefficients (`initial.COEFFICIENTS`).
+    """
+    for i in range(ids.size):
+        stream = mixed64(np.uint64(ids[i]) ^ key[0])
+        v_ = values[rows[i] * dim : (rows[i] + 1) * dim]
+        for k in range(v_.size):
+            word = mixed64(stream + np.uint64(k + 1) * np.uint64(GOLDEN)) >> np.uint64(12)
+            q = ((np.float64(np.int64(word)) + 0.5) / 4503599627370496.0 - 0.5) * numbers[2]
+            if abs(q) <= 0.47575:
+                r, above, below = q * q, numbers[3], numbers[9]
+                for j in range(4, 9):
+                    above = above * r + numbers[j]
+                for j in range(10, 14):
+                    below = below * r + numbers[j]
+                x = above * q / (below * r + 1.0)
+            else:
+                m, halvings = 0.5 - abs(q), 0.0
+                while m < 0.5:
+                    m *= 2.0
+                    halvings += 1.0
+                s = (m - 0.7071067811865476) / (m + 0.7071067811865476)
+                z, series = s * s, 0.0
+                for j in range(17, 0, -2):
+                    series = series * z + 1.0 / j
+                r = np.sqrt(((halvings + 0.5) * 0.6931471805599453 - s * 2.0 * series) * 2.0)
+                above, below = numbers[14], numbers[20]
+                for j in range(15, 20):
+                    above = above * r + numbers[j]
+                for j in range(21, 24):
+                    below = below * r + numbers[j]
+                x = above / (below * r + 1.0)
+                if q > 0:
+                    x = -x
+            v_[k] = narrow(x * numbers[1] + numbers[0])
+    return 1
+
+
 @compiled(
     "stored[], const stored[], const int64[], const uint32[], const uint32[], const int64[], const uint64[], "
-    "const float64[], int64",
+    "int64[], int64",
     ROWS,
     CONSTANTS,
 )
@@ -127,23 +171,23 @@ def read_rows(
     growing: Array,
     held: Array,
     numbers: Array,
-    spread: Array,
+    missing: Array,
     dim: int,
 ) -> int:
     """Write the rows of the ids that belong to one server into `out`, at the indices of these ids.
 
-    An id without a row gets its first values. The loop prefetches memory in two stages ahead of the copy: first the
+    Return 1 + the number of ids without a row. The loop prefetches memory in two stages ahead of the copy: first the
     slot, then the id and the values.
 
     Args:
         slots: The slots of the index.
         growing: The slots of the smaller index that is being moved into the index.
         held: The id at each position.
-        numbers: The table's key for first values, the number of the server, and the number of servers.
-        spread: The step between two possible first values, and the bound.
+        numbers: The number of the server, and the number of servers.
+        missing: Output: the indices of ids that belong to the server and have no row.
     """
-    mask, below, server, servers = np.uint64(slots.size - 1), np.uint64(growing.size - 1), numbers[1], numbers[2]
-    above, at_of = np.uint64(0xFFFFFFFF) & ~mask, np.empty(32, np.int64)
+    mask, below, server, servers = np.uint64(slots.size - 1), np.uint64(growing.size - 1), numbers[0], numbers[1]
+    above, at_of, absent = np.uint64(0xFFFFFFFF) & ~mask, np.empty(32, np.int64), 0
     for step in range(ids.size + 2 * AHEAD):
         if step < ids.size:
             word = mixed64(np.uint64(ids[step]) + np.uint64(GOLDEN))
@@ -180,17 +224,14 @@ def read_rows(
                         break
                     mark = np.int64(0)
                     at = (at + np.uint64(1)) & below
-            o_ = out[i * dim : (i + 1) * dim]
             if mark:
-                v_ = values[(mark - 1) * dim : mark * dim]
+                o_, v_ = out[i * dim : (i + 1) * dim], values[(mark - 1) * dim : mark * dim]
                 for k in range(o_.size):
                     o_[k] = v_[k]
             else:
-                stream = mixed64(np.uint64(ids[i]) ^ numbers[0])
-                for k in range(o_.size):
-                    word = mixed64(stream + np.uint64(k + 1) * np.uint64(GOLDEN)) >> np.uint64(11)
-                    o_[k] = narrow(np.float64(np.int64(word)) * spread[0] - spread[1])
-    return 1
+                missing[absent] = i
+                absent += 1
+    return absent + 1
 
 
 @compiled("stored[], const stored[], const int64[], int32[], wide[], int64", HALVES)
@@ -285,22 +326,22 @@ def put_rows_at_random(values: Array, wide: Array, rows: Array, ids: Array, numb
 
 @compiled("stored[], const stored[], const int64[], const stored[], int64", FLOATS, CONSTANTS)
 def sgd(values: Array, gradients: Array, rows: Array, numbers: Array, dim: int) -> int:
-    """Update rows like `RowSGD`. `numbers`: the learning rate."""
-    rate = numbers[0]
+    """Update rows like `RowSGD`. `numbers`: learning rate, and the factor of weight decay."""
+    rate, kept = numbers[0], numbers[1]
     for i in range(rows.size):
         ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
         for k in range(0, dim, 16):
             prefetch(values, ahead + k)
         w_, g_ = values[rows[i] * dim : (rows[i] + 1) * dim], gradients[i * dim : (i + 1) * dim]
         for k in range(g_.size):
-            w_[k] -= g_[k] * rate
+            w_[k] = w_[k] * kept - g_[k] * rate
     return 1
 
 
 @compiled("stored[], stored[], const stored[], const int64[], const stored[], int64", FLOATS, CONSTANTS)
 def adagrad(values: Array, sums: Array, gradients: Array, rows: Array, numbers: Array, dim: int) -> int:
-    """Update rows like `Adagrad`. `numbers`: learning rate and epsilon."""
-    rate, epsilon = numbers[0], numbers[1]
+    """Update rows like `Adagrad`. `numbers`: learning rate, epsilon, and the factor of weight decay."""
+    rate, epsilon, kept = numbers[0], numbers[1], numbers[2]
     for i in range(rows.size):
         ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
         for k in range(0, dim, 16):
@@ -312,20 +353,17 @@ def adagrad(values: Array, sums: Array, gradients: Array, rows: Array, numbers: 
             total = s_[k] + g_[k] * g_[k]
             s_[k] = total
             below = np.sqrt(total) + epsilon
-            w_[k] -= g_[k] * rate / (below if below != 0 else np.float32(1))
+            w_[k] = w_[k] * kept - g_[k] * rate / (below if below != 0 else np.float32(1))
     return 1
 
 
-@compiled("stored[], stored[], const stored[], const int64[], const stored[], int64", FLOATS, CONSTANTS)
+@compiled("stored[], stored[], const stored[], const int64[], const stored[], int64", FLOATS, SUMS)
 def row_adagrad(values: Array, sums: Array, gradients: Array, rows: Array, numbers: Array, dim: int) -> int:
-    """Update rows of at most 128 values like `RowAdagrad`. `numbers`: learning rate and epsilon.
-
-    Squares are summed in NumPy's order, to get the same bits. First eight running sums go over the columns, then these
-    sums are added in pairs, then the remaining columns are added one by one.
-    """
-    rate, epsilon = numbers[0], numbers[1]
-    squares, eight = np.empty(dim, values.dtype), np.empty(8, values.dtype)
-    whole = dim // 8 * 8
+    """Update rows of at most PAIRWISE values like `RowAdagrad`. `numbers` as in `adagrad`."""
+    if dim > PAIRWISE:
+        return 0
+    rate, epsilon, kept = numbers[0], numbers[1], numbers[2]
+    squares = np.empty(dim, values.dtype)
     for i in range(rows.size):
         ahead = rows[min(i + AHEAD, rows.size - 1)]
         prefetch(sums, ahead)
@@ -334,24 +372,13 @@ def row_adagrad(values: Array, sums: Array, gradients: Array, rows: Array, numbe
         w_, g_ = values[rows[i] * dim : (rows[i] + 1) * dim], gradients[i * dim : (i + 1) * dim]
         for k in range(g_.size):
             squares[k] = g_[k] * g_[k]
-        if whole:
-            for k in range(8):
-                eight[k] = squares[k]
-            for start in range(8, whole, 8):
-                for k in range(8):
-                    eight[k] += squares[start + k]
-            total = ((eight[0] + eight[1]) + (eight[2] + eight[3])) + ((eight[4] + eight[5]) + (eight[6] + eight[7]))
-        else:
-            total = squares[0]
-        for k in range(max(whole, 1), dim):
-            total += squares[k]
-        total = sums[rows[i]] + total / values.dtype.type(dim)
+        total = sums[rows[i]] + sum_of_row(squares) / values.dtype.type(dim)
         sums[rows[i]] = total
         below = np.sqrt(total) + epsilon
         if below == 0:
             below = values.dtype.type(1)
         for k in range(g_.size):
-            w_[k] -= g_[k] * rate / below
+            w_[k] = w_[k] * kept - g_[k] * rate / below
     return 1
 
 
@@ -371,9 +398,13 @@ def adam(
     numbers: Array,
     dim: int,
 ) -> int:
-    """Update rows like `RowAdam`. `numbers`: beta1, 1 - beta1, beta2, 1 - beta2, learning rate and epsilon."""
+    """Update rows like `Adam`.
+
+    Args:
+        numbers: beta1, 1 - beta1, beta2, 1 - beta2, learning rate, epsilon, and the factor of weight decay.
+    """
     beta1, share1, beta2, share2 = numbers[0], numbers[1], numbers[2], numbers[3]
-    rate, epsilon = numbers[4], numbers[5]
+    rate, epsilon, kept = numbers[4], numbers[5], numbers[6]
     for i in range(rows.size):
         ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
         for k in range(0, dim, 16):
@@ -387,9 +418,93 @@ def adam(
             second = v_[k] * beta2 + g_[k] * g_[k] * share2
             m_[k], v_[k] = first, second
             below = np.sqrt(second / correction2) + epsilon
-            w_[k] -= first / correction1 * rate / (below if below != 0 else np.float32(1))
+            w_[k] = w_[k] * kept - first / correction1 * rate / (below if below != 0 else np.float32(1))
+    return 1
+
+
+@compiled(
+    "stored[], stored[], stored[], const stored[], const int64[], stored[], stored[], stored[], int64",
+    FLOATS,
+    SUMS,
+)
+def row_adam(
+    values: Array,
+    firsts: Array,
+    seconds: Array,
+    gradients: Array,
+    rows: Array,
+    corrections1: Array,
+    corrections2: Array,
+    numbers: Array,
+    dim: int,
+) -> int:
+    """Update rows of at most PAIRWISE values like `RowAdam`. `numbers` as in `adam`."""
+    if dim > PAIRWISE:
+        return 0
+    beta1, share1, beta2, share2 = numbers[0], numbers[1], numbers[2], numbers[3]
+    rate, epsilon, kept = numbers[4], numbers[5], numbers[6]
+    squares = np.empty(dim, values.dtype)
+    for i in range(rows.size):
+        ahead = rows[min(i + AHEAD, rows.size - 1)]
+        prefetch(seconds, ahead)
+        for k in range(0, dim, 16):
+            prefetch(values, ahead * dim + k)
+            prefetch(firsts, ahead * dim + k)
+        start, stop, correction1 = rows[i] * dim, (rows[i] + 1) * dim, corrections1[i]
+        w_, m_, g_ = values[start:stop], firsts[start:stop], gradients[i * dim : (i + 1) * dim]
+        for k in range(g_.size):
+            squares[k] = g_[k] * g_[k]
+        second = seconds[rows[i]] * beta2 + sum_of_row(squares) / values.dtype.type(dim) * share2
+        seconds[rows[i]] = second
+        below = np.sqrt(second / corrections2[i]) + epsilon
+        if below == 0:
+            below = values.dtype.type(1)
+        for k in range(g_.size):
+            first = m_[k] * beta1 + g_[k] * share1
+            m_[k] = first
+            w_[k] = w_[k] * kept - first / correction1 * rate / below
+    return 1
+
+
+@compiled("stored[], stored[], stored[], const stored[], const int64[], const stored[], int64", FLOATS, CONSTANTS)
+def ftrl(values: Array, zs: Array, ns: Array, gradients: Array, rows: Array, numbers: Array, dim: int) -> int:
+    """Update rows like `FTRL`. `numbers`: learning rate, beta, l1 and l2."""
+    alpha, beta, l1, l2 = numbers[0], numbers[1], numbers[2], numbers[3]
+    for i in range(rows.size):
+        ahead = rows[min(i + AHEAD, rows.size - 1)] * dim
+        for k in range(0, dim, 16):
+            prefetch(values, ahead + k)
+            prefetch(zs, ahead + k)
+            prefetch(ns, ahead + k)
+        start, stop = rows[i] * dim, (rows[i] + 1) * dim
+        w_, z_, n_, g_ = values[start:stop], zs[start:stop], ns[start:stop], gradients[i * dim : (i + 1) * dim]
+        for k in range(g_.size):
+            total = n_[k] + g_[k] * g_[k]
+            root = np.sqrt(total)
+            z = z_[k] + (g_[k] - (root - np.sqrt(n_[k])) / alpha * w_[k])
+            z_[k], n_[k] = z, total
+            below = (beta + root) / alpha + l2
+            solved = ((l1 if z > 0 else -l1) - z) / (below if below != 0 else np.float32(1))
+            w_[k] = np.float32(0) if abs(z) <= l1 else solved
+    return 1
+
+
+@compiled("stored[], const stored[], const float64[], int64", FLOATS, SUMS)
+def clip(out: Array, gradients: Array, most: Array, dim: int) -> int:
+    """Write gradients of at most PAIRWISE values to `out`, like `row_optimizers.clipped`. `most`: the largest norm."""
+    if dim > PAIRWISE:
+        return 0
+    squares = np.empty(dim, np.float64)
+    for start in range(0, gradients.size, dim):
+        g_, o_ = gradients[start : start + dim], out[start : start + dim]
+        for k in range(g_.size):
+            squares[k] = np.float64(g_[k]) * np.float64(g_[k])
+        norm = np.sqrt(sum_of_row(squares))
+        factor = most[0] / (norm if norm > most[0] else most[0])
+        for k in range(g_.size):
+            o_[k] = np.float64(g_[k]) * factor
     return 1
 
 
 OF_WORKERS = merge, add_rows, merge_halves, read_rows
-OF_SERVERS = merge, add_rows, find, insert, first_values, add_halves, take_rows, put_rows, put_rows_at_random
+OF_SERVERS = merge, add_rows, find, insert, add_halves, take_rows, put_rows, put_rows_at_random

@@ -18,10 +18,10 @@ from mpips.store.worker.operations import CALLER_ERRORS
 from mpips.store.worker.restored import Restored
 from mpips.store.worker.route import Route
 from mpips.store.worker.store import WorkerStore
-from mpips.tables import row_optimizers
+from mpips.tables import initial, row_optimizers
 from mpips.tables.admission import Chance, Seen
 from mpips.tables.halves import is_half
-from mpips.tables.initial import Uniform, key_of, uniform
+from mpips.tables.initial import FirstValues, key_of, uniform
 from mpips.tables.messages import COUNTS, DTYPES, MakeTable, TableOptions
 from mpips.tables.table import MOST_BYTES, Table, whole, with_name
 from mpips.tables.worker import WorkerTables
@@ -113,14 +113,12 @@ def _checked(store: WorkerStore, name: str, options: TableOptions, numbers: dict
     dim = whole(name, "dim", dim)
     if not 0 < dim <= MOST_BYTES // 8:
         raise ValueError(f"table {name!r}: dim={dim}: give at least 1 and at most {MOST_BYTES // 8}")
-    init = DEFAULT_INIT if init is None else init
-    if not isinstance(init, Uniform):
-        raise ValueError(f"table {name!r}: init={init!r}: give mpips.uniform(bound); uniform(0) are zeros")
-    if init.bound > float(ml_dtypes.finfo(np.dtype(dtype)).max):
-        raise ValueError(f"table {name!r}: init={init!r} is infinite in {dtype}: give a smaller bound")
+    init = DEFAULT_INIT if init is None else initial.checked(name, init)
+    if init.most > float(ml_dtypes.finfo(np.dtype(dtype)).max):
+        raise ValueError(f"table {name!r}: init={init!r} is infinite in {dtype}: give a smaller one")
     if isinstance(admit, Seen):
         _check_count(name, "remember", admit.remember, servers)
-    return TableOptions(
+    checked = TableOptions(
         dim,
         dtype,
         init,
@@ -131,6 +129,9 @@ def _checked(store: WorkerStore, name: str, options: TableOptions, numbers: dict
         _check_count(name, "limit", limit, servers),
         rounding,
     )
+    # Try the rule, so that a function that cannot give rows raises here and not on a server.
+    FirstValues(card_of(name, checked)).write(np.empty((1, dim), dtype), np.zeros(1, np.int64), np.zeros(1, np.int64))
+    return checked
 
 
 def card_of(name: str, options: TableOptions) -> MakeTable:
@@ -142,13 +143,15 @@ def card_of(name: str, options: TableOptions) -> MakeTable:
         options.dim,
         options.dtype,
         key_of(options.seed, name),
-        options.init.bound,
+        options.init.spread,
         optimizer,
         numbers,
         options.evict or 0,
         options.limit or 0,
         seen=admit.times if isinstance(admit, Seen) else 0,
         chance=admit.probability if isinstance(admit, Chance) else 1.0,
+        init=options.init.rule,
+        mean=options.init.mean,
         stochastic=options.rounding == "stochastic",
     )
 
@@ -170,7 +173,8 @@ def _difference(restored: MakeTable, asked: MakeTable, source: Restored) -> str:
     Raise ValueError if dim, dtype, optimizer, seed or first values differ. If other options differ, the restored ones
     are kept, and the function returns a sentence that says so. Otherwise return "".
     """
-    arguments_of = {"dim": "dim", "dtype": "dtype", "optimizer": "optimizer", "key": "seed", "bound": "init"}
+    arguments_of = {"dim": "dim", "dtype": "dtype", "optimizer": "optimizer", "key": "seed"}
+    arguments_of |= {"init": "init", "mean": "init", "bound": "init"}
     for field, argument in arguments_of.items():
         has, wanted = getattr(restored, field), getattr(asked, field)
         if has != wanted:

@@ -46,7 +46,7 @@ class MakeTable(msgspec.Struct, tag=True):
     # number of values in a row
     dim: int
     dtype: str
-    # the key and the bound of the rows' first values (see `initial`)
+    # the key and the spread of the rows' first values (see `initial`)
     key: int
     bound: float
     # name and encoded hyperparameters of the optimizer
@@ -61,6 +61,9 @@ class MakeTable(msgspec.Struct, tag=True):
     seen: int = 0
     # the probability with which an update that names an id gives the id a row
     chance: float = 1.0
+    # the rule of first values (`initial.Init`): its name, and the mean; the spread is `bound`
+    init: str = "uniform"
+    mean: float = 0.0
     # True if rows of float16 or bfloat16 are rounded at random (see `halves`), False if they are rounded to nearest
     stochastic: bool = False
 

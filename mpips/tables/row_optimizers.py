@@ -3,6 +3,10 @@
 The bits of a row depend only on the row, its state and its gradient, not on the other rows of the call. Schedules of
 the learning rate count updates of the table. Adam's bias corrections count updates of the row, so that they are right
 even for a row that is rarely updated.
+
+`weight_decay` is decoupled, as in AdamW (Loshchilov, Hutter 2019): an update first multiplies the row by
+1 - learning_rate * weight_decay. Rows that an update does not name do not decay. `clipnorm` scales a gradient whose
+Euclidean norm over the row is larger down to this norm, before the update; 0 does not clip.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mpips.collectives.errors import did_you_mean
-from mpips.optimizers.base import Number, at, check
+from mpips.collectives.kernels.quiet import quiet
+from mpips.optimizers.base import Number, RateSchedule, at, check
 from mpips.optimizers.registry import decode_numbers, encode_numbers
 from mpips.tables import kernels
 from mpips.tables.index import Positions
@@ -34,6 +39,8 @@ class RowOptimizer(Protocol):
 
     # True if the optimizer needs the number of updates of each row
     counts_updates: bool
+    # the largest norm of a row's gradient, which `clipped` enforces before an update; 0: any
+    clipnorm: float
     # the compiled loop that `update_at` calls
     kernel: ClassVar[kernels.Compiled]
 
@@ -69,17 +76,21 @@ class RowSGD:
     """w = w - learning_rate * gradient. No state."""
 
     learning_rate: Number = 0.01
+    weight_decay: float = 0.0
+    clipnorm: float = 0.0
     counts_updates = False
     kernel = kernels.sgd
 
     def __post_init__(self) -> None:
-        check(self, scheduled=["learning_rate"], at_least_zero=["learning_rate"])
+        check(self, scheduled=["learning_rate"], at_least_zero=["learning_rate", "weight_decay", "clipnorm"])
 
     def widths(self, dim: int) -> Sequence[int]:
         return ()
 
     def update(self, rows: Array, gradients: Array, state: Sequence[Array], updates: Array | None, step: int) -> None:
-        rows -= gradients * rows.dtype.type(at(self.learning_rate, step))
+        number = rows.dtype.type
+        rows *= number(_kept(self, step))
+        rows -= gradients * number(at(self.learning_rate, step))
 
     def update_at(
         self,
@@ -90,7 +101,7 @@ class RowSGD:
         updates: Array | None,
         step: int,
     ) -> bool:
-        numbers = np.array([at(self.learning_rate, step)], values.dtype)
+        numbers = np.array([at(self.learning_rate, step), _kept(self, step)], values.dtype)
         return bool(self.kernel(*_flat(values, gradients), places, numbers, values.shape[1]))
 
 
@@ -103,11 +114,14 @@ class Adagrad:
 
     learning_rate: Number = 0.01
     epsilon: float = 1e-10
+    weight_decay: float = 0.0
+    clipnorm: float = 0.0
     counts_updates = False
     kernel = kernels.adagrad
 
     def __post_init__(self) -> None:
-        check(self, scheduled=["learning_rate"], at_least_zero=["learning_rate", "epsilon"])
+        positive = ["learning_rate", "epsilon", "weight_decay", "clipnorm"]
+        check(self, scheduled=["learning_rate"], at_least_zero=positive)
 
     def widths(self, dim: int) -> Sequence[int]:
         return (dim,)
@@ -118,6 +132,7 @@ class Adagrad:
         below = np.sqrt(state[0]) + number(self.epsilon)
         # If epsilon is 0 and only zeros were ever pushed, `below` is 0. Divide by 1 instead, which leaves the row as it
         # is.
+        rows *= number(_kept(self, step))
         rows -= gradients * number(at(self.learning_rate, step)) / np.where(below == 0, number(1), below)
 
     def update_at(
@@ -129,8 +144,8 @@ class Adagrad:
         updates: Array | None,
         step: int,
     ) -> bool:
-        numbers, dim = np.array([at(self.learning_rate, step), self.epsilon], values.dtype), values.shape[1]
-        return bool(self.kernel(*_flat(values, state[0], gradients), places, numbers, dim))
+        numbers = np.array([at(self.learning_rate, step), self.epsilon, _kept(self, step)], values.dtype)
+        return bool(self.kernel(*_flat(values, state[0], gradients), places, numbers, values.shape[1]))
 
     def _squares(self, gradients: Array) -> Array:
         return gradients * gradients
@@ -145,26 +160,12 @@ class RowAdagrad(Adagrad):
     def widths(self, dim: int) -> Sequence[int]:
         return (1,)
 
-    def update_at(
-        self,
-        places: Positions,
-        values: Array,
-        gradients: Array,
-        state: Sequence[Array],
-        updates: Array | None,
-        step: int,
-    ) -> bool:
-        if values.shape[1] > kernels.PAIRWISE:
-            return False
-        return super().update_at(places, values, gradients, state, updates, step)
-
     def _squares(self, gradients: Array) -> Array:
-        squares = gradients * gradients
-        return np.add.reduce(squares, axis=1, keepdims=True) / squares.dtype.type(squares.shape[1])
+        return _mean_of_squares(gradients)
 
 
 @dataclass(frozen=True)
-class RowAdam:
+class Adam:
     """Adam (Kingma, Ba 2015) for rows. The bias corrections of a row use t, the number of updates of this row:
 
     m = beta1 * m + (1 - beta1) * gradient;  v = beta2 * v + (1 - beta2) * gradient^2;
@@ -175,6 +176,8 @@ class RowAdam:
     beta1: float = 0.9
     beta2: float = 0.999
     epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    clipnorm: float = 0.0
     counts_updates = True
     kernel = kernels.adam
 
@@ -182,7 +185,7 @@ class RowAdam:
         check(
             self,
             scheduled=["learning_rate"],
-            at_least_zero=["learning_rate", "epsilon"],
+            at_least_zero=["learning_rate", "epsilon", "weight_decay", "clipnorm"],
             below_one=["beta1", "beta2"],
         )
 
@@ -193,10 +196,11 @@ class RowAdam:
         assert updates is not None
         (first, second), number = state, rows.dtype.type
         first[...] = first * number(self.beta1) + gradients * number(1 - self.beta1)
-        second[...] = second * number(self.beta2) + gradients * gradients * number(1 - self.beta2)
+        second[...] = second * number(self.beta2) + self._squares(gradients) * number(1 - self.beta2)
         correct1, correct2 = (one[:, None] for one in self._corrections(updates, rows.dtype))
         below = np.sqrt(second / correct2) + number(self.epsilon)
         rate = number(at(self.learning_rate, step))
+        rows *= number(_kept(self, step))
         rows -= first / correct1 * rate / np.where(below == 0, number(1), below)
 
     def update_at(
@@ -210,13 +214,118 @@ class RowAdam:
     ) -> bool:
         assert updates is not None
         betas = self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2
-        numbers = np.array([*betas, at(self.learning_rate, step), self.epsilon], values.dtype)
+        rates = at(self.learning_rate, step), self.epsilon, _kept(self, step)
+        numbers = np.array([*betas, *rates], values.dtype)
         flat, corrections = _flat(values, *state, gradients), self._corrections(updates, values.dtype)
         return bool(self.kernel(*flat, places, *corrections, numbers, values.shape[1]))
 
     def _corrections(self, counts: Array, dtype: np.dtype) -> list[Array]:
         """Return 1 - beta1^t and 1 - beta2^t for each count t."""
         return [_one_minus_powers(beta, counts).astype(dtype) for beta in (self.beta1, self.beta2)]
+
+    def _squares(self, gradients: Array) -> Array:
+        return gradients * gradients
+
+
+@dataclass(frozen=True)
+class RowAdam(Adam):
+    """Adam with one v for each row, as FBGEMM's `partial_rowwise_adam`: v averages the mean of gradient^2 over the row.
+
+    m has a number for each value of the row, as in Adam.
+    """
+
+    kernel = kernels.row_adam
+
+    def widths(self, dim: int) -> Sequence[int]:
+        return (dim, 1)
+
+    def _squares(self, gradients: Array) -> Array:
+        return _mean_of_squares(gradients)
+
+
+@dataclass(frozen=True)
+class FTRL:
+    """FTRL-Proximal (McMahan et al. 2013, Algorithm 1). Each value of a row has its own z and n, which begin at 0:
+
+    sigma = (sqrt(n + gradient^2) - sqrt(n)) / learning_rate;
+    z = z + gradient - sigma * w;  n = n + gradient^2;
+    w = 0 if |z| <= l1, otherwise -(z - sign(z) * l1) / ((beta + sqrt(n)) / learning_rate + l2).
+
+    `learning_rate` is the paper's alpha. z is a sum of terms that were divided by the learning rate, so the rate cannot
+    change while z stays, and cannot be a schedule. Weight decay is `l2`.
+    """
+
+    # hyperparameters that cannot change while the state stays
+    fixed: ClassVar[Sequence[str]] = ("learning_rate",)
+    learning_rate: float = 0.1
+    beta: float = 1.0
+    l1: float = 0.0
+    l2: float = 0.0
+    clipnorm: float = 0.0
+    counts_updates = False
+    kernel = kernels.ftrl
+
+    def __post_init__(self) -> None:
+        if isinstance(self.learning_rate, RateSchedule):
+            raise ValueError(
+                f"FTRL(learning_rate={self.learning_rate!r}): its state depends on the rate: give a number"
+            )
+        check(self, at_least_zero=["learning_rate", "beta", "l1", "l2", "clipnorm"])
+        if not self.learning_rate:
+            raise ValueError("FTRL(learning_rate=0.0): gradients are divided by the rate: give a number above 0")
+
+    def widths(self, dim: int) -> Sequence[int]:
+        return (dim, dim)
+
+    def update(self, rows: Array, gradients: Array, state: Sequence[Array], updates: Array | None, step: int) -> None:
+        (z, n), number = state, rows.dtype.type
+        alpha, l1 = number(self.learning_rate), number(self.l1)
+        total = n + gradients * gradients
+        z += gradients - (np.sqrt(total) - np.sqrt(n)) / alpha * rows
+        n[...] = total
+        below = (number(self.beta) + np.sqrt(total)) / alpha + number(self.l2)
+        # `below` is 0 if beta and l2 are 0 and the square of every gradient so far is too small for the dtype.
+        solved = (np.copysign(l1, z) - z) / np.where(below == 0, number(1), below)
+        rows[...] = np.where(np.abs(z) <= l1, number(0), solved)
+
+    def update_at(
+        self,
+        places: Positions,
+        values: Array,
+        gradients: Array,
+        state: Sequence[Array],
+        updates: Array | None,
+        step: int,
+    ) -> bool:
+        numbers = np.array([self.learning_rate, self.beta, self.l1, self.l2], values.dtype)
+        return bool(self.kernel(*_flat(values, *state, gradients), places, numbers, values.shape[1]))
+
+
+@quiet
+def clipped(gradients: Array, clipnorm: float) -> Array:
+    """Return gradients (k, dim) after scaling each row whose Euclidean norm is above `clipnorm` down to that norm.
+
+    Norms are computed in float64, so that the squares of large float32 gradients do not overflow.
+    """
+    dim = gradients.shape[1]
+    out = np.empty_like(gradients)
+    if kernels.clip(*_flat(out, gradients), np.array([clipnorm]), dim):
+        return out
+    wide = gradients.astype(np.float64)
+    norms = np.sqrt(np.add.reduce(wide * wide, axis=1, keepdims=True))
+    out[...] = wide * (clipnorm / np.where(norms > clipnorm, norms, clipnorm))
+    return out
+
+
+def _kept(optimizer: RowSGD | Adagrad | Adam, step: int) -> float:
+    """Return the factor by which the weight decay of one update multiplies a row."""
+    return 1 - at(optimizer.learning_rate, step) * optimizer.weight_decay
+
+
+def _mean_of_squares(gradients: Array) -> Array:
+    """Return the mean of gradient^2 over each row, (k, 1)."""
+    squares = gradients * gradients
+    return np.add.reduce(squares, axis=1, keepdims=True) / squares.dtype.type(squares.shape[1])
 
 
 def _one_minus_powers(beta: float, counts: Array) -> Array:
@@ -240,7 +349,14 @@ def _flat(*arrays: Array) -> list[Array]:
 
 
 # every row optimizer by the name that users give
-ROW_OPTIMIZERS: dict[str, Any] = {"sgd": RowSGD, "adagrad": Adagrad, "row_adagrad": RowAdagrad, "adam": RowAdam}
+ROW_OPTIMIZERS: dict[str, Any] = {
+    "sgd": RowSGD,
+    "adagrad": Adagrad,
+    "row_adagrad": RowAdagrad,
+    "adam": Adam,
+    "row_adam": RowAdam,
+    "ftrl": FTRL,
+}
 
 
 def create(name: object, options: dict[str, Any]) -> RowOptimizer:
@@ -274,8 +390,23 @@ def encode(optimizer: RowOptimizer) -> tuple[str, bytes]:
 
 
 def changed(name: str, options: bytes, numbers: dict[str, Any]) -> bytes:
-    """Return encoded hyperparameters after changing some of them. Raises ValueError or TypeError like `create`."""
-    return encode(create(name, decode_numbers(options) | numbers))[1]
+    """Return encoded hyperparameters after changing some of them. Raises ValueError or TypeError like `create`.
+
+    Raises ValueError if the optimizer's state depends on a number that would change.
+    """
+    other = encode(create(name, decode_numbers(options) | numbers))[1]
+    if fixed(name, options) != fixed(name, other):
+        raise ValueError(
+            f"optimizer {name!r} keeps its state in terms of {', '.join(fixed(name, options))}, which cannot change: "
+            "leave it out"
+        )
+    return other
+
+
+def fixed(name: str, options: bytes) -> dict[str, Any]:
+    """Return the hyperparameters on which the optimizer's state depends, so that they cannot change, by name."""
+    made = decode(name, options)
+    return {field: getattr(made, field) for field in getattr(made, "fixed", ())}
 
 
 def decode(name: str, options: bytes) -> RowOptimizer:

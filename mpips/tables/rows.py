@@ -28,9 +28,9 @@ from mpips.collectives.fabric.arena import SparseFile
 from mpips.collectives.kernels.quiet import quiet
 from mpips.optimizers.base import working_dtype
 from mpips.store.keys.row_sums import Ids, update_in_blocks
-from mpips.tables import halves, index, kernels, row_optimizers
+from mpips.tables import halves, index, row_optimizers
 from mpips.tables.index import MOST_ROWS, Positions
-from mpips.tables.initial import first_rows
+from mpips.tables.initial import FirstValues
 from mpips.tables.journal import HERE, KEPT, ROWS, WORDS, Journal, RowsRound, kept_arrays
 from mpips.tables.messages import MakeTable
 from mpips.tables.places import FREE, Places
@@ -77,11 +77,8 @@ class TableRows:
         survives: bool = False,
         workers: int = 0,
     ) -> None:
-        self._dim = card.dim
-        self._dtype = np.dtype(card.dtype)
-        self._key = card.key
-        self._bound = card.bound
-        self._rounding = halves.Rounding(card.key, card.stochastic) if halves.is_half(self._dtype) else None
+        self.first_values = FirstValues(card)
+        self._rounding = halves.Rounding(card.key, card.stochastic) if halves.is_half(np.dtype(card.dtype)) else None
         self.optimizer = row_optimizers.decode(card.optimizer, card.numbers)
         self._file = SparseFile() if file is None else file
         # name of an array, or "words", "done" or "index" -> offset in the file
@@ -137,7 +134,7 @@ class TableRows:
         # Without mode="clip" NumPy would first write into a copy of `out`, to leave `out` unchanged if an index is
         # wrong.
         rows = np.take(self._values, found, axis=0, out=out, mode="clip")
-        self._write_first_values(rows, missing, ids[missing])
+        self.first_values.write(rows, missing, ids[missing])
         return rows
 
     def update(self, ids: Ids, gradients: Array, step: int) -> None:
@@ -159,6 +156,8 @@ class TableRows:
         self._step = step
         at = self._positions(ids)
         self._keep_old(at)
+        if self.optimizer.clipnorm:
+            gradients = row_optimizers.clipped(gradients, self.optimizer.clipnorm)
         counts = None
         if self._counts is not None:
             counts = self._counts[at] + 1
@@ -295,19 +294,9 @@ class TableRows:
         # A position that had another row before still has that row's state.
         for array in self._state if self._counts is None else (*self._state, self._counts):
             array[again] = 0
-        self._write_first_values(self._values, positions, ids)
+        self.first_values.write(self._values, positions, ids)
         self.journal.words[ROWS] = self.positions.top
         return positions
-
-    def _write_first_values(self, rows: Array, at: Positions, ids: Ids) -> None:
-        """Write the first values of ids into the array `rows`, at positions `at`."""
-        spread = np.array([2 * self._bound / (1 << 53), self._bound])
-        if not len(ids) or kernels.first_values(
-            rows.reshape(-1), ids, at, np.array([self._key], np.uint64), spread, self._dim
-        ):
-            return
-        for piece, values in first_rows(self._key, self._bound, ids, self._dim, self._dtype):
-            rows[at[piece]] = values
 
     def _reserved(self, name: str, shape: tuple[int, ...], dtype: np.dtype) -> Array:
         """Reserve an array of zeros in the file. The array takes memory only where it is written."""

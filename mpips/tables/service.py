@@ -20,7 +20,7 @@ from mpips.store.server.late import Late, Wait
 from mpips.store.server.service import Answers, Asker, OldMemory, Payload, Surroundings
 from mpips.store.server.unit import Known, UnknownError
 from mpips.store.transport import frames
-from mpips.tables import kernels, messages, row_optimizers
+from mpips.tables import kernels, messages
 from mpips.tables.journal import HERE, TORN, Journal, RowsRound
 from mpips.tables.mirror import RowMirror
 from mpips.tables.places import room
@@ -201,11 +201,9 @@ class ServerTables:
             case messages.FreezeTables() | messages.ReadTable() | messages.ReadDropped() | messages.ThawTables():
                 return [(asker, self._answer_of_frozen(request))]
             case messages.MakeTable():
-                self._make(request)
-                kernels.load(
-                    np.dtype(request.dtype),
-                    [*kernels.OF_SERVERS, row_optimizers.ROW_OPTIMIZERS[request.optimizer].kernel],
-                )
+                rows = self._make(request).rows
+                optimizer = [rows.optimizer.kernel, *([kernels.clip] if rows.optimizer.clipnorm else [])]
+                kernels.load(np.dtype(request.dtype), [*kernels.OF_SERVERS, *rows.first_values.loops, *optimizer])
                 return [(asker, answer)]
             case messages.WaitForTable() if request.table not in self._tables:
                 # WaitForTable has no answer.

@@ -19,6 +19,7 @@ from mpips.store.roles import Layout
 from mpips.tables import files
 from mpips.tables.client import FrozenOnServers, KnownTable, RemoteTables
 from mpips.tables.files import FilePart, RowsPiece, TableRecord, check_fit, record_of, table_prefix
+from mpips.tables.initial import FirstValues
 from mpips.tables.plan import TablesPlan
 
 
@@ -69,8 +70,11 @@ class WorkerTables:
         return SavedTables(frozen, [record_of(table, frozen) for table in self.client.known.values()])
 
     def check_records(self, path: str, records: Sequence[TableRecord]) -> None:
-        """Raise ValueError if a checkpoint lacks a table of the store, or if dim, dtype or optimizer differ."""
+        """Raise ValueError if a checkpoint lacks a table of the store, or if a table does not fit."""
         by_name = {record.name: record for record in records}
+        for record in records:
+            # This raises if the program has not registered the function of a table's first values.
+            FirstValues(record.card)
         for table in self.client.known.values():
             if table.name not in by_name:
                 raise ValueError(f"{path} has no table {table.name!r}, which the store has: save it too, by kv.save")

@@ -115,7 +115,6 @@ class DataParallel(torch.nn.Module):
         # same attribute, and programs set it by hand.
         self.require_backward_grad_sync = True
         self._joining = False
-        self._in_backward = False
         self._step = 0
         self._hooks: dict[Tensor, RemovableHandle] = {}
         # A tensor that is created in inference mode cannot be written by a backward pass.
@@ -259,7 +258,7 @@ class DataParallel(torch.nn.Module):
         if torch.is_grad_enabled():
             self._lockstep.weights.note_forward()
             # No backward pass is running now, and the last one has not finished, so it must have raised.
-            if self._in_backward and torch._C._current_graph_task_id() < 0:
+            if self._lockstep.in_backward and torch._C._current_graph_task_id() < 0:
                 self._end_raised()
             unfrozen = any(parameter.requires_grad for parameter in self._frozen)
             if unfrozen or not self._reducer.gradients.are_fitting():
@@ -287,7 +286,7 @@ class DataParallel(torch.nn.Module):
             if torch.compiler.is_compiling():
                 self._refuse_compiled_backward()
             count_backward()
-            if self.require_backward_grad_sync and not self._in_backward and self._accumulates():
+            if self.require_backward_grad_sync and not self._lockstep.in_backward and self._accumulates():
                 self._begin_backward()
 
         for tensor in outputs:
@@ -323,7 +322,7 @@ class DataParallel(torch.nn.Module):
         return any(parameter.requires_grad and engine(node) for parameter, node in self._nodes)
 
     def _begin_backward(self) -> None:
-        self._in_backward = self._lockstep.in_backward = True
+        self._lockstep.in_backward = True
         Variable._execution_engine.queue_callback(self._finish_backward)
         if self._joining:
             self._count_active(1.0)
@@ -334,7 +333,7 @@ class DataParallel(torch.nn.Module):
         if not self.require_backward_grad_sync:
             return
         # The output has no hook if the forward pass was in eval mode or the program called the inner module itself.
-        if not self._in_backward:
+        if not self._lockstep.in_backward:
             self._begin_backward()
         place = self._reducer.note_arrival(parameter)
         if self._strategy not in UNPLANNED:
@@ -342,7 +341,7 @@ class DataParallel(torch.nn.Module):
 
     def _finish_backward(self) -> None:
         """Reduce the remaining buckets, set the gradients, and check that all ranks made the same steps."""
-        self._in_backward = self._lockstep.in_backward = False
+        self._lockstep.in_backward = False
         self._profile.end()
         what = f"{NAME}, backward pass {self._step + 1}"
         scale = self._comm.size / float(self._active[0]) if self._joining else 1.0
@@ -374,7 +373,7 @@ class DataParallel(torch.nn.Module):
         this in the next pass, because they compare how many passes have raised. If buckets were exchanged, other ranks
         are in a pass that cannot be finished, so all ranks raise.
         """
-        self._in_backward = self._lockstep.in_backward = False
+        self._lockstep.in_backward = False
         if self._reducer.has_begun or self._joining:
             what = f"{NAME}, backward pass {self._step + 1}"
             with communicator(self._comm).failing(what):

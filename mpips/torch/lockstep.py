@@ -153,6 +153,9 @@ def content(value: object) -> Any:
     of 1 become the same number. Lists and tuples become lists. A value without accessible contents becomes its own name
     (a function, for example) or the name of its type.
     """
+    # The hyperparameters of every step come here, and most of them are plain numbers.
+    if type(value) is float or type(value) is int:
+        return _content_of_number(value)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Enum):

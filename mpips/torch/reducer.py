@@ -163,15 +163,25 @@ class Reducer:
             self._start_next(self._in_background)
 
     def _start_next(self, in_background: bool) -> None:
-        self._under_way.append(self._start(self._plans[self._next], in_background))
+        self._start(self._plans[self._next], in_background)
         self._next += 1
 
-    def _start(self, plan: Plan, in_background: bool) -> Future[None]:
+    def _start(self, plan: Plan, in_background: bool) -> None:
+        """Start an allreduce. If it need not run in the background and no other is under way, run it to its end."""
+        if not in_background and communication.run_at_once(plan):
+            return
+
         def steps() -> Iterator[None]:
             plan.start()
             yield from wait_for_plan(plan)
 
-        return communication.run(GroupJob(plan, steps, self._home), in_background)
+        self._under_way.append(communication.run(GroupJob(plan, steps, self._home), in_background))
+
+    def _wait(self) -> None:
+        """Wait for all allreduces that have been started."""
+        for future in self._under_way:
+            future.wait()
+        self._under_way.clear()
 
     def _reduce_rest(self, token: int | None, late: Sequence[int]) -> None:
         """Start the remaining buckets and wait for all of them.
@@ -185,14 +195,14 @@ class Reducer:
             # Not in the background: backward is over, so there is nothing to overlap with.
             while self._next < len(self.buckets):
                 self._start_next(False)
-            for future in self._under_way:
-                future.wait()
+            self._wait()
             if self.gradients.any_late():
                 # The second mean does not change the first one, which is the same on all ranks.
                 for index in late:
                     self.gradients.add(index)
                 for plan in self._plans[:-1]:
-                    self._start(plan, False).wait()
+                    self._start(plan, False)
+                self._wait()
         finally:
             self.reset()
 
@@ -297,7 +307,7 @@ class SharedGradients:
 
     def any_late(self) -> bool:
         """True if a gradient was late on any rank. Valid after the reduction."""
-        return bool(self._compared[-1] > 0)
+        return self._compared[-1].item() > 0
 
     def give(self, scale: float) -> bool:
         """Give each parameter that any rank used its gradient, times `scale`. Set `grad` of the others to None.

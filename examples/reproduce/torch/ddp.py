@@ -7,7 +7,8 @@ same with PyTorch's hooks for fp16 and PowerSGD (rank 2), and FSDP2, which cuts 
 
 In the plain form gloo is measured with buckets of 25 MB and of 1 MB, and the faster one counts. The cost of
 communication is the time of a step minus that of the same step without any exchange, which all ranks run at the same
-time. A step takes as long as its slowest rank, and the result is the median over the rounds.
+time. The ceiling is how many times gloo's steps a contender would make if its communication cost nothing. A step takes
+as long as its slowest rank, and the result is the median over the rounds.
 """
 
 import copy
@@ -61,6 +62,8 @@ class Row(NamedTuple):
     communication_s: float
     # its steps a second over gloo's
     over_gloo: float
+    # what `over_gloo` would be if communication cost nothing
+    ceiling_over_gloo: float
     # its cost of communication over gloo's
     share_of_gloo: float
 
@@ -159,9 +162,8 @@ def measure(name: str, form: str, gloo: Any, rounds: int, seconds: float) -> lis
     rows = []
     for each, step_s in medians.items():
         over = step_s - medians[ALONE]
-        rows.append(
-            Row(name, form, parameters, MPI.COMM_WORLD.size, each, step_s, over, medians[best] / step_s, over / cost)
-        )
+        ratios = medians[best] / step_s, medians[best] / medians[ALONE], over / cost
+        rows.append(Row(name, form, parameters, MPI.COMM_WORLD.size, each, step_s, over, *ratios))
     return rows
 
 
@@ -169,7 +171,7 @@ def table(rows: list[Row]) -> Table:
     """Build the table of the rows, in milliseconds."""
     view = Table(title=f"a step on {rows[0].ranks} ranks, batches of {BATCH}")
     words = ("model", "form", "contender")
-    for column in (*words, "parameters", "step, ms", "communication, ms", "x gloo", "of gloo's cost"):
+    for column in (*words, "parameters", "step, ms", "communication, ms", "x gloo", "ceiling", "of gloo's cost"):
         view.add_column(column, justify="left" if column in words else "right")
     last = {row.form: row.contender for row in rows}
     for row in rows:
@@ -181,6 +183,7 @@ def table(rows: list[Row]) -> Table:
             f"{1e3 * row.step_s:.2f}",
             f"{1e3 * row.communication_s:.2f}",
             f"{row.over_gloo:.2f}",
+            f"{row.ceiling_over_gloo:.2f}",
             f"{row.share_of_gloo:.2f}",
             end_section=row.contender == last[row.form],
         )

@@ -13,10 +13,31 @@ from mpips.optimizers.base import at
 from mpips.store.checkpoint.file import TensorFile
 from mpips.store.keys.row_sums import mixed, owners_of
 from mpips.tables.admission import Chance
-from mpips.tables.initial import first_rows, key_of
+from mpips.tables.initial import Init, first_rows, key_of, uniform
 
 Numbers = dict[str, Any]
 """Of the optimizer, by the names of its options; what is not there has its default."""
+
+
+def row_adam(row: Any, gradient: Any, state: dict[str, Any], rate: Any, numbers: Numbers) -> Any:
+    return adam(row, gradient, state, rate, numbers, np.add.reduce(gradient * gradient) / row.dtype.type(len(row)))
+
+
+def ftrl(row: Any, gradient: Any, state: dict[str, Any], rate: Any, numbers: Numbers) -> Any:
+    """Algorithm 1 of McMahan et al. 2013, one coordinate after the other."""
+    number = row.dtype.type
+    beta, l1, l2 = (number(numbers.get(name, default)) for name, default in (("beta", 1), ("l1", 0), ("l2", 0)))
+    state.setdefault("z", np.zeros_like(row))
+    state.setdefault("n", np.zeros_like(row))
+    new = row.copy()
+    for i, g in enumerate(gradient):
+        n = state["n"][i]
+        sigma = (np.sqrt(n + g * g) - np.sqrt(n)) / rate
+        z = state["z"][i] = state["z"][i] + (g - sigma * row[i])
+        n = state["n"][i] = n + g * g
+        signed = l1 if z > 0 else -l1
+        new[i] = 0 if abs(z) <= l1 else (signed - z) / ((beta + np.sqrt(n)) / rate + l2)
+    return new
 
 
 def sgd(row: Any, gradient: Any, state: dict[str, Any], rate: Any, numbers: Numbers) -> Any:
@@ -34,12 +55,15 @@ def adagrad(row: Any, gradient: Any, state: dict[str, Any], rate: Any, numbers: 
     return row - gradient * rate / (np.sqrt(state["sum"]) + row.dtype.type(numbers.get("epsilon", 1e-10)))
 
 
-def adam(row: Any, gradient: Any, state: dict[str, Any], rate: Any, numbers: Numbers) -> Any:
+def adam(
+    row: Any, gradient: Any, state: dict[str, Any], rate: Any, numbers: Numbers, mean_of_squares: Any = None
+) -> Any:
     number, (beta1, beta2) = row.dtype.type, (numbers.get("beta1", 0.9), numbers.get("beta2", 0.999))
     count = state["count"] = state.get("count", 0) + 1
     first = state["first"] = state.get("first", np.zeros_like(row)) * number(beta1) + gradient * number(1 - beta1)
-    squares = gradient * gradient * number(1 - beta2)
-    second = state["second"] = state.get("second", np.zeros_like(row)) * number(beta2) + squares
+    squares = gradient * gradient if mean_of_squares is None else mean_of_squares
+    before = state.get("second", np.zeros_like(squares))
+    second = state["second"] = before * number(beta2) + squares * number(1 - beta2)
     below = np.sqrt(second / number(1 - beta2**count)) + number(numbers.get("epsilon", 1e-8))
     return row - first / number(1 - beta1**count) * rate / below
 
@@ -49,7 +73,15 @@ UPDATES: dict[str, Callable[..., Any]] = {
     "row_adagrad": row_adagrad,
     "adagrad": adagrad,
     "adam": adam,
+    "row_adam": row_adam,
+    "ftrl": ftrl,
 }
+
+
+def clipped(gradient: Any, clipnorm: float) -> Any:
+    wide = gradient.astype(np.float64)
+    norm = np.sqrt(np.add.reduce(wide * wide))
+    return (wide * (clipnorm / norm)).astype(gradient.dtype) if clipnorm and norm > clipnorm else gradient
 
 
 def plainly_mixed(word: int) -> int:
@@ -77,15 +109,15 @@ def rounded_up_or_down(row: Any, words: Any, dtype: np.dtype) -> Any:
 class ReferenceTable:
     """Rows in a dictionary; gradients are summed from first to last, those of 16 bits in float32.
 
-    `evict`, `limit`, `admit`, `rounding`: as `KVStore.table` says; 0: none. `servers`: how many share the limits.
-    `numbers`: of the optimizer."""
+    `init`: a rule of first values, or a function of ids; a number: the bound of even ones. `evict`, `limit`, `admit`,
+    `rounding`: as `KVStore.table` says; 0: none. `servers`: how many share the limits. `numbers`: of the optimizer."""
 
     def __init__(
         self,
         name: str,
         dim: int,
         dtype: Any,
-        bound: float,
+        init: Init | float | Callable[[Any], Any],
         optimizer: str,
         seed: int = 0,
         evict: int = 0,
@@ -103,8 +135,9 @@ class ReferenceTable:
         self.counts: dict[int, int] = {}
         self._counted: dict[int, int] = {}  # by id the update that has counted last
         self.refused = 0
-        self.dim, self.dtype, self._bound = dim, np.dtype(dtype), bound
+        self.dim, self.dtype = dim, np.dtype(dtype)
         self._wide = np.dtype(np.float32) if self.dtype.itemsize == 2 else self.dtype
+        self._init = uniform(init) if isinstance(init, (int, float)) else init
         self._key, self._update = key_of(seed, name), UPDATES[optimizer]
         self.rows: dict[int, Any] = {}
         self._state: dict[int, dict[str, Any]] = {}
@@ -138,8 +171,10 @@ class ReferenceTable:
         for one, gradient in total.items():
             if one in refused:
                 continue
-            state = self._state.setdefault(one, {})
-            row = self._update(self._row(one).astype(self._wide), gradient, state, rate, self.numbers)
+            state, numbers = self._state.setdefault(one, {}), self.numbers
+            kept = self._wide.type(1 - at(numbers["learning_rate"], self.updates) * numbers.get("weight_decay", 0))
+            gradient = clipped(gradient, numbers.get("clipnorm", 0))
+            row = self._update(self._row(one).astype(self._wide) * kept, gradient, state, rate, numbers)
             self.rows[one] = self._rounded(one, row)
             self.touched[one] = self.updates
         self._drop()
@@ -192,7 +227,9 @@ class ReferenceTable:
     def _row(self, one: int) -> Any:
         if one in self.rows:
             return self.rows[one]
-        ((_, rows),) = first_rows(self._key, self._bound, np.array([one], np.int64), self.dim, self.dtype)
+        if not isinstance(self._init, Init):
+            return np.asarray(self._init(np.array([one])), self.dtype)[0]
+        ((_, rows),) = first_rows(self._key, self._init, np.array([one], np.int64), self.dim, self.dtype)
         return rows[0]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import time
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -47,6 +48,19 @@ COUNTS = [0, 1, 2, 6, 12, 40, 40, 300, 4000]
 DIMS = [1, 2, 3, 5, 8, 9, 16, 33, 129, 200]
 
 
+def thirds(dim: int) -> Callable[[Any], Any]:
+    """A function that gives first values, as every process computes them."""
+
+    def give(ids: Any) -> Any:
+        return ids[:, None] % 1000 / 3 + np.arange(dim)
+
+    give.__name__ = f"thirds{dim}"
+    return mpips.register_init(give)
+
+
+THIRDS = {dim: thirds(dim) for dim in DIMS}
+
+
 def options_of(chosen: random.Random, kinds: list[str]) -> tuple[str, dict[str, Any]]:
     """A store that fits the job."""
     kind, servers = chosen.choice(kinds), chosen.randint(1, min(3, WORLD.size - 1))
@@ -79,27 +93,32 @@ class Played:
             self.lanes, self.whole = kv.num_workers, chosen.random() < 0.3
         optimizer = chosen.choice(sorted(UPDATES))
         rate = chosen.choice([0.1, 0.037, 1, 0.0, Cosine(0.1, 7), StepDecay(0.1, 3)])
+        if optimizer == "ftrl":
+            rate = chosen.choice([0.1, 0.037, 1])
         self.numbers: dict[str, Any] = {"learning_rate": rate}
-        if optimizer != "sgd" and chosen.random() < 0.3:
+        if optimizer not in ("sgd", "ftrl") and chosen.random() < 0.3:
             self.numbers["epsilon"] = 1e-3
+        if chosen.random() < 0.3:
+            self.numbers["clipnorm"] = chosen.choice([0.5, 3])
+        if chosen.random() < 0.3:
+            self.numbers |= {"l1": 0.1, "l2": 0.2} if optimizer == "ftrl" else {"weight_decay": 0.1}
         life = life_of(chosen, kv.layout.num_servers)
-        bound, seed = chosen.choice([0, 0.5, 3]), chosen.choice([0, 3, -1, 2**70])
         dim, dtype = chosen.choice(DIMS), chosen.choice(["float32", "float64", "float16", "bfloat16"])
         if "16" in dtype and self.lanes == 1 and chosen.random() < 0.5:
             life["rounding"] = "stochastic"
+        inits = mpips.normal(0.1, 0.5), mpips.truncated_normal(), mpips.constant(-0.3), THIRDS[dim]
+        init, seed = chosen.choice([*map(mpips.uniform, (0, 0.5, 3)), *inits]), chosen.choice([0, 3, -1, 2**70])
         if self.lanes > 1:  # what depends on the order of all pushes is left out
             rates = isinstance(rate, (int, float))
             self.numbers |= {} if rates else {"learning_rate": 0.1}
             life = {"admit": life["admit"] if life["admit"] == mpips.seen(2) else None}
         if self.whole:
             dtype = "float32"
-            bound, optimizer, life, self.numbers = 0, "sgd", {}, {"learning_rate": 1}
+            init, optimizer, life, self.numbers = mpips.uniform(0), "sgd", {}, {"learning_rate": 1}
         self.life = {word: value for word, value in life.items() if value is not None}
-        self._kind = {"dim": dim, "dtype": dtype, "optimizer": optimizer, "seed": seed}, bound
+        self._kind = {"dim": dim, "dtype": dtype, "optimizer": optimizer, "seed": seed}, init
         self.models = [
-            ReferenceTable(
-                name, bound=bound, servers=kv.layout.num_servers, **self._kind[0], **self.life, **self.numbers
-            )
+            ReferenceTable(name, init=init, servers=kv.layout.num_servers, **self._kind[0], **self.life, **self.numbers)
             for _ in range(self.lanes)
         ]
         self.saved: dict[tuple[str, ...], Any] = {}
@@ -107,10 +126,10 @@ class Played:
 
     def go_on(self, kv: mpips.KVStore) -> None:
         """Make the table, or claim it from what the store has loaded."""
-        kind, bound = self._kind
+        kind, init = self._kind
         with warnings.catch_warnings():  # a loaded table has the learning rate of the file
             warnings.simplefilter("ignore")
-            self.table = kv.table(self.name, init=mpips.uniform(bound), **kind, **self.life, **self.numbers)
+            self.table = kv.table(self.name, init=init, **kind, **self.life, **self.numbers)
         for model in self.models:
             model.servers, model.refused, model.evicted = kv.layout.num_servers, 0, []
         self.worker, self.pushes, self.copy = kv.rank, 0, ServingCopy()
@@ -341,7 +360,8 @@ class Player:
     def update_optimizer(self) -> None:
         played = self.some()
         if not played.whole:
-            numbers = {"learning_rate": self.chosen.choice([0.1, 0.01, 0.5])}
+            number = self.chosen.choice([0.1, 0.01, 0.5])
+            numbers = {"l2" if played._kind[0]["optimizer"] == "ftrl" else "learning_rate": number}
             played.table.update_optimizer(**numbers)
             for model in played.models:
                 model.numbers |= numbers

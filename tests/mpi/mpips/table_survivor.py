@@ -16,12 +16,27 @@ from tests.mpi.mpips.reference_table import ReferenceTable
 from tests.mpi.mpips.survivor import Job, main
 
 DIM = 5
+
+
+@mpips.register_init
+def sevenths(ids: np.ndarray) -> np.ndarray:
+    """First values that workers, servers and spares compute by themselves."""
+    return ids[:, None] % 1001 / 7 + np.arange(DIM)
+
+
 TABLES: dict[str, dict[str, Any]] = {
-    "users": {"optimizer": "adam", "evict": 9},
-    "items": {"optimizer": "row_adagrad", "admit": mpips.seen(2), "dtype": "bfloat16", "rounding": "stochastic"},
-    "words": {"optimizer": "adagrad", "admit": mpips.chance(0.7), "dtype": "float16"},
+    "users": {"optimizer": "row_adam", "weight_decay": 0.1, "init": mpips.truncated_normal(0.1), "evict": 9},
+    "items": {
+        "optimizer": "row_adagrad",
+        "clipnorm": 1.5,
+        "init": mpips.uniform(0.5),
+        "admit": mpips.seen(2),
+        "dtype": "bfloat16",
+        "rounding": "stochastic",
+    },
+    "words": {"optimizer": "ftrl", "l1": 0.1, "init": sevenths, "admit": mpips.chance(0.7), "dtype": "float16"},
 }
-LIMITED = {"tags": {"optimizer": "sgd", "limit": 40}}
+LIMITED = {"tags": {"optimizer": "adam", "init": mpips.constant(0.3), "limit": 40}}
 """Servers share the limit, so that what is dropped depends on how many there are."""
 COUNTED = "evicted", "refused"
 RATES = 0.1, 0.05, 0.2
@@ -45,13 +60,18 @@ def call_before(job: Job, name: str, step: int) -> str:
     return chosen.choice(["save", "load", "update_optimizer", "export"] + 40 * [""])
 
 
+def changed(name: str, step: int) -> dict[str, float]:
+    """The hyperparameters that `update_optimizer` changes before a step."""
+    return {"l2" if name == "words" else "learning_rate": RATES[step % len(RATES)]}
+
+
 class Expected:
     """The tables of a job after some steps."""
 
     def __init__(self, job: Job) -> None:
         self._job, self.step = job, 0
         self.tables = {
-            name: ReferenceTable(name, DIM, bound=0.5, servers=job.servers, **{"dtype": "float32", **more})
+            name: ReferenceTable(name, DIM, servers=job.servers, **{"dtype": "float32", **more})
             for name, more in tables_of(job).items()
         }
         self._saved: dict[str, Any] = {}
@@ -65,7 +85,7 @@ class Expected:
             elif call == "load" and name in self._saved:
                 table.load(self._saved[name])
             elif call == "update_optimizer":
-                table.numbers["learning_rate"] = RATES[self.step % len(RATES)]
+                table.numbers |= changed(name, self.step)
             table.push([batch(name, self.step, rank) for rank in range(workers)])
         self.step += 1
 
@@ -73,7 +93,7 @@ class Expected:
 def make_call(folder: Path, job: Job, step: int, table: mpips.Table) -> None:
     path, call = folder / table.name, call_before(job, table.name, step)
     if call == "update_optimizer":
-        table.update_optimizer(learning_rate=RATES[step % len(RATES)])
+        table.update_optimizer(**changed(table.name, step))
     elif call == "export":
         table.export(folder / "export")
     elif call == "save":
@@ -94,7 +114,7 @@ def train(kv: mpips.KVStore, job: Job, folder: Path) -> tuple[dict[str, np.ndarr
                 model.go_on(size)
             for name, more in tables_of(job).items():
                 if name not in made:  # they go on after a recovery
-                    made[name] = kv.table(name, DIM, init=mpips.uniform(0.5), learning_rate=0.1, **more)
+                    made[name] = kv.table(name, DIM, learning_rate=0.1, **more)
             kv.init("w", np.zeros(3))
             kv.set_optimizer("sgd", learning_rate=1.0)
             while step < job.steps:

@@ -13,6 +13,7 @@ import pytest
 
 import mpips
 from launch import Job, build, find, this_machine
+from mpips.tables import initial
 from mpips.tables.table import push_together
 from tests.child import outside
 from tests.mpi.mpips.reference_table import ReferenceTable
@@ -20,7 +21,8 @@ from tests.mpi.mpips.support import WORLD, failure, need, run
 from tests.mpi.sizes import either_mpi, only_on
 
 DIM, STEPS, SAVED = 5, 12, 4
-KINDS = {"users": "adam", "items": "row_adagrad"}
+KINDS = {"users": "row_adam", "items": "ftrl"}
+INITS = {"users": mpips.normal(std=0.5), "items": mpips.constant(0.25)}
 LIVES: dict[str, dict[str, Any]] = {
     "users": {"dtype": "float32", "admit": mpips.seen(2), "evict": 5},
     "items": {"dtype": "bfloat16", "rounding": "stochastic"},
@@ -39,7 +41,7 @@ def nothing(dtype: Any) -> tuple[Any, Any]:
 
 def tables(kv: mpips.KVStore) -> dict[str, Any]:
     return {
-        name: kv.table(name, DIM, init=mpips.uniform(0.5), optimizer=optimizer, learning_rate=0.1, **LIVES[name])
+        name: kv.table(name, DIM, init=INITS[name], optimizer=optimizer, learning_rate=0.1, **LIVES[name])
         for name, optimizer in KINDS.items()
     }
 
@@ -58,7 +60,7 @@ def train(kv: mpips.KVStore, made: dict[str, Any], steps: range) -> None:
 def check(kv: mpips.KVStore, made: dict[str, Any], steps: int) -> None:
     ids = np.concatenate([batch(step, "float32")[0] for step in range(STEPS)])
     for name, optimizer in KINDS.items():
-        expected = ReferenceTable(name, DIM, bound=0.5, optimizer=optimizer, **LIVES[name])
+        expected = ReferenceTable(name, DIM, init=INITS[name], optimizer=optimizer, **LIVES[name])
         for step in range(steps):
             expected.push([batch(step, LIVES[name]["dtype"])])
         assert made[name].pull(ids).tobytes() == expected.pull(ids).tobytes(), name
@@ -112,7 +114,7 @@ def test_a_checkpoint_holds_tables_of_its_round(folder: Path, wait: bool, known:
     "optimizer, life",
     [
         ("adam", {"dtype": "float16", "admit": mpips.seen(2), "evict": 3}),
-        ("row_adagrad", {"dtype": "float32", "limit": 90}),
+        ("ftrl", {"dtype": "float32", "limit": 90}),
         ("sgd", {"dtype": "bfloat16", "rounding": "stochastic"}),
     ],
 )
@@ -155,7 +157,7 @@ def test_a_whole_file_and_its_increments_are_the_table(folder: Path, optimizer: 
         table.load(*(folder / f"{step}" for step in (2, 5, 8)))
         for step in range(9, STEPS):
             pushed(kv, table, step)
-        expected = ReferenceTable("t", DIM, bound=0.5, optimizer=optimizer, servers=kv.layout.num_servers, **life)
+        expected = ReferenceTable("t", DIM, init=0.5, optimizer=optimizer, servers=kv.layout.num_servers, **life)
         for step in range(STEPS):
             expected.push([some(step, life["dtype"])])
         assert table.pull(ids).tobytes() == expected.pull(ids).tobytes()
@@ -250,6 +252,38 @@ def test_what_does_not_fit_a_table_changes_nothing(folder: Path) -> None:
         run("dist_sync", each, servers=1)
     said = run("dist_sync", lambda kv: failure(lambda: kv.load(folder / "t")), servers=0)
     assert "which only servers keep" in said
+
+
+@mpips.register_init
+def eighths(ids: Any) -> Any:
+    return ids[:, None] % 1000 / 8 + np.arange(3)
+
+
+def test_what_rows_depend_on_must_be_there_to_load_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    need(servers=1)
+    ids = np.arange(4)
+
+    def save(kv: mpips.KVStore) -> None:
+        table = kv.table("t", 3, init=eighths, optimizer="ftrl", learning_rate=0.1)
+        table.push(ids[:2], np.ones((2, 3), np.float32))
+        table.save(folder / "t")
+        kv.save(folder / "x")
+
+    def loaded(kv: mpips.KVStore) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(initial, "_FUNCTIONS", {})
+            said = failure(lambda: kv.load(folder / "x"))
+            assert "by the function 'eighths', which is not known here" in said
+        kv.load(folder / "x")
+        assert "has init eighths, and this is uniform" in failure(lambda: kv.table("t", 3, optimizer="ftrl"))
+        table = kv.table("t", 3, init=eighths, optimizer="ftrl", learning_rate=0.1)
+        assert table.pull(ids[2:]).tobytes() == eighths(ids[2:]).astype(np.float32).tobytes()
+        other = kv.table("u", 3, optimizer="ftrl", learning_rate=0.2)
+        said = failure(lambda: other.load(folder / "t"))
+        assert "has state of ftrl with {'learning_rate': 0.1}, and the table has {'learning_rate': 0.2}" in said
+
+    run("dist_sync", save, servers=1)
+    run("dist_sync", loaded, servers=1)
 
 
 def test_a_save_needs_one_round_of_a_table(folder: Path) -> None:

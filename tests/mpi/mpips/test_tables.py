@@ -16,7 +16,7 @@ import pytest
 import mpips
 from collectives.fabric.tasks import Task
 from collectives.kernels import engine
-from mpips.tables import index, messages, places
+from mpips.tables import index, initial, messages, places
 from mpips.tables.table import push_together
 from tests.mpi.mpips.reference_table import UPDATES, ReferenceTable, ServingCopy
 from tests.mpi.mpips.support import WORLD, failure, meet, need, run
@@ -77,6 +77,54 @@ def test_a_table_equals_a_serial_dictionary(options: dict[str, Any], optimizer: 
     run("dist_sync", body, **options)
 
 
+@mpips.register_init
+def fifths(ids: Any) -> Any:
+    return ids[:, None] % 1000 / 5 + np.arange(5)
+
+
+# (optimizer, its hyperparameters, first values)
+RULES: list[tuple[str, dict[str, Any], Any]] = [
+    ("sgd", {"weight_decay": 0.5, "clipnorm": 1.0}, mpips.normal(0.5, 0.1)),
+    ("adagrad", {"weight_decay": 0.5}, mpips.constant(-0.5)),
+    ("row_adagrad", {"clipnorm": 0.5}, mpips.truncated_normal(std=2)),
+    ("adam", {"weight_decay": 0.1, "clipnorm": 2.0}, fifths),
+    ("row_adam", {"weight_decay": 0.1, "clipnorm": 2.0}, mpips.normal()),
+    ("ftrl", {"l1": 0.2, "l2": 0.1, "beta": 0.5, "clipnorm": 3.0}, fifths),
+]
+
+
+@either_mpi
+@pytest.mark.parametrize(
+    "kind, options",
+    [
+        ("dist_sync", {"servers": 1}),
+        ("dist_sync", {"servers": 2, "shared_memory": False}),
+        ("mpi_sync", {"servers": 1, "clients": 1}),
+        ("dist_async", {"servers": 2}),
+        ("mpi_async", {"servers": 1, "clients": 1, "staleness": 1}),
+    ],
+)
+def test_rows_begin_decay_and_are_clipped_as_asked(kind: str, options: dict[str, Any]) -> None:
+    """Each worker pushes to ids of its own, so that its rows are those of a dictionary in every kind of store."""
+    need(**options)
+
+    def body(kv: mpips.KVStore) -> None:
+        for number, (optimizer, numbers, init) in enumerate(RULES):
+            table = kv.table(f"t{number}", 5, init=init, optimizer=optimizer, **SMALL_RATE, **numbers)
+            expected = ReferenceTable(table.name, 5, "float32", init, optimizer, **SMALL_RATE, **numbers)
+            random = np.random.default_rng([number, kv.rank])
+            for _ in range(4):
+                ids = random.integers(0, 30, 40) * 1000 + kv.rank
+                gradients = random.standard_normal((40, 5)).astype(np.float32)
+                expected.push([(ids, gradients)])
+                table.push(ids, gradients)
+                wanted = np.concatenate([ids, EDGES * 1000 + kv.rank])
+                assert table.pull(wanted).tobytes() == expected.pull(wanted).tobytes(), (optimizer, init)
+            kv.barrier()
+
+    run(kind, body, **options)
+
+
 @either_mpi
 @pytest.mark.parametrize("options", [{"servers": 1}, {"servers": 2}, {"servers": 3, "shared_memory": False}])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -86,8 +134,8 @@ def test_half_rows_equal_a_serial_dictionary(options: dict[str, Any], dtype: str
     kind = {"dim": 5, "dtype": dtype, "rounding": rounding, **SMALL_RATE}
 
     def body(kv: mpips.KVStore) -> None:
-        tables = [kv.table(name, init=mpips.uniform(0.5), optimizer=name, **kind) for name in UPDATES]
-        every = [ReferenceTable(name, bound=0.5, optimizer=name, **kind) for name in UPDATES]
+        rules = [{"name": name, "optimizer": name, "init": init, **numbers, **kind} for name, numbers, init in RULES]
+        tables, every = [kv.table(**rule) for rule in rules], [ReferenceTable(**rule) for rule in rules]
         for repeat in range(6):
             batches = [batch(repeat, worker, 5, dtype) for worker in range(kv.num_workers)]
             push_together([(table, *batches[kv.rank]) for table in tables])
@@ -98,7 +146,7 @@ def test_half_rows_equal_a_serial_dictionary(options: dict[str, Any], dtype: str
                 assert found.tobytes() == expected.pull(wanted).tobytes(), (table, repeat)
         kv.barrier()
         # values, state, id, age, and what an index of few rows has
-        sgd = tables[[*UPDATES].index("sgd")]
+        sgd = tables[0]
         assert sgd.stats()["bytes"] - (2 * 5 + 8 + 4) * sgd.rows <= 40 * sgd.rows + 32768 * kv.layout.num_servers
 
     run("dist_sync", body, **options)
@@ -363,14 +411,19 @@ def test_bad_arguments_lose_nothing() -> None:
             "seen(times=0): give a whole number from 1 on": lambda: mpips.seen(0),
             "chance(probability=1.5): give a number above 0 and up to 1": lambda: mpips.chance(1.5),
             "limit=1.5 is not a whole number": lambda: kv.table("u", 3, limit=1.5),  # type: ignore[arg-type]
-            "is infinite in float32: give a smaller bound": lambda: kv.table("u", 3, init=mpips.uniform(1e300)),
-            "give mpips.uniform(bound)": lambda: kv.table("u", 3, init="ones"),  # type: ignore[arg-type]
+            "is infinite in float32: give a smaller one": lambda: kv.table("u", 3, init=mpips.uniform(1e300)),
+            "is infinite in float16: give a smaller one": lambda: kv.table("u", 3, "float16", mpips.uniform(1e5)),
+            "give mpips.uniform, mpips.normal": lambda: kv.table("u", 3, init="ones"),  # type: ignore[arg-type]
+            "put @mpips.register_init above it": lambda: kv.table("u", 3, init=np.zeros),
+            "float64 of shape (1, 5), and 1 ids need float32 of shape (1, 3)": lambda: kv.table("u", 3, init=fifths),
+            "those of optimizer 'ftrl': learning_rate, beta, l1": lambda: kv.table(
+                "u", 3, optimizer="ftrl", weight_decay=0.1
+            ),
             "a table holds float16, bfloat16, float32, float64": lambda: kv.table("u", 3, "int8"),
             "rounding='up': give 'nearest' or 'stochastic'": lambda: kv.table("u", 3, "float16", rounding="up"),
             "is for rows of float16 or bfloat16, and these are float32": lambda: kv.table(
                 "u", 3, rounding="stochastic"
             ),
-            "is infinite in float16: give a smaller bound": lambda: kv.table("u", 3, "float16", mpips.uniform(1e5)),
             "table 'u': dtype='nope', and a table holds": lambda: kv.table("u", 3, "nope"),
             "ids are of type list: pass numpy.array(ids, numpy.int64)": lambda: table.pull([1, 2]),
             "ids have dtype >i8, and need int64": lambda: table.pull(np.zeros(2, ">i8")),
@@ -390,14 +443,53 @@ def test_bad_arguments_lose_nothing() -> None:
     run("dist_sync", body, servers=1)
 
 
+def test_a_function_that_servers_do_not_know_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers are in `mpips.create` when the workers register it, as where a program registers too late."""
+    need(servers=1)
+
+    def body(kv: mpips.KVStore) -> None:
+        monkeypatch.setattr(initial, "_FUNCTIONS", {})
+
+        @mpips.register_init
+        def late(ids: Any) -> Any:
+            return np.ones((len(ids), 3))
+
+        said = failure(lambda: kv.table("t", 3, init=late))
+        assert "by the function 'late', which is not known here: put @mpips.register_init above it" in said
+        assert kv.table("t", 3, init=mpips.constant(2)).pull(np.arange(2)).tolist() == [[2] * 3] * 2
+
+    run("dist_sync", body, servers=1)
+
+
+@mpips.register_init
+def of_positive_ids(ids: Any) -> Any:
+    if ids.min() < 0:
+        raise KeyError(int(ids.min()))
+    return np.ones((len(ids), 3))
+
+
+@pytest.mark.parametrize("shared_memory", [True, False])
+def test_a_function_that_raises_ends_the_generation_with_its_text(shared_memory: bool) -> None:
+    need(servers=1)
+
+    def body(kv: mpips.KVStore) -> None:
+        table = kv.table("t", 3, init=of_positive_ids, learning_rate=1.0)
+        said = failure(lambda: table.pushpull(np.array([-2]), np.ones((1, 3), np.float32)))
+        assert "table 't': the function 'of_positive_ids' of init failed for 1 ids, the first -2: KeyError: -2" in said
+        kv.recover()
+        assert table.pushpull(np.array([2]), np.ones((1, 3), np.float32)).tolist() == [[1.0 - kv.num_workers] * 3]
+
+    run("dist_sync", body, servers=1, shared_memory=shared_memory)
+
+
 def test_what_one_rank_asks_otherwise_all_hear() -> None:
     """Or that rank alone, where the others need not wait. Then all go on."""
     need(workers=2, servers=1)
     asked: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "table 'u': argument 'dim' is 3 on rank 0 and 4 on rank": ("table", {"dim": 3}, {"dim": 4}),
         "argument 'dtype' is float32 on rank 0 and float64": ("table", {}, {"dtype": "float64"}),
-        "argument 'optimizer' is RowSGD(learning_rate=0.01) on rank 0": ("table", {}, {"optimizer": "adam"}),
-        "argument 'init' is Uniform(bound=": ("table", {}, {"init": mpips.uniform(0.5)}),
+        "argument 'optimizer' is RowSGD(learning_rate=0.01,": ("table", {}, {"optimizer": "adam"}),
+        "argument 'init' is mpips.uniform(": ("table", {}, {"init": mpips.uniform(0.5)}),
         "unknown optimizer 'rprop' of a table: the known ones are sgd,": ("table", {}, {"optimizer": "rprop"}),
         "a table has no argument momentum": ("table", {}, {"momentum": 0.9}),
         "calls table 'v': let all ranks make the same call": ("table", {}, {"name": "v"}),

@@ -125,7 +125,7 @@ def test_rows_of_16_bits_are_tensors_of_that_type(dtype: torch.dtype) -> None:
 
     def body(kv: mpips.KVStore) -> None:
         table = kv.table("t", DIM, init=mpips.uniform(0.5), **kind)
-        expected = ReferenceTable("t", DIM, bound=0.5, **kind)
+        expected = ReferenceTable("t", DIM, init=0.5, **kind)
         rows = mpips.torch.Embedding(table)
         bags = mpips.torch.EmbeddingBag(table, mode="sum")
         both = mpips.torch.EmbeddingBagCollection({"a": table}, mode="sum")

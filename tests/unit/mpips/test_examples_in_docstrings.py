@@ -20,7 +20,7 @@ EXAMPLES = {
     for module in (mpips.chaos, mpips.compression, mpips.optimizers, mpips.overlap, mpips.training)
     for name in module.__all__
     if ">>> " in (inspect.getdoc(getattr(module, name)) or "")
-}
+} | {"mpips.register_init": mpips.register_init}
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -23,11 +23,19 @@ if engine.status().engine != "numba":
 WIDE = range(-(2**63), 2**63, 2**55)
 
 
-def rounds(optimizer: str, dim: int, dtype: str, stochastic: bool = False) -> Iterator[bytes]:
+INITS: dict[str, dict[str, Any]] = {
+    "uniform": {},
+    "normal": {"init": "normal", "mean": 0.1},
+    "truncated": {"init": "truncated_normal"},
+    "constant": {"bound": 0.0, "mean": -0.3},
+}
+
+
+def rounds(optimizer: str, dim: int, dtype: str, init: str = "uniform", **more: Any) -> Iterator[bytes]:
     """Rows after each of some rounds of three workers with repeated ids, as server 0 of 2 sees them.
 
     In the last round only one worker pushes."""
-    table = TableRows(card_of(dim, dtype, optimizer, 7, rate=0.1, stochastic=stochastic))
+    table = TableRows(card_of(dim, dtype, optimizer, 7, rate=0.1, **INITS[init], **more))
     random = np.random.default_rng(5)
     for step in range(1, 5):
         parts = []
@@ -46,13 +54,13 @@ def rounds(optimizer: str, dim: int, dtype: str, stochastic: bool = False) -> It
         yield table.pull(np.concatenate([np.arange(-210, 210), np.array(WIDE)])).tobytes()
 
 
-def check_bits(*arguments: Any) -> None:
+def check_bits(*given: Any, **more: Any) -> None:
     """Check that rounds with compiled loops give the rows that NumPy gives."""
     with engine.numpy_only():
-        expected = list(rounds(*arguments))
-    list(rounds(*arguments))
+        expected = list(rounds(*given, **more))
+    list(rounds(*given, **more))
     assert engine.settle(200)
-    assert list(rounds(*arguments)) == expected
+    assert list(rounds(*given, **more)) == expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -62,10 +70,29 @@ def test_tables_have_the_bits_of_numpy(optimizer: str, dim: int, dtype: str) -> 
     check_bits(optimizer, dim, dtype)
 
 
+def decayed_and_clipped(optimizer: str) -> dict[str, Any]:
+    more = {"l1": 0.3, "l2": 0.1, "beta": 0.0} if optimizer == "ftrl" else {"weight_decay": 0.3}
+    return {"clipnorm": 1.5, **more}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("dim", [1, 11, 128, 130])
+@pytest.mark.parametrize("optimizer", sorted(ROW_OPTIMIZERS))
+def test_decayed_and_clipped_tables_have_the_bits_of_numpy(optimizer: str, dim: int, dtype: str) -> None:
+    check_bits(optimizer, dim, dtype, numbers=decayed_and_clipped(optimizer))
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("optimizer", sorted(ROW_OPTIMIZERS))
 def test_half_rows_have_the_bits_of_numpy(optimizer: str, dtype: str, stochastic: bool) -> None:
-    check_bits(optimizer, 33, dtype, stochastic)
-    loops = kernels.merge_halves, kernels.add_halves, kernels.first_values
-    assert all(loop.ready(np.zeros(1, dtype)) for loop in loops)
+    check_bits(optimizer, 33, dtype, numbers=decayed_and_clipped(optimizer), stochastic=stochastic)
+    assert all(loop.ready(np.zeros(1, dtype)) for loop in (kernels.merge_halves, kernels.add_halves))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("init", sorted(INITS))
+def test_first_values_have_the_bits_of_numpy(init: str, dtype: str) -> None:
+    check_bits("sgd", 33, dtype, init)
+    loop = kernels.first_normals if init in ("normal", "truncated") else kernels.first_values
+    assert loop.ready(np.zeros(1, dtype))

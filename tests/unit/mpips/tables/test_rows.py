@@ -23,7 +23,7 @@ IDS = st.integers(-(2**63), 2**63 - 1) | st.integers(-9, 9)
 
 
 def rows_of(ids: np.ndarray, dim: int = 4, dtype: Any = np.float32, key: int = 1) -> np.ndarray:
-    return np.concatenate([rows for _, rows in first_rows(key, 0.5, ids, dim, dtype)])
+    return np.concatenate([rows for _, rows in first_rows(key, uniform(0.5), ids, dim, dtype)])
 
 
 def test_first_values_depend_on_key_id_and_column_alone() -> None:
